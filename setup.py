@@ -1,0 +1,39 @@
+"""Package metadata, dependencies and the `specheads` command."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="specheads",
+    version="0.1.0",
+    description="Train draft heads for any Hugging Face language model and get the same text several times faster",
+    long_description=Path(__file__).with_name("README.md").read_text("utf8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["specheads", "specheads.*"]),
+    package_data={"specheads": ["py.typed"]},
+    install_requires=[
+        "torch>=2.11",
+        "transformers>=5.17",
+        "accelerate>=1.10",
+        "safetensors>=0.5",
+        "datasets>=4.0",
+        "peft>=0.18",
+        "pyyaml>=6.0",
+        "rich>=13.0",
+        "typer>=0.15",
+    ],
+    extras_require={
+        "deepspeed": ["deepspeed>=0.18"],
+        "dev": ["pytest>=8.0", "pytest-xdist>=3.5", "ruff>=0.9", "mypy>=1.15", "pre-commit>=4.0", "types-PyYAML"],
+    },
+    entry_points={"console_scripts": ["specheads = specheads.cli:main"]},
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,153 @@
+"""The key-value cache of tree verification: preallocated, per-row lengths, compaction in place.
+
+Per layer one buffer (B, heads, N + capacity, d): N scratch slots in front, where a verify pass writes the tree, and
+the committed rows behind, slot N + t holding position t. A pass attends the slice 0 … N + bucket under one additive
+mask, so there are no ragged writes and no per-row loop. Layers of one shape share one stack, so that committing a
+path is one gather and one scatter for all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+BUCKET = 64  # attended lengths are rounded up to this, so that shapes repeat
+
+
+class TreeLayer(CacheLayerMixin):
+    """One layer's view of the buffers; it holds the prompt until `TreeCache.settle` has stacked it."""
+
+    is_sliding = False
+
+    def __init__(self, cache: TreeCache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if not self.cache.settled:
+            self.keys, self.values, self.is_initialized = key_states, value_states, True
+            return key_states, value_states
+        start, stop = self.cache.write_at, self.cache.write_at + key_states.shape[2]
+        end = self.cache.attended
+        assert self.keys is not None and self.values is not None
+        self.keys[:, :, start:stop] = key_states
+        self.values[:, :, start:stop] = value_states
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    # The mask and the positions come from outside, so the model must not derive either from the cache.
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.attended if self.cache.settled else query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class TreeCache(Cache):
+    """KV of every layer for B rows. `scratch` tree slots, then `capacity` committed slots.
+
+    lengths (B,) int64 on the device: committed tokens per row. bound: a host integer no row's length exceeds.
+    """
+
+    def __init__(self, num_layers: int, scratch: int, capacity: int) -> None:
+        self.tree_layers = [TreeLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self.tree_layers))
+        self.scratch, self.capacity = scratch, capacity
+        self.settled = False
+        self.write_at = 0
+        self.attended = 0
+        self.stacks: list[Tensor] = []
+        self.lengths: Tensor
+        self.bound = 0
+
+    def settle(self, lengths: Tensor, bound: int) -> None:
+        """Take the prompt the layers hold (left-packed, `bound` columns) as committed and stack the buffers."""
+        groups: dict[tuple, list[tuple[TreeLayer, str]]] = {}
+        for layer in self.tree_layers:
+            for name in ("keys", "values") if layer.is_initialized else ():
+                held = getattr(layer, name)
+                groups.setdefault((held.shape[:2], held.shape[3], held.dtype, held.device), []).append((layer, name))
+        for ((rows, heads), width, dtype, device), members in groups.items():
+            shape = (len(members), rows, heads, self.scratch + self.capacity, width)
+            # Zeros, not empty: a masked slot's value still enters 0 · v, and garbage may be NaN.
+            stack = torch.zeros(shape, dtype=dtype, device=device)
+            for i, (layer, name) in enumerate(members):
+                stack[i, :, :, self.scratch : self.scratch + bound] = getattr(layer, name)
+                setattr(layer, name, stack[i])
+            self.stacks.append(stack)
+        self.settled, self.lengths, self.bound = True, lengths, bound
+
+    def open(self, write_at: int = 0) -> None:
+        """Prepare a pass that writes from scratch slot `write_at` on and attends all that is committed."""
+        self.write_at = write_at
+        self.attended = self.scratch + min(self.capacity, -(-self.bound // BUCKET) * BUCKET)
+
+    def commit(self, path: Tensor, length: Tensor, bound: int) -> None:
+        """Keep the scratch slots path (B, P) as the next committed rows, of which length (B,) are real.
+
+        All P are moved; those behind `length` are overwritten by the next commit and masked until then. bound: a
+        host integer that no row's length now exceeds; ValueError where it exceeds the capacity.
+        """
+        if bound > self.capacity:
+            raise ValueError(f"{bound} tokens do not fit a cache made for {self.capacity}; ask for more at prefill")
+        self.bound = bound
+        rows = torch.arange(path.shape[0], device=path.device).unsqueeze(1)
+        target = self.scratch + self.lengths.unsqueeze(1) + torch.arange(path.shape[1], device=path.device)
+        target = target.clamp(max=self.scratch + self.capacity - 1)
+        for stack in self.stacks:
+            if stack.device != path.device:
+                r, t, p = rows.to(stack.device), target.to(stack.device), path.to(stack.device)
+            else:
+                r, t, p = rows, target, path
+            stack[:, r, :, t] = stack[:, r, :, p]
+        self.lengths = self.lengths + length
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far back a layer looks: `full`, `sliding` (the last `size` positions) or `chunked` (own block of `size`)."""
+
+    kind: str = "full"
+    size: int = 0
+
+    def __call__(self, query: Tensor, key: Tensor) -> Tensor:
+        """Broadcast positions → bool: may the query look at the key, causality aside?"""
+        if self.kind == "sliding":
+            return query - key < self.size
+        if self.kind == "chunked":
+            return query // self.size == key // self.size
+        return torch.ones((), dtype=torch.bool, device=query.device)
+
+
+def visible(ancestors: Tensor, depth: Tensor, lengths: Tensor, scratch: int, attended: int, reach: Reach) -> Tensor:
+    """Which cache slots each node of a pass attends: (B, N, attended) bool.
+
+    ancestors (B, N, S) over the first S ≤ scratch slots, of which the last N are the pass's own; depth (B, S) of
+    those slots; lengths (B,) committed tokens.
+    """
+    batch, num, seen = ancestors.shape
+    slot = torch.arange(attended - scratch, device=lengths.device)
+    committed = (slot < lengths.unsqueeze(1)).unsqueeze(1).expand(batch, num, -1)
+    if reach.kind != "full":
+        position = lengths.unsqueeze(1) + depth  # (B, S)
+        query = position[:, -num:].unsqueeze(2)
+        committed = committed & reach(query, slot)
+        ancestors = ancestors & reach(query, position.unsqueeze(1))
+    unused = [ancestors.new_zeros(batch, num, scratch - seen)] if seen < scratch else []
+    return torch.cat([ancestors, *unused, committed], dim=2)
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, N, K) bool → (B, 1, N, K) mask to add: 0 where seen. A bool mask is silently wrong with eager attention."""
+    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return zeros.masked_fill_(~mask, torch.finfo(dtype).min).unsqueeze(1)

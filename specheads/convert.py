@@ -1,0 +1,284 @@
+"""convert(): attach a draft head to a frozen base model. SpecModel: base + head; forward() is the loss, generate()
+decodes with tree drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from specheads import checkpoint, generation
+from specheads.cache import additive
+from specheads.drafters.base import Drafter
+from specheads.heads import HEADS, DraftHead, HeadConfig, TapBatch
+from specheads.target import (
+    concat_taps,
+    embed,
+    layer_reach,
+    logits_of,
+    refuse_unsupported,
+    takes_mask_dict,
+    text_config,
+)
+
+
+class SpecConfig(PreTrainedConfig):
+    """What config.json of a head checkpoint holds: the head's options, and which base it was trained for."""
+
+    model_type = "specheads"
+
+    def __init__(
+        self,
+        head: dict[str, Any] | None = None,
+        base_model_name_or_path: str | None = None,
+        base_revision: str | None = None,
+        base_fingerprint: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.head = head or {}
+        self.base_model_name_or_path = base_model_name_or_path
+        self.base_revision = base_revision
+        self.base_fingerprint = base_fingerprint or {}
+
+    def head_config(self) -> HeadConfig:
+        options = dict(self.head)
+        return HEADS[head_kind(options.pop("kind", None))].Config.from_options(options)
+
+
+@dataclass
+class SpecOutput(ModelOutput):
+    """loss: the head's; logits: the base's, where no loss was asked for; ranks (R, S) and terms: see DraftHead.loss."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    ranks: Tensor | None = None
+    terms: dict[str, Tensor] | None = None
+
+
+class SpecModel(PreTrainedModel):
+    """A frozen base model and the draft head beside it."""
+
+    config_class = SpecConfig
+    base_model_prefix = ""
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _keys_to_ignore_on_save = None
+
+    def __init__(self, config: SpecConfig, base: PreTrainedModel, head: DraftHead) -> None:
+        super().__init__(config)
+        self.base = base.requires_grad_(False).eval()
+        self.head = head
+        # A plain Trainer that restores a head-only file must not call the base's tensors missing.
+        self._keys_to_ignore_on_save = [f"base.{name}" for name in base.state_dict()]
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        return self.base.generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: GenerationConfig) -> None:
+        if "base" in self._modules:
+            self.base.generation_config = value
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.base.get_input_embeddings()
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.base.get_output_embeddings()
+
+    def head_state_dict(self) -> dict[str, Tensor]:
+        """The head's tensors under the names they have in this model, `head.…`: what a checkpoint holds."""
+        return {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()}
+
+    def train(self, mode: bool = True) -> SpecModel:
+        super().train(mode)
+        self.base.eval()  # frozen: its dropout stays off
+        return self
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        **kwargs: Any,
+    ) -> SpecOutput:
+        """The head's loss on input_ids (B, T).
+
+        labels (B, T): −100 where token t is not to be learnt (HF's convention, before any shift), or loss_mask
+        (B, T), true where it is; with neither, the base's own logits are returned instead of a loss.
+        document_ids (B, T): 1, 2 … for packed documents, which do not see one another; 0 is padding.
+        """
+        if labels is not None and loss_mask is not None:
+            raise ValueError("give labels or loss_mask, not both")
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids) if document_ids is None else (document_ids > 0).long()
+        documents = attention_mask.long() if document_ids is None else document_ids
+        packed = document_ids is not None and bool((document_ids > 1).any())
+        if position_ids is None:
+            position_ids = positions_of(documents)
+        if labels is None and loss_mask is None:
+            out = self.base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+            return SpecOutput(logits=out.logits)
+        supervised = (labels != -100) if labels is not None else loss_mask.bool()  # type: ignore[union-attr]
+        layers = self.head.layers
+        with torch.no_grad():
+            out = self.base(
+                input_ids=input_ids,
+                attention_mask=self._packed_mask(documents, position_ids) if packed else attention_mask,
+                position_ids=position_ids,
+                use_cache=False,
+                output_hidden_states=sorted(set(layers)),
+            )
+            features = concat_taps(out.hidden_states, layers, input_ids)
+        batch = TapBatch(
+            tokens=input_ids,
+            features=features,
+            logits=out.logits,
+            supervised=supervised & (documents > 0),
+            documents=documents,
+            position_ids=position_ids,
+            embed=lambda tokens: embed(self.base, tokens),
+            lm_head=lambda hidden: logits_of(self.base, hidden),
+            num_items=num_items_in_batch,
+        )
+        loss, terms = self.head.loss(batch)
+        return SpecOutput(loss=loss, ranks=terms.pop("ranks", None), terms=terms)
+
+    def _packed_mask(self, documents: Tensor, position_ids: Tensor) -> Tensor | dict[str, Tensor]:
+        place = torch.arange(documents.shape[1], device=documents.device)
+        seen = (documents.unsqueeze(2) == documents.unsqueeze(1)) & (place <= place.unsqueeze(1))
+        masks = {
+            name: additive(seen & reach(position_ids.unsqueeze(2), position_ids.unsqueeze(1)), self.base.dtype)
+            for name, reach in layer_reach(text_config(self.base)).items()
+        }
+        return masks if takes_mask_dict(self.base) else next(iter(masks.values()))
+
+    @torch.no_grad()
+    def generate(
+        self, inputs: Tensor | None = None, *, draft: bool | Drafter = True, **kwargs: Any
+    ) -> Tensor | generation.SpecGenerateOutput:
+        """Hugging Face's generate() with tree drafts: the same arguments, the same text, in fewer passes.
+
+        draft: True for this model's head, False for plain decoding through the same loop, or any other drafter.
+        tree: a plan (`DynamicTree`, `StaticTree`, `chain`, `SampledTree`; default: the head's). accept: the rule
+        (default `Exact`, lossless). seed: of the sampling. With return_dict_in_generate=True the output also has
+        `steps` and `statistics()`. Stopping criteria are asked row by row, after each token.
+        """
+        drafter = self.head if draft is True else (draft or None)
+        return generation.generate(self.base, drafter, inputs, **kwargs)
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: Any, *, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
+    ) -> None:
+        """Write the head alone: model.safetensors and config.json, atomically; push_to_hub=True uploads it too."""
+        push = kwargs.pop("push_to_hub", False)
+        if push:
+            self.push_to_hub(kwargs.pop("repo_id", str(save_directory).rstrip("/").rsplit("/", 1)[-1]), **kwargs)
+        checkpoint.save(self, save_directory, state_dict)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> SpecModel:
+        """Restore base + head from a directory or hub id. base=: another base model (or its name) for the head;
+        other keyword arguments (dtype, device_map, token, revision …) go to the loading of base and head."""
+        return checkpoint.load(pretrained_model_name_or_path, **kwargs)
+
+
+def positions_of(documents: Tensor) -> Tensor:
+    """(B, T) document ids → position of each token in its document; 0 at padding."""
+    place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    fresh = torch.ones_like(documents, dtype=torch.bool)
+    fresh[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    start = torch.where(fresh, place, 0).cummax(1).values
+    return torch.where(documents > 0, place - start, 0)
+
+
+def head_kind(name: object) -> str:
+    if name not in HEADS:
+        raise ValueError(f"unknown head {name!r}; known: {', '.join(HEADS)}")
+    return str(name)
+
+
+def head_config(head: str | HeadConfig | list[Any], options: dict[str, Any]) -> HeadConfig:
+    """The config that convert()'s ways of naming a head come to."""
+    if isinstance(head, list):
+        if len(head) != 1 or not isinstance(head[0], tuple | list) or len(head[0]) != 2:
+            raise ValueError(
+                f"a head list is [(name, options)] with one entry, not {head!r}; convert again for a second head"
+            )
+        name, listed = head[0]
+        head, options = name, {**listed, **options}
+    if isinstance(head, HeadConfig):
+        if options:
+            raise ValueError(f"options {sorted(options)} next to a head config; put them into the config")
+        return head
+    return HEADS[head_kind(head)].Config.from_options(options)
+
+
+def convert(
+    base: PreTrainedModel | str,
+    head: str | HeadConfig | list[Any],
+    *,
+    dtype: torch.dtype | None = None,
+    init: bool = True,
+    **options: Any,
+) -> SpecModel:
+    """Freeze `base`, build a draft head beside it, and return both as a SpecModel.
+
+    base: a Hugging Face decoder-only model, or a name to load. head: "medusa", "eagle", "eagle3", a head config, or
+    [(name, options)]; options by name. dtype: of the head's parameters (float32 unless given, as suits training).
+    init: start the head from the base's own layers where shapes agree. Raises UnsupportedModel, a ValueError, with
+    the reason for a base that trees cannot be verified on.
+    """
+    if isinstance(base, SpecModel):
+        raise ValueError("this model already has a head; convert(model.base, ...) gives another SpecModel beside it")
+    if isinstance(base, str):
+        base = AutoModelForCausalLM.from_pretrained(base)
+    refuse_unsupported(base)
+    config = head_config(head, options).filled(text_config(base))
+    module = build_head(config, base)
+    if init:
+        module.initialise(base)
+    module.to(dtype or torch.float32)
+    return SpecModel(spec_config(config, base), base, module)
+
+
+def build_head(config: HeadConfig, base: PreTrainedModel) -> DraftHead:
+    """A head of these (filled) options, on the device where the base ends."""
+    with torch.device(base.get_output_embeddings().weight.device):
+        return HEADS[config.kind](config)
+
+
+def spec_config(config: HeadConfig, base: PreTrainedModel) -> SpecConfig:
+    return SpecConfig(
+        head=config.to_dict(),
+        base_model_name_or_path=getattr(base, "name_or_path", None) or None,
+        base_revision=getattr(base.config, "_commit_hash", None),
+        base_fingerprint=checkpoint.fingerprint(base),
+        architectures=["SpecModel"],
+    )
+
+
+def load_head(base: PreTrainedModel, directory: Any, **kwargs: Any) -> SpecModel:
+    """Put the head saved in `directory` (or on the hub) beside a base that is already in memory."""
+    return checkpoint.load(directory, base=base, **kwargs)
+
+
+AutoConfig.register(SpecConfig.model_type, SpecConfig)
+AutoModelForCausalLM.register(SpecConfig, SpecModel)

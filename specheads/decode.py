@@ -1,0 +1,111 @@
+"""decode(): the only loop. One step drafts a tree, verifies it in one pass, and keeps what the rule accepts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from specheads.accept import Acceptance, walk
+from specheads.drafters.base import Context, Drafter
+from specheads.planner import Plan
+from specheads.sampling import Sampler
+from specheads.target import Target
+from specheads.tree import DraftTree
+
+Stop = Callable[[int, list[int], int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step gave. Step 0 is the prefill: one token a row, nothing drafted.
+
+    tokens: per row the tokens gained (none for a finished row); accepted: per row how many of them were drafted;
+    ranks: per row the rank of each accepted token among its siblings; drafted: nodes below the root;
+    seconds: wall time; scores: per row and token its raw logits and processed scores (V,), where kept.
+    """
+
+    tokens: list[list[int]]
+    accepted: list[int]
+    ranks: list[list[int]]
+    drafted: int
+    seconds: float
+    scores: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
+
+
+def decode(
+    target: Target,
+    drafter: Drafter | None,
+    ids: Tensor,
+    lengths: Tensor,
+    *,
+    plan: Plan | None,
+    sampler: Sampler,
+    accept: Acceptance,
+    stop: Stop,
+    max_new_tokens: int,
+    keep_scores: bool = False,
+) -> Iterator[Step]:
+    """Generate from prompts ids (B, T), packed left, of lengths (B,); yields a Step at a time until all rows stop.
+
+    drafter None (with plan None) is plain autoregressive decoding: the same loop over root-only trees.
+    stop(row, ids, count) looks at a row's ids, of which the last `count` are new, and returns how many of those to
+    keep, or a negative number if the row goes on.
+    """
+    began = time.perf_counter()
+    batch = ids.shape[0]
+    room = max_new_tokens + (plan.depth if plan else 0) + 1
+    out = target.prefill(ids, lengths, room=room)
+    prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
+    scores = sampler.scores(out.logits[:, 0], lambda: prompts)
+    root = sampler.draw(sampler.law_of(scores))
+    context = Context.start(target, ids, lengths, out.features, root)
+    running = [True] * batch
+
+    def settle(gained: list[list[int]]) -> list[list[int]]:
+        """Cut each row's gain where it stops, and mark the rows that did."""
+        for row, tokens in enumerate(gained):
+            if not tokens:
+                continue
+            kept = stop(row, context.history[row], len(tokens))
+            if kept >= 0:
+                running[row] = False
+                gained[row] = tokens[:kept]
+        return gained
+
+    gained = settle([[history[-1]] for history in context.history])
+    first = [[pair] for pair in zip(out.logits[:, 0], scores, strict=True)] if keep_scores else []
+    yield Step(gained, [0] * batch, [[] for _ in range(batch)], 0, time.perf_counter() - began, first)
+
+    while any(running):
+        began = time.perf_counter()
+        active = torch.tensor(running, device=root.device)
+        tree = drafter.propose(context, sampler, plan) if drafter and plan else DraftTree.root_only(context.root)
+        out = target.verify(tree)
+        verdict = walk(tree, out.logits, accept, sampler, context.history, keep_scores=keep_scores)
+        verdict = replace(verdict, length=verdict.length * active)  # a finished row stays where it is
+        # The step's only transfer to the host: path tokens, bonus, length and ranks.
+        numbers = torch.cat(
+            [
+                tree.tokens.gather(1, verdict.path), tree.ranks(verdict.path),
+                verdict.bonus.unsqueeze(1), verdict.length.unsqueeze(1),
+            ],
+            dim=1,
+        ).tolist()  # fmt: skip
+        width = verdict.path.shape[1]
+        gained = [[*row[1 : row[-1]], row[-2]] if going else [] for row, going in zip(numbers, running, strict=True)]
+        accepted = [max(0, row[-1] - 1) for row in numbers]
+        ranks = [row[width + 1 : width + row[-1]] for row in numbers]
+        context = context.extend(tree, verdict, out.features, gained)
+        target.commit(verdict.path, verdict.length, context.bound)
+        tokens = settle([list(row) for row in gained])
+        accepted = [min(n, len(row)) for n, row in zip(accepted, tokens, strict=True)]
+        kept = (
+            [[(raw[b], processed[b]) for raw, processed in verdict.scores[: len(row)]] for b, row in enumerate(tokens)]
+            if keep_scores
+            else []
+        )
+        yield Step(tokens, accepted, ranks, tree.num_nodes - 1, time.perf_counter() - began, kept)

@@ -1,0 +1,74 @@
+"""The drafter protocol: what a drafter is given, and what it returns.
+
+Shapes: B batch rows, P new positions, F features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from specheads.accept import Verdict
+from specheads.planner import Plan
+from specheads.sampling import Sampler
+from specheads.target import Target
+from specheads.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """All a drafter may look at when it proposes.
+
+    root (B,): the last emitted token, not yet in the target's cache.
+    features (B, P, F), following (B, P), new (B,): the target's features at the `new` positions committed since the
+      last proposal (the prompt at first), and the token behind each; entries past `new` are meaningless.
+    history: each row's ids up to and with the root, unpadded, on the host.
+    memory: the drafter's own between proposals (its KV cache, say); it puts there what it likes.
+    bound: no row has more committed tokens than this (host integer).
+    """
+
+    target: Target
+    root: Tensor
+    features: Tensor
+    following: Tensor
+    new: Tensor
+    history: list[list[int]]
+    bound: int
+    memory: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, target: Target, ids: Tensor, lengths: Tensor, features: Tensor, root: Tensor) -> Context:
+        """Behind the prefill of ids (B, T), packed left, of lengths (B,); root (B,) is the first token drawn."""
+        following = torch.cat([ids[:, 1:], ids[:, :1]], 1).scatter(1, lengths.unsqueeze(1) - 1, root.unsqueeze(1))
+        rows = zip(ids.tolist(), lengths.tolist(), root.tolist(), strict=True)
+        history = [[*row[:length], last] for row, length, last in rows]
+        return cls(target, root, features, following, lengths, history, ids.shape[1])
+
+    def extend(self, tree: DraftTree, verdict: Verdict, features: Tensor, emitted: list[list[int]]) -> Context:
+        """Behind one verified tree. features (B, N, F) of its nodes; emitted: the tokens each row gained."""
+        path, length = verdict.path, verdict.length
+        tokens = tree.tokens.gather(1, path)
+        following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
+        following = following.scatter(1, length.clamp_min(1).unsqueeze(1) - 1, verdict.bonus.unsqueeze(1))
+        for row, more in zip(self.history, emitted, strict=True):
+            row += more
+        return replace(
+            self,
+            root=verdict.bonus,
+            features=features.gather(1, path.unsqueeze(-1).expand(-1, -1, features.shape[-1])),
+            following=following,
+            new=length,
+            bound=max(len(row) for row in self.history) - 1,
+        )
+
+
+class Drafter(Protocol):
+    """Proposes a tree of tokens that may follow the root. layers: target hidden_states it wants (HF indices)."""
+
+    @property
+    def layers(self) -> tuple[int, ...]: ...
+    def default_plan(self, device: torch.device, do_sample: bool) -> Plan: ...
+    def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree: ...

@@ -1,0 +1,240 @@
+"""generate(): Hugging Face's front door onto decode(), through `custom_generate`, so that logits processors, stopping
+criteria, streamers and GenerationConfig mean what they mean there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria, StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from specheads.accept import Acceptance, Exact
+from specheads.decode import Step, decode
+from specheads.drafters.base import Drafter
+from specheads.planner import Plan
+from specheads.sampling import Sampler
+from specheads.target import Target
+
+
+@dataclass
+class SpecGenerateOutput(GenerateDecoderOnlyOutput):
+    """What `generate(..., return_dict_in_generate=True)` gives: HF's fields, and the steps behind them.
+
+    steps: one `decode.Step` each, the prefill first. lossless: has the text the base's own law?
+    """
+
+    steps: list[Step] | None = None
+    lossless: bool | None = None
+
+    def statistics(self) -> dict[str, Any]:
+        """Totals a person asks for; accepted_length counts the bonus token, over the steps each row took part in."""
+        assert self.steps is not None
+        drafting = self.steps[1:]
+        taken = sum(bool(row) for step in drafting for row in step.tokens)
+        tokens = sum(len(row) for step in self.steps for row in step.tokens)
+        gained = sum(len(row) for step in drafting for row in step.tokens)
+        seconds = sum(step.seconds for step in self.steps)
+        depths = [n for step in drafting for n, row in zip(step.accepted, step.tokens, strict=True) if row]
+        return {
+            "tokens": tokens,
+            "steps": len(drafting),
+            "drafted": sum(step.drafted * sum(map(bool, step.tokens)) for step in drafting),
+            "accepted": sum(depths),
+            "accepted_length": gained / taken if taken else 1.0,
+            "accepted_by_depth": [sum(n >= d for n in depths) / taken for d in range(1, max(depths, default=0) + 1)],
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds if seconds else float("nan"),
+            "lossless": self.lossless,
+        }
+
+
+@dataclass
+class _Stopping:
+    """Stopping criteria, asked after each token of each row on its own (criteria look at the last token only)."""
+
+    criteria: StoppingCriteriaList
+    prompts: list[list[int]]  # each row as HF has it, padding included
+    columns: int
+    lengths: list[int]
+    device: torch.device
+    eos: set[int] = field(default_factory=set)
+    limit: int = 0
+    others: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        limits = []
+        for criterion in self.criteria:
+            if isinstance(criterion, EosTokenCriteria):
+                self.eos |= set(criterion.eos_token_id.tolist())
+            elif isinstance(criterion, MaxLengthCriteria):
+                limits.append(criterion.max_length)
+            else:
+                self.others.append(criterion)
+        if not limits:
+            raise ValueError("generation has no length limit; give max_new_tokens or max_length")
+        self.limit = max(1, min(limits) - self.columns)
+
+    def __call__(self, row: int, ids: list[int], count: int) -> int:
+        generated = ids[self.lengths[row] :]
+        for kept in range(1, count + 1):
+            until = len(generated) - count + kept
+            if generated[until - 1] in self.eos or until >= self.limit or self._others_stop(row, generated[:until]):
+                return kept
+        return -1
+
+    def _others_stop(self, row: int, generated: list[int]) -> bool:
+        if not self.others:
+            return False
+        ids = torch.tensor([self.prompts[row] + generated], device=self.device)
+        return any(bool(criterion(ids, None).all()) for criterion in self.others)
+
+
+def generate(
+    base: PreTrainedModel,
+    drafter: Drafter | None,
+    inputs: Tensor | None = None,
+    *,
+    tree: Plan | None = None,
+    accept: Acceptance | None = None,
+    seed: int | None = None,
+    generation_config: GenerationConfig | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    streamer: BaseStreamer | None = None,
+    tokenizer: Any = None,
+    stop_strings: str | Sequence[str] | None = None,
+    **kwargs: Any,
+) -> Tensor | SpecGenerateOutput:
+    """`base.generate(...)` with draft trees from `drafter` (None: plain decoding through the same loop)."""
+    for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "inputs_embeds", "past_key_values"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"generate() with a draft head takes no {name}=; call model.base.generate(...) for that")
+    default = generation_config or base.generation_config
+    if (kwargs.get("num_beams") or default.num_beams or 1) > 1:
+        raise ValueError("beam search does not combine with drafts; call model.base.generate(num_beams=...) for it")
+    for name in ("output_attentions", "output_hidden_states"):
+        if kwargs.get(name, getattr(default, name, False)):
+            raise ValueError(f"{name}=True is not kept by tree decoding; call model.base.generate(...) for it")
+    stop_strings = stop_strings or default.stop_strings
+    if stop_strings:
+        if tokenizer is None:
+            raise ValueError("stop_strings needs tokenizer=, to know which text the tokens spell")
+        # generate() wants the tokenizer itself for this but does not pass it on to a custom loop.
+        generation_config = copy.deepcopy(default)
+        generation_config.stop_strings = None
+        own = StopStringCriteria(tokenizer, [stop_strings] if isinstance(stop_strings, str) else list(stop_strings))
+        stopping_criteria = StoppingCriteriaList([*(stopping_criteria or ()), own])
+    if streamer is not None:
+        kwargs["streamer"] = streamer
+    rule: Acceptance = accept if accept is not None else Exact()
+    return base.generate(  # type: ignore[operator]
+        inputs,
+        generation_config=generation_config,
+        stopping_criteria=stopping_criteria,
+        custom_generate=partial(_run, drafter=drafter, plan=tree, accept=rule, seed=seed, stream=streamer),
+        **kwargs,
+    )
+
+
+def _run(
+    base: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    drafter: Drafter | None,
+    plan: Plan | None,
+    accept: Acceptance,
+    seed: int | None,
+    stream: BaseStreamer | None,
+    **model_kwargs: Any,
+) -> Tensor | SpecGenerateOutput:
+    do_sample = bool(generation_config.do_sample)
+    mask = model_kwargs.get("attention_mask")
+    columns = input_ids.shape[1]
+    if columns == 0:
+        raise ValueError("an empty prompt has nothing to continue; give at least one token (the BOS token, say)")
+    ids, lengths = pack_left(input_ids, mask)
+    counts = lengths.tolist()
+    if min(counts) == 0:
+        raise ValueError(f"row {counts.index(0)} of the batch is all padding; each prompt needs at least one token")
+    if drafter is not None and plan is None:
+        plan = drafter.default_plan(ids.device, do_sample)
+    if drafter is None:
+        plan = None
+    pad = generation_config._pad_token_tensor
+    pad_id = int(pad) if pad is not None else 0
+    stop = _Stopping(stopping_criteria, input_ids.tolist(), columns, counts, ids.device)
+    sampler = Sampler(
+        logits_processor,
+        do_sample=do_sample,
+        generator=_generator(seed, ids.device) if do_sample else None,
+        left_padding=[columns - n for n in counts],
+        pad_token_id=pad_id,
+    )
+    wants_scores = bool(generation_config.output_scores or generation_config.output_logits)
+    wants_dict = bool(generation_config.return_dict_in_generate)
+    target = Target(base, drafter.layers if drafter else (), scratch=plan.num_nodes if plan else 1)
+    steps, rows = [], [list(row) for row in input_ids.tolist()]
+    kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in rows]
+    for step in decode(
+        target, drafter, ids, lengths, plan=plan, sampler=sampler, accept=accept, stop=stop,
+        max_new_tokens=stop.limit, keep_scores=wants_scores,
+    ):  # fmt: skip
+        for row, gained in zip(rows, step.tokens, strict=True):
+            row += gained
+        for row_scores, gained_scores in zip(kept, step.scores, strict=False):
+            row_scores += gained_scores
+        step.scores.clear()
+        if stream is not None and step.tokens[0]:
+            stream.put(torch.tensor(step.tokens[0]))
+        if wants_dict:
+            steps.append(step)
+    if stream is not None:
+        stream.end()
+    longest = max(map(len, rows))
+    sequences = torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows], device=input_ids.device)
+    if not wants_dict:
+        return sequences
+    raw, processed = (_by_position(kept, part) if wants_scores else None for part in (0, 1))
+    return SpecGenerateOutput(
+        sequences=sequences,  # type: ignore[arg-type]
+        scores=processed if generation_config.output_scores else None,  # type: ignore[arg-type]
+        logits=raw if generation_config.output_logits else None,  # type: ignore[arg-type]
+        steps=steps,
+        lossless=accept.lossless,
+    )
+
+
+def pack_left(ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """ids (B, T) under mask (B, T) → the same rows without padding in front, and their lengths (B,)."""
+    if mask is None:
+        return ids, torch.full((ids.shape[0],), ids.shape[1], device=ids.device)
+    order = (mask == 0).to(torch.int8).argsort(dim=1, stable=True)
+    return ids.gather(1, order), mask.long().sum(1)
+
+
+def _generator(seed: int | None, device: torch.device) -> torch.Generator:
+    """Seeded as asked, else from torch's global generator, so that torch.manual_seed governs generate() too."""
+    generator = torch.Generator(device=device)
+    return generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
+
+
+def _by_position(kept: list[list[tuple[Tensor, Tensor]]], part: int) -> tuple[Tensor, ...]:
+    """Per row and token (V,) → per token (B, V), as HF returns them; rows that have ended hold zeros."""
+    empty = torch.zeros_like(kept[0][0][part])
+    return tuple(
+        torch.stack([row[i][part] if i < len(row) else empty for row in kept]) for i in range(max(map(len, kept)))
+    )
+
+
+def step_record(step: Step) -> dict[str, Any]:
+    """A Step as plain JSON values."""
+    return {name: value for name, value in asdict(step).items() if name != "scores"}

@@ -1,0 +1,131 @@
+"""What every draft head is: a config, a loss over tapped features, and a drafter.
+
+Shapes: B batch rows, T positions, F features, H hidden, V vocabulary, S drafted depths, R scored positions.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from specheads.drafters.base import Context
+from specheads.planner import Plan
+from specheads.sampling import Sampler
+from specheads.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Options of a head. None means: taken from the base's config by `filled`."""
+
+    kind: ClassVar[str] = ""
+    aliases: ClassVar[dict[str, str]] = {}
+
+    hidden_size: int | None = None
+    vocab_size: int | None = None
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> Self:
+        """Options by name, the spellings of other toolkits included. ValueError on an unknown one."""
+        known = [f.name for f in fields(cls)]
+        given: dict[str, Any] = {}
+        for name, value in options.items():
+            key = cls.aliases.get(name, name)
+            if key not in known:
+                near = difflib.get_close_matches(name, [*known, *cls.aliases], n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+                raise ValueError(f"unknown {cls.kind} head option {name!r}{hint}")
+            if key in given:
+                raise ValueError(f"{cls.kind} head option {key!r} is given twice (once as {name!r})")
+            given[key] = tuple(value) if isinstance(value, list) else value
+        return cls(**given)
+
+    def filled(self, base_config: Any) -> Self:
+        """With every size that was left None taken from the base's text config."""
+        defaults = {"hidden_size": base_config.hidden_size, "vocab_size": base_config.vocab_size}
+        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, **{k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}}
+
+    def _at_least(self, least: float, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{self.kind} head option {name}={value} must be at least {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class TapBatch:
+    """What the base saw, live or from disk; a head cannot tell which.
+
+    tokens (B, T); features (B, T, F) the tapped layers; logits (B, T, V) the base's own, the teacher law at t being
+    that of token t + 1; supervised (B, T) bool, indexed by the predicted token; documents (B, T) ids, 0 at padding;
+    position_ids (B, T). embed and lm_head are the base's, frozen. num_items: what to divide summed losses by, if it
+    is not this batch's own count of supervised tokens (gradient accumulation, several processes).
+    """
+
+    tokens: Tensor
+    features: Tensor
+    logits: Tensor
+    supervised: Tensor
+    documents: Tensor
+    position_ids: Tensor
+    embed: Callable[[Tensor], Tensor]
+    lm_head: Callable[[Tensor], Tensor]
+    num_items: Tensor | float | None = None
+
+    @property
+    def denominator(self) -> Tensor | float:
+        return self.supervised.sum().clamp_min(1) if self.num_items is None else self.num_items
+
+    def scored(self, ahead: int) -> Tensor:
+        """(B, T − ahead) bool: is token t + ahead supervised and in the document of token t?"""
+        last = self.tokens.shape[1] - ahead
+        same = (self.documents[:, :last] == self.documents[:, ahead:]) & (self.documents[:, :last] > 0)
+        return self.supervised[:, ahead:] & same
+
+
+class DraftHead(nn.Module):
+    """A module that learns to draft. Subclasses set `Config`, and implement `loss`, `propose` and `layers`."""
+
+    Config: ClassVar[type[HeadConfig]]
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The base's hidden_states it is fed, as Hugging Face indices (0 embeddings, n after the final norm)."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def initialise(self, base: nn.Module) -> None:
+        """Start from what the base already knows, where the shapes agree."""
+
+    def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The training loss, and what to report: `ranks` (R, S), each depth's rank of the base's own next token in
+        the draft (0 = drafted first, −1 = outside the draft vocabulary), and every loss term by name."""
+        raise NotImplementedError
+
+    def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
+        """The tree it drafts unless told otherwise."""
+        raise NotImplementedError
+
+    def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
+        raise NotImplementedError
+
+
+def rank_of(logits: Tensor, token: Tensor) -> Tensor:
+    """(…, V) logits, (…) token → (…) how many tokens the draft puts before it; −1 where token is −1."""
+    own = logits.gather(-1, token.clamp_min(0).unsqueeze(-1))
+    return torch.where(token < 0, -1, (logits > own).sum(-1))

@@ -1,0 +1,146 @@
+"""The one decoder block of both EAGLE heads: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+
+Shapes: B batch rows, T positions, H hidden, d head size, S unrolled steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specheads.cache import TreeCache
+
+
+class RotaryTable(nn.Module):
+    """cos and sin of every position, made once and grown when a longer one is asked for."""
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim, self.theta = head_dim, theta
+        self._table: Tensor | None = None
+
+    def ensure(self, positions: int, like: Tensor) -> None:
+        table = self._table
+        if table is None or table.shape[1] < positions or table.device != like.device or table.dtype != like.dtype:
+            size = max(64, 1 << (positions - 1).bit_length())
+            exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=like.device) / self.head_dim
+            angle = torch.outer(torch.arange(size, dtype=torch.float32, device=like.device), self.theta**-exponent)
+            both = torch.cat([angle, angle], -1)
+            self._table = torch.stack([both.cos(), both.sin()]).to(like.dtype)
+
+    def forward(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T) positions → cos and sin (B, 1, T, d). Call `ensure` first."""
+        assert self._table is not None
+        cos, sin = self._table[:, position].unsqueeze(2)
+        return cos, sin
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE to (B, heads, T, d), in Llama's half-split order."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-right, left], -1) * sin
+
+
+@dataclass
+class Unroll:
+    """Keys and values of a training-time test: those of step 0, then one diagonal a step. Each (B, heads, T, d)."""
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+
+class Block(nn.Module):
+    """One decoder layer whose attention may read a wider input than its residual stream."""
+
+    def __init__(
+        self, *, hidden_size: int, input_size: int, intermediate_size: int, num_heads: int, num_key_value_heads: int,
+        head_dim: int, rms_norm_eps: float, attention_bias: bool = False, mlp_bias: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
+        wide, narrow = num_heads * head_dim, num_key_value_heads * head_dim
+        self.q_proj = nn.Linear(input_size, wide, bias=attention_bias)
+        self.k_proj = nn.Linear(input_size, narrow, bias=attention_bias)
+        self.v_proj = nn.Linear(input_size, narrow, bias=attention_bias)
+        self.o_proj = nn.Linear(wide, hidden_size, bias=attention_bias)
+        self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps=rms_norm_eps)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=mlp_bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=mlp_bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=mlp_bias)
+
+    def qkv(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, input) → q (B, heads, T, d), k and v (B, kv heads, T, d), rotated."""
+        batch, length, _ = x.shape
+        q = self.q_proj(x).view(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
+        k = self.k_proj(x).view(batch, length, self.num_key_value_heads, self.head_dim).transpose(1, 2)
+        v = self.v_proj(x).view(batch, length, self.num_key_value_heads, self.head_dim).transpose(1, 2)
+        return rotate(q, *rotary), rotate(k, *rotary), v
+
+    def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """Attention output (B, heads, T, d) and residual (B, T, H) → the block's output (B, T, H)."""
+        hidden = residual + self.o_proj(attended.transpose(1, 2).flatten(2))
+        x = self.post_attention_layernorm(hidden)
+        return hidden + self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    def cached(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: TreeCache,
+        layer: int,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """One pass over the head's own KV cache. mask None is causal over the pass itself (a prompt)."""
+        q, k, v = self.qkv(x, rotary)
+        keys, values = cache.update(k, v, layer)
+        # enable_gqa has no fast kernel under a mask on every device; repeating one layer's heads costs little.
+        group = self.num_heads // self.num_key_value_heads
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=mask is None)
+        return self.finish(attended, residual)
+
+    def unrolled(
+        self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, unroll: Unroll
+    ) -> Tensor:
+        """One step of training-time test: query i sees step 0's keys 0 … i under mask (B, 1, T, T), and of each later
+        step only its own. EAGLE-3, arXiv:2503.01840."""
+        q, k, v = self.qkv(x, rotary)
+        group = self.num_heads // self.num_key_value_heads
+        unroll.keys.append(k.repeat_interleave(group, 1))
+        unroll.values.append(v.repeat_interleave(group, 1))
+        first_key, *later_keys = unroll.keys
+        first_value, *later_values = unroll.values
+        if not later_keys:
+            return self.finish(F.scaled_dot_product_attention(q, first_key, first_value, attn_mask=mask), residual)
+        scale = self.head_dim**-0.5
+        past = q @ first_key.transpose(-1, -2) * scale + mask
+        own = torch.stack([(q * key).sum(-1) * scale for key in later_keys], -1)  # (B, heads, T, s)
+        weights = torch.cat([past, own], -1).softmax(-1, dtype=torch.float32).to(q.dtype)
+        attended = weights[..., : past.shape[-1]] @ first_value
+        for s, value in enumerate(later_values):
+            attended = attended + weights[..., past.shape[-1] + s].unsqueeze(-1) * value
+        return self.finish(attended, residual)
+
+
+def copy_layer(block: Block, layer: nn.Module, columns: slice) -> bool:
+    """Start a block from a decoder layer of the base: each matrix whose name and shape agree; a wider input takes it
+    in `columns` and starts at zero elsewhere. Returns whether anything agreed."""
+    source = {".".join(name.split(".")[-2:]): parameter for name, parameter in layer.named_parameters()}
+    copied = False
+    for name, own in block.named_parameters():
+        given = source.get(name)
+        if given is None or given.is_meta:
+            continue
+        with torch.no_grad():
+            if given.shape == own.shape:
+                own.copy_(given)
+                copied = True
+            elif given.ndim == 2 and given.shape[0] == own.shape[0] and own[:, columns].shape == given.shape:
+                own.zero_()
+                own[:, columns].copy_(given)
+                copied = True
+    return copied

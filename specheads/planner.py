@@ -1,0 +1,301 @@
+"""How big and which shape the next tree is: static choices, EAGLE-2's dynamic tree, sampled trees.
+
+A plan grows a tree through a drafter's `expand`, which scores the children of one level's nodes:
+expand(tokens (B, k), parents (B, k) indices into the level before, or None at the root) → Scored.
+Shapes: B batch rows, N nodes, V vocabulary, K candidates a node, k nodes a level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specheads.sampling import Sampler
+from specheads.tree import DraftTree, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Draft logits (B, k, Vd) of the token after each node; ids (Vd,) are their target ids, None if the same.
+
+    logits (B, 1, Vd) with width k: a law that all k nodes share.
+    """
+
+    logits: Tensor
+    ids: Tensor | None = None
+    width: int = 0
+
+    def top(self, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` likeliest: log-probabilities (B, k, count) and target ids (B, k, count), best first."""
+        logits = self.logits.float()
+        best, index = logits.topk(min(count, logits.shape[-1]), dim=-1)
+        best = best - logits.logsumexp(-1, keepdim=True)
+        index = index if self.ids is None else self.ids[index]
+        if self.width > 1:
+            best, index = best.expand(-1, self.width, -1), index.expand(-1, self.width, -1)
+        return best, index
+
+
+Expand = Callable[[Tensor, Tensor | None], Scored]
+
+
+class Plan(Protocol):
+    """A way of growing trees. num_nodes: how many nodes each has, root included; depth: of the deepest."""
+
+    @property
+    def num_nodes(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def drafting_slots(self) -> int:
+        """KV slots a drafter with a cache of its own needs for the nodes it expands below the root."""
+        ...
+
+    def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree: ...
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A fixed shape: each choice is a node's path of ranks from the root, as Medusa writes them.
+
+    choices: ((0,), (0, 0), (1,)) is the likeliest token, its likeliest follower, and the second likeliest token.
+    ValueError if a choice's parent is missing. Medusa, arXiv:2401.10774.
+    """
+
+    choices: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        chosen = tuple(sorted({tuple(c) for c in self.choices}, key=lambda c: (len(c), c)))
+        if not chosen:
+            raise ValueError("a static tree needs at least one choice, for instance ((0,),)")
+        for choice in chosen:
+            if not choice or min(choice) < 0:
+                raise ValueError(f"choice {choice!r} is not a path of ranks ≥ 0, such as (0, 1)")
+            if len(choice) > 1 and choice[:-1] not in chosen:
+                raise ValueError(f"choice {choice} has no parent: add {choice[:-1]}")
+        object.__setattr__(self, "choices", chosen)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.choices) + 1
+
+    @property
+    def depth(self) -> int:
+        return max(len(choice) for choice in self.choices)
+
+    @property
+    def drafting_slots(self) -> int:
+        return sum(len(inner) for inner, _, _, _ in self._levels[:-1])
+
+    @cached_property
+    def _levels(self) -> list[tuple[list[int], list[int], list[int], int]]:
+        """Per level: which of its nodes have children, each node's parent among the level above's, its rank, width."""
+        levels = []
+        above: list[tuple[int, ...]] = [()]  # nodes of the level above that have children
+        for depth in range(1, self.depth + 1):
+            level = [c for c in self.choices if len(c) == depth]
+            inner = [i for i, c in enumerate(level) if any(d[:-1] == c for d in self.choices)]
+            ranks = [c[-1] for c in level]
+            levels.append((inner, [above.index(c[:-1]) for c in level], ranks, max(ranks) + 1))
+            above = [level[i] for i in inner]
+        return levels
+
+    @cached_property
+    def _parents(self) -> list[int]:
+        place = {(): 0} | {choice: i + 1 for i, choice in enumerate(self.choices)}
+        return [-1] + [place[choice[:-1]] for choice in self.choices]
+
+    def shape(self, batch: int, device: torch.device) -> tuple[Tensor, Shape]:
+        """Parents (B, N) and what they imply, made once per batch size and device."""
+        made = self.__dict__.setdefault("_shapes", {})
+        if (batch, device) not in made:
+            parents = torch.tensor([self._parents], device=device).expand(batch, -1)
+            made[batch, device] = parents, Shape.of(parents)
+        return made[batch, device]
+
+    def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
+        batch, device = root.shape[0], root.device
+        drafted = [root.unsqueeze(1)]
+        tokens, parents = drafted[0], None
+        for inner, above, ranks, width in self._levels:
+            _, ids = expand(tokens, parents).top(width)
+            level = ids[:, above, ranks]
+            drafted.append(level)
+            tokens = level[:, inner]
+            parents = torch.tensor([above[i] for i in inner], device=device).expand(batch, -1)
+        shared, shape = self.shape(batch, device)
+        return DraftTree(torch.cat(drafted, 1), shared, self.depth, shape=shape)
+
+
+def chain(depth: int) -> StaticTree:
+    """A chain of the likeliest tokens, `depth` of them."""
+    _positive("depth", depth)
+    return StaticTree(tuple((0,) * n for n in range(1, depth + 1)))
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """EAGLE-2: at each depth the top_k likeliest paths each get top_k children; the budget − 1 best nodes stay.
+
+    budget: nodes, root included; depth: levels drafted; top_k: beams, and children a beam. EAGLE-2, arXiv:2406.16858.
+    """
+
+    budget: int = 60
+    depth: int = 7
+    top_k: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "top_k"):
+            _positive(name, getattr(self, name))
+        most = 1 + self.top_k + (self.depth - 1) * self.top_k**2
+        if not 2 <= self.budget <= most:
+            raise ValueError(
+                f"budget={self.budget} must be 2 to {most} nodes for depth={self.depth} and top_k={self.top_k}"
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        return self.budget
+
+    @property
+    def drafting_slots(self) -> int:
+        return (self.depth - 1) * self.top_k
+
+    def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
+        batch, k = root.shape[0], self.top_k
+        logp, ids = expand(root.unsqueeze(1), None).top(k)
+        k = logp.shape[-1]  # fewer where the draft vocabulary is smaller
+        beams, score = ids[:, 0], logp[:, 0]  # (B, k)
+        # Candidate c of the lists below is node c + 1 of the full tree; the root is node 0.
+        tokens, scores, parents = [beams], [score], [torch.zeros_like(beams)]
+        place = torch.arange(1, k + 1, device=root.device).expand(batch, k)
+        above = torch.zeros_like(beams)  # each beam's index in the level before
+        made = k
+        for _ in range(self.depth - 1):
+            logp, ids = expand(beams, above).top(k)
+            reached = (score.unsqueeze(2) + logp).flatten(1)  # (B, k · k)
+            tokens.append(ids.flatten(1))
+            scores.append(reached)
+            parents.append(place.repeat_interleave(k, 1))
+            score, best = reached.topk(k, dim=1)
+            beams, above, place = ids.flatten(1).gather(1, best), best // k, made + 1 + best
+            made += k * k
+        every, kept = torch.cat(scores, 1), self.budget - 1
+        # Where a probability rounds to 1 a child ties with its parent; deeper must lose or the parent may be missing.
+        level = torch.tensor([0] * k + [d for d in range(1, self.depth) for _ in range(k * k)], device=root.device)
+        chosen = (every - 1e-5 * level).topk(min(kept, made), dim=1).indices.sort(dim=1).values
+        tokens_kept = torch.cat(tokens, 1).gather(1, chosen)
+        full_parents = torch.cat(parents, 1).gather(1, chosen)
+        renumber = torch.zeros(batch, made + 1, dtype=torch.long, device=root.device)
+        renumber.scatter_(1, chosen + 1, torch.arange(1, chosen.shape[1] + 1, device=root.device).expand_as(chosen))
+        return DraftTree(
+            torch.cat([root.unsqueeze(1), tokens_kept], 1),
+            torch.cat([torch.full_like(root, -1).unsqueeze(1), renumber.gather(1, full_parents)], 1),
+            self.depth,
+        )
+
+
+@dataclass(frozen=True)
+class SampledTree:
+    """Children drawn from the draft's law without replacement, branches[d] of them for each node at depth d.
+
+    Worth it at temperature ≥ 1; each node carries the law it was drawn from. Sequoia, arXiv:2402.12374.
+    """
+
+    branches: tuple[int, ...] = (2, 2, 1)
+
+    def __post_init__(self) -> None:
+        if not self.branches:
+            raise ValueError("branches=() must name at least one level, for instance (2, 2, 1)")
+        for width in self.branches:
+            _positive("each entry of branches", width)
+
+    @property
+    def depth(self) -> int:
+        return len(self.branches)
+
+    @property
+    def _widths(self) -> list[int]:
+        widths = [1]
+        for branch in self.branches:
+            widths.append(widths[-1] * branch)
+        return widths
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(self._widths)
+
+    @property
+    def drafting_slots(self) -> int:
+        return sum(self._widths[1:-1])
+
+    def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
+        batch, device = root.shape[0], root.device
+        level, above, start = root.unsqueeze(1), None, 0
+        tokens, parents, laws = [level], [torch.full_like(level, -1)], []
+        for branch in self.branches:
+            scored = expand(level, above)
+            width = level.shape[1]
+            q = sampler.draft_law(scored.logits.expand(batch, width, -1).flatten(0, 1))
+            if scored.ids is not None:
+                q = torch.zeros(len(q), vocab_size, dtype=q.dtype, device=device).index_copy_(1, scored.ids, q)
+            left, drawn = q, []
+            for _ in range(branch):
+                # A law with fewer tokens than branches is exhausted: -1 marks the empty slot.
+                empty = left.sum(-1) <= 0
+                token = sampler.draw(torch.where(empty.unsqueeze(1), q, left))
+                drawn.append(torch.where(empty, -1, token))
+                left = left.scatter(1, token.unsqueeze(1), 0)
+            children = torch.stack(drawn, 1).view(batch, width * branch)
+            own = torch.arange(width, device=device).repeat_interleave(branch).expand(batch, -1)
+            parents.append(torch.where(children < 0, -1, start + own))
+            laws.append(q.view(batch, width, -1).repeat_interleave(branch, 1))
+            start, level, above = start + width, children.clamp_min(0), own
+            tokens.append(level)
+        probs = torch.cat([laws[0][:, :1], *laws], 1)  # the root's entry is never read
+        return DraftTree(torch.cat(tokens, 1), torch.cat(parents, 1), self.depth, probs)
+
+
+def calibrated(ranks: Tensor, budget: int, max_depth: int | None = None) -> StaticTree:
+    """The static tree of `budget` nodes with the most expected accepted tokens.
+
+    ranks (S, D) int: at S positions, the rank of the target's token in the draft of depth d, given that all before
+    it matched (−1: not in the draft's top ranks). Nodes are added by the highest product of accuracies. Medusa,
+    arXiv:2401.10774 (calibration).
+    """
+    import heapq
+
+    depth = min(ranks.shape[1], max_depth or ranks.shape[1])
+    width = int(ranks.max()) + 1
+    if width < 1:
+        raise ValueError("no target token was ever among the draft's candidates: the head is untrained")
+    accuracy = [[float((ranks[:, d] == r).float().mean()) for r in range(width)] for d in range(depth)]
+    heap: list[tuple[float, tuple[int, ...]]] = [(-accuracy[0][r], (r,)) for r in range(width)]
+    heapq.heapify(heap)
+    chosen: list[tuple[int, ...]] = []
+    while heap and len(chosen) < budget - 1:
+        value, choice = heapq.heappop(heap)
+        if value == 0:
+            break
+        chosen.append(choice)
+        if len(choice) < depth:
+            for rank in range(width):
+                heapq.heappush(heap, (value * accuracy[len(choice)][rank], (*choice, rank)))
+    return StaticTree(tuple(chosen))
+
+
+def default_static(budget: int, depth: int, accuracy: Sequence[float] = (0.6, 0.15, 0.07, 0.04, 0.03)) -> StaticTree:
+    """The static tree for a head nothing is known of: rank accuracies of a moderately trained one, at each depth."""
+    counts = torch.tensor([rank for rank, share in enumerate(accuracy) for _ in range(round(100 * share))])
+    missing = torch.full((100 - len(counts),), -1)
+    return calibrated(torch.cat([counts, missing]).unsqueeze(1).expand(-1, depth), budget)

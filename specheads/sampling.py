@@ -1,0 +1,104 @@
+"""Sampler: generation config → the target's law at a node, and every random draw of decoding.
+
+Shapes: R rows (one node of each batch row), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+# What these compute from the scores does not depend on the prefix; any other processor is given each node's own.
+_PREFIX_FREE = (
+    hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper,
+    hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.TopHLogitsWarper,
+    hf.SuppressTokensLogitsProcessor, hf.InfNanRemoveLogitsProcessor, hf.LogitNormalization,
+)  # fmt: skip
+# These run the model or keep state from call to call, so they mean nothing at nodes that may be dropped again.
+_REFUSED = (hf.UnbatchedClassifierFreeGuidanceLogitsProcessor, hf.SynthIDTextWatermarkLogitsProcessor)
+
+Prefixes = Callable[[], Sequence[Sequence[int]]]
+
+
+def _no_prefix(scores: Tensor) -> Any:
+    """The empty ids (R, 0) that a prefix-free processor is given."""
+    return torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
+
+
+class Sampler:
+    """The target's law p under HF logits processors, and the one generator all draws come from.
+
+    Temperature 0 (do_sample=False) is a one-hot p, so greedy decoding needs no path of its own anywhere else.
+    """
+
+    def __init__(
+        self,
+        processors: LogitsProcessorList | None = None,
+        *,
+        do_sample: bool = False,
+        generator: torch.Generator | None = None,
+        left_padding: Sequence[int] | None = None,
+        pad_token_id: int = 0,
+    ) -> None:
+        """left_padding: columns of padding HF put before each row's prompt; processors see the rows as HF has them."""
+        self.processors = processors or LogitsProcessorList()
+        for processor in self.processors:
+            if isinstance(processor, _REFUSED):
+                raise ValueError(
+                    f"{type(processor).__name__} keeps state between tokens and cannot judge drafts; "
+                    "generate with the base model itself: model.base.generate(...)"
+                )
+        self.do_sample, self.generator = do_sample, generator
+        self.left_padding, self.pad_token_id = left_padding, pad_token_id
+        self.needs_prefix = any(not isinstance(p, _PREFIX_FREE) for p in self.processors)
+
+    def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        """(R, V) logits → (R, V) processed scores, in float32 as `generate()` has them (float64 stays)."""
+        scores = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+        if not self.processors:
+            return scores
+        if not self.needs_prefix:
+            return self.processors(_no_prefix(scores), scores)
+        padding = self.left_padding or [0] * len(scores)
+        rows = [[self.pad_token_id] * pad + list(row) for pad, row in zip(padding, prefixes(), strict=True)]
+        result = torch.empty_like(scores)
+        # A processor takes rows of one length and may know rows by their index: one call a length, of the whole batch.
+        for length in sorted({len(row) for row in rows}):
+            own = [i for i, row in enumerate(rows) if len(row) == length]
+            even = [row[:length] + [self.pad_token_id] * (length - len(row)) for row in rows]
+            ids: Any = torch.tensor(even, device=scores.device)
+            result[own] = self.processors(ids, scores.clone())[own]
+        return result
+
+    def law(self, logits: Tensor, prefixes: Prefixes = list) -> Tensor:
+        """(R, V) logits → p (R, V), rows summing to 1. prefixes() gives each row's ids up to its node, unpadded."""
+        return self.law_of(self.scores(logits, prefixes))
+
+    def law_of(self, scores: Tensor) -> Tensor:
+        """(R, V) processed scores → p (R, V)."""
+        if self.do_sample:
+            return scores.softmax(-1)
+        return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+
+    def draft_law(self, logits: Tensor) -> Tensor:
+        """(R, V) draft logits → a q (R, V) near the target's law: temperature and truncation applied, no prefix."""
+        scores = logits.float()
+        free = [p for p in self.processors if isinstance(p, _PREFIX_FREE)]
+        for processor in free:
+            scores = processor(_no_prefix(scores), scores)
+        return scores.softmax(-1)
+
+    def draw(self, p: Tensor) -> Tensor:
+        """(R, V) laws → (R,) one index from each row: the only place randomness enters."""
+        if not self.do_sample:
+            return p.argmax(-1)
+        return torch.multinomial(p, 1, generator=self.generator).squeeze(-1)
+
+    def coin(self, chance: Tensor) -> Tensor:
+        """(R,) probabilities → (R,) bool."""
+        return self.draw(torch.stack([1 - chance, chance], dim=-1)).bool()

@@ -1,0 +1,223 @@
+"""Target: prefill, verify and commit over any Hugging Face decoder-only model, with no modelling code of ours.
+
+Shapes: B batch rows, T prompt columns, N tree nodes, V vocabulary, F = tapped layers × hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.cache import Reach, TreeCache, additive, visible
+from specheads.tree import DraftTree
+
+
+class UnsupportedModel(ValueError):
+    """A base model that tree decoding cannot serve; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """logits (B, N, V); features (B, N, F), the tapped layers concatenated in the order asked for."""
+
+    logits: Tensor
+    features: Tensor
+
+
+def text_config(base: PreTrainedModel) -> Any:
+    """The config that holds the language model's sizes (models with several parts nest it)."""
+    return base.config.get_text_config(decoder=True)
+
+
+def layer_reach(config: Any) -> dict[str, Reach]:
+    """Layer type → how far back it looks, as the config says; {'': …} where all layers share one mask."""
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    types = set(getattr(config, "layer_types", None) or ())
+    known = {
+        "full_attention": Reach(),
+        "sliding_attention": Reach("sliding", window or 0),
+        "chunked_attention": Reach("chunked", getattr(config, "attention_chunk_size", None) or 0),
+    }
+    if unknown := types - set(known):
+        raise UnsupportedModel(
+            f"{config.model_type} has layers of type {sorted(unknown)}, whose recurrent state cannot hold a tree of "
+            "drafts nor be rewound; only attention layers can be verified in one pass"
+        )
+    if types - {"full_attention"}:
+        return {name: known[name] for name in sorted(types)}
+    return {"": Reach("sliding", window) if window and not types else Reach()}
+
+
+def refuse_unsupported(base: PreTrainedModel) -> None:
+    """Raise UnsupportedModel, with the reason, for a base whose attention a mask and position ids do not govern."""
+    config = text_config(base)
+    name = type(base).__name__
+    if base.config.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder model; draft heads need a decoder-only one")
+    if getattr(base, "_is_stateful", False):
+        raise UnsupportedModel(f"{name} keeps recurrent state, which cannot hold a tree of drafts nor be rewound")
+    layer_reach(config)
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        raise UnsupportedModel(
+            f"{name}.forward takes no position_ids (its positions follow the cache slots), so the nodes of a tree "
+            "cannot be given their depths"
+        )
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        raise UnsupportedModel(f"{name} has local attention layers that mask by cache slot, not by position")
+    if base.get_output_embeddings() is None:
+        raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")
+
+
+_takes_dict: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
+def takes_mask_dict(base: PreTrainedModel) -> bool:
+    """Does forward() want one mask per layer type? Tried once per model, on one token."""
+    if base not in _takes_dict:
+        reach = layer_reach(text_config(base))
+        taken = "" not in reach
+        if taken:
+            mask = torch.zeros(1, 1, 1, 1, dtype=base.dtype, device=base.device)
+            ids = torch.zeros(1, 1, dtype=torch.long, device=base.device)
+            try:
+                with torch.no_grad():
+                    base(input_ids=ids, attention_mask=dict.fromkeys(reach, mask), position_ids=ids, use_cache=False)
+            except (AttributeError, TypeError):
+                taken = False
+        if not taken and len(reach) > 1:
+            raise UnsupportedModel(f"{type(base).__name__} has layers of several reaches but takes only one mask")
+        _takes_dict[base] = taken
+    return _takes_dict[base]
+
+
+class Target:
+    """The frozen base model as verifier of draft trees: one forward a tree, over a cache it never recomputes."""
+
+    def __init__(self, base: PreTrainedModel, layers: tuple[int, ...] = (), *, scratch: int = 1) -> None:
+        """layers: HF hidden_states indices to tap (0 embeddings, n last); scratch: the most nodes a tree will have.
+
+        Raises UnsupportedModel with the reason for a model that cannot be served.
+        """
+        refuse_unsupported(base)
+        attention = getattr(text_config(base), "_attn_implementation", None)
+        if attention not in (None, "sdpa", "eager"):
+            raise ValueError(
+                f"tree verification needs attention 'sdpa' or 'eager', not {attention!r}; "
+                "call base.set_attn_implementation('sdpa') first"
+            )
+        self.base, self.layers, self.scratch = base, layers, scratch
+        self.config = text_config(base)
+        self.reach = layer_reach(self.config)
+        self.device = base.get_input_embeddings().weight.device
+        self.mask_dict = takes_mask_dict(base)
+        self.limit = 0
+        self.cache: TreeCache
+
+    @torch.no_grad()
+    def prefill(self, ids: Tensor, lengths: Tensor, *, room: int) -> TargetOutput:
+        """Commit prompts ids (B, T), packed left, of lengths (B,); `room` more tokens per row will follow.
+
+        logits are those behind each row's last token, (B, 1, V); features (B, T, F).
+        """
+        batch, columns = ids.shape
+        self.cache = TreeCache(self.config.num_hidden_layers, self.scratch, columns + room + self.scratch)
+        self.limit = columns + room
+        position = torch.arange(columns, device=ids.device).expand(batch, columns)
+        causal = position.unsqueeze(1) <= position.unsqueeze(2)
+        masks = {
+            name: additive(causal & reach(position.unsqueeze(2), position.unsqueeze(1)), self.base.dtype)
+            for name, reach in self.reach.items()
+        }
+        last = lengths - 1
+        if "logits_to_keep" in inspect.signature(self.base.forward).parameters:
+            kept = last.unique()  # the vocabulary projection only where a row ends
+            logits, features = self._forward(ids, position, masks, logits_to_keep=kept)
+            last = torch.searchsorted(kept, last)
+        else:
+            logits, features = self._forward(ids, position, masks)
+        self.cache.settle(lengths, columns)
+        rows = torch.arange(batch, device=logits.device)
+        return TargetOutput(logits[rows, last.to(logits.device)].unsqueeze(1), features)
+
+    @torch.no_grad()
+    def verify(self, tree: DraftTree) -> TargetOutput:
+        """One pass over all nodes of the tree: logits (B, N, V), features (B, N, F)."""
+        if tree.num_nodes > self.scratch:
+            raise ValueError(f"a tree of {tree.num_nodes} nodes needs scratch ≥ {tree.num_nodes}, not {self.scratch}")
+        cache, shape = self.cache, tree.shape
+        cache.open()
+        # Nodes past the length limit are never emitted; clamped, they stay inside learned position tables.
+        position = (cache.lengths.unsqueeze(1) + shape.depth).clamp(max=self.limit - 1)
+        masks = {
+            name: additive(
+                visible(shape.ancestors, shape.depth, cache.lengths, cache.scratch, cache.attended, reach),
+                self.base.dtype,
+            )
+            for name, reach in self.reach.items()
+        }
+        return TargetOutput(*self._forward(tree.tokens, position, masks))
+
+    def commit(self, path: Tensor, length: Tensor, bound: int) -> None:
+        """Keep the KV rows of nodes path (B, P), of which length (B,) are real, and drop the rest of the tree.
+
+        bound: a host integer that no row's committed length now exceeds.
+        """
+        self.cache.commit(path, length, bound)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return embed(self.base, tokens)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        return logits_of(self.base, hidden)
+
+    def _forward(self, ids: Tensor, position: Tensor, masks: dict[str, Tensor], **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.layers:
+            # A list keeps only those entries (transformers ≥ 5.23); older versions take it as True and keep all.
+            kwargs["output_hidden_states"] = sorted(set(self.layers))
+        out = self.base(
+            input_ids=ids,
+            position_ids=position,
+            attention_mask=masks if self.mask_dict else next(iter(masks.values())),
+            past_key_values=self.cache,
+            use_cache=True,
+            **kwargs,
+        )
+        return out.logits, concat_taps(out.hidden_states, self.layers, ids)
+
+
+def concat_taps(hidden_states: tuple[Tensor | None, ...] | None, layers: tuple[int, ...], like: Tensor) -> Tensor:
+    """The tapped hidden_states side by side, (B, T, F); no layers gives F = 0."""
+    if not layers:
+        return torch.empty(*like.shape, 0, device=like.device)
+    assert hidden_states is not None
+    taps = [hidden_states[k] for k in layers]
+    assert all(tap is not None for tap in taps)
+    return torch.cat([tap.to(taps[-1].device) for tap in taps], dim=-1)  # type: ignore[union-attr]
+
+
+def embed(base: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """The base's input embeddings of tokens (…) → (…, H)."""
+    return base.get_input_embeddings()(tokens)
+
+
+def logits_of(base: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """The base's law from last hidden states (…, H) → logits (…, V): lm_head, then the scale and soft-cap its config
+    names, which models apply outside lm_head."""
+    lm_head = base.get_output_embeddings()
+    logits = lm_head(hidden.to(lm_head.weight.dtype))
+    config = text_config(base)
+    if (scale := getattr(config, "logit_scale", None)) is not None:
+        logits = logits * scale
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        logits = logits / divisor
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits

@@ -1,0 +1,80 @@
+"""A draft tree: tokens and parents, and what follows from them (depth, ancestors, positions).
+
+Shapes: B batch rows, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """(B, N) parents → (B, N, N) bool: entry [b, i, j] is True where j is i or an ancestor of i.
+
+    By pointer doubling, so the number of passes is logarithmic in the depth and no value leaves the device.
+    """
+    num = parents.shape[1]
+    reach = torch.eye(num, dtype=torch.float32, device=parents.device).expand(*parents.shape, num)
+    hop = (torch.arange(num, device=parents.device) == parents.unsqueeze(-1)).float()  # (B, N, N) i → its parent
+    span = 1
+    while span < num:
+        reach = reach + hop @ reach  # (I + P)(I + P^2)(I + P^4)…: each path counted once
+        hop = hop @ hop
+        span *= 2
+    return reach > 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the parents of a tree imply. ancestors (B, N, N) bool; depth (B, N) int64, 0 at the root."""
+
+    ancestors: Tensor
+    depth: Tensor
+
+    @classmethod
+    def of(cls, parents: Tensor) -> Shape:
+        mask = ancestors(parents)
+        return cls(mask, mask.sum(-1) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Drafted tokens as a tree per batch row.
+
+    tokens (B, N): tokens[:, 0] is the root, committed but not yet in the target's KV cache.
+    parents (B, N): parents[b, i] < i; -1 at the root, and at unused slots behind it (which nothing can reach).
+    max_depth: no node is deeper (a host integer, so that loops over depth need no transfer).
+    probs (B, N, V): the law each token was drawn from, siblings in the order drawn and without replacement;
+      None where tokens were chosen without a coin the target shares (top-k, n-grams): a point mass.
+      Siblings of a point-mass tree carry distinct tokens.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    max_depth: int
+    probs: Tensor | None = None
+    shape: Shape = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.tokens.shape != self.parents.shape:
+            raise ValueError(f"tokens {tuple(self.tokens.shape)} and parents {tuple(self.parents.shape)} must be alike")
+        if self.shape is None:
+            object.__setattr__(self, "shape", Shape.of(self.parents))
+
+    @classmethod
+    def root_only(cls, root: Tensor) -> DraftTree:
+        """The tree of plain autoregressive decoding: root (B,) and nothing drafted."""
+        return cls(root.unsqueeze(1), torch.full_like(root, -1).unsqueeze(1), 0)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.tokens.shape[1]
+
+    def ranks(self, path: Tensor) -> Tensor:
+        """(B, P) nodes → (B, P) how many siblings stand before each."""
+        own = self.parents.gather(1, path)
+        before = torch.arange(self.num_nodes, device=path.device) < path.unsqueeze(-1)
+        return ((self.parents.unsqueeze(1) == own.unsqueeze(-1)) & before).sum(-1)

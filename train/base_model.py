@@ -1,0 +1,220 @@
+"""Train a small Llama-style model and its BPE tokenizer from scratch on the standard library's source.
+
+    python train/base_model.py --output_dir out/base --minutes 90
+    python train/base_model.py --output_dir out/deeper --init out/base --layers 12 --minutes 80
+
+The second form continues from a saved model and, with more --layers, deepens it: each new layer is a copy of the
+one below it whose two output projections start at zero, so that the deeper model starts as the same function.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from specheads import corpus
+
+SPECIAL = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|pad|>"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}<|user|>{{ m['content'] }}"
+    "{% elif m['role'] == 'assistant' %}<|assistant|>{% generation %}{{ m['content'] }}<|endoftext|>{% endgeneration %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@dataclass
+class Options:
+    output_dir: str = field(metadata={"help": "where the model, tokenizer, held_out.txt and training.json go"})
+    init: str | None = field(default=None, metadata={"help": "continue from this saved model instead of from scratch"})
+    layers: int = field(default=8, metadata={"help": "number of layers; more than --init has deepens it"})
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    head_dim: int = 64
+    vocab_size: int = 4096
+    minutes: float = field(default=90.0, metadata={"help": "wall-clock budget of the training loop"})
+    batch_size: int = 4
+    sequence_length: int = 512
+    muon_lr: float = field(default=0.02, metadata={"help": "peak learning rate of the matrices (Muon)"})
+    adam_lr: float = field(default=3e-3, metadata={"help": "peak learning rate of embeddings and norms (AdamW)"})
+    flat_fraction: float = field(default=0.4, metadata={"help": "share of the run before the linear decay starts"})
+    bf16: bool = field(default=False, metadata={"help": "bfloat16 autocast (weights stay float32)"})
+    compile: bool = field(default=False, metadata={"help": "torch.compile the training forward and backward"})
+    seed: int = 0
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE(byte_fallback=False))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    )
+    end, user, assistant, pad = SPECIAL
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=end,
+        eos_token=end,
+        pad_token=pad,
+        extra_special_tokens=[user, assistant],
+        model_max_length=1024,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
+    """One stream of ids, each file behind an <|endoftext|>."""
+    ids: list[int] = []
+    for row in tokenizer(texts, add_special_tokens=False)["input_ids"]:
+        ids += [tokenizer.bos_token_id, *row]
+    return np.array(ids, dtype=np.int64)
+
+
+def deepen(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+    """The same function with more layers: copies whose output projections are zero, spread evenly."""
+    old = model.config.num_hidden_layers
+    if layers < old:
+        raise SystemExit(f"--layers {layers} is fewer than the {old} layers of --init; ask for {old} or more")
+    after = [round((i + 1) * old / (layers - old)) - 1 for i in range(layers - old)]
+    stack = torch.nn.ModuleList()
+    for i, layer in enumerate(model.model.layers):
+        stack.append(layer)
+        for _ in range(after.count(i)):
+            new = copy.deepcopy(layer)
+            torch.nn.init.zeros_(new.self_attn.o_proj.weight)
+            torch.nn.init.zeros_(new.mlp.down_proj.weight)
+            stack.append(new)
+    for i, layer in enumerate(stack):
+        layer.self_attn.layer_idx = i  # type: ignore[union-attr]
+    model.model.layers = stack
+    model.config.num_hidden_layers = layers
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = [model.config.layer_types[0]] * layers
+    return model
+
+
+def batch(data: np.ndarray, rng: np.random.Generator, options: Options) -> torch.Tensor:
+    starts = rng.integers(0, len(data) - options.sequence_length - 1, options.batch_size)
+    return torch.from_numpy(np.stack([data[i : i + options.sequence_length] for i in starts]))
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, data: np.ndarray, options: Options, num_batches: int = 16) -> float:
+    model.eval()
+    rng = np.random.default_rng(1)
+    losses = [
+        model(input_ids=(ids := batch(data, rng, options)), labels=ids, use_cache=False).loss.item()
+        for _ in range(num_batches)
+    ]
+    model.train()
+    return sum(losses) / len(losses)
+
+
+def main() -> None:
+    (options,) = HfArgumentParser([Options], description=__doc__).parse_args_into_dataclasses()
+    torch.manual_seed(options.seed)
+    out = Path(options.output_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    recorded = Path(options.init) / "held_out.txt" if options.init else out / "held_out.txt"
+    held_out = recorded.read_text("utf8").split() if recorded.is_file() else corpus.default_held_out()
+    train_texts = [text for _, text in corpus.texts("train", held_out)]
+    eval_texts = [text for _, text in corpus.texts("held_out", held_out)]
+    if options.init:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(options.init)
+        loaded = LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32)
+        model = deepen(loaded, options.layers)
+    else:
+        tokenizer = train_tokenizer(train_texts, options.vocab_size)
+        heads = options.hidden_size // options.head_dim
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=options.hidden_size,
+                num_hidden_layers=options.layers,
+                head_dim=options.head_dim,
+                intermediate_size=options.intermediate_size,
+                num_attention_heads=heads,
+                num_key_value_heads=max(1, heads // 2),
+                vocab_size=options.vocab_size,
+                max_position_embeddings=1024,
+                tie_word_embeddings=True,
+                bos_token_id=0,
+                eos_token_id=0,
+                pad_token_id=3,
+                rms_norm_eps=1e-5,
+            )
+        )
+    train_ids, eval_ids = encode(tokenizer, train_texts), encode(tokenizer, eval_texts)
+    bytes_per_token = sum(len(text.encode()) for text in eval_texts) / len(eval_ids)
+    print(
+        f"{model.num_parameters() / 1e6:.2f}M parameters, {len(train_texts)} files, {len(train_ids) / 1e6:.2f}M tokens "
+        f"to train on, {len(eval_texts)} files held out"
+    )
+
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    muon = torch.optim.Muon(matrices, lr=options.muon_lr, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original")
+    adam = torch.optim.AdamW(others, lr=options.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    peaks = ((muon, options.muon_lr), (adam, options.adam_lr))
+
+    def save(steps: int, loss: float | None) -> None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+        half: LlamaForCausalLM = copy.deepcopy(model).bfloat16()
+        half.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+        (out / "held_out.txt").write_text("\n".join(held_out) + "\n", "utf8")
+        record = {
+            "options": vars(options),
+            "steps": steps,
+            "held_out_loss": loss,
+            "tokens": steps * options.batch_size * options.sequence_length,
+            "bits_per_byte": None if loss is None else loss / np.log(2) / bytes_per_token,
+            "parameters": model.num_parameters(),
+            "minutes": round((time.time() - start) / 60, 1),
+        }
+        (out / "training.json").write_text(json.dumps(record, indent=2) + "\n", "utf8")
+
+    rng, start, step = np.random.default_rng(options.seed), time.time(), 0
+    recent: list[float] = []
+    print(f"held-out loss at the start {held_out_loss(model, eval_ids, options):.3f}", flush=True)
+    model.train()
+    step_model = torch.compile(model) if options.compile else model
+    while (done := (time.time() - start) / 60 / options.minutes) < 1:
+        decay = 1.0 if done < options.flat_fraction else (1 - done) / (1 - options.flat_fraction)
+        scale = min(1.0, (step + 1) / 50) * max(0.01, decay)
+        for optimizer, peak in peaks:
+            optimizer.param_groups[0]["lr"] = peak * scale
+        ids = batch(train_ids, rng, options)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=options.bf16):
+            loss = step_model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, _ in peaks:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        recent = [*recent[-49:], loss.item()]
+        step += 1
+        if step % 50 == 0:
+            seen = step * ids.numel()
+            speed = seen / (time.time() - start)
+            loss_now = f"{speed:.0f} tok/s loss {np.mean(recent):.3f}"
+            print(f"{done:5.0%} step {step} {seen / 1e3:.0f}k tokens {loss_now}", flush=True)
+        if step % 200 == 0:
+            save(step, None)
+    final = held_out_loss(model, eval_ids, options)
+    save(step, final)
+    bits = final / np.log(2) / bytes_per_token
+    print(f"held-out loss {final:.3f} nats a token, {bits:.3f} bits a byte; saved in {out}")
+
+
+if __name__ == "__main__":
+    main()

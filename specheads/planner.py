@@ -115,25 +115,28 @@ class StaticTree:
         place = {(): 0} | {choice: i + 1 for i, choice in enumerate(self.choices)}
         return [-1] + [place[choice[:-1]] for choice in self.choices]
 
-    def shape(self, batch: int, device: torch.device) -> tuple[Tensor, Shape]:
-        """Parents (B, N) and what they imply, made once per batch size and device."""
-        made = self.__dict__.setdefault("_shapes", {})
+    def _tables(self, batch: int, device: torch.device) -> tuple[Tensor, Shape, list[tuple[Tensor, ...]]]:
+        """Parents (B, N), what they imply, and the levels as tensors: made once per batch size and device."""
+        made = self.__dict__.setdefault("_made", {})
         if (batch, device) not in made:
             parents = torch.tensor([self._parents], device=device).expand(batch, -1)
-            made[batch, device] = parents, Shape.of(parents)
+            levels = []
+            for inner, above, ranks, _ in self._levels:
+                place = torch.tensor(inner, dtype=torch.long, device=device)
+                own, rank = torch.tensor(above, device=device), torch.tensor(ranks, device=device)
+                levels.append((place, own, rank, own[place].expand(batch, -1)))
+            made[batch, device] = parents, Shape.of(parents, self.depth), levels
         return made[batch, device]
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
-        batch, device = root.shape[0], root.device
+        shared, shape, levels = self._tables(root.shape[0], root.device)
         drafted = [root.unsqueeze(1)]
         tokens, parents = drafted[0], None
-        for inner, above, ranks, width in self._levels:
+        for (inner, above, ranks, own), (_, _, _, width) in zip(levels, self._levels, strict=True):
             _, ids = expand(tokens, parents).top(width)
             level = ids[:, above, ranks]
             drafted.append(level)
-            tokens = level[:, inner]
-            parents = torch.tensor([above[i] for i in inner], device=device).expand(batch, -1)
-        shared, shape = self.shape(batch, device)
+            tokens, parents = level[:, inner], own
         return DraftTree(torch.cat(drafted, 1), shared, self.depth, shape=shape)
 
 
@@ -191,9 +194,8 @@ class DynamicTree:
             beams, above, place = ids.flatten(1).gather(1, best), best // k, made + 1 + best
             made += k * k
         every, kept = torch.cat(scores, 1), self.budget - 1
-        # Where a probability rounds to 1 a child ties with its parent; deeper must lose or the parent may be missing.
-        level = torch.tensor([0] * k + [d for d in range(1, self.depth) for _ in range(k * k)], device=root.device)
-        chosen = (every - 1e-5 * level).topk(min(kept, made), dim=1).indices.sort(dim=1).values
+        # Where a probability rounds to 1 a child ties with its parent. The stable sort keeps the earlier, the parent.
+        chosen = every.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(dim=1).values
         tokens_kept = torch.cat(tokens, 1).gather(1, chosen)
         full_parents = torch.cat(parents, 1).gather(1, chosen)
         renumber = torch.zeros(batch, made + 1, dtype=torch.long, device=root.device)
@@ -246,14 +248,15 @@ class SampledTree:
         for branch in self.branches:
             scored = expand(level, above)
             width = level.shape[1]
-            q = sampler.draft_law(scored.logits.expand(batch, width, -1).flatten(0, 1))
-            if scored.ids is not None:
-                q = torch.zeros(len(q), vocab_size, dtype=q.dtype, device=device).index_copy_(1, scored.ids, q)
+            logits = scored.logits.expand(batch, width, -1).flatten(0, 1)
+            if scored.ids is not None:  # first, because processors know tokens by their target ids
+                logits = logits.new_full((len(logits), vocab_size), -torch.inf).index_copy_(1, scored.ids, logits)
+            q = sampler.draft_law(logits)
             left, drawn = q, []
             for _ in range(branch):
                 # A law with fewer tokens than branches is exhausted: -1 marks the empty slot.
                 empty = left.sum(-1) <= 0
-                token = sampler.draw(torch.where(empty.unsqueeze(1), q, left))
+                token = sampler.draw(torch.where(empty.unsqueeze(1), 1.0, left))
                 drawn.append(torch.where(empty, -1, token))
                 left = left.scatter(1, token.unsqueeze(1), 0)
             children = torch.stack(drawn, 1).view(batch, width * branch)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def ancestors(parents: Tensor) -> Tensor:
+def ancestors(parents: Tensor, max_depth: int | None = None) -> Tensor:
     """(B, N) parents → (B, N, N) bool: entry [b, i, j] is True where j is i or an ancestor of i.
 
     By pointer doubling, so the number of passes is logarithmic in the depth and no value leaves the device.
@@ -19,11 +19,12 @@ def ancestors(parents: Tensor) -> Tensor:
     num = parents.shape[1]
     reach = torch.eye(num, dtype=torch.float32, device=parents.device).expand(*parents.shape, num)
     hop = (torch.arange(num, device=parents.device) == parents.unsqueeze(-1)).float()  # (B, N, N) i → its parent
-    span = 1
-    while span < num:
+    span, depth = 1, num - 1 if max_depth is None else max_depth
+    while span <= depth:
         reach = reach + hop @ reach  # (I + P)(I + P^2)(I + P^4)…: each path counted once
-        hop = hop @ hop
         span *= 2
+        if span <= depth:
+            hop = hop @ hop
     return reach > 0.5
 
 
@@ -35,8 +36,8 @@ class Shape:
     depth: Tensor
 
     @classmethod
-    def of(cls, parents: Tensor) -> Shape:
-        mask = ancestors(parents)
+    def of(cls, parents: Tensor, max_depth: int | None = None) -> Shape:
+        mask = ancestors(parents, max_depth)
         return cls(mask, mask.sum(-1) - 1)
 
 
@@ -62,7 +63,7 @@ class DraftTree:
         if self.tokens.shape != self.parents.shape:
             raise ValueError(f"tokens {tuple(self.tokens.shape)} and parents {tuple(self.parents.shape)} must be alike")
         if self.shape is None:
-            object.__setattr__(self, "shape", Shape.of(self.parents))
+            object.__setattr__(self, "shape", Shape.of(self.parents, self.max_depth))
 
     @classmethod
     def root_only(cls, root: Tensor) -> DraftTree:

@@ -193,7 +193,8 @@ class FeatureHead(DraftHead):
         if "cache" not in memory:
             scratch = max(plan.depth + 1, plan.drafting_slots)
             memory["cache"] = TreeCache(len(self.blocks), scratch, target.cache.capacity)
-            self.rotary.ensure(target.limit + plan.depth + 1, hidden)
+            # A row may overshoot the limit by one path when it ends, and is then fed a path of padding with the rest.
+            self.rotary.ensure(target.limit + 2 * plan.depth + 1, hidden)
             hidden = self._run(attend_with(None), embedded, hidden, chain)
             memory["cache"].settle(context.new, columns)
             cache = memory["cache"]
@@ -206,24 +207,28 @@ class FeatureHead(DraftHead):
             cache.commit(chain, context.new, context.bound)
         last = hidden[rows, (context.new - 1).clamp_min(0)].unsqueeze(1)
 
-        # Then the tree, level by level, in the scratch slots.
-        level, seen = last, last.new_zeros(batch, 1, 0, dtype=torch.bool)  # (B, k, H); (B, k, slots written)
-        depths: list[int] = []
+        # Then the tree, level by level, in the scratch slots. Masks are kept additive: 0 where seen.
+        hidden_away = torch.finfo(self.dtype).min
+        nothing = torch.full((batch, 1, cache.scratch), hidden_away, dtype=self.dtype, device=last.device)
+        cache.open()
+        slot = torch.arange(cache.attended - cache.scratch, device=last.device)
+        prefix = additive((slot < cache.lengths.unsqueeze(1)).unsqueeze(1), self.dtype).squeeze(1)  # (B, 1, bucket)
+        level, seen, depth = last, nothing[:, :, :0], 0  # (B, k, H); (B, k, slots written)
 
         def expand(tokens: Tensor, parents: Tensor | None) -> Scored:
-            nonlocal level, seen
+            nonlocal level, seen, depth
             if parents is not None:
                 width = tokens.shape[1]
-                depths.extend([depths[-1] + 1 if depths else 0] * width)
                 of_parent = seen.gather(1, parents.unsqueeze(-1).expand(-1, -1, seen.shape[-1]))
-                own = torch.eye(width, dtype=torch.bool, device=seen.device).expand(batch, width, width)
-                seen = torch.cat([of_parent, own], -1)
-                cache.open(write_at=seen.shape[-1] - width)
-                depth = torch.tensor(depths, device=seen.device).expand(batch, -1)
-                mask = additive(visible(seen, depth, cache.lengths, cache.scratch, cache.attended, Reach()), self.dtype)
+                own = torch.full((width, width), hidden_away, dtype=self.dtype, device=seen.device).fill_diagonal_(0)
+                cache.open(write_at=seen.shape[-1])
+                seen = torch.cat([of_parent, own.expand(batch, width, width)], -1)
+                unused = nothing[:, :, seen.shape[-1] :].expand(-1, width, -1)
+                mask = torch.cat([seen, unused, prefix.expand(-1, width, -1)], -1).unsqueeze(1)
                 fed = level.gather(1, parents.unsqueeze(-1).expand(-1, -1, level.shape[-1]))
-                position = (cache.lengths + depths[-1]).unsqueeze(1).expand(batch, width)
+                position = (cache.lengths + depth).unsqueeze(1).expand(batch, width)
                 level = self._run(attend_with(mask), target.embed(tokens).to(self.dtype), fed, position)
+                depth += 1
             return Scored(self.draft_logits(level, target.lm_head), self.target_ids)
 
         assert self.config.vocab_size is not None

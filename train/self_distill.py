@@ -100,7 +100,7 @@ def main() -> None:
         while done < options.num_rows:
             batch = [next(stream) for _ in range(min(options.batch_size, options.num_rows - done))]
             ids = torch.tensor(batch, device=base.device)
-            made = base.generate(
+            made: torch.Tensor = base.generate(  # type: ignore[assignment]
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.max_new_tokens,
                 pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id, **sampling,
             )  # fmt: skip

@@ -6,6 +6,7 @@ Shapes: B batch rows, T positions, H hidden, d head size, S unrolled steps.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -126,21 +127,47 @@ class Block(nn.Module):
         return self.finish(attended, residual)
 
 
+def decoder_layers(base: Any) -> nn.ModuleList | None:
+    """The base's stack of decoder layers: the first list of modules in it."""
+    return next((m for m in base.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1), None)
+
+
 def copy_layer(block: Block, layer: nn.Module, columns: slice) -> bool:
-    """Start a block from a decoder layer of the base: each matrix whose name and shape agree; a wider input takes it
-    in `columns` and starts at zero elsewhere. Returns whether anything agreed."""
-    source = {".".join(name.split(".")[-2:]): parameter for name, parameter in layer.named_parameters()}
+    """Start a block from a decoder layer of the base: each matrix whose name and shape agree, and the norm.
+
+    A matrix with a wider input takes the base's in `columns` and is zero elsewhere. Returns whether anything agreed.
+    """
+    source = {".".join(name.split(".")[-2:]): p for name, p in layer.named_parameters() if p.ndim == 2}
     copied = False
     for name, own in block.named_parameters():
         given = source.get(name)
-        if given is None or given.is_meta:
+        if given is None or given.is_meta or given.shape[0] != own.shape[0] or not given.is_floating_point():
             continue
         with torch.no_grad():
             if given.shape == own.shape:
                 own.copy_(given)
-                copied = True
-            elif given.ndim == 2 and given.shape[0] == own.shape[0] and own[:, columns].shape == given.shape:
+            elif own[:, columns].shape == given.shape:
                 own.zero_()
                 own[:, columns].copy_(given)
-                copied = True
+            else:
+                continue
+        copied = True
+    if copied:
+        copy_norm(block.post_attention_layernorm, getattr(layer, "post_attention_layernorm", None))
     return copied
+
+
+def copy_norm(norm: nn.RMSNorm, source: nn.Module | None) -> None:
+    """Start an RMSNorm from one of the base's, whatever it keeps its scale as (Gemma's is one less than it says)."""
+    weight = getattr(source, "weight", None)
+    if source is None or "RMSNorm" not in type(source).__name__ or weight is None or weight.shape != norm.weight.shape:
+        return
+    if not weight.is_meta:
+        with torch.no_grad():
+            norm.weight.copy_(source(torch.ones_like(weight)))  # the scale is what ones come out as
+
+
+def final_norm(base: Any) -> nn.Module | None:
+    """The norm behind the base's last layer, under the names models give it."""
+    names = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
+    return next((getattr(base.base_model, name) for name in names if hasattr(base.base_model, name)), None)

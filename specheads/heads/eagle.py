@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from specheads.heads.base import TapBatch
-from specheads.heads.block import copy_layer
+from specheads.heads.block import copy_layer, decoder_layers
 from specheads.heads.feature import FeatureHead, FeatureHeadConfig
 from specheads.losses import add_uniform_noise, feature_distance, soft_cross_entropy
 
@@ -52,7 +52,7 @@ class EagleHead(FeatureHead):
     def initialise(self, base: Any) -> None:
         """The block from the base's last layer, and fc passing the feature through."""
         assert self.config.hidden_size is not None
-        layers = next((m for m in base.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1), None)
+        layers = decoder_layers(base)
         if layers is not None and copy_layer(self.blocks[0], layers[-1], slice(None)):  # type: ignore[arg-type]
             size = self.config.hidden_size
             with torch.no_grad():

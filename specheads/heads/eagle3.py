@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from specheads.heads.base import TapBatch
-from specheads.heads.block import copy_layer
+from specheads.heads.block import copy_layer, copy_norm, decoder_layers, final_norm
 from specheads.heads.feature import FeatureHead, FeatureHeadConfig
 from specheads.losses import soft_cross_entropy
 
@@ -94,12 +94,14 @@ class Eagle3Head(FeatureHead):
                 self.lm_head.weight.copy_(source[ids.to(source.device)])
 
     def initialise(self, base: Any) -> None:
-        """lm_head from the base's; the block from its last layer; fc passing the highest tap through."""
+        """lm_head and final norm from the base's; the block from its last layer; fc passing the highest tap through."""
         assert self.config.hidden_size is not None
         self._copy_lm_head(base)
         size = self.config.hidden_size
-        layers = next((m for m in base.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1), None)
+        copy_norm(self.norm, final_norm(base))
+        layers = decoder_layers(base)
         if layers is not None and copy_layer(self.blocks[0], layers[-1], slice(size, None)):  # type: ignore[arg-type]
+            copy_norm(self.hidden_norm, getattr(layers[-1], "input_layernorm", None))
             with torch.no_grad():
                 self.fc.weight[:, -size:].copy_(torch.eye(size))
 

@@ -150,16 +150,22 @@ def chain(depth: int) -> StaticTree:
 class DynamicTree:
     """EAGLE-2: at each depth the top_k likeliest paths each get top_k children; the budget − 1 best nodes stay.
 
-    budget: nodes, root included; depth: levels drafted; top_k: beams, and children a beam. EAGLE-2, arXiv:2406.16858.
+    budget: nodes, root included; depth: levels drafted at most; top_k: beams, and children a beam. EAGLE-2,
+    arXiv:2406.16858. least_gain: no further level once the beams, summed, are expected to add fewer accepted tokens
+    than this, by the draft's own probabilities, averaged over the batch (after OPT-Tree, arXiv:2406.17276). Above 0
+    it asks the device once a level, so it is for CPUs, where each level costs time; 0 keeps shapes fixed.
     """
 
     budget: int = 60
     depth: int = 7
     top_k: int = 10
+    least_gain: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("depth", "top_k"):
             _positive(name, getattr(self, name))
+        if self.least_gain < 0:
+            raise ValueError(f"least_gain={self.least_gain} must be at least 0, in tokens a step")
         most = 1 + self.top_k + (self.depth - 1) * self.top_k**2
         if not 2 <= self.budget <= most:
             raise ValueError(
@@ -183,8 +189,9 @@ class DynamicTree:
         tokens, scores, parents = [beams], [score], [torch.zeros_like(beams)]
         place = torch.arange(1, k + 1, device=root.device).expand(batch, k)
         above = torch.zeros_like(beams)  # each beam's index in the level before
-        made = k
-        for _ in range(self.depth - 1):
+        made, depth = k, 1
+        while depth < self.depth and not (self.least_gain and score.exp().sum(1).mean() < self.least_gain):
+            depth += 1
             logp, ids = expand(beams, above).top(k)
             reached = (score.unsqueeze(2) + logp).flatten(1)  # (B, k · k)
             tokens.append(ids.flatten(1))
@@ -203,7 +210,7 @@ class DynamicTree:
         return DraftTree(
             torch.cat([root.unsqueeze(1), tokens_kept], 1),
             torch.cat([torch.full_like(root, -1).unsqueeze(1), renumber.gather(1, full_parents)], 1),
-            self.depth,
+            depth,
         )
 
 

@@ -1,0 +1,136 @@
+"""What a launcher was asked for against what it started: launchers fall back to less without a word.
+
+`accelerate launch --cpu --num_processes 2` starts one process; FSDP2 on CPUs trains as plain DDP; torchrun without a
+GPU and without use_cpu starts runs that do not know of one another.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+KINDS = ("no", "ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3")
+
+
+class LaunchError(RuntimeError):
+    """The processes that run are not those that were asked for."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """What is expected: processes in all; distributed: one of KINDS. None is not checked."""
+
+    processes: int | None = None
+    distributed: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.distributed is False:  # YAML's plain `no`
+            object.__setattr__(self, "distributed", "no")
+        if self.processes is not None and (type(self.processes) is not int or self.processes < 1):
+            raise ValueError(f"launch.processes={self.processes!r}: expected a whole number of at least 1")
+        if self.distributed is not None and self.distributed not in KINDS:
+            raise ValueError(f"launch.distributed={self.distributed!r}: expected one of {', '.join(KINDS)}")
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> LaunchConfig:
+        known = [f.name for f in fields(cls)]
+        for key in options:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                raise ValueError(f"unknown option 'launch.{key}'; did you mean 'launch.{(near or known)[0]}'?")
+        return cls(**options)
+
+
+def check(asked: LaunchConfig, processes: int, distributed: str | None = None) -> None:
+    """LaunchError unless what runs is what the recipe, the launcher's environment and its command line ask for.
+
+    distributed None is not known yet, and not compared.
+    """
+    requests = {
+        "the recipe's launch section": asked,
+        "the launcher's environment": from_environment(os.environ),
+        "the launcher's command line": from_command(_parent_command()),
+    }
+    for source, request in requests.items():
+        if request.processes is not None and request.processes != processes:
+            raise LaunchError(
+                f"{source} asks for {request.processes} processes, but this run has {processes}{_hint(request)}"
+            )
+        if distributed and request.distributed and request.distributed != distributed:
+            raise LaunchError(
+                f"{source} asks for distributed training of the kind {request.distributed!r}, but this run has "
+                f"{distributed!r}{_hint(request)}"
+            )
+
+
+def _hint(request: LaunchConfig) -> str:
+    if (request.distributed or "").startswith("fsdp"):
+        return ": FSDP needs one GPU a process; on CPUs use recipes/accelerate/cpu.yaml"
+    return (
+        ": on CPUs use `accelerate launch --config_file recipes/accelerate/cpu.yaml` or `torchrun --nproc_per_node N` "
+        "with training.use_cpu=true; on GPUs recipes/accelerate/ddp.yaml"
+    )
+
+
+def kind_of(accelerator: Any) -> str:
+    """What an Accelerator runs, as one of KINDS."""
+    name = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if name == "NO":
+        return "no"
+    if name == "DEEPSPEED":
+        return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
+    if name == "FSDP":
+        return "fsdp2" if getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) == 2 else "fsdp"
+    return "ddp" if name.startswith("MULTI_") else name.lower()
+
+
+def from_environment(environment: Mapping[str, str]) -> LaunchConfig:
+    """What torchrun and `accelerate launch` leave in the environment."""
+    size = environment.get("WORLD_SIZE")
+    kind = None
+    if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "")
+        kind = f"zero{stage}" if stage in ("1", "2", "3") else None  # a DeepSpeed config file names its own stage
+    elif environment.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        kind = "fsdp2" if environment.get("FSDP_VERSION") == "2" else "fsdp"
+    return LaunchConfig(int(size) if size and size.isdigit() and int(size) else None, kind)
+
+
+def from_command(command: Sequence[str]) -> LaunchConfig:
+    """The processes that an `accelerate launch` command asks for, by flag or by the configuration file it names."""
+    words = [word.replace("-", "_") if word.startswith("--") else word for word in command]
+    if "launch" not in words or not any(Path(word).name.startswith("accelerate") for word in words):
+        return LaunchConfig()
+    if (flag := _value(words, "__num_processes") or _value(words, "__num_process")) is not None:
+        return LaunchConfig(int(flag) if flag.isdigit() and int(flag) else None)
+    file = _value(words, "__config_file")
+    if file is None or not Path(file).is_file():
+        return LaunchConfig()
+    import yaml
+
+    options = yaml.safe_load(Path(file).read_text("utf8"))
+    number = options.get("num_processes") if isinstance(options, Mapping) else None
+    return LaunchConfig(number if type(number) is int and number > 0 else None)
+
+
+def _value(words: Sequence[str], flag: str) -> str | None:
+    for i, word in enumerate(words):
+        if word == flag and i + 1 < len(words):
+            return words[i + 1]
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+    return None
+
+
+def _parent_command() -> list[str]:
+    import psutil  # accelerate's own dependency
+
+    try:
+        parent = psutil.Process().parent()
+        return parent.cmdline() if parent is not None else []
+    except psutil.Error:
+        return []  # another user's process, or one that just ended

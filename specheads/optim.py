@@ -1,0 +1,94 @@
+"""Optimizers for heads: a learning rate per group of parameters, and Muon for matrices beside AdamW for the rest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+Group = dict[str, Any]
+
+
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]],
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    decayed: Iterable[str],
+    multipliers: Mapping[str, float],
+) -> list[Group]:
+    """Trainable parameters by their learning rate and weight decay, in the order they come.
+
+    multipliers: regular expression → factor on the learning rate; the first that is found in a parameter's name
+    counts. ValueError for one that is found in none.
+    """
+    decayed = set(decayed)
+    used: set[str] = set()
+    groups: dict[tuple[float, bool], Group] = {}
+    names = []
+    for name, parameter in named:
+        if not parameter.requires_grad:
+            continue
+        names.append(name)
+        pattern = next((p for p in multipliers if re.search(p, name)), None)
+        used |= {p for p in multipliers if re.search(p, name)}
+        factor = 1.0 if pattern is None else float(multipliers[pattern])
+        key = (factor, name in decayed)
+        decay = weight_decay if name in decayed else 0.0
+        group = groups.setdefault(key, {"params": [], "names": [], "lr": learning_rate * factor, "weight_decay": decay})
+        group["params"].append(parameter)
+        group["names"].append(name)
+    if unused := [p for p in multipliers if p not in used]:
+        raise ValueError(f"head_lr_groups: {unused[0]!r} is found in no parameter; the head's are {', '.join(names)}")
+    return list(groups.values())
+
+
+class MuonAdamW(Optimizer):
+    """torch.optim.Muon on the 2-D matrices inside the head, AdamW on everything else, as one optimizer.
+
+    groups as parameter_groups makes them. Embeddings and output matrices (a name with "lm_head" or "embed") go to
+    AdamW. Muon's step is scaled to AdamW's root mean square, so both take the same learning rate. Muon: Jordan 2024;
+    the scaling: arXiv:2502.16982.
+    """
+
+    def __init__(self, groups: list[Group], *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise ValueError(
+                f"torch {torch.__version__} has no torch.optim.Muon: install torch 2.9 or later, or muon=false"
+            )
+        matrices: list[Group] = []
+        others: list[Group] = []
+        for group in groups:
+            for is_matrix, into in ((True, matrices), (False, others)):
+                pairs = zip(group["names"], group["params"], strict=True)
+                params = [p for name, p in pairs if _is_hidden_matrix(name, p) == is_matrix]
+                if params:
+                    rates = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+                    into.append({"params": params, **rates, "muon": is_matrix})
+        if not matrices or not others:
+            raise ValueError(f"muon=true needs matrices and other parameters to train: {len(matrices)}, {len(others)}")
+        self._muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw")
+        self._adamw = AdamW(others, betas=betas, eps=eps)
+        # The groups are the same dicts in all three, so that a scheduler's new rate reaches the one that steps.
+        super().__init__(self._muon.param_groups + self._adamw.param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer, muon in ((self._muon, True), (self._adamw, False)):
+            # Taken anew each time: load_state_dict makes new groups and a new state.
+            optimizer.param_groups = [group for group in self.param_groups if group["muon"] == muon]
+            optimizer.state = self.state
+            optimizer.step()
+        return loss
+
+
+def _is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim == 2 and not re.search(r"lm_head|embed", name)

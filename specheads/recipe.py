@@ -1,0 +1,174 @@
+"""A recipe: base, head, data and training of one run as YAML, with dotted overrides, checked before anything loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specheads.convert import head_config
+from specheads.data import DataConfig
+from specheads.heads import HeadConfig
+from specheads.launch import LaunchConfig
+
+
+class RecipeError(ValueError):
+    """A recipe, or an override of one, that cannot be run; one line that says why."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose 1e-4 is a number. (YAML 1.1 wants 1.0e-4 and reads the rest as text.)"""
+
+
+_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What one run of train/heads.py does.
+
+    base: path or hub id; base_dtype and head_dtype: "auto", "float32", "bfloat16" or "float16" ("auto" is what the
+    base was saved in); attn_implementation: of the base. head: {kind: …, options}. init_from: a head checkpoint to go
+    on from, instead of a new head. training: SpecTrainingArguments by name; resume_from_checkpoint: auto is the last
+    one in output_dir, if any. early_stopping: evaluations without a better training.metric_for_best_model before the
+    run ends. launch: what the launcher is expected to have started.
+    """
+
+    base: str
+    data: DataConfig
+    training: dict[str, Any]
+    head: HeadConfig | None = None
+    base_dtype: str = "auto"
+    head_dtype: str = "float32"
+    attn_implementation: str | None = None
+    init_from: str | None = None
+    early_stopping: int | None = None
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.base, str) or not self.base:
+            raise RecipeError(f"base={self.base!r}: expected a path or a hub id")
+        for name in ("base_dtype", "head_dtype"):
+            if getattr(self, name) not in DTYPES:
+                raise RecipeError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(DTYPES)}")
+        if (self.head is None) == (self.init_from is None):
+            raise RecipeError(
+                "give either head (a new one: head.kind=eagle3) or init_from (a head checkpoint to go on from), not "
+                + ("neither" if self.head is None else "both; with init_from write head=null")
+            )
+        if not self.training.get("output_dir"):
+            raise RecipeError("training.output_dir is missing: give the folder the head is saved to")
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> Recipe:
+        """RecipeError for an unknown, missing or malformed option, with its dotted name."""
+        if not isinstance(options, Mapping):
+            raise RecipeError(f"a recipe is a mapping with base, head, data and training, not {options!r:.60}")
+        options = dict(options)
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in options:
+            _refuse_unknown("", key, known)
+        for name in ("base", "data", "training"):
+            if options.get(name) is None:
+                raise RecipeError(f"{name} is missing: set it in the recipe or as {name}=…")
+        sections = {name: _section(name, options.get(name)) for name in ("data", "training", "launch", "head")}
+        try:
+            return cls(
+                **{key: value for key, value in options.items() if key not in sections},
+                data=DataConfig.from_dict(sections["data"]),
+                training=_training(sections["training"]),
+                launch=LaunchConfig.from_dict(sections["launch"]),
+                head=_head(sections["head"]) if options.get("head") is not None else None,
+            )
+        except RecipeError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise RecipeError(str(error)) from error
+
+
+def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a YAML file with `key=value` overrides: dotted keys, values typed as in YAML."""
+    file = Path(path)
+    if not file.is_file():
+        raise RecipeError(f"no recipe {str(path)!r} (looked from {Path.cwd()})")
+    options = _parse(file.read_text("utf8"), str(path))
+    if not isinstance(options, Mapping):
+        raise RecipeError(f"{path} holds {options!r:.60}: expected a mapping with base, head, data and training")
+    return Recipe.from_dict(with_overrides(options, overrides))
+
+
+def with_overrides(options: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`options` with each `a.b=value` put in its place; a section that is absent or null is made."""
+    result = _copied(options)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise RecipeError(f"override {override!r}: expected key=value, for instance training.max_steps=100")
+        *path, last = key.split(".")
+        place = result
+        for name in path:
+            if place.get(name) is None:
+                place[name] = {}
+            place = place[name]
+            if not isinstance(place, dict):
+                raise RecipeError(f"override {override!r}: {name!r} is {place!r}, which has no options")
+        place[last] = _parse(text, f"override {override!r}")
+    return result
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    return value
+
+
+def _parse(text: str, name: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{name} is no YAML: {' '.join(str(error).split())}") from error
+
+
+def _section(name: str, value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RecipeError(f"{name}={value!r:.60}: expected a mapping of options")
+    return dict(value)
+
+
+def _head(options: dict[str, Any]) -> HeadConfig:
+    if "kind" not in options:
+        raise RecipeError("head.kind is missing: medusa, eagle or eagle3")
+    kind = options.pop("kind")
+    return head_config(kind, options)
+
+
+def _training(options: dict[str, Any]) -> dict[str, Any]:
+    # Imported here: transformers' arguments take seconds to import, and an override's typo should not.
+    from specheads.trainer import SpecTrainingArguments
+
+    known = [f.name for f in dataclasses.fields(SpecTrainingArguments) if f.init]
+    for key in options:
+        _refuse_unknown("training.", key, known)
+    return options
+
+
+def _refuse_unknown(section: str, key: object, known: Iterable[str]) -> None:
+    known = list(known)
+    if key in known:
+        return
+    near = difflib.get_close_matches(str(key), known, n=1)
+    hint = f"did you mean {section + near[0]!r}?" if near else f"known: {', '.join(known[:12])}"
+    raise RecipeError(f"unknown option {section + str(key)!r}; {hint}")

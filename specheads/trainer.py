@@ -1,0 +1,212 @@
+"""SpecTrainer: transformers' Trainer with what heads need: accepted length in every log, learning rates per group,
+checkpoints of the head alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from transformers import ProgressCallback, Trainer, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
+
+from specheads.checkpoint import CheckpointError
+from specheads.convert import SpecModel, SpecOutput
+from specheads.metrics import TrainingMeter
+from specheads.optim import MuonAdamW, parameter_groups
+
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+
+
+@dataclass
+class SpecTrainingArguments(TrainingArguments):
+    """transformers' TrainingArguments, and two options of heads."""
+
+    head_lr_groups: dict[str, float] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Regular expression on parameter names → factor on learning_rate; as JSON on a command line."
+        },
+    )
+    muon: bool = field(
+        default=False,
+        metadata={"help": "torch.optim.Muon on the head's hidden matrices, AdamW on the rest."},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.head_lr_groups, str):
+            self.head_lr_groups = json.loads(self.head_lr_groups)
+        for pattern, factor in self.lr_multipliers.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"head_lr_groups: {pattern!r} is no regular expression: {error}") from error
+            if not isinstance(factor, int | float) or factor < 0:
+                raise ValueError(
+                    f"head_lr_groups: {pattern!r} has the factor {factor!r}; expected a number of at least 0"
+                )
+        if self.muon and self.optim not in _ADAMW:
+            raise ValueError(f"muon=true goes with optim {' or '.join(_ADAMW)}, not {str(self.optim)!r}")
+
+    @property
+    def lr_multipliers(self) -> Mapping[str, float]:
+        groups = self.head_lr_groups or {}
+        if not isinstance(groups, Mapping):
+            raise ValueError(f"head_lr_groups={groups!r}: expected {{regular expression: factor}}")
+        return groups
+
+
+class AcceptanceProgress(ProgressCallback):
+    """transformers' progress bar with the accepted length and the loss behind it; evaluations are written above it."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.training_bar is None or not logs:
+            return
+        if "loss" not in logs:
+            super().on_log(args, state, control, logs=logs, **kwargs)
+            return
+        shown = {"accepted": logs.get("accepted_length"), "loss": logs["loss"], "lr": logs.get("learning_rate")}
+        self.training_bar.set_postfix({k: f"{float(v):.4g}" for k, v in shown.items() if v is not None})
+
+
+class SpecTrainer(Trainer):
+    """Trains the head of a SpecModel.
+
+    Logs accepted_length, accuracy_depth_k and the head's loss terms, over everything since the last log; evaluations
+    report them as eval_…, exact over the whole evaluation set. The loss of a step is that of its global batch: a mean
+    over all supervised tokens, whatever the micro-batches and processes it was cut into.
+    """
+
+    args: SpecTrainingArguments
+
+    def __init__(self, model: SpecModel, args: SpecTrainingArguments, **kwargs: Any) -> None:
+        if not isinstance(model, SpecModel):
+            raise ValueError(f"SpecTrainer trains a SpecModel, not {type(model).__name__}: make one with convert()")
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"one process sees {args.n_gpu} GPUs: start one process a GPU with `accelerate launch` or `torchrun`, "
+                "or choose one with CUDA_VISIBLE_DEVICES"
+            )
+        self._training_meter, self._evaluation_meter = TrainingMeter(), TrainingMeter()
+        super().__init__(model, args, **kwargs)
+        if any(type(callback) is ProgressCallback for callback in self.callback_handler.callbacks):
+            self.remove_callback(ProgressCallback)
+            self.add_callback(AcceptanceProgress)
+
+    # Loss and reports
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:  # fmt: skip
+        tokens = supervised_tokens(inputs)
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        divisor = tokens.clamp_min(1) if num_items_in_batch is None else num_items_in_batch
+        self._training_meter.add(outputs.ranks, outputs.terms or {}, divisor, tokens)
+        if not loss.requires_grad and torch.is_grad_enabled():
+            # Rows of one or two tokens have nothing to draft; the step still needs a graph.
+            loss = loss + sum(p.sum() * 0 for p in model.parameters() if p.requires_grad)
+        return (loss, outputs) if return_outputs else loss
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        # Trainer counts labels only; a batch may name its tokens by loss_mask instead.
+        if batch_samples and "labels" not in batch_samples[0] and "loss_mask" in batch_samples[0]:
+            batch_samples = [{"labels": torch.where(batch["loss_mask"].bool(), 0, -100)} for batch in batch_samples]
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs.update(self._report(self._training_meter))
+            self._training_meter = TrainingMeter()
+        super().log(logs, *args, **kwargs)
+
+    def _report(self, meter: TrainingMeter) -> dict[str, float]:
+        return TrainingMeter.combined(gather_object([meter.state()]))
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:  # fmt: skip
+        self._evaluation_meter = TrainingMeter()
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        assert output.metrics is not None
+        for name, value in self._report(self._evaluation_meter).items():
+            output.metrics[f"{metric_key_prefix}_{name}"] = value
+        return output
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        inputs = self._without_repeats(self._prepare_inputs(inputs))
+        tokens = supervised_tokens(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            outputs: SpecOutput = model(**inputs)
+        assert outputs.loss is not None
+        loss = outputs.loss.detach()
+        terms = {"loss": loss, **(outputs.terms or {})}
+        self._evaluation_meter.add(outputs.ranks, terms, tokens.clamp_min(1), tokens)
+        return loss, None, None
+
+    def _without_repeats(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The rows that a sharded loader repeats to fill the last batch, no longer supervised."""
+        state, processes = self.accelerator.gradient_state, self.accelerator.num_processes
+        if processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
+            return inputs
+        rows = len(inputs["input_ids"])
+        kept = min(rows, max(0, state.remainder - rows * self.accelerator.process_index))
+        name, nothing = ("labels", -100) if "labels" in inputs else ("loss_mask", 0)
+        mask = torch.arange(rows, device=inputs[name].device).unsqueeze(1) < kept
+        return {**inputs, name: torch.where(mask, inputs[name], nothing)}
+
+    # Optimizer
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is not None or not (self.args.muon or self.args.lr_multipliers):
+            return super().create_optimizer(*([] if model is None else [model]))
+        args, module = self.args, self.model if model is None else model
+        assert isinstance(module, nn.Module)
+        groups = parameter_groups(
+            module.named_parameters(),
+            learning_rate=args.learning_rate,
+            weight_decay=args.weight_decay,
+            decayed=self.get_decay_parameter_names(module),
+            multipliers=args.lr_multipliers,
+        )
+        if args.muon:
+            self.optimizer = MuonAdamW(groups, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+        else:
+            kind, options = self.get_optimizer_cls_and_kwargs(args, module)  # type: ignore[arg-type]
+            groups = [{key: value for key, value in group.items() if key != "names"} for group in groups]
+            self.optimizer = kind(groups, **options)
+        return self.optimizer
+
+    # Checkpoints
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """The head alone; a launcher that shards parameters passes what it gathered."""
+        if self.args.should_save:
+            model = self.accelerator.unwrap_model(self.model)
+            model.save_pretrained(output_dir or self.args.output_dir, state_dict=state_dict)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        missing = [name for name in load_result.missing_keys if name.startswith("head.")]
+        if missing or load_result.unexpected_keys:
+            raise CheckpointError(
+                f"the checkpoint does not fit this head: missing {missing}, unexpected {load_result.unexpected_keys}; "
+                "resume with the recipe it was made with"
+            )
+
+
+def supervised_tokens(inputs: Mapping[str, Any]) -> Tensor:
+    """() int64: how many tokens of the batch are supervised."""
+    if inputs.get("labels") is not None:
+        return (inputs["labels"] != -100).sum()
+    if inputs.get("loss_mask") is not None:
+        return inputs["loss_mask"].bool().sum()
+    raise ValueError(f"a batch has {sorted(inputs)}: expected labels or loss_mask; data.Collator makes them")

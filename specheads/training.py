@@ -1,0 +1,133 @@
+"""One training run of a head: recipe → tokenizer, data, base + head → SpecTrainer → the head in output_dir."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    PreTrainedModel,
+    TrainerCallback,
+    set_seed,
+)
+
+from specheads import launch
+from specheads.convert import SpecModel, convert, load_head
+from specheads.data import Collator, build_datasets, token_counts
+from specheads.heads import Eagle3Head
+from specheads.recipe import Recipe, RecipeError
+from specheads.trainer import SpecTrainer, SpecTrainingArguments
+
+RESULTS = "results.json"
+
+
+@dataclass
+class Run:
+    """A run that is ready to start. checkpoint: the folder it resumes from."""
+
+    trainer: SpecTrainer
+    checkpoint: str | None
+
+    def train(self) -> dict[str, float]:
+        """Train, evaluate where there is something held out, save the head, and return the final metrics."""
+        trainer = self.trainer
+        metrics = trainer.train(resume_from_checkpoint=self.checkpoint).metrics
+        if trainer.eval_dataset is not None:
+            metrics |= trainer.evaluate()
+        assert trainer.args.output_dir is not None
+        output = Path(trainer.args.output_dir)
+        trainer.save_model(str(output))
+        trainer.save_state()
+        if trainer.is_world_process_zero():
+            (output / RESULTS).write_text(json.dumps(metrics, indent=2, sort_keys=True) + "\n", "utf8")
+        return metrics
+
+
+def prepare(recipe: Recipe) -> Run:
+    """Load and check everything a run needs. Raises RecipeError, LaunchError, or another ValueError or OSError that
+    says what is wrong with the data, the base or a checkpoint."""
+    arguments = training_arguments(recipe)
+    launch.check(recipe.launch, arguments.world_size)
+    checkpoint = resume_point(recipe)
+    set_seed(arguments.seed)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.base)
+    with arguments.main_process_first(desc="reading the data"):
+        train, held_out = build_datasets(recipe.data, tokenizer)
+    model = build_model(recipe, train)
+    callbacks: list[TrainerCallback] = []
+    if recipe.early_stopping is not None:
+        callbacks.append(EarlyStoppingCallback(recipe.early_stopping))
+    padding = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    trainer = SpecTrainer(
+        model, arguments, train_dataset=train, eval_dataset=held_out, data_collator=Collator(padding),
+        callbacks=callbacks,
+    )  # fmt: skip
+    launch.check(recipe.launch, trainer.accelerator.num_processes, launch.kind_of(trainer.accelerator))
+    return Run(trainer, checkpoint)
+
+
+def training_arguments(recipe: Recipe) -> SpecTrainingArguments:
+    """The recipe's training section; on a machine without an accelerator use_cpu is true unless it says otherwise."""
+    options = {name: value for name, value in recipe.training.items() if name != "resume_from_checkpoint"}
+    # Without it, several processes on CPUs do not find one another and each trains on its own.
+    options.setdefault("use_cpu", not torch.accelerator.is_available())
+    try:
+        return SpecTrainingArguments(**options)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"training: {error}") from error
+
+
+def resume_point(recipe: Recipe) -> str | None:
+    """The checkpoint that resume_from_checkpoint names; auto or true is the last finished one in output_dir, if any."""
+    wanted = recipe.training.get("resume_from_checkpoint")
+    if not wanted:
+        return None
+    if wanted in ("auto", True):
+        finished = [
+            folder
+            for folder in Path(recipe.training["output_dir"]).glob("checkpoint-*")
+            if folder.name.rpartition("-")[2].isdigit() and (folder / "trainer_state.json").is_file()
+        ]
+        return str(max(finished, key=lambda folder: int(folder.name.rpartition("-")[2]))) if finished else None
+    if not (Path(wanted) / "trainer_state.json").is_file():
+        raise RecipeError(f"training.resume_from_checkpoint={wanted!r} is no checkpoint folder of a run; or give auto")
+    return str(wanted)
+
+
+def build_model(recipe: Recipe, train: Iterable[Any]) -> SpecModel:
+    """Base + head: new, with a draft vocabulary counted on the training data where it has one, or from a checkpoint."""
+    options: dict[str, Any] = {"dtype": _dtype(recipe.base_dtype)}
+    if recipe.attn_implementation is not None:
+        options["attn_implementation"] = recipe.attn_implementation
+    base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(recipe.base, **options)
+    embeddings: Any = base.get_input_embeddings()
+    if embeddings.weight.numel() == 0:
+        raise RecipeError(
+            "the base was loaded in shards, so that a head cannot start from its layers: set zero3_init_flag: false "
+            "(DeepSpeed) in the accelerate configuration"
+        )
+    dtype = base.dtype if recipe.head_dtype == "auto" else _dtype(recipe.head_dtype)
+    assert isinstance(dtype, torch.dtype)
+    if recipe.init_from is not None:
+        model = load_head(base, recipe.init_from)
+        model.head.to(dtype)
+    else:
+        assert recipe.head is not None
+        model = convert(base, recipe.head, dtype=dtype)
+        head = model.head
+        if isinstance(head, Eagle3Head) and head.target_ids is not None:
+            head.set_draft_vocabulary(token_counts(train, len(head.t2d)), base)
+    # FSDP wraps blocks by these names, which it reads from the outermost model.
+    model._no_split_modules = base._no_split_modules
+    return model
+
+
+def _dtype(name: str) -> str | torch.dtype:
+    return name if name == "auto" else getattr(torch, name)

@@ -1,0 +1,128 @@
+"""Accepted length is the joint one, and its sums add exactly however the positions were cut."""
+
+import pytest
+import torch
+
+from specheads.metrics import AcceptanceMeter, TrainingMeter, accepted_length, conditional_ranks
+from specheads.planner import calibrated
+
+
+def random_ranks(positions=200, depths=4, seed=0):
+    """Ranks −1 … 3 that agree across depths more than chance would have it."""
+    generator = torch.Generator().manual_seed(seed)
+    easy = torch.rand(positions, 1, generator=generator)
+    hit = torch.rand(positions, depths, generator=generator) < easy
+    miss = torch.randint(-1, 4, (positions, depths), generator=generator)
+    miss[miss == 0] = -1
+    return torch.where(hit, 0, miss)
+
+
+def brute_force(ranks):
+    """Accepted length, accuracies and conditional accuracies, a position and a depth at a time."""
+    rows = ranks.tolist()
+    total = 0
+    for row in rows:
+        total += 1
+        for rank in row:
+            if rank != 0:
+                break
+            total += 1
+    marginal, conditional = [], []
+    for depth in range(len(rows[0])):
+        marginal.append(sum(row[depth] == 0 for row in rows) / len(rows))
+        reached = [row for row in rows if all(rank == 0 for rank in row[:depth])]
+        conditional.append(sum(row[depth] == 0 for row in reached) / len(reached))
+    return total / len(rows), marginal, conditional
+
+
+def test_accepted_length_equals_brute_force():
+    ranks = random_ranks()
+    length, marginal, conditional = brute_force(ranks)
+    meter = AcceptanceMeter()
+    meter.add(ranks)
+    report = meter.compute()
+    assert accepted_length(ranks) == pytest.approx(length, abs=1e-12)
+    assert report["accepted_length"] == pytest.approx(length, abs=1e-12)
+    for k in range(ranks.shape[1]):
+        assert report[f"accuracy_depth_{k + 1}"] == pytest.approx(marginal[k], abs=1e-12)
+        assert report[f"conditional_accuracy_depth_{k + 1}"] == pytest.approx(conditional[k], abs=1e-12)
+
+
+def test_accepted_length_is_not_the_product_of_marginals():
+    always, never = torch.zeros(1, 2), torch.full((1, 2), 5)
+    # Half the positions hit twice, half never: 1 + (2 + 0) / 2, where marginals would give 1 + .5 + .25.
+    assert accepted_length(torch.cat([always, never]).long()) == 2.0
+
+
+def test_a_token_outside_the_draft_vocabulary_ends_the_run():
+    assert accepted_length(torch.tensor([[0, -1, 0]])) == 2.0
+
+
+def test_meters_of_any_parts_add_up_to_the_whole():
+    ranks = random_ranks(100)
+    whole = AcceptanceMeter()
+    whole.add(ranks)
+    parts = AcceptanceMeter()
+    for part in ranks.split([1, 30, 0, 69]):
+        piece = AcceptanceMeter()
+        piece.add(part)
+        piece.add(None)
+        parts.merge(piece)
+    parts.merge(AcceptanceMeter())
+    assert parts.compute() == whole.compute()
+
+
+def test_terms_are_means_over_tokens_of_all_processes():
+    ranks = random_ranks(10)
+    states = []
+    for tokens, sums in ((3, (6.0, 1.0)), (5, (2.0, 4.0))):
+        meter = TrainingMeter()
+        # Two micro-batches, each divided by the 16 tokens of the whole step.
+        for value, part in zip(sums, ranks.split(5), strict=True):
+            meter.add(part, {"ce": torch.tensor(value / 16)}, torch.tensor(16), torch.tensor(tokens))
+        states.append(meter.state())
+    report = TrainingMeter.combined(states)
+    assert report["ce"] == pytest.approx((6 + 1 + 2 + 4) / (2 * (3 + 5)))
+    assert report["accepted_length"] == accepted_length(ranks)
+
+
+def test_a_process_without_a_scored_position_changes_nothing():
+    meter, idle = TrainingMeter(), TrainingMeter()
+    meter.add(random_ranks(10), {"ce": torch.tensor(2.0)}, 4, torch.tensor(4))
+    idle.add(None, {}, 1, torch.tensor(0))
+    assert TrainingMeter.combined([meter.state(), idle.state()]) == TrainingMeter.combined([meter.state()])
+    assert TrainingMeter.combined([idle.state()]) == {}
+
+
+def test_conditional_ranks_keep_the_share_of_each_rank_where_earlier_depths_hit():
+    ranks = random_ranks(400)
+    width = 2
+    columns = conditional_ranks(ranks, width)
+    for depth in range(ranks.shape[1]):
+        reached = [row for row in ranks.tolist() if all(0 <= rank < width for rank in row[:depth])]
+        for rank in range(-1, 4):
+            share = sum(row[depth] == rank for row in reached) / len(reached)
+            assert float((columns[:, depth] == rank).float().mean()) == pytest.approx(share, abs=1 / 400 + 1e-6)
+
+
+def test_a_tree_calibrated_on_conditional_ranks_goes_deeper_where_hits_come_together():
+    together = torch.tensor([[0, 0, 0]] * 50 + [[1, -1, -1]] * 50)
+    assert calibrated(conditional_ranks(together), budget=4).depth == 3
+    assert calibrated(together, budget=4).depth == 2
+
+
+def test_conditional_ranks_are_misses_where_no_position_is_left():
+    assert conditional_ranks(torch.tensor([[1, 0], [-1, 0]])).tolist() == [[-1, -1], [1, -1]]
+
+
+def test_ranks_that_cannot_be_counted_say_why():
+    with pytest.raises(ValueError, match="no position was scored"):
+        accepted_length(torch.zeros(0, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match="expected \\(positions, depths\\)"):
+        accepted_length(torch.zeros(3, dtype=torch.long))
+    meter = AcceptanceMeter()
+    meter.add(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="2 depths cannot be added to ranks of 3"):
+        meter.add(torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="width=0"):
+        conditional_ranks(torch.zeros(2, 2), 0)

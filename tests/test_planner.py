@@ -1,0 +1,276 @@
+"""Plans: every tree is well formed, EAGLE-2's is EAGLE-2's, and a calibrated tree is the best of its size."""
+
+import itertools
+
+import pytest
+import torch
+
+from specheads.planner import DynamicTree, SampledTree, Scored, StaticTree, calibrated, chain, default_static
+from specheads.sampling import Sampler
+
+
+class TableDraft:
+    """Draft logits looked up by row and path, so that an oracle can ask for the same ones in any order."""
+
+    def __init__(self, batch, vocab_size, *, seed=0, scale=2.0, ids=None, dtype=torch.float32):
+        self.batch, self.vocab_size, self.seed, self.scale, self.ids = batch, vocab_size, seed, scale, ids
+        self.dtype = dtype
+        self.calls = 0
+
+    def logits(self, row, path):
+        generator = torch.Generator().manual_seed(hash((self.seed, row, *path)) % 2**31)
+        return (torch.randn(self.vocab_size, generator=generator) * self.scale).to(self.dtype)
+
+    def logprobs(self, row, path):
+        """As (target id, log-probability) pairs."""
+        values = self.logits(row, path).log_softmax(-1).tolist()
+        ids = range(self.vocab_size) if self.ids is None else self.ids
+        return dict(zip(ids, values, strict=True))
+
+    def __call__(self, tokens, parents):
+        if parents is None:
+            self.paths = [[()] for _ in range(self.batch)]
+        else:
+            above = self.paths
+            self.paths = [
+                [(*above[b][parent], token) for token, parent in zip(row, parents[b].tolist(), strict=True)]
+                for b, row in enumerate(tokens.tolist())
+            ]
+        self.calls += 1
+        logits = torch.stack([torch.stack([self.logits(b, p) for p in row]) for b, row in enumerate(self.paths)])
+        return Scored(logits, None if self.ids is None else torch.tensor(self.ids))
+
+
+def paths_of(tree, row):
+    """Each node's path of tokens below the root; an unreachable slot has None."""
+    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+    paths = [()]
+    for i in range(1, len(tokens)):
+        above = paths[parents[i]] if parents[i] >= 0 else None
+        paths.append(None if above is None else (*above, tokens[i]))
+    return paths
+
+
+def assert_well_formed(tree, plan):
+    assert tree.num_nodes <= plan.num_nodes and tree.max_depth == plan.depth
+    assert (tree.parents[:, 0] == -1).all()
+    assert (tree.parents < torch.arange(tree.num_nodes)).all()
+    for row in range(len(tree.tokens)):
+        reachable = [path for path in paths_of(tree, row) if path is not None]
+        assert len(set(reachable)) == len(reachable), "two siblings carry the same token"
+        assert max(map(len, reachable)) <= tree.max_depth
+
+
+def eagle2(draft, row, plan):
+    """EAGLE-2 in plain Python: the kept paths, best first. arXiv:2406.16858."""
+    candidates = {}
+    beams = {(): 0.0}
+    for _ in range(plan.depth):
+        level = {}
+        for path, score in beams.items():
+            best = sorted(draft.logprobs(row, path).items(), key=lambda pair: -pair[1])[: plan.top_k]
+            level |= {(*path, token): score + logp for token, logp in best}
+        candidates |= level
+        beams = dict(sorted(level.items(), key=lambda pair: -pair[1])[: plan.top_k])
+    return sorted(candidates, key=lambda path: -candidates[path])[: plan.budget - 1]
+
+
+PLANS = {
+    "chain": chain(3),
+    "static": StaticTree(((0,), (1,), (2,), (0, 0), (0, 2), (1, 1), (0, 2, 1), (1, 1, 0), (1, 1, 0, 0))),
+    "default static": default_static(20, 4),
+    "dynamic": DynamicTree(budget=12, depth=4, top_k=3),
+    "dynamic, whole": DynamicTree(budget=1 + 3 + 9 + 9, depth=3, top_k=3),
+    "dynamic, one beam": DynamicTree(budget=3, depth=4, top_k=1),
+    "sampled": SampledTree((3, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_every_tree_is_well_formed(name, batch):
+    draft = TableDraft(batch, 11, seed=batch)
+    sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(0))
+    tree = PLANS[name].grow(torch.arange(batch), draft, sampler, 11)
+    assert_well_formed(tree, PLANS[name])
+    assert tree.tokens[:, 0].tolist() == list(range(batch))
+    assert tree.num_nodes == PLANS[name].num_nodes
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0, 8.0])
+@pytest.mark.parametrize(
+    "plan", [DynamicTree(8, 3, 2), DynamicTree(12, 4, 4), DynamicTree(30, 5, 3), DynamicTree(2, 3, 2)], ids=repr
+)
+def test_dynamic_tree_is_eagle2(plan, scale):
+    draft = TableDraft(4, 9, seed=int(10 * scale), scale=scale)
+    tree = plan.grow(torch.zeros(4, dtype=torch.long), draft, Sampler(), 9)
+    assert_well_formed(tree, plan)
+    for row in range(4):
+        assert set(paths_of(tree, row)[1:]) == set(eagle2(draft, row, plan))
+
+
+def test_dynamic_tree_through_a_draft_vocabulary_is_eagle2():
+    draft = TableDraft(2, 5, ids=[3, 4, 8, 20, 31])
+    plan = DynamicTree(10, 3, 4)
+    tree = plan.grow(torch.zeros(2, dtype=torch.long), draft, Sampler(), 40)
+    assert_well_formed(tree, plan)
+    for row in range(2):
+        assert set(paths_of(tree, row)[1:]) == set(eagle2(draft, row, plan))
+
+
+def test_dynamic_tree_of_a_vocabulary_narrower_than_top_k():
+    draft, plan = TableDraft(2, 3), DynamicTree(40, 3, 5)
+    tree = plan.grow(torch.zeros(2, dtype=torch.long), draft, Sampler(), 3)
+    assert_well_formed(tree, plan)
+    assert tree.num_nodes == 1 + 3 + 9 + 9
+
+
+@pytest.mark.parametrize("scale", [30.0, 300.0, 3000.0])
+def test_no_parent_is_missing_where_probabilities_round_to_1(scale):
+    """A child then ties with its parent, at scores from 0 to thousands below."""
+    for seed in range(10):
+        draft = TableDraft(4, 9, seed=seed, scale=scale)
+        for budget in (3, 6, 11, 17):
+            plan = DynamicTree(budget, 5, 3)
+            tree = plan.grow(torch.zeros(4, dtype=torch.long), draft, Sampler(), 9)
+            assert_well_formed(tree, plan)
+            assert (tree.parents[:, 1:] >= 0).all()
+            for row in range(4):
+                nodes = paths_of(tree, row)
+                # A parent lost or renumbered wrongly would put a token behind a path that never drafted it.
+                for path in nodes[1:]:
+                    best = sorted(draft.logprobs(row, path[:-1]).items(), key=lambda pair: -pair[1])[:3]
+                    assert path[:-1] in nodes and path[-1] in dict(best)
+
+
+def test_static_tree_holds_the_ranked_tokens():
+    plan = PLANS["static"]
+    draft = TableDraft(2, 7)
+    tree = plan.grow(torch.tensor([1, 2]), draft, Sampler(), 7)
+    for row in range(2):
+        for choice, path in zip(plan.choices, paths_of(tree, row)[1:], strict=True):
+            ranked = sorted(draft.logprobs(row, path[:-1]).items(), key=lambda pair: -pair[1])
+            assert len(path) == len(choice) and path[-1] == ranked[choice[-1]][0]
+    assert draft.calls == plan.depth
+    assert plan.drafting_slots == sum(len(c) < 4 and any(d[:-1] == c for d in plan.choices) for c in plan.choices)
+
+
+def test_a_chain_is_the_greedy_draft():
+    draft = TableDraft(1, 7)
+    tree = chain(4).grow(torch.tensor([0]), draft, Sampler(), 7)
+    path = ()
+    for token in tree.tokens[0, 1:].tolist():
+        assert token == max(draft.logprobs(0, path).items(), key=lambda pair: pair[1])[0]
+        path = (*path, token)
+    assert tree.parents.tolist() == [[-1, 0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: StaticTree(()), "at least one choice"),
+        (lambda: StaticTree(((),)), "not a path of ranks"),
+        (lambda: StaticTree(((0,), (-1,))), "not a path of ranks"),
+        (lambda: StaticTree(((0,), (1, 0))), r"\(1, 0\) has no parent: add \(1,\)"),
+        (lambda: chain(0), "depth=0"),
+        (lambda: DynamicTree(budget=1), "budget=1"),
+        (lambda: DynamicTree(budget=8, depth=2, top_k=2), "budget=8 must be 2 to 7"),
+        (lambda: DynamicTree(depth=0), "depth=0"),
+        (lambda: DynamicTree(top_k=0), "top_k=0"),
+        (lambda: SampledTree(()), "at least one level"),
+        (lambda: SampledTree((2, 0)), "branches=0"),
+    ],
+)
+def test_an_impossible_plan_is_refused_with_the_reason(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_static_choices_are_put_in_order_once():
+    assert StaticTree(((0, 0), (1,), (0,), (1,))) == StaticTree(((0,), (1,), (0, 0)))
+
+
+def test_sampled_children_are_drawn_without_replacement_from_the_law_they_carry():
+    draft, plan = TableDraft(3, 4), SampledTree((3, 2))
+    sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(3))
+    tree = plan.grow(torch.zeros(3, dtype=torch.long), draft, sampler, 4)
+    assert_well_formed(tree, plan)
+    assert plan.num_nodes == tree.num_nodes == 1 + 3 + 6 and plan.drafting_slots == 3
+    for row in range(3):
+        for i, path in enumerate(paths_of(tree, row)[1:], 1):
+            torch.testing.assert_close(tree.probs[row, i], draft.logits(row, path[:-1]).softmax(-1))
+
+
+def test_an_exhausted_law_leaves_unreachable_slots():
+    draft, plan = TableDraft(2, 2), SampledTree((3, 1))
+    sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(3))
+    tree = plan.grow(torch.zeros(2, dtype=torch.long), draft, sampler, 2)
+    assert tree.parents.tolist() == [[-1, 0, 0, -1, 1, 2, 3]] * 2
+    assert_well_formed(tree, plan)
+
+
+@pytest.mark.parametrize("ids", [None, [2, 5, 6]])
+def test_a_law_with_every_token_ruled_out_drafts_nothing(ids):
+    from transformers import LogitsProcessorList
+    from transformers.generation import SuppressTokensLogitsProcessor
+
+    ruled_out = LogitsProcessorList([SuppressTokensLogitsProcessor([2, 5, 6] if ids else [0, 1, 2])])
+    draft = TableDraft(1, 3, ids=ids)
+    sampler = Sampler(ruled_out, do_sample=True, generator=torch.Generator().manual_seed(3))
+    tree = SampledTree((2, 1)).grow(torch.tensor([0]), draft, sampler, 8 if ids else 3)
+    assert tree.parents[0, :3].tolist() == [-1, -1, -1]
+
+
+def test_processors_know_drafted_tokens_by_their_target_ids():
+    from transformers import LogitsProcessorList
+    from transformers.generation import SuppressTokensLogitsProcessor
+
+    # Suppressing ids 0 to 2 must not touch draft tokens 0 to 2, which are target ids 3, 4 and 7.
+    sampler = Sampler(LogitsProcessorList([SuppressTokensLogitsProcessor([0, 1, 2])]), do_sample=True)
+    sampler.generator = torch.Generator().manual_seed(0)
+    draft = TableDraft(1, 3, ids=[3, 4, 7])
+    tree = SampledTree((3,)).grow(torch.tensor([0]), draft, sampler, 9)
+    assert sorted(tree.tokens[0, 1:].tolist()) == [3, 4, 7]
+    torch.testing.assert_close(tree.probs[0, 1][[3, 4, 7]], draft.logits(0, ()).softmax(-1))
+
+
+def prefix_closed_trees(width, depth, size):
+    """All trees of `size` nodes below the root, as sets of choices."""
+    every = [c for d in range(1, depth + 1) for c in itertools.product(range(width), repeat=d)]
+    for chosen in itertools.combinations(every, size):
+        if all(len(c) == 1 or c[:-1] in chosen for c in chosen):
+            yield chosen
+
+
+def expected_accepted(choices, accuracy):
+    """Σ over nodes of the product of accuracies along their paths."""
+    total = 0.0
+    for choice in choices:
+        product = 1.0
+        for depth, rank in enumerate(choice):
+            product *= accuracy[depth][rank]
+        total += product
+    return total
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_a_calibrated_tree_is_the_best_of_its_size(size):
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        ranks = torch.randint(-1, 2 if seed % 2 else 3, (40, 2 if seed < 3 else 3), generator=generator)
+        width, depth = int(ranks.max()) + 1, ranks.shape[1]
+        if (width, depth) == (3, 3):
+            ranks, depth = ranks[:, :2], 2  # 39 choices would be 575,757 trees of 5
+        accuracy = [[float((ranks[:, d] == r).float().mean()) for r in range(width)] for d in range(depth)]
+        plan = calibrated(ranks, size + 1)
+        best = max(expected_accepted(tree, accuracy) for tree in prefix_closed_trees(width, depth, size))
+        assert plan.num_nodes == size + 1
+        assert expected_accepted(plan.choices, accuracy) == pytest.approx(best, abs=1e-6)
+
+
+def test_calibration_keeps_to_the_depth_asked_for_and_to_what_was_ever_right():
+    ranks = torch.tensor([[0, 0, 0], [0, 1, -1], [0, -1, -1]])
+    assert calibrated(ranks, 10).choices == ((0,), (0, 0), (0, 1), (0, 0, 0), (0, 1, 0))
+    assert calibrated(ranks, 10, max_depth=2).choices == ((0,), (0, 0), (0, 1))
+    with pytest.raises(ValueError, match="untrained"):
+        calibrated(torch.full((5, 3), -1), 4)

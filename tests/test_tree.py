@@ -1,0 +1,71 @@
+"""DraftTree: what follows from parents is what walking up from each node gives."""
+
+import pytest
+import torch
+
+from specheads.tree import DraftTree, Shape, ancestors
+
+
+def random_parents(generator, batch, num):
+    """(batch, num) with parents[i] < i, and here and there an unused slot (−1)."""
+    rows = []
+    for _ in range(batch):
+        row = [-1]
+        for i in range(1, num):
+            unused = bool(torch.rand((), generator=generator) < 0.1)
+            row.append(-1 if unused else int(torch.randint(i, (), generator=generator)))
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+def climb(parents, i):
+    """Node i and its ancestors, from a list of parents."""
+    line = [i]
+    while parents[line[-1]] >= 0:
+        line.append(parents[line[-1]])
+    return line
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 5, 8, 9, 17, 33, 64])
+def test_ancestors_and_depth_equal_climbing(num):
+    generator = torch.Generator().manual_seed(num)
+    parents = random_parents(generator, 5, num)
+    parents[0] = torch.arange(-1, num - 1)  # a chain: as deep as it gets
+    parents[1, 1:] = 0  # a star
+    shape = Shape.of(parents)
+    for b, row in enumerate(parents.tolist()):
+        for i in range(num):
+            line = climb(row, i)
+            assert sorted(line) == shape.ancestors[b, i].nonzero().flatten().tolist()
+            assert shape.depth[b, i] == len(line) - 1
+
+
+def test_a_depth_bound_changes_nothing_where_it_holds():
+    parents = torch.tensor([[-1, 0, 0, 1, 3, 4, 2, 6], [-1, 0, 1, 2, 3, 4, 5, 5]])
+    whole = ancestors(parents)
+    depth = int(whole.sum(-1).max()) - 1
+    assert torch.equal(ancestors(parents, depth), whole)
+    assert torch.equal(ancestors(parents, depth + 3), whole)
+    assert not torch.equal(ancestors(torch.arange(-1, 7).unsqueeze(0), 2), ancestors(torch.arange(-1, 7).unsqueeze(0)))
+
+
+def test_ranks_count_the_siblings_before():
+    generator = torch.Generator().manual_seed(1)
+    parents = random_parents(generator, 4, 12)
+    tree = DraftTree(torch.zeros_like(parents), parents, 11)
+    path = torch.arange(12).expand(4, -1)
+    for b, row in enumerate(parents.tolist()):
+        expected = [sum(row[j] == row[i] for j in range(i)) for i in range(12)]
+        assert tree.ranks(path)[b].tolist() == expected
+
+
+def test_root_only_is_one_node_at_depth_0():
+    tree = DraftTree.root_only(torch.tensor([5, 7]))
+    assert tree.tokens.tolist() == [[5], [7]] and tree.parents.tolist() == [[-1], [-1]]
+    assert tree.num_nodes == 1 and tree.max_depth == 0 and tree.probs is None
+    assert tree.shape.depth.tolist() == [[0], [0]] and tree.shape.ancestors.all()
+
+
+def test_tokens_and_parents_of_unlike_shape_are_refused():
+    with pytest.raises(ValueError, match=r"tokens \(1, 2\) and parents \(1, 3\)"):
+        DraftTree(torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 3, dtype=torch.long), 1)

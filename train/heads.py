@@ -1,0 +1,45 @@
+"""Train a draft head from a recipe.
+
+    python train/heads.py recipes/eagle3.yaml base=checkpoints/base data.train=rows.jsonl training.output_dir=runs/e3
+    accelerate launch --config_file recipes/accelerate/ddp.yaml train/heads.py recipes/medusa.yaml base=my/model
+    torchrun --nproc_per_node 2 train/heads.py recipes/eagle.yaml training.use_cpu=true launch.processes=2
+
+Any option of the recipe can be given as key=value, with dots for sections and values as in YAML:
+    head.steps=3  training.learning_rate=1e-4  'data.train=[a.jsonl, b.jsonl]'  training.resume_from_checkpoint=auto
+To go on from a trained head: head=null init_from=runs/eagle3
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from specheads.launch import LaunchError
+from specheads.recipe import read_recipe
+from specheads.training import prepare
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="a YAML file, such as recipes/eagle3.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    options = parser.parse_args(arguments)
+    try:
+        run = prepare(read_recipe(options.recipe, options.overrides))
+    except (ValueError, OSError, LaunchError) as error:
+        print(f"train/heads.py: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    metrics = run.train()
+    if run.trainer.is_world_process_zero():
+        length = metrics.get("eval_accepted_length")
+        print(
+            f"saved {run.trainer.args.output_dir}: loss {metrics['train_loss']:.4g}"
+            + ("" if length is None else f", accepted length {length:.3f} on the held-out rows")
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

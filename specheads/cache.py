@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 BUCKET = 64  # attended lengths are rounded up to this, so that shapes repeat
+RESERVE = 1024  # slots made ahead of need: a high token limit costs memory only as text fills it
 
 
 class TreeLayer(CacheLayerMixin):
@@ -54,7 +55,7 @@ class TreeLayer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """KV of every layer for B rows. `scratch` tree slots, then `capacity` committed slots.
+    """KV of every layer for B rows. `scratch` tree slots, then up to `capacity` committed slots, `size` of them made.
 
     lengths (B,) int64 on the device: committed tokens per row. bound: a host integer no row's length exceeds.
     """
@@ -62,35 +63,53 @@ class TreeCache(Cache):
     def __init__(self, num_layers: int, scratch: int, capacity: int) -> None:
         self.tree_layers = [TreeLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.tree_layers))
-        self.scratch, self.capacity = scratch, capacity
+        self.scratch, self.capacity, self.size = scratch, capacity, 0
         self.settled = False
         self.write_at = 0
         self.attended = 0
-        self.stacks: list[Tensor] = []
+        self.stacks: list[Tensor] = []  # (layers, B, heads, scratch + size, d), one for all layers of one shape
+        self.views: list[list[tuple[TreeLayer, str]]] = []  # whose keys or values each entry of a stack is
         self.lengths: Tensor
         self.bound = 0
 
     def settle(self, lengths: Tensor, bound: int) -> None:
         """Take the prompt the layers hold (left-packed, `bound` columns) as committed and stack the buffers."""
+        if bound > self.capacity:
+            raise ValueError(f"a prompt of {bound} tokens does not fit a cache made for {self.capacity}")
         groups: dict[tuple, list[tuple[TreeLayer, str]]] = {}
         for layer in self.tree_layers:
             for name in ("keys", "values") if layer.is_initialized else ():
                 held = getattr(layer, name)
                 groups.setdefault((held.shape[:2], held.shape[3], held.dtype, held.device), []).append((layer, name))
+        self.size = min(self.capacity, bound + RESERVE)
         for ((rows, heads), width, dtype, device), members in groups.items():
-            shape = (len(members), rows, heads, self.scratch + self.capacity, width)
             # Zeros, not empty: a masked slot's value still enters 0 · v, and garbage may be NaN.
+            shape = (len(members), rows, heads, self.scratch + self.size, width)
             stack = torch.zeros(shape, dtype=dtype, device=device)
             for i, (layer, name) in enumerate(members):
                 stack[i, :, :, self.scratch : self.scratch + bound] = getattr(layer, name)
                 setattr(layer, name, stack[i])
             self.stacks.append(stack)
+            self.views.append(members)
         self.settled, self.lengths, self.bound = True, lengths, bound
 
     def open(self, write_at: int = 0) -> None:
         """Prepare a pass that writes from scratch slot `write_at` on and attends all that is committed."""
         self.write_at = write_at
-        self.attended = self.scratch + min(self.capacity, -(-self.bound // BUCKET) * BUCKET)
+        attended = min(self.capacity, -(-self.bound // BUCKET) * BUCKET)
+        self.attended = self.scratch + attended
+        needed = min(self.capacity, max(attended, self.bound + self.scratch))  # a commit moves `scratch` rows at most
+        if needed > self.size:
+            self._grow(min(self.capacity, max(needed, 2 * self.size)))
+
+    def _grow(self, size: int) -> None:
+        for n, (stack, members) in enumerate(zip(self.stacks, self.views, strict=True)):
+            larger = stack.new_zeros(*stack.shape[:3], self.scratch + size, stack.shape[4])
+            larger[:, :, :, : stack.shape[3]] = stack
+            for i, (layer, name) in enumerate(members):
+                setattr(layer, name, larger[i])
+            self.stacks[n] = larger
+        self.size = size
 
     def commit(self, path: Tensor, length: Tensor, bound: int) -> None:
         """Keep the scratch slots path (B, P) as the next committed rows, of which length (B,) are real.
@@ -103,12 +122,9 @@ class TreeCache(Cache):
         self.bound = bound
         rows = torch.arange(path.shape[0], device=path.device).unsqueeze(1)
         target = self.scratch + self.lengths.unsqueeze(1) + torch.arange(path.shape[1], device=path.device)
-        target = target.clamp(max=self.scratch + self.capacity - 1)
+        target = target.clamp(max=self.scratch + self.size - 1)
         for stack in self.stacks:
-            if stack.device != path.device:
-                r, t, p = rows.to(stack.device), target.to(stack.device), path.to(stack.device)
-            else:
-                r, t, p = rows, target, path
+            r, t, p = rows.to(stack.device), target.to(stack.device), path.to(stack.device)
             stack[:, r, :, t] = stack[:, r, :, p]
         self.lengths = self.lengths + length
 

@@ -37,9 +37,9 @@ def text_config(base: PreTrainedModel) -> Any:
 
 def layer_reach(config: Any) -> dict[str, Reach]:
     """Layer type → how far back it looks, as the config says; {'': …} where all layers share one mask."""
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) is False:
-        window = None
+    # A config keeps any key of its file; only a model whose config declares a window looks through one.
+    declared = "sliding_window" in inspect.signature(type(config)).parameters
+    window = config.sliding_window if declared and getattr(config, "use_sliding_window", True) else None
     types = set(getattr(config, "layer_types", None) or ())
     known = {
         "full_attention": Reach(),
@@ -48,8 +48,8 @@ def layer_reach(config: Any) -> dict[str, Reach]:
     }
     if unknown := types - set(known):
         raise UnsupportedModel(
-            f"{config.model_type} has layers of type {sorted(unknown)}, whose recurrent state cannot hold a tree of "
-            "drafts nor be rewound; only attention layers can be verified in one pass"
+            f"{config.model_type} has layers of type {', '.join(sorted(unknown))}; only full, sliding and chunked "
+            "attention can verify a tree in one pass (recurrent state can neither hold a tree nor be rewound)"
         )
     if types - {"full_attention"}:
         return {name: known[name] for name in sorted(types)}
@@ -60,18 +60,26 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
     """Raise UnsupportedModel, with the reason, for a base whose attention a mask and position ids do not govern."""
     config = text_config(base)
     name = type(base).__name__
+    arguments = inspect.signature(base.forward).parameters
     if base.config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder model; draft heads need a decoder-only one")
+    layer_reach(config)
     if getattr(base, "_is_stateful", False):
         raise UnsupportedModel(f"{name} keeps recurrent state, which cannot hold a tree of drafts nor be rewound")
-    layer_reach(config)
-    if "position_ids" not in inspect.signature(base.forward).parameters:
+    if "position_ids" not in arguments:
         raise UnsupportedModel(
             f"{name}.forward takes no position_ids (its positions follow the cache slots), so the nodes of a tree "
             "cannot be given their depths"
         )
-    if "local" in (getattr(config, "attention_layers", None) or ()):
-        raise UnsupportedModel(f"{name} has local attention layers that mask by cache slot, not by position")
+    if "past_key_values" not in arguments:
+        raise UnsupportedModel(f"{name}.forward takes no past_key_values, so there is no cache to verify against")
+    if getattr(config, "alibi", False):
+        raise UnsupportedModel(f"{name} has alibi=True: its attention biases follow the cache slots, not position_ids")
+    if getattr(config, "attention_layers", None):
+        raise UnsupportedModel(
+            f"{name} masks by cache slot inside its attention layers ({', '.join(sorted(set(config.attention_layers)))}"
+            "), so the nodes of a tree cannot be told which of one another they see"
+        )
     if base.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")
 
@@ -109,7 +117,7 @@ class Target:
         refuse_unsupported(base)
         attention = getattr(text_config(base), "_attn_implementation", None)
         if attention not in (None, "sdpa", "eager"):
-            raise ValueError(
+            raise UnsupportedModel(
                 f"tree verification needs attention 'sdpa' or 'eager', not {attention!r}; "
                 "call base.set_attn_implementation('sdpa') first"
             )
@@ -127,25 +135,32 @@ class Target:
 
         logits are those behind each row's last token, (B, 1, V); features (B, T, F).
         """
+        # Packed left, a causal prompt needs no mask of ours: padding stands behind all it could disturb. The base makes
+        # its own, or none at all where its attention kernel is causal; ours would be B × T × T numbers.
         batch, columns = ids.shape
         self.cache = TreeCache(self.config.num_hidden_layers, self.scratch, columns + room + self.scratch)
         self.limit = columns + room
+        self._refuse_slot_scaling()
         position = torch.arange(columns, device=ids.device).expand(batch, columns)
-        causal = position.unsqueeze(1) <= position.unsqueeze(2)
-        masks = {
-            name: additive(causal & reach(position.unsqueeze(2), position.unsqueeze(1)), self.base.dtype)
-            for name, reach in self.reach.items()
-        }
         last = lengths - 1
         if "logits_to_keep" in inspect.signature(self.base.forward).parameters:
             kept = last.unique()  # the vocabulary projection only where a row ends
-            logits, features = self._forward(ids, position, masks, logits_to_keep=kept)
+            logits, features = self._forward(ids, position, None, logits_to_keep=kept)
             last = torch.searchsorted(kept, last)
         else:
-            logits, features = self._forward(ids, position, masks)
+            logits, features = self._forward(ids, position, None)
         self.cache.settle(lengths, columns)
         rows = torch.arange(batch, device=logits.device)
         return TargetOutput(logits[rows, last.to(logits.device)].unsqueeze(1), features)
+
+    def _refuse_slot_scaling(self) -> None:
+        """Llama-4 scales the queries of some layers by cache slot, from floor_scale tokens on."""
+        longest = getattr(self.config, "floor_scale", None)
+        if longest and getattr(self.config, "attn_temperature_tuning", False) and self.limit >= longest:
+            raise UnsupportedModel(
+                f"{type(self.base).__name__} tunes its attention by cache slot from {longest:g} tokens on; prompt and "
+                f"new tokens come to {self.limit}, so ask for fewer or generate with the base model itself"
+            )
 
     @torch.no_grad()
     def verify(self, tree: DraftTree) -> TargetOutput:
@@ -163,7 +178,8 @@ class Target:
             )
             for name, reach in self.reach.items()
         }
-        return TargetOutput(*self._forward(tree.tokens, position, masks))
+        mask = masks if self.mask_dict else next(iter(masks.values()))
+        return TargetOutput(*self._forward(tree.tokens, position, mask))
 
     def commit(self, path: Tensor, length: Tensor, bound: int) -> None:
         """Keep the KV rows of nodes path (B, P), of which length (B,) are real, and drop the rest of the tree.
@@ -178,14 +194,16 @@ class Target:
     def lm_head(self, hidden: Tensor) -> Tensor:
         return logits_of(self.base, hidden)
 
-    def _forward(self, ids: Tensor, position: Tensor, masks: dict[str, Tensor], **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, ids: Tensor, position: Tensor, mask: Tensor | dict[str, Tensor] | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if self.layers:
             # A list keeps only those entries (transformers ≥ 5.23); older versions take it as True and keep all.
             kwargs["output_hidden_states"] = sorted(set(self.layers))
         out = self.base(
             input_ids=ids,
             position_ids=position,
-            attention_mask=masks if self.mask_dict else next(iter(masks.values())),
+            attention_mask=mask,
             past_key_values=self.cache,
             use_cache=True,
             **kwargs,
@@ -198,6 +216,10 @@ def concat_taps(hidden_states: tuple[Tensor | None, ...] | None, layers: tuple[i
     if not layers:
         return torch.empty(*like.shape, 0, device=like.device)
     assert hidden_states is not None
+    if max(layers) >= len(hidden_states):
+        raise UnsupportedModel(
+            f"layer {max(layers)} cannot be tapped: the base gives hidden_states 0 to {len(hidden_states) - 1}"
+        )
     taps = [hidden_states[k] for k in layers]
     assert all(tap is not None for tap in taps)
     return torch.cat([tap.to(taps[-1].device) for tap in taps], dim=-1)  # type: ignore[union-attr]

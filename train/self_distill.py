@@ -29,6 +29,7 @@ class Options:
     base: str = field(metadata={"help": "the base model, a path or hub id"})
     output: str = field(metadata={"help": "JSONL file to write, or to go on with"})
     source: str | None = field(default=None, metadata={"help": "text or chat rows (default: the standard library)"})
+    split: str = field(default="train", metadata={"help": "of the standard library: train or held_out"})
     num_rows: int = field(default=4000, metadata={"help": "rows in the finished file"})
     prompt_tokens: int = field(default=64, metadata={"help": "tokens of each prompt, cut from a random place"})
     max_new_tokens: int = 128
@@ -41,6 +42,8 @@ class Options:
         for name in ("num_rows", "prompt_tokens", "max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise SystemExit(f"--{name} {getattr(self, name)} must be at least 1")
+        if self.split not in ("train", "held_out"):
+            raise SystemExit(f"--split {self.split} must be train or held_out")
         if self.temperature < 0:
             raise SystemExit(f"--temperature {self.temperature} must be at least 0")
 
@@ -48,7 +51,7 @@ class Options:
 def documents(options: Options, tokenizer) -> list[list[int]]:
     """Token ids of every source row that is long enough for a prompt."""
     if options.source is None:
-        encoded = (tokenizer(text)["input_ids"] for _, text in corpus.texts("train"))
+        encoded = (tokenizer(text)["input_ids"] for _, text in corpus.texts(options.split))
     else:
         config = DataConfig(train=options.source)
         encoded = (tokenize(row, tokenizer, config)["input_ids"] for row in load_dataset_rows(options.source))

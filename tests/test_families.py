@@ -1,0 +1,321 @@
+"""Every decoder-only family is decoded to the base's own greedy text, or refused with the reason.
+
+Each family is a tiny random model made from its config class; a drafter that knows the greedy text makes the trees
+accept deeply and by different lengths in each row, which untrained heads never would.
+"""
+
+import inspect
+import itertools
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from specheads import DynamicTree, StaticTree, Target, UnsupportedModel, convert
+from specheads.planner import Scored
+from specheads.target import logits_of
+
+VOCAB, LENGTHS, NEW = 97, (5, 17, 11), 32
+
+# Given to each config as far as it declares them. A window shorter than the prompts, so that it bites; weights larger
+# than usual, so that greedy text varies instead of repeating one token.
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.6, "init_std": 0.6,
+    "sliding_window": 8, "attention_chunk_size": 8, "rotary_dim": 4, "ffn_dim": 48, "num_experts": 4,
+    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 12, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 8,
+}  # fmt: skip
+# Family → its config class and what it wants set otherwise. Untied where the embedding scale of a random model would
+# make it repeat its last token for ever.
+FAMILIES = {
+    "Llama": ("LlamaConfig", {}),
+    "Llama, tied, biased, one key head": (
+        "LlamaConfig",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
+    ),
+    "Qwen2": ("Qwen2Config", {"use_sliding_window": False}),
+    "Qwen2, sliding layers": ("Qwen2Config", {"use_sliding_window": True, "max_window_layers": 2}),
+    "Qwen3": ("Qwen3Config", {}),
+    "Qwen2-MoE": ("Qwen2MoeConfig", {}),
+    "Qwen3-MoE": ("Qwen3MoeConfig", {}),
+    "Mistral": ("MistralConfig", {}),
+    "Ministral": ("MinistralConfig", {}),
+    "Mixtral": ("MixtralConfig", {}),
+    "Gemma": ("GemmaConfig", {}),
+    "Gemma-2": ("Gemma2Config", {"tie_word_embeddings": False}),
+    "Gemma-3": ("Gemma3TextConfig", {"tie_word_embeddings": False, "initializer_range": 0.4, "num_hidden_layers": 6}),
+    "GPT-2": ("GPT2Config", {}),
+    "GPT-J": ("GPTJConfig", {}),
+    "CodeGen": ("CodeGenConfig", {}),
+    "GPT-BigCode": ("GPTBigCodeConfig", {}),
+    "GPT-NeoX": ("GPTNeoXConfig", {}),
+    "Phi": ("PhiConfig", {}),
+    "Phi-3": ("Phi3Config", {}),
+    "PhiMoE": ("PhimoeConfig", {}),
+    "OPT": ("OPTConfig", {"word_embed_proj_dim": 32}),
+    "OLMo": ("OlmoConfig", {}),
+    "OLMo-2": ("Olmo2Config", {}),
+    "OLMo-3": ("Olmo3Config", {}),
+    "OLMoE": ("OlmoeConfig", {}),
+    "Falcon": ("FalconConfig", {}),
+    "StarCoder2": ("Starcoder2Config", {}),
+    "Cohere": ("CohereConfig", {}),
+    "Cohere-2": ("Cohere2Config", {}),
+    "Granite": ("GraniteConfig", {"logits_scaling": 3.0, "residual_multiplier": 0.5}),
+    "GraniteMoE": ("GraniteMoeConfig", {"logits_scaling": 3.0}),
+    "GLM": ("GlmConfig", {}),
+    "GLM-4": ("Glm4Config", {}),
+    "EXAONE-4": ("Exaone4Config", {}),
+    "SmolLM3": ("SmolLM3Config", {}),
+    "Nemotron": ("NemotronConfig", {}),
+    "Persimmon": ("PersimmonConfig", {}),
+    "gpt-oss": ("GptOssConfig", {}),
+    "ERNIE-4.5": ("Ernie4_5Config", {}),
+    "Arcee": ("ArceeConfig", {"initializer_range": 0.4}),
+    "Apertus": ("ApertusConfig", {}),
+    "Seed-OSS": ("SeedOssConfig", {}),
+    "HunYuan": ("HunYuanDenseV1Config", {}),
+    # Values of another width than keys, and layers that attend within their own chunk.
+    "DeepSeek-V3": ("DeepseekV3Config", LATENT),
+    "Llama-4": ("Llama4TextConfig", {"intermediate_size_mlp": 48}),
+}
+
+
+class KnowingDrafter:
+    """Drafts the base's own continuation among wrong siblings, at a rank and to a depth that chance decides.
+
+    texts: each row's prompt and greedy continuation. It also keeps the features it was given, row by row.
+    """
+
+    def __init__(self, texts, layers=()):
+        self.texts, self.layers = texts, layers
+        self.coin = torch.Generator().manual_seed(0)
+        self.features = [[] for _ in texts]
+        self.tokens_behind = [[] for _ in texts]
+
+    def default_plan(self, device, do_sample):
+        return StaticTree(tuple(c for depth in range(1, 5) for c in itertools.product((0, 1), repeat=depth)))
+
+    def propose(self, context, sampler, plan):
+        for row, new in enumerate(context.new.tolist()):
+            self.features[row].append(context.features[row, :new])
+            self.tokens_behind[row] += context.following[row, :new].tolist()
+        ends = [len(history) for history in context.history]
+        on_text = torch.ones(len(ends), 1, dtype=torch.bool)
+        depth = 0
+
+        def true_token(ahead):
+            rows = [[*text, 0][min(end + ahead, len(text))] for text, end in zip(self.texts, ends, strict=True)]
+            return torch.tensor(rows).unsqueeze(1)
+
+        def expand(tokens, parents):
+            nonlocal on_text, depth
+            if parents is not None:
+                on_text = on_text.gather(1, parents) & (tokens == true_token(depth - 1))
+            batch, width = tokens.shape
+            chance = torch.rand(batch, width, generator=self.coin)
+            logits = torch.rand(batch, width, VOCAB, generator=self.coin)
+            token = true_token(depth).expand(batch, width).unsqueeze(2)
+            logits.scatter_(2, (token + 1) % VOCAB, torch.where(chance > 0.5, 3.0, -1.0).unsqueeze(2))
+            logits.scatter_(2, token, torch.where(on_text & (chance > 0.15), 2.0, -1.0).unsqueeze(2))
+            depth += 1
+            return Scored(logits)
+
+        return plan.grow(context.root, expand, sampler, VOCAB)
+
+
+def build(name, options, **kwargs):
+    """A random model of a config class, on a fixed seed."""
+    config_class = getattr(transformers, name)
+    declared = {*inspect.signature(config_class).parameters, *config_class.attribute_map}
+    declared -= {key for key in declared if isinstance(getattr(config_class, key, None), property)}
+    sizes = {key: value for key, value in SIZES.items() if key in declared}
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config_class(**{**sizes, **options}), **kwargs).eval()
+    base.generation_config.eos_token_id, base.generation_config.pad_token_id = None, 0
+    return base
+
+
+def ragged_prompts():
+    """Three prompts of LENGTHS, padded on the left."""
+    seed, columns = torch.Generator().manual_seed(1), max(LENGTHS)
+    ids, mask = torch.zeros(len(LENGTHS), columns, dtype=torch.long), torch.zeros(len(LENGTHS), columns).long()
+    for row, length in enumerate(LENGTHS):
+        ids[row, columns - length :] = torch.randint(3, VOCAB, (length,), generator=seed)
+        mask[row, columns - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def greedy(base, inputs, **kwargs):
+    """The base's own greedy continuation: sequences as generate() gives them, and each row's text unpadded."""
+    sequences = base.generate(**inputs, max_new_tokens=NEW, do_sample=False, **kwargs)
+    return sequences, [row[max(LENGTHS) - length :].tolist() for row, length in zip(sequences, LENGTHS, strict=True)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    """One family's model, its prompts, its greedy sequences and texts."""
+    base, inputs = build(*FAMILIES[request.param]), ragged_prompts()
+    sequences, texts = greedy(base, inputs)
+    assert len({token for text in texts for token in text[-NEW:]}) >= 8, "the text repeats itself too much"
+    return base, inputs, sequences, texts
+
+
+@torch.no_grad()
+def test_every_family_matches_greedy(family):
+    base, inputs, sequences, texts = family
+    model = convert(base, "medusa")
+    for draft, tree in (
+        (False, None),
+        (True, None),
+        (convert(base, "eagle3").head, None),
+        (KnowingDrafter(texts), DynamicTree(budget=12, depth=4, top_k=4)),
+    ):
+        drafted = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, draft=draft, tree=tree)
+        assert torch.equal(drafted, sequences), f"{draft} strays from greedy"
+
+    depth = text_layers(base)
+    knowing = KnowingDrafter(texts, layers=(depth, 0, 2))
+    drafted = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, draft=knowing, return_dict_in_generate=True)
+    assert torch.equal(drafted.sequences, sequences)
+    assert drafted.statistics()["accepted_length"] > 2.5
+    assert any(len(set(step.accepted)) > 1 for step in drafted.steps), "rows never accepted different lengths"
+    for row, text in enumerate(texts):
+        # What the drafter was given along the way is what one forward over the whole text gives.
+        given = torch.cat(knowing.features[row])[: len(text)]
+        states = base(torch.tensor([text[: len(given)]]), output_hidden_states=True).hidden_states
+        whole = torch.cat([states[k] for k in knowing.layers], dim=-1)[0]
+        torch.testing.assert_close(given[: len(whole)], whole, rtol=1e-3, atol=1e-3)
+        assert len(given) >= len(text) - 6
+        assert knowing.tokens_behind[row][: len(text) - 1] == text[1 : 1 + len(knowing.tokens_behind[row])]
+
+
+@torch.no_grad()
+def test_logits_of_is_the_law_of_every_family(family):
+    base, inputs, _, _ = family
+    out = base(**inputs, output_hidden_states=True)
+    torch.testing.assert_close(logits_of(base, out.hidden_states[-1]), out.logits, rtol=1e-4, atol=1e-4)
+
+
+def text_layers(base):
+    return base.config.get_text_config().num_hidden_layers
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2-MoE", "GPT-2", "Cohere-2", "Llama-4"], indirect=True)
+def test_eager_attention_matches_greedy(family):
+    _, inputs, _, _ = family
+    name = type(family[0].config).__name__
+    options = next(options for config, options in FAMILIES.values() if config == name)
+    base = build(name, options, attn_implementation="eager")
+    sequences, texts = greedy(base, inputs)
+    drafted = convert(base, "medusa").generate(
+        **inputs, max_new_tokens=NEW, do_sample=False, draft=KnowingDrafter(texts)
+    )
+    assert torch.equal(drafted, sequences)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "reason"),
+    [
+        ("GPTNeoConfig", {"attention_types": [[["global", "local"], 2]]}, "masks by cache slot .*global, local"),
+        ("GPTNeoConfig", {"attention_types": [[["global"], 4]]}, "masks by cache slot"),
+        ("BloomConfig", {}, "takes no position_ids"),
+        ("MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "takes no position_ids"),
+        ("FalconConfig", {"alibi": True}, "alibi=True"),
+        ("Mamba2Config", {"num_heads": 8, "state_size": 8, "n_groups": 1}, "linear_attention; .*recurrent state"),
+        ("Qwen3NextConfig", {}, "linear_attention; .*recurrent state"),
+        ("Lfm2Config", {"layer_types": ["conv", "full_attention"] * 2}, "conv; .*recurrent state"),
+        ("OpenAIGPTConfig", {}, "takes no past_key_values"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unsupported_families_are_refused_with_the_reason(config, options, reason):
+    base = build(config, options)
+    with pytest.raises(UnsupportedModel, match=reason):
+        convert(base, "medusa")
+    with pytest.raises(UnsupportedModel, match=reason):
+        Target(base)
+
+
+def test_encoder_decoders_are_refused():
+    config = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    base = AutoModelForSeq2SeqLM.from_config(config)
+    with pytest.raises(UnsupportedModel, match="T5ForConditionalGeneration is an encoder-decoder model"):
+        convert(base, "medusa")
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
+def test_other_attention_kernels_are_refused_with_the_fix(attention):
+    base = build(*FAMILIES["Llama"])
+    model = convert(base, "medusa")
+    base.config._attn_implementation_internal = attention
+    assert base.config._attn_implementation == attention
+    with pytest.raises(UnsupportedModel, match=rf"not '{attention}'; call base\.set_attn_implementation\('sdpa'\)"):
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+
+
+def test_a_window_the_model_does_not_look_through_is_ignored():
+    base = build("LlamaConfig", {"sliding_window": 8})
+    assert base.config.sliding_window == 8
+    inputs = ragged_prompts()
+    # Without a cache, since Hugging Face's drops keys by any sliding_window it finds, while the model sees them all.
+    sequences, texts = greedy(base, inputs, use_cache=False)
+    drafted = convert(base, "medusa").generate(
+        **inputs, max_new_tokens=NEW, do_sample=False, draft=KnowingDrafter(texts)
+    )
+    assert torch.equal(drafted, sequences)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "OPT"])
+def test_trees_stay_inside_a_learned_position_table(name):
+    config, options = FAMILIES[name]
+    base, inputs = build(config, {**options, "max_position_embeddings": max(LENGTHS) + NEW}), ragged_prompts()
+    sequences, texts = greedy(base, inputs)
+    drafted = convert(base, "medusa").generate(
+        **inputs, max_new_tokens=NEW, do_sample=False, draft=KnowingDrafter(texts)
+    )
+    assert torch.equal(drafted, sequences)
+
+
+def test_scaling_by_cache_slot_is_refused_where_it_would_begin():
+    model = convert(build("Llama4TextConfig", {"intermediate_size_mlp": 48, "floor_scale": 32}), "medusa")
+    assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=28).shape == (1, 31)
+    with pytest.raises(UnsupportedModel, match=r"by cache slot from 32 tokens on; prompt and new tokens come to 32"):
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=29)
+
+
+@pytest.mark.parametrize("layers", [(0, 2, 4), (4, 0)])
+def test_features_do_not_depend_on_which_layers_are_kept(layers):
+    base = build(*FAMILIES["Llama"])
+    ids, lengths = torch.tensor([[5, 6, 7, 8]]), torch.tensor([4])
+    every = Target(base, layers=(0, 1, 2, 3, 4)).prefill(ids, lengths, room=1).features.split(32, dim=-1)
+    features = Target(base, layers=layers).prefill(ids, lengths, room=1).features
+    assert torch.equal(features, torch.cat([every[k] for k in layers], dim=-1))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("base_dtype", "head_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str
+)
+def test_head_of_another_dtype_generates_and_trains(kind, base_dtype, head_dtype):
+    base = build(*FAMILIES["Llama"]).to(base_dtype)
+    model = convert(base, kind, dtype=head_dtype)
+    inputs = ragged_prompts()
+    if base_dtype == torch.float32:  # in bfloat16 a block of tokens may round apart from one token at a time
+        assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), greedy(base, inputs)[0][:, :25])
+    else:
+        assert model.generate(**inputs, max_new_tokens=8, do_sample=False).shape == (3, max(LENGTHS) + 8)
+    model.train()
+    before = {name: parameter.detach().clone() for name, parameter in model.head.named_parameters()}
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=1.0)
+    out = model(**inputs, labels=inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100))
+    out.loss.backward()
+    optimizer.step()
+    assert torch.isfinite(out.loss)
+    assert any(not torch.equal(before[name], parameter) for name, parameter in model.head.named_parameters())

@@ -1,5 +1,8 @@
 """specheads: train draft heads for any Hugging Face language model, and get the same text several times faster."""
 
+import importlib
+from typing import Any
+
 from specheads.accept import Acceptance, Exact
 from specheads.checkpoint import CheckpointError
 from specheads.convert import SpecConfig, SpecModel, convert, load_head
@@ -7,16 +10,34 @@ from specheads.decode import Step, decode
 from specheads.drafters import Context, Drafter
 from specheads.generation import SpecGenerateOutput
 from specheads.heads import DraftHead, Eagle3Config, EagleConfig, HeadConfig, MedusaConfig
-from specheads.planner import DynamicTree, Plan, SampledTree, StaticTree, chain
+from specheads.planner import DynamicTree, Plan, SampledTree, StaticTree, chain, comb
 from specheads.sampling import Sampler
 from specheads.target import Target, UnsupportedModel
 from specheads.tree import DraftTree
 
 __version__ = "0.1.0"
 
+# Training is imported when it is first asked for: decoding needs neither the Trainer nor datasets.
+_LAZY = {
+    "Collator": "data", "DataConfig": "data", "build_datasets": "data", "token_counts": "data",
+    "SpecTrainer": "trainer", "SpecTrainingArguments": "trainer",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'specheads' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"specheads.{_LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 __all__ = [
-    "Acceptance", "CheckpointError", "Context", "DraftHead", "DraftTree", "Drafter", "DynamicTree", "Eagle3Config",
-    "EagleConfig", "Exact", "HeadConfig", "MedusaConfig", "Plan", "SampledTree", "Sampler", "SpecConfig",
-    "SpecGenerateOutput", "SpecModel", "StaticTree", "Step", "Target", "UnsupportedModel", "chain", "convert", "decode",
-    "load_head",
+    "Acceptance", "CheckpointError", "Collator", "Context", "DataConfig", "DraftHead", "DraftTree", "Drafter",
+    "DynamicTree", "Eagle3Config", "EagleConfig", "Exact", "HeadConfig", "MedusaConfig", "Plan", "SampledTree",
+    "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel", "SpecTrainer", "SpecTrainingArguments", "StaticTree",
+    "Step", "Target", "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "load_head",
+    "token_counts",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils import logging as hf_logging
 
+from specheads.heads import HEADS, HeadConfig
 from specheads.target import text_config
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 _FINGERPRINT = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "vocab_size",
@@ -38,44 +40,63 @@ class CheckpointError(ValueError):
 
 
 def fingerprint(base: PreTrainedModel) -> dict[str, Any]:
-    """What identifies a base: the sizes in its config, and a digest of a few weights (None while they are on meta)."""
+    """What identifies a base: the sizes in its config, and a digest of a few values of every weight (None where some
+    weights are not here: on meta, offloaded, or in shards)."""
     config = text_config(base)
     record = {name: getattr(config, name, None) for name in _FINGERPRINT}
-    norms = [p for name, p in base.named_parameters() if p.ndim == 1 and not p.is_meta][-1:]
-    rows: Tensor = base.get_input_embeddings().weight
-    if rows.is_meta or rows.ndim != 2 or not rows.is_floating_point():
+    weights = [p.detach() for p in base.parameters() if p.is_floating_point()]
+    if any(p.is_meta or p.numel() == 0 for p in weights):
         return {**record, "weights": None}
     # In bfloat16, so that the dtype a base is loaded in does not change what it is.
-    sample = [rows.detach()[:: max(1, len(rows) // 16), :64].flatten(), *(p.detach().flatten()[:256] for p in norms)]
-    values = torch.cat([s.to("cpu", torch.bfloat16).float() for s in sample])
-    return {**record, "weights": hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]}
+    sample = [p.reshape(-1)[:: max(1, p.numel() // 16)].to("cpu", torch.bfloat16) for p in weights]
+    values = torch.cat(sample).view(torch.int16).numpy()
+    return {**record, "weights": hashlib.sha256(values.tobytes()).hexdigest()[:16]}
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside `path` that takes its place when the block ends well, and is gone when it does not."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary.touch(exist_ok=False)
+    mode = temporary.stat().st_mode  # what the umask allows; safetensors would leave the file to its owner alone
     try:
         yield temporary
+        temporary.chmod(mode)
         with open(temporary, "rb+") as written:
             os.fsync(written.fileno())
-        temporary.chmod(0o666 & ~_umask())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype given as torch's or by name; None for None and "auto". ValueError for anything else."""
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if dtype in (None, "auto"):
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype={dtype!r} is not a floating point type; give torch.bfloat16 or 'bfloat16', say")
+    return found
 
 
 def head_tensors(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """The head's part of a SpecModel's state dict, under the names it has there, contiguous and on the CPU."""
     return {name: t.detach().to("cpu").contiguous() for name, t in state_dict.items() if name.startswith("head.")}
+
+
+def misfits(tensors: dict[str, Tensor], config: HeadConfig) -> str:
+    """How `tensors` differ from what a head of these options holds, by name; "" where they do not."""
+    with torch.device("meta"):  # sizes only: nothing is allocated for what a file claims
+        own = {f"head.{name}": t for name, t in HEADS[config.kind](config).state_dict().items()}
+    missing, unexpected = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
+    found = [f"missing {missing}"] * bool(missing) + [f"unexpected {unexpected}"] * bool(unexpected)
+    for name, wanted in own.items():
+        given = tensors.get(name, wanted)
+        if given.shape != wanted.shape:
+            found.append(f"{name} has shape {tuple(given.shape)}, not {tuple(wanted.shape)}")
+        elif given.dtype != wanted.dtype and not (given.is_floating_point() and wanted.is_floating_point()):
+            found.append(f"{name} is {given.dtype}, not {wanted.dtype}")
+    return "; ".join(found)
 
 
 def save(model: SpecModel, directory: Any, state_dict: dict[str, Tensor] | None = None) -> None:
@@ -86,23 +107,35 @@ def save(model: SpecModel, directory: Any, state_dict: dict[str, Tensor] | None 
     folder = Path(directory)
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; give a directory to save into")
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = head_tensors(model.head_state_dict() if state_dict is None else state_dict)
-    wanted = {name: t.shape for name, t in model.head_state_dict().items()}
-    empty = [name for name, t in tensors.items() if t.numel() == 0 and wanted.get(name, t.shape).numel()]
-    missing = sorted(set(wanted) - set(tensors))
-    if empty or missing:
+    state_dict = model.head_state_dict() if state_dict is None else state_dict
+    sharded = any(hasattr(t, "full_tensor") for name, t in state_dict.items() if name.startswith("head."))
+    tensors = {} if sharded else head_tensors(state_dict)
+    if sharded or (differing := misfits(tensors, model.head.config)):
         raise CheckpointError(
-            f"the state dict to save lacks the tensors {(empty or missing)[:4]}: with sharded parameters gather them "
-            "first (DeepSpeed ZeRO-3: stage3_gather_16bit_weights_on_model_save: true)"
+            "the state dict to save does not hold the whole head: "
+            f"{'its tensors are shards' if sharded else differing}. With sharded parameters gather them first: "
+            "state_dict=accelerator.get_state_dict(model); DeepSpeed ZeRO-3: "
+            "stage3_gather_16bit_weights_on_model_save: true"
         )
-    config = model.config.to_dict()
+    _refuse_other_models(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = model.config.to_diff_dict()
     config["base_model_name_or_path"] = _portable(model.config.base_model_name_or_path, folder)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     with replacing(folder / WEIGHTS) as path:
         save_file(tensors, path, metadata={"format": "pt", "specheads_config": json.dumps(config)})
     with replacing(folder / CONFIG) as path:
         path.write_text(text, "utf8")
+
+
+def _refuse_other_models(folder: Path) -> None:
+    """A head saved into the folder of its base would replace the base."""
+    try:
+        there = json.loads((folder / CONFIG).read_bytes())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if there != "specheads":
+        raise CheckpointError(f"{folder} holds a {there} model, which the head's files would replace; save elsewhere")
 
 
 def _portable(name: str | None, folder: Path) -> str | None:
@@ -116,46 +149,53 @@ def _portable(name: str | None, folder: Path) -> str | None:
 def load(
     source: Any,
     *,
-    base: PreTrainedModel | str | None = None,
+    base: PreTrainedModel | str | os.PathLike[str] | None = None,
     config: SpecConfig | None = None,
-    dtype: Any = None,
+    dtype: torch.dtype | str | None = None,
     **kwargs: Any,
 ) -> SpecModel:
-    """Base + head from a directory or hub id. Raises CheckpointError with what is wrong and where."""
-    from specheads.convert import SpecConfig, SpecModel, build_head
+    """Base + head from a directory or hub id. Raises CheckpointError with what is wrong and where.
 
-    names = ("revision", "token", "cache_dir", "local_files_only", "force_download")
-    hub: dict[str, Any] = {name: kwargs.pop(name) for name in names if name in kwargs}
-    weights = _find(source, WEIGHTS, hub)
-    tensors, stored = _read(weights)
-    stored = stored or json.loads(Path(_find(source, CONFIG, hub)).read_text("utf8"))
-    if stored.get("model_type") != SpecConfig.model_type:
-        raise CheckpointError(
-            f"{source} is not a specheads checkpoint: its config says model_type={stored.get('model_type')!r}; "
-            "a base model is given a head with convert()"
-        )
-    recorded = SpecConfig.from_dict(stored)
+    dtype: of both, and of the head alone beside a base that is in memory; by default each has the one it was saved
+    in. config: of the checkpoint, as Auto classes pass it; only its attention implementation counts, since the
+    weights file says itself what it holds. Other arguments go to the loading of the base.
+    """
+    from specheads.convert import SpecModel, build_head, unwrapped
+
+    hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if kwargs.get(name) is not None}
+    for name in (*_HUB_OPTIONS, "_from_auto", "adapter_kwargs"):  # of the head's repository, not of the base's
+        kwargs.pop(name, None)
     torch_dtype = kwargs.pop("torch_dtype", None)
-    dtype = dtype if dtype is not None else torch_dtype
-    if base is None:
-        base = _base_of(recorded, Path(weights).parent)
-    if isinstance(base, str | Path):
-        try:
-            base = AutoModelForCausalLM.from_pretrained(
-                base, dtype=dtype if dtype is not None else "auto", revision=recorded.base_revision,
-                **{k: hub[k] for k in ("token", "cache_dir", "local_files_only") if k in hub}, **kwargs,
-            )  # fmt: skip
-        except OSError as error:
-            raise CheckpointError(
-                f"the base model {str(base)!r} that {source} was trained for cannot be loaded ({error}); "
-                "give another with base=..."
-            ) from error
+    dtype = torch_dtype if dtype is None else dtype
+    wanted_dtype = as_dtype(dtype)
+    if config is not None and config._attn_implementation:
+        kwargs.setdefault("attn_implementation", config._attn_implementation)
+
+    recorded, tensors, folder = _read(source, hub)
+    try:
+        head_config = recorded.head_config()
+        differing = misfits(tensors, head_config)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{source}: its config does not describe a head this version knows: {error}") from error
+    if differing:
+        raise CheckpointError(f"{source}: the tensors do not fit its head: {differing}")
+
+    if base is None or isinstance(base, str | os.PathLike):
+        base = _load_base(source, base, recorded, folder, hub, dtype=wanted_dtype or "auto", **kwargs)
+    elif ignored := sorted(name for name, value in kwargs.items() if value):
+        raise ValueError(f"{ignored} would have no effect on a base that is in memory already")
+    base = unwrapped(base)
     check_base(recorded, base, source)
-    head = build_head(recorded.head_config(), base)
-    model = SpecModel(recorded, base, head)
+
+    # What is saved from here on sits on this base; a local name in the file is relative to the file.
+    recorded.base_model_name_or_path = getattr(base, "name_or_path", None) or _resolved(recorded, folder)
+    recorded.base_revision = getattr(base.config, "_commit_hash", None)
+    recorded.base_fingerprint = fingerprint(base)
+    recorded.name_or_path = str(source)
+    model = SpecModel(recorded, base, build_head(head_config, base))
     load_head_tensors(model, tensors, source)
-    model.head.to(dtype if isinstance(dtype, torch.dtype) else base.dtype)
-    model.config.base_model_name_or_path = getattr(base, "name_or_path", None) or recorded.base_model_name_or_path
+    if wanted_dtype is not None:
+        model.head.to(wanted_dtype)
     return model.eval()
 
 
@@ -163,78 +203,115 @@ def check_base(config: SpecConfig, base: PreTrainedModel, source: Any) -> None:
     """CheckpointError if the base has other sizes than the one the head was trained for; a warning if only its
     weights differ (a fine-tune of it: the text stays right, fewer drafts are accepted)."""
     own = fingerprint(base)
-    differing = {
-        name: (value, own.get(name))
-        for name, value in config.base_fingerprint.items()
-        if name != "weights" and value != own.get(name)
-    }
+    of_head = {name: config.head[name] for name in ("hidden_size", "vocab_size") if config.head.get(name)}
+    recorded = {**of_head, **config.base_fingerprint}
+    weights = recorded.pop("weights", None)
+    differing = [
+        f"{name} is {own.get(name)!r}, not {value!r}" for name, value in recorded.items() if value != own.get(name)
+    ]
     if differing:
-        details = ", ".join(f"{name} is {there!r}, not {value!r}" for name, (value, there) in differing.items())
-        raise CheckpointError(f"{source} was trained for another base ({config.base_model_name_or_path}): {details}")
-    weights = config.base_fingerprint.get("weights")
+        named = f" ({config.base_model_name_or_path})" if config.base_model_name_or_path else ""
+        raise CheckpointError(f"{source} was trained for another base{named}: {', '.join(differing)}")
     if weights and own["weights"] and weights != own["weights"]:
         logger.warning(
             "%s was trained for %s, whose weights differ from this base's: the text will be right, but fewer drafts "
-            "will be accepted than its card says", source, config.base_model_name_or_path,
+            "will be accepted than its card says", source, config.base_model_name_or_path or "another base",
         )  # fmt: skip
 
 
 def load_head_tensors(model: SpecModel, tensors: dict[str, Tensor], source: Any) -> None:
-    """Put `head.*` tensors into the model, every one of them and no other. CheckpointError names what does not fit."""
-    wanted = model.head_state_dict()
-    missing, unexpected = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
-    if missing or unexpected:
-        parts = [f"missing {missing}" if missing else "", f"unexpected {unexpected}" if unexpected else ""]
-        raise CheckpointError(f"{source}: the tensors do not fit its head: {'; '.join(filter(None, parts))}")
-    for name, tensor in tensors.items():
-        if tensor.shape != wanted[name].shape:
-            expected = tuple(wanted[name].shape)
-            raise CheckpointError(f"{source}: {name} has shape {tuple(tensor.shape)}, its config asks for {expected}")
-    # The head takes the dtype it was saved in.
-    floating = [t.dtype for t in tensors.values() if t.is_floating_point()]
-    model.head.to(floating[0])
-    model.head.load_state_dict({name.removeprefix("head."): t for name, t in tensors.items()}, strict=True)
+    """Put `head.*` tensors into the model, every one of them and no other, each in the dtype it comes in.
+
+    CheckpointError names what does not fit.
+    """
+    if differing := misfits(tensors, model.head.config):
+        raise CheckpointError(f"{source}: the tensors do not fit its head: {differing}")
+    place = next(model.head.parameters()).device
+    # Copied: a tensor read from a safetensors file is a view of the file, which may be written to later.
+    copies = {name.removeprefix("head."): t.to(place, copy=True) for name, t in tensors.items()}
+    model.head.load_state_dict(copies, strict=True, assign=True)
 
 
-def _base_of(config: SpecConfig, folder: Path) -> str:
-    name = config.base_model_name_or_path
+def _load_base(
+    source: Any, base: Any, config: SpecConfig, folder: Path, hub: dict[str, Any], **kwargs: Any
+) -> PreTrainedModel:
+    name = _resolved(config, folder) if base is None else os.fspath(base)
     if not name:
-        raise CheckpointError(f"{folder} does not name the base it was trained for; give it with base=...")
-    if name.startswith("."):
-        local = (folder / name).resolve()
-        if not local.is_dir():
-            raise CheckpointError(f"the base model of {folder} is not at {local}; give its place with base=...")
-        return str(local)
-    return name
+        raise CheckpointError(f"{source} does not name the base it was trained for; give it with base=...")
+    if base is None and (config.base_model_name_or_path or "").startswith(".") and not Path(name).is_dir():
+        raise CheckpointError(f"the base model of {source} is not at {name}; give its place with base=...")
+    shared = {k: hub[k] for k in ("token", "cache_dir", "local_files_only", "proxies") if k in hub}
+    revision = {"revision": config.base_revision} if base is None and config.base_revision else {}
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, **revision, **shared, **kwargs)
+    except OSError as error:
+        raise CheckpointError(
+            f"the base model {name!r} that {source} goes with cannot be loaded; give another with base=... ({error})"
+        ) from error
 
 
-def _find(source: Any, name: str, hub: dict[str, Any]) -> str:
-    folder = Path(source)
+def _resolved(config: SpecConfig, folder: Path) -> str | None:
+    name = config.base_model_name_or_path
+    return str((folder / name).resolve()) if name and name.startswith(".") else name
+
+
+def _read(source: Any, hub: dict[str, Any]) -> tuple[SpecConfig, dict[str, Tensor], Path]:
+    """The config, the tensors and the folder of a checkpoint; the config in the weights file is the one that counts."""
+    from specheads.convert import SpecConfig
+
+    stored = None
+    if path := _find(source, CONFIG, hub):
+        stored = _parsed(Path(path).read_bytes(), path)
+    weights = _find(source, WEIGHTS, hub)
+    if weights is None:
+        raise CheckpointError(f"{source} has no {WEIGHTS}: not a head checkpoint, or one that was never finished")
+    try:
+        with safe_open(weights, framework="pt") as file:
+            text = (file.metadata() or {}).get("specheads_config")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{weights} is damaged or cut short ({error}); copy or train it again") from error
+    if text is not None:
+        stored = _parsed(text, f"the header of {weights}")
+    if stored is None:
+        raise CheckpointError(f"{source} has no {CONFIG}, nor a config in the header of {WEIGHTS}")
+    return SpecConfig.from_dict(stored), tensors, Path(weights).parent
+
+
+def _parsed(text: str | bytes, where: Any) -> dict[str, Any]:
+    from specheads.convert import SpecConfig
+
+    try:
+        stored = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{where} is not JSON ({error}); copy or save the checkpoint again") from error
+    kind = stored.get("model_type") if isinstance(stored, dict) else None
+    if kind != SpecConfig.model_type:
+        raise CheckpointError(
+            f"{where} is not the config of a draft head (model_type={kind!r}); a base model is given a head with "
+            "specheads.convert()"
+        )
+    wrong = [name for name in ("head", "base_fingerprint") if not isinstance(stored.get(name) or {}, dict)]
+    if wrong:
+        raise CheckpointError(f"{where}: {wrong[0]} should be a table of options, not {stored[wrong[0]]!r}")
+    return stored
+
+
+def _find(source: Any, name: str, hub: dict[str, Any]) -> str | None:
+    """The path of one file of a checkpoint; None where a directory does not hold it."""
+    folder = Path(source) / hub.get("subfolder", "")
     if folder.is_dir():
         if (folder / name).is_file():
             return str(folder / name)
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLES)
         if name == WEIGHTS and pickles:
             raise CheckpointError(
-                f"{folder} holds the pickle {pickles[0]} and no {WEIGHTS}; pickles can run code and are not loaded"
+                f"{folder} has no {WEIGHTS}, and its pickles {pickles} are not loaded, since a pickle can run code"
             )
-        raise CheckpointError(f"{folder} has no {name}: not a head checkpoint, or one that was never finished")
-    if folder.is_file() or str(source).startswith((".", "/")):
-        raise CheckpointError(f"{source} is not a directory with {CONFIG} and {WEIGHTS}, nor a hub id")
+        return None
+    if folder.is_file() or str(source).startswith((".", "/", "~")):
+        raise CheckpointError(f"{folder} is not a directory with {CONFIG} and {WEIGHTS}, nor a hub id")
     try:
-        found = cached_file(str(source), name, **hub)
+        return cached_file(str(source), name, **hub)
     except OSError as error:
         raise CheckpointError(f"{source} is neither a directory nor a hub repository with {name}: {error}") from error
-    assert found is not None
-    return found
-
-
-def _read(path: str) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """The tensors of a weights file, and the config in its header."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged or cut short ({error}); copy or train it again") from error
-    return tensors, json.loads(metadata["specheads_config"]) if "specheads_config" in metadata else None

@@ -3,7 +3,9 @@ decodes with tree drafts."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from specheads.cache import additive
 from specheads.drafters.base import Drafter
 from specheads.heads import HEADS, DraftHead, HeadConfig, TapBatch
 from specheads.target import (
+    UnsupportedModel,
     concat_taps,
     embed,
     layer_reach,
@@ -52,10 +55,9 @@ class SpecConfig(PreTrainedConfig):
 
 @dataclass
 class SpecOutput(ModelOutput):
-    """loss: the head's; logits: the base's, where no loss was asked for; ranks (R, S) and terms: see DraftHead.loss."""
+    """loss: the head's; ranks (R, S) and terms: see DraftHead.loss."""
 
     loss: Tensor | None = None
-    logits: Tensor | None = None
     ranks: Tensor | None = None
     terms: dict[str, Tensor] | None = None
 
@@ -64,7 +66,7 @@ class SpecModel(PreTrainedModel):
     """A frozen base model and the draft head beside it."""
 
     config_class = SpecConfig
-    base_model_prefix = ""
+    base_model_prefix = "base"
     _supports_sdpa = True
     _supports_attention_backend = True
     _keys_to_ignore_on_save = None
@@ -75,6 +77,12 @@ class SpecModel(PreTrainedModel):
         self.head = head
         # A plain Trainer that restores a head-only file must not call the base's tensors missing.
         self._keys_to_ignore_on_save = [f"base.{name}" for name in base.state_dict()]
+        # What launchers ask a model for: which weights are tied, which layers to shard as a whole, what is where.
+        tied = getattr(base, "all_tied_weights_keys", None) or {}
+        self.all_tied_weights_keys = {f"base.{name}": f"base.{source}" for name, source in tied.items()}
+        self._no_split_modules = base._no_split_modules
+        if placed := getattr(base, "hf_device_map", None):
+            self.hf_device_map = {f"base.{name}": device for name, device in placed.items()}
 
     @property
     def device(self) -> torch.device:
@@ -99,6 +107,13 @@ class SpecModel(PreTrainedModel):
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.base.get_output_embeddings()
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> torch.nn.Embedding:
+        raise ValueError("the base is frozen and the head has its vocabulary; resize the base before convert()")
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        return True
+
     def head_state_dict(self) -> dict[str, Tensor]:
         """The head's tensors under the names they have in this model, `head.…`: what a checkpoint holds."""
         return {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()}
@@ -118,24 +133,25 @@ class SpecModel(PreTrainedModel):
         document_ids: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
         **kwargs: Any,
-    ) -> SpecOutput:
+    ) -> ModelOutput:
         """The head's loss on input_ids (B, T).
 
         labels (B, T): −100 where token t is not to be learnt (HF's convention, before any shift), or loss_mask
-        (B, T), true where it is; with neither, the base's own logits are returned instead of a loss.
+        (B, T), true where it is; with neither this is the base's own forward, and its own output.
         document_ids (B, T): 1, 2 … for packed documents, which do not see one another; 0 is padding.
         """
         if labels is not None and loss_mask is not None:
             raise ValueError("give labels or loss_mask, not both")
+        if labels is None and loss_mask is None:
+            if document_ids is not None:
+                raise ValueError("packed documents (document_ids) need labels or loss_mask, to say what is learnt")
+            return self.base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids) if document_ids is None else (document_ids > 0).long()
         documents = attention_mask.long() if document_ids is None else document_ids
         packed = document_ids is not None and bool((document_ids > 1).any())
         if position_ids is None:
             position_ids = positions_of(documents)
-        if labels is None and loss_mask is None:
-            out = self.base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
-            return SpecOutput(logits=out.logits)
         supervised = (labels != -100) if labels is not None else loss_mask.bool()  # type: ignore[union-attr]
         layers = self.head.layers
         with torch.no_grad():
@@ -185,19 +201,34 @@ class SpecModel(PreTrainedModel):
         return generation.generate(self.base, drafter, inputs, **kwargs)
 
     def save_pretrained(  # type: ignore[override]
-        self, save_directory: Any, *, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
+        self,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
     ) -> None:
-        """Write the head alone: model.safetensors and config.json, atomically; push_to_hub=True uploads it too."""
-        push = kwargs.pop("push_to_hub", False)
-        if push:
-            self.push_to_hub(kwargs.pop("repo_id", str(save_directory).rstrip("/").rsplit("/", 1)[-1]), **kwargs)
-        checkpoint.save(self, save_directory, state_dict)
+        """Write the head alone: model.safetensors and config.json, atomically; push_to_hub=True uploads it too.
+
+        state_dict: gathered by a launcher that shards parameters. repo_id and what else `push_to_hub` takes go there.
+        """
+        if is_main_process:
+            checkpoint.save(self, save_directory, state_dict)
+            if push_to_hub:
+                self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> SpecModel:
         """Restore base + head from a directory or hub id. base=: another base model (or its name) for the head;
-        other keyword arguments (dtype, device_map, token, revision …) go to the loading of base and head."""
+        revision, subfolder, token … say where the head is, dtype is that of both, the rest (device_map,
+        attn_implementation …) goes to the loading of the base."""
         return checkpoint.load(pretrained_model_name_or_path, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config: SpecConfig, **kwargs: Any) -> SpecModel:
+        raise ValueError(
+            "a config alone makes no SpecModel: give a base a head with convert(), or use from_pretrained()"
+        )
 
 
 def positions_of(documents: Tensor) -> Tensor:
@@ -231,11 +262,25 @@ def head_config(head: str | HeadConfig | list[Any], options: dict[str, Any]) -> 
     return HEADS[head_kind(head)].Config.from_options(options)
 
 
+def unwrapped(base: Any) -> PreTrainedModel:
+    """The Hugging Face model to verify with: that inside a peft model, in whose layers the adapters stay active."""
+    if isinstance(base, SpecModel):
+        raise ValueError("this model already has a head; convert(model.base, ...) gives another SpecModel beside it")
+    if hasattr(base, "get_base_model"):
+        adapter = getattr(base, "active_peft_config", None)
+        if getattr(adapter, "is_prompt_learning", False):
+            raise UnsupportedModel(f"{type(adapter).__name__} puts virtual tokens before each prompt, outside the base")
+        base = base.get_base_model()
+    if not isinstance(base, PreTrainedModel):
+        raise TypeError(f"the base must be a transformers model or the name of one, not {type(base).__name__}")
+    return base
+
+
 def convert(
-    base: PreTrainedModel | str,
+    base: PreTrainedModel | str | os.PathLike[str],
     head: str | HeadConfig | list[Any],
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     init: bool = True,
     **options: Any,
 ) -> SpecModel:
@@ -246,16 +291,13 @@ def convert(
     init: start the head from the base's own layers where shapes agree. Raises UnsupportedModel, a ValueError, with
     the reason for a base that trees cannot be verified on.
     """
-    if isinstance(base, SpecModel):
-        raise ValueError("this model already has a head; convert(model.base, ...) gives another SpecModel beside it")
-    if isinstance(base, str):
-        base = AutoModelForCausalLM.from_pretrained(base)
+    base = unwrapped(AutoModelForCausalLM.from_pretrained(base) if isinstance(base, str | os.PathLike) else base)
     refuse_unsupported(base)
     config = head_config(head, options).filled(text_config(base))
     module = build_head(config, base)
     if init:
         module.initialise(base)
-    module.to(dtype or torch.float32)
+    module.to(checkpoint.as_dtype(dtype) or torch.float32)
     return SpecModel(spec_config(config, base), base, module)
 
 

@@ -57,8 +57,7 @@ def decode(
     """
     began = time.perf_counter()
     batch = ids.shape[0]
-    room = max_new_tokens + (plan.depth if plan else 0) + 1
-    out = target.prefill(ids, lengths, room=room)
+    out = target.prefill(ids, lengths, room=max_new_tokens)
     prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
     scores = sampler.scores(out.logits[:, 0], lambda: prompts)
     root = sampler.draw(sampler.law_of(scores))
@@ -103,6 +102,7 @@ def decode(
         target.commit(verdict.path, verdict.length, context.bound)
         tokens = settle([list(row) for row in gained])
         accepted = [min(n, len(row)) for n, row in zip(accepted, tokens, strict=True)]
+        ranks = [row[:n] for n, row in zip(accepted, ranks, strict=True)]
         kept = (
             [[(raw[b], processed[b]) for raw, processed in verdict.scores[: len(row)]] for b, row in enumerate(tokens)]
             if keep_scores

@@ -126,8 +126,9 @@ def generate(
         if tokenizer is None:
             raise ValueError("stop_strings needs tokenizer=, to know which text the tokens spell")
         # generate() wants the tokenizer itself for this but does not pass it on to a custom loop.
-        generation_config = copy.deepcopy(default)
-        generation_config.stop_strings = None
+        if default.stop_strings:
+            generation_config = copy.deepcopy(default)
+            generation_config.stop_strings = None
         own = StopStringCriteria(tokenizer, [stop_strings] if isinstance(stop_strings, str) else list(stop_strings))
         stopping_criteria = StoppingCriteriaList([*(stopping_criteria or ()), own])
     if streamer is not None:
@@ -161,6 +162,8 @@ def _run(
     columns = input_ids.shape[1]
     if columns == 0:
         raise ValueError("an empty prompt has nothing to continue; give at least one token (the BOS token, say)")
+    if stream is not None and len(input_ids) > 1:
+        raise ValueError(f"a streamer takes one sequence, not a batch of {len(input_ids)}; call generate() row by row")
     ids, lengths = pack_left(input_ids, mask)
     counts = lengths.tolist()
     if min(counts) == 0:
@@ -214,11 +217,12 @@ def _run(
 
 
 def pack_left(ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """ids (B, T) under mask (B, T) → the same rows without padding in front, and their lengths (B,)."""
+    """ids (B, T) under mask (B, T) → the rows without padding, as wide as the longest, and their lengths (B,)."""
     if mask is None:
         return ids, torch.full((ids.shape[0],), ids.shape[1], device=ids.device)
     order = (mask == 0).to(torch.int8).argsort(dim=1, stable=True)
-    return ids.gather(1, order), mask.long().sum(1)
+    lengths = mask.long().sum(1)
+    return ids.gather(1, order)[:, : int(lengths.max())], lengths
 
 
 def _generator(seed: int | None, device: torch.device) -> torch.Generator:
@@ -228,10 +232,11 @@ def _generator(seed: int | None, device: torch.device) -> torch.Generator:
 
 
 def _by_position(kept: list[list[tuple[Tensor, Tensor]]], part: int) -> tuple[Tensor, ...]:
-    """Per row and token (V,) → per token (B, V), as HF returns them; rows that have ended hold zeros."""
+    """Per row and token (V,) → per token (B, V), in float32 as HF returns them; rows that have ended hold zeros."""
     empty = torch.zeros_like(kept[0][0][part])
     return tuple(
-        torch.stack([row[i][part] if i < len(row) else empty for row in kept]) for i in range(max(map(len, kept)))
+        torch.stack([row[i][part] if i < len(row) else empty for row in kept]).float()
+        for i in range(max(map(len, kept)))
     )
 
 

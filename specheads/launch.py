@@ -102,9 +102,10 @@ def from_environment(environment: Mapping[str, str]) -> LaunchConfig:
 
 def from_command(command: Sequence[str]) -> LaunchConfig:
     """The processes that an `accelerate launch` command asks for, by flag or by the configuration file it names."""
-    words = [word.replace("-", "_") if word.startswith("--") else word for word in command]
-    if "launch" not in words or not any(Path(word).name.startswith("accelerate") for word in words):
+    start = next((i for i, word in enumerate(command) if _launches(word, command[i + 1 : i + 2])), None)
+    if start is None:
         return LaunchConfig()
+    words = [word.replace("-", "_") if word.startswith("--") else word for word in command[start:]]
     if (flag := _value(words, "__num_processes") or _value(words, "__num_process")) is not None:
         return LaunchConfig(int(flag) if flag.isdigit() and int(flag) else None)
     file = _value(words, "__config_file")
@@ -115,6 +116,15 @@ def from_command(command: Sequence[str]) -> LaunchConfig:
     options = yaml.safe_load(Path(file).read_text("utf8"))
     number = options.get("num_processes") if isinstance(options, Mapping) else None
     return LaunchConfig(number if type(number) is int and number > 0 else None)
+
+
+def _launches(word: str, following: Sequence[str]) -> bool:
+    """Is this word `accelerate launch`, in one of the ways to call it?"""
+    if Path(word).name == "accelerate":
+        return list(following) == ["launch"]
+    return Path(word).name in ("accelerate-launch", "accelerate.commands.launch") or word.endswith(
+        "accelerate/commands/launch.py"
+    )
 
 
 def _value(words: Sequence[str], flag: str) -> str | None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-# What these compute from the scores does not depend on the prefix; any other processor is given each node's own.
+# What these compute from the scores does not depend on the prefix; any other processor, a subclass of these included,
+# is given each node's own.
 _PREFIX_FREE = (
     hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper,
     hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.TopHLogitsWarper,
@@ -55,7 +56,7 @@ class Sampler:
                 )
         self.do_sample, self.generator = do_sample, generator
         self.left_padding, self.pad_token_id = left_padding, pad_token_id
-        self.needs_prefix = any(not isinstance(p, _PREFIX_FREE) for p in self.processors)
+        self.needs_prefix = any(type(p) not in _PREFIX_FREE for p in self.processors)
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
         """(R, V) logits → (R, V) processed scores, in float32 as `generate()` has them (float64 stays)."""
@@ -86,12 +87,15 @@ class Sampler:
         return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
 
     def draft_law(self, logits: Tensor) -> Tensor:
-        """(R, V) draft logits → a q (R, V) near the target's law: temperature and truncation applied, no prefix."""
-        scores = logits.float()
-        free = [p for p in self.processors if isinstance(p, _PREFIX_FREE)]
-        for processor in free:
-            scores = processor(_no_prefix(scores), scores)
-        return scores.softmax(-1)
+        """(R, V) draft logits → a q (R, V) near the target's law: temperature and truncation applied, no prefix.
+
+        A row whose tokens the processors all rule out is zero.
+        """
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        for processor in self.processors:
+            if type(processor) in _PREFIX_FREE:
+                scores = processor(_no_prefix(scores), scores)
+        return scores.softmax(-1).nan_to_num(0)
 
     def draw(self, p: Tensor) -> Tensor:
         """(R, V) laws → (R,) one index from each row: the only place randomness enters."""

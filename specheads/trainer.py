@@ -40,6 +40,9 @@ class SpecTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.data_seed is None:
+            # Else the order of the rows hangs on whatever drew random numbers before train(), and a resumed run differs.
+            self.data_seed = self.seed
         if isinstance(self.head_lr_groups, str):
             self.head_lr_groups = json.loads(self.head_lr_groups)
         for pattern, factor in self.lr_multipliers.items():

@@ -16,7 +16,7 @@ from specheads.cache import Reach, TreeCache, additive, visible
 from specheads.drafters.base import Context
 from specheads.heads.base import DraftHead, HeadConfig, TapBatch, rank_of
 from specheads.heads.block import Block, RotaryTable, Unroll
-from specheads.planner import DynamicTree, Plan, Scored
+from specheads.planner import DynamicTree, Plan, Scored, comb
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree
 
@@ -125,8 +125,8 @@ class FeatureHead(DraftHead):
         raise NotImplementedError
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
-        # On a CPU each drafted level and each verified node costs time; on a GPU up to some 60 nodes are nearly free.
-        return DynamicTree() if device.type == "cuda" else DynamicTree(budget=12, depth=4, top_k=4)
+        # On a CPU each node that drafts costs time; on a GPU up to some 60 nodes are nearly free.
+        return DynamicTree() if device.type == "cuda" else comb(5)
 
     def _run(self, attend: Any, embedded: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
         rotary = self.rotary(position)

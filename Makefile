@@ -1,0 +1,43 @@
+# make demo    train a head live, restore it, and race it against transformers' generate()
+# make test    the whole test suite
+# Each makes its own environment in .venv first, once; PYTHON=python3.12 chooses the interpreter.
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint clean
+
+help:
+	@sed -n '1,3s/^# //p' $(firstword $(MAKEFILE_LIST))
+
+install: $(STAMP)
+
+$(STAMP): requirements.txt setup.py pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "make: specheads needs Python 3.11 or later, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1); try make PYTHON=python3.12" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { echo "make: '$(PYTHON) -m venv' failed; on Debian and Ubuntu install python3-venv" >&2; exit 2; }
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet -e . --no-deps --no-build-isolation
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/specheads demo $(ARGS)
+
+# One thread a process: two processes fill two cores, and the threads of tiny matrices only wait for one another.
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

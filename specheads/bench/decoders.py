@@ -1,0 +1,79 @@
+"""The decoders a race compares: transformers' own generate(), its prompt lookup, our plain loop, and draft heads."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads import generation
+from specheads.bench.runner import Decoder, Output, Stopwatch
+from specheads.convert import SpecModel
+from specheads.planner import Plan
+
+
+def batches(tokenizer: Any, prompts: list[str], device: torch.device, size: int = 1) -> list[dict[str, Tensor]]:
+    """Prompts → left-padded input_ids and attention_mask (size, T) each; the last may be smaller.
+
+    ValueError for a prompt without tokens.
+    """
+    made = []
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    for start in range(0, len(prompts), size):
+        rows = [tokenizer(prompt)["input_ids"] for prompt in prompts[start : start + size]]
+        if empty := [i for i, row in enumerate(rows) if not row]:
+            raise ValueError(f"prompt {start + empty[0]} has no tokens; give at least one character")
+        width = max(map(len, rows))
+        ids = [[pad] * (width - len(row)) + row for row in rows]
+        mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+        made.append({
+            "input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)
+        })  # fmt: skip
+    return made
+
+
+def transformers_generate(base: PreTrainedModel, max_new_tokens: int, **options: Any) -> Decoder:
+    """base.generate(), greedy. options: prompt_lookup_num_tokens=…, say."""
+
+    def run(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
+        with torch.no_grad():
+            out = cast(Any, base).generate(
+                **batch, max_new_tokens=max_new_tokens, do_sample=False, streamer=watch, **options
+            )
+        return Output(new_tokens(base, batch, out))
+
+    return run
+
+
+def drafted(
+    model: SpecModel | PreTrainedModel, max_new_tokens: int, *, draft: bool = True, plan: Plan | None = None
+) -> Decoder:
+    """Our loop, greedy, with the head of `model`; draft=False (or a bare base): one token a step."""
+    base = model.base if isinstance(model, SpecModel) else model
+    drafter = model.head if isinstance(model, SpecModel) and draft else None
+
+    def run(batch: dict[str, Any], watch: Any) -> Output:
+        with torch.no_grad():
+            out = generation.generate(
+                base, drafter, **batch, max_new_tokens=max_new_tokens, do_sample=False,
+                streamer=watch, tree=plan, return_dict_in_generate=True,
+            )  # fmt: skip
+        assert isinstance(out, generation.SpecGenerateOutput) and out.steps is not None
+        stepped = [row for step in out.steps[1:] for row in step.tokens if row]
+        statistics = out.statistics() | {"rows_stepped": len(stepped), "gained": sum(map(len, stepped))}
+        return Output(new_tokens(base, batch, out.sequences), statistics)
+
+    return run
+
+
+def new_tokens(base: PreTrainedModel, batch: dict[str, Any], sequences: Tensor) -> list[list[int]]:
+    """What was generated, row by row, up to and with the end of text."""
+    eos = base.generation_config.eos_token_id
+    ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    rows = []
+    for row in sequences[:, batch["input_ids"].shape[1] :].tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+        rows.append(row[:end])
+    return rows

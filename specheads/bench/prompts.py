@@ -1,0 +1,54 @@
+"""Prompts to measure on: from the held-out files of the standard library, or from a file of one's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specheads import corpus
+
+
+def held_out_prompts(tokenizer: Any, count: int, num_tokens: int = 64, held_out: list[str] | None = None) -> list[str]:
+    """`count` texts of about `num_tokens` tokens out of as many held-out files, each from the start of a line a third
+    of the way in. The same for the same files; ValueError where too few files are long enough."""
+    usable: list[str] = []
+    for _, text in corpus.texts("held_out", held_out):
+        start = text.find("\n", len(text) // 3) + 1
+        # 12 characters a token is more than code has, so the piece is long enough where the file is.
+        ids = tokenizer(text[start : start + 12 * num_tokens])["input_ids"][:num_tokens]
+        if start and len(ids) == num_tokens:
+            usable.append(tokenizer.decode(ids, skip_special_tokens=True))
+    if len(usable) < count:
+        raise ValueError(f"{count} prompts asked for, but only {len(usable)} held-out files are long enough")
+    return [usable[i * len(usable) // count] for i in range(count)]
+
+
+def prompts_from(path: Path, count: int | None = None) -> list[str]:
+    """Prompts of a .jsonl file (each line a string, or an object with `prompt` or `text`), else one prompt a line.
+
+    OSError for a file that cannot be read, ValueError with the line for one that makes no sense.
+    """
+    prompts: list[str] = []
+    try:
+        lines = path.read_text("utf8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if path.suffix in (".jsonl", ".json"):
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+            if isinstance(value, dict):
+                value = value.get("prompt", value.get("text"))
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"{path}, line {number}: expected a string, or an object with 'prompt' or 'text'")
+            prompts.append(value)
+        else:
+            prompts.append(line)
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts; expected one a line")
+    return prompts[:count]

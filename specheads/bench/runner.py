@@ -1,0 +1,219 @@
+"""Race decoders on the same prompts: interleaved, repeated, and compared by ratios inside one run.
+
+A decoder's speed in one repeat is all its tokens over all its seconds; what is reported is the median over repeats,
+and a speed-up is the median of the repeats' own ratios, so that a machine that slows down slows both sides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+Clock = Callable[[], float]
+GRAM = 8  # a token that completes this many tokens seen together before counts as repeated text
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """tokens: per row what was generated. statistics: of generate(), where the decoder has them."""
+
+    tokens: list[list[int]]
+    statistics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """A streamer: the time of each step, and how many tokens it gave. Only for batches of one row."""
+
+    clock: Clock
+    marks: list[tuple[int, float]] = field(default_factory=list)  # tokens so far, when
+    prompt_seen: bool = False
+
+    def put(self, value: Any) -> None:
+        if self.prompt_seen:
+            so_far = self.marks[-1][0] if self.marks else 0
+            self.marks.append((so_far + value.numel(), self.clock()))
+        self.prompt_seen = True
+
+    def end(self) -> None:
+        """Part of the streamer protocol."""
+
+
+Decoder = Callable[[dict[str, Any], Stopwatch | None], Output]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One prompt batch through one decoder. steps: (tokens gained, seconds) each, of batches of one row."""
+
+    output: Output
+    seconds: float
+    steps: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.output.tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Speed and accepted length on one kind of text. share: of all tokens."""
+
+    share: float
+    tokens_per_second: float
+    accepted_length: float
+
+
+@dataclass(frozen=True)
+class Race:
+    """runs[decoder][repeat][prompt batch]."""
+
+    runs: dict[str, list[list[Run]]]
+
+    def speeds(self, name: str) -> list[float]:
+        """Tokens per second of each repeat."""
+        return [sum(r.num_tokens for r in runs) / sum(r.seconds for r in runs) for runs in self.runs[name]]
+
+    def tokens_per_second(self, name: str) -> float:
+        return median(self.speeds(name))
+
+    def speed_up(self, name: str, reference: str) -> float:
+        pairs = zip(self.speeds(name), self.speeds(reference), strict=True)
+        return median(own / other for own, other in pairs)
+
+    def accepted_length(self, name: str) -> float | None:
+        """Tokens a step behind the prefill, the target's own included; None where the decoder does not tell."""
+        runs = self.runs[name][0]
+        if all(run.steps for run in runs):
+            later = [gained for run in runs for gained, _ in run.steps[1:]]
+            return sum(later) / len(later) if later else 1.0
+        known = [run.output.statistics for run in runs]
+        if not all("rows_stepped" in s for s in known):
+            return None
+        stepped = sum(s["rows_stepped"] for s in known)
+        return sum(s["gained"] for s in known) / stepped if stepped else 1.0
+
+    def accepted_by_depth(self, name: str) -> list[float]:
+        """Share of steps that accepted a draft at depth 1, 2, …"""
+        known = [run.output.statistics for run in self.runs[name][0]]
+        if not all("accepted_by_depth" in s for s in known):
+            return []
+        steps = sum(s["rows_stepped"] for s in known)
+        deepest = max(len(s["accepted_by_depth"]) for s in known)
+        at = [
+            sum(s["accepted_by_depth"][d] * s["rows_stepped"] for s in known if d < len(s["accepted_by_depth"]))
+            for d in range(deepest)
+        ]
+        return [count / steps for count in at] if steps else []
+
+    def differing(self, name: str, reference: str) -> list[tuple[int, int, int]]:
+        """(prompt batch, row, token) where the texts part for the first time, in any repeat; empty if all are alike."""
+        places = set()
+        for own, other in zip(self.runs[name], self.runs[reference], strict=True):
+            for i, (mine, theirs) in enumerate(zip(own, other, strict=True)):
+                for row, (a, b) in enumerate(zip(mine.output.tokens, theirs.output.tokens, strict=True)):
+                    if a != b:
+                        same = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+                        places.add((i, row, min(len(a), len(b)) if same is None else same))
+        return sorted(places)
+
+    def parts(self, name: str) -> dict[str, Part]:
+        """The steps apart whose first token continues new text (`unrepeated`) or text seen before (`repeated`).
+
+        Batches of one row only; a part without steps is left out.
+        """
+        totals: dict[str, list[list[float]]] = {"unrepeated": [], "repeated": []}
+        counted = {"unrepeated": [0, 0], "repeated": [0, 0]}  # tokens and steps behind the prefill
+        for runs in self.runs[name]:
+            sums = {kind: [0.0, 0.0] for kind in totals}
+            for run in runs:
+                again, at = repeated(run.output.tokens[0]), 0
+                for place, (gained, seconds) in enumerate(run.steps):
+                    kind = "repeated" if at < len(again) and again[at] else "unrepeated"
+                    sums[kind][0] += gained
+                    sums[kind][1] += seconds
+                    counted[kind][0] += gained if place else 0
+                    counted[kind][1] += 1 if place else 0
+                    at += gained
+            for kind, (tokens, seconds) in sums.items():
+                if tokens:
+                    totals[kind].append([tokens, seconds])
+        every = sum(tokens for rows in totals.values() for tokens, _ in rows)
+        return {
+            kind: Part(
+                sum(tokens for tokens, _ in rows) / every,
+                median(tokens / seconds for tokens, seconds in rows),
+                counted[kind][0] / counted[kind][1] if counted[kind][1] else 1.0,
+            )
+            for kind, rows in totals.items()
+            if rows
+        }
+
+
+def repeated(tokens: Sequence[int], gram: int = GRAM) -> list[bool]:
+    """Per token: do the `gram` tokens that end with it occur earlier in the same generated text?"""
+    seen: set[tuple[int, ...]] = set()
+    marks = []
+    for end in range(1, len(tokens) + 1):
+        window = tuple(tokens[max(0, end - gram) : end])
+        marks.append(window in seen)
+        if len(window) == gram:
+            seen.add(window)
+    return marks
+
+
+def race(
+    decoders: dict[str, Decoder],
+    batches: Sequence[dict[str, Any]],
+    *,
+    repeats: int = 3,
+    budget: float | None = None,
+    clock: Clock = time.perf_counter,
+    report: Callable[[float, str], None] | None = None,
+) -> Race:
+    """Run every decoder on every batch of prompts `repeats` times, behind one untimed warm-up each.
+
+    The decoders take turns at each batch, and who begins changes. budget: seconds after which no further repeat is
+    begun. report(fraction, decoder) is told of each run before it starts.
+    """
+    if not batches or not decoders:
+        raise ValueError(f"a race needs prompts and decoders, not {len(batches)} and {len(decoders)}")
+    names = list(decoders)
+    runs: dict[str, list[list[Run]]] = {name: [] for name in names}
+    rounds = len(names) * (1 + repeats * len(batches))
+    done = 0
+    for name in names:
+        if report:
+            report(done / rounds, f"warming up: {name}")
+        decoders[name](batches[0], None)
+        done += 1
+    began = clock()
+    for repeat in range(repeats):
+        if repeat and budget is not None and (clock() - began) * (repeat + 1) / repeat > budget:
+            break
+        for name in names:
+            runs[name].append([])
+        for i, batch in enumerate(batches):
+            turn = (i + repeat) % len(names)
+            for name in names[turn:] + names[:turn]:
+                if report:
+                    report(done / rounds, name)
+                runs[name][repeat].append(timed(decoders[name], batch, clock))
+                done += 1
+    if report:
+        report(1.0, "done")
+    return Race(runs)
+
+
+def timed(decoder: Decoder, batch: dict[str, Any], clock: Clock = time.perf_counter) -> Run:
+    watch = Stopwatch(clock) if len(batch["input_ids"]) == 1 else None
+    began = clock()
+    output = decoder(batch, watch)
+    seconds = clock() - began
+    marks = [(0, began), *(watch.marks if watch else [])]
+    steps = tuple((n - m, t - s) for (m, s), (n, t) in pairwise(marks))
+    return Run(output, seconds, steps)

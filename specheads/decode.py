@@ -81,11 +81,12 @@ def decode(
 
     while any(running):
         began = time.perf_counter()
-        active = torch.tensor(running, device=root.device)
         tree = drafter.propose(context, sampler, plan) if drafter and plan else DraftTree.root_only(context.root)
         out = target.verify(tree)
         verdict = walk(tree, out.logits, accept, sampler, context.history, keep_scores=keep_scores)
-        verdict = replace(verdict, length=verdict.length * active)  # a finished row stays where it is
+        if not all(running):  # a finished row stays where it is
+            active = torch.tensor(running, device=root.device)
+            verdict = replace(verdict, length=verdict.length * active)
         # The step's only transfer to the host: path tokens, bonus, length and ranks.
         numbers = torch.cat(
             [

@@ -32,13 +32,19 @@ class Scored:
 
     def top(self, count: int) -> tuple[Tensor, Tensor]:
         """The `count` likeliest: log-probabilities (B, k, count) and target ids (B, k, count), best first."""
-        logits = self.logits.float()
-        best, index = logits.topk(min(count, logits.shape[-1]), dim=-1)
-        best = best - logits.logsumexp(-1, keepdim=True)
-        index = index if self.ids is None else self.ids[index]
+        best, ids = self._top(count)
+        return best.float() - self.logits.float().logsumexp(-1, keepdim=True), ids
+
+    def top_ids(self, count: int) -> Tensor:
+        """The ids of `top` alone."""
+        return self._top(count)[1]
+
+    def _top(self, count: int) -> tuple[Tensor, Tensor]:
+        best, index = self.logits.topk(min(count, self.logits.shape[-1]), dim=-1)
+        ids = index if self.ids is None else self.ids[index]
         if self.width > 1:
-            best, index = best.expand(-1, self.width, -1), index.expand(-1, self.width, -1)
-        return best, index
+            best, ids = best.expand(-1, self.width, -1), ids.expand(-1, self.width, -1)
+        return best, ids
 
 
 Expand = Callable[[Tensor, Tensor | None], Scored]
@@ -133,8 +139,7 @@ class StaticTree:
         drafted = [root.unsqueeze(1)]
         tokens, parents = drafted[0], None
         for (inner, above, ranks, own), (_, _, _, width) in zip(levels, self._levels, strict=True):
-            _, ids = expand(tokens, parents).top(width)
-            level = ids[:, above, ranks]
+            level = expand(tokens, parents).top_ids(width)[:, above, ranks]
             drafted.append(level)
             tokens, parents = level[:, inner], own
         return DraftTree(torch.cat(drafted, 1), shared, self.depth, shape=shape)

@@ -41,7 +41,7 @@ class SpecTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.data_seed is None:
-            # Else the order of the rows hangs on whatever drew random numbers before train(), and a resumed run differs.
+            # Else the order of the rows hangs on what drew random numbers before train(), and a resumed run differs.
             self.data_seed = self.seed
         if isinstance(self.head_lr_groups, str):
             self.head_lr_groups = json.loads(self.head_lr_groups)

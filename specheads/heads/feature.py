@@ -214,22 +214,25 @@ class FeatureHead(DraftHead):
         slot = torch.arange(cache.attended - cache.scratch, device=last.device)
         prefix = additive((slot < cache.lengths.unsqueeze(1)).unsqueeze(1), self.dtype).squeeze(1)  # (B, 1, bucket)
         level, seen, depth = last, nothing[:, :, :0], 0  # (B, k, H); (B, k, slots written)
+        ids = self.target_ids
+        alone: dict[int, Tensor] = {}  # k → (k, k): each node of a level sees itself
 
         def expand(tokens: Tensor, parents: Tensor | None) -> Scored:
             nonlocal level, seen, depth
             if parents is not None:
                 width = tokens.shape[1]
                 of_parent = seen.gather(1, parents.unsqueeze(-1).expand(-1, -1, seen.shape[-1]))
-                own = torch.full((width, width), hidden_away, dtype=self.dtype, device=seen.device).fill_diagonal_(0)
+                if width not in alone:
+                    alone[width] = torch.full_like(last[0, :1, :1], hidden_away).repeat(width, width).fill_diagonal_(0)
                 cache.open(write_at=seen.shape[-1])
-                seen = torch.cat([of_parent, own.expand(batch, width, width)], -1)
+                seen = torch.cat([of_parent, alone[width].expand(batch, width, width)], -1)
                 unused = nothing[:, :, seen.shape[-1] :].expand(-1, width, -1)
                 mask = torch.cat([seen, unused, prefix.expand(-1, width, -1)], -1).unsqueeze(1)
                 fed = level.gather(1, parents.unsqueeze(-1).expand(-1, -1, level.shape[-1]))
                 position = (cache.lengths + depth).unsqueeze(1).expand(batch, width)
                 level = self._run(attend_with(mask), target.embed(tokens).to(self.dtype), fed, position)
                 depth += 1
-            return Scored(self.draft_logits(level, target.lm_head), self.target_ids)
+            return Scored(self.draft_logits(level, target.lm_head), ids)
 
         assert self.config.vocab_size is not None
         return plan.grow(context.root, expand, sampler, self.config.vocab_size)

@@ -1,0 +1,466 @@
+"""Losslessness by exact enumeration: the joint law of what decode() emits is the target's, to 1e-12.
+
+Every random choice of decoding goes through Sampler.draw, so a sampler that plays all outcomes in turn, each with its
+probability, gives the law of the output without sampling error.
+"""
+
+import itertools
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from specheads.accept import Exact, residual, walk
+from specheads.decode import decode
+from specheads.planner import DynamicTree, SampledTree, Scored, StaticTree, chain
+from specheads.sampling import Sampler
+from specheads.target import TargetOutput
+from specheads.tree import DraftTree
+
+
+class Enumerating(Sampler):
+    """Plays one script of choices a run; `advance` moves on to the next until all have been played."""
+
+    def __init__(self, processors=None):
+        super().__init__(processors, do_sample=True)
+        self.script = []  # [index, count] of each draw so far
+
+    def restart(self):
+        self.cursor, self.weight = 0, 1.0
+
+    def draw(self, p):
+        p = p.double()
+        p = p / p.sum(-1, keepdim=True)
+        options = [[(i, chance) for i, chance in enumerate(row) if chance > 0] for row in p.tolist()]
+        count = 1
+        for row in options:
+            count *= len(row)
+        if self.cursor == len(self.script):
+            self.script.append([0, count])
+        index, expected = self.script[self.cursor]
+        assert count == expected, "the same choices led to another draw: something random bypasses Sampler.draw"
+        self.cursor += 1
+        chosen = []
+        for row in options:
+            index, place = divmod(index, len(row))
+            token, chance = row[place]
+            self.weight *= chance
+            chosen.append(token)
+        return torch.tensor(chosen)
+
+    def advance(self):
+        while self.script and self.script[-1][0] + 1 == self.script[-1][1]:
+            self.script.pop()
+        if self.script:
+            self.script[-1][0] += 1
+        return bool(self.script)
+
+
+def law_of(run, processors=None):
+    """{outcome: probability} of run(sampler)."""
+    sampler, law = Enumerating(processors), {}
+    while True:
+        sampler.restart()
+        outcome = run(sampler)
+        law[outcome] = law.get(outcome, 0.0) + sampler.weight
+        if not sampler.advance():
+            break
+    assert sum(law.values()) == pytest.approx(1, abs=1e-12)
+    return law
+
+
+def distance(law, other):
+    """The largest difference of one outcome's probability."""
+    return max(abs(law.get(key, 0.0) - other.get(key, 0.0)) for key in law.keys() | other.keys())
+
+
+class Table:
+    """Logits as a function of the whole prefix, random but fixed. holes: some tokens have no chance at all."""
+
+    def __init__(self, vocab_size, seed, *, holes=False, scale=1.5):
+        self.vocab_size, self.seed, self.holes, self.scale = vocab_size, seed, holes, scale
+        self.known = {}
+
+    def __call__(self, prefix):
+        key = tuple(prefix)
+        if key not in self.known:
+            generator = torch.Generator().manual_seed(hash((self.seed, *key)) % 2**31)
+            logits = torch.randn(self.vocab_size, generator=generator, dtype=torch.float64) * self.scale
+            if self.holes:
+                logits[int(torch.randint(self.vocab_size, (), generator=generator))] = -torch.inf
+            self.known[key] = logits
+        return self.known[key]
+
+    def law(self, prompt, length, eos=None):
+        """The joint law of the next `length` tokens, stopping behind eos."""
+        law = {(): 1.0}
+        for _ in range(length):
+            longer = {}
+            for tokens, chance in law.items():
+                if tokens and tokens[-1] == eos:
+                    longer[tokens] = chance
+                    continue
+                for token, p in enumerate(self((*prompt, *tokens)).softmax(-1).tolist()):
+                    if p:
+                        longer[*tokens, token] = chance * p
+            law = longer
+        return law
+
+
+class TableTarget:
+    """Target's three calls, over a table in place of a model."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def prefill(self, ids, lengths, *, room):
+        self.rows = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
+        return TargetOutput(
+            torch.stack([self.table(row) for row in self.rows]).unsqueeze(1), torch.empty(*ids.shape, 0)
+        )
+
+    def verify(self, tree):
+        self.tree = tree
+        logits = torch.zeros(*tree.tokens.shape, self.table.vocab_size, dtype=torch.float64)
+        for b, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
+            prefixes = []
+            for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+                above = self.rows[b] if i == 0 else prefixes[parent] if parent >= 0 else None
+                prefixes.append(None if above is None else [*above, token])
+                if above is not None:
+                    logits[b, i] = self.table(prefixes[i])
+        return TargetOutput(logits, torch.empty(*tree.tokens.shape, 0))
+
+    def commit(self, path, length, bound):
+        for b, row in enumerate(self.rows):
+            row += self.tree.tokens[b, path[b, : length[b]]].tolist()
+            assert len(row) <= bound
+
+
+@dataclass
+class TableDrafter:
+    """Drafts from a table; `change` may tamper with the tree it grew."""
+
+    table: Table
+    change: object = staticmethod(lambda tree: tree)
+    layers: tuple = ()
+
+    def propose(self, context, sampler, plan):
+        paths = [[tuple(row)] for row in context.history]
+
+        def expand(tokens, parents):
+            nonlocal paths
+            if parents is not None:
+                paths = [
+                    [(*paths[b][parent], token) for token, parent in zip(row, parents[b].tolist(), strict=True)]
+                    for b, row in enumerate(tokens.tolist())
+                ]
+            return Scored(torch.stack([torch.stack([self.table(path) for path in row]) for row in paths]))
+
+        return self.change(plan.grow(context.root, expand, sampler, self.table.vocab_size))
+
+
+def output_law(target, draft, plan, prompts, length, *, accept=None, eos=None, steps=None, change=None):
+    """The joint law of the first `length` tokens of each row, as a tuple of rows.
+
+    steps: draw only so many from trees and continue with the target's own law, which by induction (a step depends on
+    the prefix alone) shows as much as a whole run, of a tree too large to enumerate twice. The prefill's token, drawn
+    without a tree, is then made certain.
+    """
+    if steps is not None:
+        for prompt in prompts:
+            target.known[prompt] = torch.full((target.vocab_size,), -torch.inf, dtype=torch.float64)
+            target.known[prompt][1] = 0
+    lengths = [len(prompt) for prompt in prompts]
+    ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+
+    def stop(row, history, count):
+        generated = history[lengths[row] :]
+        for kept in range(1, count + 1):
+            until = len(generated) - count + kept
+            if until >= length or generated[until - 1] == eos:
+                return kept
+        return -1
+
+    def run(sampler):
+        drafter = None if plan is None else TableDrafter(draft, change or (lambda tree: tree))
+        rows = [() for _ in prompts]
+        made = decode(
+            TableTarget(target), drafter, ids, torch.tensor(lengths), plan=plan, sampler=sampler,
+            accept=accept or Exact(), stop=stop, max_new_tokens=length,
+        )  # fmt: skip
+        for step in itertools.islice(made, None if steps is None else steps + 1):
+            rows = [(*row, *gained) for row, gained in zip(rows, step.tokens, strict=True)]
+        return tuple(rows)
+
+    law = law_of(run)
+    if steps is None:
+        return law
+    whole = {}
+    for rows, chance in law.items():
+        assert len(rows) == 1 and eos is None
+        for rest, p in target.law((*prompts[0], *rows[0]), length - len(rows[0])).items():
+            key = ((*rows[0], *rest),)
+            whole[key] = whole.get(key, 0.0) + chance * p
+    return whole
+
+
+def true_law(target, prompts, length, eos=None):
+    """Independent rows: the product of their laws."""
+    law = {(): 1.0}
+    for prompt in prompts:
+        own = target.law(prompt, length, eos)
+        law = {(*rows, row): a * b for rows, a in law.items() for row, b in own.items()}
+    return law
+
+
+DRAFTS = {
+    "unlike": lambda v: (Table(v, 1), Table(v, 2)),
+    "equal": lambda v: (Table(v, 1), Table(v, 1)),
+    "with holes": lambda v: (Table(v, 1, holes=True), Table(v, 2, holes=True)),
+}
+STATIC = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+# plan, vocabulary, tokens, tree steps (None: all)
+CASES = {
+    "root only": (None, 4, 3, None),
+    "chain": (chain(1), 4, 3, None),
+    "longer chain": (chain(3), 3, 4, None),
+    "static tree": (STATIC, 3, 4, None),
+    "dynamic tree": (DynamicTree(budget=5, depth=3, top_k=2), 3, 4, None),
+    "sampled chain": (SampledTree((1,)), 3, 3, None),
+    "sampled chain of 2": (SampledTree((1, 1)), 2, 3, None),
+    "sampled chain of 2, once": (SampledTree((1, 1)), 3, 4, 1),
+    "2 sampled children": (SampledTree((2,)), 2, 3, None),
+    "2 of 3 sampled children": (SampledTree((2,)), 3, 3, 1),
+    "3 of 3 sampled children": (SampledTree((3,)), 3, 3, 1),
+    "more branches than tokens": (SampledTree((3,)), 2, 3, None),
+    "sampled tree": (SampledTree((2, 1)), 3, 4, 1),
+    "sampled tree of 2 tokens": (SampledTree((2, 2)), 2, 4, 1),
+}
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("case", CASES)
+def test_exact_rule_reproduces_p(case, drafts):
+    plan, vocab_size, length, steps = CASES[case]
+    target, draft = DRAFTS[drafts](vocab_size)
+    law = output_law(target, draft, plan, [(0, 1)], length, steps=steps)
+    assert distance(law, true_law(target, [(0, 1)], length)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("plan", "length"),
+    [(None, 3), (chain(2), 3), (STATIC, 2), (SampledTree((1,)), 2), (SampledTree((2,)), 2)],
+    ids=repr,
+)
+def test_exact_rule_reproduces_p_in_every_row(plan, length):
+    """Two rows of unlike prompts: the joint law is the product, so nothing leaks from row to row."""
+    target, draft = Table(2, 5), Table(2, 6)
+    prompts = [(1,), (0, 1, 1)]
+    law = output_law(target, draft, plan, prompts, length)
+    assert distance(law, true_law(target, prompts, length)) < 1e-12
+
+
+@pytest.mark.parametrize("plan", [None, chain(2), STATIC, SampledTree((1,)), SampledTree((1, 1))], ids=repr)
+def test_exact_rule_reproduces_p_up_to_eos(plan):
+    target, draft = Table(2, 7), Table(2, 8)
+    law = output_law(target, draft, plan, [(1,)], 3, eos=0)
+    assert {len(rows[0]) for rows in law} == {1, 2, 3}
+    assert distance(law, true_law(target, [(1,)], 3, eos=0)) < 1e-12
+
+
+def test_a_row_that_ended_leaves_the_others_their_law():
+    target, draft = Table(2, 7), Table(2, 8)
+    prompts = [(1,), (0, 1)]
+    law = output_law(target, draft, chain(2), prompts, 3, eos=0)
+    assert distance(law, true_law(target, prompts, 3, eos=0)) < 1e-12
+
+
+def test_a_row_that_ended_stays_where_it_is():
+    """Or it would outgrow the cache and the position tables while the others go on."""
+    target = TableTarget(Table(5, 1))
+    drafter = TableDrafter(Table(5, 1))
+    ids = torch.tensor([[1, 2], [3, 4]])
+    made = decode(
+        target, drafter, ids, torch.tensor([2, 2]), plan=chain(2), sampler=Sampler(), accept=Exact(),
+        stop=lambda row, history, count: count if len(history) > (6, 20)[row] else -1, max_new_tokens=20,
+    )  # fmt: skip
+    lengths = [(len(target.rows[0]), bool(step.tokens[0])) for step in made]
+    ended = next(i for i, (_, going) in enumerate(lengths) if not going)
+    assert len({length for length, _ in lengths[ended:]}) == 1 and len(lengths) > ended + 3
+
+
+@pytest.mark.parametrize("plan", [SampledTree((2,)), SampledTree((2, 1))], ids=repr)
+def test_sampled_trees_are_lossless_as_point_masses_too(plan):
+    """The draft's coins are not the target's, so q may always be dropped."""
+    target, draft = Table(3, 1), Table(3, 2)
+    law = output_law(
+        target,
+        draft,
+        plan,
+        [(0, 1)],
+        3,
+        steps=1,
+        change=lambda tree: DraftTree(tree.tokens, tree.parents, tree.max_depth),
+    )
+    assert distance(law, true_law(target, [(0, 1)], 3)) < 1e-12
+
+
+# --- The enumeration notices a broken rule ---
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """The exact rule for sampled children once more, for one row in plain Python, with parts that can be left out."""
+
+    lossless: bool = field(default=True, init=False)
+    subtract_q: bool = True
+    drop_x: bool = True
+
+    def choose(self, p, tokens, is_child, q, sampler):
+        p, q = p[0].tolist(), q[0].tolist()
+        for node in is_child[0].nonzero().flatten().tolist():
+            x = int(tokens[0, node])
+            if sampler.coin(torch.tensor([min(1.0, p[x] / q[x])], dtype=torch.float64)).item():
+                return torch.tensor([node]), torch.tensor([x])
+            if self.subtract_q:
+                excess = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
+                p = [value / sum(excess) for value in excess]
+            if self.drop_x:
+                rest = [0.0 if i == x else value for i, value in enumerate(q)]
+                q = [value / (sum(rest) or 1.0) for value in rest]
+        return torch.tensor([-1]), sampler.draw(torch.tensor([p], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("plan", [SampledTree((2,)), SampledTree((2, 1)), SampledTree((3,))], ids=repr)
+def test_the_rule_written_twice_agrees(plan):
+    target, draft = Table(3, 1), Table(3, 2)
+    laws = [output_law(target, draft, plan, [(0, 1)], 3, steps=1, accept=rule) for rule in (Exact(), Scalar())]
+    assert distance(*laws) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("broken", "plan"),
+    [
+        (Scalar(subtract_q=False), SampledTree((1,))),
+        (Scalar(subtract_q=False), SampledTree((2,))),
+        (Scalar(drop_x=False), SampledTree((2,))),
+    ],
+    ids=repr,
+)
+def test_enumeration_notices_a_broken_rule(broken, plan):
+    target, draft = Table(3, 1), Table(3, 2)
+    law = output_law(target, draft, plan, [(0, 1)], 3, steps=1, accept=broken)
+    assert distance(law, true_law(target, [(0, 1)], 3)) > 1e-3
+
+
+def test_enumeration_notices_a_residual_that_returns_p(monkeypatch):
+    monkeypatch.setattr("specheads.accept.residual", lambda p, q: p)
+    target, draft = Table(3, 1), Table(3, 2)
+    law = output_law(target, draft, SampledTree((1,)), [(0, 1)], 3)
+    assert distance(law, true_law(target, [(0, 1)], 3)) > 1e-3
+
+
+@pytest.mark.parametrize("plan", [SampledTree((1,)), SampledTree((2,))], ids=repr)
+def test_enumeration_notices_a_wrong_q(plan):
+    target, draft = Table(3, 1), Table(3, 2)
+
+    def flatten(tree):
+        return replace(tree, probs=torch.full_like(tree.probs, 1 / 3))
+
+    law = output_law(target, draft, plan, [(0, 1)], 3, steps=1, change=flatten)
+    assert distance(law, true_law(target, [(0, 1)], 3)) > 1e-3
+
+
+def test_enumeration_notices_a_draft_in_place_of_the_target():
+    class AcceptAll(Exact):
+        def choose(self, p, tokens, is_child, q, sampler):
+            child = torch.where(is_child.any(1), is_child.int().argmax(1), -1)
+            drawn = sampler.draw(p)
+            return child, torch.where(child < 0, drawn, tokens.gather(1, child.clamp_min(0).unsqueeze(1)).squeeze(1))
+
+    target, draft = Table(3, 1), Table(3, 2)
+    law = output_law(target, draft, chain(1), [(0, 1)], 3, accept=AcceptAll())
+    assert distance(law, true_law(target, [(0, 1)], 3)) > 1e-3
+
+
+# --- How much is accepted ---
+
+
+def level(num_children, q=None):
+    """A root with children 0, 1 … of tokens 0, 1 …"""
+    tokens = torch.tensor([[0, *range(num_children)]])
+    parents = torch.tensor([[-1] + [0] * num_children])
+    probs = None if q is None else q.expand(1, num_children + 1, -1)
+    return DraftTree(tokens, parents, 1, probs)
+
+
+def test_point_mass_children_are_kept_with_their_share_of_p():
+    p = torch.tensor([0.5, 0.2, 0.25, 0.05], dtype=torch.float64)
+    logits = p.log().expand(1, 4, -1)
+    law = law_of(lambda sampler: int(walk(level(3), logits, Exact(), sampler).length))
+    assert law[2] == pytest.approx(0.95, abs=1e-12)
+
+
+def test_a_sampled_child_is_kept_with_chance_sum_of_min():
+    p = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+    q = torch.tensor([0.2, 0.7, 0.1], dtype=torch.float64)
+
+    def run(sampler):
+        drawn = sampler.draw(q.unsqueeze(0))
+        tree = DraftTree(torch.stack([torch.tensor([0]), drawn], 1), torch.tensor([[-1, 0]]), 1, q.expand(1, 2, -1))
+        return int(walk(tree, p.log().expand(1, 2, -1), Exact(), sampler).length)
+
+    assert law_of(run)[2] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-12)
+
+
+def test_residual_is_what_p_has_beyond_q():
+    p, q = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.9, 0.0]]), torch.tensor([[0.2, 0.7, 0.1], [0.1, 0.9, 0.0]])
+    torch.testing.assert_close(residual(p, q), torch.tensor([[0.6, 0.0, 0.4], [0.1, 0.9, 0.0]]))
+
+
+# --- walk() ---
+
+
+def greedy_logits(tree, wanted, vocab_size=10):
+    """Logits (B, N, V) whose best token behind node i of row b is wanted[b][i]."""
+    return torch.nn.functional.one_hot(torch.tensor(wanted), vocab_size).float()
+
+
+def test_walk_descends_as_far_as_each_row_agrees():
+    parents = torch.tensor([[-1, 0, 0, 1, 2, 4]]).expand(4, -1)
+    tokens = torch.tensor([[3, 5, 6, 7, 8, 9]]).expand(4, -1)
+    tree = DraftTree(tokens, parents, 3)
+    wanted = [
+        [6, 1, 8, 1, 9, 4],  # 3 → 6 → 8 → 9, bonus 4: to the leaf, by the second child
+        [5, 2, 8, 1, 9, 4],  # 3 → 5, bonus 2
+        [1, 7, 8, 1, 9, 4],  # nothing, bonus 1
+        [7, 7, 8, 1, 9, 4],  # 7 is drafted, but not as a child of the root
+    ]
+    verdict = walk(tree, greedy_logits(tree, wanted), Exact(), Sampler(), keep_scores=True)
+    assert verdict.length.tolist() == [4, 2, 1, 1]
+    assert verdict.bonus.tolist() == [4, 2, 1, 7]
+    kept = [row[:n] for row, n in zip(verdict.path.tolist(), verdict.length.tolist(), strict=True)]
+    assert kept == [[0, 2, 4, 5], [0, 1], [0], [0]]
+    assert verdict.path.shape == (4, 4)
+    assert [[int(raw[b].argmax()) for raw, _ in verdict.scores[:n]] for b, n in enumerate([4, 2, 1, 1])] == [
+        [6, 8, 9, 4], [5, 2], [1], [7]
+    ]  # fmt: skip
+
+
+def test_an_unused_slot_is_never_entered():
+    tree = DraftTree(torch.tensor([[3, 5, 5]]), torch.tensor([[-1, -1, 1]]), 2)
+    verdict = walk(tree, greedy_logits(tree, [[5, 5, 5]]), Exact(), Sampler())
+    assert verdict.length.tolist() == [1] and verdict.bonus.tolist() == [5]
+
+
+def test_greedy_decoding_keeps_a_sampled_child_exactly_where_it_is_the_best_token():
+    q = torch.tensor([[0.6, 0.3, 0.1]])
+    for best in range(3):
+        for num_children in (1, 2, 3):
+            logits = torch.nn.functional.one_hot(torch.tensor([[best] * (num_children + 1)]), 3).float() * 3
+            verdict = walk(level(num_children, q), logits, Exact(), Sampler())
+            assert int(verdict.length) == (2 if best < num_children else 1)
+            assert int(verdict.bonus if best >= num_children else verdict.path[0, 1] - 1) == best

@@ -1,0 +1,233 @@
+"""The race's arithmetic on a fake clock, what counts as repeated text, and the prompts it runs on."""
+
+import json
+
+import pytest
+import torch
+
+from specheads.bench import decoders, environment, report
+from specheads.bench.prompts import held_out_prompts, prompts_from
+from specheads.bench.runner import Output, race, repeated
+from specheads.convert import convert
+
+
+class Clock:
+    """Time passes only when something says so."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def scripted(clock, seconds, tokens=(5, 6, 7, 8), per_step=1, log=None, name=""):
+    """A decoder that gives `tokens`, `per_step` at a time; its k-th run takes seconds[k] in equal steps."""
+    runs = iter(seconds)
+
+    def decode(batch, watch):
+        took, left = next(runs), list(tokens)
+        if log is not None:
+            log.append(name)
+        groups = []
+        while left:
+            groups.append([left.pop(0) for _ in range(min(per_step, len(left)))])
+        if watch is not None:
+            watch.put(batch["input_ids"])
+        for group in groups:
+            clock.now += took / len(groups)
+            if watch is not None:
+                watch.put(torch.tensor(group))
+        return Output([list(tokens)])
+
+    return decode
+
+
+PROMPT = {"input_ids": torch.tensor([[1, 2, 3]])}
+
+
+def test_a_speed_up_is_the_median_of_ratios_inside_one_repeat():
+    clock = Clock()
+    # The machine is 10 times slower in the second repeat, for both; the warm-up is slowest and must not count.
+    slow, fast = scripted(clock, [99, 4.0, 40.0, 4.4]), scripted(clock, [99, 2.0, 20.0, 1.1])
+    result = race({"slow": slow, "fast": fast}, [PROMPT], repeats=3, clock=clock)
+    assert result.speeds("slow") == pytest.approx([1.0, 0.1, 4 / 4.4])
+    assert result.tokens_per_second("slow") == pytest.approx(4 / 4.4)
+    assert result.speed_up("fast", "slow") == pytest.approx(2.0)  # of 2, 2 and 4
+    assert result.speed_up("slow", "slow") == 1
+
+
+def test_speed_is_all_tokens_over_all_seconds_not_a_mean_of_speeds():
+    clock = Clock()
+    result = race({"one": scripted(clock, [0, 1.0, 3.0])}, [PROMPT, PROMPT], repeats=1, clock=clock)
+    assert result.tokens_per_second("one") == pytest.approx(8 / 4)
+
+
+def test_decoders_take_turns_at_every_prompt_and_who_begins_changes():
+    clock, log = Clock(), []
+    racers = {name: scripted(clock, [1.0] * 9, log=log, name=name) for name in "abc"}
+    race(racers, [PROMPT, PROMPT], repeats=2, clock=clock)
+    assert "".join(log) == "abc" + "abc" + "bca" + "bca" + "cab"  # the warm-up, then prompt by prompt
+
+
+def test_no_repeat_begins_that_would_overrun_the_budget():
+    clock = Clock()
+    result = race({"one": scripted(clock, [0, *[10.0] * 9])}, [PROMPT], repeats=5, budget=30, clock=clock)
+    assert len(result.runs["one"]) == 3
+    clock = Clock()
+    result = race({"one": scripted(clock, [0, 10.0])}, [PROMPT], repeats=5, budget=1, clock=clock)
+    assert len(result.runs["one"]) == 1  # there is always one
+
+
+def test_accepted_length_counts_the_bonus_and_leaves_the_prefill_out():
+    clock = Clock()
+    racers = {
+        "plain": scripted(clock, [1.0] * 2, tokens=range(7)),
+        "three": scripted(clock, [1.0] * 2, tokens=range(7), per_step=3),
+    }
+    result = race(racers, [PROMPT], repeats=1, clock=clock)
+    assert result.accepted_length("plain") == 1
+    assert result.accepted_length("three") == 2  # 3 of the prefill step left out: (3 + 1) / 2
+
+
+def test_a_text_that_differs_is_found_at_its_first_token():
+    clock = Clock()
+    racers = {
+        "a": scripted(clock, [1.0] * 4, tokens=[4, 5, 6]),
+        "b": scripted(clock, [1.0] * 4, tokens=[4, 9, 6]),
+        "c": scripted(clock, [1.0] * 4, tokens=[4, 5]),
+    }
+    result = race(racers, [PROMPT, PROMPT], repeats=1, clock=clock)
+    assert result.differing("a", "a") == []
+    assert result.differing("b", "a") == [(0, 0, 1), (1, 0, 1)]
+    assert result.differing("c", "a") == [(0, 0, 2), (1, 0, 2)]
+    rows = report.summary(result, "a")
+    assert [rows[name]["identical"] for name in "abc"] == [True, False, False]
+
+
+def test_a_token_is_repeated_if_the_tokens_that_end_with_it_came_before():
+    assert repeated([1, 2, 3, 1, 2, 3, 1], gram=3) == [False] * 5 + [True, True]
+    assert not any(repeated([1, 1, 2, 2, 3, 3], gram=3))
+    assert repeated([7, 7, 7, 7, 7], gram=3) == [False, False, False, True, True]  # overlapping counts
+
+
+def test_new_and_repeated_text_are_timed_apart():
+    clock = Clock()
+    tokens = [*range(8), *range(8), 50]  # the second 7 ends an 8-gram seen before; 50 is new
+    result = race({"one": scripted(clock, [0, 17.0], tokens=tokens)}, [PROMPT], repeats=1, clock=clock)
+    parts = result.parts("one")
+    assert parts["unrepeated"].share == pytest.approx(16 / 17)
+    assert parts["repeated"].share == pytest.approx(1 / 17)
+    assert parts["repeated"].tokens_per_second == pytest.approx(1.0)
+
+
+def test_parts_sum_to_the_whole_run():
+    clock = Clock()
+    tokens = [1, 2] * 12
+    result = race({"one": scripted(clock, [0, 6.0], tokens=tokens, per_step=4)}, [PROMPT], repeats=1, clock=clock)
+    parts = result.parts("one")
+    seconds = sum(part.share * len(tokens) / part.tokens_per_second for part in parts.values())
+    assert seconds == pytest.approx(6.0)
+    assert parts["repeated"].accepted_length == 4
+
+
+@pytest.mark.parametrize("plan", [True, False])
+def test_what_the_decoders_say_is_what_generate_does(base, plan):
+    model = convert(base, "medusa", num_heads=2)
+    ids = torch.tensor([[1, 5, 9, 11]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    racers = {
+        "reference": decoders.transformers_generate(base, 12),
+        "own": decoders.drafted(model, 12, draft=plan),
+    }
+    result = race(racers, [batch], repeats=2)
+    assert result.differing("own", "reference") == []
+    steps = result.runs["own"][0][0].steps
+    assert sum(gained for gained, _ in steps) == len(result.runs["own"][0][0].output.tokens[0])
+    statistics = result.runs["own"][0][0].output.statistics
+    assert result.accepted_length("own") == pytest.approx(statistics["accepted_length"])
+    assert len(steps) == statistics["steps"] + 1
+    row = report.summary(result, "reference")["own"]
+    assert json.loads(json.dumps(row))["identical"] is True
+
+
+def test_batches_race_without_a_stopwatch_and_still_know_their_accepted_length(base):
+    model = convert(base, "medusa", num_heads=2)
+    ids = torch.tensor([[1, 5, 9, 11], [0, 1, 7, 3]])
+    batch = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    racers = {"reference": decoders.transformers_generate(base, 10), "own": decoders.drafted(model, 10)}
+    result = race(racers, [batch], repeats=1)
+    assert result.differing("own", "reference") == []
+    assert result.accepted_length("reference") is None
+    assert result.accepted_length("own") >= 1
+    assert result.parts("own") == {}
+    depths = result.accepted_by_depth("own")
+    assert result.accepted_length("own") == pytest.approx(1 + sum(depths), abs=0.35)  # but for what the end cut off
+
+
+class Letters:
+    """One token a character; what the prompts need of a tokenizer."""
+
+    pad_token_id = 0
+
+    def __call__(self, text):
+        return {"input_ids": [ord(c) for c in text]}
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(map(chr, ids))
+
+
+def test_held_out_prompts_start_a_line_and_come_from_files_nobody_trains_on():
+    names = ["argparse.py", "ast.py", "base64.py", "bisect.py"]
+    prompts = held_out_prompts(Letters(), 3, num_tokens=40, held_out=names)
+    import ast
+    import base64
+    from pathlib import Path
+
+    assert [len(p) for p in prompts] == [40] * 3 and len(set(prompts)) == 3
+    assert "\n" + prompts[1] in Path(ast.__file__).read_text("utf8")
+    assert "\n" + prompts[2] in Path(base64.__file__).read_text("utf8")
+    with pytest.raises(ValueError, match="9 prompts asked for, but only 4"):
+        held_out_prompts(Letters(), 9, num_tokens=40, held_out=names)
+
+
+def test_prompt_files_are_read_and_what_is_wrong_is_named_by_its_line(tmp_path):
+    lines = tmp_path / "p.txt"
+    lines.write_text("one\n\ntwo\n", "utf8")
+    assert prompts_from(lines) == ["one", "two"] and prompts_from(lines, 1) == ["one"]
+    rows = tmp_path / "p.jsonl"
+    rows.write_text('"a"\n{"prompt": "b"}\n{"text": "c"}\n', "utf8")
+    assert prompts_from(rows) == ["a", "b", "c"]
+    rows.write_text('"a"\n{"other": 1}\n', "utf8")
+    with pytest.raises(ValueError, match="line 2"):
+        prompts_from(rows)
+    rows.write_text("{", "utf8")
+    with pytest.raises(ValueError, match="line 1 is not JSON"):
+        prompts_from(rows)
+    lines.write_text("", "utf8")
+    with pytest.raises(ValueError, match="holds no prompts"):
+        prompts_from(lines)
+    lines.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        prompts_from(lines)
+    with pytest.raises(FileNotFoundError):
+        prompts_from(tmp_path / "absent.txt")
+
+
+def test_batches_are_padded_in_front_and_an_empty_prompt_is_refused():
+    made = decoders.batches(Letters(), ["abc", "d", "ef"], torch.device("cpu"), size=2)
+    assert made[0]["input_ids"].tolist() == [[97, 98, 99], [0, 0, 100]]
+    assert made[0]["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert made[1]["input_ids"].tolist() == [[101, 102]]
+    with pytest.raises(ValueError, match="prompt 2 has no tokens"):
+        decoders.batches(Letters(), ["a", "b", ""], torch.device("cpu"), size=2)
+
+
+def test_the_report_names_hardware_and_versions_and_writes_both_files(tmp_path):
+    record = environment.environment()
+    line = environment.line(record)
+    assert torch.__version__ in line and "transformers" in line and f"{record['cores']} cores" in line
+    text = report.markdown(("a", "b"), [["x", "1"]])
+    assert text.splitlines() == ["| a | b |", "| --- | ---: |", "| x | 1 |"]
+    paths = report.write(tmp_path / "new", "figures", text, {"a": 1})
+    assert paths[0].read_text("utf8") == text and json.loads(paths[1].read_text("utf8")) == {"a": 1}

@@ -1,0 +1,108 @@
+"""Recipes and overrides: what ships is valid, and what is wrong is said in one line before anything loads."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from specheads.heads import Eagle3Config
+from specheads.recipe import Recipe, RecipeError, read_recipe, with_overrides
+from specheads.training import resume_point, training_arguments
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+SHIPPED = sorted(RECIPES.glob("*.yaml"))
+LEAST = {"base": "b", "head": {"kind": "medusa"}, "data": {"train": "d"}, "training": {"output_dir": "o"}}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_recipe_is_valid_and_short(path, tmp_path):
+    recipe = read_recipe(path, [f"training.output_dir={tmp_path}", "training.bf16=false"])
+    assert recipe.head is not None and recipe.head.kind == path.stem
+    assert training_arguments(recipe).learning_rate == {"medusa": 1e-3, "eagle": 3e-5, "eagle3": 1e-4}[path.stem]
+    assert len(path.read_text().splitlines()) <= 30
+
+
+def test_the_published_hyperparameters_are_in_the_recipes():
+    medusa, eagle, eagle3 = (yaml.safe_load((RECIPES / f"{n}.yaml").read_text()) for n in ("medusa", "eagle", "eagle3"))
+    assert medusa["training"]["lr_scheduler_type"] == "cosine" and medusa["training"]["warmup_steps"] == 0.1
+    assert eagle["training"]["warmup_steps"] == 2000 and eagle["training"]["max_grad_norm"] == 0.5
+    assert eagle3["head"]["steps"] == 7
+
+
+def test_overrides_have_dots_and_yaml_types():
+    recipe = read_recipe(
+        RECIPES / "eagle3.yaml",
+        ["head.steps=3", "training.learning_rate=1e-5", "training.bf16=false", "data.train=[a.jsonl, b.jsonl]",
+         "launch.processes=2", "launch.distributed=no", "training.max_steps=10", "head.taps=[1, 2, 3]"],
+    )  # fmt: skip
+    assert isinstance(recipe.head, Eagle3Config) and recipe.head.steps == 3 and recipe.head.taps == (1, 2, 3)
+    assert recipe.training["learning_rate"] == 1e-5 and recipe.training["bf16"] is False
+    assert recipe.training["max_steps"] == 10 and recipe.data.train == ["a.jsonl", "b.jsonl"]
+    assert (recipe.launch.processes, recipe.launch.distributed) == (2, "no")
+
+
+def test_overrides_leave_the_mapping_they_were_given():
+    options = {"head": {"kind": "eagle"}}
+    assert with_overrides(options, ["head.noise=0.2", "launch.processes=1"])["head"] == {"kind": "eagle", "noise": 0.2}
+    assert options == {"head": {"kind": "eagle"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["traning.max_steps=1"], "unknown option 'traning'; did you mean 'training'"),
+        (["training.learning_rat=1"], "unknown option 'training.learning_rat'; did you mean 'training.learning_rate'"),
+        (["head.num_head=1"], "unknown medusa head option 'num_head'; did you mean 'num_heads'"),
+        (["data.max_lenght=1"], "unknown data option 'max_lenght'; did you mean 'max_length'"),
+        (["launch.process=1"], "unknown option 'launch.process'; did you mean 'launch.processes'"),
+        (["launch.distributed=dpd"], "launch.distributed='dpd': expected one of no, ddp"),
+        (["launch.processes=0"], "launch.processes=0: expected a whole number"),
+        (["head.kind=medusaa"], "unknown head 'medusaa'; known: medusa, eagle, eagle3"),
+        (["head={}"], "head.kind is missing"),
+        (["head=null"], "neither"),
+        (["init_from=x"], "not both; with init_from write head=null"),
+        (["base=null"], "base is missing"),
+        (["base=3"], "base=3: expected a path or a hub id"),
+        (["base_dtype=fp8"], "base_dtype='fp8': expected one of auto, float32"),
+        (["training.output_dir=null"], "training.output_dir is missing"),
+        (["data.max_length=1"], "max_length=1: expected a whole number of at least 2"),
+        (["data=3"], "data=3: expected a mapping"),
+        (["training.max_steps"], "expected key=value"),
+        (["base.x=1"], "'base' is 'b', which has no options"),
+        (["head.kind=[1"], "is no YAML"),
+    ],
+)
+def test_what_is_wrong_with_a_recipe_is_said(change, message):
+    with pytest.raises(RecipeError) as caught:
+        Recipe.from_dict(with_overrides(LEAST, change))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_recipe_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(RecipeError, match="no recipe 'none"):
+        read_recipe("none.yaml")
+    (tmp_path / "list.yaml").write_text("- a\n")
+    with pytest.raises(RecipeError, match="expected a mapping"):
+        read_recipe(tmp_path / "list.yaml")
+
+
+def test_auto_resumes_from_the_last_finished_checkpoint(tmp_path):
+    def point(**training):
+        return resume_point(Recipe.from_dict({**LEAST, "training": {"output_dir": str(tmp_path), **training}}))
+
+    assert point() is None and point(resume_from_checkpoint="auto") is None
+    for step, finished in ((9, True), (10, True), (11, False)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        if finished:
+            (folder / "trainer_state.json").write_text("{}")
+    assert point(resume_from_checkpoint="auto") == str(tmp_path / "checkpoint-10")
+    assert point() is None
+    with pytest.raises(RecipeError, match="is no checkpoint folder"):
+        point(resume_from_checkpoint=str(tmp_path / "checkpoint-11"))
+
+
+def test_training_options_that_trainer_refuses_are_recipe_errors(tmp_path):
+    options = {**LEAST, "training": {"output_dir": str(tmp_path), "optim": "adamm"}}
+    with pytest.raises(RecipeError, match=r"^training: .*adamm"):
+        training_arguments(Recipe.from_dict(options))

@@ -49,7 +49,8 @@ class Exact:
         if q is None:
             token = sampler.draw(p)
             match = is_child & (tokens == token.unsqueeze(1))
-            return torch.where(match.any(1), match.int().argmax(1), -1), token
+            found, child = match.max(1)
+            return torch.where(found, child, -1), token
         child = torch.full_like(tokens[:, 0], -1)
         order = is_child.cumsum(1) * is_child  # 1 for the first sibling, 2 for the second …
         for rank in range(1, int(order.max()) + 1):
@@ -117,7 +118,7 @@ def walk(
         return [[*row, *more] for row, more in zip(history, chosen, strict=True)]
 
     for level in range(tree.max_depth + 1):
-        raw = logits[rows, node]
+        raw = logits[rows, node] if level else logits[:, 0]
         scores = sampler.scores(raw, prefixes)
         if keep_scores:
             kept_scores.append((raw, scores))

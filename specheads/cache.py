@@ -165,5 +165,5 @@ def visible(ancestors: Tensor, depth: Tensor, lengths: Tensor, scratch: int, att
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """(B, N, K) bool → (B, 1, N, K) mask to add: 0 where seen. A bool mask is silently wrong with eager attention."""
-    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return zeros.masked_fill_(~mask, torch.finfo(dtype).min).unsqueeze(1)
+    hidden = torch.full(mask.shape, torch.finfo(dtype).min, dtype=dtype, device=mask.device)
+    return hidden.masked_fill_(mask, 0).unsqueeze(1)

@@ -104,11 +104,13 @@ def run(options: DemoOptions, out: Console) -> bool:
     race = compare(base, tokenizer, models, prompts, options, out)
     rows = report.summary(race, REFERENCE)
     where = environment.environment()
-    title = f"{len(prompts)} prompts × {options.max_new_tokens} tokens, greedy, median of {len(race.runs[LIVE])}"
+    num_raced = len(race.runs[LIVE][0])
+    title = f"{num_raced} prompts × {options.max_new_tokens} tokens, greedy, median of {len(race.runs[LIVE])}"
     out.print(terminal.table(title, report.COLUMNS, [report.cells(name, row) for name, row in rows.items()]))
     out.print(environment.line(where))
 
-    restored = [runs.output.tokens[0] for runs in race.runs[REFERENCE][0][: len(texts)]] == texts
+    shown = [run.output.tokens[0] for run in race.runs[REFERENCE][0][: len(texts)]]
+    restored = shown == texts[: len(shown)]
     verdicts = check(race, base, decoders.batches(tokenizer, prompts, base.device))
     if not restored:
         verdicts.append("the restored process wrote other text than the base model does")
@@ -117,7 +119,7 @@ def run(options: DemoOptions, out: Console) -> bool:
     else:
         num = sum(r.num_tokens for r in race.runs[REFERENCE][0])
         out.print(
-            f"✓ every text is the same: {len(rows)} decoders × {len(prompts)} prompts, {num} tokens each, and the "
+            f"✓ every text is the same: {len(rows)} decoders × {num_raced} prompts, {num} tokens each, and the "
             "restored process", style="bold green",
         )  # fmt: skip
     seconds = time.monotonic() - began
@@ -126,7 +128,7 @@ def run(options: DemoOptions, out: Console) -> bool:
     if options.json:
         record = {
             "decoders": rows, "environment": where, "training": trained, "same_text": not verdicts,
-            "num_prompts": len(prompts), "max_new_tokens": options.max_new_tokens, "seconds": seconds,
+            "num_prompts": num_raced, "max_new_tokens": options.max_new_tokens, "seconds": seconds,
         }  # fmt: skip
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(record, indent=2) + "\n", "utf8")
@@ -273,8 +275,10 @@ def continuations(base: PreTrainedModel, ids: Tensor, options: DemoOptions, seco
         length = options.row_tokens - prompt
         rows = base.generate(  # type: ignore[operator]
             windows, attention_mask=torch.ones_like(windows), max_new_tokens=length, min_new_tokens=length,
-            do_sample=False,
+            do_sample=False, max_time=max(1.0, seconds - passed),
         )  # fmt: skip
+        if rows.shape[1] < options.row_tokens:  # out of time
+            break
         made.append(rows.cpu())
         longest = max(longest, time.monotonic() - began - passed)
         tell(min(0.99, (time.monotonic() - began) / seconds), f"{32 * len(made)} texts")

@@ -127,10 +127,10 @@ class StaticTree:
         if (batch, device) not in made:
             parents = torch.tensor([self._parents], device=device).expand(batch, -1)
             levels = []
-            for inner, above, ranks, _ in self._levels:
+            for inner, above, ranks, width in self._levels:
                 place = torch.tensor(inner, dtype=torch.long, device=device)
                 own, rank = torch.tensor(above, device=device), torch.tensor(ranks, device=device)
-                levels.append((place, own, rank, own[place].expand(batch, -1)))
+                levels.append((place, own * width + rank, own[place].expand(batch, -1)))
             made[batch, device] = parents, Shape.of(parents, self.depth), levels
         return made[batch, device]
 
@@ -138,10 +138,10 @@ class StaticTree:
         shared, shape, levels = self._tables(root.shape[0], root.device)
         drafted = [root.unsqueeze(1)]
         tokens, parents = drafted[0], None
-        for (inner, above, ranks, own), (_, _, _, width) in zip(levels, self._levels, strict=True):
-            level = expand(tokens, parents).top_ids(width)[:, above, ranks]
+        for (inner, chosen, own), (_, _, _, width) in zip(levels, self._levels, strict=True):
+            level = expand(tokens, parents).top_ids(width).flatten(1).index_select(1, chosen)
             drafted.append(level)
-            tokens, parents = level[:, inner], own
+            tokens, parents = level.index_select(1, inner), own
         return DraftTree(torch.cat(drafted, 1), shared, self.depth, shape=shape)
 
 

@@ -120,7 +120,7 @@ def held_out_loss(model: LlamaForCausalLM, data: np.ndarray, options: Options, n
 
 
 def main() -> None:
-    (options,) = HfArgumentParser([Options], description=__doc__).parse_args_into_dataclasses()
+    (options,) = HfArgumentParser([Options], description=__doc__).parse_args_into_dataclasses()  # type: ignore[list-item]
     torch.manual_seed(options.seed)
     out = Path(options.output_dir)
     out.mkdir(parents=True, exist_ok=True)

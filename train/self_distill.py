@@ -15,6 +15,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -29,7 +30,7 @@ class Options:
     base: str = field(metadata={"help": "the base model, a path or hub id"})
     output: str = field(metadata={"help": "JSONL file to write, or to go on with"})
     source: str | None = field(default=None, metadata={"help": "text or chat rows (default: the standard library)"})
-    split: str = field(default="train", metadata={"help": "of the standard library: train or held_out"})
+    split: corpus.Split = field(default="train", metadata={"help": "of the standard library: train or held_out"})
     num_rows: int = field(default=4000, metadata={"help": "rows in the finished file"})
     prompt_tokens: int = field(default=64, metadata={"help": "tokens of each prompt, cut from a random place"})
     max_new_tokens: int = 128
@@ -87,7 +88,7 @@ def main() -> None:
     (options,) = HfArgumentParser([Options], description=__doc__).parse_args_into_dataclasses()  # type: ignore[list-item]
     dtype = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
     tokenizer = AutoTokenizer.from_pretrained(options.base)
-    base = AutoModelForCausalLM.from_pretrained(options.base, dtype=dtype)
+    base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=dtype)
     base.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     torch.manual_seed(options.seed)
     out = Path(options.output)
@@ -103,7 +104,7 @@ def main() -> None:
         while done < options.num_rows:
             batch = [next(stream) for _ in range(min(options.batch_size, options.num_rows - done))]
             ids = torch.tensor(batch, device=base.device)
-            made: torch.Tensor = base.generate(  # type: ignore[assignment]
+            made = base.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.max_new_tokens,
                 pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id, **sampling,
             )  # fmt: skip

@@ -177,8 +177,9 @@ def race(
 ) -> Race:
     """Run every decoder on every batch of prompts `repeats` times, behind one untimed warm-up each.
 
-    The decoders take turns at each batch, and who begins changes. budget: seconds after which no further repeat is
-    begun. report(fraction, decoder) is told of each run before it starts.
+    The decoders take turns at each batch, and who begins changes. budget: seconds that no further repeat may overrun,
+    nor a further batch of the first repeat; what is left out then is left out for every decoder.
+    report(fraction, decoder) is told of each run before it starts.
     """
     if not batches or not decoders:
         raise ValueError(f"a race needs prompts and decoders, not {len(batches)} and {len(decoders)}")
@@ -198,6 +199,10 @@ def race(
         for name in names:
             runs[name].append([])
         for i, batch in enumerate(batches):
+            if i and not repeat and budget is not None and (clock() - began) * (i + 1) / i > budget:
+                if report:
+                    report(1.0, "out of time")
+                return Race(runs)
             turn = (i + repeat) % len(names)
             for name in names[turn:] + names[:turn]:
                 if report:

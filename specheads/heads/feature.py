@@ -176,8 +176,8 @@ class FeatureHead(DraftHead):
         )
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
-        target, memory = context.target, context.memory
-        hidden = self.fuse(context.features.to(self.dtype))
+        target, memory, dtype = context.target, context.memory, self.dtype
+        hidden = self.fuse(context.features.to(dtype))
         batch, columns, _ = hidden.shape
         rows = torch.arange(batch, device=hidden.device)
 
@@ -188,7 +188,7 @@ class FeatureHead(DraftHead):
             return attend
 
         # First the positions committed since last time, with the target's true features.
-        embedded = target.embed(context.following).to(self.dtype)
+        embedded = target.embed(context.following).to(dtype)
         chain = torch.arange(columns, device=hidden.device).expand(batch, columns)
         if "cache" not in memory:
             scratch = max(plan.depth + 1, plan.drafting_slots)
@@ -202,17 +202,17 @@ class FeatureHead(DraftHead):
             cache = memory["cache"]
             cache.open()
             causal = chain.unsqueeze(1) <= chain.unsqueeze(2)
-            mask = additive(visible(causal, chain, cache.lengths, cache.scratch, cache.attended, Reach()), self.dtype)
+            mask = additive(visible(causal, chain, cache.lengths, cache.scratch, cache.attended, Reach()), dtype)
             hidden = self._run(attend_with(mask), embedded, hidden, cache.lengths.unsqueeze(1) + chain)
             cache.commit(chain, context.new, context.bound)
         last = hidden[rows, (context.new - 1).clamp_min(0)].unsqueeze(1)
 
         # Then the tree, level by level, in the scratch slots. Masks are kept additive: 0 where seen.
-        hidden_away = torch.finfo(self.dtype).min
-        nothing = torch.full((batch, 1, cache.scratch), hidden_away, dtype=self.dtype, device=last.device)
+        hidden_away = torch.finfo(dtype).min
+        nothing = torch.full((batch, 1, cache.scratch), hidden_away, dtype=dtype, device=last.device)
         cache.open()
         slot = torch.arange(cache.attended - cache.scratch, device=last.device)
-        prefix = additive((slot < cache.lengths.unsqueeze(1)).unsqueeze(1), self.dtype).squeeze(1)  # (B, 1, bucket)
+        prefix = additive((slot < cache.lengths.unsqueeze(1)).unsqueeze(1), dtype).squeeze(1)  # (B, 1, bucket)
         level, seen, depth = last, nothing[:, :, :0], 0  # (B, k, H); (B, k, slots written)
         ids = self.target_ids
         alone: dict[int, Tensor] = {}  # k → (k, k): each node of a level sees itself
@@ -221,18 +221,24 @@ class FeatureHead(DraftHead):
             nonlocal level, seen, depth
             if parents is not None:
                 width = tokens.shape[1]
-                of_parent = seen.gather(1, parents.unsqueeze(-1).expand(-1, -1, seen.shape[-1]))
+                of_parent, fed = rows_of(seen, parents), rows_of(level, parents)
                 if width not in alone:
                     alone[width] = torch.full_like(last[0, :1, :1], hidden_away).repeat(width, width).fill_diagonal_(0)
                 cache.open(write_at=seen.shape[-1])
                 seen = torch.cat([of_parent, alone[width].expand(batch, width, width)], -1)
                 unused = nothing[:, :, seen.shape[-1] :].expand(-1, width, -1)
                 mask = torch.cat([seen, unused, prefix.expand(-1, width, -1)], -1).unsqueeze(1)
-                fed = level.gather(1, parents.unsqueeze(-1).expand(-1, -1, level.shape[-1]))
                 position = (cache.lengths + depth).unsqueeze(1).expand(batch, width)
-                level = self._run(attend_with(mask), target.embed(tokens).to(self.dtype), fed, position)
+                level = self._run(attend_with(mask), target.embed(tokens).to(dtype), fed, position)
                 depth += 1
             return Scored(self.draft_logits(level, target.lm_head), ids)
 
         assert self.config.vocab_size is not None
         return plan.grow(context.root, expand, sampler, self.config.vocab_size)
+
+
+def rows_of(level: Tensor, index: Tensor) -> Tensor:
+    """(B, k, n), (B, j) → (B, j, n): the rows that index names; those of a single node without looking."""
+    if level.shape[1] == 1:
+        return level.expand(-1, index.shape[1], -1)
+    return level.gather(1, index.unsqueeze(-1).expand(-1, -1, level.shape[-1]))

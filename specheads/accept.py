@@ -42,6 +42,8 @@ class Exact:
     """
 
     lossless: ClassVar[bool] = True
+    # Without q the child kept is the one that carries a token drawn from p, and no other; a rule may say so.
+    descends_on_draw: ClassVar[bool] = True
 
     def choose(
         self, p: Tensor, tokens: Tensor, is_child: Tensor, q: Tensor | None, sampler: Sampler
@@ -91,6 +93,18 @@ class Verdict:
     scores: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
+def drawn_path(tree: DraftTree, drawn: Tensor) -> Verdict:
+    """The path along which each node carries the token drawn (B, N) at its parent; the bonus is the last one drawn."""
+    kept = (drawn.gather(1, tree.parents.clamp_min(0)) == tree.tokens) & (tree.parents >= 0)
+    kept[:, 0] = True
+    whole = (kept.unsqueeze(1) | ~tree.shape.ancestors).all(-1)  # (B, N): this node and all above it
+    node = torch.arange(tree.num_nodes, device=drawn.device)
+    # Parents stand before their children, so the nodes of a path in ascending order are the path.
+    path = torch.where(whole, node, tree.num_nodes - 1).sort(1).values[:, : tree.max_depth + 1]
+    length = whole.sum(1)
+    return Verdict(path, length, drawn.gather(1, path.gather(1, length.unsqueeze(1) - 1)).squeeze(1))
+
+
 def walk(
     tree: DraftTree,
     logits: Tensor,
@@ -105,6 +119,11 @@ def walk(
     logits (B, N, V) from the target. history: each row's ids up to and with the root, read only where a logits
     processor depends on the prefix; such a processor sees each node's own.
     """
+    one_hot = not (sampler.do_sample or sampler.needs_prefix or keep_scores)
+    if one_hot and tree.probs is None and getattr(accept, "descends_on_draw", False):
+        # A one-hot law costs nothing to draw from, so draw at every node and read the path off, without a level loop.
+        scores = sampler.scores(logits.flatten(0, 1), list)
+        return drawn_path(tree, sampler.draw(scores).view_as(tree.tokens))
     batch = tree.tokens.shape[0]
     rows = torch.arange(batch, device=logits.device)
     node = torch.zeros(batch, dtype=torch.long, device=logits.device)

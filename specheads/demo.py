@@ -29,12 +29,14 @@ from specheads import corpus
 from specheads.bench import decoders, environment, report, runner
 from specheads.bench.prompts import held_out_prompts
 from specheads.convert import SpecModel, convert, load_head
+from specheads.heads import Eagle3Head
 from specheads.trainer import SpecTrainer, SpecTrainingArguments
 
 REFERENCE = "transformers generate"
 SHIPPED = {"medusa": "Medusa", "eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
 LIVE = "EAGLE-3, just trained"
 RACE_SECONDS = 130.0  # no further repeat of the race begins behind this
+DRAFT_VOCAB = 1024  # of the live head: its output matrix is then a third of it, not two thirds
 TIE = 1e-3  # logits closer than this may change places between two float32 passes of different shape
 
 
@@ -75,7 +77,9 @@ def run(options: DemoOptions, out: Console) -> bool:
     prompts = held_out_prompts(tokenizer, options.num_prompts, held_out=held_out)
 
     heading(out, "1  A frozen base model gets a draft head")
-    model = convert(base, "eagle3", steps=options.steps)
+    model = convert(
+        base, "eagle3", steps=options.steps, draft_vocab_size=min(DRAFT_VOCAB, base.config.vocab_size), draft_depth=2
+    )
     layers = ", ".join(map(str, model.head.layers))
     out.print(
         f"base: {type(base).__name__}, {base.num_parameters() / 1e6:.1f}M parameters, frozen\n"
@@ -213,6 +217,9 @@ def train_live(
     seconds = options.minutes * 60
     began = time.monotonic()
     ids = training_ids(tokenizer, held_out, options)
+    head = model.head
+    assert isinstance(head, Eagle3Head)
+    head.set_draft_vocabulary(torch.bincount(ids, minlength=len(head.t2d)), model.base)
     with terminal.progress(out, "the base continues prompts") as tell:
         own = continuations(model.base, ids, options, seconds * options.own_time, tell)
     with (

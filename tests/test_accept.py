@@ -316,6 +316,7 @@ class Scalar:
     """The exact rule for sampled children once more, for one row in plain Python, with parts that can be left out."""
 
     lossless: bool = field(default=True, init=False)
+    descends_on_draw: bool = field(default=False, init=False)
     subtract_q: bool = True
     drop_x: bool = True
 

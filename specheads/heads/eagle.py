@@ -27,6 +27,7 @@ class EagleConfig(FeatureHeadConfig):
     noise: float = 0.1
     fc_bias: bool = False
     metric_steps: int = 4
+    draft_depth: int = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,7 +23,8 @@ from specheads.tree import DraftTree
 
 @dataclass(frozen=True)
 class FeatureHeadConfig(HeadConfig):
-    """Sizes of the decoder; those left None are the base's own."""
+    """Sizes of the decoder; those left None are the base's own. draft_depth: of the default tree on a CPU, where each
+    level costs time; as deep as its drafts are usually right."""
 
     aliases: ClassVar[dict[str, str]] = {"eagle_num_layers": "num_layers"}
 
@@ -37,9 +38,11 @@ class FeatureHeadConfig(HeadConfig):
     attention_bias: bool = False
     mlp_bias: bool = False
     taps: tuple[int, ...] | None = None
+    draft_depth: int = 5
 
     def __post_init__(self) -> None:
         self._at_least(1, "num_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+        self._at_least(1, "draft_depth")
         heads, shared = self.num_attention_heads, self.num_key_value_heads
         if heads and shared and heads % shared:
             raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={shared}")
@@ -126,7 +129,7 @@ class FeatureHead(DraftHead):
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
         # On a CPU each node that drafts costs time; on a GPU up to some 60 nodes are nearly free.
-        return DynamicTree() if device.type == "cuda" else comb(5)
+        return DynamicTree() if device.type == "cuda" else comb(self.config.draft_depth)
 
     def _run(self, attend: Any, embedded: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
         rotary = self.rotary(position)

@@ -6,6 +6,7 @@ Shapes: B batch rows, T positions, F features, H hidden, V vocabulary, S drafted
 from __future__ import annotations
 
 import difflib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Self
@@ -91,7 +92,7 @@ class TapBatch:
         return self.supervised[:, ahead:] & same
 
 
-class DraftHead(nn.Module):
+class DraftHead(nn.Module, ABC):
     """A module that learns to draft. Subclasses set `Config`, and implement `loss`, `propose` and `layers`."""
 
     Config: ClassVar[type[HeadConfig]]
@@ -101,9 +102,9 @@ class DraftHead(nn.Module):
         self.config = config
 
     @property
+    @abstractmethod
     def layers(self) -> tuple[int, ...]:
         """The base's hidden_states it is fed, as Hugging Face indices (0 embeddings, n after the final norm)."""
-        raise NotImplementedError
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,17 +113,18 @@ class DraftHead(nn.Module):
     def initialise(self, base: nn.Module) -> None:
         """Start from what the base already knows, where the shapes agree."""
 
+    @abstractmethod
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The training loss, and what to report: `ranks` (R, S), each depth's rank of the base's own next token in
         the draft (0 = drafted first, −1 = outside the draft vocabulary), and every loss term by name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
         """The tree it drafts unless told otherwise."""
-        raise NotImplementedError
 
+    @abstractmethod
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
-        raise NotImplementedError
+        """A tree behind context.root, in the shape `plan` asks for."""
 
 
 def rank_of(logits: Tensor, token: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Shapes: B batch rows, T positions, F tapped features, H hidden, N tree nodes, S 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -22,7 +23,7 @@ from specheads.tree import DraftTree
 
 
 @dataclass(frozen=True)
-class FeatureHeadConfig(HeadConfig):
+class FeatureHeadConfig(HeadConfig, ABC):
     """Sizes of the decoder; those left None are the base's own. draft_depth: of the default tree on a CPU, where each
     level costs time; as deep as its drafts are usually right."""
 
@@ -50,8 +51,9 @@ class FeatureHeadConfig(HeadConfig):
             raise ValueError(f"head_dim={self.head_dim} must be even, for RoPE")
 
     @classmethod
+    @abstractmethod
     def default_taps(cls, num_layers: int) -> tuple[int, ...]:
-        raise NotImplementedError
+        """The layers read by default, for a base of `num_layers`."""
 
     def filled(self, base_config: Any) -> Self:
         config = super().filled(base_config)
@@ -115,17 +117,17 @@ class FeatureHead(DraftHead):
         """(Vd,) target id of each draft token; None where the vocabularies are the same."""
         return None
 
+    @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
         """Tapped features (B, T, F) → (B, T, H), what a drafted step's own output replaces later on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Embedded tokens and hidden (B, T, H) → the first block's attention input and its residual."""
-        raise NotImplementedError
 
+    @abstractmethod
     def draft_logits(self, hidden: Tensor, lm_head: Any) -> Tensor:
         """Block output (…, H) → logits (…, Vd)."""
-        raise NotImplementedError
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
         # On a CPU each node that drafts costs time; on a GPU up to some 60 nodes are nearly free.

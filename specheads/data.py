@@ -5,7 +5,6 @@ V vocabulary. What becomes of one row is in rows.py.
 
 from __future__ import annotations
 
-import difflib
 import glob
 import logging
 import os
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from specheads.options import refuse_unknown
 from specheads.rows import IGNORED, Collator, Row, chunk, pack, tokenize, truncate
 
 if TYPE_CHECKING:
@@ -78,12 +78,7 @@ class DataConfig:
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> DataConfig:
         """Raises ValueError for an unknown key, naming the nearest known one, and for a missing `train`."""
-        known = [field.name for field in fields(cls)]
-        for key in options:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(known)}"
-                raise ValueError(f"unknown data option {key!r}; {hint}")
+        refuse_unknown(options, [field.name for field in fields(cls)], what="data option")
         if "train" not in options:
             raise ValueError("data option 'train' is missing: give a path, a list of paths, a glob or a hub dataset id")
         return cls(**options)

@@ -6,12 +6,13 @@ GPU and without use_cpu starts runs that do not know of one another.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from specheads.options import refuse_unknown
 
 KINDS = ("no", "ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3")
 
@@ -37,11 +38,7 @@ class LaunchConfig:
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> LaunchConfig:
-        known = [f.name for f in fields(cls)]
-        for key in options:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                raise ValueError(f"unknown option 'launch.{key}'; did you mean 'launch.{(near or known)[0]}'?")
+        refuse_unknown(options, [f.name for f in fields(cls)], section="launch.")
         return cls(**options)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from specheads.convert import head_config
 from specheads.data import DataConfig
 from specheads.heads import HeadConfig
 from specheads.launch import LaunchConfig
+from specheads.options import refuse_unknown
 
 
 class RecipeError(ValueError):
@@ -76,14 +76,12 @@ class Recipe:
         if not isinstance(options, Mapping):
             raise RecipeError(f"a recipe is a mapping with base, head, data and training, not {options!r:.60}")
         options = dict(options)
-        known = [f.name for f in dataclasses.fields(cls)]
-        for key in options:
-            _refuse_unknown("", key, known)
-        for name in ("base", "data", "training"):
-            if options.get(name) is None:
-                raise RecipeError(f"{name} is missing: set it in the recipe or as {name}=…")
-        sections = {name: _section(name, options.get(name)) for name in ("data", "training", "launch", "head")}
         try:
+            refuse_unknown(options, [f.name for f in dataclasses.fields(cls)])
+            for name in ("base", "data", "training"):
+                if options.get(name) is None:
+                    raise RecipeError(f"{name} is missing: set it in the recipe or as {name}=…")
+            sections = {name: _section(name, options.get(name)) for name in ("data", "training", "launch", "head")}
             return cls(
                 **{key: value for key, value in options.items() if key not in sections},
                 data=DataConfig.from_dict(sections["data"]),
@@ -160,15 +158,5 @@ def _training(options: dict[str, Any]) -> dict[str, Any]:
     from specheads.trainer import SpecTrainingArguments
 
     known = [f.name for f in dataclasses.fields(SpecTrainingArguments) if f.init]
-    for key in options:
-        _refuse_unknown("training.", key, known)
+    refuse_unknown(options, known, section="training.")
     return options
-
-
-def _refuse_unknown(section: str, key: object, known: Iterable[str]) -> None:
-    known = list(known)
-    if key in known:
-        return
-    near = difflib.get_close_matches(str(key), known, n=1)
-    hint = f"did you mean {section + near[0]!r}?" if near else f"known: {', '.join(known[:12])}"
-    raise RecipeError(f"unknown option {section + str(key)!r}; {hint}")

@@ -428,7 +428,7 @@ def test_eval_is_read_from_its_own_source_and_split(tokenizer):
 def test_an_unknown_option_names_the_nearest_one():
     with pytest.raises(ValueError, match="unknown data option 'max_lenght'; did you mean 'max_length'"):
         DataConfig.from_dict({"train": "x", "max_lenght": 3})
-    with pytest.raises(ValueError, match="unknown data option 'zzz'; the options are train, "):
+    with pytest.raises(ValueError, match="unknown data option 'zzz'; known: train, "):
         DataConfig.from_dict({"train": "x", "zzz": 3})
     with pytest.raises(ValueError, match="'train' is missing"):
         DataConfig.from_dict({})

@@ -5,7 +5,6 @@ Shapes: B batch rows, T positions, F features, H hidden, V vocabulary, S drafted
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specheads.drafters.base import Context
+from specheads.options import refuse_unknown
 from specheads.planner import Plan
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree
@@ -33,14 +33,10 @@ class HeadConfig:
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Self:
         """Options by name, the spellings of other toolkits included. ValueError on an unknown one."""
-        known = [f.name for f in fields(cls)]
+        refuse_unknown(options, [*(f.name for f in fields(cls)), *cls.aliases], what=f"{cls.kind} head option")
         given: dict[str, Any] = {}
         for name, value in options.items():
             key = cls.aliases.get(name, name)
-            if key not in known:
-                near = difflib.get_close_matches(name, [*known, *cls.aliases], n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-                raise ValueError(f"unknown {cls.kind} head option {name!r}{hint}")
             if key in given:
                 raise ValueError(f"{cls.kind} head option {key!r} is given twice (once as {name!r})")
             given[key] = tuple(value) if isinstance(value, list) else value

@@ -12,6 +12,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
+    py_modules=["specheads_cli"],
     packages=find_packages(include=["specheads", "specheads.*"]),
     package_data={"specheads": ["py.typed"]},
     install_requires=[
@@ -23,13 +24,13 @@ setup(
         "peft>=0.18",
         "pyyaml>=6.0",
         "rich>=13.0",
-        "typer>=0.15",
+        "typer>=0.28",
     ],
     extras_require={
         "deepspeed": ["deepspeed>=0.18"],
         "dev": ["pytest>=8.0", "pytest-xdist>=3.5", "ruff>=0.9", "mypy>=1.15", "pre-commit>=4.0", "types-PyYAML"],
     },
-    entry_points={"console_scripts": ["specheads = specheads.cli:main"]},
+    entry_points={"console_scripts": ["specheads = specheads_cli:main"]},
     classifiers=[
         "License :: OSI Approved :: Apache Software License",
         "Programming Language :: Python :: 3.11",

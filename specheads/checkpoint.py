@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,29 +172,22 @@ def load(
     if config is not None and config._attn_implementation:
         kwargs.setdefault("attn_implementation", config._attn_implementation)
 
-    recorded, tensors, folder = _read(source, hub)
-    try:
-        head_config = recorded.head_config()
-        differing = misfits(tensors, head_config)
-    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{source}: its config does not describe a head this version knows: {error}") from error
-    if differing:
-        raise CheckpointError(f"{source}: the tensors do not fit its head: {differing}")
-
+    saved = read(source, **hub)
+    recorded = saved.config
     if base is None or isinstance(base, str | os.PathLike):
-        base = _load_base(source, base, recorded, folder, hub, dtype=wanted_dtype or "auto", **kwargs)
+        base = _load_base(source, base, recorded, saved.folder, hub, dtype=wanted_dtype or "auto", **kwargs)
     elif ignored := sorted(name for name, value in kwargs.items() if value):
         raise ValueError(f"{ignored} would have no effect on a base that is in memory already")
     base = unwrapped(base)
     check_base(recorded, base, source)
 
     # What is saved from here on sits on this base; a local name in the file is relative to the file.
-    recorded.base_model_name_or_path = getattr(base, "name_or_path", None) or _resolved(recorded, folder)
+    recorded.base_model_name_or_path = getattr(base, "name_or_path", None) or _resolved(recorded, saved.folder)
     recorded.base_revision = getattr(base.config, "_commit_hash", None)
     recorded.base_fingerprint = fingerprint(base)
     recorded.name_or_path = str(source)
-    model = SpecModel(recorded, base, build_head(head_config, base))
-    load_head_tensors(model, tensors, source)
+    model = SpecModel(recorded, base, build_head(saved.head, base))
+    load_head_tensors(model, saved.tensors, source)
     if wanted_dtype is not None:
         model.head.to(wanted_dtype)
     return model.eval()
@@ -255,8 +249,21 @@ def _resolved(config: SpecConfig, folder: Path) -> str | None:
     return str((folder / name).resolve()) if name and name.startswith(".") else name
 
 
-def _read(source: Any, hub: dict[str, Any]) -> tuple[SpecConfig, dict[str, Tensor], Path]:
-    """The config, the tensors and the folder of a checkpoint; the config in the weights file is the one that counts."""
+@dataclass(frozen=True)
+class SavedHead:
+    """What a checkpoint holds: its config and the head's part of it, the tensors as `head.…`; folder: where it is."""
+
+    config: SpecConfig
+    head: HeadConfig
+    tensors: dict[str, Tensor]
+    folder: Path
+
+
+def read(source: Any, **hub: Any) -> SavedHead:
+    """A checkpoint without its base, from a directory or hub id; hub: revision, subfolder, token … of a hub id.
+
+    The config in the weights file is the one that counts. Raises CheckpointError with what is wrong and where.
+    """
     from specheads.convert import SpecConfig
 
     stored = None
@@ -275,7 +282,15 @@ def _read(source: Any, hub: dict[str, Any]) -> tuple[SpecConfig, dict[str, Tenso
         stored = _parsed(text, f"the header of {weights}")
     if stored is None:
         raise CheckpointError(f"{source} has no {CONFIG}, nor a config in the header of {WEIGHTS}")
-    return SpecConfig.from_dict(stored), tensors, Path(weights).parent
+    config = SpecConfig.from_dict(stored)
+    try:
+        head = config.head_config()
+        differing = misfits(tensors, head)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{source}: its config does not describe a head this version knows: {error}") from error
+    if differing:
+        raise CheckpointError(f"{source}: the tensors do not fit its head: {differing}")
+    return SavedHead(config, head, tensors, Path(weights).parent)
 
 
 def _parsed(text: str | bytes, where: Any) -> dict[str, Any]:

@@ -49,6 +49,12 @@ class Run:
             (output / RESULTS).write_text(json.dumps(metrics, indent=2, sort_keys=True) + "\n", "utf8")
         return metrics
 
+    def summary(self, metrics: dict[str, float]) -> str:
+        """One line on what train() gave."""
+        length = metrics.get("eval_accepted_length")
+        shown = "" if length is None else f", accepted length {length:.3f} on the held-out rows"
+        return f"saved {self.trainer.args.output_dir}: loss {metrics['train_loss']:.4g}{shown}"
+
 
 def prepare(recipe: Recipe) -> Run:
     """Load and check everything a run needs. Raises RecipeError, LaunchError, or another ValueError or OSError that

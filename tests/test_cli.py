@@ -12,8 +12,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specheads import cli, demo
+import specheads_cli as cli
 from specheads import console as terminal
+from specheads.bench import decoders as racers
 from specheads.convert import convert
 from tests.conftest import tiny_llama
 
@@ -244,7 +245,7 @@ def test_the_demo_runs_end_to_end(shipped, tmp_path, capsys):
 
 
 def test_the_demo_notices_a_text_that_differs(shipped, tmp_path, capsys, monkeypatch):
-    real = demo.decoders.drafted
+    real = racers.drafted
 
     def wrong(model, length, **kwargs):
         decode = real(model, length, **kwargs)
@@ -256,7 +257,7 @@ def test_the_demo_notices_a_text_that_differs(shipped, tmp_path, capsys, monkeyp
 
         return run
 
-    monkeypatch.setattr(demo.decoders, "drafted", wrong)
+    monkeypatch.setattr(racers, "drafted", wrong)
     code, out, _ = run(
         capsys, "demo", "--checkpoints", shipped, "--minutes", 0.02, "--num-prompts", 1, "--max-new-tokens", 8,
         "--output", tmp_path / "head",
@@ -320,8 +321,17 @@ def test_a_model_cannot_steer_the_terminal():
     assert terminal.printable("a\x1b[31m\x9b\r\x07b\n\tc") == "a\\x1b[31m\\x9b\\r\\x07b\n\tc"
 
 
+def test_help_waits_for_neither_torch_nor_transformers():
+    asked = [["--help"], *([command, "--help"] for command in COMMANDS)]
+    script = (
+        f"import sys, specheads_cli; codes = [specheads_cli.run(args) for args in {asked}]; "
+        "sys.exit(any(codes) or not {'torch', 'transformers', 'specheads'}.isdisjoint(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0
+
+
 def test_help_and_a_bad_path_work_as_a_program(tmp_path):
-    command = [sys.executable, "-m", "specheads.cli"]
+    command = [sys.executable, "-m", "specheads_cli"]
     done = subprocess.run([*command, "info", str(tmp_path / "absent")], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""
     assert [line for line in done.stderr.splitlines() if line.startswith("specheads: ")] and "absent" in done.stderr

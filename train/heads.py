@@ -33,11 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     metrics = run.train()
     if run.trainer.is_world_process_zero():
-        length = metrics.get("eval_accepted_length")
-        print(
-            f"saved {run.trainer.args.output_dir}: loss {metrics['train_loss']:.4g}"
-            + ("" if length is None else f", accepted length {length:.3f} on the held-out rows")
-        )
+        print(run.summary(metrics))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What is here: the hardware and versions a figure belongs to, and what a head checkpoint holds."""
+"""The hardware and versions a figure belongs to."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-
-from specheads import checkpoint, corpus
-from specheads.heads import HEADS
 
 
 def environment() -> dict[str, Any]:
@@ -51,42 +48,3 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def system_record() -> dict[str, Any]:
-    """environment(), the known heads, and the shipped checkpoints with their sizes."""
-    try:
-        folder = corpus.checkpoints_dir()
-        found = {p.name: f"{_megabytes(p):.1f} MB" for p in sorted(folder.iterdir()) if (p / "config.json").is_file()}
-    except FileNotFoundError:
-        found = {}
-    return {**environment(), "heads": list(HEADS), "shipped_checkpoints": found or "none"}
-
-
-def checkpoint_record(path: Path) -> dict[str, Any]:
-    """What the head checkpoint in the directory `path` holds. CheckpointError where it is none."""
-    if not path.is_dir():
-        raise checkpoint.CheckpointError(f"{path} is not a directory; give one that save_pretrained() wrote")
-    config, tensors, _ = checkpoint._read(path, {})
-    head = config.head_config()
-    if differing := checkpoint.misfits(tensors, head):
-        raise checkpoint.CheckpointError(f"{path}: the tensors do not fit its head: {differing}")
-    options = {name: value for name, value in head.to_dict().items() if name != "kind"}
-    weights = {name: t for name, t in tensors.items() if t.is_floating_point()}
-    tap = options.get("tap")
-    return {
-        "kind": head.kind,
-        "base": config.base_model_name_or_path,
-        "base_revision": config.base_revision,
-        "base_fingerprint": config.base_fingerprint,
-        "parameters": sum(t.numel() for t in weights.values()),
-        "dtype": sorted({str(t.dtype).removeprefix("torch.") for t in weights.values()}),
-        "megabytes": round(_megabytes(path), 2),
-        "tapped_layers": list(options.get("taps") or ([] if tap is None else [tap])),
-        "draft_vocabulary": options.get("draft_vocab_size") or options.get("vocab_size"),
-        "options": options,
-    }
-
-
-def _megabytes(folder: Path) -> float:
-    return sum(p.stat().st_size for p in folder.iterdir() if p.is_file()) / 1e6

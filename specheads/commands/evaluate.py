@@ -1,0 +1,48 @@
+"""`specheads evaluate`: a head raced against transformers' generate() and our loop without drafts, greedily."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specheads import console as terminal
+from specheads.bench import decoders, environment, report, runner
+from specheads.commands.arguments import parse_tree
+from specheads.convert import SpecModel
+
+REFERENCE = "transformers generate"
+
+
+def measure(
+    model: SpecModel, tokenizer: Any, prompts: list[str], *, max_new_tokens: int, repeats: int, tree: str | None
+) -> dict[str, Any]:
+    """What was asked for, where it ran, and the figures of each decoder, the head's last; tree as on the command
+    line. Progress goes to stderr."""
+    racers = {
+        REFERENCE: decoders.transformers_generate(model.base, max_new_tokens),
+        "our loop, no drafts": decoders.drafted(model, max_new_tokens, draft=False),
+        f"{model.head.config.kind} head": decoders.drafted(model, max_new_tokens, plan=parse_tree(tree, model)),
+    }
+    with terminal.progress(terminal.make_console(stderr=True), "measuring") as told:
+        batches = decoders.batches(tokenizer, prompts, model.device)
+        result = runner.race(racers, batches, repeats=repeats, report=told)
+    return {
+        "num_prompts": len(prompts), "max_new_tokens": max_new_tokens, "repeats": repeats, "tree": tree,
+        "dtype": str(model.dtype).removeprefix("torch."), "environment": environment.environment(),
+        "decoders": report.summary(result, REFERENCE),
+    }  # fmt: skip
+
+
+def show(record: dict[str, Any]) -> None:
+    """What measure() gave, as tables on stdout."""
+    out = terminal.make_console()
+    rows = record["decoders"]
+    title = (
+        f"{record['num_prompts']} prompts × {record['max_new_tokens']} tokens, greedy, median of {record['repeats']}"
+    )
+    out.print(terminal.table(title, report.COLUMNS, [report.cells(name, row) for name, row in rows.items()]))
+    parts = [report.part_cells(name, row) for name, row in rows.items()]
+    out.print(terminal.table("New text and text that repeats itself", report.PART_COLUMNS, parts))
+    *_, head = rows.values()
+    depths = enumerate(head["accepted_by_depth"], start=1)
+    out.print("accepted at depth " + ", ".join(f"{depth}: {share:.0%}" for depth, share in depths))
+    out.print(environment.line(record["environment"]))

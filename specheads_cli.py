@@ -85,7 +85,7 @@ def demo(
       specheads demo --json demo.json
     """
     from specheads.console import make_console
-    from specheads import demo as story
+    from specheads.demo import story
 
     options = story.DemoOptions(
         minutes=minutes, num_prompts=num_prompts, max_new_tokens=max_new_tokens, seed=seed, checkpoints=checkpoints,

@@ -1,0 +1,177 @@
+"""The demo: give the shipped base an EAGLE-3 head, train it live, save it, restore it in a new process, and race it.
+
+One run, in order: train_live() → save_pretrained() → show_elsewhere() → compare() → one table.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from specheads import console as terminal
+from specheads import corpus
+from specheads.bench import decoders, environment, report, runner
+from specheads.bench.prompts import held_out_prompts
+from specheads.convert import SpecModel, convert, load_head
+from specheads.demo.live import LiveOptions, train_live
+from specheads.demo.restored import load_base, show_elsewhere
+
+REFERENCE = "transformers generate"
+SHIPPED = {"medusa": "Medusa", "eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
+LIVE = "EAGLE-3, just trained"
+DRAFT_VOCAB = 1024  # of the live head: its output matrix is then a third of it, not two thirds
+STEPS = 3  # of training-time test, of the live head
+NUM_SHOWN = 2  # prompts whose text is shown
+REPEATS = 3  # of the race
+RACE_SECONDS = 130.0  # no further repeat of the race begins behind this
+TIE = 1e-3  # logits closer than this may change places between two float32 passes of different shape
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """checkpoints: the folder of base/ and the heads, None for the shipped one; minutes and seed: of the training;
+    output: where the head is saved; json: where the figures are written, if anywhere."""
+
+    minutes: float
+    num_prompts: int
+    max_new_tokens: int
+    seed: int
+    checkpoints: Path | None
+    output: Path
+    json: Path | None
+
+
+def run(options: DemoOptions, out: Console) -> bool:
+    """Tell the whole story on `out`. Are the texts of all decoders the same? ValueError or OSError on bad input."""
+    began = time.monotonic()
+    hf_logging.disable_progress_bar()
+    torch.manual_seed(options.seed)
+    folder = options.checkpoints or corpus.checkpoints_dir()
+    if not (folder / "base" / "config.json").is_file():
+        raise FileNotFoundError(f"no base model at {folder / 'base'}: give --checkpoints a folder that holds base/")
+    base, tokenizer = load_base(folder / "base")
+    names = folder / "base" / "held_out.txt"
+    held_out = names.read_text("utf8").split() if names.is_file() else corpus.default_held_out()
+    prompts = held_out_prompts(tokenizer, options.num_prompts, held_out=held_out)
+
+    heading(out, "1  A frozen base model gets a draft head")
+    draft_vocab = min(DRAFT_VOCAB, base.config.vocab_size)
+    model = convert(base, "eagle3", steps=STEPS, draft_vocab_size=draft_vocab, draft_depth=2)
+    describe(model, out)
+
+    heading(out, f"2  {options.minutes:g} minutes of training on the standard library's source")
+    trained = train_live(model, tokenizer, held_out, LiveOptions(options.minutes, options.seed), out)
+    model.save_pretrained(options.output)
+    del model
+    size = sum(p.stat().st_size for p in options.output.iterdir()) / 1e6
+    out.print(f"saved {options.output} ({size:.1f} MB: the head alone)")
+
+    heading(out, "3  Restored in a new process, drafting for text it has never seen")
+    texts = show_elsewhere(options.output, folder / "base", prompts[:NUM_SHOWN], options.max_new_tokens, out)
+
+    heading(out, f"4  The same {len(prompts)} prompts through every decoder")
+    models = load_heads(base, folder, options.output, out)
+    batches = decoders.batches(tokenizer, prompts, base.device)
+    race = compare(base, models, batches, options.max_new_tokens, out)
+    rows, where = report.summary(race, REFERENCE), environment.environment()
+    num_raced = len(race.runs[LIVE][0])
+    title = f"{num_raced} prompts × {options.max_new_tokens} tokens, greedy, median of {len(race.runs[LIVE])}"
+    out.print(terminal.table(title, report.COLUMNS, [report.cells(name, row) for name, row in rows.items()]))
+    out.print(environment.line(where))
+    same = tell_differences(differences(race, base, batches, texts), race, out)
+
+    seconds = time.monotonic() - began
+    out.print(f"{seconds // 60:.0f} min {seconds % 60:.0f} s in all")
+    out.print(f'more: specheads generate {options.output} --prompt "import os" --color-depth')
+    if options.json:
+        record = {
+            "decoders": rows, "environment": where, "training": trained, "same_text": same,
+            "num_prompts": num_raced, "max_new_tokens": options.max_new_tokens, "seconds": seconds,
+        }  # fmt: skip
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(record, indent=2) + "\n", "utf8")
+    return same
+
+
+def heading(out: Console, text: str) -> None:
+    out.print(f"\n{text}", style="bold")
+
+
+def describe(model: SpecModel, out: Console) -> None:
+    """The sizes of base and head, and where the head sits."""
+    layers = ", ".join(map(str, model.head.layers))
+    out.print(
+        f"base: {type(model.base).__name__}, {model.base.num_parameters() / 1e6:.1f}M parameters, frozen\n"
+        f"head: EAGLE-3 on layers {layers}, {sum(p.numel() for p in model.head.parameters()) / 1e6:.1f}M parameters, "
+        "started from the base's last layer and output matrix"
+    )
+
+
+def load_heads(base: PreTrainedModel, folder: Path, live: Path, out: Console) -> dict[str, SpecModel]:
+    """By label: the heads of `folder` that are there, and the one just trained."""
+    models = {}
+    for name, label in SHIPPED.items():
+        if (folder / name / "config.json").is_file():
+            models[label] = load_head(base, folder / name, dtype=base.dtype)
+        else:
+            out.print(f"no {label} head at {folder / name}: left out")
+    models[LIVE] = load_head(base, live, dtype=base.dtype)
+    return models
+
+
+def compare(
+    base: PreTrainedModel, models: dict[str, SpecModel], batches: list[dict[str, Tensor]], max_new_tokens: int,
+    out: Console,
+) -> runner.Race:  # fmt: skip
+    """transformers' generate(), our loop without drafts, and every head, in turn on the same prompts."""
+    racers = {
+        REFERENCE: decoders.transformers_generate(base, max_new_tokens),
+        "our loop, no drafts": decoders.drafted(base, max_new_tokens),
+        **{name: decoders.drafted(model, max_new_tokens) for name, model in models.items()},
+    }
+    with terminal.progress(out, "racing") as tell:
+        return runner.race(racers, batches, repeats=REPEATS, budget=RACE_SECONDS, report=tell)
+
+
+@torch.no_grad()
+def differences(
+    race: runner.Race, base: PreTrainedModel, batches: list[dict[str, Tensor]], restored: list[list[int]]
+) -> list[str]:
+    """Where texts differ from transformers' own, leaving out exact ties, at which either token is the best one.
+
+    restored: the first texts as the restored head wrote them.
+    """
+    found = []
+    for name in race.runs:
+        for i, row, at in race.differing(name, REFERENCE):
+            tokens = race.runs[REFERENCE][0][i].output.tokens[row][:at]
+            ids = torch.cat([batches[i]["input_ids"][row], torch.tensor(tokens, device=base.device, dtype=torch.long)])
+            best = base(input_ids=ids.unsqueeze(0)).logits[0, -1].topk(2).values
+            margin = float(best[0] - best[1])
+            if margin > TIE:
+                found.append(f"{name} on prompt {i + 1} from token {at + 1} on (the best two are {margin:.2g} apart)")
+    own = [run.output.tokens[0] for run in race.runs[REFERENCE][0][: len(restored)]]
+    if own != restored[: len(own)]:
+        found.append("the restored process wrote other text than the base model does")
+    return found
+
+
+def tell_differences(found: list[str], race: runner.Race, out: Console) -> bool:
+    """One line of verdict; are there none?"""
+    if found:
+        out.print("✗ not every text is the same: " + "; ".join(found), style="bold red")
+        return False
+    runs = race.runs[REFERENCE][0]
+    out.print(
+        f"✓ every text is the same: {len(race.runs)} decoders × {len(runs)} prompts, "
+        f"{sum(r.num_tokens for r in runs)} tokens each, and the restored process", style="bold green",
+    )  # fmt: skip
+    return True

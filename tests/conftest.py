@@ -1,8 +1,17 @@
 """Fixtures: a tiny random base model, so that the claims are about the code and not about a checkpoint."""
 
+import logging
+
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as hf_logging
+
+from specheads import convert
+
+# They assert too, and pytest rewrites the asserts of test files alone.
+pytest.register_assert_rewrite("chats", "enumeration", "heads_on_disk", "replay")
 
 
 def tiny_llama(**options):
@@ -20,3 +29,58 @@ def tiny_llama(**options):
 @pytest.fixture(scope="session")
 def base():
     return tiny_llama()
+
+
+def with_adapter():
+    """A peft model whose adapter changes the law (a fresh LoRA has B = 0 and does not)."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    adapted = get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.5)
+    return adapted.eval()
+
+
+@pytest.fixture(scope="module")
+def base_dir(tmp_path_factory):
+    """A base on disk, whose name its heads record."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny_llama().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def named(base_dir):
+    """The base of base_dir, which knows its name."""
+    return AutoModelForCausalLM.from_pretrained(base_dir)
+
+
+@pytest.fixture(scope="module")
+def model(base):
+    """The base with an EAGLE-3 head as it starts out."""
+    torch.manual_seed(0)
+    return convert(base, "eagle3")
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def cache_in_tmp(monkeypatch, tmp_path):
+    """Where datasets keeps what it has read."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def hf_log(caplog):
+    """What the library logs through transformers' logger, which keeps it from the root logger."""
+    hf_logging.enable_propagation()
+    logging.getLogger("specheads").propagate = True
+    yield caplog
+    hf_logging.disable_propagation()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import tiny_llama
-from test_accept import distance, law_of
+from enumeration import distance, law_of
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from specheads import DynamicTree, Exact, SampledTree, StaticTree, Target, chain, convert, decode

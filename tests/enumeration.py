@@ -1,0 +1,214 @@
+"""Every outcome of decoding, each with its probability: the law of the output without sampling error.
+
+Every random choice of decoding goes through Sampler.draw, so a sampler that plays all outcomes in turn gives it.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from specheads.accept import Exact
+from specheads.decode import decode
+from specheads.planner import Scored
+from specheads.sampling import Sampler
+from specheads.target import TargetOutput
+
+
+class Enumerating(Sampler):
+    """Plays one script of choices a run; `advance` moves on to the next until all have been played."""
+
+    def __init__(self, processors=None):
+        super().__init__(processors, do_sample=True)
+        self.script = []  # [index, count] of each draw so far
+
+    def restart(self):
+        self.cursor, self.weight = 0, 1.0
+
+    def draw(self, p):
+        p = p.double()
+        p = p / p.sum(-1, keepdim=True)
+        options = [[(i, chance) for i, chance in enumerate(row) if chance > 0] for row in p.tolist()]
+        count = 1
+        for row in options:
+            count *= len(row)
+        if self.cursor == len(self.script):
+            self.script.append([0, count])
+        index, expected = self.script[self.cursor]
+        assert count == expected, "the same choices led to another draw: something random bypasses Sampler.draw"
+        self.cursor += 1
+        chosen = []
+        for row in options:
+            index, place = divmod(index, len(row))
+            token, chance = row[place]
+            self.weight *= chance
+            chosen.append(token)
+        return torch.tensor(chosen)
+
+    def advance(self):
+        while self.script and self.script[-1][0] + 1 == self.script[-1][1]:
+            self.script.pop()
+        if self.script:
+            self.script[-1][0] += 1
+        return bool(self.script)
+
+
+def law_of(run, processors=None):
+    """{outcome: probability} of run(sampler)."""
+    sampler, law = Enumerating(processors), {}
+    while True:
+        sampler.restart()
+        outcome = run(sampler)
+        law[outcome] = law.get(outcome, 0.0) + sampler.weight
+        if not sampler.advance():
+            break
+    assert sum(law.values()) == pytest.approx(1, abs=1e-12)
+    return law
+
+
+def distance(law, other):
+    """The largest difference of one outcome's probability."""
+    return max(abs(law.get(key, 0.0) - other.get(key, 0.0)) for key in law.keys() | other.keys())
+
+
+class Table:
+    """Logits as a function of the whole prefix, random but fixed. holes: some tokens have no chance at all."""
+
+    def __init__(self, vocab_size, seed, *, holes=False, scale=1.5):
+        self.vocab_size, self.seed, self.holes, self.scale = vocab_size, seed, holes, scale
+        self.known = {}
+
+    def __call__(self, prefix):
+        key = tuple(prefix)
+        if key not in self.known:
+            generator = torch.Generator().manual_seed(hash((self.seed, *key)) % 2**31)
+            logits = torch.randn(self.vocab_size, generator=generator, dtype=torch.float64) * self.scale
+            if self.holes:
+                logits[int(torch.randint(self.vocab_size, (), generator=generator))] = -torch.inf
+            self.known[key] = logits
+        return self.known[key]
+
+    def law(self, prompt, length, eos=None):
+        """The joint law of the next `length` tokens, stopping behind eos."""
+        law = {(): 1.0}
+        for _ in range(length):
+            longer = {}
+            for tokens, chance in law.items():
+                if tokens and tokens[-1] == eos:
+                    longer[tokens] = chance
+                    continue
+                for token, p in enumerate(self((*prompt, *tokens)).softmax(-1).tolist()):
+                    if p:
+                        longer[*tokens, token] = chance * p
+            law = longer
+        return law
+
+
+class TableTarget:
+    """Target's three calls, over a table in place of a model."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def prefill(self, ids, lengths, *, room):
+        self.rows = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
+        return TargetOutput(
+            torch.stack([self.table(row) for row in self.rows]).unsqueeze(1), torch.empty(*ids.shape, 0)
+        )
+
+    def verify(self, tree):
+        self.tree = tree
+        logits = torch.zeros(*tree.tokens.shape, self.table.vocab_size, dtype=torch.float64)
+        for b, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
+            prefixes = []
+            for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+                above = self.rows[b] if i == 0 else prefixes[parent] if parent >= 0 else None
+                prefixes.append(None if above is None else [*above, token])
+                if above is not None:
+                    logits[b, i] = self.table(prefixes[i])
+        return TargetOutput(logits, torch.empty(*tree.tokens.shape, 0))
+
+    def commit(self, path, length, bound):
+        for b, row in enumerate(self.rows):
+            row += self.tree.tokens[b, path[b, : length[b]]].tolist()
+            assert len(row) <= bound
+
+
+@dataclass
+class TableDrafter:
+    """Drafts from a table; `change` may tamper with the tree it grew."""
+
+    table: Table
+    change: object = staticmethod(lambda tree: tree)
+    layers: tuple = ()
+
+    def propose(self, context, sampler, plan):
+        paths = [[tuple(row)] for row in context.history]
+
+        def expand(tokens, parents):
+            nonlocal paths
+            if parents is not None:
+                paths = [
+                    [(*paths[b][parent], token) for token, parent in zip(row, parents[b].tolist(), strict=True)]
+                    for b, row in enumerate(tokens.tolist())
+                ]
+            return Scored(torch.stack([torch.stack([self.table(path) for path in row]) for row in paths]))
+
+        return self.change(plan.grow(context.root, expand, sampler, self.table.vocab_size))
+
+
+def output_law(target, draft, plan, prompts, length, *, accept=None, eos=None, steps=None, change=None):
+    """The joint law of the first `length` tokens of each row, as a tuple of rows.
+
+    steps: draw only so many from trees and continue with the target's own law, which by induction (a step depends on
+    the prefix alone) shows as much as a whole run, of a tree too large to enumerate twice. The prefill's token, drawn
+    without a tree, is then made certain.
+    """
+    if steps is not None:
+        for prompt in prompts:
+            target.known[prompt] = torch.full((target.vocab_size,), -torch.inf, dtype=torch.float64)
+            target.known[prompt][1] = 0
+    lengths = [len(prompt) for prompt in prompts]
+    ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+
+    def stop(row, history, count):
+        generated = history[lengths[row] :]
+        for kept in range(1, count + 1):
+            until = len(generated) - count + kept
+            if until >= length or generated[until - 1] == eos:
+                return kept
+        return -1
+
+    def run(sampler):
+        drafter = None if plan is None else TableDrafter(draft, change or (lambda tree: tree))
+        rows = [() for _ in prompts]
+        made = decode(
+            TableTarget(target), drafter, ids, torch.tensor(lengths), plan=plan, sampler=sampler,
+            accept=accept or Exact(), stop=stop, max_new_tokens=length,
+        )  # fmt: skip
+        for step in itertools.islice(made, None if steps is None else steps + 1):
+            rows = [(*row, *gained) for row, gained in zip(rows, step.tokens, strict=True)]
+        return tuple(rows)
+
+    law = law_of(run)
+    if steps is None:
+        return law
+    whole = {}
+    for rows, chance in law.items():
+        assert len(rows) == 1 and eos is None
+        for rest, p in target.law((*prompts[0], *rows[0]), length - len(rows[0])).items():
+            key = ((*rows[0], *rest),)
+            whole[key] = whole.get(key, 0.0) + chance * p
+    return whole
+
+
+def true_law(target, prompts, length, eos=None):
+    """Independent rows: the product of their laws."""
+    law = {(): 1.0}
+    for prompt in prompts:
+        own = target.law(prompt, length, eos)
+        law = {(*rows, row): a * b for rows, a in law.items() for row, b in own.items()}
+    return law

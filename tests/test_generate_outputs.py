@@ -1,0 +1,106 @@
+"""What generate() gives back beside the text: scores, logits, steps, statistics; and what it copies to the host."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from conftest import tiny_llama
+from replay import BATCHES, PAD, Replay, V
+
+from specheads import SampledTree, convert
+from specheads.generation import step_record
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    "options", [{}, {"repetition_penalty": 1.4, "suppress_tokens": [5, 6]}], ids=["raw", "processed"]
+)
+def test_scores_and_logits_are_hugging_faces(model, batch, options):
+    inputs = BATCHES[batch]
+    columns = inputs["input_ids"].shape[1]
+    options = {
+        **options, "do_sample": False, "max_new_tokens": 15, "return_dict_in_generate": True, "output_scores": True,
+        "output_logits": True, "eos_token_id": list(range(80, 90)), "pad_token_id": PAD,
+    }  # fmt: skip
+    theirs = model.base.generate(**inputs, **options)
+    out = model.generate(**inputs, **options, draft=Replay(inputs, theirs.sequences))
+    assert torch.equal(out.sequences, theirs.sequences)
+    assert len(out.scores) == len(theirs.scores) == len(out.logits) == out.sequences.shape[1] - columns
+    for row, ids in enumerate(out.sequences[:, columns:].tolist()):
+        length = next((i + 1 for i, token in enumerate(ids) if 80 <= token < 90), len(ids))
+        for own, other in ((out.scores, theirs.scores), (out.logits, theirs.logits)):
+            for position in range(length):
+                torch.testing.assert_close(own[position][row], other[position][row], atol=1e-3, rtol=1e-4)
+    assert model.generate(**inputs, **{**options, "output_scores": False}).scores is None
+
+
+def test_scores_and_logits_are_float32_for_a_bfloat16_model():
+    half = convert(tiny_llama(num_hidden_layers=2).to(torch.bfloat16), "medusa")
+    options = {"do_sample": False, "max_new_tokens": 3, "return_dict_in_generate": True}
+    options |= {"output_scores": True, "output_logits": True}
+    for out in (half.generate(**BATCHES["one"], **options), half.base.generate(**BATCHES["one"], **options)):
+        assert out.scores[0].dtype == out.logits[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("limit", [13, 14, 15, 16])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_statistics_add_up(model, do_sample, limit):
+    inputs = BATCHES["ragged"]
+    columns = inputs["input_ids"].shape[1]
+    expected = model.base.generate(**inputs, do_sample=False, max_new_tokens=20, eos_token_id=96, pad_token_id=PAD)
+    out = model.generate(
+        **inputs, do_sample=do_sample, max_new_tokens=limit, eos_token_id=96, pad_token_id=PAD, seed=3,
+        return_dict_in_generate=True, draft=Replay(inputs, expected),
+    )  # fmt: skip
+    made = out.statistics()
+    lengths = [(row != PAD).sum().item() for row in out.sequences[:, columns:]]
+    assert made["tokens"] == sum(lengths)
+    assert made["steps"] == len(out.steps) - 1
+    rows = [list(itertools.chain.from_iterable(step.tokens[b] for step in out.steps)) for b in range(3)]
+    assert [len(row) for row in rows] == lengths
+    taken = sum(bool(row) for step in out.steps[1:] for row in step.tokens)
+    assert made["drafted"] == 6 * taken
+    assert made["accepted"] == sum(map(sum, (step.accepted for step in out.steps)))
+    assert made["accepted_length"] == pytest.approx((sum(lengths) - 3) / taken)
+    assert sum(made["accepted_by_depth"]) == pytest.approx(made["accepted"] / taken)
+    assert made["accepted_by_depth"] == sorted(made["accepted_by_depth"], reverse=True)
+    assert made["lossless"] is True
+    for step in out.steps[1:]:
+        assert step.drafted == 6
+        for tokens, accepted, ranks in zip(step.tokens, step.accepted, step.ranks, strict=True):
+            assert len(ranks) == accepted <= len(tokens) <= accepted + 1
+            assert all(rank == 1 for rank in ranks), "the right token is always drafted second"
+    if not do_sample:
+        assert 0 < made["accepted"] < made["tokens"]
+
+
+def test_a_step_becomes_plain_json(model):
+    out = model.generate(**BATCHES["ragged"], do_sample=False, max_new_tokens=5, return_dict_in_generate=True)
+    records = [json.loads(json.dumps(step_record(step))) for step in out.steps]
+    assert records[0]["tokens"] == [[int(row)] for row in out.sequences[:, BATCHES["ragged"]["input_ids"].shape[1]]]
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("tree", [None, SampledTree((3, 2, 1))], ids=["default", "sampled"])
+def test_no_vocabulary_wide_tensor_goes_to_the_host(model, monkeypatch, do_sample, tree):
+    """Of what is copied, nothing is as large as one row's laws; each step copies once."""
+    sizes = {name: [] for name in ("tolist", "cpu", "numpy")}
+
+    def recording(name):
+        original = getattr(torch.Tensor, name)
+
+        def method(tensor, *args, **kwargs):
+            sizes[name].append(tensor.numel())
+            return original(tensor, *args, **kwargs)
+
+        return method
+
+    with monkeypatch.context() as patch:
+        for name in sizes:
+            patch.setattr(torch.Tensor, name, recording(name))
+        out = model.generate(
+            **BATCHES["ragged"], do_sample=do_sample, max_new_tokens=30, seed=0, tree=tree, return_dict_in_generate=True
+        )
+    assert max(itertools.chain.from_iterable(sizes.values())) < V
+    assert len(out.steps) <= len(sizes["tolist"]) <= len(out.steps) + 16

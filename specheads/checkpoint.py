@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
@@ -20,8 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils import logging as hf_logging
 
+from specheads.fingerprint import fingerprint
 from specheads.heads import HEADS, HeadConfig
-from specheads.target import text_config
 
 if TYPE_CHECKING:
     from specheads.convert import SpecConfig, SpecModel
@@ -29,29 +28,11 @@ if TYPE_CHECKING:
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
-_FINGERPRINT = (
-    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "intermediate_size", "vocab_size",
-)  # fmt: skip
 logger = hf_logging.get_logger(__name__)
 
 
 class CheckpointError(ValueError):
     """A head checkpoint that cannot be used; the message says what is wrong with which file."""
-
-
-def fingerprint(base: PreTrainedModel) -> dict[str, Any]:
-    """What identifies a base: the sizes in its config, and a digest of a few values of every weight (None where some
-    weights are not here: on meta, offloaded, or in shards)."""
-    config = text_config(base)
-    record = {name: getattr(config, name, None) for name in _FINGERPRINT}
-    weights = [p.detach() for p in base.parameters() if p.is_floating_point()]
-    if any(p.is_meta or p.numel() == 0 for p in weights):
-        return {**record, "weights": None}
-    # In bfloat16, so that the dtype a base is loaded in does not change what it is.
-    sample = [p.reshape(-1)[:: max(1, p.numel() // 16)].to("cpu", torch.bfloat16) for p in weights]
-    values = torch.cat(sample).view(torch.int16).numpy()
-    return {**record, "weights": hashlib.sha256(values.tobytes()).hexdigest()[:16]}
 
 
 @contextlib.contextmanager
@@ -187,7 +168,10 @@ def load(
     recorded.base_fingerprint = fingerprint(base)
     recorded.name_or_path = str(source)
     model = SpecModel(recorded, base, build_head(saved.head, base))
-    load_head_tensors(model, saved.tensors, source)
+    place = next(model.head.parameters()).device
+    # Copied: a tensor read from a safetensors file is a view of the file, which may be written to later.
+    copies = {name.removeprefix("head."): t.to(place, copy=True) for name, t in saved.tensors.items()}
+    model.head.load_state_dict(copies, strict=True, assign=True)
     if wanted_dtype is not None:
         model.head.to(wanted_dtype)
     return model.eval()
@@ -211,19 +195,6 @@ def check_base(config: SpecConfig, base: PreTrainedModel, source: Any) -> None:
             "%s was trained for %s, whose weights differ from this base's: the text will be right, but fewer drafts "
             "will be accepted than its card says", source, config.base_model_name_or_path or "another base",
         )  # fmt: skip
-
-
-def load_head_tensors(model: SpecModel, tensors: dict[str, Tensor], source: Any) -> None:
-    """Put `head.*` tensors into the model, every one of them and no other, each in the dtype it comes in.
-
-    CheckpointError names what does not fit.
-    """
-    if differing := misfits(tensors, model.head.config):
-        raise CheckpointError(f"{source}: the tensors do not fit its head: {differing}")
-    place = next(model.head.parameters()).device
-    # Copied: a tensor read from a safetensors file is a view of the file, which may be written to later.
-    copies = {name.removeprefix("head."): t.to(place, copy=True) for name, t in tensors.items()}
-    model.head.load_state_dict(copies, strict=True, assign=True)
 
 
 def _load_base(

@@ -16,7 +16,9 @@ from transformers.utils import ModelOutput
 from specheads import checkpoint, generation
 from specheads.cache import additive
 from specheads.drafters.base import Drafter
+from specheads.fingerprint import fingerprint
 from specheads.heads import HEADS, DraftHead, HeadConfig, TapBatch
+from specheads.heads.naming import head_config, head_kind
 from specheads.target import (
     UnsupportedModel,
     concat_taps,
@@ -240,28 +242,6 @@ def positions_of(documents: Tensor) -> Tensor:
     return torch.where(documents > 0, place - start, 0)
 
 
-def head_kind(name: object) -> str:
-    if name not in HEADS:
-        raise ValueError(f"unknown head {name!r}; known: {', '.join(HEADS)}")
-    return str(name)
-
-
-def head_config(head: str | HeadConfig | list[Any], options: dict[str, Any]) -> HeadConfig:
-    """The config that convert()'s ways of naming a head come to."""
-    if isinstance(head, list):
-        if len(head) != 1 or not isinstance(head[0], tuple | list) or len(head[0]) != 2:
-            raise ValueError(
-                f"a head list is [(name, options)] with one entry, not {head!r}; convert again for a second head"
-            )
-        name, listed = head[0]
-        head, options = name, {**listed, **options}
-    if isinstance(head, HeadConfig):
-        if options:
-            raise ValueError(f"options {sorted(options)} next to a head config; put them into the config")
-        return head
-    return HEADS[head_kind(head)].Config.from_options(options)
-
-
 def unwrapped(base: Any) -> PreTrainedModel:
     """The Hugging Face model to verify with: that inside a peft model, in whose layers the adapters stay active."""
     if isinstance(base, SpecModel):
@@ -312,7 +292,7 @@ def spec_config(config: HeadConfig, base: PreTrainedModel) -> SpecConfig:
         head=config.to_dict(),
         base_model_name_or_path=getattr(base, "name_or_path", None) or None,
         base_revision=getattr(base.config, "_commit_hash", None),
-        base_fingerprint=checkpoint.fingerprint(base),
+        base_fingerprint=fingerprint(base),
         architectures=["SpecModel"],
     )
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from specheads.convert import head_config
 from specheads.data import DataConfig
 from specheads.heads import HeadConfig
+from specheads.heads.naming import head_config
 from specheads.launch import LaunchConfig
 from specheads.options import refuse_unknown
 

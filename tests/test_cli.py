@@ -16,6 +16,7 @@ import specheads_cli as cli
 from specheads import console as terminal
 from specheads.bench import decoders as racers
 from specheads.convert import convert
+from specheads.demo import story
 from tests.conftest import tiny_llama
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -263,6 +264,15 @@ def test_the_demo_notices_a_text_that_differs(shipped, tmp_path, capsys, monkeyp
         "--output", tmp_path / "head",
     )  # fmt: skip
     assert code == 1 and "not every text is the same" in out and "from token 4 on" in out
+
+
+def test_the_demo_notices_a_restored_head_that_writes_otherwise(shipped, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(story, "show_elsewhere", lambda *args: [[5] * 8])
+    code, out, _ = run(
+        capsys, "demo", "--checkpoints", shipped, "--minutes", 0.02, "--num-prompts", 1, "--max-new-tokens", 8,
+        "--output", tmp_path / "head",
+    )  # fmt: skip
+    assert code == 1 and "not every text is the same: the restored process wrote other text" in out
 
 
 class Pieces:

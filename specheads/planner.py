@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -70,6 +70,20 @@ def _positive(name: str, value: int) -> None:
         raise ValueError(f"{name}={value} must be at least 1")
 
 
+class _Level(NamedTuple):
+    """One level of a static tree. Its candidates are the `width` best followers of each of `num_above` nodes.
+
+    nodes: candidates that are in the tree; inner: those among them that have children; parents: of each inner node,
+    its parent's place among the inner nodes of the level above.
+    """
+
+    width: int
+    num_above: int
+    nodes: list[int]
+    inner: list[int]
+    parents: list[int]
+
+
 @dataclass(frozen=True)
 class StaticTree:
     """A fixed shape: each choice is a node's path of ranks from the root, as Medusa writes them.
@@ -101,48 +115,60 @@ class StaticTree:
 
     @property
     def drafting_slots(self) -> int:
-        return sum(len(inner) for inner, _, _, _ in self._levels[:-1])
+        return sum(len(level.inner) for level in self._levels[:-1])
 
     @cached_property
-    def _levels(self) -> list[tuple[list[int], list[int], list[int], int]]:
-        """Per level: which of its nodes have children, each node's parent among the level above's, its rank, width."""
+    def _levels(self) -> list[_Level]:
         levels = []
-        above: list[tuple[int, ...]] = [()]  # nodes of the level above that have children
+        above: list[tuple[int, ...]] = [()]  # the nodes of the level above that have children
         for depth in range(1, self.depth + 1):
-            level = [c for c in self.choices if len(c) == depth]
-            inner = [i for i, c in enumerate(level) if any(d[:-1] == c for d in self.choices)]
-            ranks = [c[-1] for c in level]
-            levels.append((inner, [above.index(c[:-1]) for c in level], ranks, max(ranks) + 1))
-            above = [level[i] for i in inner]
+            nodes = [c for c in self.choices if len(c) == depth]
+            width = 1 + max(c[-1] for c in nodes)
+            inner = [c for c in nodes if any(d[:-1] == c for d in self.choices)]
+            levels.append(
+                _Level(
+                    width, len(above),
+                    [above.index(c[:-1]) * width + c[-1] for c in nodes],
+                    [above.index(c[:-1]) * width + c[-1] for c in inner],
+                    [above.index(c[:-1]) for c in inner],
+                )
+            )  # fmt: skip
+            above = inner
         return levels
 
-    @cached_property
-    def _parents(self) -> list[int]:
-        place = {(): 0} | {choice: i + 1 for i, choice in enumerate(self.choices)}
-        return [-1] + [place[choice[:-1]] for choice in self.choices]
-
-    def _tables(self, batch: int, device: torch.device) -> tuple[Tensor, Shape, list[tuple[Tensor, ...]]]:
-        """Parents (B, N), what they imply, and the levels as tensors: made once per batch size and device."""
+    def _tables(self, batch: int, device: torch.device) -> tuple[Shape, Tensor, list[tuple[Tensor, Tensor]]]:
+        """The shape of every tree, which of all candidates its nodes are, and per level `inner` and `parents` as
+        tensors: made once per batch size and device."""
         made = self.__dict__.setdefault("_made", {})
         if (batch, device) not in made:
-            parents = torch.tensor([self._parents], device=device).expand(batch, -1)
-            levels = []
-            for inner, above, ranks, width in self._levels:
-                place = torch.tensor(inner, dtype=torch.long, device=device)
-                own, rank = torch.tensor(above, device=device), torch.tensor(ranks, device=device)
-                levels.append((place, own * width + rank, own[place].expand(batch, -1)))
-            made[batch, device] = parents, Shape.of(parents, self.depth), levels
+            place = {(): 0} | {choice: i + 1 for i, choice in enumerate(self.choices)}
+            parents = torch.tensor([[-1] + [place[choice[:-1]] for choice in self.choices]], device=device)
+            chosen, start = [0], 1  # the root stands before the candidates of all levels
+            tables = []
+            for level in self._levels:
+                chosen += [start + candidate for candidate in level.nodes]
+                start += level.num_above * level.width
+                inner = torch.tensor(level.inner, dtype=torch.long, device=device)
+                above = torch.tensor([level.parents], dtype=torch.long, device=device)
+                tables.append((inner, above.expand(batch, -1)))
+            shape = Shape.of(parents.expand(batch, -1), self.depth)
+            made[batch, device] = shape, torch.tensor(chosen, device=device), tables
         return made[batch, device]
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
-        shared, shape, levels = self._tables(root.shape[0], root.device)
-        drafted = [root.unsqueeze(1)]
-        tokens, parents = drafted[0], None
-        for (inner, chosen, own), (_, _, _, width) in zip(levels, self._levels, strict=True):
-            level = expand(tokens, parents).top_ids(width).flatten(1).index_select(1, chosen)
-            drafted.append(level)
-            tokens, parents = level.index_select(1, inner), own
-        return DraftTree(torch.cat(drafted, 1), shared, self.depth, shape=shape)
+        shape, chosen, tables = self._tables(root.shape[0], root.device)
+        tokens, parents = root.unsqueeze(1), None
+        candidates = [tokens]
+        for level, (inner, above) in zip(self._levels, tables, strict=True):
+            scored = expand(tokens, parents)
+            if scored.logits.shape[-1] < level.width:
+                raise ValueError(
+                    f"rank {level.width - 1} in a tree needs a draft vocabulary of {level.width} tokens or more, not "
+                    f"{scored.logits.shape[-1]}"
+                )
+            candidates.append(scored.top_ids(level.width).flatten(1))
+            tokens, parents = candidates[-1].index_select(1, inner), above
+        return DraftTree(torch.cat(candidates, 1).index_select(1, chosen), shape.parents, self.depth, shape=shape)
 
 
 def chain(depth: int) -> StaticTree:

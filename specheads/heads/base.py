@@ -30,6 +30,9 @@ class HeadConfig:
     hidden_size: int | None = None
     vocab_size: int | None = None
 
+    def __post_init__(self) -> None:
+        """Where subclasses check their options."""
+
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Self:
         """Options by name, the spellings of other toolkits included. ValueError on an unknown one."""
@@ -109,6 +112,11 @@ class DraftHead(nn.Module, ABC):
     @property
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """(Vd,) the target id of each draft token; None where the vocabularies are the same."""
+        return None
 
     def initialise(self, base: nn.Module) -> None:
         """Start from what the base already knows, where the shapes agree."""

@@ -18,7 +18,8 @@ from specheads.losses import add_uniform_noise, feature_distance, soft_cross_ent
 @dataclass(frozen=True)
 class EagleConfig(FeatureHeadConfig):
     """feature_weight and law_weight: of the two losses; noise: half-width of the uniform feature noise; fc_bias: of
-    the fusing layer; metric_steps: drafted steps that evaluation unrolls for the joint accepted length."""
+    the fusing layer; steps: drafted steps that training unrolls, 1 as published, more as in HASS (arXiv:2408.15766);
+    metric_steps: those that evaluation unrolls for the joint accepted length."""
 
     kind: ClassVar[str] = "eagle"
 
@@ -26,13 +27,14 @@ class EagleConfig(FeatureHeadConfig):
     law_weight: float = 0.1
     noise: float = 0.1
     fc_bias: bool = False
+    steps: int = 1
     metric_steps: int = 4
     draft_depth: int = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least(0, "feature_weight", "law_weight", "noise")
-        self._at_least(1, "metric_steps")
+        self._at_least(1, "steps", "metric_steps")
         if self.taps is not None and len(self.taps) != 1:
             raise ValueError(f"an eagle head reads one layer, not taps={self.taps}")
 
@@ -72,15 +74,17 @@ class EagleHead(FeatureHead):
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
         features = add_uniform_noise(batch.features, config.noise) if self.training else batch.features
-        # Training is one step; evaluation unrolls more, for the accepted length of a chain.
-        steps = 1 if self.training else config.metric_steps
+        # Evaluation unrolls as far as the accepted length of a chain wants to know.
+        steps = config.steps if self.training else max(config.steps, config.metric_steps)
         outputs = self.unroll(batch, steps, features)
-        mask = batch.scored(2)
-        span = mask.shape[1]
-        predicted = outputs[0][:, :span][mask]
-        distance = feature_distance(predicted, batch.features[:, 1 : 1 + span][mask]) / batch.denominator
-        law = soft_cross_entropy(self.draft_logits(predicted, batch.lm_head), batch.logits[:, 1 : 1 + span][mask])
-        law = law / batch.denominator
+        distance = law = torch.zeros((), device=batch.features.device)
+        for s, out in enumerate(outputs[: config.steps]):
+            mask = batch.scored(2 + s)
+            here, ahead = slice(0, mask.shape[1]), slice(1 + s, 1 + s + mask.shape[1])
+            predicted = out[:, here][mask]
+            distance = distance + feature_distance(predicted, batch.features[:, ahead][mask])
+            law = law + soft_cross_entropy(self.draft_logits(predicted, batch.lm_head), batch.logits[:, ahead][mask])
+        distance, law = distance / batch.denominator, law / batch.denominator
         total = config.feature_weight * distance + config.law_weight * law
         terms = {"feature": distance.detach(), "law": law.detach()}
         terms["ranks"] = self.unrolled_ranks(batch, outputs, batch.logits.argmax(-1))

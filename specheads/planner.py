@@ -7,6 +7,7 @@ Shapes: B batch rows, N nodes, V vocabulary, K candidates a node, k nodes a leve
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -192,21 +193,16 @@ class DynamicTree:
     """EAGLE-2: at each depth the top_k likeliest paths each get top_k children; the budget − 1 best nodes stay.
 
     budget: nodes, root included; depth: levels drafted at most; top_k: beams, and children a beam. EAGLE-2,
-    arXiv:2406.16858. least_gain: no further level once the beams, summed, are expected to add fewer accepted tokens
-    than this, by the draft's own probabilities, averaged over the batch (after OPT-Tree, arXiv:2406.17276). Above 0
-    it asks the device once a level, so it is for CPUs, where each level costs time; 0 keeps shapes fixed.
+    arXiv:2406.16858.
     """
 
     budget: int = 60
     depth: int = 7
     top_k: int = 10
-    least_gain: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("depth", "top_k"):
             _positive(name, getattr(self, name))
-        if self.least_gain < 0:
-            raise ValueError(f"least_gain={self.least_gain} must be at least 0, in tokens a step")
         most = 1 + self.top_k + (self.depth - 1) * self.top_k**2
         if not 2 <= self.budget <= most:
             raise ValueError(
@@ -230,9 +226,8 @@ class DynamicTree:
         tokens, scores, parents = [beams], [score], [torch.zeros_like(beams)]
         place = torch.arange(1, k + 1, device=root.device).expand(batch, k)
         above = torch.zeros_like(beams)  # each beam's index in the level before
-        made, depth = k, 1
-        while depth < self.depth and not (self.least_gain and score.exp().sum(1).mean() < self.least_gain):
-            depth += 1
+        made = k
+        for _ in range(1, self.depth):
             logp, ids = expand(beams, above).top(k)
             reached = (score.unsqueeze(2) + logp).flatten(1)  # (B, k · k)
             tokens.append(ids.flatten(1))
@@ -251,7 +246,7 @@ class DynamicTree:
         return DraftTree(
             torch.cat([root.unsqueeze(1), tokens_kept], 1),
             torch.cat([torch.full_like(root, -1).unsqueeze(1), renumber.gather(1, full_parents)], 1),
-            depth,
+            self.depth,
         )
 
 
@@ -317,36 +312,17 @@ class SampledTree:
         return DraftTree(torch.cat(tokens, 1), torch.cat(parents, 1), self.depth, probs)
 
 
-def calibrated(ranks: Tensor, budget: int, max_depth: int | None = None) -> StaticTree:
-    """The static tree of `budget` nodes with the most expected accepted tokens.
-
-    ranks (S, D) int: at S positions, the rank of the target's token in the draft of depth d, given that all before
-    it matched (−1: not in the draft's top ranks). Nodes are added by the highest product of accuracies. Medusa,
-    arXiv:2401.10774 (calibration).
-    """
-    import heapq
-
-    depth = min(ranks.shape[1], max_depth or ranks.shape[1])
-    width = int(ranks.max()) + 1
-    if width < 1:
-        raise ValueError("no target token was ever among the draft's candidates: the head is untrained")
-    accuracy = [[float((ranks[:, d] == r).float().mean()) for r in range(width)] for d in range(depth)]
-    heap: list[tuple[float, tuple[int, ...]]] = [(-accuracy[0][r], (r,)) for r in range(width)]
-    heapq.heapify(heap)
+def default_static(budget: int, depth: int, accuracy: Sequence[float] = (0.6, 0.15, 0.07, 0.04, 0.03)) -> StaticTree:
+    """The static tree of `budget` nodes for a head nothing is known of: rank accuracies of a moderately trained one,
+    the same and independent at each depth. One that is counted on data is `calibration.calibrated`'s."""
+    if budget < 2:
+        raise ValueError(f"a tree of {budget} nodes drafts nothing; ask for 2 or more")
+    heap: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(accuracy)]
     chosen: list[tuple[int, ...]] = []
     while heap and len(chosen) < budget - 1:
         value, choice = heapq.heappop(heap)
-        if value == 0:
-            break
         chosen.append(choice)
         if len(choice) < depth:
-            for rank in range(width):
-                heapq.heappush(heap, (value * accuracy[len(choice)][rank], (*choice, rank)))
+            for rank, share in enumerate(accuracy):
+                heapq.heappush(heap, (value * share, (*choice, rank)))
     return StaticTree(tuple(chosen))
-
-
-def default_static(budget: int, depth: int, accuracy: Sequence[float] = (0.6, 0.15, 0.07, 0.04, 0.03)) -> StaticTree:
-    """The static tree for a head nothing is known of: rank accuracies of a moderately trained one, at each depth."""
-    counts = torch.tensor([rank for rank, share in enumerate(accuracy) for _ in range(round(100 * share))])
-    missing = torch.full((100 - len(counts),), -1)
-    return calibrated(torch.cat([counts, missing]).unsqueeze(1).expand(-1, depth), budget)

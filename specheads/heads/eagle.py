@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from specheads.heads.base import TapBatch
-from specheads.heads.block import copy_layer, decoder_layers
+from specheads.heads.block import copy_layer, decoder_layers, final_norm
 from specheads.heads.feature import FeatureHead, FeatureHeadConfig
 from specheads.losses import add_uniform_noise, feature_distance, soft_cross_entropy
+from specheads.target import UnsupportedModel, lm_head_gives_logits
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,32 @@ class EagleHead(FeatureHead):
         super().__init__(config, input_size=config.hidden_size)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
 
+    def refuse_unfit(self, base: Any) -> None:
+        if not lm_head_gives_logits(base):
+            raise UnsupportedModel(
+                f"{type(base).__name__} does more than its output matrix between the last hidden state and the logits, "
+                "and an eagle head drafts through that matrix alone; use 'eagle3' or 'medusa'"
+            )
+
+    @torch.no_grad()
     def initialise(self, base: Any) -> None:
-        """The block from the base's last layer, and fc passing the feature through."""
-        assert self.config.hidden_size is not None
-        layers = decoder_layers(base)
-        if layers is not None and copy_layer(self.blocks[0], layers[-1], slice(None)):  # type: ignore[arg-type]
-            size = self.config.hidden_size
-            with torch.no_grad():
-                self.fc.weight[:, size:].copy_(torch.eye(size))
+        """fc passing the feature through and beside it the token, at a third of its scale, and the block from the
+        base's last layer but silent: what it would add is on the scale of the residual stream, and features stand
+        behind the final norm. So the first guess is the feature again, whatever the scales of the base are."""
+        layers, block, size = decoder_layers(base), self.blocks[0], len(self.fc.weight)
+        if layers is not None:
+            copy_layer(block, layers[-1], slice(None))  # type: ignore[arg-type]
+        for silent in (block.o_proj, block.down_proj):
+            silent.weight.zero_()  # type: ignore[operator, union-attr]
+        self.fc.weight[:, size:].copy_(torch.eye(size))
+        embeddings, norm = base.get_input_embeddings(), final_norm(base)
+        place = embeddings.weight.device
+        if place.type != "meta" and embeddings.weight.numel():
+            tokens = embeddings(torch.arange(min(256, len(embeddings.weight)), device=place)).float()
+            noise = torch.randn(256, size, device=place, dtype=embeddings.weight.dtype)
+            features = (noise if norm is None else norm(noise)).float()
+            scale = features.square().mean().sqrt() / (3 * tokens.square().mean().sqrt().clamp_min(1e-6))
+            self.fc.weight[:, :size].copy_(torch.eye(size) * float(scale))
 
     def fuse(self, features: Tensor) -> Tensor:
         return features

@@ -125,7 +125,7 @@ class FeatureHead(DraftHead):
     def draft_logits(self, hidden: Tensor, lm_head: Any) -> Tensor:
         """Block output (…, H) → logits (…, Vd)."""
 
-    def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
+    def usual_plan(self, device: torch.device) -> Plan:
         # On a CPU each node that drafts costs time; on a GPU up to some 60 nodes are nearly free.
         return DynamicTree() if device.type == "cuda" else comb(self.config.draft_depth)
 

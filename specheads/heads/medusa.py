@@ -113,7 +113,7 @@ class MedusaHead(DraftVocabulary):
             terms["ranks"] = torch.stack(ranks, 1)
         return total, terms
 
-    def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
+    def usual_plan(self, device: torch.device) -> Plan:
         return default_static(64 if device.type == "cuda" else 16, self.config.num_heads)
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:

@@ -26,6 +26,7 @@ class DraftVocabularyConfig(HeadConfig):
     draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._at_least(1, "draft_vocab_size")
 
     def filled(self, base_config: Any) -> Self:

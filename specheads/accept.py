@@ -95,9 +95,9 @@ class Verdict:
 
 def drawn_path(tree: DraftTree, drawn: Tensor) -> Verdict:
     """The path along which each node carries the token drawn (B, N) at its parent; the bonus is the last one drawn."""
-    kept = (drawn.gather(1, tree.parents.clamp_min(0)) == tree.tokens) & (tree.parents >= 0)
-    kept[:, 0] = True
-    whole = (kept.unsqueeze(1) | ~tree.shape.ancestors).all(-1)  # (B, N): this node and all above it
+    shape = tree.shape
+    kept = (drawn.gather(1, shape.above) == tree.tokens) & shape.drafted
+    whole = (kept.unsqueeze(1) | shape.unneeded).all(-1)  # (B, N): this node and all above it
     node = torch.arange(tree.num_nodes, device=drawn.device)
     # Parents stand before their children, so the nodes of a path in ascending order are the path.
     path = torch.where(whole, node, tree.num_nodes - 1).sort(1).values[:, : tree.max_depth + 1]

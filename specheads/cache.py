@@ -9,6 +9,7 @@ path is one gather and one scatter for all of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -165,5 +166,11 @@ def visible(ancestors: Tensor, depth: Tensor, lengths: Tensor, scratch: int, att
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """(B, N, K) bool → (B, 1, N, K) mask to add: 0 where seen. A bool mask is silently wrong with eager attention."""
-    hidden = torch.full(mask.shape, torch.finfo(dtype).min, dtype=dtype, device=mask.device)
-    return hidden.masked_fill_(mask, 0).unsqueeze(1)
+    return torch.where(mask, *_seen_and_hidden(dtype, mask.device)).unsqueeze(1)
+
+
+@cache
+def _seen_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.zeros((), dtype=dtype, device=device), torch.full(
+        (), torch.finfo(dtype).min, dtype=dtype, device=device
+    )

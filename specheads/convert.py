@@ -4,7 +4,7 @@ decodes with tree drafts."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from specheads.drafters.base import Drafter
 from specheads.fingerprint import fingerprint
 from specheads.heads import HEADS, DraftHead, HeadConfig, TapBatch
 from specheads.heads.naming import head_config, head_kind
+from specheads.planner import StaticTree
 from specheads.target import (
     UnsupportedModel,
     concat_taps,
@@ -188,6 +189,11 @@ class SpecModel(PreTrainedModel):
         }
         return masks if takes_mask_dict(self.base) else next(iter(masks.values()))
 
+    def set_default_tree(self, tree: StaticTree | None) -> None:
+        """The tree to draft unless generate() is told another, saved with the head; None: the head's usual one."""
+        self.head.config = replace(self.head.config, tree=None if tree is None else tree.choices)
+        self.config.head = self.head.config.to_dict()
+
     @torch.no_grad()
     def generate(
         self, inputs: Tensor | None = None, *, draft: bool | Drafter = True, **kwargs: Any
@@ -275,6 +281,7 @@ def convert(
     refuse_unsupported(base)
     config = head_config(head, options).filled(text_config(base))
     module = build_head(config, base)
+    module.refuse_unfit(base.eval())
     if init:
         module.initialise(base)
     module.to(checkpoint.as_dtype(dtype) or torch.float32)

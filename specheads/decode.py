@@ -90,7 +90,7 @@ def decode(
         # The step's only transfer to the host: path tokens, bonus, length and ranks.
         numbers = torch.cat(
             [
-                tree.tokens.gather(1, verdict.path), tree.ranks(verdict.path),
+                tree.tokens.gather(1, verdict.path), tree.shape.ranks.gather(1, verdict.path),
                 verdict.bonus.unsqueeze(1), verdict.length.unsqueeze(1),
             ],
             dim=1,

@@ -22,31 +22,6 @@ def accepted_length(ranks: Tensor) -> float:
     return meter.compute()["accepted_length"]
 
 
-def conditional_ranks(ranks: Tensor, width: int = 1) -> Tensor:
-    """(R, S) ranks → (R, S): column d is drawn only from positions whose tokens before depth d were all among the
-    draft's first `width`; what planner.calibrated wants.
-
-    Each column keeps the proportions of its positions to within 1/R: they are repeated evenly, in order of rank.
-    Where no position is left the column is −1. ValueError on an empty or a flat tensor.
-    """
-    if ranks.ndim != 2 or not ranks.numel():
-        raise ValueError(f"ranks have shape {tuple(ranks.shape)}: expected (positions, depths), at least 1 each")
-    if width < 1:
-        raise ValueError(f"width={width} must be at least 1")
-    reached = torch.ones(len(ranks), dtype=torch.bool, device=ranks.device)
-    columns = []
-    for depth in range(ranks.shape[1]):
-        left = ranks[reached, depth].sort().values
-        if not len(left):
-            columns.append(torch.full_like(ranks[:, depth], -1))
-            continue
-        # The middle of each of R equal shares, so that no rank is favoured.
-        places = (2 * torch.arange(len(ranks), device=ranks.device) + 1) * len(left) // (2 * len(ranks))
-        columns.append(left[places])
-        reached &= (ranks[:, depth] >= 0) & (ranks[:, depth] < width)
-    return torch.stack(columns, 1)
-
-
 @dataclass
 class AcceptanceMeter:
     """Counts over ranks. Meters of batches, micro-batches or processes add up to the meter of all their positions.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-_LISTED = 20  # known names that one message lists at most
+_LISTED = 24  # known names that one message lists at most
 
 
 def refuse_unknown(given: Iterable[object], known: Iterable[str], what: str = "option", section: str = "") -> None:

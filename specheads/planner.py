@@ -7,10 +7,11 @@ Shapes: B batch rows, N nodes, V vocabulary, K candidates a node, k nodes a leve
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -70,6 +71,20 @@ def _positive(name: str, value: int) -> None:
         raise ValueError(f"{name}={value} must be at least 1")
 
 
+class _Level(NamedTuple):
+    """One level of a static tree. Its candidates are the `width` best followers of each of `num_above` nodes.
+
+    nodes: candidates that are in the tree; inner: those among them that have children; parents: of each inner node,
+    its parent's place among the inner nodes of the level above.
+    """
+
+    width: int
+    num_above: int
+    nodes: list[int]
+    inner: list[int]
+    parents: list[int]
+
+
 @dataclass(frozen=True)
 class StaticTree:
     """A fixed shape: each choice is a node's path of ranks from the root, as Medusa writes them.
@@ -101,48 +116,60 @@ class StaticTree:
 
     @property
     def drafting_slots(self) -> int:
-        return sum(len(inner) for inner, _, _, _ in self._levels[:-1])
+        return sum(len(level.inner) for level in self._levels[:-1])
 
     @cached_property
-    def _levels(self) -> list[tuple[list[int], list[int], list[int], int]]:
-        """Per level: which of its nodes have children, each node's parent among the level above's, its rank, width."""
+    def _levels(self) -> list[_Level]:
         levels = []
-        above: list[tuple[int, ...]] = [()]  # nodes of the level above that have children
+        above: list[tuple[int, ...]] = [()]  # the nodes of the level above that have children
         for depth in range(1, self.depth + 1):
-            level = [c for c in self.choices if len(c) == depth]
-            inner = [i for i, c in enumerate(level) if any(d[:-1] == c for d in self.choices)]
-            ranks = [c[-1] for c in level]
-            levels.append((inner, [above.index(c[:-1]) for c in level], ranks, max(ranks) + 1))
-            above = [level[i] for i in inner]
+            nodes = [c for c in self.choices if len(c) == depth]
+            width = 1 + max(c[-1] for c in nodes)
+            inner = [c for c in nodes if any(d[:-1] == c for d in self.choices)]
+            levels.append(
+                _Level(
+                    width, len(above),
+                    [above.index(c[:-1]) * width + c[-1] for c in nodes],
+                    [above.index(c[:-1]) * width + c[-1] for c in inner],
+                    [above.index(c[:-1]) for c in inner],
+                )
+            )  # fmt: skip
+            above = inner
         return levels
 
-    @cached_property
-    def _parents(self) -> list[int]:
-        place = {(): 0} | {choice: i + 1 for i, choice in enumerate(self.choices)}
-        return [-1] + [place[choice[:-1]] for choice in self.choices]
-
-    def _tables(self, batch: int, device: torch.device) -> tuple[Tensor, Shape, list[tuple[Tensor, ...]]]:
-        """Parents (B, N), what they imply, and the levels as tensors: made once per batch size and device."""
+    def _tables(self, batch: int, device: torch.device) -> tuple[Shape, Tensor, list[tuple[Tensor, Tensor]]]:
+        """The shape of every tree, which of all candidates its nodes are, and per level `inner` and `parents` as
+        tensors: made once per batch size and device."""
         made = self.__dict__.setdefault("_made", {})
         if (batch, device) not in made:
-            parents = torch.tensor([self._parents], device=device).expand(batch, -1)
-            levels = []
-            for inner, above, ranks, width in self._levels:
-                place = torch.tensor(inner, dtype=torch.long, device=device)
-                own, rank = torch.tensor(above, device=device), torch.tensor(ranks, device=device)
-                levels.append((place, own * width + rank, own[place].expand(batch, -1)))
-            made[batch, device] = parents, Shape.of(parents, self.depth), levels
+            place = {(): 0} | {choice: i + 1 for i, choice in enumerate(self.choices)}
+            parents = torch.tensor([[-1] + [place[choice[:-1]] for choice in self.choices]], device=device)
+            chosen, start = [0], 1  # the root stands before the candidates of all levels
+            tables = []
+            for level in self._levels:
+                chosen += [start + candidate for candidate in level.nodes]
+                start += level.num_above * level.width
+                inner = torch.tensor(level.inner, dtype=torch.long, device=device)
+                above = torch.tensor([level.parents], dtype=torch.long, device=device)
+                tables.append((inner, above.expand(batch, -1)))
+            shape = Shape.of(parents.expand(batch, -1), self.depth)
+            made[batch, device] = shape, torch.tensor(chosen, device=device), tables
         return made[batch, device]
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
-        shared, shape, levels = self._tables(root.shape[0], root.device)
-        drafted = [root.unsqueeze(1)]
-        tokens, parents = drafted[0], None
-        for (inner, chosen, own), (_, _, _, width) in zip(levels, self._levels, strict=True):
-            level = expand(tokens, parents).top_ids(width).flatten(1).index_select(1, chosen)
-            drafted.append(level)
-            tokens, parents = level.index_select(1, inner), own
-        return DraftTree(torch.cat(drafted, 1), shared, self.depth, shape=shape)
+        shape, chosen, tables = self._tables(root.shape[0], root.device)
+        tokens, parents = root.unsqueeze(1), None
+        candidates = [tokens]
+        for level, (inner, above) in zip(self._levels, tables, strict=True):
+            scored = expand(tokens, parents)
+            if scored.logits.shape[-1] < level.width:
+                raise ValueError(
+                    f"rank {level.width - 1} in a tree needs a draft vocabulary of {level.width} tokens or more, not "
+                    f"{scored.logits.shape[-1]}"
+                )
+            candidates.append(scored.top_ids(level.width).flatten(1))
+            tokens, parents = candidates[-1].index_select(1, inner), above
+        return DraftTree(torch.cat(candidates, 1).index_select(1, chosen), shape.parents, self.depth, shape=shape)
 
 
 def chain(depth: int) -> StaticTree:
@@ -166,21 +193,16 @@ class DynamicTree:
     """EAGLE-2: at each depth the top_k likeliest paths each get top_k children; the budget − 1 best nodes stay.
 
     budget: nodes, root included; depth: levels drafted at most; top_k: beams, and children a beam. EAGLE-2,
-    arXiv:2406.16858. least_gain: no further level once the beams, summed, are expected to add fewer accepted tokens
-    than this, by the draft's own probabilities, averaged over the batch (after OPT-Tree, arXiv:2406.17276). Above 0
-    it asks the device once a level, so it is for CPUs, where each level costs time; 0 keeps shapes fixed.
+    arXiv:2406.16858.
     """
 
     budget: int = 60
     depth: int = 7
     top_k: int = 10
-    least_gain: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("depth", "top_k"):
             _positive(name, getattr(self, name))
-        if self.least_gain < 0:
-            raise ValueError(f"least_gain={self.least_gain} must be at least 0, in tokens a step")
         most = 1 + self.top_k + (self.depth - 1) * self.top_k**2
         if not 2 <= self.budget <= most:
             raise ValueError(
@@ -204,9 +226,8 @@ class DynamicTree:
         tokens, scores, parents = [beams], [score], [torch.zeros_like(beams)]
         place = torch.arange(1, k + 1, device=root.device).expand(batch, k)
         above = torch.zeros_like(beams)  # each beam's index in the level before
-        made, depth = k, 1
-        while depth < self.depth and not (self.least_gain and score.exp().sum(1).mean() < self.least_gain):
-            depth += 1
+        made = k
+        for _ in range(1, self.depth):
             logp, ids = expand(beams, above).top(k)
             reached = (score.unsqueeze(2) + logp).flatten(1)  # (B, k · k)
             tokens.append(ids.flatten(1))
@@ -225,7 +246,7 @@ class DynamicTree:
         return DraftTree(
             torch.cat([root.unsqueeze(1), tokens_kept], 1),
             torch.cat([torch.full_like(root, -1).unsqueeze(1), renumber.gather(1, full_parents)], 1),
-            depth,
+            self.depth,
         )
 
 
@@ -291,36 +312,17 @@ class SampledTree:
         return DraftTree(torch.cat(tokens, 1), torch.cat(parents, 1), self.depth, probs)
 
 
-def calibrated(ranks: Tensor, budget: int, max_depth: int | None = None) -> StaticTree:
-    """The static tree of `budget` nodes with the most expected accepted tokens.
-
-    ranks (S, D) int: at S positions, the rank of the target's token in the draft of depth d, given that all before
-    it matched (−1: not in the draft's top ranks). Nodes are added by the highest product of accuracies. Medusa,
-    arXiv:2401.10774 (calibration).
-    """
-    import heapq
-
-    depth = min(ranks.shape[1], max_depth or ranks.shape[1])
-    width = int(ranks.max()) + 1
-    if width < 1:
-        raise ValueError("no target token was ever among the draft's candidates: the head is untrained")
-    accuracy = [[float((ranks[:, d] == r).float().mean()) for r in range(width)] for d in range(depth)]
-    heap: list[tuple[float, tuple[int, ...]]] = [(-accuracy[0][r], (r,)) for r in range(width)]
-    heapq.heapify(heap)
+def default_static(budget: int, depth: int, accuracy: Sequence[float] = (0.6, 0.15, 0.07, 0.04, 0.03)) -> StaticTree:
+    """The static tree of `budget` nodes for a head nothing is known of: rank accuracies of a moderately trained one,
+    the same and independent at each depth. One that is counted on data is `calibration.calibrated`'s."""
+    if budget < 2:
+        raise ValueError(f"a tree of {budget} nodes drafts nothing; ask for 2 or more")
+    heap: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(accuracy)]
     chosen: list[tuple[int, ...]] = []
     while heap and len(chosen) < budget - 1:
         value, choice = heapq.heappop(heap)
-        if value == 0:
-            break
         chosen.append(choice)
         if len(choice) < depth:
-            for rank in range(width):
-                heapq.heappush(heap, (value * accuracy[len(choice)][rank], (*choice, rank)))
+            for rank, share in enumerate(accuracy):
+                heapq.heappush(heap, (value * share, (*choice, rank)))
     return StaticTree(tuple(chosen))
-
-
-def default_static(budget: int, depth: int, accuracy: Sequence[float] = (0.6, 0.15, 0.07, 0.04, 0.03)) -> StaticTree:
-    """The static tree for a head nothing is known of: rank accuracies of a moderately trained one, at each depth."""
-    counts = torch.tensor([rank for rank, share in enumerate(accuracy) for _ in range(round(100 * share))])
-    missing = torch.full((100 - len(counts),), -1)
-    return calibrated(torch.cat([counts, missing]).unsqueeze(1).expand(-1, depth), budget)

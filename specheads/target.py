@@ -243,3 +243,17 @@ def logits_of(base: PreTrainedModel, hidden: Tensor) -> Tensor:
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         logits = torch.tanh(logits / cap) * cap
     return logits
+
+
+@torch.no_grad()
+def lm_head_gives_logits(base: PreTrainedModel) -> bool:
+    """Are the base's logits what `logits_of` makes of its last hidden state? Tried on a few tokens; True where the
+    weights are not there to try."""
+    weight: Any = base.get_input_embeddings().weight
+    if weight.is_meta or not weight.numel():
+        return True
+    ids = torch.arange(4, device=weight.device).unsqueeze(0) % weight.shape[0]
+    # Not by output_hidden_states, whose hooks stay in the model and keep it from being pickled.
+    hidden = base.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    logits, remade = base(input_ids=ids, use_cache=False).logits.float(), logits_of(base, hidden).float()
+    return bool((logits - remade.to(logits.device)).abs().max() <= 0.01 * logits.std() + 1e-6)

@@ -21,7 +21,7 @@ from transformers import (
 from specheads import launch
 from specheads.convert import SpecModel, convert, load_head
 from specheads.data import Collator, build_datasets, token_counts
-from specheads.heads import Eagle3Head
+from specheads.heads.vocabulary import DraftVocabulary
 from specheads.recipe import Recipe, RecipeError
 from specheads.trainer import SpecTrainer, SpecTrainingArguments
 
@@ -128,7 +128,7 @@ def build_model(recipe: Recipe, train: Iterable[Any]) -> SpecModel:
         assert recipe.head is not None
         model = convert(base, recipe.head, dtype=dtype)
         head = model.head
-        if isinstance(head, Eagle3Head) and head.target_ids is not None:
+        if isinstance(head, DraftVocabulary) and head.target_ids is not None:
             head.set_draft_vocabulary(token_counts(train, len(head.t2d)), base)
     # FSDP wraps blocks by these names, which it reads from the outermost model.
     model._no_split_modules = base._no_split_modules

@@ -6,6 +6,7 @@ Shapes: B batch rows, N nodes, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,17 +29,44 @@ def ancestors(parents: Tensor, max_depth: int | None = None) -> Tensor:
     return reach > 0.5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shape:
-    """What the parents of a tree imply. ancestors (B, N, N) bool; depth (B, N) int64, 0 at the root."""
+    """What the parents of a tree imply. A static plan makes it once for all its trees.
 
+    parents (B, N) as DraftTree's; ancestors (B, N, N) bool; depth (B, N) int64, 0 at the root.
+    """
+
+    parents: Tensor
     ancestors: Tensor
     depth: Tensor
 
     @classmethod
     def of(cls, parents: Tensor, max_depth: int | None = None) -> Shape:
         mask = ancestors(parents, max_depth)
-        return cls(mask, mask.sum(-1) - 1)
+        return cls(parents, mask, mask.sum(-1) - 1)
+
+    @cached_property
+    def ranks(self) -> Tensor:
+        """(B, N) how many siblings stand before each node."""
+        before = torch.ones_like(self.ancestors[:1]).tril(-1)
+        return ((self.parents.unsqueeze(1) == self.parents.unsqueeze(2)) & before).sum(-1)
+
+    @cached_property
+    def drafted(self) -> Tensor:
+        """(B, N) False at the root and at unused slots."""
+        return self.parents >= 0
+
+    @cached_property
+    def above(self) -> Tensor:
+        """(B, N) parents, with node 0 where there is none, so that one can gather by it."""
+        return self.parents.clamp_min(0)
+
+    @cached_property
+    def unneeded(self) -> Tensor:
+        """(B, N, N) True where node j need not be accepted for node i to be: it is not on i's path, or the root."""
+        unneeded = ~self.ancestors
+        unneeded[:, :, 0] = True
+        return unneeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +101,3 @@ class DraftTree:
     @property
     def num_nodes(self) -> int:
         return self.tokens.shape[1]
-
-    def ranks(self, path: Tensor) -> Tensor:
-        """(B, P) nodes → (B, P) how many siblings stand before each."""
-        own = self.parents.gather(1, path)
-        before = torch.arange(self.num_nodes, device=path.device) < path.unsqueeze(-1)
-        return ((self.parents.unsqueeze(1) == own.unsqueeze(-1)) & before).sum(-1)

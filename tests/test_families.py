@@ -319,3 +319,15 @@ def test_head_of_another_dtype_generates_and_trains(kind, base_dtype, head_dtype
     optimizer.step()
     assert torch.isfinite(out.loss)
     assert any(not torch.equal(before[name], parameter) for name, parameter in model.head.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "options"), [("ModernBertDecoderConfig", {}), ("RobertaConfig", {"is_decoder": True})]
+)
+def test_eagle_is_refused_where_the_output_matrix_does_not_speak_alone(config, options):
+    """These transform the last hidden state before the output matrix, which EAGLE-1 drafts through; other heads do
+    not use it."""
+    base = build(config, options)
+    with pytest.raises(UnsupportedModel, match=r"between the last hidden state and the logits.*'eagle3' or 'medusa'"):
+        convert(base, "eagle")
+    assert convert(base, "eagle3").head.layers and convert(base, "medusa").head.layers

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from specheads.metrics import AcceptanceMeter, TrainingMeter, accepted_length, conditional_ranks
-from specheads.planner import calibrated
+from specheads.metrics import AcceptanceMeter, TrainingMeter, accepted_length
 
 
 def random_ranks(positions=200, depths=4, seed=0):
@@ -94,27 +93,6 @@ def test_a_process_without_a_scored_position_changes_nothing():
     assert TrainingMeter.combined([idle.state()]) == {}
 
 
-def test_conditional_ranks_keep_the_share_of_each_rank_where_earlier_depths_hit():
-    ranks = random_ranks(400)
-    width = 2
-    columns = conditional_ranks(ranks, width)
-    for depth in range(ranks.shape[1]):
-        reached = [row for row in ranks.tolist() if all(0 <= rank < width for rank in row[:depth])]
-        for rank in range(-1, 4):
-            share = sum(row[depth] == rank for row in reached) / len(reached)
-            assert float((columns[:, depth] == rank).float().mean()) == pytest.approx(share, abs=1 / 400 + 1e-6)
-
-
-def test_a_tree_calibrated_on_conditional_ranks_goes_deeper_where_hits_come_together():
-    together = torch.tensor([[0, 0, 0]] * 50 + [[1, -1, -1]] * 50)
-    assert calibrated(conditional_ranks(together), budget=4).depth == 3
-    assert calibrated(together, budget=4).depth == 2
-
-
-def test_conditional_ranks_are_misses_where_no_position_is_left():
-    assert conditional_ranks(torch.tensor([[1, 0], [-1, 0]])).tolist() == [[-1, -1], [1, -1]]
-
-
 def test_ranks_that_cannot_be_counted_say_why():
     with pytest.raises(ValueError, match="no position was scored"):
         accepted_length(torch.zeros(0, 3, dtype=torch.long))
@@ -124,5 +102,3 @@ def test_ranks_that_cannot_be_counted_say_why():
     meter.add(torch.zeros(2, 3))
     with pytest.raises(ValueError, match="2 depths cannot be added to ranks of 3"):
         meter.add(torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="width=0"):
-        conditional_ranks(torch.zeros(2, 2), 0)

@@ -1,11 +1,12 @@
-"""Plans: every tree is well formed, EAGLE-2's is EAGLE-2's, and a calibrated tree is the best of its size."""
+"""Plans: every tree is well formed, EAGLE-2's is EAGLE-2's."""
 
 import itertools
+import math
 
 import pytest
 import torch
 
-from specheads.planner import DynamicTree, SampledTree, Scored, StaticTree, calibrated, chain, default_static
+from specheads.planner import DynamicTree, SampledTree, Scored, StaticTree, chain, default_static
 from specheads.sampling import Sampler
 
 
@@ -234,43 +235,16 @@ def test_processors_know_drafted_tokens_by_their_target_ids():
     torch.testing.assert_close(tree.probs[0, 1][[3, 4, 7]], draft.logits(0, ()).softmax(-1))
 
 
-def prefix_closed_trees(width, depth, size):
-    """All trees of `size` nodes below the root, as sets of choices."""
-    every = [c for d in range(1, depth + 1) for c in itertools.product(range(width), repeat=d)]
-    for chosen in itertools.combinations(every, size):
-        if all(len(c) == 1 or c[:-1] in chosen for c in chosen):
-            yield chosen
+def test_a_rank_beyond_the_draft_vocabulary_is_refused():
+    with pytest.raises(ValueError, match="rank 4 in a tree needs a draft vocabulary of 5 tokens or more, not 4"):
+        StaticTree(((4,),)).grow(torch.tensor([0]), TableDraft(1, 4), Sampler(), 9)
 
 
-def expected_accepted(choices, accuracy):
-    """Σ over nodes of the product of accuracies along their paths."""
-    total = 0.0
-    for choice in choices:
-        product = 1.0
-        for depth, rank in enumerate(choice):
-            product *= accuracy[depth][rank]
-        total += product
-    return total
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_a_calibrated_tree_is_the_best_of_its_size(size):
-    for seed in range(6):
-        generator = torch.Generator().manual_seed(seed)
-        ranks = torch.randint(-1, 2 if seed % 2 else 3, (40, 2 if seed < 3 else 3), generator=generator)
-        width, depth = int(ranks.max()) + 1, ranks.shape[1]
-        if (width, depth) == (3, 3):
-            ranks, depth = ranks[:, :2], 2  # 39 choices would be 575,757 trees of 5
-        accuracy = [[float((ranks[:, d] == r).float().mean()) for r in range(width)] for d in range(depth)]
-        plan = calibrated(ranks, size + 1)
-        best = max(expected_accepted(tree, accuracy) for tree in prefix_closed_trees(width, depth, size))
-        assert plan.num_nodes == size + 1
-        assert expected_accepted(plan.choices, accuracy) == pytest.approx(best, abs=1e-6)
-
-
-def test_calibration_keeps_to_the_depth_asked_for_and_to_what_was_ever_right():
-    ranks = torch.tensor([[0, 0, 0], [0, 1, -1], [0, -1, -1]])
-    assert calibrated(ranks, 10).choices == ((0,), (0, 0), (0, 1), (0, 0, 0), (0, 1, 0))
-    assert calibrated(ranks, 10, max_depth=2).choices == ((0,), (0, 0), (0, 1))
-    with pytest.raises(ValueError, match="untrained"):
-        calibrated(torch.full((5, 3), -1), 4)
+def test_the_default_static_tree_has_the_most_probable_paths():
+    accuracy = (0.6, 0.2, 0.1)
+    paths = [c for d in (1, 2, 3) for c in itertools.product(range(3), repeat=d)]
+    best = sorted(paths, key=lambda path: -math.prod(accuracy[rank] for rank in path))
+    for size in (1, 2, 5, 9):
+        assert set(default_static(size + 1, 3, accuracy).choices) == set(best[:size])
+    with pytest.raises(ValueError, match="drafts nothing"):
+        default_static(1, 3)

@@ -25,6 +25,7 @@ class Context:
     root (B,): the last emitted token, not yet in the target's cache.
     features (B, P, F), following (B, P), new (B,): the target's features at the `new` positions committed since the
       last proposal (the prompt at first), and the token behind each; entries past `new` are meaningless.
+    last (B,): the column of the newest of them, 0 in a row that has none.
     history: each row's ids up to and with the root, unpadded, on the host.
     memory: the drafter's own between proposals (its KV cache, say); it puts there what it likes.
     bound: no row has more committed tokens than this (host integer).
@@ -35,24 +36,31 @@ class Context:
     features: Tensor
     following: Tensor
     new: Tensor
+    last: Tensor
     history: list[list[int]]
     bound: int
     memory: dict[str, Any] = field(default_factory=dict)
 
+    def newest(self, values: Tensor) -> Tensor:
+        """(B, P, …) → (B, …) at the column `last`."""
+        return values[torch.arange(len(values), device=values.device), self.last]
+
     @classmethod
     def start(cls, target: Target, ids: Tensor, lengths: Tensor, features: Tensor, root: Tensor) -> Context:
         """Behind the prefill of ids (B, T), packed left, of lengths (B,); root (B,) is the first token drawn."""
-        following = torch.cat([ids[:, 1:], ids[:, :1]], 1).scatter(1, lengths.unsqueeze(1) - 1, root.unsqueeze(1))
+        last = lengths - 1
+        following = torch.cat([ids[:, 1:], ids[:, :1]], 1).scatter(1, last.unsqueeze(1), root.unsqueeze(1))
         rows = zip(ids.tolist(), lengths.tolist(), root.tolist(), strict=True)
-        history = [[*row[:length], last] for row, length, last in rows]
-        return cls(target, root, features, following, lengths, history, ids.shape[1])
+        history = [[*row[:length], first] for row, length, first in rows]
+        return cls(target, root, features, following, lengths, last, history, ids.shape[1])
 
     def extend(self, tree: DraftTree, verdict: Verdict, features: Tensor, emitted: list[list[int]]) -> Context:
         """Behind one verified tree. features (B, N, F) of its nodes; emitted: the tokens each row gained."""
         path, length = verdict.path, verdict.length
         tokens = tree.tokens.gather(1, path)
+        last = (length - 1).clamp_min(0)
         following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
-        following = following.scatter(1, length.clamp_min(1).unsqueeze(1) - 1, verdict.bonus.unsqueeze(1))
+        following = following.scatter(1, last.unsqueeze(1), verdict.bonus.unsqueeze(1))
         for row, more in zip(self.history, emitted, strict=True):
             row += more
         return replace(
@@ -61,6 +69,7 @@ class Context:
             features=features.gather(1, path.unsqueeze(-1).expand(-1, -1, features.shape[-1])),
             following=following,
             new=length,
+            last=last,
             bound=max(len(row) for row in self.history) - 1,
         )
 

@@ -4,10 +4,11 @@ from specheads.heads.base import DraftHead, HeadConfig, TapBatch
 from specheads.heads.eagle import EagleConfig, EagleHead
 from specheads.heads.eagle3 import Eagle3Config, Eagle3Head
 from specheads.heads.medusa import MedusaConfig, MedusaHead
+from specheads.heads.vocabulary import DraftVocabulary
 
 HEADS: dict[str, type[DraftHead]] = {head.Config.kind: head for head in (MedusaHead, EagleHead, Eagle3Head)}
 
 __all__ = [
-    "HEADS", "DraftHead", "Eagle3Config", "Eagle3Head", "EagleConfig", "EagleHead", "HeadConfig", "MedusaConfig",
-    "MedusaHead", "TapBatch",
+    "HEADS", "DraftHead", "DraftVocabulary", "Eagle3Config", "Eagle3Head", "EagleConfig", "EagleHead", "HeadConfig",
+    "MedusaConfig", "MedusaHead", "TapBatch",
 ]  # fmt: skip

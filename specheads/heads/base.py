@@ -15,20 +15,29 @@ from torch import Tensor, nn
 
 from specheads.drafters.base import Context
 from specheads.options import refuse_unknown
-from specheads.planner import Plan
+from specheads.planner import Plan, StaticTree
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Options of a head. None means: taken from the base's config by `filled`."""
+    """Options of a head. None means: taken from the base's config by `filled`.
+
+    tree: the choices of the static tree it drafts by default, each a path of ranks, as `calibration.calibrated` finds
+    them; None leaves the tree to the kind of head and of device.
+    """
 
     kind: ClassVar[str] = ""
     aliases: ClassVar[dict[str, str]] = {}
 
     hidden_size: int | None = None
     vocab_size: int | None = None
+    tree: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tree is not None:
+            object.__setattr__(self, "tree", StaticTree(self.tree).choices)  # ValueError where it is no tree
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Self:
@@ -106,6 +115,14 @@ class DraftHead(nn.Module, ABC):
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
+    @property
+    def target_ids(self) -> Tensor | None:
+        """(Vd,) the target id of each draft token; None where the vocabularies are the same."""
+        return None
+
+    def refuse_unfit(self, base: Any) -> None:
+        """Raise UnsupportedModel where this kind of head cannot learn from this base."""
+
     def initialise(self, base: nn.Module) -> None:
         """Start from what the base already knows, where the shapes agree."""
 
@@ -114,9 +131,13 @@ class DraftHead(nn.Module, ABC):
         """The training loss, and what to report: `ranks` (R, S), each depth's rank of the base's own next token in
         the draft (0 = drafted first, −1 = outside the draft vocabulary), and every loss term by name."""
 
-    @abstractmethod
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
         """The tree it drafts unless told otherwise."""
+        return self.usual_plan(device) if self.config.tree is None else StaticTree(self.config.tree)
+
+    @abstractmethod
+    def usual_plan(self, device: torch.device) -> Plan:
+        """The tree for a head nothing was measured of."""
 
     @abstractmethod
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:

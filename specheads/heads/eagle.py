@@ -10,15 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from specheads.heads.base import TapBatch
-from specheads.heads.block import copy_layer, decoder_layers
+from specheads.heads.block import copy_layer, decoder_layers, final_norm
 from specheads.heads.feature import FeatureHead, FeatureHeadConfig
 from specheads.losses import add_uniform_noise, feature_distance, soft_cross_entropy
+from specheads.target import UnsupportedModel, lm_head_gives_logits
 
 
 @dataclass(frozen=True)
 class EagleConfig(FeatureHeadConfig):
     """feature_weight and law_weight: of the two losses; noise: half-width of the uniform feature noise; fc_bias: of
-    the fusing layer; metric_steps: drafted steps that evaluation unrolls for the joint accepted length."""
+    the fusing layer; steps: drafted steps that training unrolls, 1 as published, more as in HASS (arXiv:2408.15766);
+    metric_steps: those that evaluation unrolls for the joint accepted length."""
 
     kind: ClassVar[str] = "eagle"
 
@@ -26,13 +28,14 @@ class EagleConfig(FeatureHeadConfig):
     law_weight: float = 0.1
     noise: float = 0.1
     fc_bias: bool = False
+    steps: int = 1
     metric_steps: int = 4
     draft_depth: int = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least(0, "feature_weight", "law_weight", "noise")
-        self._at_least(1, "metric_steps")
+        self._at_least(1, "steps", "metric_steps")
         if self.taps is not None and len(self.taps) != 1:
             raise ValueError(f"an eagle head reads one layer, not taps={self.taps}")
 
@@ -50,14 +53,32 @@ class EagleHead(FeatureHead):
         super().__init__(config, input_size=config.hidden_size)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
 
+    def refuse_unfit(self, base: Any) -> None:
+        if not lm_head_gives_logits(base):
+            raise UnsupportedModel(
+                f"{type(base).__name__} does more than its output matrix between the last hidden state and the logits, "
+                "and an eagle head drafts through that matrix alone; use 'eagle3' or 'medusa'"
+            )
+
+    @torch.no_grad()
     def initialise(self, base: Any) -> None:
-        """The block from the base's last layer, and fc passing the feature through."""
-        assert self.config.hidden_size is not None
-        layers = decoder_layers(base)
-        if layers is not None and copy_layer(self.blocks[0], layers[-1], slice(None)):  # type: ignore[arg-type]
-            size = self.config.hidden_size
-            with torch.no_grad():
-                self.fc.weight[:, size:].copy_(torch.eye(size))
+        """fc passing the feature through and beside it the token, at a third of its scale, and the block from the
+        base's last layer but silent: what it would add is on the scale of the residual stream, and features stand
+        behind the final norm. So the first guess is the feature again, whatever the scales of the base are."""
+        layers, block, size = decoder_layers(base), self.blocks[0], len(self.fc.weight)
+        if layers is not None:
+            copy_layer(block, layers[-1], slice(None))  # type: ignore[arg-type]
+        for silent in (block.o_proj, block.down_proj):
+            silent.weight.zero_()  # type: ignore[operator, union-attr]
+        self.fc.weight[:, size:].copy_(torch.eye(size))
+        embeddings, norm = base.get_input_embeddings(), final_norm(base)
+        place = embeddings.weight.device
+        if place.type != "meta" and embeddings.weight.numel():
+            tokens = embeddings(torch.arange(min(256, len(embeddings.weight)), device=place)).float()
+            noise = torch.randn(256, size, device=place, dtype=embeddings.weight.dtype)
+            features = (noise if norm is None else norm(noise)).float()
+            scale = features.square().mean().sqrt() / (3 * tokens.square().mean().sqrt().clamp_min(1e-6))
+            self.fc.weight[:, :size].copy_(torch.eye(size) * float(scale))
 
     def fuse(self, features: Tensor) -> Tensor:
         return features
@@ -72,15 +93,17 @@ class EagleHead(FeatureHead):
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
         features = add_uniform_noise(batch.features, config.noise) if self.training else batch.features
-        # Training is one step; evaluation unrolls more, for the accepted length of a chain.
-        steps = 1 if self.training else config.metric_steps
+        # Evaluation unrolls as far as the accepted length of a chain wants to know.
+        steps = config.steps if self.training else max(config.steps, config.metric_steps)
         outputs = self.unroll(batch, steps, features)
-        mask = batch.scored(2)
-        span = mask.shape[1]
-        predicted = outputs[0][:, :span][mask]
-        distance = feature_distance(predicted, batch.features[:, 1 : 1 + span][mask]) / batch.denominator
-        law = soft_cross_entropy(self.draft_logits(predicted, batch.lm_head), batch.logits[:, 1 : 1 + span][mask])
-        law = law / batch.denominator
+        distance = law = torch.zeros((), device=batch.features.device)
+        for s, out in enumerate(outputs[: config.steps]):
+            mask = batch.scored(2 + s)
+            here, ahead = slice(0, mask.shape[1]), slice(1 + s, 1 + s + mask.shape[1])
+            predicted = out[:, here][mask]
+            distance = distance + feature_distance(predicted, batch.features[:, ahead][mask])
+            law = law + soft_cross_entropy(self.draft_logits(predicted, batch.lm_head), batch.logits[:, ahead][mask])
+        distance, law = distance / batch.denominator, law / batch.denominator
         total = config.feature_weight * distance + config.law_weight * law
         terms = {"feature": distance.detach(), "law": law.detach()}
         terms["ranks"] = self.unrolled_ranks(batch, outputs, batch.logits.argmax(-1))

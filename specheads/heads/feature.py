@@ -42,6 +42,7 @@ class FeatureHeadConfig(HeadConfig, ABC):
     draft_depth: int = 5
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._at_least(1, "num_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
         self._at_least(1, "draft_depth")
         heads, shared = self.num_attention_heads, self.num_key_value_heads
@@ -112,11 +113,6 @@ class FeatureHead(DraftHead):
         assert self.config.taps is not None
         return self.config.taps
 
-    @property
-    def target_ids(self) -> Tensor | None:
-        """(Vd,) target id of each draft token; None where the vocabularies are the same."""
-        return None
-
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
         """Tapped features (B, T, F) → (B, T, H), what a drafted step's own output replaces later on."""
@@ -129,11 +125,12 @@ class FeatureHead(DraftHead):
     def draft_logits(self, hidden: Tensor, lm_head: Any) -> Tensor:
         """Block output (…, H) → logits (…, Vd)."""
 
-    def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
+    def usual_plan(self, device: torch.device) -> Plan:
         # On a CPU each node that drafts costs time; on a GPU up to some 60 nodes are nearly free.
         return DynamicTree() if device.type == "cuda" else comb(self.config.draft_depth)
 
-    def _run(self, attend: Any, embedded: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
+    def forward(self, attend: Any, embedded: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
+        """Embedded tokens, fused features or the last output, and positions of T tokens → output (B, T, H)."""
         rotary = self.rotary(position)
         x, residual = self.inputs(embedded, hidden)
         for i, block in enumerate(self.blocks):
@@ -163,7 +160,7 @@ class FeatureHead(DraftHead):
         outputs = []
         for s in range(steps):
             shifted = torch.cat([embedded[:, s + 1 :], embedded[:, : s + 1]], 1)
-            hidden = self._run(attend, shifted, hidden, batch.position_ids + s)
+            hidden = self(attend, shifted, hidden, batch.position_ids + s)
             outputs.append(hidden)
         return outputs
 
@@ -184,7 +181,6 @@ class FeatureHead(DraftHead):
         target, memory, dtype = context.target, context.memory, self.dtype
         hidden = self.fuse(context.features.to(dtype))
         batch, columns, _ = hidden.shape
-        rows = torch.arange(batch, device=hidden.device)
 
         def attend_with(mask: Tensor | None) -> Any:
             def attend(block: Block, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -200,7 +196,7 @@ class FeatureHead(DraftHead):
             memory["cache"] = TreeCache(len(self.blocks), scratch, target.cache.capacity)
             # A row may overshoot the limit by one path when it ends, and is then fed a path of padding with the rest.
             self.rotary.ensure(target.limit + 2 * plan.depth + 1, hidden)
-            hidden = self._run(attend_with(None), embedded, hidden, chain)
+            hidden = self(attend_with(None), embedded, hidden, chain)
             memory["cache"].settle(context.new, columns)
             cache = memory["cache"]
         else:
@@ -208,34 +204,28 @@ class FeatureHead(DraftHead):
             cache.open()
             causal = chain.unsqueeze(1) <= chain.unsqueeze(2)
             mask = additive(visible(causal, chain, cache.lengths, cache.scratch, cache.attended, Reach()), dtype)
-            hidden = self._run(attend_with(mask), embedded, hidden, cache.lengths.unsqueeze(1) + chain)
+            hidden = self(attend_with(mask), embedded, hidden, cache.lengths.unsqueeze(1) + chain)
             cache.commit(chain, context.new, context.bound)
-        last = hidden[rows, (context.new - 1).clamp_min(0)].unsqueeze(1)
-
-        # Then the tree, level by level, in the scratch slots. Masks are kept additive: 0 where seen.
-        hidden_away = torch.finfo(dtype).min
-        nothing = torch.full((batch, 1, cache.scratch), hidden_away, dtype=dtype, device=last.device)
+        # Then the tree, level by level, in the scratch slots. A node sees what its parent sees, and itself.
         cache.open()
-        slot = torch.arange(cache.attended - cache.scratch, device=last.device)
-        prefix = additive((slot < cache.lengths.unsqueeze(1)).unsqueeze(1), dtype).squeeze(1)  # (B, 1, bucket)
-        level, seen, depth = last, nothing[:, :, :0], 0  # (B, k, H); (B, k, slots written)
+        slot = torch.arange(cache.attended - cache.scratch, device=hidden.device)
+        level = context.newest(hidden).unsqueeze(1)  # (B, k, H)
+        prefix = additive((slot < cache.lengths.unsqueeze(1)).unsqueeze(1), dtype).squeeze(1)
+        unwritten = torch.full((batch, 1, cache.scratch), torch.finfo(dtype).min, dtype=dtype, device=hidden.device)
+        seen = torch.cat([unwritten, prefix], -1)  # (B, k, attended)
+        position, written = cache.lengths.unsqueeze(1), 0
         ids = self.target_ids
-        alone: dict[int, Tensor] = {}  # k → (k, k): each node of a level sees itself
 
         def expand(tokens: Tensor, parents: Tensor | None) -> Scored:
-            nonlocal level, seen, depth
+            nonlocal level, seen, position, written
             if parents is not None:
                 width = tokens.shape[1]
-                of_parent, fed = rows_of(seen, parents), rows_of(level, parents)
-                if width not in alone:
-                    alone[width] = torch.full_like(last[0, :1, :1], hidden_away).repeat(width, width).fill_diagonal_(0)
-                cache.open(write_at=seen.shape[-1])
-                seen = torch.cat([of_parent, alone[width].expand(batch, width, width)], -1)
-                unused = nothing[:, :, seen.shape[-1] :].expand(-1, width, -1)
-                mask = torch.cat([seen, unused, prefix.expand(-1, width, -1)], -1).unsqueeze(1)
-                position = (cache.lengths + depth).unsqueeze(1).expand(batch, width)
-                level = self._run(attend_with(mask), target.embed(tokens).to(dtype), fed, position)
-                depth += 1
+                seen, fed = rows_of(seen, parents).contiguous(), rows_of(level, parents)
+                seen[:, :, written : written + width].diagonal(dim1=1, dim2=2).zero_()
+                cache.open(write_at=written)
+                embedded, place = target.embed(tokens).to(dtype), position.expand(-1, width)
+                level = self(attend_with(seen.unsqueeze(1)), embedded, fed, place)
+                position, written = position + 1, written + width
             return Scored(self.draft_logits(level, target.lm_head), ids)
 
         assert self.config.vocab_size is not None

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specheads.drafters.base import Context
-from specheads.heads.base import DraftHead, HeadConfig, TapBatch, rank_of
+from specheads.heads.base import TapBatch, rank_of
+from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
 from specheads.losses import hard_cross_entropy
 from specheads.planner import Plan, Scored, default_static
 from specheads.sampling import Sampler
@@ -18,7 +19,7 @@ from specheads.tree import DraftTree
 
 
 @dataclass(frozen=True)
-class MedusaConfig(HeadConfig):
+class MedusaConfig(DraftVocabularyConfig):
     """num_heads: depths drafted; num_layers: ResBlocks a head; decay: head i's loss weighs decay^i; tap: the layer
     read (default: the last, after the final norm)."""
 
@@ -31,6 +32,7 @@ class MedusaConfig(HeadConfig):
     tap: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._at_least(1, "num_heads", "num_layers")
         if not 0 < self.decay <= 1:
             raise ValueError(f"medusa head option decay={self.decay} must be above 0 and at most 1")
@@ -57,14 +59,14 @@ class ResBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class MedusaHead(DraftHead):
+class MedusaHead(DraftVocabulary):
     Config = MedusaConfig
     config: MedusaConfig
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
-        assert config.hidden_size is not None and config.vocab_size is not None
-        size, vocab = config.hidden_size, config.vocab_size
+        assert config.hidden_size and config.draft_vocab_size
+        size, vocab = config.hidden_size, config.draft_vocab_size
         self.blocks = nn.ModuleList(
             nn.Sequential(*[ResBlock(size) for _ in range(config.num_layers)]) for _ in range(config.num_heads)
         )
@@ -75,14 +77,14 @@ class MedusaHead(DraftHead):
         assert self.config.tap is not None
         return (self.config.tap,)
 
+    def output_layers(self) -> list[nn.Linear]:
+        return list(self.lm_heads)  # type: ignore[arg-type]
+
     def initialise(self, base: Any) -> None:
-        source = base.get_output_embeddings().weight
-        for head in self.lm_heads:
-            if head.weight.shape == source.shape and not source.is_meta:
-                head.load_state_dict({"weight": source})
+        self.copy_output_rows(base)
 
     def forward(self, hidden: Tensor) -> list[Tensor]:
-        """(…, H) → K logits (…, V)."""
+        """(…, H) → K logits (…, Vd)."""
         hidden = hidden.to(self.dtype)
         return [lm(block(hidden)) for block, lm in zip(self.blocks, self.lm_heads, strict=True)]
 
@@ -94,13 +96,14 @@ class MedusaHead(DraftHead):
         ranks = []
         # All heads must have their target for a position to count in the joint accepted length.
         whole = batch.scored(2 + num_heads - 1) if counted == num_heads else None
-        teacher = batch.logits.argmax(-1)
+        teacher = self.draft_ids(batch.logits.argmax(-1))
+        tokens = self.draft_ids(batch.tokens)
         logits_of = self(batch.features)
         for i in range(counted):
             ahead = 2 + i
-            mask = batch.scored(ahead)
+            mask = batch.scored(ahead) & (tokens[:, ahead:] >= 0)
             logits = logits_of[i][:, : mask.shape[1]]
-            term = hard_cross_entropy(logits[mask], batch.tokens[:, ahead:][mask]) / batch.denominator
+            term = hard_cross_entropy(logits[mask], tokens[:, ahead:][mask]) / batch.denominator
             total = total + self.config.decay**i * term
             terms[f"ce_{i + 1}"] = term.detach()
             if whole is not None:
@@ -110,7 +113,7 @@ class MedusaHead(DraftHead):
             terms["ranks"] = torch.stack(ranks, 1)
         return total, terms
 
-    def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
+    def usual_plan(self, device: torch.device) -> Plan:
         return default_static(64 if device.type == "cuda" else 16, self.config.num_heads)
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
@@ -118,13 +121,12 @@ class MedusaHead(DraftHead):
             raise ValueError(
                 f"a tree {plan.depth} deep needs as many Medusa heads; this one has {self.config.num_heads}"
             )
-        rows = torch.arange(len(context.new), device=context.new.device)
-        hidden = context.features[rows, (context.new - 1).clamp_min(0)].to(self.dtype)
-        depths = zip(self.blocks, self.lm_heads, strict=True)
+        hidden = context.newest(context.features).to(self.dtype)
+        depths, ids = zip(self.blocks, self.lm_heads, strict=True), self.target_ids
 
         def expand(tokens: Tensor, parents: Tensor | None) -> Scored:
             block, lm_head = next(depths)
-            return Scored(lm_head(block(hidden)).unsqueeze(1), width=tokens.shape[1])
+            return Scored(lm_head(block(hidden)).unsqueeze(1), ids, width=tokens.shape[1])
 
         assert self.config.vocab_size is not None
         return plan.grow(context.root, expand, sampler, self.config.vocab_size)

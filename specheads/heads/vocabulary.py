@@ -1,0 +1,98 @@
+"""A draft vocabulary: the head drafts only the target's most frequent tokens, so that its output matrices are small.
+
+What lies outside is never drafted, which costs accepted tokens and no exactness. After EAGLE-3, arXiv:2503.01840, and
+FR-Spec, arXiv:2502.14856. Shapes: V vocabulary, Vd draft vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from specheads.heads.base import DraftHead, HeadConfig
+
+
+@dataclass(frozen=True)
+class DraftVocabularyConfig(HeadConfig):
+    """draft_vocab_size: tokens the head can draft (default: the base's vocabulary, at most `default_limit` of it)."""
+
+    default_limit: ClassVar[int | None] = None
+
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "draft_vocab_size")
+
+    def filled(self, base_config: Any) -> Self:
+        config = super().filled(base_config)
+        assert config.vocab_size is not None
+        size = config.draft_vocab_size or min(config.vocab_size, self.default_limit or config.vocab_size)
+        if size > config.vocab_size:
+            raise ValueError(f"draft_vocab_size={size} exceeds the base's vocabulary of {config.vocab_size}")
+        return replace(config, draft_vocab_size=size)
+
+
+class DraftVocabulary(DraftHead):
+    """A head with output matrices (Vd, H) of its own, over `config.draft_vocab_size` tokens."""
+
+    config: DraftVocabularyConfig
+
+    d2t: Tensor  # (Vd,) int64: target id = draft id + d2t[draft id]
+    t2d: Tensor  # (V,) bool: is the target token in the draft vocabulary?
+
+    def __init__(self, config: DraftVocabularyConfig) -> None:
+        super().__init__(config)
+        assert config.vocab_size and config.draft_vocab_size
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+
+    @abstractmethod
+    def output_layers(self) -> Iterable[nn.Linear]:
+        """The matrices whose rows are draft tokens."""
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        if len(self.d2t) == len(self.t2d):
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def set_draft_vocabulary(self, counts: Tensor, base: Any = None) -> None:
+        """Draft the most frequent tokens: counts (V,) over the training data; ties go to the lower id.
+
+        With `base`, the output layers start again from its rows for those tokens. ValueError on counts of another size.
+        """
+        if counts.shape != self.t2d.shape:
+            raise ValueError(f"token counts have shape {tuple(counts.shape)}, expected ({len(self.t2d)},)")
+        size = len(self.d2t)
+        kept = counts.to(self.d2t.device).argsort(descending=True, stable=True)[:size].sort().values
+        self.d2t.copy_(kept - torch.arange(size, device=kept.device))
+        self.t2d.zero_()
+        self.t2d[kept] = True
+        if base is not None:
+            self.copy_output_rows(base)
+
+    def copy_output_rows(self, base: Any) -> None:
+        """Start every output layer from the base's rows for the drafted tokens, where the widths agree."""
+        source = base.get_output_embeddings().weight
+        if source.is_meta:
+            return
+        ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+        for layer in self.output_layers():
+            if source.shape[-1] == layer.weight.shape[-1]:
+                with torch.no_grad():
+                    layer.weight.copy_(source[ids.to(source.device)])
+
+    def draft_ids(self, tokens: Tensor) -> Tensor:
+        """Target ids → draft ids of the same shape, −1 outside the draft vocabulary."""
+        ids = self.target_ids
+        if ids is None:
+            return tokens
+        place = torch.full((len(self.t2d),), -1, device=tokens.device)
+        place[ids] = torch.arange(len(ids), device=tokens.device)
+        return place[tokens]

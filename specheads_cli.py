@@ -1,4 +1,4 @@
-"""The `specheads` command: demo, train, generate, evaluate, info. Exit code 2 and one line on stderr on bad input.
+"""The `specheads` command. Bad input is one line on stderr and exit code 2.
 
 It stands beside the package, and imports it inside the commands, so that --help does not wait for torch: importing any
 part of specheads imports transformers, since Auto classes must know the type of its checkpoints.
@@ -62,6 +62,7 @@ def root(
       specheads generate checkpoints/eagle3 --prompt "def fibonacci(n):" --color-depth
       specheads train recipes/eagle3.yaml data.train=my.jsonl
       specheads evaluate checkpoints/eagle3 --num-prompts 8
+      specheads calibrate out/head --data own.jsonl --save
       specheads info checkpoints/eagle3
     """
 
@@ -210,6 +211,50 @@ def evaluate(
         emit({"model": model, **figures})
     else:
         show(figures)
+
+
+@app.command()
+def calibrate(
+    model: Model,
+    data: Annotated[
+        list[str], typer.Option(help="Rows to count on, as for training: files or a hub id; best the base's own text.")
+    ],
+    num_nodes: Annotated[int, typer.Option(min=2, help="Nodes of the tree, its root included.")] = 16,
+    max_depth: Annotated[int | None, typer.Option(min=1, help="Tokens drafted in a row at most.")] = None,
+    max_rows: Annotated[int, typer.Option(min=1, help="Rows to look at, drawn at random.")] = 512,
+    max_length: Annotated[int, typer.Option(min=4, help="Tokens of a row at most.")] = 1024,
+    save: Annotated[bool, typer.Option("--save", help="Make it the default tree of the checkpoint.")] = False,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    base: Base = None,
+    as_json: Json = False,
+) -> None:
+    """Find the static tree that suits a head: the drafts whose ranks came up most often on data.
+
+    A larger tree accepts more and costs more to verify: pick the size with `evaluate --tree` or by the table printed.
+
+    \b
+    Examples:
+      specheads calibrate out/head --data own.jsonl --num-nodes 16 --save
+      specheads calibrate out/head --data own.jsonl --num-nodes 64 --max-depth 5 --json
+    """
+    from specheads.commands import arguments
+    from specheads.commands import calibrate as command
+
+    if save and not Path(model).is_dir():
+        raise ValueError(f"--save: {model} is not a directory here, so its default tree cannot be written")
+    spec, tokenizer = arguments.load(model, base, dtype, device)
+    found = command.calibrate(
+        spec, tokenizer, data, num_nodes=num_nodes, max_depth=max_depth, max_rows=max_rows, max_length=max_length
+    )
+    if save:
+        command.save(spec, Path(model), found)
+    if as_json:
+        emit({"model": model, "saved": save, **found})
+        return
+    command.show(found)
+    if save:
+        print(f"saved as the default tree of {model}")
 
 
 @app.command()

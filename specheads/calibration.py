@@ -6,7 +6,7 @@ Shapes: R scored positions, S drafted depths; ranks (R, S) as DraftHead.loss rep
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +20,16 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def measured_ranks(model: SpecModel, rows: Iterable[Mapping[str, Any]], batch_size: int = 8) -> Tensor:
+def measured_ranks(
+    model: SpecModel,
+    rows: Iterable[Mapping[str, Any]],
+    batch_size: int = 8,
+    report: Callable[[float], None] | None = None,
+) -> Tensor:
     """(R, S) over tokenized rows (`input_ids`, `labels`; see build_datasets), on the CPU.
 
-    ValueError where every row is too short for the head's depths, or unsupervised.
+    report is told the share of rows that is done. ValueError where every row is unsupervised, or too short for the
+    depths the head drafts.
     """
     was_training = model.training
     model.eval()
@@ -36,6 +42,8 @@ def measured_ranks(model: SpecModel, rows: Iterable[Mapping[str, Any]], batch_si
         ranks = model(**batch).ranks
         if ranks is not None:
             found.append(ranks.cpu())
+        if report:
+            report(min(1.0, (start + batch_size) / len(listed)))
     model.train(was_training)
     if not sum(map(len, found)):
         raise ValueError(f"no position of the {len(listed)} rows was scored: they are shorter than the drafted depths")

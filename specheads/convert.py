@@ -19,7 +19,6 @@ from specheads.drafters.base import Drafter
 from specheads.fingerprint import fingerprint
 from specheads.heads import HEADS, DraftHead, HeadConfig, TapBatch
 from specheads.heads.naming import head_config, head_kind
-from specheads.planner import StaticTree
 from specheads.target import (
     UnsupportedModel,
     concat_taps,
@@ -189,9 +188,10 @@ class SpecModel(PreTrainedModel):
         }
         return masks if takes_mask_dict(self.base) else next(iter(masks.values()))
 
-    def set_default_tree(self, tree: StaticTree | None) -> None:
-        """The tree to draft unless generate() is told another, saved with the head; None: the head's usual one."""
-        self.head.config = replace(self.head.config, tree=None if tree is None else tree.choices)
+    def set_default_tree(self, choices: tuple[tuple[int, ...], ...] | None) -> None:
+        """The static tree to draft unless generate() is told another, saved with the head; None: the usual one of its
+        kind. ValueError where the choices are no tree."""
+        self.head.config = replace(self.head.config, tree=choices)
         self.config.head = self.head.config.to_dict()
 
     @torch.no_grad()

@@ -65,7 +65,7 @@ def test_ranks_are_measured_on_rows_and_the_tree_is_saved_with_the_head(kind, tm
     assert model.training and not model.base.training
     assert torch.equal(ranks, measured_ranks(model, rows, batch_size=5))
     tree = StaticTree(((0,), (1,), (1, 0)))
-    model.set_default_tree(tree)
+    model.set_default_tree(tree.choices)
     model.save_pretrained(tmp_path / "head")
     again = SpecModel.from_pretrained(tmp_path / "head", base=base)
     assert again.head.default_plan(again.device, False) == tree

@@ -4,10 +4,12 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
+import safetensors.torch
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -52,7 +54,7 @@ def run(capsys, *args):
     return code, out, err
 
 
-COMMANDS = ("demo", "train", "generate", "evaluate", "info")
+COMMANDS = ("demo", "train", "generate", "evaluate", "calibrate", "info")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -345,3 +347,27 @@ def test_help_and_a_bad_path_work_as_a_program(tmp_path):
     done = subprocess.run([*command, "info", str(tmp_path / "absent")], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""
     assert [line for line in done.stderr.splitlines() if line.startswith("specheads: ")] and "absent" in done.stderr
+
+
+def test_calibrate_counts_a_tree_and_saves_it_with_the_head(shipped, tmp_path, capsys):
+    head = tmp_path / "medusa"
+    shutil.copytree(shipped / "medusa", head)
+    rows = [{"input_ids": (ids := [7 + i % 50, 8, 9] * 6), "labels": ids} for i in range(6)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf8")
+    ask = ("calibrate", head, "--base", shipped / "base", "--data", data, "--num-nodes", 5)
+    before = safetensors.torch.load_file(head / "model.safetensors")
+    code, out, _ = run(capsys, *ask, "--save", "--json")
+    found = json.loads(out)
+    assert code == 0 and len(found["tree"]) <= 4 and found["positions"] > 0
+    assert found["accepted_length"] == pytest.approx(found["by_nodes"]["5"])
+    lengths = list(found["by_nodes"].values())
+    assert lengths == sorted(lengths)
+    after = safetensors.torch.load_file(head / "model.safetensors")
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items()) and len(before) == len(after)
+    _, out, _ = run(capsys, "info", head, "--json")
+    assert json.loads(out)["options"]["tree"] == found["tree"]
+    code, out, _ = run(capsys, *ask)
+    assert code == 0 and "nodes" in out and "saved" not in out
+    code, _, err = run(capsys, "calibrate", "some/where", "--data", data, "--save")
+    assert code == 2 and "some/where is not a directory here" in err

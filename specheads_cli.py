@@ -31,7 +31,8 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto: the GPU 
 Tree = Annotated[
     str | None,
     typer.Option(
-        help="Draft tree: chain:DEPTH, dynamic:NODES,DEPTH,TOP_K, static[:NODES], sampled:2,2,1 (default: the head's)."
+        help="Draft tree: chain:DEPTH, comb:DEPTH[,WIDTH], dynamic:NODES,DEPTH,TOP_K, static[:NODES], sampled:2,2,1 "
+        "(default: the head's)."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]

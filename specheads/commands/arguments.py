@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from specheads.convert import SpecModel
-from specheads.planner import DynamicTree, Plan, SampledTree, chain, default_static
+from specheads.planner import DynamicTree, Plan, SampledTree, chain, comb, default_static
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -50,11 +50,13 @@ def load(source: str, base: str | None, dtype: str, device: str) -> tuple[SpecMo
 
 
 def parse_tree(spec: str | None, model: SpecModel) -> Plan | None:
-    """chain:4 | dynamic:60,7,10 | static[:16] | sampled:2,2,1 → the plan; None for the head's default."""
+    """chain:4 | comb:5[,2] | dynamic:60,7,10 | static[:16] | sampled:2,2,1 → the plan; None for the head's default."""
     if spec is None:
         return None
     kind, _, rest = spec.partition(":")
-    expected = "expected chain:DEPTH, dynamic:NODES,DEPTH,TOP_K, static[:NODES] or sampled:WIDTH,WIDTH,…"
+    expected = (
+        "expected chain:DEPTH, comb:DEPTH[,WIDTH], dynamic:NODES,DEPTH,TOP_K, static[:NODES] or sampled:WIDTH,WIDTH,…"
+    )
     try:
         numbers = [int(part) for part in rest.split(",")] if rest else []
     except ValueError as error:
@@ -62,15 +64,14 @@ def parse_tree(spec: str | None, model: SpecModel) -> Plan | None:
     try:
         if kind == "chain" and len(numbers) == 1:
             return chain(*numbers)
+        if kind == "comb" and len(numbers) in (1, 2):
+            return comb(*numbers)
         if kind == "dynamic" and len(numbers) == 3:
             return DynamicTree(*numbers)
         if kind == "sampled" and numbers:
             return SampledTree(tuple(numbers))
         if kind == "static" and len(numbers) <= 1:
-            nodes = numbers[0] if numbers else 16
-            if nodes < 2:
-                raise ValueError(f"a tree of {nodes} nodes drafts nothing; ask for 2 or more")
-            return default_static(nodes, getattr(model.head.config, "num_heads", 5))
+            return default_static(numbers[0] if numbers else 16, getattr(model.head.config, "num_heads", 5))
     except ValueError as error:
         raise ValueError(f"--tree {spec!r}: {error}") from error
     raise ValueError(f"--tree {spec!r} is no tree; {expected}")

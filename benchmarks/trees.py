@@ -1,0 +1,89 @@
+"""Which draft tree is fastest here: every tree on the same prompts in one run, for each shipped head.
+
+    python benchmarks/trees.py --out docs/benchmarks
+    python benchmarks/trees.py --heads eagle3 --trees chain:4 dynamic:12,4,4 --out /tmp/trees
+
+Greedy, float32, batch 1; medians over repeats of the ratio to transformers' generate() in the same repeat. Trees are
+named as on the command line; a tree deeper than a Medusa head has heads is left out for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
+
+from specheads import console as terminal
+from specheads import corpus, load_head
+from specheads.bench import decoders, environment, report, runner
+from specheads.bench.prompts import held_out_prompts
+from specheads.commands.arguments import parse_tree
+
+REFERENCE = "transformers generate"
+TREES = (
+    "chain:2", "chain:3", "chain:4", "chain:5", "chain:6", "comb:3", "comb:4", "comb:5", "comb:6", "static:8",
+    "static:16", "dynamic:12,4,4", "dynamic:16,5,4",
+)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoints", type=Path, help="the folder of base/ and the heads (default: shipped)")
+    parser.add_argument("--out", type=Path, required=True, help="the folder for trees.md and trees.json")
+    parser.add_argument("--heads", nargs="+", default=["medusa", "eagle", "eagle3"])
+    parser.add_argument("--trees", nargs="+", default=TREES)
+    parser.add_argument("--num-prompts", type=int, default=6)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+
+    hf_logging.disable_progress_bar()
+    folder = options.checkpoints or corpus.checkpoints_dir()
+    base: Any = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    held_out = (folder / "base" / "held_out.txt").read_text("utf8").split()
+    batches = decoders.batches(
+        tokenizer, held_out_prompts(tokenizer, options.num_prompts, held_out=held_out), base.device, 1
+    )
+    where = environment.environment()
+    command = "python benchmarks/trees.py " + " ".join(sys.argv[1:])
+    text = [
+        "# Trees\n", f"`{command}`\n", f"{environment.line(where)}.\n",
+        f"{options.num_prompts} prompts out of held-out files, {options.max_new_tokens} new tokens, greedy, float32, "
+        f"batch 1; medians of {options.repeats} interleaved repeats, the slowest and fastest beside them.\n",
+    ]  # fmt: skip
+    record: dict[str, Any] = {"command": command, "environment": where}
+    for name in options.heads:
+        model: Any = load_head(base, folder / name, dtype=base.dtype)
+        plans = {"default": None} | {tree: parse_tree(tree, model) for tree in options.trees}
+        deepest = getattr(model.head.config, "num_heads", None)
+        plans = {tree: plan for tree, plan in plans.items() if not plan or not deepest or plan.depth <= deepest}
+        racers = {REFERENCE: decoders.transformers_generate(base, options.max_new_tokens)}
+        racers |= {tree: decoders.drafted(model, options.max_new_tokens, plan=plan) for tree, plan in plans.items()}
+        with terminal.progress(terminal.make_console(stderr=True), name) as told:
+            race = runner.race(racers, batches, repeats=options.repeats, report=told)
+        rows = []
+        for tree in plans:
+            ratios = sorted(a / b for a, b in zip(race.speeds(tree), race.speeds(REFERENCE), strict=True))
+            figures = {
+                "speed_up": race.speed_up(tree, REFERENCE), "least": ratios[0], "most": ratios[-1],
+                "accepted_length": race.accepted_length(tree), "identical": not race.differing(tree, REFERENCE),
+            }  # fmt: skip
+            record.setdefault(name, {})[tree] = figures
+            rows.append([
+                tree, f"{figures['speed_up']:.2f}×", f"{ratios[0]:.2f}–{ratios[-1]:.2f}",
+                f"{figures['accepted_length']:.2f}", "yes" if figures["identical"] else "NO",
+            ])  # fmt: skip
+        text += [f"## {name}\n", report.markdown(("tree", "speed-up", "range", "accepted length", "same text"), rows)]
+    report.write(options.out, "trees", "\n".join(text), record)
+    print("\n".join(text))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -38,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"saved {run.trainer.args.output_dir}: loss {metrics['train_loss']:.4g}"
             + ("" if length is None else f", accepted length {length:.3f} on the held-out rows")
         )
+    # Else a process that ends first may abort at exit, and the launcher then stops the one that still writes.
+    run.trainer.accelerator.wait_for_everyone()
+    run.trainer.accelerator.end_training()
     return 0
 
 

@@ -254,6 +254,9 @@ def test_sharded_processes_train_resume_and_save_the_head_of_one_process(kind, m
     command = ["accelerate.commands.launch", "--config_file", str(config), "--num_processes", "2"]
     script = "tests/fsdp2_on_cpu.py" if kind == "fsdp2" else "train/heads.py"
     options = overrides(material, tmp_path / "two", 1, "launch.processes=2", f"launch.distributed={kind}", *steps)
+    if kind == "zero2":
+        done = run([*command, "--main_process_port", "0", script, str(recipe), *options, "training.muon=true"])
+        assert "train/heads.py: muon=true steps on whole matrices, which DeepSpeed flattens" in done.stderr
     for more in (["training.max_steps=2"], []):  # the second resumes: resume_from_checkpoint is auto in the recipe
         done = run([*command, "--main_process_port", "0", script, str(recipe), *options, *more])
         assert done.returncode == 0, done.stderr[-3000:]

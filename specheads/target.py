@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import output_capturing
 
 from specheads.cache import Reach, TreeCache, additive, visible
 from specheads.tree import DraftTree
@@ -197,18 +198,23 @@ class Target:
     def _forward(
         self, ids: Tensor, position: Tensor, mask: Tensor | dict[str, Tensor] | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if self.layers:
-            # A list keeps only those entries (transformers ≥ 5.23); older versions take it as True and keep all.
-            kwargs["output_hidden_states"] = sorted(set(self.layers))
         out = self.base(
             input_ids=ids,
             position_ids=position,
             attention_mask=mask,
             past_key_values=self.cache,
             use_cache=True,
+            output_hidden_states=kept_states(self.layers),
             **kwargs,
         )
         return out.logits, concat_taps(out.hidden_states, self.layers, ids)
+
+
+def kept_states(layers: tuple[int, ...]) -> list[int] | bool:
+    """What to give a base as output_hidden_states, so that entry k of its hidden_states is there for every k tapped."""
+    # transformers 5.23 keeps the entries a list names; before, a list counts from the first layer's output, not from
+    # the embeddings: other layers than asked for, without an error.
+    return sorted(set(layers)) if hasattr(output_capturing, "resolve_hidden_states_indices") else bool(layers)
 
 
 def concat_taps(hidden_states: tuple[Tensor | None, ...] | None, layers: tuple[int, ...], like: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "Acceptance", "CheckpointError", "Collator", "Context", "DataConfig", "DraftHead", "DraftTree", "Drafter",
     "DynamicTree", "Eagle3Config", "EagleConfig", "Exact", "HeadConfig", "MaxGram", "MedusaConfig", "NGram",
-    "NGramStorage", "OneLevelNGramStorage", "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel", "SpecTrainer", "SpecTrainingArguments", "StaticTree",
-    "Step", "Target", "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "load_head",
-    "token_counts",
+    "NGramStorage", "OneLevelNGramStorage", "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig",
+    "SpecGenerateOutput", "SpecModel", "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step", "Target",
+    "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "load_head", "token_counts",
 ]  # fmt: skip

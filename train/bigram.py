@@ -40,12 +40,12 @@ def token_rows(options: Options, tokenizer: Any) -> Iterator[list[int]]:
     if options.source is None:
         if options.split not in ("train", "held_out"):
             raise ValueError(f"--split {options.split}: of the standard library it is train or held_out")
-        for _, text in corpus.texts("train" if options.split == "train" else "held_out"):
-            yield tokenizer(text, verbose=False)["input_ids"]
+        for _, document in corpus.texts("train" if options.split == "train" else "held_out"):
+            yield tokenizer(document, verbose=False)["input_ids"]
         return
-    columns = {"text_column": options.text_column, "messages_column": options.messages_column}
-    config = DataConfig(train=options.source, **columns, max_length=sys.maxsize)
-    for row in load_dataset_rows(options.source, options.split, **columns):
+    text, messages = options.text_column, options.messages_column
+    config = DataConfig(train=options.source, text_column=text, messages_column=messages, max_length=sys.maxsize)
+    for row in load_dataset_rows(options.source, options.split, text_column=text, messages_column=messages):
         yield tokenize(row, tokenizer, config)["input_ids"]
 
 

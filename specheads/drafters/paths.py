@@ -54,7 +54,8 @@ class PathDrafter(ABC):
         """Per row up to `width` runs of at most `length` ids that may follow its history."""
 
     def reset(self) -> None:
-        """Forget what was learnt from the prompts before this one."""
+        """Forget earlier prompts. Most drafters keep nothing beyond a context's memory."""
+        return
 
 
 def tree_of(
@@ -67,7 +68,8 @@ def tree_of(
     """
     rows, depth = [], 0
     for own, ids in zip(runs, history, strict=True):
-        tokens, parents, children = [ids[-1]], [-1], {}
+        tokens, parents = [ids[-1]], [-1]
+        children: dict[tuple[int, int], int] = {}
         for run in own:
             node = 0
             for level, token in enumerate(run[: plan.depth], start=1):

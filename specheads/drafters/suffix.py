@@ -37,7 +37,7 @@ class SuffixAutomaton:
         self._followed: Sequence[int] | None = None
 
     def follow(self, ids: Sequence[int]) -> None:
-        """Become the automaton of `ids`. Cheap where they extend the row; a list followed before may only have grown."""
+        """Become the automaton of `ids`, at the cost of those that differ. A list given before may only have grown."""
         if ids is not self._followed or len(ids) < len(self.ids):
             shared = len(self.ids)
             if ids[:shared] != self.ids:
@@ -90,7 +90,7 @@ class SuffixAutomaton:
                 self._next[state][token] = split
                 state = self._link[state]
             for column in (self._next, self._link, self._length, self._first, self._latest):
-                del column[whole:]  # type: ignore[attr-defined]
+                del column[whole:]
             for state, end in registered:
                 self._latest[state] = end
 
@@ -106,7 +106,7 @@ class SuffixAutomaton:
 
     def continuations(self, count: int, longest: int, shortest: int = 1) -> list[int]:
         """Where up to `count` distinct followers of the suffix stand in the row: those behind its longest earlier
-        occurrences first, and of these the latest first. shortest ≤ longest < recent; suffixes under `shortest` do not count."""
+        occurrences first, and of these the latest first. Suffixes of `shortest` to `longest` < recent tokens count."""
         found: dict[int, int] = {}
         ending = set(self._suffixes(self.recent))  # these occur at the row's end too, which is not noted yet
         for state in self._suffixes(longest):

@@ -13,6 +13,7 @@ from test_suffix import random_row
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from specheads import Exact, MaxGram, NGram, NGramStorage, OneLevelNGramStorage, PromptLookup, Target, chain, decode
+from specheads.accept import Verdict
 from specheads.drafters.base import Context
 from specheads.drafters.paths import tree_of
 from specheads.generation import generate
@@ -169,15 +170,26 @@ def test_a_tree_is_as_small_as_it_can_be_on_the_cpu_and_of_one_size_elsewhere():
     assert (elsewhere.num_nodes, elsewhere.max_depth) == (6, 5)
 
 
-def test_what_is_drafted_is_counted_row_by_row():
-    base = tiny("Llama")
+def test_what_is_drafted_is_counted_row_by_row(monkeypatch):
+    found, runs = [], PromptLookup.runs
+
+    def recording(self, context, length):
+        own = runs(self, context, length)
+        found.append([sum(map(len, row)) for row in own])
+        return own
+
+    monkeypatch.setattr(PromptLookup, "runs", recording)
     out = generate(
-        base, PromptLookup(4), **padded_left([ROWS[2], ROWS[0]]), do_sample=False, max_new_tokens=3,
-        return_dict_in_generate=True,
+        tiny("Llama"), PromptLookup(4, min_ngram=2), **padded_left([ROWS[2], ROWS[1][:30]]), do_sample=False,
+        max_new_tokens=20, eos_token_id=96, return_dict_in_generate=True,
     )  # fmt: skip
-    assert out.steps[0].drafted == [0, 0]
-    assert out.steps[1].drafted != [4, 4]
-    assert out.statistics()["drafted"] == sum(map(sum, (step.drafted for step in out.steps)))
+    taken = [
+        [count * bool(row) for count, row in zip(counts, step.tokens, strict=True)]
+        for counts, step in zip(found, out.steps[1:], strict=True)
+    ]
+    assert [step.drafted for step in out.steps] == [[0, 0], *taken]
+    assert any(all(step.tokens) and len(set(step.drafted)) == 2 for step in out.steps), "rows drafted alike"
+    assert out.statistics()["drafted"] == sum(map(sum, taken))
 
 
 # --- The storages ---
@@ -266,6 +278,15 @@ def test_the_storage_learns_the_text_and_what_the_target_would_have_said(fillers
     for place in range(len(prompt), len(text)) if fillers > 1 else ():
         reference.update(text[:place], top[place - 1])
     assert learnt(drafter.storage) == learnt(reference)
+
+
+def test_the_targets_likeliest_ids_come_along_the_accepted_path():
+    tree = tree_of(torch.tensor([1]), [[1]], [[[2], [3, 4]]], chain(3))
+    verdict = Verdict(path=torch.tensor([[0, 2, 3]]), length=torch.tensor([3]), bonus=torch.tensor([5]))
+    top = torch.tensor([[[10, 11], [20, 21], [30, 31], [40, 41]]])
+    behind = context([[9, 1]]).extend(tree, verdict, torch.zeros(1, 4, 0), [[3, 4, 5]], top)
+    assert behind.history == [[9, 1, 3, 4, 5]]
+    assert behind.top.tolist() == [[[10, 11], [30, 31], [40, 41]]]
 
 
 def test_the_rows_of_a_batch_learn_together_and_each_position_once():

@@ -7,7 +7,7 @@ from specheads.accept import Acceptance, Exact
 from specheads.checkpoint import CheckpointError
 from specheads.convert import SpecConfig, SpecModel, convert, load_head
 from specheads.decode import Step, decode
-from specheads.drafters import Context, Drafter
+from specheads.drafters import Context, Drafter, MaxGram, NGram, NGramStorage, OneLevelNGramStorage, PromptLookup
 from specheads.generation import SpecGenerateOutput
 from specheads.heads import DraftHead, Eagle3Config, EagleConfig, HeadConfig, MedusaConfig
 from specheads.planner import DynamicTree, Plan, SampledTree, StaticTree, chain, comb
@@ -36,8 +36,8 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "Acceptance", "CheckpointError", "Collator", "Context", "DataConfig", "DraftHead", "DraftTree", "Drafter",
-    "DynamicTree", "Eagle3Config", "EagleConfig", "Exact", "HeadConfig", "MedusaConfig", "Plan", "SampledTree",
-    "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel", "SpecTrainer", "SpecTrainingArguments", "StaticTree",
-    "Step", "Target", "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "load_head",
-    "token_counts",
+    "DynamicTree", "Eagle3Config", "EagleConfig", "Exact", "HeadConfig", "MaxGram", "MedusaConfig", "NGram",
+    "NGramStorage", "OneLevelNGramStorage", "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig",
+    "SpecGenerateOutput", "SpecModel", "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step", "Target",
+    "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "load_head", "token_counts",
 ]  # fmt: skip

@@ -45,7 +45,7 @@ class SpecGenerateOutput(GenerateDecoderOnlyOutput):
         return {
             "tokens": tokens,
             "steps": len(drafting),
-            "drafted": sum(step.drafted * sum(map(bool, step.tokens)) for step in drafting),
+            "drafted": sum(sum(step.drafted) for step in drafting),
             "accepted": sum(depths),
             "accepted_length": gained / taken if taken else 1.0,
             "accepted_by_depth": [sum(n >= d for n in depths) / taken for d in range(1, max(depths, default=0) + 1)],

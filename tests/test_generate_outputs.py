@@ -67,7 +67,7 @@ def test_statistics_add_up(model, do_sample, limit):
     assert made["accepted_by_depth"] == sorted(made["accepted_by_depth"], reverse=True)
     assert made["lossless"] is True
     for step in out.steps[1:]:
-        assert step.drafted == 6
+        assert step.drafted == [6 if row else 0 for row in step.tokens]
         for tokens, accepted, ranks in zip(step.tokens, step.accepted, step.ranks, strict=True):
             assert len(ranks) == accepted <= len(tokens) <= accepted + 1
             assert all(rank == 1 for rank in ranks), "the right token is always drafted second"

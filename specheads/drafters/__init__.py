@@ -1,5 +1,6 @@
 """Drafters: whatever proposes a tree from a context."""
 
 from specheads.drafters.base import Context, Drafter
+from specheads.drafters.model import DraftModel
 
-__all__ = ["Context", "Drafter"]
+__all__ = ["Context", "DraftModel", "Drafter"]

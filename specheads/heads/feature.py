@@ -219,4 +219,3 @@ class FeatureHead(DraftHead):
 
         assert self.config.vocab_size is not None
         return plan.grow(context.root, expand, sampler, self.config.vocab_size)
-

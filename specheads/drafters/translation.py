@@ -36,7 +36,8 @@ class Translation:
     def read(self, target_ids: list[int]) -> int:
         """Take in further tokens of the target's. How many of the ids there were still stand: the last few may not,
         where tokens merge."""
-        self.tail += self.pieces.add(*target_ids)
+        # The last ones singly: if the text ends inside a character, what stands before it is out all the same.
+        self.tail += self.pieces.add(*target_ids[:-4]) + "".join(map(self.pieces.add, target_ids[-4:]))
         ids, before = spelled(self.tokenizer, self.lead, self.tail), self.ids
         # An empty text still needs a token for the draft model to read.
         self.ids = [*self.bos, *self.settled, *ids] or [self.tokenizer.eos_token_id or 0]

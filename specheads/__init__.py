@@ -7,10 +7,19 @@ from specheads.accept import Acceptance, Exact
 from specheads.checkpoint import CheckpointError
 from specheads.convert import SpecConfig, SpecModel, convert, load_head
 from specheads.decode import Step, decode
-from specheads.drafters import Context, Drafter, MaxGram, NGram, NGramStorage, OneLevelNGramStorage, PromptLookup
-from specheads.generation import SpecGenerateOutput
+from specheads.drafters import (
+    Context,
+    Drafter,
+    DraftModel,
+    MaxGram,
+    NGram,
+    NGramStorage,
+    OneLevelNGramStorage,
+    PromptLookup,
+)
+from specheads.generation import SpecGenerateOutput, generate
 from specheads.heads import DraftHead, Eagle3Config, EagleConfig, HeadConfig, MedusaConfig
-from specheads.planner import DynamicTree, Plan, SampledTree, StaticTree, chain, comb
+from specheads.planner import AdaptiveChain, DynamicTree, Plan, SampledTree, StaticTree, chain, comb
 from specheads.sampling import Sampler
 from specheads.target import Target, UnsupportedModel
 from specheads.tree import DraftTree
@@ -35,9 +44,10 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "Acceptance", "CheckpointError", "Collator", "Context", "DataConfig", "DraftHead", "DraftTree", "Drafter",
-    "DynamicTree", "Eagle3Config", "EagleConfig", "Exact", "HeadConfig", "MaxGram", "MedusaConfig", "NGram",
-    "NGramStorage", "OneLevelNGramStorage", "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig",
-    "SpecGenerateOutput", "SpecModel", "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step", "Target",
-    "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "load_head", "token_counts",
+    "Acceptance", "AdaptiveChain", "CheckpointError", "Collator", "Context", "DataConfig", "DraftHead", "DraftModel",
+    "DraftTree", "Drafter", "DynamicTree", "Eagle3Config", "EagleConfig", "Exact", "HeadConfig", "MaxGram",
+    "MedusaConfig", "NGram", "NGramStorage", "OneLevelNGramStorage", "Plan", "PromptLookup", "SampledTree", "Sampler",
+    "SpecConfig", "SpecGenerateOutput", "SpecModel", "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step",
+    "Target", "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "generate", "load_head",
+    "token_counts",
 ]  # fmt: skip

@@ -207,7 +207,7 @@ class SpecModel(PreTrainedModel):
         `steps` and `statistics()`. Stopping criteria are asked row by row, after each token.
         """
         drafter = self.head if draft is True else (draft or None)
-        return generation.generate(self.base, drafter, inputs, **kwargs)
+        return generation.generate(self.base, inputs, drafter=drafter, **kwargs)
 
     def save_pretrained(  # type: ignore[override]
         self,

@@ -98,9 +98,9 @@ class _Stopping:
 
 def generate(
     base: PreTrainedModel,
-    drafter: Drafter | None,
     inputs: Tensor | None = None,
     *,
+    drafter: Drafter | None = None,
     tree: Plan | None = None,
     accept: Acceptance | None = None,
     seed: int | None = None,
@@ -111,16 +111,24 @@ def generate(
     stop_strings: str | Sequence[str] | None = None,
     **kwargs: Any,
 ) -> Tensor | SpecGenerateOutput:
-    """`base.generate(...)` with draft trees from `drafter` (None: plain decoding through the same loop)."""
+    """`base.generate(...)` with draft trees, for any decoder-only Hugging Face model: its arguments, and its text.
+
+    drafter: what drafts (a `DraftModel`, a head …; None: plain decoding through the same loop). tree: the plan of the
+    trees (default: the drafter's). accept: the rule (default `Exact`, lossless). seed: of the sampling.
+    """
+    if drafter is not None and not hasattr(drafter, "propose"):
+        raise TypeError(
+            f"drafter={type(drafter).__name__} cannot propose trees; for a language model, give DraftModel(it)"
+        )
     for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "inputs_embeds", "past_key_values"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"generate() with a draft head takes no {name}=; call model.base.generate(...) for that")
+            raise ValueError(f"generate() with draft trees takes no {name}=; call the base's own generate() for that")
     default = generation_config or base.generation_config
     if (kwargs.get("num_beams") or default.num_beams or 1) > 1:
-        raise ValueError("beam search does not combine with drafts; call model.base.generate(num_beams=...) for it")
+        raise ValueError("beam search does not combine with drafts; call the base's own generate(num_beams=...) for it")
     for name in ("output_attentions", "output_hidden_states"):
         if kwargs.get(name, getattr(default, name, False)):
-            raise ValueError(f"{name}=True is not kept by tree decoding; call model.base.generate(...) for it")
+            raise ValueError(f"{name}=True is not kept by tree decoding; call the base's own generate() for it")
     stop_strings = stop_strings or default.stop_strings
     if stop_strings:
         if tokenizer is None:

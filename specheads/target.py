@@ -6,6 +6,7 @@ Shapes: B batch rows, T prompt columns, N tree nodes, V vocabulary, F = tapped l
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
-from specheads.cache import Reach, TreeCache, additive, visible
+from specheads.cache import Levels, Reach, TreeCache, additive, visible
 from specheads.tree import DraftTree
 
 
@@ -172,15 +173,27 @@ class Target:
         cache.open()
         # Nodes past the length limit are never emitted; clamped, they stay inside learned position tables.
         position = (cache.lengths.unsqueeze(1) + shape.depth).clamp(max=self.limit - 1)
-        masks = {
-            name: additive(
-                visible(shape.ancestors, shape.depth, cache.lengths, cache.scratch, cache.attended, reach),
-                self.base.dtype,
-            )
-            for name, reach in self.reach.items()
-        }
-        mask = masks if self.mask_dict else next(iter(masks.values()))
-        return TargetOutput(*self._forward(tree.tokens, position, mask))
+
+        def mask(reach: Reach) -> Tensor:
+            seen = visible(shape.ancestors, shape.depth, cache.lengths, cache.scratch, cache.attended, reach)
+            return additive(seen, self.base.dtype)
+
+        return TargetOutput(*self._forward(tree.tokens, position, self._masks(mask)))
+
+    def levels(self) -> Levels:
+        """Behind what is committed, a tree to be grown by `deepen`."""
+        return Levels(self.cache, self.base.dtype)
+
+    @torch.no_grad()
+    def deepen(self, levels: Levels, tokens: Tensor, parents: Tensor) -> TargetOutput:
+        """One pass over the next level of a growing tree: logits (B, k, V), features (B, k, F).
+
+        tokens (B, k) stand below nodes parents (B, k) of the level before; the first level's below the last token
+        committed, whose index is 0. They fill the scratch slots in turn, so that `commit` can keep some.
+        """
+        levels.descend(parents)
+        position = levels.position.clamp(max=self.limit - 1).expand(-1, tokens.shape[1])
+        return TargetOutput(*self._forward(tokens, position, self._masks(levels.mask)))
 
     def commit(self, path: Tensor, length: Tensor, bound: int) -> None:
         """Keep the KV rows of nodes path (B, P), of which length (B,) are real, and drop the rest of the tree.
@@ -194,6 +207,11 @@ class Target:
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         return logits_of(self.base, hidden)
+
+    def _masks(self, mask: Callable[[Reach], Tensor]) -> Tensor | dict[str, Tensor]:
+        """The masks of all kinds of layers, as the model's forward() takes them."""
+        masks = {name: mask(reach) for name, reach in self.reach.items()}
+        return masks if self.mask_dict else next(iter(masks.values()))
 
     def _forward(
         self, ids: Tensor, position: Tensor, mask: Tensor | dict[str, Tensor] | None, **kwargs: Any

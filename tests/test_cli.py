@@ -19,6 +19,7 @@ from specheads import console as terminal
 from specheads.bench import decoders as racers
 from specheads.convert import convert
 from specheads.demo import story
+from specheads.text import TextPieces
 from tests.conftest import tiny_llama
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -323,7 +324,7 @@ def test_a_text_that_stops_at_a_draft_ends_in_its_colour():
 
 
 def test_a_character_of_several_tokens_appears_when_it_is_whole():
-    pieces = terminal.TextPieces(Pieces())
+    pieces = TextPieces(Pieces())
     assert [pieces.add(byte) for byte in "aé€".encode()] == ["a", "", "é", "", "", "€"]
     assert pieces.add(0xC3) == "" and pieces.add(ord("x")) == "\ufffdx"
     assert pieces.add(0xC3, last=True) == "\ufffd"

@@ -57,7 +57,7 @@ def drafted(
     def run(batch: dict[str, Any], watch: Any) -> Output:
         with torch.no_grad():
             out = generation.generate(
-                base, drafter, **batch, max_new_tokens=max_new_tokens, do_sample=False,
+                base, **batch, drafter=drafter, max_new_tokens=max_new_tokens, do_sample=False,
                 streamer=watch, tree=plan, return_dict_in_generate=True,
             )  # fmt: skip
         assert isinstance(out, generation.SpecGenerateOutput) and out.steps is not None

@@ -37,6 +37,13 @@ def text_config(base: PreTrainedModel) -> Any:
     return base.config.get_text_config(decoder=True)
 
 
+def decoder_of(base: Any) -> Any:
+    """The text decoder inside: layers and final norm, without the output matrix (and without a vision tower)."""
+    # Models name it differently, and some answer get_decoder() with themselves or with another part.
+    candidates = (base.get_decoder(), base.base_model, getattr(base, "model", None))
+    return next((part for part in candidates if isinstance(part, PreTrainedModel) and part is not base), base)
+
+
 def layer_reach(config: Any) -> dict[str, Reach]:
     """Layer type → how far back it looks, as the config says; {'': …} where all layers share one mask."""
     # A config keeps any key of its file; only a model whose config declares a window looks through one.
@@ -278,6 +285,6 @@ def lm_head_gives_logits(base: PreTrainedModel) -> bool:
         return True
     ids = torch.arange(4, device=weight.device).unsqueeze(0) % weight.shape[0]
     # Not by output_hidden_states, whose hooks stay in the model and keep it from being pickled.
-    hidden = base.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    hidden = decoder_of(base)(input_ids=ids, use_cache=False).last_hidden_state
     logits, remade = base(input_ids=ids, use_cache=False).logits.float(), logits_of(base, hidden).float()
     return bool((logits - remade.to(logits.device)).abs().max() <= 0.01 * logits.std() + 1e-6)

@@ -13,6 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from specheads import DynamicTree, StaticTree, Target, UnsupportedModel, convert
+from specheads.heads.block import decoder_layers, final_norm
 from specheads.planner import Scored
 from specheads.target import logits_of
 
@@ -174,6 +175,7 @@ def test_every_family_matches_greedy(family):
     for draft, tree in (
         (False, None),
         (True, None),
+        (convert(base, "eagle").head, None),
         (convert(base, "eagle3").head, None),
         (KnowingDrafter(texts), DynamicTree(budget=12, depth=4, top_k=4)),
     ):
@@ -201,6 +203,23 @@ def test_logits_of_is_the_law_of_every_family(family):
     base, inputs, _, _ = family
     out = base(**inputs, output_hidden_states=True)
     torch.testing.assert_close(logits_of(base, out.hidden_states[-1]), out.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_heads_find_the_layers_and_the_final_norm_of_every_family(family):
+    base = family[0]
+    layers = decoder_layers(base)
+    assert layers is not None and len(layers) == text_layers(base)
+    assert final_norm(base) is not None
+
+
+def test_heads_start_from_the_language_layers_of_a_model_with_a_vision_tower():
+    text = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")}
+    sizes = {**text, "num_hidden_layers": 3, "num_key_value_heads": 2, "vocab_size": VOCAB, "pad_token_id": 0}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = transformers.Gemma3Config(text_config=sizes, vision_config=vision, mm_tokens_per_image=4)
+    layers = decoder_layers(transformers.Gemma3ForConditionalGeneration(config))
+    assert {type(layer).__name__ for layer in layers} == {"Gemma3DecoderLayer"}
 
 
 def text_layers(base):

@@ -55,7 +55,7 @@ def test_the_rows_of_a_batch_are_searched_each_on_its_own():
 
 def test_a_table_for_another_vocabulary_is_refused_before_anything_is_drafted(base):
     with pytest.raises(ValueError, match="has 3 entries, but the vocabulary 97 ids"):
-        generate(base, MaxGram(bigrams=[0, 1, 2]), torch.tensor([[5]]), max_new_tokens=4)
+        generate(base, torch.tensor([[5]]), drafter=MaxGram(bigrams=[0, 1, 2]), max_new_tokens=4)
 
 
 def test_a_tree_is_refused():
@@ -128,7 +128,7 @@ def test_a_drafter_with_the_table_drafts_behind_ids_never_seen():
     bigrams = [(token + 1) % 97 for token in range(97)]
     ids = torch.tensor([[5, 9]])
     out = generate(
-        base, MaxGram(3, bigrams=bigrams), ids, do_sample=False, max_new_tokens=6, return_dict_in_generate=True
+        base, ids, drafter=MaxGram(3, bigrams=bigrams), do_sample=False, max_new_tokens=6, return_dict_in_generate=True
     )
     assert torch.equal(out.sequences, base.generate(ids, do_sample=False, max_new_tokens=6))
     assert out.steps[1].drafted == [3]

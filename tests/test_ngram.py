@@ -101,7 +101,12 @@ def test_every_drafter_matches_greedy(greedy, drafter):
     accepted = 0
     for inputs, expected in batches:
         out = generate(
-            base, DRAFTERS[drafter](V), **inputs, do_sample=False, max_new_tokens=40, return_dict_in_generate=True
+            base,
+            drafter=DRAFTERS[drafter](V),
+            **inputs,
+            do_sample=False,
+            max_new_tokens=40,
+            return_dict_in_generate=True,
         )
         assert torch.equal(out.sequences, expected)
         accepted += out.statistics()["accepted"]
@@ -118,7 +123,7 @@ def test_an_ending_inside_a_draft_matches_greedy(drafter):
     for end in ([96], None, None, None):
         if end is None:
             end = [ends.pop(0), 96]
-        out = generate(base, own, **inputs, **options, eos_token_id=end)
+        out = generate(base, drafter=own, **inputs, **options, eos_token_id=end)
         assert torch.equal(out.sequences, base.generate(**inputs, **options, eos_token_id=end).sequences)
         for step in out.steps:
             for tokens, accepted in zip(step.tokens, step.accepted, strict=True):
@@ -127,7 +132,7 @@ def test_an_ending_inside_a_draft_matches_greedy(drafter):
                 ends += [token for token in tokens[:accepted] if token not in ends]
     for limit in range(20, 24):
         options = {"do_sample": False, "max_new_tokens": limit}
-        out = generate(base, own, **inputs, **options)
+        out = generate(base, drafter=own, **inputs, **options)
         assert torch.equal(out, base.generate(**inputs, **options))
     assert cut, "no EOS fell inside a draft"
 
@@ -180,7 +185,7 @@ def test_what_is_drafted_is_counted_row_by_row(monkeypatch):
 
     monkeypatch.setattr(PromptLookup, "runs", recording)
     out = generate(
-        tiny("Llama"), PromptLookup(4, min_ngram=2), **padded_left([ROWS[2], ROWS[1][:30]]), do_sample=False,
+        tiny("Llama"), drafter=PromptLookup(4, min_ngram=2), **padded_left([ROWS[2], ROWS[1][:30]]), do_sample=False,
         max_new_tokens=20, eos_token_id=96, return_dict_in_generate=True,
     )  # fmt: skip
     taken = [
@@ -267,7 +272,7 @@ def test_the_storage_learns_the_text_and_what_the_target_would_have_said(fillers
     base, prompt = tiny("Llama"), ROWS[1][:40]
     drafter = NGram(4, storage=storage(4), filler_top_k=fillers)
     out = generate(
-        base, drafter, **padded_left([prompt]), do_sample=False, max_new_tokens=30, return_dict_in_generate=True
+        base, drafter=drafter, **padded_left([prompt]), do_sample=False, max_new_tokens=30, return_dict_in_generate=True
     )
     assert out.statistics()["accepted"]
     text = out.sequences[0].tolist()[: -len(out.steps[-1].tokens[0])]  # nothing was drafted behind the last step
@@ -305,7 +310,7 @@ def test_what_was_learnt_is_kept_between_prompts_where_asked(reset_between):
     base = tiny("Llama")
     drafter = NGram(4, storage=storage(), reset_between=reset_between)
     for row in (ROWS[2], [50, 51, 52]):
-        generate(base, drafter, **padded_left([row]), do_sample=False, max_new_tokens=5)
+        generate(base, drafter=drafter, **padded_left([row]), do_sample=False, max_new_tokens=5)
     assert drafter.storage.next_token([50, 51]) == (52, True)
     assert (((11, 12), 13) in learnt(drafter.storage)) != reset_between
     drafter.reset()

@@ -6,7 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from enumeration import Table, TableDrafter, TableTarget, distance, law_of, output_law, true_law
+from enumeration import (
+    Table,
+    TableDrafter,
+    TableTarget,
+    completed,
+    distance,
+    law_of,
+    mean_accepted,
+    output_law,
+    step_law,
+    true_law,
+)
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from specheads.accept import Block, Exact, PathRule, Traversal, Verdict, walk
@@ -34,39 +45,11 @@ TREES = {
 PROMPT = (0, 1)
 
 
-def step_law(target, draft, plan, rule, *, prompt=PROMPT, processors=None, change=lambda tree: tree):
-    """{tokens that one step gives: probability}."""
-
-    def run(sampler):
-        verifier = TableTarget(target)
-        verifier.rows = [list(prompt[:-1])]
-        context = SimpleNamespace(history=[list(prompt)], root=torch.tensor([prompt[-1]]))
-        tree = TableDrafter(draft, change).propose(context, sampler, plan)
-        verdict = walk(tree, verifier.verify(tree).logits, rule, sampler, [list(prompt)])
-        path = verdict.path[0, 1 : verdict.length[0]]
-        return (*tree.tokens[0, path].tolist(), int(verdict.bonus))
-
-    return law_of(run, processors)
-
-
-def completed(law, target, length, prompt=PROMPT):
-    """Steps of differing lengths, each continued by the target's own law."""
-    whole = {}
-    for tokens, chance in law.items():
-        for rest, p in target.law((*prompt, *tokens), length - len(tokens)).items():
-            whole[tokens + rest] = whole.get(tokens + rest, 0.0) + chance * p
-    return whole
-
-
-def mean_accepted(law):
-    return sum(chance * (len(tokens) - 1) for tokens, chance in law.items())
-
-
 def error(rule, case, tables, **options):
     """How far one step's law, continued by the target's, is from the target's."""
-    plan, vocab_size = case
-    law = step_law(*tables, plan, rule, **options)
-    return distance(completed(law, tables[0], plan.depth + 1), tables[0].law(PROMPT, plan.depth + 1))
+    plan, length = case[0], case[0].depth + 1
+    law = step_law(*tables, plan, rule, PROMPT, **options)
+    return distance(completed(law, tables[0], PROMPT, length), tables[0].law(PROMPT, length))
 
 
 # --- Lossless ---
@@ -158,9 +141,9 @@ class Echoed(Table):
 )
 def test_a_processor_that_depends_on_the_prefix_sees_each_nodes_own(rule, plan):
     target = Table(3, 1)
-    law = step_law(target, Table(3, 2), plan, rule, processors=LogitsProcessorList([Echo()]))
+    law = step_law(target, Table(3, 2), plan, rule, PROMPT, processors=LogitsProcessorList([Echo()]))
     wanted = Echoed(3, 1)
-    assert distance(completed(law, wanted, 3), wanted.law(PROMPT, 3)) < 1e-12
+    assert distance(completed(law, wanted, PROMPT, 3), wanted.law(PROMPT, 3)) < 1e-12
 
 
 # --- The enumeration notices a broken rule ---
@@ -210,7 +193,7 @@ class Recursive(PathRule):
 def test_the_rule_written_twice_agrees(case, drafts):
     plan, vocab_size = TREES[case]
     tables = DRAFTS[drafts](vocab_size)
-    laws = [step_law(*tables, plan, rule) for rule in (Traversal(), Recursive())]
+    laws = [step_law(*tables, plan, rule, PROMPT) for rule in (Traversal(), Recursive())]
     assert distance(*laws) < 1e-12
 
 
@@ -278,7 +261,7 @@ def closed_form(target, draft, length, vocab_size, *, block):
 def test_block_accepts_its_closed_form_and_more_than_token_by_token(seed, length, vocab_size):
     target, draft = Table(vocab_size, seed), Table(vocab_size, seed + 50)
     plan = SampledTree((1,) * length)
-    block, token = (mean_accepted(step_law(target, draft, plan, rule)) for rule in (Block(), Exact()))
+    block, token = (mean_accepted(step_law(target, draft, plan, rule, PROMPT)) for rule in (Block(), Exact()))
     assert block == pytest.approx(closed_form(target, draft, length, vocab_size, block=True), abs=1e-12)
     assert token == pytest.approx(closed_form(target, draft, length, vocab_size, block=False), abs=1e-12)
     assert block > token + 1e-4
@@ -298,8 +281,8 @@ class Constant(Table):
 def test_the_papers_example_accepts_11_ninths_in_place_of_10():
     """arXiv:2403.10444, section 2: p = (1/3, 2/3), q = (2/3, 1/3), a chain of 2."""
     target, draft, plan = Constant((1 / 3, 2 / 3)), Constant((2 / 3, 1 / 3)), SampledTree((1, 1))
-    assert mean_accepted(step_law(target, draft, plan, Exact())) == pytest.approx(10 / 9, abs=1e-12)
-    assert mean_accepted(step_law(target, draft, plan, Block())) == pytest.approx(11 / 9, abs=1e-12)
+    assert mean_accepted(step_law(target, draft, plan, Exact(), PROMPT)) == pytest.approx(10 / 9, abs=1e-12)
+    assert mean_accepted(step_law(target, draft, plan, Block(), PROMPT)) == pytest.approx(11 / 9, abs=1e-12)
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
@@ -307,7 +290,7 @@ def test_the_papers_example_accepts_11_ninths_in_place_of_10():
 def test_traversal_of_a_chain_is_block(case, drafts):
     plan, vocab_size = CHAINS[case]
     tables = DRAFTS[drafts](vocab_size)
-    assert distance(step_law(*tables, plan, Traversal()), step_law(*tables, plan, Block())) < 1e-12
+    assert distance(*(step_law(*tables, plan, rule, PROMPT) for rule in (Traversal(), Block()))) < 1e-12
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -316,7 +299,7 @@ def test_traversal_of_a_chain_is_block(case, drafts):
 )
 def test_traversal_accepts_as_much_as_token_by_token_at_least(plan, vocab_size, seed):
     tables = Table(vocab_size, seed), Table(vocab_size, seed + 50)
-    means = [mean_accepted(step_law(*tables, plan, rule)) for rule in (Traversal(), Exact())]
+    means = [mean_accepted(step_law(*tables, plan, rule, PROMPT)) for rule in (Traversal(), Exact())]
     # On one level both are the same test; deeper, Traversal gains.
     assert means[0] > means[1] + 1e-4 if plan.depth > 1 else means[0] == pytest.approx(means[1], abs=1e-12)
 
@@ -344,4 +327,4 @@ def test_at_temperature_0_the_path_is_the_one_exact_keeps(rule, plan):
 
 def test_block_refuses_a_sampled_tree_that_branches():
     with pytest.raises(ValueError, match=r"Block judges chains.*Traversal\(\)"):
-        step_law(Table(3, 1), Table(3, 2), SampledTree((2,)), Block())
+        step_law(Table(3, 1), Table(3, 2), SampledTree((2,)), Block(), PROMPT)

@@ -67,7 +67,8 @@ def nucleus(log_q: Tensor, log_p: Tensor, top_p: float) -> tuple[Tensor, Tensor]
     """
     best, ids = log_p.sort(-1, descending=True)
     share = best.exp()
-    inside = torch.zeros_like(log_p, dtype=torch.bool).scatter(-1, ids, share.cumsum(-1) - share < top_p)
+    chosen = (share.cumsum(-1) - share < top_p) & (share > 0)
+    inside = torch.zeros_like(chosen).scatter(-1, ids, chosen)
 
     def renormalised(log_law: Tensor) -> Tensor:
         return log_law.masked_fill(~inside, -torch.inf).log_softmax(-1)
@@ -85,6 +86,7 @@ def divergence(name: str, log_q: Tensor, log_p: Tensor, *, k: int, top_p: float)
     if name.startswith("top_k_"):
         return WHOLE[name.removeprefix("top_k_")](*top_k_and_rest(log_q, log_p, k))
     if name.startswith("top_p_"):
-        # Laws that share no token of the nucleus are as far apart as can be.
-        return WHOLE[name.removeprefix("top_p_")](*nucleus(log_q, log_p, top_p)).nan_to_num(torch.inf, posinf=torch.inf)
+        log_q, log_p = nucleus(log_q, log_p, top_p)
+        apart = log_q.isnan().any(-1)  # q gives the nucleus no chance at all
+        return torch.where(apart, torch.inf, WHOLE[name.removeprefix("top_p_")](log_q, log_p))
     return WHOLE[name](log_q, log_p)

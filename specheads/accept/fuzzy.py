@@ -5,7 +5,7 @@ p is the target's law, q the draft's. Shapes: B batch rows, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ MODES = ("divergence", "rescue")
 class Fuzzy(LevelRule):
     """The first child stands where D(q, p) is within `threshold`, whichever token it is. FSD, arXiv:2502.20704.
 
-    mode "divergence": D ≤ threshold alone decides, and where it fails the token is drawn from p. Not lossless.
+    mode "divergence": D ≤ threshold alone decides; where it fails the token is drawn from p. Not lossless. From a
+    drawn token that a child carries the walk goes on, where the paper's code ends the step.
     mode "rescue": D < threshold decides only where `Exact` keeps no child, whose correction follows otherwise. Not
     lossless, but at threshold 0.
     divergence: "kl" is KL(q‖p), "kl_reversed" KL(p‖q), "js" the true Jensen-Shannon (at most log 2), "tv" total
@@ -65,12 +66,14 @@ class Fuzzy(LevelRule):
     def choose(self, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
         if self.lossless or level.tokens.shape[1] == 1:
             return Exact().choose(level, sampler)
-        distance = self.distance(level, sampler)
+        distance, first = self.distance(level, sampler), level.first
         if self.mode == "rescue":
             child, token = Exact().choose(level, sampler)
-            rescued = (child < 0) & (distance < self.threshold)
-            return level.followed(torch.where(rescued, level.first, child), token)
-        return level.followed(torch.where(distance <= self.threshold, level.first, -1), sampler.draw(level.p))
+            near = (distance < self.threshold) & (child < 0)
+        else:
+            child, token = Exact().choose(replace(level, q=None), sampler)
+            near = distance <= self.threshold
+        return level.followed(torch.where(near & (first >= 0), first, child), token)
 
     def distance(self, level: Level, sampler: Sampler) -> Tensor:
         """(B,) D(q, p) at the node; without meaning where it has no child."""

@@ -3,7 +3,19 @@
 import importlib
 from typing import Any
 
-from specheads.accept import Acceptance, Exact
+from specheads.accept import (
+    Acceptance,
+    Block,
+    CSLeniency,
+    Exact,
+    Fuzzy,
+    Lenient,
+    Margin,
+    TopN,
+    Traversal,
+    Typical,
+    fuzzy_from,
+)
 from specheads.checkpoint import CheckpointError
 from specheads.convert import SpecConfig, SpecModel, convert, load_head
 from specheads.decode import Step, decode
@@ -44,10 +56,11 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "Acceptance", "AdaptiveChain", "CheckpointError", "Collator", "Context", "DataConfig", "DraftHead", "DraftModel",
-    "DraftTree", "Drafter", "DynamicTree", "Eagle3Config", "EagleConfig", "Exact", "HeadConfig", "MaxGram",
-    "MedusaConfig", "NGram", "NGramStorage", "OneLevelNGramStorage", "Plan", "PromptLookup", "SampledTree", "Sampler",
-    "SpecConfig", "SpecGenerateOutput", "SpecModel", "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step",
-    "Target", "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "generate", "load_head",
+    "Acceptance", "AdaptiveChain", "Block", "CSLeniency", "CheckpointError", "Collator", "Context", "DataConfig",
+    "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree", "Eagle3Config", "EagleConfig", "Exact", "Fuzzy",
+    "HeadConfig", "Lenient", "Margin", "MaxGram", "MedusaConfig", "NGram", "NGramStorage", "OneLevelNGramStorage",
+    "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel", "SpecTrainer",
+    "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN", "Traversal", "Typical", "UnsupportedModel",
+    "build_datasets", "chain", "comb", "convert", "decode", "fuzzy_from", "generate", "load_head",
     "token_counts",
 ]  # fmt: skip

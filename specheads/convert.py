@@ -203,8 +203,9 @@ class SpecModel(PreTrainedModel):
 
         draft: True for this model's head, False for plain decoding through the same loop, or any other drafter.
         tree: a plan (`DynamicTree`, `StaticTree`, `chain`, `SampledTree`; default: the head's). accept: the rule
-        (default `Exact`, lossless). seed: of the sampling. With return_dict_in_generate=True the output also has
-        `steps` and `statistics()`. Stopping criteria are asked row by row, after each token.
+        (default `Exact`; lossless as it is: `Block`, `Traversal`; not lossless: `Fuzzy`, `Typical` and others). seed:
+        of the sampling. With return_dict_in_generate=True the output also has `steps` and `statistics()`. Stopping
+        criteria are asked row by row, after each token.
         """
         drafter = self.head if draft is True else (draft or None)
         return generation.generate(self.base, inputs, drafter=drafter, **kwargs)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specheads.accept import Acceptance, walk
+from specheads.draft_law import LawKept
 from specheads.drafters.base import Context, Drafter
 from specheads.planner import Plan
 from specheads.sampling import Sampler
@@ -64,6 +65,8 @@ def decode(
     wanted = getattr(drafter, "wants_target_top", 0)
     context = Context.start(target, ids, lengths, out.features, root, top_tokens(out.logits, wanted))
     running = [True] * batch
+    if plan and accept.wants_draft_law:
+        plan = LawKept(plan)
 
     def settle(gained: list[list[int]]) -> list[list[int]]:
         """Cut each row's gain where it stops, and mark the rows that did."""
@@ -83,6 +86,11 @@ def decode(
     while any(running):
         began = time.perf_counter()
         tree = drafter.propose(context, sampler, plan) if drafter and plan else DraftTree.root_only(context.root)
+        if accept.needs_draft_law and tree.logits is None and tree.num_nodes > 1:
+            raise ValueError(
+                f"{type(accept).__name__} compares the draft's law with the target's, and {type(drafter).__name__} "
+                "gives none; draft with a head or a draft model, or accept by another rule"
+            )
         out = target.verify(tree)
         verdict = walk(tree, out.logits, accept, sampler, context.history, keep_scores=keep_scores)
         if not all(running):  # a finished row stays where it is

@@ -202,7 +202,7 @@ def _run(
     sampler = Sampler(
         logits_processor,
         do_sample=do_sample,
-        generator=_generator(seed, ids.device) if do_sample else None,
+        generator=_generator(seed, ids.device) if do_sample or seed is not None else None,
         left_padding=[columns - n for n in counts],
         pad_token_id=pad_id,
     )

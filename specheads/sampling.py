@@ -98,7 +98,7 @@ class Sampler:
         return scores.softmax(-1).nan_to_num(0)
 
     def draw(self, p: Tensor) -> Tensor:
-        """(R, V) laws → (R,) one index from each row: the only place randomness enters."""
+        """(R, V) laws → (R,) one index from each row: all that decoding draws at random is drawn here."""
         if not self.do_sample:
             return p.argmax(-1)
         return torch.multinomial(p, 1, generator=self.generator).squeeze(-1)
@@ -106,3 +106,7 @@ class Sampler:
     def coin(self, chance: Tensor) -> Tensor:
         """(R,) probabilities → (R,) bool."""
         return self.draw(torch.stack([1 - chance, chance], dim=-1)).bool()
+
+    def uniform(self, like: Tensor) -> Tensor:
+        """(R, …) → (R,) numbers in [0, 1), at temperature 0 too: for a rule that is random by definition."""
+        return torch.rand(len(like), generator=self.generator, device=like.device)

@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from specheads.draft_law import DraftLogits
 
 
 def ancestors(parents: Tensor, max_depth: int | None = None) -> Tensor:
@@ -80,12 +84,14 @@ class DraftTree:
     probs (B, N, V): the law each token was drawn from, siblings in the order drawn and without replacement;
       None where tokens were chosen without a coin the target shares (top-k, n-grams): a point mass.
       Siblings of a point-mass tree carry distinct tokens.
+    logits: the draft's own behind each node that has children, where a rule asked for them.
     """
 
     tokens: Tensor
     parents: Tensor
     max_depth: int
     probs: Tensor | None = None
+    logits: DraftLogits | None = None
     shape: Shape = field(default=None)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:

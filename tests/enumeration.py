@@ -5,12 +5,14 @@ Every random choice of decoding goes through Sampler.draw, so a sampler that pla
 
 import itertools
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from specheads.accept import Exact
+from specheads.accept import Exact, walk
 from specheads.decode import decode
+from specheads.draft_law import LawKept
 from specheads.planner import Scored
 from specheads.sampling import Sampler
 from specheads.target import TargetOutput
@@ -196,13 +198,9 @@ def output_law(target, draft, plan, prompts, length, *, accept=None, eos=None, s
     law = law_of(run)
     if steps is None:
         return law
-    whole = {}
-    for rows, chance in law.items():
-        assert len(rows) == 1 and eos is None
-        for rest, p in target.law((*prompts[0], *rows[0]), length - len(rows[0])).items():
-            key = ((*rows[0], *rest),)
-            whole[key] = whole.get(key, 0.0) + chance * p
-    return whole
+    assert len(prompts) == 1 and eos is None
+    first = {rows[0]: chance for rows, chance in law.items()}
+    return {(row,): chance for row, chance in completed(first, target, prompts[0], length).items()}
 
 
 def true_law(target, prompts, length, eos=None):
@@ -212,3 +210,32 @@ def true_law(target, prompts, length, eos=None):
         own = target.law(prompt, length, eos)
         law = {(*rows, row): a * b for rows, a in law.items() for row, b in own.items()}
     return law
+
+
+def step_law(target, draft, plan, rule, prompt, *, processors=None, change=lambda tree: tree):
+    """{tokens that one step gives behind a prompt: probability}."""
+
+    def run(sampler):
+        verifier = TableTarget(target)
+        verifier.rows = [list(prompt[:-1])]
+        context = SimpleNamespace(history=[list(prompt)], root=torch.tensor([prompt[-1]]))
+        tree = TableDrafter(draft, change).propose(context, sampler, LawKept(plan) if rule.wants_draft_law else plan)
+        verdict = walk(tree, verifier.verify(tree).logits, rule, sampler, [list(prompt)])
+        path = verdict.path[0, 1 : verdict.length[0]]
+        return (*tree.tokens[0, path].tolist(), int(verdict.bonus))
+
+    return law_of(run, processors)
+
+
+def completed(law, target, prompt, length):
+    """Steps of differing lengths, each continued by the target's own law."""
+    whole = {}
+    for tokens, chance in law.items():
+        for rest, p in target.law((*prompt, *tokens), length - len(tokens)).items():
+            whole[tokens + rest] = whole.get(tokens + rest, 0.0) + chance * p
+    return whole
+
+
+def mean_accepted(law):
+    """Tokens a step gives, the bonus left out."""
+    return sum(chance * (len(tokens) - 1) for tokens, chance in law.items())

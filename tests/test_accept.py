@@ -6,7 +6,7 @@ import pytest
 import torch
 from enumeration import Table, TableDrafter, TableTarget, distance, law_of, output_law, true_law
 
-from specheads.accept import Exact, residual, walk
+from specheads.accept import Exact, LevelRule, residual, walk
 from specheads.decode import decode
 from specheads.planner import DynamicTree, SampledTree, StaticTree, chain
 from specheads.sampling import Sampler
@@ -108,18 +108,17 @@ def test_sampled_trees_are_lossless_as_point_masses_too(plan):
 
 
 @dataclass(frozen=True)
-class Scalar:
+class Scalar(LevelRule):
     """The exact rule for sampled children once more, for one row in plain Python, with parts that can be left out."""
 
     lossless: bool = field(default=True, init=False)
-    descends_on_draw: bool = field(default=False, init=False)
     subtract_q: bool = True
     drop_x: bool = True
 
-    def choose(self, p, tokens, is_child, q, sampler):
-        p, q = p[0].tolist(), q[0].tolist()
-        for node in is_child[0].nonzero().flatten().tolist():
-            x = int(tokens[0, node])
+    def choose(self, level, sampler):
+        p, q = level.p[0].tolist(), level.q[0].tolist()
+        for node in level.is_child[0].nonzero().flatten().tolist():
+            x = int(level.tokens[0, node])
             if sampler.coin(torch.tensor([min(1.0, p[x] / q[x])], dtype=torch.float64)).item():
                 return torch.tensor([node]), torch.tensor([x])
             if self.subtract_q:
@@ -154,7 +153,7 @@ def test_enumeration_notices_a_broken_rule(broken, plan):
 
 
 def test_enumeration_notices_a_residual_that_returns_p(monkeypatch):
-    monkeypatch.setattr("specheads.accept.residual", lambda p, q: p)
+    monkeypatch.setattr("specheads.accept.exact.residual", lambda p, q: p)
     target, draft = Table(3, 1), Table(3, 2)
     law = output_law(target, draft, SampledTree((1,)), [(0, 1)], 3)
     assert distance(law, true_law(target, [(0, 1)], 3)) > 1e-3
@@ -173,10 +172,8 @@ def test_enumeration_notices_a_wrong_q(plan):
 
 def test_enumeration_notices_a_draft_in_place_of_the_target():
     class AcceptAll(Exact):
-        def choose(self, p, tokens, is_child, q, sampler):
-            child = torch.where(is_child.any(1), is_child.int().argmax(1), -1)
-            drawn = sampler.draw(p)
-            return child, torch.where(child < 0, drawn, tokens.gather(1, child.clamp_min(0).unsqueeze(1)).squeeze(1))
+        def choose(self, level, sampler):
+            return level.followed(level.first, sampler.draw(level.p))
 
     target, draft = Table(3, 1), Table(3, 2)
     law = output_law(target, draft, chain(1), [(0, 1)], 3, accept=AcceptAll())

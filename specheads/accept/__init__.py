@@ -1,0 +1,19 @@
+"""walk() through a verified tree, and the rules that say which drafted tokens stand.
+
+Lossless: Exact, Block, Traversal. Not lossless: Lenient, Typical, TopN, Margin, CSLeniency, Fuzzy.
+"""
+
+from specheads.accept.block import Block
+from specheads.accept.exact import Exact, normalised, residual
+from specheads.accept.fuzzy import Fuzzy, fuzzy_from
+from specheads.accept.lenient import Lenient
+from specheads.accept.paths import drawn_path, walk
+from specheads.accept.rule import Acceptance, Laws, Level, LevelRule, PathRule, Verdict
+from specheads.accept.tokens import CSLeniency, Margin, TokenRule, TopN, Typical
+from specheads.accept.traversal import Traversal
+
+__all__ = [
+    "Acceptance", "Block", "CSLeniency", "Exact", "Fuzzy", "Laws", "Lenient", "Level", "LevelRule", "Margin",
+    "PathRule", "TokenRule", "TopN", "Traversal", "Typical", "Verdict", "drawn_path", "fuzzy_from", "normalised",
+    "residual", "walk",
+]  # fmt: skip

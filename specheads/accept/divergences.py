@@ -1,0 +1,92 @@
+"""How far the draft's law is from the target's at a node: the divergences of fuzzy speculative decoding.
+
+Each takes log q and log p (R, V), −inf where a token has no chance, and gives (R,) ≥ 0, in nats. A divergence may be
+infinite: KL(q‖p) where p lacks a token of q's, its reverse where q does (at every node behind a draft vocabulary,
+as a rule). FSD, arXiv:2502.20704. Shapes: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Divergence = Callable[[Tensor, Tensor], Tensor]
+
+
+def kl(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """KL(q‖p) = Σ q log(q / p)."""
+    terms = log_q.exp() * (log_q - log_p)
+    return torch.where(log_q.exp() > 0, terms, 0).sum(-1).clamp_min(0)
+
+
+def kl_reversed(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """KL(p‖q)."""
+    return kl(log_p, log_q)
+
+
+def middle(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """log m, m = (q + p) / 2."""
+    return torch.logaddexp(log_q, log_p) - math.log(2)
+
+
+def js(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """Jensen-Shannon, ½KL(q‖m) + ½KL(p‖m), at most log 2."""
+    m = middle(log_q, log_p)
+    return (kl(log_q, m) + kl(log_p, m)) / 2
+
+
+def js_paper(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """½KL(m‖q) + ½KL(m‖p), which the official code computes in place of Jensen-Shannon; it has no bound."""
+    m = middle(log_q, log_p)
+    return (kl(m, log_q) + kl(m, log_p)) / 2
+
+
+def tv(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """Total variation ½Σ|q − p|, at most 1."""
+    return (log_q.exp() - log_p.exp()).abs().sum(-1) / 2
+
+
+def top_k_and_rest(log_q: Tensor, log_p: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Both laws over the target's k likeliest tokens and, as one more, all the others together: (R, k + 1)."""
+    ids = log_p.topk(min(k, log_p.shape[-1]), dim=-1).indices
+
+    def merged(log_law: Tensor) -> Tensor:
+        rest = log_law.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+        return torch.cat([log_law.gather(-1, ids), rest], -1)
+
+    return merged(log_q), merged(log_p)
+
+
+def nucleus(log_q: Tensor, log_p: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Both laws over the fewest of the target's likeliest tokens that hold `top_p` of it, renormalised: (R, V).
+
+    Where q gives those no chance at all its row is NaN.
+    """
+    best, ids = log_p.sort(-1, descending=True)
+    share = best.exp()
+    chosen = (share.cumsum(-1) - share < top_p) & (share > 0)
+    inside = torch.zeros_like(chosen).scatter(-1, ids, chosen)
+
+    def renormalised(log_law: Tensor) -> Tensor:
+        return log_law.masked_fill(~inside, -torch.inf).log_softmax(-1)
+
+    return renormalised(log_q), renormalised(log_p)
+
+
+WHOLE: dict[str, Divergence] = {"kl": kl, "kl_reversed": kl_reversed, "js": js, "tv": tv, "js_paper": js_paper}
+REDUCED = ("kl", "js", "tv")  # those with a top_k_ and a top_p_ form
+NAMES = (*WHOLE, *(form + name for form in ("top_k_", "top_p_") for name in REDUCED))
+
+
+def divergence(name: str, log_q: Tensor, log_p: Tensor, *, k: int, top_p: float) -> Tensor:
+    """(R,) the divergence of that name, one of NAMES; k and top_p are for the forms that read them."""
+    if name.startswith("top_k_"):
+        return WHOLE[name.removeprefix("top_k_")](*top_k_and_rest(log_q, log_p, k))
+    if name.startswith("top_p_"):
+        log_q, log_p = nucleus(log_q, log_p, top_p)
+        apart = log_q.isnan().any(-1)  # q gives the nucleus no chance at all
+        return torch.where(apart, torch.inf, WHOLE[name.removeprefix("top_p_")](log_q, log_p))
+    return WHOLE[name](log_q, log_p)

@@ -1,0 +1,104 @@
+"""Fuzzy: drafts stand where the draft's law is near the target's.
+
+p is the target's law, q the draft's. Shapes: B batch rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specheads.accept.divergences import NAMES, divergence
+from specheads.accept.exact import Exact
+from specheads.accept.rule import Acceptance, Level, LevelRule
+from specheads.options import refuse_unknown
+from specheads.sampling import Sampler
+
+MODES = ("divergence", "rescue")
+
+
+@dataclass(frozen=True)
+class Fuzzy(LevelRule):
+    """The first child stands where D(q, p) is within `threshold`, whichever token it is. FSD, arXiv:2502.20704.
+
+    mode "divergence": D ≤ threshold alone decides; where it fails the token is drawn from p. Not lossless. From a
+    drawn token that a child carries the walk goes on, where the paper's code ends the step.
+    mode "rescue": D < threshold decides only where `Exact` keeps no child, whose correction follows otherwise. Not
+    lossless, but at threshold 0.
+    divergence: "kl" is KL(q‖p), "kl_reversed" KL(p‖q), "js" the true Jensen-Shannon (at most log 2), "tv" total
+    variation, "js_paper" what the paper's code has for JS; "top_k_…" (kl, js, tv) over the target's k likeliest tokens
+    and one for all the rest; "top_p_…" over its nucleus, renormalised; "random": a uniform number in D's place.
+    processed: compare the laws under the logits processors; else the raw ones, at temperature 1. The draft's sees no
+    processor that depends on the prefix.
+
+    The first child in draft order is the draft's likeliest, or the first drawn; one that a logits processor rules out
+    for the target is passed over. Needs the draft's law, which heads and draft models give ("random" does not).
+    """
+
+    threshold: float
+    divergence: str = "js"
+    mode: str = "divergence"
+    k: int = 50
+    top_p: float = 0.9
+    processed: bool = False
+
+    def __post_init__(self) -> None:
+        refuse_unknown([self.divergence], [*NAMES, "random"], "divergence")
+        refuse_unknown([self.mode], MODES, "mode of Fuzzy")
+        if not self.threshold >= 0:
+            raise ValueError(f"threshold={self.threshold} must be a divergence of 0 or more")
+        if self.k < 1:
+            raise ValueError(f"k={self.k} must be at least 1 token")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+
+    @property
+    def lossless(self) -> bool:
+        return self.mode == "rescue" and self.threshold == 0
+
+    @property
+    def needs_draft_law(self) -> bool:
+        return self.divergence != "random" and not self.lossless
+
+    def choose(self, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
+        if self.lossless or level.tokens.shape[1] == 1:
+            return Exact().choose(level, sampler)
+        distance, first = self.distance(level, sampler), level.first
+        if self.mode == "rescue":
+            child, token = Exact().choose(level, sampler)
+            near = (distance < self.threshold) & (child < 0)
+        else:
+            child, token = Exact().choose(replace(level, q=None), sampler)
+            near = distance <= self.threshold
+        return level.followed(torch.where(near & (first >= 0), first, child), token)
+
+    def distance(self, level: Level, sampler: Sampler) -> Tensor:
+        """(B,) D(q, p) at the node; without meaning where it has no child."""
+        if self.divergence == "random":
+            return sampler.uniform(level.p)
+        if level.draft is None:
+            raise ValueError("Fuzzy compares the draft's law with the target's, and this tree was drafted without one")
+        if self.processed:
+            log_q, log_p = sampler.draft_law(level.draft).log(), level.scores.log_softmax(-1)
+        else:
+            wide = torch.promote_types(level.logits.dtype, torch.float32)
+            log_q, log_p = (logits.to(wide).log_softmax(-1) for logits in (level.draft, level.logits))
+        return divergence(self.divergence, log_q, log_p, k=self.k, top_p=self.top_p)
+
+
+def fuzzy_from(
+    fsd_div_type: str | None = "js_div", fsd_div_threshold: float | None = None, **options: Any
+) -> Acceptance:
+    """The rule that the official FSD code's arguments ask for; a threshold of None, and type "sd", are `Exact`.
+
+    "kl_div", "top_k_js_div" … are Fuzzy's divergences; "…_processed" compares processed laws. options are Fuzzy's own.
+    """
+    name = "sd" if fsd_div_type is None else fsd_div_type
+    plain = name.removesuffix("_processed").replace("_div", "")
+    refuse_unknown([plain], [*NAMES, "random", "sd"], "fsd_div_type")
+    if plain == "sd" or fsd_div_threshold is None:
+        return Exact()
+    return Fuzzy(fsd_div_threshold, plain, **{"processed": name.endswith("_processed"), **options})

@@ -1,0 +1,188 @@
+"""The two forms a rule takes, what each is given, and what it says.
+
+p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabulary, P = depth + 1.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from specheads.sampling import Sampler
+from specheads.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One node of each batch row, and its children.
+
+    p (B, V): the target's law there; scores (B, V): the processed scores it comes from; logits (B, V): the target's
+      own, before any processor.
+    tokens (B, N) of the whole tree; is_child (B, N) marks the node's children.
+    q (B, V): the law the children were drawn from; None where they are a point mass.
+    draft (B, V): the draft's own logits there, where they were kept; −inf outside a draft vocabulary.
+    """
+
+    p: Tensor
+    scores: Tensor
+    logits: Tensor
+    tokens: Tensor
+    is_child: Tensor
+    q: Tensor | None = None
+    draft: Tensor | None = None
+
+    @property
+    def soft(self) -> Tensor:
+        """(B, V) the law under all processors before temperature 0 makes a one-hot p of it."""
+        return self.scores.softmax(-1)
+
+    @property
+    def first(self) -> Tensor:
+        """(B,) the first child in draft order whose token no processor rules out; −1 for none."""
+        allowed, child = (self.is_child & (self.scores.gather(1, self.tokens) > -torch.inf)).max(1)
+        return torch.where(allowed, child, -1)
+
+    def followed(self, child: Tensor, bonus: Tensor) -> tuple[Tensor, Tensor]:
+        """child (B,), and the token that follows: the child's, or the bonus (B,) where child is −1."""
+        own = self.tokens.gather(1, child.clamp_min(0).unsqueeze(1)).squeeze(1)
+        return child, torch.where(child < 0, bonus, own)
+
+
+@dataclass
+class Laws:
+    """The target's law at the nodes of one verified tree, made when it is asked for.
+
+    logits (B, N, V) are the target's. history: each row's ids up to and with the root, read only where a logits
+    processor depends on the prefix; such a processor sees each node's own.
+    """
+
+    tree: DraftTree
+    logits: Tensor
+    sampler: Sampler
+    history: Sequence[Sequence[int]] = ()
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        return torch.arange(len(self.logits), device=self.logits.device)
+
+    @cached_property
+    def _on_host(self) -> tuple[list[list[int]], list[list[int]]]:
+        return self.tree.tokens.tolist(), self.tree.parents.tolist()
+
+    def prefixes(self, node: Tensor) -> list[list[int]]:
+        """Each row's ids up to and with its node (B,)."""
+        made = []
+        for row, tokens, parents, place in zip(self.history, *self._on_host, node.tolist(), strict=True):
+            drafted = []
+            while place > 0:
+                drafted.append(tokens[place])
+                place = parents[place]
+            made.append([*row, *reversed(drafted)])
+        return made
+
+    def raw_at(self, node: Tensor) -> Tensor:
+        """(B,) → (B, V) the target's logits at one node of each row."""
+        return self.logits[self._rows, node]
+
+    def scores_at(self, node: Tensor) -> Tensor:
+        """(B,) → (B, V) the processed scores at one node of each row."""
+        return self.sampler.scores(self.raw_at(node), lambda: self.prefixes(node))
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """(B, N, V) the processed scores at every node; zeros where a path holds a token that they rule out."""
+        batch, num, _ = self.logits.shape
+        if not self.sampler.needs_prefix:
+            return self.sampler.scores(self.logits.flatten(0, 1), list).unflatten(0, (batch, num))
+        # Node by node, because processors know rows by their place in the batch; and no processor is shown a prefix
+        # that it would not have allowed, of which it may know nothing.
+        shape, tokens = self.tree.shape, self.tree.tokens
+        made = torch.zeros_like(self.logits, dtype=torch.promote_types(self.logits.dtype, torch.float32))
+        possible = torch.zeros_like(tokens, dtype=torch.bool)
+        for place in range(num):
+            above = shape.above[:, place]
+            allowed = made[self._rows, above, tokens[:, place]] > -torch.inf
+            possible[:, place] = (shape.drafted[:, place] & possible[self._rows, above] & allowed) | (place == 0)
+            own = self.scores_at(torch.where(possible[:, place], place, 0))
+            made[:, place] = torch.where(possible[:, place : place + 1], own, 0)
+        return made
+
+    @cached_property
+    def p(self) -> Tensor:
+        """(B, N, V) the law at every node."""
+        return self.sampler.law_of(self.scores)
+
+    @cached_property
+    def soft(self) -> Tensor:
+        """(B, N, V) as `Level.soft`, at every node."""
+        return self.scores.softmax(-1)
+
+    def p_at(self, node: Tensor) -> Tensor:
+        """(B,) → (B, V) the law at one node of each row."""
+        return self.sampler.law_of(self.scores[self._rows, node])
+
+    def at_parent(self, values: Tensor) -> Tensor:
+        """(B, N) → (B, N): of each node, its parent's."""
+        return values.gather(1, self.tree.shape.above)
+
+    def of_tokens(self, laws: Tensor, place: Tensor | None = None) -> Tensor:
+        """(B, N) the probability of each node's token in laws (B, M, V): in law place (B, N), or its parent's."""
+        place = self.tree.shape.above if place is None else place
+        return laws[self._rows.unsqueeze(1), place, self.tree.tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """path (B, P): accepted nodes, the root first; length (B,) how many of them are real; bonus (B,) the next root.
+
+    scores: per level the raw logits and the processed scores (B, V) of the token, where they were asked for.
+    """
+
+    path: Tensor
+    length: Tensor
+    bonus: Tensor
+    scores: tuple[tuple[Tensor, Tensor], ...] = ()
+
+
+class Acceptance(ABC):
+    """Says what of a verified tree stands: a `LevelRule` or a `PathRule`."""
+
+    @property
+    @abstractmethod
+    def lossless(self) -> bool:
+        """Has what is emitted the target's law?"""
+
+    @property
+    def needs_draft_law(self) -> bool:
+        """Does it compare the draft's law with the target's, so that a drafter that gives none is refused?"""
+        return False
+
+    @property
+    def wants_draft_law(self) -> bool:
+        """Does it read the draft's law where there is one?"""
+        return self.needs_draft_law
+
+
+class LevelRule(Acceptance):
+    """A rule that judges the children of one node, and goes on from the one it keeps."""
+
+    # Without q the child kept is the one that carries a token drawn from p, and no other.
+    descends_on_draw: ClassVar[bool] = False
+
+    @abstractmethod
+    def choose(self, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
+        """The kept child (B,), −1 for none, and the token that follows (B,): the child's, or the bonus."""
+
+
+class PathRule(Acceptance):
+    """A rule that judges whole paths."""
+
+    @abstractmethod
+    def judge(self, laws: Laws, sampler: Sampler) -> Verdict:
+        """The verdict over `laws.tree`, whose `scores` are left to walk()."""

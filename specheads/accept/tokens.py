@@ -1,0 +1,138 @@
+"""Rules that judge each drafted token by itself: Typical, TopN, Margin, CSLeniency. None is lossless.
+
+All keep the longest path of tokens that stand, the likeliest under the target among equally long ones, and draw the
+token behind it from p. They judge by the law under all logits processors before temperature 0 makes a one-hot of it,
+so at temperature 0 they let pass what is nearly as likely, and emit the argmax where they let nothing pass. A token
+that a processor rules out never stands. Shapes: B batch rows, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from specheads.accept.paths import path_to, standing
+from specheads.accept.rule import Laws, PathRule, Verdict
+from specheads.sampling import Sampler
+
+
+class TokenRule(PathRule):
+    """The longest path of tokens that stand."""
+
+    lossless: ClassVar[bool] = False
+
+    @abstractmethod
+    def stands(self, laws: Laws, chance: Tensor) -> Tensor:
+        """(B, N) does each node's token stand? chance (B, N): its probability in `laws.soft` at its parent."""
+
+    def judge(self, laws: Laws, sampler: Sampler) -> Verdict:
+        tree, shape = laws.tree, laws.tree.shape
+        chance = laws.of_tokens(laws.soft)
+        kept = self.stands(laws, chance) & (chance > 0) & shape.drafted
+        whole = standing(tree, kept)
+        length = torch.where(whole, shape.depth, -1)
+        longest = length == length.max(1, keepdim=True).values
+        likelihood = (shape.ancestors * torch.where(kept, chance.log(), 0).unsqueeze(1)).sum(-1)
+        end = torch.where(longest, likelihood, -torch.inf).argmax(1)
+        return Verdict(*path_to(tree, end), sampler.draw(laws.p_at(end)))
+
+
+@dataclass(frozen=True)
+class Typical(TokenRule):
+    """x stands where p(x) > min(epsilon, delta · exp(−H(p))), H in nats. Not lossless. Medusa, arXiv:2401.10774."""
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epsilon < 1:
+            raise ValueError(f"epsilon={self.epsilon} must be a probability above 0 and below 1")
+        if not self.delta > 0:
+            raise ValueError(f"delta={self.delta} must be above 0")
+
+    def stands(self, laws: Laws, chance: Tensor) -> Tensor:
+        entropy = -torch.xlogy(laws.soft, laws.soft).sum(-1)
+        floor = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
+        return chance > laws.at_parent(floor)
+
+
+@dataclass(frozen=True)
+class TopN(TokenRule):
+    """x stands among the n likeliest where p(x) is at most `margin` below the largest p. Not lossless.
+
+    The relaxed acceptance of TensorRT-LLM, whose values for thinking phases are the defaults; no paper.
+    """
+
+    n: int = 10
+    margin: float = 0.6
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"n={self.n} must be at least 1 token")
+        if not 0 <= self.margin <= 1:
+            raise ValueError(f"margin={self.margin} must be a difference of probabilities, 0 to 1")
+
+    def stands(self, laws: Laws, chance: Tensor) -> Tensor:
+        best = laws.soft.topk(min(self.n, laws.soft.shape[-1]), dim=-1).values
+        return chance >= laws.at_parent(torch.maximum(best[..., -1], best[..., 0] - self.margin))
+
+
+@dataclass(frozen=True)
+class Margin(TokenRule):
+    """The likeliest token stands, and the second where it is more than `ratio` times as likely. Not lossless.
+
+    After MARS, arXiv:2601.15498, which compares logits; a ratio of probabilities does not change when all logits shift.
+    """
+
+    ratio: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio <= 1:
+            raise ValueError(f"ratio={self.ratio} must be a ratio of probabilities p₂/p₁, 0 to 1 (1: only the first)")
+
+    def stands(self, laws: Laws, chance: Tensor) -> Tensor:
+        best = laws.soft.topk(min(2, laws.soft.shape[-1]), dim=-1).values
+        first, second = best[..., 0], best[..., -1]
+        return chance >= laws.at_parent(torch.where(second > self.ratio * first, second, first))
+
+
+@dataclass(frozen=True)
+class CSLeniency(TokenRule):
+    """The likeliest token stands, and where leniency > 1 also x with p(x) > q(x) / leniency. Not lossless.
+
+    For reviews of one draft by another, where at leniency 1 and temperature 0 the review is greedy. q is the law x was
+    drawn from, else the draft's own there; 1 for a drafter that gives none, such as n-grams. Cascade Speculative
+    Drafting, arXiv:2312.11462.
+    """
+
+    leniency: float
+
+    def __post_init__(self) -> None:
+        if not self.leniency >= 1:
+            raise ValueError(f"leniency={self.leniency} must be 1 (only the likeliest token stands) or more")
+
+    @property
+    def wants_draft_law(self) -> bool:
+        return self.leniency > 1
+
+    def stands(self, laws: Laws, chance: Tensor) -> Tensor:
+        likeliest = chance >= laws.at_parent(laws.soft.max(-1).values)
+        if self.leniency == 1:
+            return likeliest
+        return likeliest | (chance > self._draft_chance(laws) / self.leniency)
+
+    @staticmethod
+    def _draft_chance(laws: Laws) -> Tensor | float:
+        """(B, N) q of each node's token."""
+        tree, kept = laws.tree, laws.tree.logits
+        if tree.probs is not None:
+            return tree.probs.gather(2, tree.tokens.unsqueeze(2)).squeeze(2)
+        if kept is None:
+            return 1.0
+        every = kept.every()
+        law = laws.sampler.draft_law(every.flatten(0, 1)).view_as(every)
+        return laws.of_tokens(law, laws.at_parent(kept.place))

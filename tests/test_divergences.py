@@ -1,0 +1,101 @@
+"""The divergences of fuzzy acceptance, against plain numpy in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from specheads.accept.divergences import NAMES, divergence
+
+
+def kl(a, b):
+    return sum(x * math.log(x / y) if y else math.inf for x, y in zip(a, b, strict=True) if x)
+
+
+def reference(name, q, p, k, top_p):
+    """One pair of laws, as lists."""
+    if name.startswith("top_k_"):
+        best = sorted(range(len(p)), key=lambda i: -p[i])[:k]
+        rest = [i for i in range(len(p)) if i not in best]
+        q, p = ([law[i] for i in best] + [sum(law[i] for i in rest)] for law in (q, p))
+    if name.startswith("top_p_"):
+        inside, held = [], 0.0
+        for i in sorted(range(len(p)), key=lambda i: -p[i]):
+            if held < top_p and p[i]:
+                inside.append(i)
+                held += p[i]
+        if not sum(q[i] for i in inside):
+            return math.inf
+        q, p = ([law[i] / sum(law[j] for j in inside) for i in inside] for law in (q, p))
+    m = [(a + b) / 2 for a, b in zip(q, p, strict=True)]
+    return {
+        "kl": lambda: kl(q, p),
+        "kl_reversed": lambda: kl(p, q),
+        "js": lambda: (kl(q, m) + kl(p, m)) / 2,
+        "js_paper": lambda: (kl(m, q) + kl(m, p)) / 2,
+        "tv": lambda: sum(abs(a - b) for a, b in zip(q, p, strict=True)) / 2,
+    }[name.removeprefix("top_k_").removeprefix("top_p_")]()
+
+
+def laws(num, size, *, holes=0.0, seed=0):
+    """(num, size) random laws, some of whose entries are exactly zero."""
+    random = np.random.default_rng(seed)
+    weights = np.exp(2 * random.standard_normal((num, size)))
+    weights[random.random((num, size)) < holes] = 0
+    weights[:, 0] += weights.sum(1) == 0
+    return weights / weights.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("holes", [0.0, 0.4, 0.9])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_divergence_is_what_numpy_makes_of_it(name, holes):
+    for size in (2, 7, 60):
+        q, p = laws(12, size, holes=holes, seed=1), laws(12, size, holes=holes, seed=2)
+        for k, top_p in ((1, 0.3), (5, 0.9), (50, 1.0)):
+            with np.errstate(divide="ignore"):
+                own = divergence(name, *(torch.from_numpy(np.log(law)) for law in (q, p)), k=k, top_p=top_p).tolist()
+            wanted = [reference(name, a, b, k, top_p) for a, b in zip(q.tolist(), p.tolist(), strict=True)]
+            assert own == pytest.approx(wanted, abs=1e-12, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_divergence_of_equal_laws_is_0(name):
+    law = torch.from_numpy(laws(20, 30)).log()
+    assert divergence(name, law, law, k=5, top_p=0.8).tolist() == pytest.approx([0] * 20, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["kl", "js", "tv"])
+def test_the_top_k_form_is_at_most_the_whole(name):
+    """Data processing: merging tokens brings laws no further apart; with k near V both agree."""
+    q, p = (torch.from_numpy(laws(300, 40, holes=0.2, seed=seed)).log() for seed in (3, 4))
+    whole = divergence(name, q, p, k=1, top_p=1)
+    before = torch.zeros(300)
+    for k in (1, 2, 5, 20, 39, 40, 99):
+        merged = divergence(f"top_k_{name}", q, p, k=k, top_p=1)
+        assert (merged <= whole + 1e-12).all() and (merged >= before - 1e-12).all()
+        before = merged
+    torch.testing.assert_close(before, whole)
+
+
+def test_bounds():
+    q, p = (torch.from_numpy(laws(300, 9, holes=0.7, seed=seed)).log() for seed in (5, 6))
+    disjoint = torch.tensor([[1.0, 0.0]]).log(), torch.tensor([[0.0, 1.0]]).log()
+    assert (divergence("js", q, p, k=1, top_p=1) <= math.log(2) + 1e-12).all()
+    assert (divergence("tv", q, p, k=1, top_p=1) <= 1 + 1e-12).all()
+    assert float(divergence("js", *disjoint, k=1, top_p=1)) == pytest.approx(math.log(2))
+    assert float(divergence("tv", *disjoint, k=1, top_p=1)) == 1
+    for name in ("kl", "kl_reversed", "js_paper"):
+        assert float(divergence(name, *disjoint, k=1, top_p=1)) == math.inf
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_far_apart_give_numbers_and_no_nan(name):
+    """In float32, where the probability of a token 200 below the best is no longer a number."""
+    q, p = (
+        torch.tensor([[0.0, 200.0, -200.0, 3.0], [5.0, 5.0, 0.0, -90.0]]).roll(n, 1).log_softmax(-1) for n in (0, 1)
+    )
+    own = divergence(name, q, p, k=2, top_p=0.9)
+    wide = divergence(name, q.double(), p.double(), k=2, top_p=0.9)
+    assert not own.isnan().any()
+    torch.testing.assert_close(own.double(), wide, atol=1e-4, rtol=1e-4)

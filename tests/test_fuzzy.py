@@ -1,0 +1,242 @@
+"""Fuzzy acceptance: both semantics, the source's spellings, and the drafters it refuses."""
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from enumeration import (
+    Table,
+    TableDrafter,
+    TableTarget,
+    distance,
+    mean_accepted,
+    output_law,
+    step_law,
+    true_law,
+)
+from replay import BATCHES, Replay
+from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor, TemperatureLogitsWarper
+
+from specheads import DynamicTree, Exact, Fuzzy, SampledTree, Sampler, StaticTree, chain, convert, fuzzy_from
+from specheads.accept import walk
+from specheads.accept.divergences import NAMES, divergence
+from specheads.draft_law import LawKept
+
+STATIC = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+PLANS = {"chain": chain(2), "static": STATIC, "dynamic": DynamicTree(4, 2, 2), "sampled": SampledTree((2, 1))}
+PROMPT = (0, 1)
+NEVER = 1e-300  # a threshold that no divergence of unlike laws is below
+
+
+# --- The law of the output ---
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("threshold", [0, NEVER])
+def test_rescue_at_threshold_0_has_the_law_of_exact(plan, threshold):
+    """0 itself takes Exact's way; the next number walks the whole rule and rescues nothing."""
+    rule = Fuzzy(threshold, mode="rescue")
+    assert rule.lossless == (threshold == 0) and rule.needs_draft_law == (threshold > 0)
+    tables = (Table(2, 1), Table(2, 2)) if plan == "sampled" else (Table(3, 1), Table(3, 2))
+    laws = [step_law(*tables, PLANS[plan], accept, PROMPT) for accept in (rule, Exact())]
+    assert distance(*laws) < 1e-12
+
+
+@pytest.mark.parametrize("plan", [chain(2), SampledTree((1, 1))], ids=repr)
+def test_rescue_at_threshold_0_has_the_targets_joint_law(plan):
+    target = Table(2, 1)
+    law = output_law(target, Table(2, 2), plan, [PROMPT], 3, accept=Fuzzy(NEVER, mode="rescue"))
+    assert distance(law, true_law(target, [PROMPT], 3)) < 1e-12
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("mode", ["divergence", "rescue"])
+@pytest.mark.parametrize("name", ["js", "top_k_kl"])
+def test_acceptance_grows_with_the_threshold(name, mode, plan):
+    tables = Table(2, 1, scale=0.8), Table(2, 2, scale=0.8)
+    means = [
+        mean_accepted(step_law(*tables, PLANS[plan], Fuzzy(threshold, name, mode, k=1), PROMPT))
+        for threshold in (NEVER, 0.01, 0.05, 0.2, 100)
+    ]
+    assert all(a <= b + 1e-12 for a, b in itertools.pairwise(means)) and means[0] < means[-1] - 0.05
+    if mode == "divergence" or plan == "chain":  # rescue may have gone down another branch, and met its end
+        assert means[-1] == pytest.approx(PLANS[plan].depth, abs=1e-12)
+    if mode == "rescue" or plan != "sampled":
+        exact = mean_accepted(step_law(*tables, PLANS[plan], Exact(), PROMPT))
+        assert means[0] == pytest.approx(exact, abs=1e-12)
+
+
+@pytest.mark.parametrize("plan", [chain(2), STATIC, SampledTree((1, 1)), SampledTree((2,))], ids=repr)
+def test_where_no_law_is_near_each_token_is_drawn_from_p(plan):
+    """Divergence mode: a refusal is followed by p itself, with no residual, and the walk goes on from a drawn token."""
+    target = Table(2, 1)
+    law = output_law(target, Table(2, 2), plan, [PROMPT], 3, accept=Fuzzy(NEVER))
+    assert distance(law, true_law(target, [PROMPT], 3)) < 1e-12
+
+
+class Published(Fuzzy):
+    """As the paper's code: behind a refusal the step ends."""
+
+    def choose(self, level, sampler):
+        near = self.distance(level, sampler) <= self.threshold
+        return level.followed(torch.where(near, level.first, -1), sampler.draw(level.p))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("threshold", [NEVER, 0.01, 0.05, 100])
+def test_a_step_begins_as_the_published_one_and_goes_on_from_a_drawn_token(threshold, plan):
+    tables = Table(2, 4, scale=0.8), Table(2, 5, scale=0.8)
+    own, theirs = (step_law(*tables, PLANS[plan], rule(threshold), PROMPT) for rule in (Fuzzy, Published))
+    first = [{x: sum(p for tokens, p in law.items() if tokens[0] == x) for x in range(2)} for law in (own, theirs)]
+    assert distance(*first) < 1e-12
+    if threshold == 100:
+        assert distance(own, theirs) < 1e-12
+    else:
+        assert mean_accepted(own) > mean_accepted(theirs)
+
+
+# --- Which nodes stand ---
+
+
+def grown(target, draft, plan, sampler, rows=((0, 1), (3,))):
+    context = SimpleNamespace(history=[list(row) for row in rows], root=torch.tensor([row[-1] for row in rows]))
+    tree = TableDrafter(draft).propose(context, sampler, LawKept(plan))
+    verifier = TableTarget(target)
+    verifier.rows = [list(row[:-1]) for row in rows]
+    return tree, verifier.verify(tree).logits
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("plan", [chain(4), StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0))), SampledTree((2, 2))])
+def test_the_path_follows_first_children_while_the_laws_are_near(plan, name):
+    """Greedy: the correction is the target's argmax."""
+    lengths = []
+    for seed in range(12):
+        target, draft = Table(6, seed, scale=1), Table(6, seed + 50, scale=1)
+        tree, logits = grown(target, draft, plan, Sampler(do_sample=True, generator=torch.Generator()))
+        threshold = (0.05, 0.25, 0.8)[seed % 3]
+        verdict = walk(tree, logits, Fuzzy(threshold, name, k=3, top_p=0.7), Sampler())
+        for row, prefix in enumerate([(0, 1), (3,)]):
+            node, path = 0, [0]
+            while children := (tree.parents[row] == node).nonzero().flatten().tolist():
+                laws = (table(prefix).log_softmax(-1).unsqueeze(0) for table in (draft, target))
+                far = float(divergence(name, *laws, k=3, top_p=0.7)) > threshold
+                best = int(target(prefix).argmax())
+                children = [child for child in children if int(tree.tokens[row, child]) == best] if far else children
+                if not children:
+                    break
+                node = children[0]
+                path.append(node)
+                prefix = (*prefix, int(tree.tokens[row, node]))
+            assert verdict.path[row, : verdict.length[row]].tolist() == path
+            assert int(verdict.bonus[row]) == int(target(prefix).argmax())
+            lengths.append(len(path))
+    assert len(set(lengths)) > 1
+
+
+def test_processed_compares_the_laws_under_the_processors():
+    """At a high temperature all laws are near."""
+    target, draft = Table(6, 1, scale=3), Table(6, 2, scale=3)
+    hot = Sampler(LogitsProcessorList([TemperatureLogitsWarper(1e6)]))
+    tree, logits = grown(target, draft, chain(3), hot)
+    assert walk(tree, logits, Fuzzy(0.01), hot).length.max() < 4
+    assert walk(tree, logits, Fuzzy(0.01, processed=True), hot).length.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("mode", ["divergence", "rescue"])
+def test_a_token_that_a_processor_rules_out_never_stands(mode):
+    target, draft = Table(6, 1), Table(6, 2)
+    tree, logits = grown(target, draft, StaticTree(((0,), (1,))), Sampler())
+    banned = int(tree.tokens[0, 1])
+    sampler = Sampler(LogitsProcessorList([SuppressTokensLogitsProcessor([banned])]))
+    kept = walk(tree, logits, Fuzzy(100, mode=mode), sampler).path[0, 1]
+    assert int(tree.tokens[0, kept]) != banned
+
+
+def test_random_is_a_uniform_number_under_the_threshold_even_when_greedy():
+    rule = Fuzzy(0.3, "random")
+    assert not rule.needs_draft_law
+    target, draft = Table(6, 1), Table(6, 2)
+    tree, logits = grown(target, draft, chain(1), Sampler(), rows=[(0, 1)] * 200)
+    sampler = Sampler(generator=torch.Generator().manual_seed(0))
+    wanted = torch.rand(200, generator=torch.Generator().manual_seed(0)) <= 0.3
+    assert torch.equal(walk(tree, logits, rule, sampler).length == 2, wanted)
+    for threshold, length in ((0, 1), (1, 2)):
+        assert (walk(tree, logits, Fuzzy(threshold, "random"), sampler).length == length).all()
+
+
+# --- Drafters ---
+
+
+@pytest.mark.parametrize("head", [("medusa", {"num_heads": 2}), ("eagle3", {"draft_vocab_size": 50}), ("eagle", {})])
+def test_every_head_gives_its_law(base, head):
+    torch.manual_seed(0)
+    model = convert(base, head[0], **head[1])
+    plan, taken = chain(2), []
+    for threshold in (0.05, 0.3, 1.0):
+        options = {"max_new_tokens": 13, "do_sample": False, "return_dict_in_generate": True}
+        out = model.generate(**BATCHES["ragged"], **options, tree=plan, accept=Fuzzy(threshold))
+        assert out.lossless is False and out.statistics()["lossless"] is False
+        taken.append(out.statistics()["accepted_length"])
+    assert taken[-1] == 3  # JS is below 1 everywhere
+    assert taken[0] < 3
+
+
+def test_a_drafter_that_gives_no_law_is_refused_by_name(base):
+    model, inputs = convert(base, "medusa", num_heads=2), BATCHES["one"]
+    drafter = Replay(inputs, base.generate(**inputs, do_sample=False, max_new_tokens=9))
+    with pytest.raises(ValueError, match=r"Fuzzy compares the draft's law.*Replay gives none"):
+        model.generate(**inputs, max_new_tokens=9, draft=drafter, accept=Fuzzy(0.3))
+    for rule in (Fuzzy(0, mode="rescue"), Fuzzy(0.5, "random")):
+        model.generate(**inputs, max_new_tokens=9, draft=drafter, accept=rule)
+    tree, logits = grown(Table(6, 1), Table(6, 2), chain(1), Sampler())
+    with pytest.raises(ValueError, match="drafted without one"):
+        walk(replace(tree, logits=None), logits, Fuzzy(0.3), Sampler())
+
+
+def test_plain_decoding_takes_a_fuzzy_rule_as_any_other(base):
+    options = {**BATCHES["one"], "do_sample": False, "max_new_tokens": 9}
+    out = convert(base, "medusa").generate(**options, draft=False, accept=Fuzzy(0.3))
+    assert torch.equal(out, base.generate(**options))
+
+
+# --- Spellings ---
+
+
+@pytest.mark.parametrize(
+    ("spelt", "divergence"),
+    [
+        ("kl_div", "kl"), ("kl_div_reversed", "kl_reversed"), ("js_div", "js"), ("tv_div", "tv"),
+        ("top_k_kl_div", "top_k_kl"), ("top_k_js_div", "top_k_js"), ("top_p_tv_div", "top_p_tv"),
+        ("random", "random"), ("js_paper", "js_paper"),
+    ],
+)  # fmt: skip
+def test_the_sources_spellings(spelt, divergence):
+    assert fuzzy_from(spelt, 0.4) == Fuzzy(0.4, divergence)
+    assert fuzzy_from(f"{spelt}_processed", 0.4, mode="rescue") == Fuzzy(0.4, divergence, "rescue", processed=True)
+
+
+def test_no_threshold_and_sd_are_exact_and_0_is_fuzzy():
+    assert fuzzy_from("js_div", None) == fuzzy_from("sd", 0.4) == fuzzy_from() == fuzzy_from(None, 0.4) == Exact()
+    assert fuzzy_from(fsd_div_threshold=0, fsd_div_type="js_div") == Fuzzy(0)
+    assert fuzzy_from(fsd_div_threshold=0.4) == Fuzzy(0.4, "js")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Fuzzy(-0.1), "threshold=-0.1 must be a divergence of 0 or more"),
+        (lambda: Fuzzy(float("nan")), "threshold=nan must be"),
+        (lambda: Fuzzy(0.1, "top_k_jss"), "unknown divergence 'top_k_jss'; did you mean 'top_k_js'?"),
+        (lambda: Fuzzy(0.1, mode="rescued"), "unknown mode of Fuzzy 'rescued'; did you mean 'rescue'?"),
+        (lambda: Fuzzy(0.1, k=0), "k=0 must be at least 1"),
+        (lambda: Fuzzy(0.1, top_p=1.5), "top_p=1.5 must be above 0 and at most 1"),
+        (lambda: fuzzy_from("hellinger", 0.1), "unknown fsd_div_type 'hellinger'; known: kl,"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(make, message):
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert message in str(caught.value) and "\n" not in str(caught.value)

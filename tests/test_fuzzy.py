@@ -176,7 +176,7 @@ def test_every_head_gives_its_law(base, head):
     model = convert(base, head[0], **head[1])
     plan, taken = chain(2), []
     for threshold in (0.05, 0.3, 1.0):
-        options = {"max_new_tokens": 13, "do_sample": False, "return_dict_in_generate": True}
+        options = {"max_new_tokens": 13, "do_sample": False, "eos_token_id": 96, "return_dict_in_generate": True}
         out = model.generate(**BATCHES["ragged"], **options, tree=plan, accept=Fuzzy(threshold))
         assert out.lossless is False and out.statistics()["lossless"] is False
         taken.append(out.statistics()["accepted_length"])

@@ -372,3 +372,14 @@ def test_calibrate_counts_a_tree_and_saves_it_with_the_head(shipped, tmp_path, c
     assert code == 0 and "nodes" in out and "saved" not in out
     code, _, err = run(capsys, "calibrate", "some/where", "--data", data, "--save")
     assert code == 2 and "some/where is not a directory here" in err
+
+
+def test_the_demo_tells_a_near_tie_from_a_text_that_is_the_same(shipped, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(story, "differences", lambda *args: ([], ["EAGLE-3 on prompt 1 from token 4 on"]))
+    figures = tmp_path / "figures.json"
+    code, out, _ = run(
+        capsys, "demo", "--checkpoints", shipped, "--minutes", 0.02, "--num-prompts", 1, "--max-new-tokens", 8,
+        "--output", tmp_path / "head", "--json", figures,
+    )  # fmt: skip
+    assert code == 0 and "but for near ties: EAGLE-3 on prompt 1" in " ".join(out.split())
+    assert json.loads(figures.read_text())["same_text"] is False

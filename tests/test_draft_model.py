@@ -60,9 +60,9 @@ def qwen3():
     return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **ids, initializer_range=0.4)).eval()
 
 
-def gpt2():
+def gpt2(positions=2048):
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "n_positions": 2048, "n_embd": 32, "n_layer": 3, "n_head": 4}
+    sizes = {"vocab_size": VOCAB, "n_positions": positions, "n_embd": 32, "n_layer": 3, "n_head": 4}
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD}
     return GPT2LMHeadModel(GPT2Config(**sizes, **ids, initializer_range=0.3)).eval()
 
@@ -253,6 +253,17 @@ def test_padding_rows_of_a_vocabulary_are_never_drafted(target_size, own_size, p
 def test_other_vocabularies_are_refused_with_both_sizes():
     with pytest.raises(ValueError, match=r"vocabulary of 50, the target one of 97: .*tokenizer=.*target's family"):
         specheads.generate(llama(), torch.tensor([[5]]), drafter=DraftModel(llama(vocab_size=50)), max_new_tokens=4)
+
+
+def test_drafts_stay_inside_a_learned_position_table():
+    base = gpt2(positions=32)
+    drafter = DraftModel(near(base))
+    rows = [list(range(20, 40)), [5, 6, 7], [8]]
+    for inputs in (padded_left(rows[:1]), padded_left(rows)):
+        expected = base.generate(**inputs, do_sample=False, max_new_tokens=12)
+        for plan in (None, chain(4), PLANS["dynamic"], PLANS["sampled"]):
+            out = specheads.generate(base, **inputs, drafter=drafter, tree=plan, do_sample=False, max_new_tokens=12)
+            assert torch.equal(out, expected)
 
 
 def test_a_text_that_outgrows_the_small_model_goes_on_without_it(pair):

@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_cache import BASES
+from test_cache import BASES, plain_logits
 from test_draft_model import PLANS, llama, near
 from test_exactness import padded_left
 
 import specheads
 from specheads import DraftModel, DraftTree, chain
+from specheads.drafters.reader import Reader
 
 
 class Checked(DraftModel):
@@ -111,3 +112,13 @@ def test_the_small_model_is_fed_each_token_once(depth):
     drafted = len(accepted) * (depth - 1)  # the last token of a draft is not fed
     became_text = sum(min(n, depth - 1) for n in before)
     assert sum(fed) == text + drafted - became_text
+
+
+def test_what_was_drafted_behind_text_that_changed_is_not_kept():
+    model = llama()
+    reader = Reader(model, [[5, 6, 7], [8, 9]], scratch=2, limit=20)
+    reader.draft(torch.tensor([[11], [12]]), torch.zeros(2, 1, dtype=torch.long))
+    reader.rewind(torch.tensor([2, 2]))  # the first row's 7 goes
+    logits = reader.read(torch.tensor([[11, 13], [12, 13]]), torch.tensor([2, 2]), bound=4)
+    for law, text in zip(logits, ([5, 6, 11, 13], [8, 9, 12, 13]), strict=True):
+        torch.testing.assert_close(law[0], plain_logits(model, text), rtol=1e-3, atol=1e-3)

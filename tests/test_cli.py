@@ -383,3 +383,17 @@ def test_the_demo_tells_a_near_tie_from_a_text_that_is_the_same(shipped, tmp_pat
     )  # fmt: skip
     assert code == 0 and "but for near ties: EAGLE-3 on prompt 1" in " ".join(out.split())
     assert json.loads(figures.read_text())["same_text"] is False
+
+
+def test_train_prints_one_json_object_and_nothing_else(shipped, tmp_path, capsys):
+    rows = [{"text": "def f(x):\n    return x\n" * 3}] * 8
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf8")
+    code, out, _ = run(
+        capsys, "train", "recipes/medusa.yaml", f"base={shipped / 'base'}", "base_dtype=float32", "head.num_heads=2",
+        f"data.train={data}", "data.split=train", "data.eval_fraction=0.25", "data.max_length=32",
+        f"training.output_dir={tmp_path / 'out'}", "training.bf16=false", "training.max_steps=3",
+        "training.logging_steps=1", "training.eval_steps=2", "training.save_steps=2",
+        "training.gradient_accumulation_steps=1", "--json",
+    )  # fmt: skip
+    assert code == 0 and json.loads(out)["eval_accepted_length"] >= 1

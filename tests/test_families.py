@@ -133,11 +133,11 @@ def test_heads_find_the_layers_and_the_final_norm_of_every_family(family):
 
 
 def test_heads_start_from_the_language_layers_of_a_model_with_a_vision_tower():
-    text = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")}
-    sizes = {**text, "num_hidden_layers": 3, "num_key_value_heads": 2, "vocab_size": VOCAB, "pad_token_id": 0}
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8, "num_hidden_layers": 3,
+            "num_key_value_heads": 2, "vocab_size": VOCAB, "pad_token_id": 0}  # fmt: skip
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
               "image_size": 28, "patch_size": 14}  # fmt: skip
-    config = transformers.Gemma3Config(text_config=sizes, vision_config=vision, mm_tokens_per_image=4)
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     layers = decoder_layers(transformers.Gemma3ForConditionalGeneration(config))
     assert {type(layer).__name__ for layer in layers} == {"Gemma3DecoderLayer"}
 

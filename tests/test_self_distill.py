@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import islice
 
 import pytest
 import torch
@@ -163,6 +164,13 @@ def test_a_run_that_was_stopped_makes_the_same_file(temperature, cut, make, tmp_
     make(*ask, output="cut.jsonl")
     assert (tmp_path / "cut.jsonl").read_bytes() == whole
     assert make(*ask, "--num_rows", 3, output="three.jsonl") == [json.loads(line) for line in lines[:3]]
+
+
+def test_every_row_is_asked_once_before_any_is_asked_again(tmp_path):
+    rows = [self_distill.Continued([i]) for i in range(5)]
+    for seed in range(4):
+        asked, done = self_distill.go_on(tmp_path / "absent.jsonl", self_distill.passes(rows, seed), 5)
+        assert done == 0 and sorted(one.ids[0] for one in islice(asked, 5)) == [0, 1, 2, 3, 4]
 
 
 def test_more_rows_than_turns_are_sampled_and_differ(make):

@@ -131,8 +131,8 @@ def windows(options: Options, rows: Sequence[list[int]]) -> Iterator[Asked]:
     long_enough = [ids for ids in rows if len(ids) >= options.prompt_tokens]
     if not long_enough:
         raise ValueError(
-            f"no row of {options.source or 'the standard library'} has {options.prompt_tokens} tokens; give a lower "
-            "--prompt_tokens"
+            f"no row of {options.source or 'the standard library'} has {options.prompt_tokens} tokens; "
+            "give a lower --prompt_tokens"
         )
     rng = random.Random(options.seed)
     weights = [len(row) for row in long_enough]

@@ -178,8 +178,8 @@ class Levels:
         slot = torch.arange(cache.attended - cache.scratch, device=lengths.device)
         unwritten = torch.full((batch, 1, cache.scratch), torch.finfo(dtype).min, dtype=dtype, device=lengths.device)
         self.seen = torch.cat([unwritten, additive((slot < lengths).unsqueeze(1), dtype).squeeze(1)], -1)
-        self.places = torch.cat([slot.new_zeros(batch, cache.scratch), slot.expand(batch, -1)], 1)
         self.position, self.written = lengths - 1, 0
+        self.widths: list[int] = []
 
     def descend(self, parents: Tensor) -> None:
         """Open the cache for the children of nodes parents (B, k) of the newest level (of the root, at first)."""
@@ -188,7 +188,7 @@ class Levels:
             raise ValueError(f"a tree of {stop} nodes below the root needs as many scratch slots: {self.cache.scratch}")
         self.cache.open(write_at=start)
         self.position, self.written = self.position + 1, stop
-        self.places[:, start:stop] = self.position
+        self.widths.append(stop - start)
         self.seen = rows_of(self.seen, parents).contiguous()
         self.seen[:, :, start:stop].diagonal(dim1=1, dim2=2).zero_()
 
@@ -196,8 +196,15 @@ class Levels:
         """(B, 1, k, attended): what to add to the attention scores of the newest level in layers of this reach."""
         if reach.kind == "full":
             return self.seen.unsqueeze(1)
-        near = reach(self.position, self.places).unsqueeze(1)
+        near = reach(self.position, self._places()).unsqueeze(1)
         return self.seen.masked_fill(~near, torch.finfo(self.seen.dtype).min).unsqueeze(1)
+
+    def _places(self) -> Tensor:
+        """(B, attended) the position of what stands in each slot; any number in those not yet written."""
+        first = self.position - (len(self.widths) - 1)
+        levels = [(first + level).expand(-1, width) for level, width in enumerate(self.widths)]
+        slot = torch.arange(self.cache.attended - self.written, device=first.device)
+        return torch.cat([*levels, (slot - (self.cache.scratch - self.written)).expand(len(first), -1)], 1)
 
 
 def rows_of(level: Tensor, index: Tensor) -> Tensor:

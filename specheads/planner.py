@@ -181,8 +181,13 @@ class StaticTree:
                     f"{scored.logits.shape[-1]}"
                 )
             candidates.append(scored.top_ids(level.width).flatten(1))
-            tokens, parents = candidates[-1].index_select(1, inner), above
-        return DraftTree(torch.cat(candidates, 1).index_select(1, chosen), shape.parents, self.depth, shape=shape)
+            tokens, parents = among(candidates[-1], inner), above
+        return DraftTree(among(torch.cat(candidates, 1), chosen), shape.parents, self.depth, shape=shape)
+
+
+def among(candidates: Tensor, chosen: Tensor) -> Tensor:
+    """(B, C), (c,) ascending → (B, c): the columns chosen; all of them, as in a chain, without looking."""
+    return candidates if len(chosen) == candidates.shape[1] else candidates.index_select(1, chosen)
 
 
 def chain(depth: int) -> StaticTree:
@@ -377,13 +382,12 @@ class AdaptiveChain:
 
 
 def default_static(budget: int, depth: int, accuracy: Sequence[float] = (0.6, 0.15, 0.07, 0.04, 0.03)) -> StaticTree:
-    """The static tree of `budget` nodes for a head nothing is known of: rank accuracies of a moderately trained one,
+    """The static tree of `budget` nodes, or of all there are, for a head nothing is known of: rank accuracies of a moderately trained one,
     the same and independent at each depth. One that is counted on data is `calibration.calibrated`'s."""
     if budget < 2:
         raise ValueError(f"a tree of {budget} nodes drafts nothing; ask for 2 or more")
-    most = 1 + sum(len(accuracy) ** level for level in range(1, depth + 1))
-    if budget > min(most, MAX_STATIC_NODES):
-        raise ValueError(f"a static tree of {budget} nodes: at most {min(most, MAX_STATIC_NODES)} for depth={depth}")
+    if budget > MAX_STATIC_NODES:
+        raise ValueError(f"a static tree of {budget} nodes: ask for {MAX_STATIC_NODES} at most, or calibrate one")
     heap: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(accuracy)]
     chosen: list[tuple[int, ...]] = []
     while heap and len(chosen) < budget - 1:

@@ -148,8 +148,6 @@ def build_model(recipe: Recipe, train: Iterable[Any]) -> SpecModel:
         head = model.head
         if isinstance(head, DraftVocabulary) and head.target_ids is not None:
             head.set_draft_vocabulary(token_counts(train, len(head.t2d)), base)
-    # FSDP wraps blocks by these names, which it reads from the outermost model.
-    model._no_split_modules = base._no_split_modules
     return model
 
 

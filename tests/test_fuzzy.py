@@ -64,14 +64,13 @@ def test_acceptance_grows_with_the_threshold(name, mode, plan):
     assert all(a <= b + 1e-12 for a, b in itertools.pairwise(means)) and means[0] < means[-1] - 0.05
     if mode == "divergence" or plan == "chain":  # rescue may have gone down another branch, and met its end
         assert means[-1] == pytest.approx(PLANS[plan].depth, abs=1e-12)
-    if mode == "rescue" or plan != "sampled":
-        exact = mean_accepted(step_law(*tables, PLANS[plan], Exact(), PROMPT))
-        assert means[0] == pytest.approx(exact, abs=1e-12)
+    exact = mean_accepted(step_law(*tables, PLANS[plan], Exact(), PROMPT))
+    assert means[0] == pytest.approx(exact, abs=1e-12)
 
 
 @pytest.mark.parametrize("plan", [chain(2), STATIC, SampledTree((1, 1)), SampledTree((2,))], ids=repr)
 def test_where_no_law_is_near_each_token_is_drawn_from_p(plan):
-    """Divergence mode: a refusal is followed by p itself, with no residual, and the walk goes on from a drawn token."""
+    """Divergence mode."""
     target = Table(2, 1)
     law = output_law(target, Table(2, 2), plan, [PROMPT], 3, accept=Fuzzy(NEVER))
     assert distance(law, true_law(target, [PROMPT], 3)) < 1e-12
@@ -144,6 +143,19 @@ def test_processed_compares_the_laws_under_the_processors():
     tree, logits = grown(target, draft, chain(3), hot)
     assert walk(tree, logits, Fuzzy(0.01), hot).length.max() < 4
     assert walk(tree, logits, Fuzzy(0.01, processed=True), hot).length.tolist() == [4, 4]
+
+
+def test_rescue_leaves_alone_what_exact_keeps():
+    """The target's best token is the draft's second: exact keeps it, and only divergence mode prefers the first."""
+    found = 0
+    for seed in range(30):
+        target, draft = Table(4, seed), Table(4, seed + 50)
+        tree, logits = grown(target, draft, StaticTree(((0,), (1,))), Sampler(), rows=[(0, 1)])
+        if int(target((0, 1)).argmax()) == int(tree.tokens[0, 2]):
+            found += 1
+            assert walk(tree, logits, Fuzzy(100, mode="rescue"), Sampler()).path[0].tolist() == [0, 2]
+            assert walk(tree, logits, Fuzzy(100), Sampler()).path[0].tolist() == [0, 1]
+    assert found
 
 
 @pytest.mark.parametrize("mode", ["divergence", "rescue"])

@@ -1,10 +1,11 @@
 """Lossy rules against one-line references, and every rule on every tree through generate()."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from enumeration import Table, distance, law_of, step_law
+from enumeration import Table, TableDrafter, TableTarget, distance, law_of, step_law
 from replay import BATCHES
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor, TemperatureLogitsWarper
 
@@ -27,7 +28,7 @@ from specheads import (
     convert,
 )
 from specheads.accept import walk
-from specheads.draft_law import DraftLogits
+from specheads.draft_law import DraftLogits, LawKept
 
 V = 12
 
@@ -87,6 +88,26 @@ def test_cs_leniency_takes_q_as_1_where_the_drafter_gives_none():
     for leniency, stands in ((2, [False, True, False]), (3.5, [True, True, False]), (4.5, [True, True, True])):
         verdict = walk(DraftTree(tokens, parents, 1), p.expand(3, 2, 3), CSLeniency(leniency), Sampler())
         assert (verdict.length == 2).tolist() == stands
+
+
+def test_cs_leniency_compares_with_the_drafts_law_at_each_depth():
+    rule, accepted = CSLeniency(4), 0
+    for seed in range(20):
+        target, draft, prompt = Table(6, seed, scale=1), Table(6, seed + 50, scale=1), (0, 1)
+        context = SimpleNamespace(history=[list(prompt)], root=torch.tensor([1]))
+        tree = TableDrafter(draft).propose(context, Sampler(), LawKept(chain(3)))
+        verifier = TableTarget(target)
+        verifier.rows = [[0]]
+        verdict = walk(tree, verifier.verify(tree).logits, rule, Sampler())
+        length = 1
+        for x in tree.tokens[0, 1:].tolist():
+            p, q = (table(prompt).softmax(-1) for table in (target, draft))
+            if not (p[x] == p.max() or p[x] > q[x] / 4):
+                break
+            prompt, length = (*prompt, x), length + 1
+        assert int(verdict.length) == length
+        accepted += length - 1
+    assert 10 < accepted < 50
 
 
 # --- Which path ---

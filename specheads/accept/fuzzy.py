@@ -5,7 +5,7 @@ p is the target's law, q the draft's. Shapes: B batch rows, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,10 +24,9 @@ MODES = ("divergence", "rescue")
 class Fuzzy(LevelRule):
     """The first child stands where D(q, p) is within `threshold`, whichever token it is. FSD, arXiv:2502.20704.
 
-    mode "divergence": D ≤ threshold alone decides; where it fails the token is drawn from p. Not lossless. From a
-    drawn token that a child carries the walk goes on, where the paper's code ends the step.
-    mode "rescue": D < threshold decides only where `Exact` keeps no child, whose correction follows otherwise. Not
-    lossless, but at threshold 0.
+    mode "divergence": D ≤ threshold alone decides, and elsewhere `Exact` does, so that a token is drawn from p there as
+    in the paper, whose code ends the step with it even where a child carries it. Not lossless.
+    mode "rescue": `Exact` decides, and D < threshold only where it keeps no child. Not lossless, but at threshold 0.
     divergence: "kl" is KL(q‖p), "kl_reversed" KL(p‖q), "js" the true Jensen-Shannon (at most log 2), "tv" total
     variation, "js_paper" what the paper's code has for JS; "top_k_…" (kl, js, tv) over the target's k likeliest tokens
     and one for all the rest; "top_p_…" over its nucleus, renormalised; "random": a uniform number in D's place.
@@ -66,14 +65,10 @@ class Fuzzy(LevelRule):
     def choose(self, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
         if self.lossless or level.tokens.shape[1] == 1:
             return Exact().choose(level, sampler)
-        distance, first = self.distance(level, sampler), level.first
-        if self.mode == "rescue":
-            child, token = Exact().choose(level, sampler)
-            near = (distance < self.threshold) & (child < 0)
-        else:
-            child, token = Exact().choose(replace(level, q=None), sampler)
-            near = distance <= self.threshold
-        return level.followed(torch.where(near & (first >= 0), first, child), token)
+        distance = self.distance(level, sampler)
+        child, token = Exact().choose(level, sampler)
+        near = (child < 0) & (distance < self.threshold) if self.mode == "rescue" else distance <= self.threshold
+        return level.followed(torch.where(near, level.first, child), token)
 
     def distance(self, level: Level, sampler: Sampler) -> Tensor:
         """(B,) D(q, p) at the node; without meaning where it has no child."""

@@ -6,6 +6,7 @@ part of specheads imports transformers, since Auto classes must know the type of
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -124,7 +125,9 @@ def train(
         prepared = prepare(read_recipe(recipe, overrides or []))
     except LaunchError as error:
         raise ValueError(str(error)) from error
-    metrics = prepared.train()
+    # The Trainer's logs go where progress goes, so that stdout holds the result alone.
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        metrics = prepared.train()
     if as_json:
         emit(metrics)
         return
@@ -178,8 +181,10 @@ def generate(
 def evaluate(
     model: Model,
     prompts: Annotated[
-        Path | None, typer.Option(help=".jsonl ('prompt' or 'text') or one prompt a line; default: held-out files.")
+        Path | None,
+        typer.Option(help=".jsonl ('messages', 'prompt' or 'text') or one prompt a line; default: held-out files."),
     ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put prompts that are text into the chat template.")] = False,
     max_new_tokens: NewTokens = 128,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="How many (default: 8, or all of the file).")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Medians are over this many.")] = 3,
@@ -192,22 +197,26 @@ def evaluate(
     """Measure a head with real decoding: tokens/s, accepted length, acceptance by depth, and is the text the same.
 
     transformers' generate() and our own loop without drafts run on the same prompts in turn with the head, greedily.
+    Rows with 'messages' go through the chat template up to the first turn of the user.
     A token counts as repeated text if the 8 tokens that end with it came up before in the same text.
 
     \b
     Examples:
       specheads evaluate checkpoints/eagle3
       specheads evaluate out/head --prompts questions.jsonl --max-new-tokens 256 --json > figures.json
+      specheads evaluate out/head --prompts questions.txt --chat
     """
     from specheads.bench.prompts import held_out_prompts, prompts_from
     from specheads.commands import arguments
     from specheads.commands.evaluate import measure, show
 
-    texts = prompts_from(prompts, num_prompts) if prompts else None
+    if chat and prompts is None:
+        raise ValueError("--chat: the held-out files are no chat; give --prompts")
+    asked = prompts_from(prompts, num_prompts, chat=chat) if prompts else None
     spec, tokenizer = arguments.load(model, base, dtype, device)
-    if texts is None:
-        texts = held_out_prompts(tokenizer, num_prompts or 8)
-    figures = measure(spec, tokenizer, texts, max_new_tokens=max_new_tokens, repeats=repeats, tree=tree)
+    if asked is None:
+        asked = [*held_out_prompts(tokenizer, num_prompts or 8)]
+    figures = measure(spec, tokenizer, asked, max_new_tokens=max_new_tokens, repeats=repeats, tree=tree)
     if as_json:
         emit({"model": model, **figures})
     else:
@@ -294,7 +303,7 @@ def run(args: Sequence[str] | None = None) -> int:
         return 130
     except typer.TyperException as error:
         message = error.format_message()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         if "--debug" in given or os.environ.get(DEBUG):
             raise
         message = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)

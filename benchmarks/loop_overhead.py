@@ -156,7 +156,7 @@ def measured(model: Any, batch: dict[str, Any], max_new_tokens: int, repeats: in
         steps = model.generate(**ask).steps
     largest = max(found)
     return {
-        "step_seconds": median(seconds), "steps": len(steps) - 1, "tree_nodes": steps[1].drafted + 1,
+        "step_seconds": median(seconds), "steps": len(steps) - 1, "tree_nodes": steps[1].drafted[0] + 1,
         "base_share": median(shares["base"]), "head_share": median(shares["head"]),
         "loop_share": median(shares["loop"]), "loop_shares": shares["loop"],
         "largest_read": largest[0], "largest_read_by": largest[1].strip("_"),

@@ -19,10 +19,19 @@ from specheads.accept import (
 from specheads.checkpoint import CheckpointError
 from specheads.convert import SpecConfig, SpecModel, convert, load_head
 from specheads.decode import Step, decode
-from specheads.drafters import Context, Drafter
-from specheads.generation import SpecGenerateOutput
+from specheads.drafters import (
+    Context,
+    Drafter,
+    DraftModel,
+    MaxGram,
+    NGram,
+    NGramStorage,
+    OneLevelNGramStorage,
+    PromptLookup,
+)
+from specheads.generation import SpecGenerateOutput, generate
 from specheads.heads import DraftHead, Eagle3Config, EagleConfig, HeadConfig, MedusaConfig
-from specheads.planner import DynamicTree, Plan, SampledTree, StaticTree, chain, comb
+from specheads.planner import AdaptiveChain, DynamicTree, Plan, SampledTree, StaticTree, chain, comb
 from specheads.sampling import Sampler
 from specheads.target import Target, UnsupportedModel
 from specheads.tree import DraftTree
@@ -47,10 +56,11 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "Acceptance", "Block", "CSLeniency", "CheckpointError", "Collator", "Context", "DataConfig", "DraftHead",
-    "DraftTree", "Drafter", "DynamicTree", "Eagle3Config", "EagleConfig", "Exact", "Fuzzy", "HeadConfig", "Lenient",
-    "Margin", "MedusaConfig", "Plan", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel",
-    "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN", "Traversal", "Typical",
-    "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "fuzzy_from", "load_head",
+    "Acceptance", "AdaptiveChain", "Block", "CSLeniency", "CheckpointError", "Collator", "Context", "DataConfig",
+    "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree", "Eagle3Config", "EagleConfig", "Exact", "Fuzzy",
+    "HeadConfig", "Lenient", "Margin", "MaxGram", "MedusaConfig", "NGram", "NGramStorage", "OneLevelNGramStorage",
+    "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel", "SpecTrainer",
+    "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN", "Traversal", "Typical", "UnsupportedModel",
+    "build_datasets", "chain", "comb", "convert", "decode", "fuzzy_from", "generate", "load_head",
     "token_counts",
 ]  # fmt: skip

@@ -164,6 +164,56 @@ def visible(ancestors: Tensor, depth: Tensor, lengths: Tensor, scratch: int, att
     return torch.cat([ancestors, *unused, committed], dim=2)
 
 
+class Levels:
+    """A tree written into the scratch slots level by level: a node attends what its parent attends, and itself.
+
+    position (B, 1): of the nodes of the newest level; written: how many slots hold nodes, in the order they came.
+    The text up to and with the root must have been committed.
+    """
+
+    def __init__(self, cache: TreeCache, dtype: torch.dtype) -> None:
+        cache.open()
+        self.cache = cache
+        batch, lengths = len(cache.lengths), cache.lengths.unsqueeze(1)
+        slot = torch.arange(cache.attended - cache.scratch, device=lengths.device)
+        unwritten = torch.full((batch, 1, cache.scratch), torch.finfo(dtype).min, dtype=dtype, device=lengths.device)
+        self.seen = torch.cat([unwritten, additive((slot < lengths).unsqueeze(1), dtype).squeeze(1)], -1)
+        self.position, self.written = lengths - 1, 0
+        self.widths: list[int] = []
+
+    def descend(self, parents: Tensor) -> None:
+        """Open the cache for the children of nodes parents (B, k) of the newest level (of the root, at first)."""
+        start, stop = self.written, self.written + parents.shape[1]
+        if stop > self.cache.scratch:
+            raise ValueError(f"a tree of {stop} nodes below the root needs as many scratch slots: {self.cache.scratch}")
+        self.cache.open(write_at=start)
+        self.position, self.written = self.position + 1, stop
+        self.widths.append(stop - start)
+        self.seen = rows_of(self.seen, parents).contiguous()
+        self.seen[:, :, start:stop].diagonal(dim1=1, dim2=2).zero_()
+
+    def mask(self, reach: Reach) -> Tensor:
+        """(B, 1, k, attended): what to add to the attention scores of the newest level in layers of this reach."""
+        if reach.kind == "full":
+            return self.seen.unsqueeze(1)
+        near = reach(self.position, self._places()).unsqueeze(1)
+        return self.seen.masked_fill(~near, torch.finfo(self.seen.dtype).min).unsqueeze(1)
+
+    def _places(self) -> Tensor:
+        """(B, attended) the position of what stands in each slot; any number in those not yet written."""
+        first = self.position - (len(self.widths) - 1)
+        levels = [(first + level).expand(-1, width) for level, width in enumerate(self.widths)]
+        slot = torch.arange(self.cache.attended - self.written, device=first.device)
+        return torch.cat([*levels, (slot - (self.cache.scratch - self.written)).expand(len(first), -1)], 1)
+
+
+def rows_of(level: Tensor, index: Tensor) -> Tensor:
+    """(B, k, n), (B, j) → (B, j, n): the rows that index names; those of a single node without looking."""
+    if level.shape[1] == 1:
+        return level if index.shape[1] == 1 else level.expand(-1, index.shape[1], -1)
+    return level.gather(1, index.unsqueeze(-1).expand(-1, -1, level.shape[-1]))
+
+
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """(B, N, K) bool → (B, 1, N, K) mask to add: 0 where seen. A bool mask is silently wrong with eager attention."""
     return torch.where(mask, *_seen_and_hidden(dtype, mask.device)).unsqueeze(1)

@@ -14,6 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from specheads.text import TextPieces
+
 # Index is the draft depth; 0 is the target's own token. Deeper drafts share the last style.
 DEPTH_STYLES = ("", "green", "cyan", "blue", "magenta", "yellow", "red", "bright_red")
 _LOG_WIDTH = 110  # of tables and rules in a log file
@@ -55,26 +57,6 @@ def legend() -> Text:
         more = "+" if depth == len(DEPTH_STYLES) - 1 else ""
         line.append(f" {depth}{more}", style=DEPTH_STYLES[depth])
     return line
-
-
-class TextPieces:
-    """Token ids → the text each adds; ids that end inside a character add nothing until it is whole."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.ids = tokenizer, list[int]()
-        # What tokens before `start` spell is out; decoding from there on keeps a tokenizer's spaces right.
-        self.start, self.done = 0, 0
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def add(self, token: int, *, last: bool = False) -> str:
-        self.ids.append(token)
-        before, now = self._decode(self.ids[self.start : self.done]), self._decode(self.ids[self.start :])
-        if now.endswith("\ufffd") and not last:
-            return ""
-        self.start, self.done = self.done, len(self.ids)
-        return now[len(before) :]
 
 
 class TokenStream:

@@ -23,6 +23,7 @@ from specheads.target import (
     UnsupportedModel,
     concat_taps,
     embed,
+    kept_states,
     layer_reach,
     logits_of,
     refuse_unsupported,
@@ -162,7 +163,7 @@ class SpecModel(PreTrainedModel):
                 attention_mask=self._packed_mask(documents, position_ids) if packed else attention_mask,
                 position_ids=position_ids,
                 use_cache=False,
-                output_hidden_states=sorted(set(layers)),
+                output_hidden_states=kept_states(layers),
             )
             features = concat_taps(out.hidden_states, layers, input_ids)
         batch = TapBatch(
@@ -207,7 +208,7 @@ class SpecModel(PreTrainedModel):
         criteria are asked row by row, after each token.
         """
         drafter = self.head if draft is True else (draft or None)
-        return generation.generate(self.base, drafter, inputs, **kwargs)
+        return generation.generate(self.base, inputs, drafter=drafter, **kwargs)
 
     def save_pretrained(  # type: ignore[override]
         self,

@@ -94,11 +94,12 @@ def load_dataset_rows(
     subset: str | None = None,
     text_column: str = "text",
     messages_column: str = "messages",
+    prompt_column: str | None = None,
 ) -> Dataset:
     """The rows of `source` (see DataConfig.train). A .txt file is one row; JSON and Parquet hold one row per record.
 
     Raises FileNotFoundError for what is not there, ValueError for what is empty, of an unknown kind or without a
-    text, messages or input_ids column.
+    text, messages, input_ids or (where one is named) prompt column.
     """
     import datasets
 
@@ -119,9 +120,10 @@ def load_dataset_rows(
         raise ValueError(f"cannot read rows from {name}: expected a path, a hub id, a Dataset or dicts")
     if len(rows) == 0:
         raise ValueError(f"{name} holds no rows: expected at least one")
-    if not {text_column, messages_column, "input_ids"} & set(rows.column_names):
+    if not {text_column, messages_column, prompt_column, "input_ids"} & set(rows.column_names):
+        prompt = f"{prompt_column!r} (a prompt), " if prompt_column else ""
         raise ValueError(
-            f"{name} has columns {rows.column_names}: expected {text_column!r} (text) or "
+            f"{name} has columns {rows.column_names}: expected {prompt}{text_column!r} (text) or "
             f"{messages_column!r} (chat), or 'input_ids'; name yours with text_column or messages_column"
         )
     return rows

@@ -25,14 +25,14 @@ class Step:
     """What one step gave. Step 0 is the prefill: one token a row, nothing drafted.
 
     tokens: per row the tokens gained (none for a finished row); accepted: per row how many of them were drafted;
-    ranks: per row the rank of each accepted token among its siblings; drafted: nodes below the root;
+    ranks: per row the rank of each accepted token among its siblings; drafted: per row the nodes below the root;
     seconds: wall time; scores: per row and token its raw logits and processed scores (V,), where kept.
     """
 
     tokens: list[list[int]]
     accepted: list[int]
     ranks: list[list[int]]
-    drafted: int
+    drafted: list[int]
     seconds: float
     scores: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
 
@@ -62,7 +62,8 @@ def decode(
     prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
     scores = sampler.scores(out.logits[:, 0], lambda: prompts)
     root = sampler.draw(sampler.law_of(scores))
-    context = Context.start(target, ids, lengths, out.features, root)
+    wanted = getattr(drafter, "wants_target_top", 0)
+    context = Context.start(target, ids, lengths, out.features, root, top_tokens(out.logits, wanted))
     running = [True] * batch
     if plan and accept.wants_draft_law:
         plan = LawKept(plan)
@@ -80,7 +81,7 @@ def decode(
 
     gained = settle([[history[-1]] for history in context.history])
     first = [[pair] for pair in zip(out.logits[:, 0], scores, strict=True)] if keep_scores else []
-    yield Step(gained, [0] * batch, [[] for _ in range(batch)], 0, time.perf_counter() - began, first)
+    yield Step(gained, [0] * batch, [[] for _ in range(batch)], [0] * batch, time.perf_counter() - began, first)
 
     while any(running):
         began = time.perf_counter()
@@ -95,19 +96,20 @@ def decode(
         if not all(running):  # a finished row stays where it is
             active = torch.tensor(running, device=root.device)
             verdict = replace(verdict, length=verdict.length * active)
-        # The step's only transfer to the host: path tokens, bonus, length and ranks.
+        # The step's only transfer to the host: path tokens, ranks, nodes drafted, bonus and length.
         numbers = torch.cat(
             [
                 tree.tokens.gather(1, verdict.path), tree.shape.ranks.gather(1, verdict.path),
-                verdict.bonus.unsqueeze(1), verdict.length.unsqueeze(1),
+                tree.shape.drafted.sum(1, keepdim=True), verdict.bonus.unsqueeze(1), verdict.length.unsqueeze(1),
             ],
             dim=1,
         ).tolist()  # fmt: skip
         width = verdict.path.shape[1]
         gained = [[*row[1 : row[-1]], row[-2]] if going else [] for row, going in zip(numbers, running, strict=True)]
         accepted = [max(0, row[-1] - 1) for row in numbers]
+        drafted = [row[-3] if going else 0 for row, going in zip(numbers, running, strict=True)]
         ranks = [row[width + 1 : width + row[-1]] for row in numbers]
-        context = context.extend(tree, verdict, out.features, gained)
+        context = context.extend(tree, verdict, out.features, gained, top_tokens(out.logits, wanted))
         target.commit(verdict.path, verdict.length, context.bound)
         tokens = settle([list(row) for row in gained])
         accepted = [min(n, len(row)) for n, row in zip(accepted, tokens, strict=True)]
@@ -117,4 +119,9 @@ def decode(
             if keep_scores
             else []
         )
-        yield Step(tokens, accepted, ranks, tree.num_nodes - 1, time.perf_counter() - began, kept)
+        yield Step(tokens, accepted, ranks, drafted, time.perf_counter() - began, kept)
+
+
+def top_tokens(logits: Tensor, count: int) -> Tensor | None:
+    """(B, N, V) → the ids (B, N, K) of the `count` largest, best first; None for none."""
+    return logits.topk(min(count, logits.shape[-1]), dim=-1).indices if count else None

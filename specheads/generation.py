@@ -45,7 +45,7 @@ class SpecGenerateOutput(GenerateDecoderOnlyOutput):
         return {
             "tokens": tokens,
             "steps": len(drafting),
-            "drafted": sum(step.drafted * sum(map(bool, step.tokens)) for step in drafting),
+            "drafted": sum(sum(step.drafted) for step in drafting),
             "accepted": sum(depths),
             "accepted_length": gained / taken if taken else 1.0,
             "accepted_by_depth": [sum(n >= d for n in depths) / taken for d in range(1, max(depths, default=0) + 1)],
@@ -98,9 +98,9 @@ class _Stopping:
 
 def generate(
     base: PreTrainedModel,
-    drafter: Drafter | None,
     inputs: Tensor | None = None,
     *,
+    drafter: Drafter | None = None,
     tree: Plan | None = None,
     accept: Acceptance | None = None,
     seed: int | None = None,
@@ -111,16 +111,24 @@ def generate(
     stop_strings: str | Sequence[str] | None = None,
     **kwargs: Any,
 ) -> Tensor | SpecGenerateOutput:
-    """`base.generate(...)` with draft trees from `drafter` (None: plain decoding through the same loop)."""
+    """`base.generate(...)` with draft trees, for any decoder-only Hugging Face model: its arguments, and its text.
+
+    drafter: what drafts (a `DraftModel`, a head …; None: plain decoding through the same loop). tree: the plan of the
+    trees (default: the drafter's). accept: the rule (default `Exact`, lossless). seed: of the sampling.
+    """
+    _refuse_misplaced(drafter, tree, accept)
     for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "inputs_embeds", "past_key_values"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"generate() with a draft head takes no {name}=; call model.base.generate(...) for that")
+            raise ValueError(f"generate() with draft trees takes no {name}=; call the base's own generate() for that")
     default = generation_config or base.generation_config
     if (kwargs.get("num_beams") or default.num_beams or 1) > 1:
-        raise ValueError("beam search does not combine with drafts; call model.base.generate(num_beams=...) for it")
+        raise ValueError("beam search does not combine with drafts; call the base's own generate(num_beams=...) for it")
+    for name in ("penalty_alpha", "dola_layers", "use_mtp"):  # other ways of decoding, which a loop of ours would skip
+        if value := kwargs.get(name, getattr(default, name, None)):
+            raise ValueError(f"{name}={value!r} does not combine with drafts; call the base's own generate() for it")
     for name in ("output_attentions", "output_hidden_states"):
         if kwargs.get(name, getattr(default, name, False)):
-            raise ValueError(f"{name}=True is not kept by tree decoding; call model.base.generate(...) for it")
+            raise ValueError(f"{name}=True is not kept by tree decoding; call the base's own generate() for it")
     stop_strings = stop_strings or default.stop_strings
     if stop_strings:
         if tokenizer is None:
@@ -141,6 +149,22 @@ def generate(
         custom_generate=partial(_run, drafter=drafter, plan=tree, accept=rule, seed=seed, stream=streamer),
         **kwargs,
     )
+
+
+def _refuse_misplaced(drafter: Any, tree: Any, accept: Any) -> None:
+    """TypeError for what is no drafter, plan or rule; ValueError for a tree that nobody would draft."""
+    if drafter is not None and not hasattr(drafter, "propose"):
+        raise TypeError(
+            f"drafter={type(drafter).__name__} cannot propose trees; for a language model, give DraftModel(it)"
+        )
+    if tree is not None and not hasattr(tree, "grow"):
+        raise TypeError(f"tree={tree!r} is no plan; give chain(4), DynamicTree(), StaticTree(choices) or the like")
+    if accept is not None and not hasattr(accept, "lossless"):
+        raise TypeError(f"accept={accept!r} is no acceptance rule; give Exact() or the like")
+    if drafter is None and tree is not None:
+        raise ValueError(
+            "tree= says what to draft, but nothing drafts (draft=False or no drafter=); give one of the two"
+        )
 
 
 def _run(

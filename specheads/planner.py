@@ -40,13 +40,26 @@ class Scored:
         """The ids of `top` alone."""
         return self._top(count)[1]
 
+    def law(self, sampler: Sampler, vocab_size: int) -> Tensor:
+        """q (B, k, V) over all target ids, as the sampler processes it; zero where that rules out every token."""
+        logits = self.logits.flatten(0, 1)
+        if self.ids is not None:  # first, because processors know tokens by their target ids
+            logits = logits.new_full((len(logits), vocab_size), -torch.inf).index_copy_(1, self.ids, logits)
+        q = sampler.draft_law(logits).unflatten(0, self.logits.shape[:2])
+        return q.expand(-1, self.width, -1) if self.width > 1 else q
+
     def _top(self, count: int) -> tuple[Tensor, Tensor]:
-        best, index = self.logits.topk(min(count, self.logits.shape[-1]), dim=-1)
+        if count == 1:  # a fraction of topk's time
+            best, index = self.logits.max(-1, keepdim=True)
+        else:
+            best, index = self.logits.topk(min(count, self.logits.shape[-1]), dim=-1)
         ids = index if self.ids is None else self.ids[index]
         if self.width > 1:
             best, ids = best.expand(-1, self.width, -1), ids.expand(-1, self.width, -1)
         return best, ids
 
+
+MAX_STATIC_NODES = 1024  # of a tree nobody calibrated; building one takes time that grows with the square
 
 Expand = Callable[[Tensor, Tensor | None], Scored]
 
@@ -168,8 +181,13 @@ class StaticTree:
                     f"{scored.logits.shape[-1]}"
                 )
             candidates.append(scored.top_ids(level.width).flatten(1))
-            tokens, parents = candidates[-1].index_select(1, inner), above
-        return DraftTree(torch.cat(candidates, 1).index_select(1, chosen), shape.parents, self.depth, shape=shape)
+            tokens, parents = among(candidates[-1], inner), above
+        return DraftTree(among(torch.cat(candidates, 1), chosen), shape.parents, self.depth, shape=shape)
+
+
+def among(candidates: Tensor, chosen: Tensor) -> Tensor:
+    """(B, C), (c,) ascending → (B, c): the columns chosen; all of them, as in a chain, without looking."""
+    return candidates if len(chosen) == candidates.shape[1] else candidates.index_select(1, chosen)
 
 
 def chain(depth: int) -> StaticTree:
@@ -181,7 +199,7 @@ def chain(depth: int) -> StaticTree:
 def comb(depth: int, width: int = 2) -> StaticTree:
     """A chain of the likeliest tokens, and beside each its next likeliest, `width` candidates a level in all.
 
-    It costs the drafter no more passes than the bare chain, so it is the tree for CPUs, where passes cost time.
+    It costs the drafter no more passes than the bare chain, and the target `width` times the nodes.
     """
     _positive("depth", depth)
     _positive("width", width)
@@ -291,10 +309,7 @@ class SampledTree:
         for branch in self.branches:
             scored = expand(level, above)
             width = level.shape[1]
-            logits = scored.logits.expand(batch, width, -1).flatten(0, 1)
-            if scored.ids is not None:  # first, because processors know tokens by their target ids
-                logits = logits.new_full((len(logits), vocab_size), -torch.inf).index_copy_(1, scored.ids, logits)
-            q = sampler.draft_law(logits)
+            q = scored.law(sampler, vocab_size).flatten(0, 1)
             left, drawn = q, []
             for _ in range(branch):
                 # A law with fewer tokens than branches is exhausted: -1 marks the empty slot.
@@ -312,11 +327,67 @@ class SampledTree:
         return DraftTree(torch.cat(tokens, 1), torch.cat(parents, 1), self.depth, probs)
 
 
+@dataclass(frozen=True)
+class AdaptiveChain:
+    """A chain that ends behind its first token of a probability in the draft's law below `confidence`, or at max_depth.
+
+    sampled: draw the tokens from the draft's law, which they then carry; else take the likeliest. A token that ends
+    the chain is part of it: left out, it would bias what is accepted in its place. A batch goes on until every row
+    has met such a token. The rule of transformers' assistant_confidence_threshold.
+    """
+
+    max_depth: int = 20
+    confidence: float = 0.4
+    sampled: bool = False
+
+    def __post_init__(self) -> None:
+        _positive("max_depth", self.max_depth)
+        if not 0 <= self.confidence <= 1:
+            raise ValueError(f"confidence={self.confidence} must be a probability, 0 (never stop early) to 1")
+
+    @property
+    def num_nodes(self) -> int:
+        return self.max_depth + 1
+
+    @property
+    def depth(self) -> int:
+        return self.max_depth
+
+    @property
+    def drafting_slots(self) -> int:
+        return self.max_depth - 1
+
+    def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
+        first, above = torch.zeros_like(root).unsqueeze(1), None  # every level has one node
+        tokens, parents, laws = [root.unsqueeze(1)], [first - 1], []
+        unsure = torch.zeros_like(root, dtype=torch.bool)
+        while len(tokens) <= self.max_depth and not bool(unsure.all()):
+            scored = expand(tokens[-1], above)
+            if self.sampled:
+                q = scored.law(sampler, vocab_size)
+                empty = q.sum(-1) <= 0  # no token is left to draw: -1 marks the unused slot
+                token = sampler.draw(torch.where(empty.unsqueeze(-1), 1.0, q)[:, 0]).unsqueeze(1)
+                chance = q.gather(2, token.unsqueeze(2))[:, 0, 0]
+                laws.append(q)
+                parents.append(torch.where(empty, -1, len(tokens) - 1))
+            else:
+                best, ids = scored.top(1)
+                token, chance = ids[:, 0], best[:, 0, 0].exp()
+                parents.append(first + len(tokens) - 1)
+            unsure = unsure | (chance < self.confidence)
+            tokens.append(token)
+            above = first
+        probs = torch.cat([laws[0], *laws], 1) if laws else None  # the root's entry is never read
+        return DraftTree(torch.cat(tokens, 1), torch.cat(parents, 1), len(tokens) - 1, probs)
+
+
 def default_static(budget: int, depth: int, accuracy: Sequence[float] = (0.6, 0.15, 0.07, 0.04, 0.03)) -> StaticTree:
-    """The static tree of `budget` nodes for a head nothing is known of: rank accuracies of a moderately trained one,
-    the same and independent at each depth. One that is counted on data is `calibration.calibrated`'s."""
+    """The static tree of `budget` nodes, or of all there are, for a head nothing is known of: rank accuracies of a
+    moderately trained one, the same and independent at each depth. One counted on data: `calibration.calibrated`."""
     if budget < 2:
         raise ValueError(f"a tree of {budget} nodes drafts nothing; ask for 2 or more")
+    if budget > MAX_STATIC_NODES:
+        raise ValueError(f"a static tree of {budget} nodes: ask for {MAX_STATIC_NODES} at most, or calibrate one")
     heap: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(accuracy)]
     chosen: list[tuple[int, ...]] = []
     while heap and len(chosen) < budget - 1:

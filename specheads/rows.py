@@ -70,8 +70,8 @@ def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase
     for message in messages:
         if not isinstance(message, Mapping) or "role" not in message:
             raise ValueError(f"message {message!r:.80}: expected a dict with 'role' and 'content'")
-    messages = _without_none(messages)
-    tools = _without_none(json.loads(tools) if isinstance(tools, str) else tools) or None
+    messages = without_none(messages)
+    tools = without_none(json.loads(tools) if isinstance(tools, str) else tools) or None
     template = tokenizer.get_chat_template(tools=tools)
     if _GENERATION_MARK.search(template):
         known: dict[str, Any] = {**tokenizer.special_tokens_map, "tools": tools, "chat_template": template}
@@ -88,11 +88,12 @@ def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase
     return {"input_ids": ids, "labels": labels}
 
 
-def _without_none(value: Any) -> Any:
+def without_none(value: Any) -> Any:
+    """Nested dicts and lists without the keys whose value is None."""
     # Arrow gives every struct the fields of all rows, None where a row had none: templates would print them
     if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _spans_by_rendering(messages: list[Any], tools: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:

@@ -6,6 +6,7 @@ Shapes: B batch rows, T prompt columns, N tree nodes, V vocabulary, F = tapped l
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,8 +14,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import output_capturing
 
-from specheads.cache import Reach, TreeCache, additive, visible
+from specheads.cache import Levels, Reach, TreeCache, additive, visible
 from specheads.tree import DraftTree
 
 
@@ -33,6 +35,13 @@ class TargetOutput:
 def text_config(base: PreTrainedModel) -> Any:
     """The config that holds the language model's sizes (models with several parts nest it)."""
     return base.config.get_text_config(decoder=True)
+
+
+def decoder_of(base: Any) -> Any:
+    """The text decoder inside: layers and final norm, without the output matrix (and without a vision tower)."""
+    # Models name it differently, and some answer get_decoder() with themselves or with another part.
+    candidates = (base.get_decoder(), base.base_model, getattr(base, "model", None))
+    return next((part for part in candidates if isinstance(part, PreTrainedModel) and part is not base), base)
 
 
 def layer_reach(config: Any) -> dict[str, Reach]:
@@ -171,15 +180,27 @@ class Target:
         cache.open()
         # Nodes past the length limit are never emitted; clamped, they stay inside learned position tables.
         position = (cache.lengths.unsqueeze(1) + shape.depth).clamp(max=self.limit - 1)
-        masks = {
-            name: additive(
-                visible(shape.ancestors, shape.depth, cache.lengths, cache.scratch, cache.attended, reach),
-                self.base.dtype,
-            )
-            for name, reach in self.reach.items()
-        }
-        mask = masks if self.mask_dict else next(iter(masks.values()))
-        return TargetOutput(*self._forward(tree.tokens, position, mask))
+
+        def mask(reach: Reach) -> Tensor:
+            seen = visible(shape.ancestors, shape.depth, cache.lengths, cache.scratch, cache.attended, reach)
+            return additive(seen, self.base.dtype)
+
+        return TargetOutput(*self._forward(tree.tokens, position, self._masks(mask)))
+
+    def levels(self) -> Levels:
+        """Behind what is committed, a tree to be grown by `deepen`."""
+        return Levels(self.cache, self.base.dtype)
+
+    @torch.no_grad()
+    def deepen(self, levels: Levels, tokens: Tensor, parents: Tensor) -> TargetOutput:
+        """One pass over the next level of a growing tree: logits (B, k, V), features (B, k, F).
+
+        tokens (B, k) stand below nodes parents (B, k) of the level before; the first level's below the last token
+        committed, whose index is 0. They fill the scratch slots in turn, so that `commit` can keep some.
+        """
+        levels.descend(parents)
+        position = levels.position.clamp(max=self.limit - 1).expand(-1, tokens.shape[1])
+        return TargetOutput(*self._forward(tokens, position, self._masks(levels.mask)))
 
     def commit(self, path: Tensor, length: Tensor, bound: int) -> None:
         """Keep the KV rows of nodes path (B, P), of which length (B,) are real, and drop the rest of the tree.
@@ -194,21 +215,31 @@ class Target:
     def lm_head(self, hidden: Tensor) -> Tensor:
         return logits_of(self.base, hidden)
 
+    def _masks(self, mask: Callable[[Reach], Tensor]) -> Tensor | dict[str, Tensor]:
+        """The masks of all kinds of layers, as the model's forward() takes them."""
+        masks = {name: mask(reach) for name, reach in self.reach.items()}
+        return masks if self.mask_dict else next(iter(masks.values()))
+
     def _forward(
         self, ids: Tensor, position: Tensor, mask: Tensor | dict[str, Tensor] | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if self.layers:
-            # A list keeps only those entries (transformers ≥ 5.23); older versions take it as True and keep all.
-            kwargs["output_hidden_states"] = sorted(set(self.layers))
         out = self.base(
             input_ids=ids,
             position_ids=position,
             attention_mask=mask,
             past_key_values=self.cache,
             use_cache=True,
+            output_hidden_states=kept_states(self.layers),
             **kwargs,
         )
         return out.logits, concat_taps(out.hidden_states, self.layers, ids)
+
+
+def kept_states(layers: tuple[int, ...]) -> list[int] | bool:
+    """What to give a base as output_hidden_states, so that entry k of its hidden_states is there for every k tapped."""
+    # transformers 5.23 keeps the entries a list names; before, a list counts from the first layer's output, not from
+    # the embeddings: other layers than asked for, without an error.
+    return sorted(set(layers)) if hasattr(output_capturing, "resolve_hidden_states_indices") else bool(layers)
 
 
 def concat_taps(hidden_states: tuple[Tensor | None, ...] | None, layers: tuple[int, ...], like: Tensor) -> Tensor:
@@ -254,6 +285,6 @@ def lm_head_gives_logits(base: PreTrainedModel) -> bool:
         return True
     ids = torch.arange(4, device=weight.device).unsqueeze(0) % weight.shape[0]
     # Not by output_hidden_states, whose hooks stay in the model and keep it from being pickled.
-    hidden = base.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    hidden = decoder_of(base)(input_ids=ids, use_cache=False).last_hidden_state
     logits, remade = base(input_ids=ids, use_cache=False).logits.float(), logits_of(base, hidden).float()
     return bool((logits - remade.to(logits.device)).abs().max() <= 0.01 * logits.std() + 1e-6)

@@ -98,6 +98,11 @@ class SpecTrainer(Trainer):
             )
         self._training_meter, self._evaluation_meter = TrainingMeter(), TrainingMeter()
         super().__init__(model, args, **kwargs)
+        if args.muon and self.is_deepspeed_enabled:
+            raise ValueError(
+                "muon=true steps on whole matrices, which DeepSpeed flattens: use recipes/accelerate/fsdp2.yaml or "
+                "ddp.yaml, or muon=false"
+            )
         if any(type(callback) is ProgressCallback for callback in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
             self.add_callback(AcceptanceProgress)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ from transformers import (
     PreTrainedModel,
     TrainerCallback,
     set_seed,
+)
+from transformers.integrations.deepspeed import (
+    is_deepspeed_zero3_enabled,
+    set_hf_deepspeed_config,
+    unset_hf_deepspeed_config,
 )
 
 from specheads import launch
@@ -66,7 +72,8 @@ def prepare(recipe: Recipe) -> Run:
     tokenizer = AutoTokenizer.from_pretrained(recipe.base)
     with arguments.main_process_first(desc="reading the data"):
         train, held_out = build_datasets(recipe.data, tokenizer)
-    model = build_model(recipe, train)
+    with unsharded(arguments):
+        model = build_model(recipe, train)
     callbacks: list[TrainerCallback] = []
     if recipe.early_stopping is not None:
         callbacks.append(EarlyStoppingCallback(recipe.early_stopping))
@@ -107,18 +114,29 @@ def resume_point(recipe: Recipe) -> str | None:
     return str(wanted)
 
 
+@contextlib.contextmanager
+def unsharded(arguments: SpecTrainingArguments) -> Iterator[None]:
+    """Models are loaded whole, since a head starts from the base's layers; the Trainer shards them later.
+
+    transformers loads shards wherever ZeRO-3 is configured, whatever accelerate's zero3_init_flag says.
+    """
+    if not is_deepspeed_zero3_enabled():
+        yield
+        return
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        assert arguments.deepspeed_plugin is not None
+        set_hf_deepspeed_config(arguments.deepspeed_plugin.hf_ds_config)
+
+
 def build_model(recipe: Recipe, train: Iterable[Any]) -> SpecModel:
     """Base + head: new, with a draft vocabulary counted on the training data where it has one, or from a checkpoint."""
     options: dict[str, Any] = {"dtype": _dtype(recipe.base_dtype)}
     if recipe.attn_implementation is not None:
         options["attn_implementation"] = recipe.attn_implementation
     base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(recipe.base, **options)
-    embeddings: Any = base.get_input_embeddings()
-    if embeddings.weight.numel() == 0:
-        raise RecipeError(
-            "the base was loaded in shards, so that a head cannot start from its layers: set zero3_init_flag: false "
-            "(DeepSpeed) in the accelerate configuration"
-        )
     dtype = base.dtype if recipe.head_dtype == "auto" else _dtype(recipe.head_dtype)
     assert isinstance(dtype, torch.dtype)
     if recipe.init_from is not None:
@@ -130,8 +148,6 @@ def build_model(recipe: Recipe, train: Iterable[Any]) -> SpecModel:
         head = model.head
         if isinstance(head, DraftVocabulary) and head.target_ids is not None:
             head.set_draft_vocabulary(token_counts(train, len(head.t2d)), base)
-    # FSDP wraps blocks by these names, which it reads from the outermost model.
-    model._no_split_modules = base._no_split_modules
     return model
 
 

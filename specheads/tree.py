@@ -5,6 +5,7 @@ Shapes: B batch rows, N nodes, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -103,6 +104,15 @@ class DraftTree:
     def root_only(cls, root: Tensor) -> DraftTree:
         """The tree of plain autoregressive decoding: root (B,) and nothing drafted."""
         return cls(root.unsqueeze(1), torch.full_like(root, -1).unsqueeze(1), 0)
+
+    @classmethod
+    def chains(cls, root: Tensor, drafts: Sequence[Sequence[int]]) -> DraftTree:
+        """Behind root (B,) a chain of each row's drafted ids, which may be none."""
+        depth = max(map(len, drafts))
+        tokens = [[*draft, *[0] * (depth - len(draft))] for draft in drafts]
+        parents = [[-1, *range(len(draft)), *[-1] * (depth - len(draft))] for draft in drafts]
+        drafted = torch.tensor(tokens, dtype=root.dtype, device=root.device).view(len(drafts), depth)
+        return cls(torch.cat([root.unsqueeze(1), drafted], 1), torch.tensor(parents, device=root.device), depth)
 
     @property
     def num_nodes(self) -> int:

@@ -19,6 +19,7 @@ from specheads import console as terminal
 from specheads.bench import decoders as racers
 from specheads.convert import convert
 from specheads.demo import story
+from specheads.text import TextPieces
 from tests.conftest import tiny_llama
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -323,7 +324,7 @@ def test_a_text_that_stops_at_a_draft_ends_in_its_colour():
 
 
 def test_a_character_of_several_tokens_appears_when_it_is_whole():
-    pieces = terminal.TextPieces(Pieces())
+    pieces = TextPieces(Pieces())
     assert [pieces.add(byte) for byte in "aé€".encode()] == ["a", "", "é", "", "", "€"]
     assert pieces.add(0xC3) == "" and pieces.add(ord("x")) == "\ufffdx"
     assert pieces.add(0xC3, last=True) == "\ufffd"
@@ -371,3 +372,28 @@ def test_calibrate_counts_a_tree_and_saves_it_with_the_head(shipped, tmp_path, c
     assert code == 0 and "nodes" in out and "saved" not in out
     code, _, err = run(capsys, "calibrate", "some/where", "--data", data, "--save")
     assert code == 2 and "some/where is not a directory here" in err
+
+
+def test_the_demo_tells_a_near_tie_from_a_text_that_is_the_same(shipped, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(story, "differences", lambda *args: ([], ["EAGLE-3 on prompt 1 from token 4 on"]))
+    figures = tmp_path / "figures.json"
+    code, out, _ = run(
+        capsys, "demo", "--checkpoints", shipped, "--minutes", 0.02, "--num-prompts", 1, "--max-new-tokens", 8,
+        "--output", tmp_path / "head", "--json", figures,
+    )  # fmt: skip
+    assert code == 0 and "but for near ties: EAGLE-3 on prompt 1" in " ".join(out.split())
+    assert json.loads(figures.read_text())["same_text"] is False
+
+
+def test_train_prints_one_json_object_and_nothing_else(shipped, tmp_path, capsys):
+    rows = [{"text": "def f(x):\n    return x\n" * 3}] * 8
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf8")
+    code, out, _ = run(
+        capsys, "train", "recipes/medusa.yaml", f"base={shipped / 'base'}", "base_dtype=float32", "head.num_heads=2",
+        f"data.train={data}", "data.split=train", "data.eval_fraction=0.25", "data.max_length=32",
+        f"training.output_dir={tmp_path / 'out'}", "training.bf16=false", "training.max_steps=3",
+        "training.logging_steps=1", "training.eval_steps=2", "training.save_steps=2",
+        "training.gradient_accumulation_steps=1", "--json",
+    )  # fmt: skip
+    assert code == 0 and json.loads(out)["eval_accepted_length"] >= 1

@@ -1,90 +1,23 @@
 """Every decoder-only family is decoded to the base's own greedy text, or refused with the reason.
 
-Each family is a tiny random model made from its config class; a drafter that knows the greedy text makes the trees
+Each family is a tiny random model of tests/families.py; a drafter that knows the greedy text makes the trees
 accept deeply and by different lengths in each row, which untrained heads never would.
 """
 
-import inspect
 import itertools
 
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from families import FAMILIES, VOCAB, build
+from transformers import AutoModelForSeq2SeqLM
 
 from specheads import DynamicTree, StaticTree, Target, UnsupportedModel, convert
+from specheads.heads.block import decoder_layers, final_norm
 from specheads.planner import Scored
 from specheads.target import logits_of
 
-VOCAB, LENGTHS, NEW = 97, (5, 17, 11), 32
-
-# Given to each config as far as it declares them. A window shorter than the prompts, so that it bites; weights larger
-# than usual, so that greedy text varies instead of repeating one token.
-SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.6, "init_std": 0.6,
-    "sliding_window": 8, "attention_chunk_size": 8, "rotary_dim": 4, "ffn_dim": 48, "num_experts": 4,
-    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
-LATENT = {
-    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 12, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 8,
-}  # fmt: skip
-# Family → its config class and what it wants set otherwise. Untied where the embedding scale of a random model would
-# make it repeat its last token for ever.
-FAMILIES = {
-    "Llama": ("LlamaConfig", {}),
-    "Llama, tied, biased, one key head": (
-        "LlamaConfig",
-        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
-    ),
-    "Qwen2": ("Qwen2Config", {"use_sliding_window": False}),
-    "Qwen2, sliding layers": ("Qwen2Config", {"use_sliding_window": True, "max_window_layers": 2}),
-    "Qwen3": ("Qwen3Config", {}),
-    "Qwen2-MoE": ("Qwen2MoeConfig", {}),
-    "Qwen3-MoE": ("Qwen3MoeConfig", {}),
-    "Mistral": ("MistralConfig", {}),
-    "Ministral": ("MinistralConfig", {}),
-    "Mixtral": ("MixtralConfig", {}),
-    "Gemma": ("GemmaConfig", {}),
-    "Gemma-2": ("Gemma2Config", {"tie_word_embeddings": False}),
-    "Gemma-3": ("Gemma3TextConfig", {"tie_word_embeddings": False, "initializer_range": 0.4, "num_hidden_layers": 6}),
-    "GPT-2": ("GPT2Config", {}),
-    "GPT-J": ("GPTJConfig", {}),
-    "CodeGen": ("CodeGenConfig", {}),
-    "GPT-BigCode": ("GPTBigCodeConfig", {}),
-    "GPT-NeoX": ("GPTNeoXConfig", {}),
-    "Phi": ("PhiConfig", {}),
-    "Phi-3": ("Phi3Config", {}),
-    "PhiMoE": ("PhimoeConfig", {}),
-    "OPT": ("OPTConfig", {"word_embed_proj_dim": 32}),
-    "OLMo": ("OlmoConfig", {}),
-    "OLMo-2": ("Olmo2Config", {}),
-    "OLMo-3": ("Olmo3Config", {}),
-    "OLMoE": ("OlmoeConfig", {}),
-    "Falcon": ("FalconConfig", {}),
-    "StarCoder2": ("Starcoder2Config", {}),
-    "Cohere": ("CohereConfig", {}),
-    "Cohere-2": ("Cohere2Config", {}),
-    "Granite": ("GraniteConfig", {"logits_scaling": 3.0, "residual_multiplier": 0.5}),
-    "GraniteMoE": ("GraniteMoeConfig", {"logits_scaling": 3.0}),
-    "GLM": ("GlmConfig", {}),
-    "GLM-4": ("Glm4Config", {}),
-    "EXAONE-4": ("Exaone4Config", {}),
-    "SmolLM3": ("SmolLM3Config", {}),
-    "Nemotron": ("NemotronConfig", {}),
-    "Persimmon": ("PersimmonConfig", {}),
-    "gpt-oss": ("GptOssConfig", {}),
-    "ERNIE-4.5": ("Ernie4_5Config", {}),
-    "Arcee": ("ArceeConfig", {"initializer_range": 0.4}),
-    "Apertus": ("ApertusConfig", {}),
-    "Seed-OSS": ("SeedOssConfig", {}),
-    "HunYuan": ("HunYuanDenseV1Config", {}),
-    # Values of another width than keys, and layers that attend within their own chunk.
-    "DeepSeek-V3": ("DeepseekV3Config", LATENT),
-    "Llama-4": ("Llama4TextConfig", {"intermediate_size_mlp": 48}),
-}
+LENGTHS, NEW = (5, 17, 11), 32
 
 
 class KnowingDrafter:
@@ -130,18 +63,6 @@ class KnowingDrafter:
         return plan.grow(context.root, expand, sampler, VOCAB)
 
 
-def build(name, options, **kwargs):
-    """A random model of a config class, on a fixed seed."""
-    config_class = getattr(transformers, name)
-    declared = {*inspect.signature(config_class).parameters, *config_class.attribute_map}
-    declared -= {key for key in declared if isinstance(getattr(config_class, key, None), property)}
-    sizes = {key: value for key, value in SIZES.items() if key in declared}
-    torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(config_class(**{**sizes, **options}), **kwargs).eval()
-    base.generation_config.eos_token_id, base.generation_config.pad_token_id = None, 0
-    return base
-
-
 def ragged_prompts():
     """Three prompts of LENGTHS, padded on the left."""
     seed, columns = torch.Generator().manual_seed(1), max(LENGTHS)
@@ -174,6 +95,7 @@ def test_every_family_matches_greedy(family):
     for draft, tree in (
         (False, None),
         (True, None),
+        (convert(base, "eagle").head, None),
         (convert(base, "eagle3").head, None),
         (KnowingDrafter(texts), DynamicTree(budget=12, depth=4, top_k=4)),
     ):
@@ -201,6 +123,23 @@ def test_logits_of_is_the_law_of_every_family(family):
     base, inputs, _, _ = family
     out = base(**inputs, output_hidden_states=True)
     torch.testing.assert_close(logits_of(base, out.hidden_states[-1]), out.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_heads_find_the_layers_and_the_final_norm_of_every_family(family):
+    base = family[0]
+    layers = decoder_layers(base)
+    assert layers is not None and len(layers) == text_layers(base)
+    assert final_norm(base) is not None
+
+
+def test_heads_start_from_the_language_layers_of_a_model_with_a_vision_tower():
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8, "num_hidden_layers": 3,
+            "num_key_value_heads": 2, "vocab_size": VOCAB, "pad_token_id": 0}  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    layers = decoder_layers(transformers.Gemma3ForConditionalGeneration(config))
+    assert {type(layer).__name__ for layer in layers} == {"Gemma3DecoderLayer"}
 
 
 def text_layers(base):
@@ -290,11 +229,12 @@ def test_scaling_by_cache_slot_is_refused_where_it_would_begin():
         model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=29)
 
 
-@pytest.mark.parametrize("layers", [(0, 2, 4), (4, 0)])
+@pytest.mark.parametrize("layers", [(0, 2, 4), (4, 0), (1, 2)])
 def test_features_do_not_depend_on_which_layers_are_kept(layers):
     base = build(*FAMILIES["Llama"])
     ids, lengths = torch.tensor([[5, 6, 7, 8]]), torch.tensor([4])
-    every = Target(base, layers=(0, 1, 2, 3, 4)).prefill(ids, lengths, room=1).features.split(32, dim=-1)
+    with torch.no_grad():
+        every = base(ids, output_hidden_states=True).hidden_states
     features = Target(base, layers=layers).prefill(ids, lengths, room=1).features
     assert torch.equal(features, torch.cat([every[k] for k in layers], dim=-1))
 

@@ -6,7 +6,7 @@ from conftest import tiny_llama
 from replay import BATCHES, PAD, PROMPTS, assert_same, padded
 from transformers import DynamicCache, GenerationConfig
 
-from specheads import SampledTree, convert
+from specheads import SampledTree, chain, convert
 
 # --- Randomness ---
 
@@ -88,6 +88,9 @@ def test_the_models_own_generation_config_is_the_default():
         ({"output_attentions": True}, "output_attentions=True is not kept"),
         ({"output_hidden_states": True}, "output_hidden_states=True is not kept"),
         ({"generation_config": GenerationConfig(output_attentions=True)}, "output_attentions=True is not kept"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6 does not combine with drafts"),
+        ({"dola_layers": "low"}, "dola_layers='low' does not combine with drafts"),
+        ({"draft": False, "tree": chain(2)}, "nothing drafts"),
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -95,6 +98,19 @@ def test_the_models_own_generation_config_is_the_default():
 def test_what_does_not_combine_with_drafts_is_refused(model, options, message):
     with pytest.raises(ValueError, match=message):
         model.generate(**BATCHES["one"], **{"max_new_tokens": 3, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft": "medusa"}, "drafter=str cannot propose trees"),
+        ({"tree": "chain:4"}, "tree='chain:4' is no plan"),
+        ({"accept": "exact"}, "accept='exact' is no acceptance rule"),
+    ],
+)
+def test_what_is_no_drafter_plan_or_rule_is_refused(model, options, message):
+    with pytest.raises(TypeError, match=message):
+        model.generate(**BATCHES["one"], max_new_tokens=3, **options)
 
 
 def test_one_beam_and_false_flags_are_no_reason_to_refuse(model):

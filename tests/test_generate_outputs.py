@@ -67,7 +67,7 @@ def test_statistics_add_up(model, do_sample, limit):
     assert made["accepted_by_depth"] == sorted(made["accepted_by_depth"], reverse=True)
     assert made["lossless"] is True
     for step in out.steps[1:]:
-        assert step.drafted == 6
+        assert step.drafted == [6 if row else 0 for row in step.tokens]
         for tokens, accepted, ranks in zip(step.tokens, step.accepted, step.ranks, strict=True):
             assert len(ranks) == accepted <= len(tokens) <= accepted + 1
             assert all(rank == 1 for rank in ranks), "the right token is always drafted second"
@@ -104,3 +104,32 @@ def test_no_vocabulary_wide_tensor_goes_to_the_host(model, monkeypatch, do_sampl
         )
     assert max(itertools.chain.from_iterable(sizes.values())) < V
     assert len(out.steps) <= len(sizes["tolist"]) <= len(out.steps) + 16
+
+
+@pytest.mark.parametrize("head", ["medusa", "eagle", "eagle3", None])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_each_step_is_one_pass_of_the_base_over_the_nodes_of_its_tree(base, head, batch):
+    """No prefix is computed again, and nothing else runs the base's layers."""
+    model = convert(base, head or "medusa")
+    passes = {"forward": [], "layer": []}
+
+    def columns_of_ids(module, args, kwargs):
+        passes["forward"].append(kwargs["input_ids"].shape[1])
+
+    def columns_of_hidden(module, args, kwargs):
+        passes["layer"].append(args[0].shape[1])
+
+    spies = [
+        base.register_forward_pre_hook(columns_of_ids, with_kwargs=True),
+        base.model.layers[0].register_forward_pre_hook(columns_of_hidden, with_kwargs=True),
+    ]
+    try:
+        out = model.generate(
+            **BATCHES[batch], do_sample=False, max_new_tokens=12, draft=head is not None, return_dict_in_generate=True
+        )
+    finally:
+        for spy in spies:
+            spy.remove()
+    nodes = [1 + max(step.drafted) for step in out.steps[1:]]
+    assert len(nodes) >= 3 and (min(nodes) > 1) == (head is not None)
+    assert passes["forward"] == passes["layer"] == [BATCHES[batch]["input_ids"].shape[1], *nodes]

@@ -12,12 +12,13 @@ import torch
 import yaml
 from conftest import tiny_llama
 from safetensors.torch import load_file
+from transformers.integrations import deepspeed
 
 from specheads import launch
 from specheads.convert import SpecModel
 from specheads.launch import LaunchConfig, LaunchError
 from specheads.recipe import read_recipe
-from specheads.training import prepare
+from specheads.training import prepare, unsharded
 
 ROOT = Path(__file__).parent.parent
 ACCELERATE = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
@@ -60,7 +61,7 @@ def run(command, **environment):
     clean = {name: value for name, value in os.environ.items() if name not in RUNNING_UNDER}
     return subprocess.run(
         [sys.executable, "-m", *command], capture_output=True, text=True, cwd=ROOT, timeout=540,
-        env={**clean, "OMP_NUM_THREADS": "1", **environment},
+        env={**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
     )  # fmt: skip
 
 
@@ -240,17 +241,47 @@ def test_accelerate_reads_every_shipped_configuration(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeed_gives_the_single_process_loss(stage, material, tmp_path):
-    pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
-    alone = prepare(read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path / "one", 2)))
-    alone.train()
-    config = str(ROOT / "recipes" / "accelerate" / f"zero{stage}.yaml")
-    command = ["accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]
-    asked = ["launch.processes=2", f"launch.distributed=zero{stage}"]
-    done = run([*command, "train/heads.py", "recipes/eagle3.yaml", *overrides(material, tmp_path / "two", 1, *asked)])
-    assert done.returncode == 0, done.stderr[-3000:]
-    for expected, got in zip(history(tmp_path / "one"), history(tmp_path / "two"), strict=True):
-        if "loss" in expected:
-            assert got["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+@pytest.mark.parametrize("kind", ["zero2", "zero3", "fsdp2"])
+def test_sharded_processes_train_resume_and_save_the_head_of_one_process(kind, material, tmp_path):
+    if kind != "fsdp2":
+        pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
+    steps = ["training.save_steps=2", "training.lr_scheduler_type=constant"]
+    recipe = ROOT / "recipes" / "eagle3.yaml"
+    prepare(read_recipe(recipe, overrides(material, tmp_path / "one", 2, *steps))).train()
+    text = (ROOT / "recipes" / "accelerate" / f"{kind}.yaml").read_text()
+    config = tmp_path / "accelerate.yaml"
+    config.write_text(text.replace("gpu_ids: all", "use_cpu: true"))
+    command = ["accelerate.commands.launch", "--config_file", str(config), "--num_processes", "2"]
+    script = "tests/fsdp2_on_cpu.py" if kind == "fsdp2" else "train/heads.py"
+    options = overrides(material, tmp_path / "two", 1, "launch.processes=2", f"launch.distributed={kind}", *steps)
+    if kind == "zero2":
+        done = run([*command, "--main_process_port", "0", script, str(recipe), *options, "training.muon=true"])
+        assert "train/heads.py: muon=true steps on whole matrices, which DeepSpeed flattens" in done.stderr
+    for more in (["training.max_steps=2"], []):  # the second resumes: resume_from_checkpoint is auto in the recipe
+        done = run([*command, "--main_process_port", "0", script, str(recipe), *options, *more])
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, two = history(tmp_path / "one"), history(tmp_path / "two")
+    assert [entry["step"] for entry in two if "loss" in entry] == [1, 2, 3, 4]
+    for name in ("loss", "accepted_length", "eval_loss", "eval_accepted_length"):
+        expected, got = ({entry["step"]: entry[name] for entry in log if name in entry} for log in (one, two))
+        assert {step: got[step] for step in expected} == pytest.approx(expected, rel=1e-3), name
+    whole, saved = load_file(tmp_path / "one" / "model.safetensors"), load_file(tmp_path / "two" / "model.safetensors")
+    assert whole.keys() == saved.keys()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(saved[name], tensor, rtol=1e-3, atol=1e-4)
     SpecModel.from_pretrained(tmp_path / "two")
+
+
+def test_models_are_loaded_whole_where_zero3_is_configured():
+    class ZeRO3:  # what transformers asks of a DeepSpeed configuration
+        def is_zero3(self):
+            return True
+
+    plugin = SimpleNamespace(hf_ds_config=ZeRO3())
+    deepspeed.set_hf_deepspeed_config(plugin.hf_ds_config)
+    try:
+        with unsharded(SimpleNamespace(deepspeed_plugin=plugin)):
+            assert not deepspeed.is_deepspeed_zero3_enabled()
+        assert deepspeed.is_deepspeed_zero3_enabled()
+    finally:
+        deepspeed.unset_hf_deepspeed_config()

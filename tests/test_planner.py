@@ -248,3 +248,7 @@ def test_the_default_static_tree_has_the_most_probable_paths():
         assert set(default_static(size + 1, 3, accuracy).choices) == set(best[:size])
     with pytest.raises(ValueError, match="drafts nothing"):
         default_static(1, 3)
+    assert default_static(1 + 3 + 9, 2, accuracy).num_nodes == 13
+    assert default_static(14, 2, accuracy).num_nodes == 13, "there are no more"
+    with pytest.raises(ValueError, match="99999 nodes: ask for 1024 at most"):
+        default_static(99999, 6)

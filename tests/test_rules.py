@@ -240,7 +240,7 @@ def test_every_rule_runs_on_every_tree_and_batch(model, greedy, name, tree):
 
 @pytest.mark.parametrize(
     "rule",
-    [Typical(), TopN(), Margin(0.05), CSLeniency(20), Fuzzy(0.3), Fuzzy(0.3, mode="rescue"), Fuzzy(0.5, "random")],
+    [Typical(), TopN(), Margin(0.05), CSLeniency(20), Fuzzy(0.5), Fuzzy(0.5, mode="rescue"), Fuzzy(0.5, "random")],
     ids=repr,
 )
 def test_a_lossy_rule_accepts_more_than_the_exact_one(model, rule):

@@ -28,12 +28,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         run = prepare(read_recipe(options.recipe, options.overrides))
-    except (ValueError, OSError, LaunchError) as error:
+    except (ValueError, OSError, LaunchError, ImportError) as error:
         print(f"train/heads.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     metrics = run.train()
     if run.trainer.is_world_process_zero():
         print(run.summary(metrics))
+    # Else a process that ends first may abort at exit, and the launcher then stops the one that still writes.
+    run.trainer.accelerator.wait_for_everyone()
+    run.trainer.accelerator.end_training()
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -14,15 +15,18 @@ from specheads.convert import SpecModel
 from specheads.planner import Plan
 
 
-def batches(tokenizer: Any, prompts: list[str], device: torch.device, size: int = 1) -> list[dict[str, Tensor]]:
-    """Prompts → left-padded input_ids and attention_mask (size, T) each; the last may be smaller.
+def batches(
+    tokenizer: Any, prompts: Sequence[str | list[int]], device: torch.device, size: int = 1
+) -> list[dict[str, Tensor]]:
+    """Prompts (text or token ids) → left-padded input_ids and attention_mask (size, T) each; the last may be smaller.
 
     ValueError for a prompt without tokens.
     """
     made = []
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     for start in range(0, len(prompts), size):
-        rows = [tokenizer(prompt)["input_ids"] for prompt in prompts[start : start + size]]
+        taken = prompts[start : start + size]
+        rows = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in taken]
         if empty := [i for i, row in enumerate(rows) if not row]:
             raise ValueError(f"prompt {start + empty[0]} has no tokens; give at least one character")
         width = max(map(len, rows))
@@ -57,7 +61,7 @@ def drafted(
     def run(batch: dict[str, Any], watch: Any) -> Output:
         with torch.no_grad():
             out = generation.generate(
-                base, drafter, **batch, max_new_tokens=max_new_tokens, do_sample=False,
+                base, **batch, drafter=drafter, max_new_tokens=max_new_tokens, do_sample=False,
                 streamer=watch, tree=plan, return_dict_in_generate=True,
             )  # fmt: skip
         assert isinstance(out, generation.SpecGenerateOutput) and out.steps is not None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads import corpus
+from specheads.conversation import Conversation
 
 
 def held_out_prompts(tokenizer: Any, count: int, num_tokens: int = 64, held_out: list[str] | None = None) -> list[str]:
@@ -24,12 +25,13 @@ def held_out_prompts(tokenizer: Any, count: int, num_tokens: int = 64, held_out:
     return [usable[i * len(usable) // count] for i in range(count)]
 
 
-def prompts_from(path: Path, count: int | None = None) -> list[str]:
-    """Prompts of a .jsonl file (each line a string, or an object with `prompt` or `text`), else one prompt a line.
+def prompts_from(path: Path, count: int | None = None, *, chat: bool = False) -> list[str | Conversation]:
+    """Prompts of a .jsonl file (each line a string, or an object with `messages`, `prompt` or `text`), else one a line.
 
-    OSError for a file that cannot be read, ValueError with the line for one that makes no sense.
+    `messages` are asked up to the first turn of the user; chat: the other prompts are such a turn too. OSError for a
+    file that cannot be read, ValueError with the line for one that makes no sense.
     """
-    prompts: list[str] = []
+    prompts: list[str | Conversation] = []
     try:
         lines = path.read_text("utf8").splitlines()
     except UnicodeDecodeError as error:
@@ -39,16 +41,27 @@ def prompts_from(path: Path, count: int | None = None) -> list[str]:
             continue
         if path.suffix in (".jsonl", ".json"):
             try:
-                value = json.loads(line)
+                prompt = _asked(json.loads(line))
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-            if isinstance(value, dict):
-                value = value.get("prompt", value.get("text"))
-            if not isinstance(value, str) or not value:
-                raise ValueError(f"{path}, line {number}: expected a string, or an object with 'prompt' or 'text'")
-            prompts.append(value)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
         else:
-            prompts.append(line)
+            prompt = line
+        prompts.append(Conversation.of_text(prompt) if chat and isinstance(prompt, str) else prompt)
     if not prompts:
         raise ValueError(f"{path} holds no prompts; expected one a line")
     return prompts[:count]
+
+
+def _asked(value: Any) -> str | Conversation:
+    if isinstance(value, dict) and value.get("messages") is not None:
+        conversation = Conversation.of(value["messages"], value.get("tools"))
+        if not conversation.turns:
+            raise ValueError("expected a message of the user in 'messages'")
+        return conversation
+    if isinstance(value, dict):
+        value = value["prompt"] if value.get("prompt") is not None else value.get("text")
+    if not isinstance(value, str) or not value:
+        raise ValueError("expected a string, or an object with 'messages', 'prompt' or 'text'")
+    return value

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from specheads import console as terminal
 from specheads.bench import decoders, environment, report, runner
 from specheads.commands.arguments import parse_tree
+from specheads.conversation import Conversation
 from specheads.convert import SpecModel
 
 REFERENCE = "transformers generate"
 
 
 def measure(
-    model: SpecModel, tokenizer: Any, prompts: list[str], *, max_new_tokens: int, repeats: int, tree: str | None
-) -> dict[str, Any]:
+    model: SpecModel, tokenizer: Any, prompts: Sequence[str | Conversation], *, max_new_tokens: int, repeats: int,
+    tree: str | None,
+) -> dict[str, Any]:  # fmt: skip
     """What was asked for, where it ran, and the figures of each decoder, the head's last; tree as on the command
-    line. Progress goes to stderr."""
+    line. Of a conversation the first turn is asked. Progress goes to stderr."""
+    asked = [prompt if isinstance(prompt, str) else prompt.prompt((), tokenizer) for prompt in prompts]
     racers = {
         REFERENCE: decoders.transformers_generate(model.base, max_new_tokens),
         "our loop, no drafts": decoders.drafted(model, max_new_tokens, draft=False),
         f"{model.head.config.kind} head": decoders.drafted(model, max_new_tokens, plan=parse_tree(tree, model)),
     }
     with terminal.progress(terminal.make_console(stderr=True), "measuring") as told:
-        batches = decoders.batches(tokenizer, prompts, model.device)
+        batches = decoders.batches(tokenizer, asked, model.device)
         result = runner.race(racers, batches, repeats=repeats, report=told)
     return {
         "num_prompts": len(prompts), "max_new_tokens": max_new_tokens, "repeats": repeats, "tree": tree,

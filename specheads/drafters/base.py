@@ -1,6 +1,6 @@
 """The drafter protocol: what a drafter is given, and what it returns.
 
-Shapes: B batch rows, P new positions, F features.
+Shapes: B batch rows, P new positions, F features, K top tokens.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Context:
     history: each row's ids up to and with the root, unpadded, on the host.
     memory: the drafter's own between proposals (its KV cache, say); it puts there what it likes.
     bound: no row has more committed tokens than this (host integer).
+    top (B, P, K): the target's likeliest tokens behind the new positions, best first; behind the prompt those of its
+      last position alone. None unless the drafter has a `wants_target_top` = K above 0.
     """
 
     target: Target
@@ -40,22 +42,32 @@ class Context:
     history: list[list[int]]
     bound: int
     memory: dict[str, Any] = field(default_factory=dict)
+    top: Tensor | None = None
 
     def newest(self, values: Tensor) -> Tensor:
         """(B, P, …) → (B, …) at the column `last`."""
         return values[torch.arange(len(values), device=values.device), self.last]
 
     @classmethod
-    def start(cls, target: Target, ids: Tensor, lengths: Tensor, features: Tensor, root: Tensor) -> Context:
+    def start(
+        cls, target: Target, ids: Tensor, lengths: Tensor, features: Tensor, root: Tensor, top: Tensor | None = None
+    ) -> Context:
         """Behind the prefill of ids (B, T), packed left, of lengths (B,); root (B,) is the first token drawn."""
         last = lengths - 1
         following = torch.cat([ids[:, 1:], ids[:, :1]], 1).scatter(1, last.unsqueeze(1), root.unsqueeze(1))
         rows = zip(ids.tolist(), lengths.tolist(), root.tolist(), strict=True)
         history = [[*row[:length], first] for row, length, first in rows]
-        return cls(target, root, features, following, lengths, last, history, ids.shape[1])
+        return cls(target, root, features, following, lengths, last, history, ids.shape[1], top=top)
 
-    def extend(self, tree: DraftTree, verdict: Verdict, features: Tensor, emitted: list[list[int]]) -> Context:
-        """Behind one verified tree. features (B, N, F) of its nodes; emitted: the tokens each row gained."""
+    def extend(
+        self,
+        tree: DraftTree,
+        verdict: Verdict,
+        features: Tensor,
+        emitted: list[list[int]],
+        top: Tensor | None = None,
+    ) -> Context:
+        """Behind one verified tree. features (B, N, F) and top (B, N, K) of its nodes; emitted: each row's gain."""
         path, length = verdict.path, verdict.length
         tokens = tree.tokens.gather(1, path)
         last = (length - 1).clamp_min(0)
@@ -71,6 +83,7 @@ class Context:
             new=length,
             last=last,
             bound=max(len(row) for row in self.history) - 1,
+            top=None if top is None else top.gather(1, path.unsqueeze(-1).expand(-1, -1, top.shape[-1])),
         )
 
 

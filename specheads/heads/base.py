@@ -91,8 +91,8 @@ class TapBatch:
         return self.supervised.sum().clamp_min(1) if self.num_items is None else self.num_items
 
     def scored(self, ahead: int) -> Tensor:
-        """(B, T − ahead) bool: is token t + ahead supervised and in the document of token t?"""
-        last = self.tokens.shape[1] - ahead
+        """(B, max(0, T − ahead)) bool: is token t + ahead supervised and in the document of token t?"""
+        last = max(0, self.tokens.shape[1] - ahead)
         same = (self.documents[:, :last] == self.documents[:, ahead:]) & (self.documents[:, :last] > 0)
         return self.supervised[:, ahead:] & same
 

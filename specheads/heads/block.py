@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specheads.cache import TreeCache
+from specheads.target import decoder_of, text_config
 
 
 class RotaryTable(nn.Module):
@@ -128,8 +129,9 @@ class Block(nn.Module):
 
 
 def decoder_layers(base: Any) -> nn.ModuleList | None:
-    """The base's stack of decoder layers: the first list of modules in it."""
-    return next((m for m in base.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1), None)
+    """The base's stack of decoder layers: the first list of so many modules in its text decoder."""
+    count = text_config(base).num_hidden_layers
+    return next((m for m in decoder_of(base).modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
 
 
 def copy_layer(block: Block, layer: nn.Module, columns: slice) -> bool:
@@ -170,4 +172,4 @@ def copy_norm(norm: nn.RMSNorm, source: nn.Module | None) -> None:
 def final_norm(base: Any) -> nn.Module | None:
     """The norm behind the base's last layer, under the names models give it."""
     names = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
-    return next((getattr(base.base_model, name) for name in names if hasattr(base.base_model, name)), None)
+    return next((norm for name in names if (norm := getattr(decoder_of(base), name, None)) is not None), None)

@@ -30,7 +30,6 @@ class EagleConfig(FeatureHeadConfig):
     fc_bias: bool = False
     steps: int = 1
     metric_steps: int = 4
-    draft_depth: int = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -68,7 +68,7 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
         if layers is not None and copy_layer(self.blocks[0], layers[-1], slice(size, None)):  # type: ignore[arg-type]
             copy_norm(self.hidden_norm, getattr(layers[-1], "input_layernorm", None))
             with torch.no_grad():
-                self.fc.weight[:, -size:].copy_(torch.eye(size))
+                self.fc.weight.zero_()[:, -size:].copy_(torch.eye(size))
 
     def fuse(self, features: Tensor) -> Tensor:
         return self.fc(features)

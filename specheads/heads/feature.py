@@ -13,19 +13,19 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from specheads.cache import Reach, TreeCache, additive, visible
+from specheads.cache import Levels, Reach, TreeCache, additive, rows_of, visible
 from specheads.drafters.base import Context
 from specheads.heads.base import DraftHead, HeadConfig, TapBatch, rank_of
 from specheads.heads.block import Block, RotaryTable, Unroll
-from specheads.planner import DynamicTree, Plan, Scored, comb
+from specheads.planner import DynamicTree, Plan, Scored, chain
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree
 
 
 @dataclass(frozen=True)
 class FeatureHeadConfig(HeadConfig, ABC):
-    """Sizes of the decoder; those left None are the base's own. draft_depth: of the default tree on a CPU, where each
-    level costs time; as deep as its drafts are usually right."""
+    """Sizes of the decoder; those left None are the base's own. draft_depth: of the default chain on a CPU,
+    where each level costs time; as deep as its drafts are usually right."""
 
     aliases: ClassVar[dict[str, str]] = {"eagle_num_layers": "num_layers"}
 
@@ -126,8 +126,8 @@ class FeatureHead(DraftHead):
         """Block output (…, H) → logits (…, Vd)."""
 
     def usual_plan(self, device: torch.device) -> Plan:
-        # On a CPU each node that drafts costs time; on a GPU up to some 60 nodes are nearly free.
-        return DynamicTree() if device.type == "cuda" else comb(self.config.draft_depth)
+        # On a CPU each node costs time, and chains won (docs/LOG.md); on a GPU up to some 60 nodes are nearly free.
+        return DynamicTree() if device.type == "cuda" else chain(self.config.draft_depth)
 
     def forward(self, attend: Any, embedded: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
         """Embedded tokens, fused features or the last output, and positions of T tokens → output (B, T, H)."""
@@ -206,34 +206,16 @@ class FeatureHead(DraftHead):
             mask = additive(visible(causal, chain, cache.lengths, cache.scratch, cache.attended, Reach()), dtype)
             hidden = self(attend_with(mask), embedded, hidden, cache.lengths.unsqueeze(1) + chain)
             cache.commit(chain, context.new, context.bound)
-        # Then the tree, level by level, in the scratch slots. A node sees what its parent sees, and itself.
-        cache.open()
-        slot = torch.arange(cache.attended - cache.scratch, device=hidden.device)
-        level = context.newest(hidden).unsqueeze(1)  # (B, k, H)
-        prefix = additive((slot < cache.lengths.unsqueeze(1)).unsqueeze(1), dtype).squeeze(1)
-        unwritten = torch.full((batch, 1, cache.scratch), torch.finfo(dtype).min, dtype=dtype, device=hidden.device)
-        seen = torch.cat([unwritten, prefix], -1)  # (B, k, attended)
-        position, written = cache.lengths.unsqueeze(1), 0
-        ids = self.target_ids
+        # Then the tree, level by level, in the scratch slots.
+        levels, level, ids = Levels(cache, dtype), context.newest(hidden).unsqueeze(1), self.target_ids  # (B, k, H)
 
         def expand(tokens: Tensor, parents: Tensor | None) -> Scored:
-            nonlocal level, seen, position, written
+            nonlocal level
             if parents is not None:
-                width = tokens.shape[1]
-                seen, fed = rows_of(seen, parents).contiguous(), rows_of(level, parents)
-                seen[:, :, written : written + width].diagonal(dim1=1, dim2=2).zero_()
-                cache.open(write_at=written)
-                embedded, place = target.embed(tokens).to(dtype), position.expand(-1, width)
-                level = self(attend_with(seen.unsqueeze(1)), embedded, fed, place)
-                position, written = position + 1, written + width
+                levels.descend(parents)
+                embedded, place = target.embed(tokens).to(dtype), levels.position.expand(-1, tokens.shape[1])
+                level = self(attend_with(levels.mask(Reach())), embedded, rows_of(level, parents), place)
             return Scored(self.draft_logits(level, target.lm_head), ids)
 
         assert self.config.vocab_size is not None
         return plan.grow(context.root, expand, sampler, self.config.vocab_size)
-
-
-def rows_of(level: Tensor, index: Tensor) -> Tensor:
-    """(B, k, n), (B, j) → (B, j, n): the rows that index names; those of a single node without looking."""
-    if level.shape[1] == 1:
-        return level.expand(-1, index.shape[1], -1)
-    return level.gather(1, index.unsqueeze(-1).expand(-1, -1, level.shape[-1]))

@@ -114,7 +114,7 @@ class MedusaHead(DraftVocabulary):
         return total, terms
 
     def usual_plan(self, device: torch.device) -> Plan:
-        return default_static(64 if device.type == "cuda" else 16, self.config.num_heads)
+        return default_static(64 if device.type == "cuda" else 8, self.config.num_heads)
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         if plan.depth > self.config.num_heads:

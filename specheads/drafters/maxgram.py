@@ -1,0 +1,48 @@
+"""MaG (max-gram): copy what followed the longest suffix of the row that stood there before; else a bigram table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specheads.bigram import check_bigrams
+from specheads.drafters.base import Context
+from specheads.drafters.paths import PathDrafter
+from specheads.drafters.suffix import SuffixAutomaton, copied
+
+
+@dataclass(frozen=True)
+class MaxGram(PathDrafter):
+    """The drafter at the bottom of a cascade, as fast as a copy. CS Drafting, arXiv:2312.11462.
+
+    The longest suffix of the row that occurs earlier, its first occurrence, and the ids behind it; where these reach
+    the end of the row, matching again on the row so extended finds the copy itself, so the copy goes on. Where
+    nothing matches (an id never seen before) the bigram table is followed, up to an id it does not know.
+    bigrams: the table, one entry an id of the vocabulary (`bigram.load_bigrams`); None to draft nothing there.
+    """
+
+    bigrams: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.width > 1:
+            raise ValueError(f"MaxGram: width={self.width}, but it knows one follower only; PromptLookup knows several")
+
+    def runs(self, context: Context, length: int) -> list[list[list[int]]]:
+        memory = context.memory
+        if "suffixes" not in memory:
+            if self.bigrams is not None:
+                check_bigrams(self.bigrams, context.target.config.vocab_size)
+            memory["suffixes"] = [SuffixAutomaton() for _ in context.history]
+        return [[self._run(row, ids, length)] for row, ids in zip(memory["suffixes"], context.history, strict=True)]
+
+    def _run(self, row: SuffixAutomaton, ids: list[int], length: int) -> list[int]:
+        row.follow(ids)
+        match = row.leftmost()
+        if match.length:
+            return copied(ids, match.end, length)
+        run: list[int] = []
+        token = ids[-1]
+        while self.bigrams is not None and len(run) < length and (token := self.bigrams[token]):
+            run.append(token)
+        return run

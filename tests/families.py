@@ -1,0 +1,89 @@
+"""A tiny random model of every family of decoder-only models."""
+
+import inspect
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+VOCAB = 97
+
+# Given to each config as far as it declares them. A window shorter than the prompts, so that it bites; weights larger
+# than usual, so that greedy text varies instead of repeating one token.
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.6, "init_std": 0.6,
+    "sliding_window": 8, "attention_chunk_size": 8, "rotary_dim": 4, "ffn_dim": 48, "num_experts": 4,
+    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 12, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 8,
+}  # fmt: skip
+# Family → its config class and what it wants set otherwise. Untied where the embedding scale of a random model would
+# make it repeat its last token for ever.
+FAMILIES = {
+    "Llama": ("LlamaConfig", {}),
+    "Llama, tied, biased, one key head": (
+        "LlamaConfig",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
+    ),
+    "Qwen2": ("Qwen2Config", {"use_sliding_window": False}),
+    "Qwen2, sliding layers": ("Qwen2Config", {"use_sliding_window": True, "max_window_layers": 2}),
+    "Qwen3": ("Qwen3Config", {}),
+    "Qwen2-MoE": ("Qwen2MoeConfig", {}),
+    "Qwen3-MoE": ("Qwen3MoeConfig", {}),
+    "Mistral": ("MistralConfig", {}),
+    "Ministral": ("MinistralConfig", {}),
+    "Mixtral": ("MixtralConfig", {}),
+    "Gemma": ("GemmaConfig", {}),
+    "Gemma-2": ("Gemma2Config", {"tie_word_embeddings": False}),
+    "Gemma-3": ("Gemma3TextConfig", {"tie_word_embeddings": False, "initializer_range": 0.4, "num_hidden_layers": 6}),
+    "GPT-2": ("GPT2Config", {}),
+    "GPT-J": ("GPTJConfig", {}),
+    "CodeGen": ("CodeGenConfig", {}),
+    "GPT-BigCode": ("GPTBigCodeConfig", {}),
+    "GPT-NeoX": ("GPTNeoXConfig", {}),
+    "Phi": ("PhiConfig", {}),
+    "Phi-3": ("Phi3Config", {}),
+    "PhiMoE": ("PhimoeConfig", {}),
+    "OPT": ("OPTConfig", {"word_embed_proj_dim": 32}),
+    "OLMo": ("OlmoConfig", {}),
+    "OLMo-2": ("Olmo2Config", {}),
+    "OLMo-3": ("Olmo3Config", {}),
+    "OLMoE": ("OlmoeConfig", {}),
+    "Falcon": ("FalconConfig", {}),
+    "StarCoder2": ("Starcoder2Config", {}),
+    "Cohere": ("CohereConfig", {}),
+    "Cohere-2": ("Cohere2Config", {}),
+    "Granite": ("GraniteConfig", {"logits_scaling": 3.0, "residual_multiplier": 0.5}),
+    "GraniteMoE": ("GraniteMoeConfig", {"logits_scaling": 3.0}),
+    "GLM": ("GlmConfig", {}),
+    "GLM-4": ("Glm4Config", {}),
+    "EXAONE-4": ("Exaone4Config", {}),
+    "SmolLM3": ("SmolLM3Config", {}),
+    "Nemotron": ("NemotronConfig", {}),
+    "Persimmon": ("PersimmonConfig", {}),
+    "gpt-oss": ("GptOssConfig", {}),
+    "ERNIE-4.5": ("Ernie4_5Config", {}),
+    "Arcee": ("ArceeConfig", {"initializer_range": 0.4}),
+    "Apertus": ("ApertusConfig", {}),
+    "Seed-OSS": ("SeedOssConfig", {}),
+    "HunYuan": ("HunYuanDenseV1Config", {}),
+    # Values of another width than keys, and layers that attend within their own chunk.
+    "DeepSeek-V3": ("DeepseekV3Config", LATENT),
+    "Llama-4": ("Llama4TextConfig", {"intermediate_size_mlp": 48}),
+}
+
+
+def build(name, options, **kwargs):
+    """A random model of a config class, on a fixed seed."""
+    config_class = getattr(transformers, name)
+    declared = {*inspect.signature(config_class).parameters, *config_class.attribute_map}
+    declared -= {key for key in declared if isinstance(getattr(config_class, key, None), property)}
+    sizes = {key: value for key, value in SIZES.items() if key in declared}
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config_class(**{**sizes, **options}), **kwargs).eval()
+    base.generation_config.eos_token_id, base.generation_config.pad_token_id = None, 0
+    return base

@@ -1,0 +1,40 @@
+"""train/heads.py under FSDP2 on CPUs, over gloo, which torch can do and accelerate does not offer.
+
+accelerate makes FSDP of a run on several accelerators only, and plain DDP of the same configuration on CPUs.
+"""
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
+import heads
+
+accelerate_makes_state = AcceleratorState.__init__
+
+
+def make_state(self, *args, fsdp_plugin=None, **kwargs):
+    accelerate_makes_state(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+    if fsdp_plugin is not None:
+        self.fsdp_plugin = fsdp_plugin
+        self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+runs = []
+
+
+def prepare(recipe):
+    runs.append(prepare_run(recipe))
+    return runs[-1]
+
+
+prepare_run = heads.prepare
+with mock.patch.object(AcceleratorState, "__init__", make_state), mock.patch.object(heads, "prepare", prepare):
+    code = heads.main()
+for run in runs:
+    assert all(isinstance(p, DTensor) for p in run.trainer.model.parameters()), "some parameters were not sharded"
+sys.exit(code)

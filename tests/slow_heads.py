@@ -1,0 +1,187 @@
+"""Draft heads on a tiny base, and a slow implementation of their losses that shares no code with them."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from conftest import tiny_llama
+
+from specheads.convert import convert
+
+KINDS = ("medusa", "eagle", "eagle3")
+DEFAULTS = {
+    "medusa": {"num_heads": 3, "num_layers": 2},
+    "eagle": {"metric_steps": 3, "noise": 0.0},
+    "eagle3": {"steps": 3, "draft_vocab_size": 40},
+}
+
+
+def spec_model(kind, base=None, **options):
+    """A head away from its start, so that no part of it is the identity, on a tiny float64 Llama or another base."""
+    base = tiny_llama().double() if base is None else base
+    model = convert(base, kind, dtype=base.dtype, **{**DEFAULTS[kind], **options})
+    torch.manual_seed(1)
+    if model.head.target_ids is not None:
+        model.head.set_draft_vocabulary(torch.randint(0, 100, (97,)), base)
+    with torch.no_grad():
+        for parameter in model.head.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def rows(*lengths, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for length in lengths:
+        ids = torch.randint(3, 97, (length,), generator=generator).tolist()
+        kept = torch.rand(length, generator=generator) < 0.7
+        made.append({"input_ids": ids, "labels": [i if k else -100 for i, k in zip(ids, kept.tolist(), strict=True)]})
+        made[-1]["labels"][0] = -100
+    return made
+
+
+# The slow implementation: one row, one position, one step at a time, from the weights alone.
+
+
+def rms_norm(x, weight, eps=1e-6):
+    return x / torch.sqrt((x * x).mean() + eps) * weight
+
+
+def turned(x, position, theta=10_000.0):
+    """RoPE of one head's vector (d,) as rotations in the planes (j, j + d/2)."""
+    d = len(x)
+    out = x.clone()
+    for j in range(d // 2):
+        angle = position * theta ** (-2 * j / d)
+        a, b = x[j], x[j + d // 2]
+        out[j] = a * math.cos(angle) - b * math.sin(angle)
+        out[j + d // 2] = a * math.sin(angle) + b * math.cos(angle)
+    return out
+
+
+def block_output(w, inputs, residuals, positions, heads=4, shared=2):
+    """The output (H,) of the last of a list of rows that attend causally: plain attention over a short sequence."""
+    size = len(w["q_proj.weight"]) // heads
+    q = w["q_proj.weight"] @ inputs[-1]
+    mixed = []
+    for h in range(heads):
+        kv = h // (heads // shared)
+        part = slice(kv * size, (kv + 1) * size)
+        query = turned(q[h * size : (h + 1) * size], positions[-1])
+        scores, values = [], []
+        for x, position in zip(inputs, positions, strict=True):
+            scores.append(query @ turned((w["k_proj.weight"] @ x)[part], position) / math.sqrt(size))
+            values.append((w["v_proj.weight"] @ x)[part])
+        weights = torch.stack(scores).softmax(0)
+        mixed.append(sum(a * v for a, v in zip(weights, values, strict=True)))
+    hidden = residuals[-1] + w["o_proj.weight"] @ torch.cat(mixed)
+    x = rms_norm(hidden, w["post_attention_layernorm.weight"])
+    return hidden + w["down_proj.weight"] @ (F.silu(w["gate_proj.weight"] @ x) * (w["up_proj.weight"] @ x))
+
+
+def block_weights(head):
+    return {
+        name.removeprefix("blocks.0."): p
+        for name, p in head.state_dict(keep_vars=True).items()
+        if name.startswith("blocks.0.")
+    }
+
+
+def slow_drafts(model, ids, features, steps, first, following):
+    """{(i, s): (hidden, …)}: at each position i the block runs on the true prefix, then on its own outputs.
+
+    first(i): the hidden a true position enters with; following(token, hidden): the block's input and residual.
+    """
+    w = block_weights(model.head)
+    embedded = model.base.get_input_embeddings().weight
+    outputs = {}
+    for i in range(len(ids) - 1):
+        entered = [following(embedded[ids[j + 1]], first(features[j])) for j in range(i + 1)]
+        positions = list(range(i + 1))
+        for s in range(steps):
+            if i + 1 + s >= len(ids):
+                break
+            if s:
+                entered.append(following(embedded[ids[i + 1 + s]], outputs[i, s - 1]))
+                positions.append(i + s)
+            outputs[i, s] = block_output(w, [x for x, _ in entered], [r for _, r in entered], positions)
+    return outputs
+
+
+def taps(model, ids):
+    out = model.base(torch.tensor([ids]), output_hidden_states=True)
+    return [torch.cat(parts) for parts in zip(*(out.hidden_states[k][0] for k in model.head.layers), strict=True)], out
+
+
+def soft_ce(logits, teacher):
+    return -(teacher.softmax(0) * logits.log_softmax(0)).sum()
+
+
+def slow_medusa(model, row):
+    ids, labels = row["input_ids"], row["labels"]
+    features, out = taps(model, ids)
+    w = model.head.state_dict(keep_vars=True)
+    drafted = (torch.arange(len(w["d2t"])) + w["d2t"]).tolist()
+    total, ranks = 0.0, {}
+    for i in range(len(ids)):
+        for k in range(3):
+            x = features[i]
+            for layer in range(2):
+                name = f"blocks.{k}.{layer}.linear"
+                x = x + F.silu(w[f"{name}.weight"] @ x + w[f"{name}.bias"])
+            logits = w[f"lm_heads.{k}.weight"] @ x
+            if i + 2 + k < len(ids) and labels[i + 2 + k] != -100:
+                if ids[i + 2 + k] in drafted:
+                    total = total - 0.8**k * logits.log_softmax(0)[drafted.index(ids[i + 2 + k])]
+                best = int(out.logits[0, i + 1 + k].argmax())
+                ranks[i, k] = int((logits > logits[drafted.index(best)]).sum()) if best in drafted else -1
+    return total, ranks
+
+
+def slow_eagle(model, row):
+    ids, labels = row["input_ids"], row["labels"]
+    features, out = taps(model, ids)
+    fc, lm_head = model.head.fc.weight, model.base.lm_head.weight
+
+    def following(embedded, hidden):
+        x = fc @ torch.cat([embedded, hidden])
+        return x, x
+
+    drafts = slow_drafts(model, ids, features, 3, lambda f: f, following)
+    total, ranks = 0.0, {}
+    for (i, s), predicted in drafts.items():
+        if i + 2 + s < len(ids) and labels[i + 2 + s] != -100:
+            teacher, logits = out.logits[0, i + 1 + s], lm_head @ predicted
+            if s < model.head.config.steps:
+                gap = (predicted - features[i + 1 + s]).abs()
+                total = total + torch.where(gap < 1, 0.5 * gap * gap, gap - 0.5).mean() + 0.1 * soft_ce(logits, teacher)
+            ranks[i, s] = int((logits > logits[teacher.argmax()]).sum())
+    return total, ranks
+
+
+def slow_eagle3(model, row):
+    ids, labels = row["input_ids"], row["labels"]
+    features, out = taps(model, ids)
+    w = model.head.state_dict(keep_vars=True)
+    drafted = (torch.arange(40) + w["d2t"]).tolist()
+
+    def following(embedded, hidden):
+        normed = rms_norm(embedded, w["input_layernorm.weight"]), rms_norm(hidden, w["hidden_norm.weight"])
+        return torch.cat(normed), hidden
+
+    drafts = slow_drafts(model, ids, features, 3, lambda f: model.head.fc.weight @ f, following)
+    total, ranks = 0.0, {}
+    for (i, s), hidden in drafts.items():
+        if i + 2 + s < len(ids) and labels[i + 2 + s] != -100:
+            teacher = out.logits[0, i + 1 + s]
+            logits = model.head.lm_head.weight @ rms_norm(hidden, model.head.norm.weight)
+            best = int(teacher.argmax())
+            if best in drafted:
+                total = total + 0.8**s * soft_ce(logits, teacher[drafted])
+                ranks[i, s] = int((logits > logits[drafted.index(best)]).sum())
+            else:
+                ranks[i, s] = -1
+    return total, ranks
+
+
+SLOW = {"medusa": slow_medusa, "eagle": slow_eagle, "eagle3": slow_eagle3}

@@ -1,0 +1,95 @@
+"""What trains is what drafts: the logits of decoding are those of the training unroll, in every row of a batch."""
+
+import pytest
+import torch
+from replay import PROMPTS, padded
+from slow_heads import KINDS, spec_model, taps
+
+from specheads.tree import DraftTree
+
+
+class Forced:
+    """A plan that drafts known texts as chains, and keeps what the head said after each token of them.
+
+    Chains turn wrong at a place that differs from row to row and from step to step, so each row accepts what it likes.
+    prompts, texts: per row the prompt alone and with its greedy continuation. seen: of each row and step, the text up
+    to the end of the chain, and the logits (Vd,) that were given for each drafted place of it.
+    """
+
+    def __init__(self, prompts, texts, depth, new):
+        self.texts, self.depth, self.seen, self.accepted = texts, depth, [], []
+        self.ends = [len(prompt) + new for prompt in prompts]
+        self.at = [len(prompt) for prompt in prompts]  # where each row's root stands
+        self.num_nodes, self.drafting_slots = depth + 1, depth
+
+    def drafts(self, row):
+        """A row's next chain, and how much of it is right."""
+        right = (row + len(self.accepted)) % (self.depth + 1)
+        chain = self.texts[row][self.at[row] + 1 : self.at[row] + 1 + self.depth]
+        return [t if place < right else (t + 1) % 97 for place, t in enumerate(chain)], right
+
+    def grow(self, root, expand, sampler, vocab_size):
+        going = [row for row, at in enumerate(self.at) if at + 1 < self.ends[row]]
+        known = [text[: at + 1] for text, at in zip(self.texts, self.at, strict=True)]
+        assert all(int(root[row]) == known[row][-1] for row in going)
+        chains, right = zip(*map(self.drafts, range(len(self.texts))), strict=True)
+        drafted = torch.tensor(chains)
+        level, parents, said = root.unsqueeze(1), None, []
+        for s in range(self.depth):
+            said.append(expand(level, parents).logits[:, 0])
+            level, parents = drafted[:, s : s + 1], torch.zeros(len(root), 1, dtype=torch.long)
+        self.seen += [(known[row] + chains[row], [logits[row] for logits in said]) for row in going]
+        self.accepted.append([right[row] for row in going])
+        for row in going:
+            self.at[row] += right[row] + 1
+        shape = torch.arange(-1, self.depth).expand(len(root), -1)
+        return DraftTree(torch.cat([root.unsqueeze(1), drafted], 1), shape, self.depth)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [*((kind, {}) for kind in KINDS), ("eagle", {"num_layers": 2}), ("eagle3", {"num_layers": 2})]
+)
+def test_each_row_drafts_with_the_logits_of_the_training_unroll(kind, options):
+    model, depth, new = spec_model(kind, **options).eval(), 3, 14
+    texts = [
+        model.base.generate(
+            torch.tensor([prompt]), max_new_tokens=new + depth + 1, do_sample=False, eos_token_id=None
+        )[0].tolist()
+        for prompt in PROMPTS
+    ]  # fmt: skip
+    plan = Forced(PROMPTS, texts, depth, new)
+    inputs = padded(PROMPTS)
+    out = model.generate(**inputs, max_new_tokens=new, do_sample=False, eos_token_id=None, tree=plan)
+    columns = inputs["input_ids"].shape[1]
+    assert [row[columns:] for row in out.tolist()] == [
+        text[len(prompt) : len(prompt) + new] for prompt, text in zip(PROMPTS, texts, strict=True)
+    ]
+    assert len(plan.accepted) >= 3  # steps on a fresh cache and on a filled one
+    assert all(len(set(step)) == len(step) for step in plan.accepted), "rows never accepted different lengths"
+    # Softmax and RoPE run in float32 whatever the dtype, hence no tighter.
+    for text, said in plan.seen:
+        place = len(text) - depth - 2  # of the last feature the head had, that of the token before the root
+        for logits, trained in zip(said, training_logits(model, text), strict=True):
+            torch.testing.assert_close(logits, trained[place], rtol=1e-5, atol=1e-5)
+
+
+def training_logits(model, text):
+    """[(T, V)] per depth: what the loss compares with the teacher, read through TapBatch."""
+    head = model.head
+    if head.config.kind == "medusa":
+        with torch.no_grad():
+            features = torch.stack(taps(model, text)[0])
+        return [logits.detach() for logits in head(features)]
+    seen, unroll = [], head.unroll
+
+    def spy(batch, steps, features=None):
+        outputs = unroll(batch, steps, features)
+        seen.extend(head.draft_logits(out[0], batch.lm_head).detach() for out in outputs)
+        return outputs
+
+    head.unroll = spy
+    try:
+        model(torch.tensor([text]), loss_mask=torch.ones(1, len(text)))
+    finally:
+        del head.unroll
+    return seen

@@ -180,6 +180,14 @@ def test_random_is_a_uniform_number_under_the_threshold_even_when_greedy():
         assert (walk(tree, logits, Fuzzy(threshold, "random"), sampler).length == length).all()
 
 
+def test_a_seed_governs_random_at_temperature_0_too(base):
+    torch.manual_seed(0)
+    model = convert(base, "medusa", num_heads=2)
+    options = {"max_new_tokens": 20, "do_sample": False, "tree": chain(2), "accept": Fuzzy(0.5, "random")}
+    texts = [model.generate(**BATCHES["one"], **options, seed=seed)[0].tolist() for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+
+
 # --- Drafters ---
 
 

@@ -390,7 +390,7 @@ def test_train_prints_one_json_object_and_nothing_else(shipped, tmp_path, capsys
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf8")
     code, out, _ = run(
-        capsys, "train", "recipes/medusa.yaml", f"base={shipped / 'base'}", "base_dtype=float32", "head.num_heads=2",
+        capsys, "train", "recipes/medusa.yaml", f"base={shipped / 'base'}", "base_dtype=float32", "head.num_heads=2", "head.draft_vocab_size=60",
         f"data.train={data}", "data.split=train", "data.eval_fraction=0.25", "data.max_length=32",
         f"training.output_dir={tmp_path / 'out'}", "training.bf16=false", "training.max_steps=3",
         "training.logging_steps=1", "training.eval_steps=2", "training.save_steps=2",

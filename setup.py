@@ -12,8 +12,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    py_modules=["specheads_cli"],
-    packages=find_packages(include=["specheads", "specheads.*"]),
+    packages=find_packages(include=["specheads", "specheads.*", "specheads_cli"]),
     package_data={"specheads": ["py.typed"]},
     install_requires=[
         "torch>=2.11",

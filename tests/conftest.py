@@ -31,6 +31,14 @@ def base():
     return tiny_llama()
 
 
+@pytest.fixture(scope="session")
+def shipped(tmp_path_factory):
+    """A folder as checkpoints/ is: a tiny random base with a byte tokenizer, and two heads for it."""
+    from tests.program import ship
+
+    return ship(tmp_path_factory.mktemp("shipped"))
+
+
 def with_adapter():
     """A peft model whose adapter changes the law (a fresh LoRA has B = 0 and does not)."""
     from peft import LoraConfig, get_peft_model

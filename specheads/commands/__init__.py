@@ -1,1 +1,1 @@
-"""What the `specheads` commands do once their arguments are read; specheads_cli.py reads them."""
+"""What the `specheads` commands do once their arguments are read; specheads_cli reads them."""

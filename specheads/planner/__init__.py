@@ -1,0 +1,12 @@
+"""How big and which shape the next tree is: static choices, EAGLE-2's dynamic tree, sampled trees, adaptive chains."""
+
+from specheads.planner.adaptive import AdaptiveChain
+from specheads.planner.dynamic import DynamicTree
+from specheads.planner.plan import Expand, Plan, Scored
+from specheads.planner.sampled import SampledTree
+from specheads.planner.static import MAX_STATIC_NODES, StaticTree, chain, comb, default_static
+
+__all__ = [
+    "MAX_STATIC_NODES", "AdaptiveChain", "DynamicTree", "Expand", "Plan", "SampledTree", "Scored", "StaticTree",
+    "chain", "comb", "default_static",
+]  # fmt: skip

@@ -1,0 +1,80 @@
+"""The protocol of a plan, and what a drafter tells it.
+
+A plan grows a tree through a drafter's `expand`, which scores the children of one level's nodes:
+expand(tokens (B, k), parents (B, k) indices into the level before, or None at the root) → Scored.
+Shapes: B batch rows, V vocabulary, K candidates a node, k nodes a level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specheads.sampling import Sampler
+from specheads.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Draft logits (B, k, Vd) of the token after each node; ids (Vd,) are their target ids, None if the same.
+
+    logits (B, 1, Vd) with width k: a law that all k nodes share.
+    """
+
+    logits: Tensor
+    ids: Tensor | None = None
+    width: int = 0
+
+    def top(self, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` likeliest: log-probabilities (B, k, count) and target ids (B, k, count), best first."""
+        best, ids = self._top(count)
+        return best.float() - self.logits.float().logsumexp(-1, keepdim=True), ids
+
+    def top_ids(self, count: int) -> Tensor:
+        """The ids of `top` alone."""
+        return self._top(count)[1]
+
+    def law(self, sampler: Sampler, vocab_size: int) -> Tensor:
+        """q (B, k, V) over all target ids, as the sampler processes it; zero where that rules out every token."""
+        logits = self.logits.flatten(0, 1)
+        if self.ids is not None:  # first, because processors know tokens by their target ids
+            logits = logits.new_full((len(logits), vocab_size), -torch.inf).index_copy_(1, self.ids, logits)
+        q = sampler.draft_law(logits).unflatten(0, self.logits.shape[:2])
+        return q.expand(-1, self.width, -1) if self.width > 1 else q
+
+    def _top(self, count: int) -> tuple[Tensor, Tensor]:
+        if count == 1:  # a fraction of topk's time
+            best, index = self.logits.max(-1, keepdim=True)
+        else:
+            best, index = self.logits.topk(min(count, self.logits.shape[-1]), dim=-1)
+        ids = index if self.ids is None else self.ids[index]
+        if self.width > 1:
+            best, ids = best.expand(-1, self.width, -1), ids.expand(-1, self.width, -1)
+        return best, ids
+
+
+Expand = Callable[[Tensor, Tensor | None], Scored]
+
+
+class Plan(Protocol):
+    """A way of growing trees. num_nodes: how many nodes each has, root included; depth: of the deepest."""
+
+    @property
+    def num_nodes(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def drafting_slots(self) -> int:
+        """KV slots a drafter with a cache of its own needs for the nodes it expands below the root."""
+        ...
+
+    def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree: ...
+
+
+def positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")

@@ -1,0 +1,71 @@
+"""Trees whose nodes are drawn from the draft's law. Shapes: B batch rows, V vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specheads.planner.plan import Expand, positive
+from specheads.sampling import Sampler
+from specheads.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class SampledTree:
+    """Children drawn from the draft's law without replacement, branches[d] of them for each node at depth d.
+
+    Worth it at temperature ≥ 1; each node carries the law it was drawn from. Sequoia, arXiv:2402.12374.
+    """
+
+    branches: tuple[int, ...] = (2, 2, 1)
+
+    def __post_init__(self) -> None:
+        if not self.branches:
+            raise ValueError("branches=() must name at least one level, for instance (2, 2, 1)")
+        for width in self.branches:
+            positive("each entry of branches", width)
+
+    @property
+    def depth(self) -> int:
+        return len(self.branches)
+
+    @property
+    def _widths(self) -> list[int]:
+        widths = [1]
+        for branch in self.branches:
+            widths.append(widths[-1] * branch)
+        return widths
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(self._widths)
+
+    @property
+    def drafting_slots(self) -> int:
+        return sum(self._widths[1:-1])
+
+    def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
+        batch, device = root.shape[0], root.device
+        level, above, start = root.unsqueeze(1), None, 0
+        tokens, parents, laws = [level], [torch.full_like(level, -1)], []
+        for branch in self.branches:
+            scored = expand(level, above)
+            width = level.shape[1]
+            q = scored.law(sampler, vocab_size).flatten(0, 1)
+            left, drawn = q, []
+            for _ in range(branch):
+                # A law with fewer tokens than branches is exhausted: -1 marks the empty slot.
+                empty = left.sum(-1) <= 0
+                token = sampler.draw(torch.where(empty.unsqueeze(1), 1.0, left))
+                drawn.append(torch.where(empty, -1, token))
+                left = left.scatter(1, token.unsqueeze(1), 0)
+            children = torch.stack(drawn, 1).view(batch, width * branch)
+            own = torch.arange(width, device=device).repeat_interleave(branch).expand(batch, -1)
+            parents.append(torch.where(children < 0, -1, start + own))
+            laws.append(q.view(batch, width, -1).repeat_interleave(branch, 1))
+            start, level, above = start + width, children.clamp_min(0), own
+            tokens.append(level)
+        probs = torch.cat([laws[0][:, :1], *laws], 1)  # the root's entry is never read
+        return DraftTree(torch.cat(tokens, 1), torch.cat(parents, 1), self.depth, probs)

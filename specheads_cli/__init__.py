@@ -1,0 +1,43 @@
+"""The `specheads` command. Bad input is one line on stderr and exit code 2.
+
+It stands beside the package, and imports it inside the commands, so that --help does not wait for torch: importing any
+part of specheads imports transformers, since Auto classes must know the type of its checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from specheads_cli import decode, measure, train
+from specheads_cli.app import DEBUG, app
+
+__all__ = ["app", "decode", "main", "measure", "run", "train"]
+
+
+def run(args: Sequence[str] | None = None) -> int:
+    """The exit code. Bad input is one line on stderr and 2."""
+    given = (sys.argv[1:] if args is None else list(args)) or ["--help"]
+    try:
+        return int(app(given, prog_name="specheads", standalone_mode=False) or 0)
+    except (typer.Abort, KeyboardInterrupt):
+        print("specheads: stopped", file=sys.stderr)
+        return 130
+    except typer.TyperException as error:
+        message = error.format_message()
+    except (ValueError, OSError, ImportError) as error:
+        if "--debug" in given or os.environ.get(DEBUG):
+            raise
+        message = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
+    print(f"specheads: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character gets a question mark
+    sys.exit(run())

@@ -1,0 +1,3 @@
+from specheads_cli import main
+
+main()

@@ -1,0 +1,100 @@
+"""specheads evaluate, calibrate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specheads_cli.app import Base, Device, DType, Json, Model, NewTokens, Tree, app, emit
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help=".jsonl ('messages', 'prompt' or 'text') or one prompt a line; default: held-out files."),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put prompts that are text into the chat template.")] = False,
+    max_new_tokens: NewTokens = 128,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="How many (default: 8, or all of the file).")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Medians are over this many.")] = 3,
+    tree: Tree = None,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    base: Base = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a head with real decoding: tokens/s, accepted length, acceptance by depth, and is the text the same.
+
+    transformers' generate() and our own loop without drafts run on the same prompts in turn with the head, greedily.
+    Rows with 'messages' go through the chat template up to the first turn of the user.
+    A token counts as repeated text if the 8 tokens that end with it came up before in the same text.
+
+    \b
+    Examples:
+      specheads evaluate checkpoints/eagle3
+      specheads evaluate out/head --prompts questions.jsonl --max-new-tokens 256 --json > figures.json
+      specheads evaluate out/head --prompts questions.txt --chat
+    """
+    from specheads.bench.prompts import held_out_prompts, prompts_from
+    from specheads.commands import arguments
+    from specheads.commands.evaluate import measure, show
+
+    if chat and prompts is None:
+        raise ValueError("--chat: the held-out files are no chat; give --prompts")
+    asked = prompts_from(prompts, num_prompts, chat=chat) if prompts else None
+    spec, tokenizer = arguments.load(model, base, dtype, device)
+    if asked is None:
+        asked = [*held_out_prompts(tokenizer, num_prompts or 8)]
+    figures = measure(spec, tokenizer, asked, max_new_tokens=max_new_tokens, repeats=repeats, tree=tree)
+    if as_json:
+        emit({"model": model, **figures})
+    else:
+        show(figures)
+
+
+@app.command()
+def calibrate(
+    model: Model,
+    data: Annotated[
+        list[str], typer.Option(help="Rows to count on, as for training: files or a hub id; best the base's own text.")
+    ],
+    num_nodes: Annotated[int, typer.Option(min=2, help="Nodes of the tree, its root included.")] = 16,
+    max_depth: Annotated[int | None, typer.Option(min=1, help="Tokens drafted in a row at most.")] = None,
+    max_rows: Annotated[int, typer.Option(min=1, help="Rows to look at, drawn at random.")] = 512,
+    max_length: Annotated[int, typer.Option(min=4, help="Tokens of a row at most.")] = 1024,
+    save: Annotated[bool, typer.Option("--save", help="Make it the default tree of the checkpoint.")] = False,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    base: Base = None,
+    as_json: Json = False,
+) -> None:
+    """Find the static tree that suits a head: the drafts whose ranks came up most often on data.
+
+    A larger tree accepts more and costs more to verify: pick the size with `evaluate --tree` or by the table printed.
+
+    \b
+    Examples:
+      specheads calibrate out/head --data own.jsonl --num-nodes 16 --save
+      specheads calibrate out/head --data own.jsonl --num-nodes 64 --max-depth 5 --json
+    """
+    from specheads.commands import arguments
+    from specheads.commands import calibrate as command
+
+    if save and not Path(model).is_dir():
+        raise ValueError(f"--save: {model} is not a directory here, so its default tree cannot be written")
+    spec, tokenizer = arguments.load(model, base, dtype, device)
+    found = command.calibrate(
+        spec, tokenizer, data, num_nodes=num_nodes, max_depth=max_depth, max_rows=max_rows, max_length=max_length
+    )
+    if save:
+        command.save(spec, Path(model), found)
+    if as_json:
+        emit({"model": model, "saved": save, **found})
+        return
+    command.show(found)
+    if save:
+        print(f"saved as the default tree of {model}")

@@ -1,0 +1,77 @@
+"""specheads demo, train."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specheads_cli.app import Json, NewTokens, app, emit
+
+
+@app.command()
+def demo(
+    minutes: Annotated[float, typer.Option(min=0.01, help="Of live training.")] = 2.0,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts out of the held-out files.")] = 6,
+    max_new_tokens: NewTokens = 96,
+    seed: Annotated[int, typer.Option(min=0, help="Of the training.")] = 0,
+    checkpoints: Annotated[Path | None, typer.Option(help="Where base/ and the heads are (default: shipped).")] = None,
+    output: Annotated[Path, typer.Option(help="Where the head trained here is saved.")] = Path("runs/demo"),
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures there.")] = None,
+) -> None:
+    """Train a head live, save and restore it, and race it against transformers' generate() and the shipped heads.
+
+    \b
+    Examples:
+      specheads demo
+      specheads demo --minutes 5 --num-prompts 12
+      specheads demo --json demo.json
+    """
+    from specheads.console import make_console
+    from specheads.demo import story
+
+    options = story.DemoOptions(
+        minutes=minutes, num_prompts=num_prompts, max_new_tokens=max_new_tokens, seed=seed, checkpoints=checkpoints,
+        output=output, json=json_path,
+    )  # fmt: skip
+    if not story.run(options, make_console()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; recipes/ has one for each head.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Over the recipe's.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a draft head from a recipe, in this process. For several GPUs: accelerate launch train/heads.py RECIPE.
+
+    \b
+    Examples:
+      specheads train recipes/eagle3.yaml
+      specheads train recipes/medusa.yaml base=Qwen/Qwen3-0.6B data.train=my.jsonl training.output_dir=out
+      accelerate launch --config_file recipes/accelerate/ddp.yaml train/heads.py recipes/eagle3.yaml
+    """
+    if not recipe.is_file():
+        raise ValueError(f"{recipe} is not a file; give a recipe such as recipes/eagle3.yaml")
+    for override in overrides or []:
+        if "=" not in override:
+            raise ValueError(f"{override!r} is not KEY=VALUE, such as training.max_steps=100")
+    from specheads.launch import LaunchError
+    from specheads.recipe import read_recipe
+    from specheads.training import prepare
+
+    try:
+        prepared = prepare(read_recipe(recipe, overrides or []))
+    except LaunchError as error:
+        raise ValueError(str(error)) from error
+    # The Trainer's logs go where progress goes, so that stdout holds the result alone.
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        metrics = prepared.train()
+    if as_json:
+        emit(metrics)
+        return
+    print(prepared.summary(metrics))

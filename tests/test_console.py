@@ -1,0 +1,62 @@
+"""What the terminal shows: tokens in their colours, whole characters, nothing that steers it."""
+
+import torch
+
+from specheads import console as terminal
+from specheads.text import TextPieces
+
+
+class Pieces:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, ids, **kwargs):
+        return bytes(ids).decode("utf8", errors="replace")
+
+
+class Screen:
+    """A console's stand-in that notes what is written in which style."""
+
+    is_terminal = True
+
+    def __init__(self):
+        self.written = []
+        self.file = self
+
+    def print(self, text, **kwargs):
+        self.written.append((text.plain, str(text.style)))
+
+    def flush(self):
+        pass
+
+
+def test_each_token_is_coloured_by_its_draft_depth():
+    screen = Screen()
+    stream = terminal.TokenStream(screen, Pieces(), colored=True)
+    for step in (b"prompt", b"a", b"bcd", b"ef"):
+        stream.put(torch.tensor(list(step)))
+    stream.end()
+    stream.close(accepted=1)
+    assert stream.depths == [0, 1, 2, 0, 1, 0]
+    styles = terminal.DEPTH_STYLES
+    assert screen.written == [
+        ("a", styles[0]), ("b", styles[1]), ("c", styles[2]), ("d", styles[0]), ("e", styles[1]), ("f", styles[0])
+    ]  # fmt: skip
+
+
+def test_a_text_that_stops_at_a_draft_ends_in_its_colour():
+    stream = terminal.TokenStream(Screen(), Pieces(), colored=True)
+    for step in (b"prompt", b"a", b"bc"):
+        stream.put(torch.tensor(list(step)))
+    stream.close(accepted=2)  # both tokens of the last step were drafted: the text stopped before the bonus
+    assert stream.depths == [0, 1, 2]
+
+
+def test_a_character_of_several_tokens_appears_when_it_is_whole():
+    pieces = TextPieces(Pieces())
+    assert [pieces.add(byte) for byte in "aé€".encode()] == ["a", "", "é", "", "", "€"]
+    assert pieces.add(0xC3) == "" and pieces.add(ord("x")) == "\ufffdx"
+    assert pieces.add(0xC3, last=True) == "\ufffd"
+
+
+def test_a_model_cannot_steer_the_terminal():
+    assert terminal.printable("a\x1b[31m\x9b\r\x07b\n\tc") == "a\\x1b[31m\\x9b\\r\\x07b\n\tc"

@@ -62,7 +62,7 @@ __all__ = [
     "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree", "Eagle3Config", "EagleConfig", "Exact", "Fuzzy",
     "HeadConfig", "Lenient", "Margin", "MaxGram", "MedusaConfig", "NGram", "NGramStorage", "OneLevelNGramStorage",
     "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel", "SpecTrainer",
-    "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN", "Traversal", "Typical", "Unadjusted", "UnsupportedModel",
-    "build_datasets", "chain", "comb", "convert", "decode", "fuzzy_from", "generate", "load_head", "patch",
-    "token_counts", "unpatch",
+    "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN", "Traversal", "Typical", "Unadjusted",
+    "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "fuzzy_from", "generate", "load_head",
+    "patch", "token_counts", "unpatch",
 ]  # fmt: skip

@@ -86,7 +86,9 @@ class _Generate:
         lookup = "prompt_lookup_num_tokens"
         if config is not None and call.get(lookup) is None:
             call[lookup] = getattr(config, lookup, None)
-        if all(call.get(name) is None for name in (*_DRAFTERS, *_FUZZY, *_OURS)):
+        # A custom_generate decodes in its own way; that of specheads.generate comes through here too.
+        ours = call.get("custom_generate") is None
+        if not (ours and any(call.get(name) is not None for name in (*_DRAFTERS, *_FUZZY, *_OURS))):
             for name in (*_FUZZY, *_OURS, "drafter"):
                 kwargs.pop(name, None)
             return self._own(*args, **kwargs)

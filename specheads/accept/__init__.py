@@ -15,6 +15,6 @@ from specheads.accept.unadjusted import Unadjusted
 
 __all__ = [
     "Acceptance", "Block", "CSLeniency", "Exact", "Fuzzy", "Laws", "Lenient", "Level", "LevelRule", "Margin",
-    "PathRule", "TokenRule", "TopN", "Traversal", "Typical", "Unadjusted", "Verdict", "drawn_path", "fuzzy_from", "normalised",
-    "residual", "walk",
+    "PathRule", "TokenRule", "TopN", "Traversal", "Typical", "Unadjusted", "Verdict", "drawn_path", "fuzzy_from",
+    "normalised", "residual", "walk",
 ]  # fmt: skip

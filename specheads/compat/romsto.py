@@ -57,10 +57,10 @@ def speculative_generate(
     too: the prefill always gives the first token, which has the same law and costs one forward less than drafting it.
     """
     positive("gamma", gamma)
-    drafted = logits_processor is not None and logits_processor.do_sample
+    sampled = _known(logits_processor).do_sample
     return _generate(
         inputs, target, max_gen_len, logits_processor, eos_tokens_id, pad_token_id, drafter=DraftModel(drafter),
-        tree=SampledTree((1,) * gamma) if drafted else chain(gamma),
+        tree=SampledTree((1,) * gamma) if sampled else chain(gamma),
         accept=Unadjusted() if skip_sample_adjustment else Exact(), debug=debug, tokenizer=tokenizer,
     )  # fmt: skip
 
@@ -114,9 +114,7 @@ def _generate(
     debug: bool = False,
     tokenizer: Any = None,
 ) -> tuple[list[int], float]:
-    processor = GreedyProcessor() if processor is None else processor
-    if not isinstance(processor, Processor):
-        raise TypeError(f"logits_processor={processor!r} must be one of specheads.compat's, NucleusProcessor(...) say")
+    processor = _known(processor)
     limit = room_for(target, len(inputs), max_gen_len)
     out = generate_plainly(
         target, torch.tensor([inputs]), limit, processors=processor, do_sample=processor.do_sample, drafter=drafter,
@@ -128,6 +126,12 @@ def _generate(
     accepted, drafted = accepted_and_drafted(out.steps, limit)
     ids = out.sequences[0].tolist()
     return ids if target.config.is_encoder_decoder else ids[len(inputs) :], accepted / drafted if drafted else 0.0
+
+
+def _known(processor: Processor | None) -> Processor:
+    if processor is not None and not isinstance(processor, Processor):
+        raise TypeError(f"logits_processor={processor!r} must be one of specheads.compat's, NucleusProcessor(...) say")
+    return GreedyProcessor() if processor is None else processor
 
 
 def _show(steps: list[Step], tokenizer: Any) -> None:

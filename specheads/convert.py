@@ -22,7 +22,6 @@ from specheads.heads.naming import head_config, head_kind
 from specheads.target import (
     UnsupportedModel,
     concat_taps,
-    embed,
     kept_states,
     layer_reach,
     logits_of,
@@ -173,7 +172,7 @@ class SpecModel(PreTrainedModel):
             supervised=supervised & (documents > 0),
             documents=documents,
             position_ids=position_ids,
-            embed=lambda tokens: embed(self.base, tokens),
+            embed=self.base.get_input_embeddings(),
             lm_head=lambda hidden: logits_of(self.base, hidden),
             num_items=num_items_in_batch,
         )

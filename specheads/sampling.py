@@ -98,7 +98,10 @@ class Sampler:
         return scores.softmax(-1).nan_to_num(0)
 
     def draw(self, p: Tensor) -> Tensor:
-        """(R, V) laws → (R,) one index from each row: all that decoding draws at random is drawn here."""
+        """(R, V) laws → (R,) one index from each row: all that decoding draws at random is drawn here.
+
+        At temperature 0 of any shape (…, V).
+        """
         if not self.do_sample:
             return p.argmax(-1)
         return torch.multinomial(p, 1, generator=self.generator).squeeze(-1)

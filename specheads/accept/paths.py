@@ -40,7 +40,7 @@ def walk(
     one_hot = not (sampler.do_sample or sampler.needs_prefix or keep_scores)
     if one_hot and tree.probs is None and accept.descends_on_draw:
         # A one-hot law costs nothing to draw from, so draw at every node and read the path off, without a level loop.
-        return drawn_path(tree, sampler.draw(laws.scores.flatten(0, 1)).view_as(tree.tokens))
+        return drawn_path(tree, sampler.draw(laws.scores))
     return descend(laws, accept, sampler, keep_scores=keep_scores)
 
 

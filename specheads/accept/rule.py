@@ -97,6 +97,8 @@ class Laws:
     @cached_property
     def scores(self) -> Tensor:
         """(B, N, V) the processed scores at every node; zeros where a path holds a token that they rule out."""
+        if not self.sampler.processors:
+            return self.sampler.scores(self.logits, list)
         batch, num, _ = self.logits.shape
         if not self.sampler.needs_prefix:
             return self.sampler.scores(self.logits.flatten(0, 1), list).unflatten(0, (batch, num))
@@ -137,9 +139,11 @@ class Laws:
         return laws[self._rows.unsqueeze(1), place, self.tree.tokens]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Verdict:
     """path (B, P): accepted nodes, the root first; length (B,) how many of them are real; bonus (B,) the next root.
+
+    A length of 0, a row that has finished, keeps nothing.
 
     scores: per level the raw logits and the processed scores (B, V) of the token, where they were asked for.
     """
@@ -148,6 +152,16 @@ class Verdict:
     length: Tensor
     bonus: Tensor
     scores: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    @cached_property
+    def last(self) -> Tensor:
+        """(B,) the column of the last real node."""
+        return (self.length - 1).clamp_min(0)
+
+    def following(self, tree: DraftTree) -> Tensor:
+        """(B, P) the token behind each node of the path: what a row gains, its first `length` columns."""
+        tokens = tree.tokens.gather(1, self.path).roll(-1, 1)
+        return tokens.scatter(1, self.last.unsqueeze(1), self.bonus.unsqueeze(1))
 
 
 class Acceptance(ABC):

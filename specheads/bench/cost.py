@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -71,7 +72,8 @@ def measured(
 
 def _one_pass(model: PreTrainedModel, num_tokens: int, length: int, clock: Callable[[], float]) -> Callable[[], float]:
     target = Target(model.eval(), scratch=num_tokens)
-    ids = torch.ones(1, length, dtype=torch.long).to(target.device)
+    weight: Any = model.get_input_embeddings().weight
+    ids = torch.ones(1, length, dtype=torch.long, device=weight.device)
     target.prefill(ids, torch.full_like(ids[:, 0], length), room=num_tokens)
     tree = DraftTree.chains(ids[:, 0], [[1] * (num_tokens - 1)])
 

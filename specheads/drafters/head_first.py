@@ -22,6 +22,7 @@ from specheads.tree import DraftTree
 class HeadReview:
     """Grows one chain of `depth` tokens in `working`: at each level the token written there stays if the head finds it
     likeliest, or lets it pass by `leniency`; else the head puts its own, and write(1, rows) is asked again behind it.
+    At leniency 1 nothing is asked: what stands would be the head's own chain in any case.
 
     drafting_slots: slots of its cache, into which an accepted draft is fed whole. rows: the batch rows that draft.
     """
@@ -42,7 +43,7 @@ class HeadReview:
         working, asked = self.working, self.rows
         tokens, above = root.unsqueeze(1), None
         for level in range(self.depth):
-            if asked:
+            if asked and self.leniency > 1:
                 self.write(1, asked)
             scored = expand(tokens, above)
             best, ids = scored.top(1)

@@ -54,9 +54,8 @@ class DraftModel:
         reader: Reader | None = context.memory.get("reader")
         longest, vocab_size = max(map(len, context.history)), vocabulary_size(context.target.base)
         if reader is None:
-            self._refuse_other_vocabulary(vocab_size)
-            limit = min(self.longest, context.target.limit)
-            reader = context.memory["reader"] = self._reader(context.history, plan, limit)
+            self.refuse_other_vocabulary(vocab_size)
+            reader = context.memory["reader"] = self.reader(context.history, _scratch(plan), context.target.limit)
         elif longest > self.longest:
             return DraftTree.root_only(context.root)
         else:
@@ -73,7 +72,7 @@ class DraftModel:
         longest = max(len(row.ids) for row in rows)
         reader: Reader | None = memory.get("reader")
         if reader is None:
-            reader = memory["reader"] = self._reader([row.ids for row in rows], plan, self.longest)
+            reader = memory["reader"] = self.reader([row.ids for row in rows], _scratch(plan), self.longest)
         elif longest > self.longest:
             return DraftTree.root_only(context.root)
         else:
@@ -90,21 +89,27 @@ class DraftModel:
         drafts = [row.write(drafted) for row, drafted in zip(rows, tree.tokens[:, 1:].tolist(), strict=True)]
         return DraftTree.chains(context.root, [draft[: plan.depth] for draft in drafts])
 
-    def _reader(self, rows: list[list[int]], plan: Plan, limit: int) -> Reader:
+    def reader(self, rows: list[list[int]], scratch: int, limit: int) -> Reader:
+        """The small model as a reader of rows, which get no longer than `limit`; ValueError for rows it cannot hold."""
         if (longest := max(map(len, rows))) > self.longest:
             raise ValueError(
                 f"the draft model has positions for {self.longest} tokens, and the prompt takes {longest} of them; "
                 "take a draft model for longer texts"
             )
-        return Reader(self.small, rows, scratch=max(plan.drafting_slots, plan.depth + 1), limit=limit)
+        return Reader(self.small, rows, scratch=scratch, limit=min(self.longest, limit))
 
-    def _refuse_other_vocabulary(self, vocab_size: int) -> None:
+    def refuse_other_vocabulary(self, vocab_size: int) -> None:
+        """ValueError where the target's vocabulary, of vocab_size ids, is another."""
         own = vocabulary_size(self.small)
         if self.tokenizer is None and abs(own - vocab_size) > PADDING * max(own, vocab_size):
             raise ValueError(
                 f"the draft model has a vocabulary of {own}, the target one of {vocab_size}: draft through text with "
                 "DraftModel(small, tokenizer=..., target_tokenizer=...), or take a draft model of the target's family"
             )
+
+
+def _scratch(plan: Plan) -> int:
+    return max(plan.drafting_slots, plan.depth + 1)
 
 
 def growing(reader: Reader, device: torch.device, vocab_size: int) -> Expand:

@@ -19,7 +19,6 @@ from transformers.utils import output_capturing
 from specheads.cache import Levels, Reach, TreeCache, additive, visible
 from specheads.tree import DraftTree
 
-
 MASKED_ATTENTION = (None, "sdpa", "eager")  # attention that heeds a 4-D mask
 
 

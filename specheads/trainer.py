@@ -196,7 +196,7 @@ class SpecTrainer(Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        # What was summed since the last log, by each process, so that a resumed run logs what an uninterrupted one does.
+        # What each process has summed since the last log, so that a resumed run logs what an uninterrupted one does.
         record = {
             "meter": self._training_meter.state(), "loss": float(self._tr_loss),
             "last_logged": self._globalstep_last_logged,

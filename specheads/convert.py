@@ -23,7 +23,6 @@ from specheads.target import (
     MASKED_ATTENTION,
     UnsupportedModel,
     concat_taps,
-    embed,
     kept_states,
     layer_reach,
     logits_of,
@@ -174,7 +173,7 @@ class SpecModel(PreTrainedModel):
             supervised=supervised & (documents > 0),
             documents=documents,
             position_ids=position_ids,
-            embed=lambda tokens: embed(self.base, tokens),
+            embed=self.base.get_input_embeddings(),
             lm_head=lambda hidden: logits_of(self.base, hidden),
             num_items=num_items_in_batch,
         )

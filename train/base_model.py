@@ -2,9 +2,12 @@
 
     python train/base_model.py --output_dir out/base --minutes 90
     python train/base_model.py --output_dir out/deeper --init out/base --layers 12 --minutes 80
+    python train/base_model.py --output_dir out/small --init out/base --layers 2 --teacher out/base --minutes 30
 
 The second form continues from a saved model and, with more --layers, deepens it: each new layer is a copy of the
 one below it whose two output projections start at zero, so that the deeper model starts as the same function.
+The third makes a small model that drafts for the first: fewer --layers are taken evenly from those it has, and it
+learns the teacher's law at each token and not the token alone (DistillSpec, arXiv:2310.08461).
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ CHAT_TEMPLATE = (
 class Options:
     output_dir: str = field(metadata={"help": "where the model, tokenizer, held_out.txt and training.json go"})
     init: str | None = field(default=None, metadata={"help": "continue from this saved model instead of from scratch"})
-    layers: int = field(default=8, metadata={"help": "number of layers; more than --init has deepens it"})
+    teacher: str | None = field(default=None, metadata={"help": "learn this saved model's law (same tokenizer)"})
+    layers: int = field(default=8, metadata={"help": "number of layers; --init is deepened or thinned out to it"})
     hidden_size: int = 256
     intermediate_size: int = 704
     head_dim: int = 64
@@ -79,20 +83,23 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
     return np.array(ids, dtype=np.int64)
 
 
-def deepen(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
-    """The same function with more layers: copies whose output projections are zero, spread evenly."""
+def with_layers(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+    """More layers: the same function, the new ones copies whose output projections are zero, spread evenly.
+    Fewer: some of the model's own, spread evenly, its first and last among them."""
     old = model.config.num_hidden_layers
     if layers < old:
-        raise SystemExit(f"--layers {layers} is fewer than the {old} layers of --init; ask for {old} or more")
-    after = [round((i + 1) * old / (layers - old)) - 1 for i in range(layers - old)]
-    stack = torch.nn.ModuleList()
-    for i, layer in enumerate(model.model.layers):
-        stack.append(layer)
-        for _ in range(after.count(i)):
-            new = copy.deepcopy(layer)
-            torch.nn.init.zeros_(new.self_attn.o_proj.weight)
-            torch.nn.init.zeros_(new.mlp.down_proj.weight)
-            stack.append(new)
+        kept = [round(i * (old - 1) / max(1, layers - 1)) for i in range(layers)]
+        stack = torch.nn.ModuleList(model.model.layers[i] for i in kept)
+    else:
+        after = [round((i + 1) * old / (layers - old)) - 1 for i in range(layers - old)]
+        stack = torch.nn.ModuleList()
+        for i, layer in enumerate(model.model.layers):
+            stack.append(layer)
+            for _ in range(after.count(i)):
+                new = copy.deepcopy(layer)
+                torch.nn.init.zeros_(new.self_attn.o_proj.weight)
+                torch.nn.init.zeros_(new.mlp.down_proj.weight)
+                stack.append(new)
     for i, layer in enumerate(stack):
         layer.self_attn.layer_idx = i  # type: ignore[union-attr]
     model.model.layers = stack
@@ -100,6 +107,14 @@ def deepen(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
     if getattr(model.config, "layer_types", None):
         model.config.layer_types = [model.config.layer_types[0]] * layers
     return model
+
+
+def load_teacher(path: str, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """The model whose law is learnt; SystemExit where it speaks of other tokens."""
+    own: dict[str, int] = PreTrainedTokenizerFast.from_pretrained(path).get_vocab()
+    if own != tokenizer.get_vocab():
+        raise SystemExit(f"--teacher {path} has another tokenizer; start from it or from a model of its: --init {path}")
+    return LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
 
 
 def batch(data: np.ndarray, rng: np.random.Generator, options: Options) -> torch.Tensor:
@@ -131,7 +146,7 @@ def main() -> None:
     if options.init:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(options.init)
         loaded = LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32)
-        model = deepen(loaded, options.layers)
+        model = with_layers(loaded, options.layers)
     else:
         tokenizer = train_tokenizer(train_texts, options.vocab_size)
         heads = options.hidden_size // options.head_dim
@@ -188,6 +203,7 @@ def main() -> None:
     print(f"held-out loss at the start {held_out_loss(model, eval_ids, options):.3f}", flush=True)
     model.train()
     step_model = torch.compile(model) if options.compile else model
+    teacher = load_teacher(options.teacher, tokenizer) if options.teacher else None
     while (done := (time.time() - start) / 60 / options.minutes) < 1:
         decay = 1.0 if done < options.flat_fraction else (1 - done) / (1 - options.flat_fraction)
         scale = min(1.0, (step + 1) / 50) * max(0.01, decay)
@@ -195,7 +211,13 @@ def main() -> None:
             optimizer.param_groups[0]["lr"] = peak * scale
         ids = batch(train_ids, rng, options)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=options.bf16):
-            loss = step_model(input_ids=ids, labels=ids, use_cache=False).loss
+            if teacher is None:
+                loss = step_model(input_ids=ids, labels=ids, use_cache=False).loss
+            else:
+                with torch.no_grad():
+                    law = teacher(input_ids=ids, use_cache=False).logits.float().softmax(-1)
+                logits = step_model(input_ids=ids, use_cache=False).logits.float()
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), law.flatten(0, 1))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, _ in peaks:

@@ -213,8 +213,8 @@ class FeatureHead(DraftHead):
             nonlocal level
             if parents is not None:
                 levels.descend(parents)
-                embedded, place = target.embed(tokens).to(dtype), levels.position.expand(-1, tokens.shape[1])
-                level = self(attend_with(levels.mask(Reach())), embedded, rows_of(level, parents), place)
+                embedded = target.embed(tokens).to(dtype)
+                level = self(attend_with(levels.mask(Reach())), embedded, rows_of(level, parents), levels.position)
             return Scored(self.draft_logits(level, target.lm_head), ids)
 
         assert self.config.vocab_size is not None

@@ -14,6 +14,8 @@ from specheads.bench.runner import Decoder, Output, Stopwatch
 from specheads.convert import SpecModel
 from specheads.planner import Plan
 
+REFERENCE = "transformers generate"  # what the others are compared with
+
 
 def batches(
     tokenizer: Any, prompts: Sequence[str | list[int]], device: torch.device, size: int = 1

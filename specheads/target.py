@@ -19,6 +19,8 @@ from transformers.utils import output_capturing
 from specheads.cache import Levels, Reach, TreeCache, additive, visible
 from specheads.tree import DraftTree
 
+MASKED_ATTENTION = (None, "sdpa", "eager")  # attention that heeds a 4-D mask
+
 
 class UnsupportedModel(ValueError):
     """A base model that tree decoding cannot serve; the message says why."""
@@ -125,7 +127,7 @@ class Target:
         """
         refuse_unsupported(base)
         attention = getattr(text_config(base), "_attn_implementation", None)
-        if attention not in (None, "sdpa", "eager"):
+        if attention not in MASKED_ATTENTION:
             raise UnsupportedModel(
                 f"tree verification needs attention 'sdpa' or 'eager', not {attention!r}; "
                 "call base.set_attn_implementation('sdpa') first"

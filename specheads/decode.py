@@ -91,10 +91,10 @@ def decode(
                 f"{type(accept).__name__} compares the draft's law with the target's, and {type(drafter).__name__} "
                 "gives none; draft with a head or a draft model, or accept by another rule"
             )
+        target.active = active = None if all(running) else torch.tensor(running, device=root.device)
         out = target.verify(tree)
         verdict = walk(tree, out.logits, accept, sampler, context.history, keep_scores=keep_scores)
-        if not all(running):  # a finished row stays where it is
-            active = torch.tensor(running, device=root.device)
+        if active is not None:  # a finished row stays where it is
             verdict = replace(verdict, length=verdict.length * active)
         # The step's only transfer to the host: path tokens, ranks, nodes drafted, bonus and length.
         numbers = torch.cat(

@@ -110,6 +110,8 @@ class Table:
 class TableTarget:
     """Target's three calls, over a table in place of a model."""
 
+    source = None
+
     def __init__(self, table):
         self.table = table
 

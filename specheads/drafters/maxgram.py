@@ -16,7 +16,8 @@ class MaxGram(PathDrafter):
     """The drafter at the bottom of a cascade, as fast as a copy. CS Drafting, arXiv:2312.11462.
 
     The longest suffix of the row that occurs earlier, its first occurrence, and the ids behind it; where these reach
-    the end of the row, matching again on the row so extended finds the copy itself, so the copy goes on. Where
+    the end of the row, matching again on the row so extended finds the copy itself, so the copy goes on. Behind an
+    encoder the source stands in front of the row. Where
     nothing matches (an id never seen before) the bigram table is followed, up to an id it does not know.
     bigrams: the table, one entry an id of the vocabulary (`bigram.load_bigrams`); None to draft nothing there.
     """
@@ -34,7 +35,8 @@ class MaxGram(PathDrafter):
             if self.bigrams is not None:
                 check_bigrams(self.bigrams, context.target.config.vocab_size)
             memory["suffixes"] = [SuffixAutomaton() for _ in context.history]
-        return [[self._run(row, ids, length)] for row, ids in zip(memory["suffixes"], context.history, strict=True)]
+        texts = [context.haystack(b, history) for b, history in enumerate(context.history)]
+        return [[self._run(row, ids, length)] for row, ids in zip(memory["suffixes"], texts, strict=True)]
 
     def _run(self, row: SuffixAutomaton, ids: list[int], length: int) -> list[int]:
         row.follow(ids)

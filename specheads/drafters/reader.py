@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.cache import Levels
-from specheads.target import Target
+from specheads.seq2seq import Source, verifier
 from specheads.tree import DraftTree
 
 
@@ -22,17 +21,27 @@ class Reader:
     Drafted tokens that became text are kept where they lie in the cache, so each token is fed once.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: list[list[int]], *, scratch: int, limit: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: list[list[int]],
+        *,
+        scratch: int,
+        limit: int,
+        source: list[list[int]] | None = None,
+    ) -> None:
         """Reads rows of text, none of them empty; `logits` are then those behind each. limit: no text gets longer,
-        `scratch` tokens of overshoot aside; scratch: the most nodes drafted below the text."""
-        self.target = Target(model, scratch=scratch)
+        `scratch` tokens of overshoot aside; scratch: the most nodes drafted below the text; source: the rows of an
+        encoder-decoder's source, which it encodes once."""
+        encoded = None if source is None else Source.encode(model, source)
+        self.target = verifier(model, scratch=scratch, source=encoded)
         weight: Any = model.get_input_embeddings().weight
         self.device, self.last_id = weight.device, len(weight) - 1
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         columns = max(map(len, rows))
         ids = torch.tensor([row + [0] * (columns - len(row)) for row in rows], device=self.device)
         self.logits = self.target.prefill(self._known(ids), lengths, room=max(0, limit - columns)).logits  # (B, 1, V)
-        self.levels: Levels
+        self.levels: Any
         self.nodes: list[tuple[Tensor, Tensor]] = []  # tokens and parents (B, k) of each level drafted
         self.current = torch.ones(len(rows), dtype=torch.bool, device=self.device)  # was it drafted behind this text?
 
@@ -44,6 +53,7 @@ class Reader:
         unread, count = unread.to(self.device), count.to(self.device)
         kept = self._keep_drafted(unread, count - 1, bound)  # the last token is fed in any case, for its logits
         left = count - kept
+        self.target.active = left > 0
         columns, most = max(1, int(left.max())), self.target.scratch
         place = torch.arange(columns, device=self.device).expand(len(unread), -1)
         fed = self._known(unread).gather(1, (kept.unsqueeze(1) + place).clamp(max=unread.shape[1] - 1))

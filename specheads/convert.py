@@ -208,7 +208,7 @@ class SpecModel(PreTrainedModel):
     @torch.no_grad()
     def generate(
         self, inputs: Tensor | None = None, *, draft: bool | Drafter = True, **kwargs: Any
-    ) -> Tensor | generation.SpecGenerateOutput:
+    ) -> Tensor | ModelOutput:
         """Hugging Face's generate() with tree drafts: the same arguments, the same text, in fewer passes.
 
         draft: True for this model's head, False for plain decoding through the same loop, or any other drafter.

@@ -118,7 +118,14 @@ def takes_mask_dict(base: PreTrainedModel) -> bool:
 
 
 class Target:
-    """The frozen base model as verifier of draft trees: one forward a tree, over a cache it never recomputes."""
+    """The frozen base model as verifier of draft trees: one forward a tree, over a cache it never recomputes.
+
+    active (B,): rows whose outputs matter, None for all; here one pass serves all rows anyway.
+    source: what an encoder made of the rows (`seq2seq.Source`), None where there is none.
+    """
+
+    active: Tensor | None = None
+    source: Any = None
 
     def __init__(self, base: PreTrainedModel, layers: tuple[int, ...] = (), *, scratch: int = 1) -> None:
         """layers: HF hidden_states indices to tap (0 embeddings, n last); scratch: the most nodes a tree will have.
@@ -190,13 +197,13 @@ class Target:
 
         return TargetOutput(*self._forward(tree.tokens, position, self._masks(mask)))
 
-    def levels(self) -> Levels:
+    def levels(self) -> Any:
         """Behind what is committed, a tree to be grown by `deepen`."""
         return Levels(self.cache, self.base.dtype)
 
     @torch.no_grad()
-    def deepen(self, levels: Levels, tokens: Tensor, parents: Tensor) -> TargetOutput:
-        """One pass over the next level of a growing tree: logits (B, k, V), features (B, k, F).
+    def deepen(self, levels: Any, tokens: Tensor, parents: Tensor) -> TargetOutput:
+        """One pass over the next level of a tree that `levels` began: logits (B, k, V), features (B, k, F).
 
         tokens (B, k) stand below nodes parents (B, k) of the level before; the first level's below the last token
         committed, whose index is 0. They fill the scratch slots in turn, so that `commit` can keep some.

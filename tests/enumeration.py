@@ -114,6 +114,7 @@ class TableTarget:
     """Target's three calls, over a table in place of a model."""
 
     limit = 99  # tokens a row may get to
+    source = None
 
     def __init__(self, table):
         self.table = table

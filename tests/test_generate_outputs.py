@@ -9,7 +9,7 @@ from conftest import tiny_llama
 from replay import BATCHES, PAD, Replay, V
 
 from specheads import SampledTree, convert
-from specheads.generation import step_record
+from specheads.outputs import step_record
 
 
 @pytest.mark.parametrize("batch", BATCHES)

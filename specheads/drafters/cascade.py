@@ -131,9 +131,10 @@ class _Step:
             if not isinstance(draft, DraftModel):
                 continue
             if column not in self.readers:
+                draft.refuse_other_kind(context)
                 draft.refuse_other_vocabulary(self.vocab_size)
                 rows = [row[:-1] for row in context.history]
-                self.readers[column] = draft.reader(rows, cascade._widest + 1, context.target.limit)
+                self.readers[column] = draft.reader(rows, cascade._widest + 1, context.target.limit, context.source)
             if longest > draft.longest:  # a text that outgrows its positions goes on without it
                 self.idle.add(column)
 

@@ -16,7 +16,8 @@ class MaxGram(PathDrafter):
     """The drafter at the bottom of a cascade, as fast as a copy. CS Drafting, arXiv:2312.11462.
 
     The longest suffix of the row that occurs earlier, its first occurrence, and the ids behind it; where these reach
-    the end of the row, matching again on the row so extended finds the copy itself, so the copy goes on. Where
+    the end of the row, matching again on the row so extended finds the copy itself, so the copy goes on. Behind an
+    encoder the source stands in front of the row. Where
     nothing matches (an id never seen before) the bigram table is followed, up to an id it does not know.
     bigrams: the table, one entry an id of the vocabulary (`bigram.load_bigrams`); None to draft nothing there.
     """
@@ -36,7 +37,7 @@ class MaxGram(PathDrafter):
             memory["suffixes"] = [SuffixAutomaton() for _ in context.history]
         suffixes = memory["suffixes"]
         given = enumerate(context.history) if rows is None else rows.items()
-        return [[self._run(suffixes[b], ids, length)] for b, ids in given]
+        return [[self._run(suffixes[b], context.haystack(b, history), length)] for b, history in given]
 
     def _run(self, row: SuffixAutomaton, ids: list[int], length: int) -> list[int]:
         row.follow(ids)

@@ -103,7 +103,8 @@ class OneLevelNGramStorage(NGramStorage):
 
 @dataclass(frozen=True)
 class NGram(PathDrafter):
-    """Drafts from a storage that learns the prompt, what is emitted, and what the target would have said besides.
+    """Drafts from a storage that learns the prompt (and an encoder's source), what is emitted, and what the target
+    would have said besides.
 
     filler_top_k: behind each accepted id the target's so many likeliest are counted too; 1 counts none besides the
     emitted one. stop_if_unknown: end the draft at an unknown context, instead of drafting a random id there.
@@ -139,6 +140,8 @@ class NGram(PathDrafter):
             if self.reset_between:
                 self.reset()
             learnt = context.memory["learnt"] = [0] * len(context.history)
+            for source in context.source or ():
+                self.storage.initialize(source)
         if learnt == [len(ids) for ids in context.history]:  # asked again in the same step
             return
         if context.top is not None:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.cache import Levels
-from specheads.target import Target
+from specheads.seq2seq import Source, verifier
 from specheads.tree import DraftTree
 
 
@@ -23,17 +22,27 @@ class Reader:
     Drafted tokens that became text are kept where they lie in the cache, so each token is fed once.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: list[list[int]], *, scratch: int, limit: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: list[list[int]],
+        *,
+        scratch: int,
+        limit: int,
+        source: list[list[int]] | None = None,
+    ) -> None:
         """Reads rows of text, none of them empty; `logits` are then those behind each. limit: no text gets longer,
-        `scratch` tokens of overshoot aside; scratch: the most nodes drafted below the text."""
-        self.target = Target(model, scratch=scratch)
+        `scratch` tokens of overshoot aside; scratch: the most nodes drafted below the text; source: the rows of an
+        encoder-decoder's source, which it encodes once."""
+        encoded = None if source is None else Source.encode(model, source)
+        self.target = verifier(model, scratch=scratch, source=encoded)
         weight: Any = model.get_input_embeddings().weight
         self.device, self.last_id = weight.device, len(weight) - 1
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         columns = max(map(len, rows))
         ids = torch.tensor([row + [0] * (columns - len(row)) for row in rows], device=self.device)
         self.logits = self.target.prefill(self._known(ids), lengths, room=max(0, limit - columns)).logits  # (B, 1, V)
-        self.levels: Levels
+        self.levels: Any
         self.nodes: list[tuple[Tensor, Tensor]] = []  # tokens and parents (B, k) of each level drafted
         self.current = torch.ones(len(rows), dtype=torch.bool, device=self.device)  # was it drafted behind this text?
 
@@ -81,6 +90,7 @@ class Reader:
         columns, most = max(1, int(count.max())), self.target.scratch
         place = torch.arange(columns, device=self.device).expand(len(ids), -1)
         fed = self._known(ids).gather(1, (first.unsqueeze(1) + place).clamp(max=ids.shape[1] - 1))
+        self.target.active = count > 0
         for start in range(0, columns, most):
             tokens, own = fed[:, start : start + most], place[:, : min(most, columns - start)]
             logits = self.target.verify(DraftTree(tokens, own - 1, tokens.shape[1] - 1)).logits

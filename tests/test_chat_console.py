@@ -20,6 +20,7 @@ import rich.console
 import torch
 from transformers import AutoTokenizer
 
+from specheads.chat.interrupt import stoppable
 from specheads.chat.lines import Entry, read_entry
 from specheads.chat.models import Models
 from specheads.chat.session import Session
@@ -86,6 +87,15 @@ def test_json_gives_an_object_a_prompt_and_nothing_else_on_stdout(piped):
     texts = {mode["text"] for mode in first["modes"].values()}
     assert len(texts) == 1 and all(mode["same_text"] for mode in first["modes"].values())
     assert "nothing is switched on" in err
+
+
+def test_all_ways_of_a_prompt_share_its_fresh_seed(piped):
+    _, out, _ = piped("x = \nx = \n", "--json", "--no-chat", "--temperature", 1)
+    first, second = map(json.loads, out.splitlines())
+    # A walk through drafts that were not sampled draws once a token, as the target alone does.
+    assert first["modes"]["speculative"]["same_text"] and second["modes"]["speculative"]["same_text"]
+    assert first["seed"] != second["seed"]
+    assert first["modes"]["target alone"]["token_ids"] != second["modes"]["target alone"]["token_ids"]
 
 
 def test_one_way_that_fails_leaves_the_others(piped, shipped, tmp_path):
@@ -220,6 +230,23 @@ class Terminal:
         os.write(self.master, keys.encode())
 
 
+def test_a_second_ctrl_c_does_not_wait_and_the_handler_is_put_back():
+    before = signal.getsignal(signal.SIGINT)
+    with stoppable() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.asked and signal.getsignal(signal.SIGINT) is not before
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts what runs in its background
+    try:
+        with stoppable() as stop:
+            signal.raise_signal(signal.SIGINT)
+        assert not stop.asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_ctrl_c_stops_the_text_and_not_the_program_in_a_terminal(endless):
     terminal = Terminal(endless, "--no-chat", "--max-new-tokens", ENDLESS)
     try:
@@ -230,15 +257,15 @@ def test_ctrl_c_stops_the_text_and_not_the_program_in_a_terminal(endless):
         terminal.wait_for("stopped")
         terminal.wait_for("target alone (stopped)")
         terminal.wait_for("> ")
-        terminal.type("abc\x03")  # at the prompt it drops the line
-        terminal.wait_for("Ctrl-D leaves")
-        terminal.wait_for("> ")
         terminal.type("/length 4\n")
         terminal.wait_for("/length: 4")
         terminal.wait_for("> ")
         terminal.type('"""y\n= """\n')
         figures = terminal.wait_for("lossless")
         assert re.search(r"speculative +4 ", figures) and "\x1b[1m" in figures
+        terminal.wait_for("> ")
+        terminal.type("abc\x03")  # at the prompt it drops the line
+        terminal.wait_for("Ctrl-D leaves")
         terminal.wait_for("> ")
         terminal.type("\x04")
         assert terminal.process.wait(WAIT) == 0

@@ -264,7 +264,10 @@ def test_ctrl_c_stops_the_text_and_not_the_program_in_a_terminal(endless):
         figures = terminal.wait_for("lossless")
         assert re.search(r"speculative +4 ", figures) and "\x1b[1m" in figures
         terminal.wait_for("> ")
-        terminal.type("abc\x03")  # at the prompt it drops the line
+        terminal.type("abc")
+        terminal.wait_for("abc")
+        time.sleep(0.2)  # input() does not notice one that comes in before it waits for a key
+        terminal.type("\x03")  # at the prompt it drops the line
         terminal.wait_for("Ctrl-D leaves")
         terminal.wait_for("> ")
         terminal.type("\x04")

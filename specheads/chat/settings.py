@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import LogitsProcessorList
 
 from specheads.accept.named import rule_named
+from specheads.compat import processors
 from specheads.options import refuse_unknown
 from specheads.planner import tree_named
 
@@ -21,6 +22,13 @@ PROCESSORS: dict[str, tuple[str, ...]] = {
     "topk": ("temperature", "top_k"),
     "nucleus": ("temperature", "top_p"),
     "topknucleus": ("temperature", "top_k", "top_p"),
+}
+KINDS: dict[str, type[processors.Processor]] = {
+    "greedy": processors.GreedyProcessor,
+    "multinomial": processors.MultinomialProcessor,
+    "topk": processors.TopKProcessor,
+    "nucleus": processors.NucleusProcessor,
+    "topknucleus": processors.TopKNucleusProcessor,
 }
 
 
@@ -64,19 +72,10 @@ class Processor:
 
     @property
     def samples(self) -> bool:
-        return self.name != "greedy"
+        return KINDS[self.name].do_sample
 
     def warpers(self) -> LogitsProcessorList:
-        """Of a sampled token; greedy needs none, since none of them changes which token is the likeliest."""
-        made = LogitsProcessorList()
-        wanted = PROCESSORS[self.name] if self.samples else ()
-        if "top_k" in wanted:
-            made.append(TopKLogitsWarper(self.top_k))
-        if "top_p" in wanted:
-            made.append(TopPLogitsWarper(self.top_p))
-        if "temperature" in wanted and self.temperature != 1:
-            made.append(TemperatureLogitsWarper(self.temperature))
-        return made
+        return KINDS[self.name](*(getattr(self, name) for name in PROCESSORS[self.name]))
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,9 @@ from specheads.drafters import (
     OneLevelNGramStorage,
     PromptLookup,
 )
-from specheads.generation import SpecGenerateOutput, generate
+from specheads.generation import generate
 from specheads.heads import DraftHead, Eagle3Config, EagleConfig, HeadConfig, MedusaConfig
+from specheads.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
 from specheads.planner import AdaptiveChain, DynamicTree, Plan, SampledTree, StaticTree, chain, comb
 from specheads.sampling import Sampler
 from specheads.target import Target, UnsupportedModel
@@ -59,8 +60,8 @@ __all__ = [
     "Acceptance", "AdaptiveChain", "Block", "CSLeniency", "CheckpointError", "Collator", "Context", "DataConfig",
     "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree", "Eagle3Config", "EagleConfig", "Exact", "Fuzzy",
     "HeadConfig", "Lenient", "Margin", "MaxGram", "MedusaConfig", "NGram", "NGramStorage", "OneLevelNGramStorage",
-    "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel", "SpecTrainer",
-    "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN", "Traversal", "Typical", "UnsupportedModel",
-    "build_datasets", "chain", "comb", "convert", "decode", "fuzzy_from", "generate", "load_head",
-    "token_counts",
+    "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel",
+    "SpecSeq2SeqOutput", "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN", "Traversal",
+    "Typical", "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "fuzzy_from", "generate",
+    "load_head", "token_counts",
 ]  # fmt: skip

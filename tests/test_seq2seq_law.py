@@ -1,0 +1,101 @@
+"""Sampled text of an encoder-decoder has the target's law, by enumeration of every outcome over the real T5 and BART."""
+
+import pytest
+import torch
+from enumeration import Table, TableDrafter, distance, law_of
+from seq2seq_models import restless
+from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
+
+from specheads import Block, DraftModel, Exact, SampledTree, chain, decode
+from specheads.seq2seq import Seq2SeqTarget, Source
+
+START = 0
+
+
+def tiny(kind, vocab_size, seed):
+    torch.manual_seed(seed)
+    ids = {"vocab_size": vocab_size, "decoder_start_token_id": START, "pad_token_id": 0, "tie_word_embeddings": False}
+    if kind == "t5":
+        sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+        near = {"relative_attention_num_buckets": 4, "relative_attention_max_distance": 4}
+        model = T5ForConditionalGeneration(T5Config(**ids, **sizes, **near))
+        return restless(model, relative_attention_bias=1.5, lm_head=0.6).double()
+    sizes = {f"{part}_{name}": n for part in ("encoder", "decoder")
+             for name, n in (("layers", 1), ("ffn_dim", 8), ("attention_heads", 2))}  # fmt: skip
+    model = BartForConditionalGeneration(BartConfig(**ids, **sizes, d_model=8, max_position_embeddings=16))
+    return restless(model, embed=1.0, shared=1.0, q_proj=1.0, k_proj=1.0, lm_head=0.6).double()
+
+
+@torch.no_grad()
+def true_law(base, sources, length):
+    """The rows' joint law, each law from a forward of the row alone, without a cache or padding."""
+    joint = {(): 1.0}
+    for source in sources:
+        law = {(): 1.0}
+        for _ in range(length):
+            longer = {}
+            for tokens, chance in law.items():
+                ids = torch.tensor([[START, *tokens]])
+                logits = base(input_ids=torch.tensor([source]), decoder_input_ids=ids).logits[0, -1]
+                longer |= {(*tokens, token): chance * p for token, p in enumerate(logits.softmax(-1).tolist())}
+            law = longer
+        joint = {(*rows, row): a * b for rows, a in joint.items() for row, b in law.items()}
+    return joint
+
+
+def output_law(base, drafter, plan, sources, length, rule):
+    source, batch = Source.encode(base, sources), len(sources)
+    steps = []
+
+    def stop(row, ids, count):
+        over = len(ids) - 1 - length
+        return count - over if over >= 0 else -1
+
+    def run(sampler):
+        target, rows = Seq2SeqTarget(base, source, scratch=plan.num_nodes), [() for _ in sources]
+        made = decode(
+            target, drafter, torch.full((batch, 1), START), torch.ones(batch, dtype=torch.long), plan=plan,
+            sampler=sampler, accept=rule, stop=stop, max_new_tokens=length,
+        )  # fmt: skip
+        for step in made:
+            rows = [(*row, *gained) for row, gained in zip(rows, step.tokens, strict=True)]
+            steps.append(tuple(step.accepted))
+        return tuple(rows)
+
+    law = law_of(run)
+    assert batch == 1 or any(len(set(accepted)) > 1 for accepted in steps)  # rows went apart
+    return law
+
+
+LONG, RAGGED = ([1, 0, 1, 1],), ([1, 0, 1, 1], [1])
+CASES = {
+    "t5, point mass, batch": ("t5", 3, chain(2), RAGGED, 2, Exact()),
+    "bart, point mass, batch": ("bart", 2, chain(2), RAGGED, 4, Exact()),
+    "t5, sampled chain, batch": ("t5", 2, SampledTree((1, 1)), RAGGED, 3, Exact()),
+    "t5, sampled chain": ("t5", 4, SampledTree((1, 1)), LONG, 2, Exact()),
+    "bart, block": ("bart", 3, SampledTree((1, 1)), LONG, 3, Block()),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_drafts_leave_the_joint_law_as_it_is(case):
+    kind, vocab_size, plan, sources, length, rule = CASES[case]
+    base, drafter = tiny(kind, vocab_size, 0), TableDrafter(Table(vocab_size, 5))
+    law = output_law(base, drafter, plan, sources, length, rule)
+    assert distance(law, true_law(base, sources, length)) < 1e-12
+
+
+@pytest.mark.parametrize("plan", [chain(2), SampledTree((1,))], ids=["point mass", "sampled"])
+def test_a_smaller_encoder_decoder_leaves_it_so_too(plan):
+    base, small = tiny("t5", 2, 0), tiny("t5", 2, 1)
+    expected = true_law(base, RAGGED, 2)
+    assert distance(true_law(small, RAGGED, 2), expected) > 0.01
+    assert distance(output_law(base, DraftModel(small), plan, RAGGED, 2, Exact()), expected) < 1e-12
+
+
+def test_the_source_and_the_order_of_text_both_matter_to_that_law():
+    for kind in ("t5", "bart"):
+        base = tiny(kind, 3, 0)
+        law = true_law(base, ([1, 2, 1, 2, 2],), 2)
+        assert distance(law, true_law(base, ([2],), 2)) > 0.005
+        assert distance(law, {((b, a),): p for ((a, b),), p in law.items()}) > 0.005

@@ -14,12 +14,14 @@ from specheads.accept import (
     TopN,
     Traversal,
     Typical,
+    Unadjusted,
     fuzzy_from,
 )
 from specheads.checkpoint import CheckpointError
 from specheads.convert import SpecConfig, SpecModel, convert, load_head
 from specheads.decode import Step, decode
 from specheads.drafters import (
+    Cascade,
     Context,
     Drafter,
     DraftModel,
@@ -32,6 +34,7 @@ from specheads.drafters import (
 from specheads.generation import generate
 from specheads.heads import DraftHead, Eagle3Config, EagleConfig, HeadConfig, MedusaConfig
 from specheads.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
+from specheads.patch import patch, unpatch
 from specheads.planner import AdaptiveChain, DynamicTree, Plan, SampledTree, StaticTree, chain, comb
 from specheads.sampling import Sampler
 from specheads.target import Target, UnsupportedModel
@@ -57,11 +60,11 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "Acceptance", "AdaptiveChain", "Block", "CSLeniency", "CheckpointError", "Collator", "Context", "DataConfig",
-    "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree", "Eagle3Config", "EagleConfig", "Exact", "Fuzzy",
-    "HeadConfig", "Lenient", "Margin", "MaxGram", "MedusaConfig", "NGram", "NGramStorage", "OneLevelNGramStorage",
-    "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel",
-    "SpecSeq2SeqOutput", "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN", "Traversal",
-    "Typical", "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "fuzzy_from", "generate",
-    "load_head", "token_counts",
+    "Acceptance", "AdaptiveChain", "Block", "CSLeniency", "Cascade", "CheckpointError", "Collator", "Context",
+    "DataConfig", "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree", "Eagle3Config", "EagleConfig",
+    "Exact", "Fuzzy", "HeadConfig", "Lenient", "Margin", "MaxGram", "MedusaConfig", "NGram", "NGramStorage",
+    "OneLevelNGramStorage", "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput",
+    "SpecModel", "SpecSeq2SeqOutput", "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN",
+    "Traversal", "Typical", "Unadjusted", "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode",
+    "fuzzy_from", "generate", "load_head", "patch", "token_counts", "unpatch",
 ]  # fmt: skip

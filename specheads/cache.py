@@ -176,8 +176,9 @@ class Levels:
         self.cache = cache
         batch, lengths = len(cache.lengths), cache.lengths.unsqueeze(1)
         slot = torch.arange(cache.attended - cache.scratch, device=lengths.device)
-        unwritten = torch.full((batch, 1, cache.scratch), torch.finfo(dtype).min, dtype=dtype, device=lengths.device)
-        self.seen = torch.cat([unwritten, additive((slot < lengths).unsqueeze(1), dtype).squeeze(1)], -1)
+        unwritten = torch.full((batch, 1, 1, cache.scratch), torch.finfo(dtype).min, dtype=dtype, device=lengths.device)
+        # (B, 1, k, attended) what to add to the scores of the newest level in layers that see everything
+        self.seen = torch.cat([unwritten, additive((slot < lengths).unsqueeze(1), dtype)], -1)
         self.position, self.written = lengths - 1, 0
         self.widths: list[int] = []
 
@@ -189,15 +190,18 @@ class Levels:
         self.cache.open(write_at=start)
         self.position, self.written = self.position + 1, stop
         self.widths.append(stop - start)
-        self.seen = rows_of(self.seen, parents).contiguous()
-        self.seen[:, :, start:stop].diagonal(dim1=1, dim2=2).zero_()
+        if stop - start == self.seen.shape[2] == 1:  # in a chain the one row goes on as it is
+            self.seen.narrow(-1, start, 1).zero_()
+        else:
+            self.seen = rows_of(self.seen.squeeze(1), parents).unsqueeze(1).contiguous()
+            self.seen[..., start:stop].diagonal(dim1=2, dim2=3).zero_()
 
     def mask(self, reach: Reach) -> Tensor:
         """(B, 1, k, attended): what to add to the attention scores of the newest level in layers of this reach."""
         if reach.kind == "full":
-            return self.seen.unsqueeze(1)
-        near = reach(self.position, self._places()).unsqueeze(1)
-        return self.seen.masked_fill(~near, torch.finfo(self.seen.dtype).min).unsqueeze(1)
+            return self.seen
+        near = reach(self.position, self._places()).view(len(self.seen), 1, 1, -1)
+        return self.seen.masked_fill(~near, torch.finfo(self.seen.dtype).min)
 
     def _places(self) -> Tensor:
         """(B, attended) the position of what stands in each slot; any number in those not yet written."""

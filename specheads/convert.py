@@ -20,9 +20,9 @@ from specheads.fingerprint import fingerprint
 from specheads.heads import HEADS, DraftHead, HeadConfig, TapBatch
 from specheads.heads.naming import head_config, head_kind
 from specheads.target import (
+    MASKED_ATTENTION,
     UnsupportedModel,
     concat_taps,
-    embed,
     kept_states,
     layer_reach,
     logits_of,
@@ -173,14 +173,24 @@ class SpecModel(PreTrainedModel):
             supervised=supervised & (documents > 0),
             documents=documents,
             position_ids=position_ids,
-            embed=lambda tokens: embed(self.base, tokens),
+            embed=self.base.get_input_embeddings(),
             lm_head=lambda hidden: logits_of(self.base, hidden),
             num_items=num_items_in_batch,
         )
         loss, terms = self.head.loss(batch)
+        if not loss.requires_grad and torch.is_grad_enabled():
+            # Rows of one or two tokens have nothing to draft: a loss of 0, whose gradient a trainer still asks for.
+            trained = [p.sum() for p in self.parameters() if p.requires_grad]
+            loss = loss + sum(trained, torch.zeros_like(loss)) * 0
         return SpecOutput(loss=loss, ranks=terms.pop("ranks", None), terms=terms)
 
     def _packed_mask(self, documents: Tensor, position_ids: Tensor) -> Tensor | dict[str, Tensor]:
+        attention = getattr(text_config(self.base), "_attn_implementation", None)
+        if attention not in MASKED_ATTENTION:
+            raise ValueError(
+                f"{attention} attention would let the documents of a packed row see one another; train with "
+                "packing=false, or attn_implementation=sdpa"
+            )
         place = torch.arange(documents.shape[1], device=documents.device)
         seen = (documents.unsqueeze(2) == documents.unsqueeze(1)) & (place <= place.unsqueeze(1))
         masks = {

@@ -37,6 +37,7 @@ class Step:
     scores: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
 
 
+@torch.inference_mode()  # spares each operation its autograd bookkeeping, a tenth of a step on a CPU
 def decode(
     target: Target,
     drafter: Drafter | None,
@@ -96,20 +97,15 @@ def decode(
         verdict = walk(tree, out.logits, accept, sampler, context.history, keep_scores=keep_scores)
         if active is not None:  # a finished row stays where it is
             verdict = replace(verdict, length=verdict.length * active)
-        # The step's only transfer to the host: path tokens, ranks, nodes drafted, bonus and length.
-        numbers = torch.cat(
-            [
-                tree.tokens.gather(1, verdict.path), tree.shape.ranks.gather(1, verdict.path),
-                tree.shape.drafted.sum(1, keepdim=True), verdict.bonus.unsqueeze(1), verdict.length.unsqueeze(1),
-            ],
-            dim=1,
-        ).tolist()  # fmt: skip
-        width = verdict.path.shape[1]
-        gained = [[*row[1 : row[-1]], row[-2]] if going else [] for row, going in zip(numbers, running, strict=True)]
+        following, ranks_of_path = verdict.following(tree), tree.shape.ranks.gather(1, verdict.path)
+        # The step's only transfer to the host: tokens gained, ranks, nodes drafted and length.
+        numbers = torch.cat([following, ranks_of_path, tree.shape.num_drafted, verdict.length.unsqueeze(1)], 1).tolist()
+        width = following.shape[1]
+        gained = [row[: row[-1]] for row in numbers]
         accepted = [max(0, row[-1] - 1) for row in numbers]
-        drafted = [row[-3] if going else 0 for row, going in zip(numbers, running, strict=True)]
+        drafted = [row[-2] if going else 0 for row, going in zip(numbers, running, strict=True)]
         ranks = [row[width + 1 : width + row[-1]] for row in numbers]
-        context = context.extend(tree, verdict, out.features, gained, top_tokens(out.logits, wanted))
+        context = context.extend(verdict, following, out.features, gained, top_tokens(out.logits, wanted))
         target.commit(verdict.path, verdict.length, context.bound)
         tokens = settle([list(row) for row in gained])
         accepted = [min(n, len(row)) for n, row in zip(accepted, tokens, strict=True)]

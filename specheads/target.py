@@ -19,6 +19,8 @@ from transformers.utils import output_capturing
 from specheads.cache import Levels, Reach, TreeCache, additive, visible
 from specheads.tree import DraftTree
 
+MASKED_ATTENTION = (None, "sdpa", "eager")  # attention that heeds a 4-D mask
+
 
 class UnsupportedModel(ValueError):
     """A base model that tree decoding cannot serve; the message says why."""
@@ -132,7 +134,7 @@ class Target:
         """
         refuse_unsupported(base)
         attention = getattr(text_config(base), "_attn_implementation", None)
-        if attention not in (None, "sdpa", "eager"):
+        if attention not in MASKED_ATTENTION:
             raise UnsupportedModel(
                 f"tree verification needs attention 'sdpa' or 'eager', not {attention!r}; "
                 "call base.set_attn_implementation('sdpa') first"
@@ -140,7 +142,8 @@ class Target:
         self.base, self.layers, self.scratch = base, layers, scratch
         self.config = text_config(base)
         self.reach = layer_reach(self.config)
-        self.device = base.get_input_embeddings().weight.device
+        self.embed: Any = base.get_input_embeddings()  # tokens (…) → (…, H)
+        self.device = self.embed.weight.device
         self.mask_dict = takes_mask_dict(base)
         self.limit = 0
         self.cache: TreeCache
@@ -216,9 +219,6 @@ class Target:
         """
         self.cache.commit(path, length, bound)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        return embed(self.base, tokens)
-
     def lm_head(self, hidden: Tensor) -> Tensor:
         return logits_of(self.base, hidden)
 
@@ -261,11 +261,6 @@ def concat_taps(hidden_states: tuple[Tensor | None, ...] | None, layers: tuple[i
     taps = [hidden_states[k] for k in layers]
     assert all(tap is not None for tap in taps)
     return torch.cat([tap.to(taps[-1].device) for tap in taps], dim=-1)  # type: ignore[union-attr]
-
-
-def embed(base: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """The base's input embeddings of tokens (…) → (…, H)."""
-    return base.get_input_embeddings()(tokens)
 
 
 def logits_of(base: PreTrainedModel, hidden: Tensor) -> Tensor:

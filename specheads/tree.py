@@ -62,6 +62,11 @@ class Shape:
         return self.parents >= 0
 
     @cached_property
+    def num_drafted(self) -> Tensor:
+        """(B, 1) how many of the nodes were drafted."""
+        return self.drafted.sum(1, keepdim=True)
+
+    @cached_property
     def above(self) -> Tensor:
         """(B, N) parents, with node 0 where there is none, so that one can gather by it."""
         return self.parents.clamp_min(0)

@@ -289,7 +289,7 @@ def test_the_targets_likeliest_ids_come_along_the_accepted_path():
     tree = tree_of(torch.tensor([1]), [[1]], [[[2], [3, 4]]], chain(3))
     verdict = Verdict(path=torch.tensor([[0, 2, 3]]), length=torch.tensor([3]), bonus=torch.tensor([5]))
     top = torch.tensor([[[10, 11], [20, 21], [30, 31], [40, 41]]])
-    behind = context([[9, 1]]).extend(tree, verdict, torch.zeros(1, 4, 0), [[3, 4, 5]], top)
+    behind = context([[9, 1]]).extend(verdict, verdict.following(tree), torch.zeros(1, 4, 0), [[3, 4, 5]], top)
     assert behind.history == [[9, 1, 3, 4, 5]]
     assert behind.top.tolist() == [[[10, 11], [30, 31], [40, 41]]]
 

@@ -235,3 +235,22 @@ def test_a_pipeline_takes_a_checkpoint_directory(base_dir, tmp_path):
 def test_the_auto_class_makes_no_model_from_a_config_alone(base):
     with pytest.raises(ValueError, match=r"convert\(\)"):
         AutoModelForCausalLM.from_config(convert(base, "medusa").config)
+
+
+@pytest.mark.parametrize("rope_type", ["default", "dynamic"])
+@pytest.mark.parametrize("head", HEADS)
+def test_what_generating_leaves_behind_can_be_trained_with_copied_and_written_to(head, rope_type):
+    # Decoding runs in inference mode, whose tensors can be neither saved for a backward pass nor changed outside it.
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0}
+    model = convert(tiny_llama(max_position_embeddings=32, rope_parameters=rope), head)
+    out = model.generate(IDS, max_new_tokens=24, return_dict_in_generate=True, output_scores=True)
+    out.sequences[0, 0] = 5
+    out.scores[0][0, 0] = 1.0
+    model.base.requires_grad_(True)
+    model(IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for p in model.head.parameters() if p.requires_grad)
+    model.base(IDS, labels=IDS).loss.backward()
+    copied = copy.deepcopy(model)
+    for buffer in (*model.base.buffers(), *model.head.buffers()):
+        buffer.copy_(buffer.clone())  # as a broadcast among processes does
+    assert torch.equal(copied.generate(IDS, max_new_tokens=4), model.generate(IDS, max_new_tokens=4))

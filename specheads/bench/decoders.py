@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -12,7 +13,10 @@ from transformers import PreTrainedModel
 from specheads import generation
 from specheads.bench.runner import Decoder, Output, Stopwatch
 from specheads.convert import SpecModel
+from specheads.drafters.base import Drafter
 from specheads.planner import Plan
+
+REFERENCE = "transformers generate"  # what the others are compared with
 
 
 def batches(
@@ -51,12 +55,27 @@ def transformers_generate(base: PreTrainedModel, max_new_tokens: int, **options:
     return run
 
 
+def assisted(base: PreTrainedModel, small: PreTrainedModel, max_new_tokens: int, **options: Any) -> Decoder:
+    """transformers' assisted generation, greedy. options: of the small model's generation config, which governs it."""
+    run = transformers_generate(base, max_new_tokens, assistant_model=small)
+
+    def configured(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
+        kept = copy.deepcopy(small.generation_config)
+        small.generation_config.update(**options)
+        try:
+            return run(batch, watch)
+        finally:
+            small.generation_config = kept
+
+    return configured
+
+
 def drafted(
-    model: SpecModel | PreTrainedModel, max_new_tokens: int, *, draft: bool = True, plan: Plan | None = None
+    model: SpecModel | PreTrainedModel, max_new_tokens: int, *, draft: bool | Drafter = True, plan: Plan | None = None
 ) -> Decoder:
-    """Our loop, greedy, with the head of `model`; draft=False (or a bare base): one token a step."""
+    """Our loop, greedy, with the head of `model` or another drafter; draft=False (or a bare base): one token a step."""
     base = model.base if isinstance(model, SpecModel) else model
-    drafter = model.head if isinstance(model, SpecModel) and draft else None
+    drafter = (model.head if isinstance(model, SpecModel) and draft else None) if isinstance(draft, bool) else draft
 
     def run(batch: dict[str, Any], watch: Any) -> Output:
         with torch.no_grad():

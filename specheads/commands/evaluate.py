@@ -7,11 +7,10 @@ from typing import Any
 
 from specheads import console as terminal
 from specheads.bench import decoders, environment, report, runner
+from specheads.bench.decoders import REFERENCE
 from specheads.commands.arguments import parse_tree
 from specheads.conversation import Conversation
 from specheads.convert import SpecModel
-
-REFERENCE = "transformers generate"
 
 
 def measure(

@@ -69,18 +69,15 @@ class Context:
 
     def extend(
         self,
-        tree: DraftTree,
         verdict: Verdict,
+        following: Tensor,
         features: Tensor,
         emitted: list[list[int]],
         top: Tensor | None = None,
     ) -> Context:
-        """Behind one verified tree. features (B, N, F) and top (B, N, K) of its nodes; emitted: each row's gain."""
-        path, length = verdict.path, verdict.length
-        tokens = tree.tokens.gather(1, path)
-        last = (length - 1).clamp_min(0)
-        following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
-        following = following.scatter(1, last.unsqueeze(1), verdict.bonus.unsqueeze(1))
+        """Behind one verified tree: features (B, N, F) and top (B, N, K) of its nodes, following (B, P) the tokens
+        behind those of the verdict's path; emitted: each row's gain."""
+        path = verdict.path
         for row, more in zip(self.history, emitted, strict=True):
             row += more
         return replace(
@@ -88,8 +85,8 @@ class Context:
             root=verdict.bonus,
             features=features.gather(1, path.unsqueeze(-1).expand(-1, -1, features.shape[-1])),
             following=following,
-            new=length,
-            last=last,
+            new=verdict.length,
+            last=verdict.last,
             bound=max(len(row) for row in self.history) - 1,
             top=None if top is None else top.gather(1, path.unsqueeze(-1).expand(-1, -1, top.shape[-1])),
         )

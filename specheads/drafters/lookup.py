@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specheads.drafters.base import Context
@@ -29,16 +30,16 @@ class PromptLookup(PathDrafter):
         self._at_least("min_ngram", 1)
         self._at_least("max_ngram", self.min_ngram)
 
-    def runs(self, context: Context, length: int) -> list[list[list[int]]]:
-        rows = context.memory.setdefault("suffixes", [])
-        while len(rows) < len(context.history):
+    def runs(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[list[list[int]]]:
+        suffixes = context.memory.setdefault("suffixes", [])
+        while len(suffixes) < len(context.history):
             # One more than is matched: a follower is ordered by its occurrence behind the match.
-            rows.append(SuffixAutomaton(recent=self.max_ngram + (self.width > 1)))
+            suffixes.append(SuffixAutomaton(recent=self.max_ngram + (self.width > 1)))
         found = []
-        for b, (row, history) in enumerate(zip(rows, context.history, strict=True)):
+        for b, history in enumerate(context.history) if rows is None else rows.items():
             ids = context.haystack(b, history)
-            row.follow(ids)
-            found.append([copied(ids, start, length) for start in self._starts(row)])
+            suffixes[b].follow(ids)
+            found.append([copied(ids, start, length) for start in self._starts(suffixes[b])])
         return found
 
     def _starts(self, row: SuffixAutomaton) -> list[int]:

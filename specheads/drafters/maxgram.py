@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specheads.bigram import check_bigrams
@@ -29,14 +29,15 @@ class MaxGram(PathDrafter):
         if self.width > 1:
             raise ValueError(f"MaxGram: width={self.width}, but it knows one follower only; PromptLookup knows several")
 
-    def runs(self, context: Context, length: int) -> list[list[list[int]]]:
+    def runs(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[list[list[int]]]:
         memory = context.memory
         if "suffixes" not in memory:
             if self.bigrams is not None:
                 check_bigrams(self.bigrams, context.target.config.vocab_size)
             memory["suffixes"] = [SuffixAutomaton() for _ in context.history]
-        texts = [context.haystack(b, history) for b, history in enumerate(context.history)]
-        return [[self._run(row, ids, length)] for row, ids in zip(memory["suffixes"], texts, strict=True)]
+        suffixes = memory["suffixes"]
+        given = enumerate(context.history) if rows is None else rows.items()
+        return [[self._run(suffixes[b], context.haystack(b, history), length)] for b, history in given]
 
     def _run(self, row: SuffixAutomaton, ids: list[int], length: int) -> list[int]:
         row.follow(ids)

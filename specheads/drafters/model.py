@@ -59,15 +59,16 @@ class DraftModel:
         return SampledTree((1,) * 5) if do_sample and not self.through_text else AdaptiveChain()
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
-        self._refuse_other_kind(context)
+        self.refuse_other_kind(context)
         if self.through_text:
             return self._propose_text(context, sampler, plan)
         reader: Reader | None = context.memory.get("reader")
         longest, vocab_size = max(map(len, context.history)), vocabulary_size(context.target.base)
         if reader is None:
-            self._refuse_other_vocabulary(vocab_size)
-            limit = min(self.longest, context.target.limit)
-            reader = context.memory["reader"] = self._reader(context.history, plan, limit, context.source)
+            self.refuse_other_vocabulary(vocab_size)
+            reader = context.memory["reader"] = self.reader(
+                context.history, _scratch(plan), context.target.limit, context.source
+            )
         elif longest > self.longest:
             return DraftTree.root_only(context.root)
         else:
@@ -84,7 +85,7 @@ class DraftModel:
         longest = max(len(row.ids) for row in rows)
         reader: Reader | None = memory.get("reader")
         if reader is None:
-            reader = memory["reader"] = self._reader([row.ids for row in rows], plan, self.longest)
+            reader = memory["reader"] = self.reader([row.ids for row in rows], _scratch(plan), self.longest)
         elif longest > self.longest:
             return DraftTree.root_only(context.root)
         else:
@@ -101,16 +102,19 @@ class DraftModel:
         drafts = [row.write(drafted) for row, drafted in zip(rows, tree.tokens[:, 1:].tolist(), strict=True)]
         return DraftTree.chains(context.root, [draft[: plan.depth] for draft in drafts])
 
-    def _reader(self, rows: list[list[int]], plan: Plan, limit: int, source: list[list[int]] | None = None) -> Reader:
+    def reader(self, rows: list[list[int]], scratch: int, limit: int, source: list[list[int]] | None = None) -> Reader:
+        """The small model as a reader of rows, which get no longer than `limit`; ValueError for rows it cannot hold.
+
+        source: what an encoder reads, of each row.
+        """
         if (longest := max(map(len, [*rows, *(source or ())]))) > self.longest:
             raise ValueError(
                 f"the draft model has positions for {self.longest} tokens, and the prompt takes {longest} of them; "
                 "take a draft model for longer texts"
             )
-        scratch = max(plan.drafting_slots, plan.depth + 1)
-        return Reader(self.small, rows, scratch=scratch, limit=limit, source=source)
+        return Reader(self.small, rows, scratch=scratch, limit=min(self.longest, limit), source=source)
 
-    def _refuse_other_kind(self, context: Context) -> None:
+    def refuse_other_kind(self, context: Context) -> None:
         base = context.target.base
         if self.reads_source != base.config.is_encoder_decoder:
             raise ValueError(
@@ -120,13 +124,18 @@ class DraftModel:
         if self.reads_source and context.source is None:
             raise ValueError("the draft model reads the source too, and its ids are not known; give input_ids")
 
-    def _refuse_other_vocabulary(self, vocab_size: int) -> None:
+    def refuse_other_vocabulary(self, vocab_size: int) -> None:
+        """ValueError where the target's vocabulary, of vocab_size ids, is another."""
         own = vocabulary_size(self.small)
         if self.tokenizer is None and abs(own - vocab_size) > PADDING * max(own, vocab_size):
             raise ValueError(
                 f"the draft model has a vocabulary of {own}, the target one of {vocab_size}: draft through text with "
                 "DraftModel(small, tokenizer=..., target_tokenizer=...), or take a draft model of the target's family"
             )
+
+
+def _scratch(plan: Plan) -> int:
+    return max(plan.drafting_slots, plan.depth + 1)
 
 
 def growing(reader: Reader, device: torch.device, vocab_size: int) -> Expand:

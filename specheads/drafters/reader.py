@@ -5,6 +5,7 @@ Shapes: B batch rows, U unread tokens, k nodes a level, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,20 +53,21 @@ class Reader:
         """
         unread, count = unread.to(self.device), count.to(self.device)
         kept = self._keep_drafted(unread, count - 1, bound)  # the last token is fed in any case, for its logits
-        left = count - kept
-        self.target.active = left > 0
-        columns, most = max(1, int(left.max())), self.target.scratch
-        place = torch.arange(columns, device=self.device).expand(len(unread), -1)
-        fed = self._known(unread).gather(1, (kept.unsqueeze(1) + place).clamp(max=unread.shape[1] - 1))
-        for start in range(0, columns, most):
-            tokens, own = fed[:, start : start + most], place[:, : min(most, columns - start)]
-            logits = self.target.verify(DraftTree(tokens, own - 1, tokens.shape[1] - 1)).logits
-            fresh = (left - start).clamp(0, tokens.shape[1])
-            self.target.commit(own, fresh, bound)
-            newest = logits[torch.arange(len(fed), device=self.device), (fresh - 1).clamp_min(0)].unsqueeze(1)
+        for logits, fresh in self._feed(unread, kept, count - kept, bound):
+            newest = logits[torch.arange(len(logits), device=self.device), (fresh - 1).clamp_min(0)].unsqueeze(1)
             self.logits = torch.where((fresh > 0).view(-1, 1, 1), newest, self.logits)
         self.nodes, self.current = [], torch.ones_like(self.current)
         return self.logits
+
+    def review(self, unread: Tensor, count: Tensor, bound: int) -> Tensor:
+        """Take in unread (B, U) of count (B,) tokens a row, as `read`, but return the logits (B, U, V) behind each.
+
+        Which of them become text is not settled: `rewind` forgets the others.
+        """
+        unread, count = unread.to(self.device), count.to(self.device)
+        behind = [logits for logits, _ in self._feed(unread, torch.zeros_like(count), count, bound)]
+        self.nodes = []
+        return torch.cat(behind, 1)
 
     def rewind(self, lengths: Tensor) -> None:
         """Forget all behind the first lengths (B,) tokens of each row, and what was drafted there."""
@@ -80,6 +82,21 @@ class Reader:
             self.levels = self.target.levels()
         self.nodes.append((tokens, parents))
         return self.target.deepen(self.levels, tokens, parents).logits
+
+    def _feed(self, ids: Tensor, first: Tensor, count: Tensor, bound: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Feed and keep count (B,) of the ids (B, U) from first (B,) on, in passes of as many as
+        there are scratch slots; of each pass the logits (B, u, V) behind its tokens, and how many (B,) are
+        the row's own."""
+        columns, most = max(1, int(count.max())), self.target.scratch
+        place = torch.arange(columns, device=self.device).expand(len(ids), -1)
+        fed = self._known(ids).gather(1, (first.unsqueeze(1) + place).clamp(max=ids.shape[1] - 1))
+        self.target.active = count > 0
+        for start in range(0, columns, most):
+            tokens, own = fed[:, start : start + most], place[:, : min(most, columns - start)]
+            logits = self.target.verify(DraftTree(tokens, own - 1, tokens.shape[1] - 1)).logits
+            fresh = (count - start).clamp(0, tokens.shape[1])
+            self.target.commit(own, fresh, bound)
+            yield logits, fresh
 
     def _keep_drafted(self, text: Tensor, most: Tensor, bound: int) -> Tensor:
         """Keep the drafted nodes that spell the start of text (B, U), at most most (B,) of them; how many, (B,)."""

@@ -195,7 +195,7 @@ class FeatureHead(DraftHead):
             scratch = max(plan.depth + 1, plan.drafting_slots)
             memory["cache"] = TreeCache(len(self.blocks), scratch, target.cache.capacity)
             # A row may overshoot the limit by one path when it ends, and is then fed a path of padding with the rest.
-            self.rotary.ensure(target.limit + 2 * plan.depth + 1, hidden)
+            self.rotary.ensure(target.limit + 2 * scratch, hidden)
             hidden = self(attend_with(None), embedded, hidden, chain)
             memory["cache"].settle(context.new, columns)
             cache = memory["cache"]
@@ -213,8 +213,8 @@ class FeatureHead(DraftHead):
             nonlocal level
             if parents is not None:
                 levels.descend(parents)
-                embedded, place = target.embed(tokens).to(dtype), levels.position.expand(-1, tokens.shape[1])
-                level = self(attend_with(levels.mask(Reach())), embedded, rows_of(level, parents), place)
+                embedded = target.embed(tokens).to(dtype)
+                level = self(attend_with(levels.mask(Reach())), embedded, rows_of(level, parents), levels.position)
             return Scored(self.draft_logits(level, target.lm_head), ids)
 
         assert self.config.vocab_size is not None

@@ -35,8 +35,19 @@ class Scored:
         return best.float() - self.logits.float().logsumexp(-1, keepdim=True), ids
 
     def top_ids(self, count: int) -> Tensor:
-        """The ids of `top` alone."""
-        return self._top(count)[1]
+        """The ids of `top` alone, side by side: (B, k · count)."""
+        if count > 1 or self.width > 1:
+            return self._top(count)[1].flatten(1)
+        index = self.logits.argmax(-1)  # a fraction of topk's time
+        return index if self.ids is None else self.ids[index]
+
+    def chance(self, tokens: Tensor) -> Tensor:
+        """(B, k) the probability of target ids tokens (B, k); 0 outside the draft vocabulary."""
+        log_p = self.logits.float().log_softmax(-1)
+        log_p = log_p.expand(-1, tokens.shape[1], -1)
+        if self.ids is None:
+            return log_p.gather(2, tokens.unsqueeze(2)).squeeze(2).exp()
+        return (log_p.exp() * (self.ids == tokens.unsqueeze(2))).sum(2)
 
     def law(self, sampler: Sampler, vocab_size: int) -> Tensor:
         """q (B, k, V) over all target ids, as the sampler processes it; zero where that rules out every token."""
@@ -47,10 +58,7 @@ class Scored:
         return q.expand(-1, self.width, -1) if self.width > 1 else q
 
     def _top(self, count: int) -> tuple[Tensor, Tensor]:
-        if count == 1:  # a fraction of topk's time
-            best, index = self.logits.max(-1, keepdim=True)
-        else:
-            best, index = self.logits.topk(min(count, self.logits.shape[-1]), dim=-1)
+        best, index = self.logits.topk(min(count, self.logits.shape[-1]), dim=-1)
         ids = index if self.ids is None else self.ids[index]
         if self.width > 1:
             best, ids = best.expand(-1, self.width, -1), ids.expand(-1, self.width, -1)

@@ -114,7 +114,7 @@ class StaticTree:
                     f"rank {level.width - 1} in a tree needs a draft vocabulary of {level.width} tokens or more, not "
                     f"{scored.logits.shape[-1]}"
                 )
-            candidates.append(scored.top_ids(level.width).flatten(1))
+            candidates.append(scored.top_ids(level.width))
             tokens, parents = among(candidates[-1], inner), above
         return DraftTree(among(torch.cat(candidates, 1), chosen), shape.parents, self.depth, shape=shape)
 

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from specheads.convert import SpecModel
+from specheads.hub import options as hub_options
 from specheads.planner import DynamicTree, Plan, SampledTree, chain, comb, default_static
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,7 +47,8 @@ def load(source: str, base: str | None, dtype: str, device: str) -> tuple[SpecMo
     wanted = DTYPES.get(dtype, torch.float32 if place.type == "cpu" else None)
     model: Any = SpecModel.from_pretrained(source, base=base, dtype=wanted)
     model.to(place)
-    return model, AutoTokenizer.from_pretrained(base or model.base.name_or_path)
+    name = base or model.base.name_or_path
+    return model, AutoTokenizer.from_pretrained(name, **hub_options(name))
 
 
 def parse_tree(spec: str | None, model: SpecModel) -> Plan | None:

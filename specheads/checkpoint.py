@@ -208,9 +208,10 @@ def _load_base(
     if base is None and (config.base_model_name_or_path or "").startswith(".") and not Path(name).is_dir():
         raise CheckpointError(f"the base model of {source} is not at {name}; give its place with base=...")
     shared = {k: hub[k] for k in ("token", "cache_dir", "local_files_only", "proxies") if k in hub}
+    options = hub_options(name) | shared
     revision = {"revision": config.base_revision} if base is None and config.base_revision else {}
     try:
-        return AutoModelForCausalLM.from_pretrained(name, **revision, **{**hub_options(name), **shared}, **kwargs)
+        return AutoModelForCausalLM.from_pretrained(name, **revision, **options, **kwargs)
     except OSError as error:
         raise CheckpointError(
             f"the base model {name!r} that {source} goes with cannot be loaded; give another with base=... ({error})"

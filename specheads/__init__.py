@@ -7,6 +7,7 @@ from specheads.accept import (
     Acceptance,
     Block,
     CSLeniency,
+    Ensemble,
     Exact,
     Fuzzy,
     Lenient,
@@ -57,7 +58,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "Acceptance", "AdaptiveChain", "Block", "CSLeniency", "CheckpointError", "Collator", "Context", "DataConfig",
-    "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree", "Eagle3Config", "EagleConfig", "Exact", "Fuzzy",
+    "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree", "Eagle3Config", "EagleConfig", "Ensemble", "Exact", "Fuzzy",
     "HeadConfig", "Lenient", "Margin", "MaxGram", "MedusaConfig", "NGram", "NGramStorage", "OneLevelNGramStorage",
     "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel", "SpecTrainer",
     "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN", "Traversal", "Typical", "UnsupportedModel",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specheads import Block, CSLeniency, Exact, Fuzzy, Lenient, Margin, TopN, Traversal, Typical
+from specheads import Block, CSLeniency, Ensemble, Exact, Fuzzy, Lenient, Margin, TopN, Traversal, Typical
 from specheads.accept.named import RULES, THRESHOLDS, rule_named, rule_text, with_threshold
 
 WRITTEN = {
@@ -21,6 +21,7 @@ WRITTEN = {
     "topn": TopN(),
     "topn:3:0.2": TopN(3, 0.2),
     "margin:0.9": Margin(0.9),
+    "ensemble:0.5": Ensemble(0.5),
 }
 
 

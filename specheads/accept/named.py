@@ -7,6 +7,7 @@ import typing
 from typing import Any
 
 from specheads.accept.block import Block
+from specheads.accept.ensemble import Ensemble
 from specheads.accept.exact import Exact
 from specheads.accept.fuzzy import Fuzzy
 from specheads.accept.lenient import Lenient
@@ -26,15 +27,16 @@ RULES: dict[str, tuple[type[Any], tuple[str, ...]]] = {
     "cs_leniency": (CSLeniency, ("leniency",)),
     "topn": (TopN, ("n", "margin")),
     "margin": (Margin, ("ratio",)),
+    "ensemble": (Ensemble, ("weight",)),
 }
 # The option of each lossy rule that says how much it lets pass.
 THRESHOLDS = {
     "fuzzy": "threshold", "typical": "epsilon", "lenient": "leniency", "cs_leniency": "leniency", "topn": "margin",
-    "margin": "ratio",
+    "margin": "ratio", "ensemble": "weight",
 }  # fmt: skip
 EXPECTED = (
     "expected exact, block, traversal, fuzzy:DIVERGENCE:THRESHOLD[:MODE], typical[:EPSILON[:DELTA]], "
-    "lenient:LENIENCY, cs_leniency:LENIENCY, topn[:N[:MARGIN]] or margin:RATIO"
+    "lenient:LENIENCY, cs_leniency:LENIENCY, topn[:N[:MARGIN]], margin:RATIO or ensemble:WEIGHT"
 )
 
 

@@ -15,6 +15,7 @@ from specheads.accept import (
     TopN,
     Traversal,
     Typical,
+    Unadjusted,
     fuzzy_from,
 )
 from specheads.checkpoint import CheckpointError
@@ -32,6 +33,7 @@ from specheads.drafters import (
 )
 from specheads.generation import SpecGenerateOutput, generate
 from specheads.heads import DraftHead, Eagle3Config, EagleConfig, HeadConfig, MedusaConfig
+from specheads.patch import patch, unpatch
 from specheads.planner import AdaptiveChain, DynamicTree, Plan, SampledTree, StaticTree, chain, comb
 from specheads.sampling import Sampler
 from specheads.target import Target, UnsupportedModel
@@ -58,10 +60,10 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "Acceptance", "AdaptiveChain", "Block", "CSLeniency", "CheckpointError", "Collator", "Context", "DataConfig",
-    "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree", "Eagle3Config", "EagleConfig", "Ensemble", "Exact", "Fuzzy",
-    "HeadConfig", "Lenient", "Margin", "MaxGram", "MedusaConfig", "NGram", "NGramStorage", "OneLevelNGramStorage",
-    "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel", "SpecTrainer",
-    "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN", "Traversal", "Typical", "UnsupportedModel",
-    "build_datasets", "chain", "comb", "convert", "decode", "fuzzy_from", "generate", "load_head",
-    "token_counts",
+    "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree", "Eagle3Config", "EagleConfig", "Ensemble",
+    "Exact", "Fuzzy", "HeadConfig", "Lenient", "Margin", "MaxGram", "MedusaConfig", "NGram", "NGramStorage",
+    "OneLevelNGramStorage", "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput",
+    "SpecModel", "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN", "Traversal",
+    "Typical", "Unadjusted", "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode",
+    "fuzzy_from", "generate", "load_head", "patch", "token_counts", "unpatch",
 ]  # fmt: skip

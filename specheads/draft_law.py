@@ -28,9 +28,8 @@ class DraftLogits:
     ids: Tensor | None
     vocab_size: int
 
-    def at(self, node: Tensor) -> Tensor:
-        """node (B,) → (B, V), −inf outside the draft vocabulary."""
-        row = torch.arange(len(node), device=node.device)
+    def at(self, row: Tensor, node: Tensor) -> Tensor:
+        """Nodes (R,) of batch rows (R,) → (R, V), −inf outside the draft vocabulary."""
         return self._over_target(self.logits[row, self.place[row, node]])
 
     def every(self) -> Tensor:

@@ -48,6 +48,9 @@ class Enumerating(Sampler):
             chosen.append(token)
         return torch.tensor(chosen)
 
+    def coin(self, chance):
+        return self.draw(torch.stack([1 - chance, chance], dim=-1)).bool()
+
     def advance(self):
         while self.script and self.script[-1][0] + 1 == self.script[-1][1]:
             self.script.pop()

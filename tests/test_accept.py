@@ -173,7 +173,7 @@ def test_enumeration_notices_a_wrong_q(plan):
 def test_enumeration_notices_a_draft_in_place_of_the_target():
     class AcceptAll(Exact):
         def choose(self, level, sampler):
-            return level.followed(level.first, sampler.draw(level.p))
+            return level.followed(level.first, lambda: sampler.draw(level.p))
 
     target, draft = Table(3, 1), Table(3, 2)
     law = output_law(target, draft, chain(1), [(0, 1)], 3, accept=AcceptAll())

@@ -12,7 +12,7 @@ DEPTH = 4
 
 @pytest.fixture(scope="module")
 def pair():
-    base, small = tiny_llama(eos_token_id=None), tiny_llama(eos_token_id=None)
+    base, small = tiny_llama(eos_token_id=None, pad_token_id=None), tiny_llama(eos_token_id=None, pad_token_id=None)
     torch.manual_seed(1)
     with torch.no_grad():
         for weight in small.parameters():

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from snippets import blocks
 
 from specheads import corpus
 
@@ -13,7 +14,7 @@ README = (ROOT / "README.md").read_text("utf8")
 
 
 def test_readme_snippet_runs(tmp_path, monkeypatch, capsys):
-    snippet = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
+    snippet = blocks(README, "python")[0]
     assert len([line for line in snippet.splitlines() if line]) <= 10
     chats = [
         [{"role": "user", "content": f"show me {i}"}, {"role": "assistant", "content": f"def f{i}(x):\n    return {i}"}]

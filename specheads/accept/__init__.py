@@ -1,7 +1,7 @@
 """walk() through a verified tree, and the rules that say which drafted tokens stand.
 
-Lossless: Exact, Block, Traversal. Not lossless: Lenient, Typical, TopN, Margin, CSLeniency, Fuzzy,
-Ensemble.
+Lossless: Exact, Block, Traversal. Not lossless: Lenient, Typical, TopN, Margin, CSLeniency, Fuzzy, Ensemble,
+Unadjusted.
 """
 
 from specheads.accept.block import Block
@@ -13,9 +13,10 @@ from specheads.accept.paths import drawn_path, walk
 from specheads.accept.rule import Acceptance, Laws, Level, LevelRule, PathRule, Verdict
 from specheads.accept.tokens import CSLeniency, Margin, TokenRule, TopN, Typical
 from specheads.accept.traversal import Traversal
+from specheads.accept.unadjusted import Unadjusted
 
 __all__ = [
-    "Acceptance", "Block", "CSLeniency", "Ensemble", "Exact", "Fuzzy", "Laws", "Lenient", "Level", "LevelRule", "Margin",
-    "PathRule", "TokenRule", "TopN", "Traversal", "Typical", "Verdict", "drawn_path", "fuzzy_from", "normalised",
-    "residual", "walk",
+    "Acceptance", "Block", "CSLeniency", "Ensemble", "Exact", "Fuzzy", "Laws", "Lenient", "Level", "LevelRule",
+    "Margin", "PathRule", "TokenRule", "TopN", "Traversal", "Typical", "Unadjusted", "Verdict", "drawn_path",
+    "fuzzy_from", "normalised", "residual", "walk",
 ]  # fmt: skip

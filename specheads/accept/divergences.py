@@ -13,13 +13,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from specheads.accept.rule import known_all
+
 Divergence = Callable[[Tensor, Tensor], Tensor]
+NUCLEUS = 256  # tokens looked at before a whole vocabulary is sorted
 
 
 def kl(log_q: Tensor, log_p: Tensor) -> Tensor:
     """KL(q‖p) = Σ q log(q / p)."""
-    terms = log_q.exp() * (log_q - log_p)
-    return torch.where(log_q.exp() > 0, terms, 0).sum(-1).clamp_min(0)
+    return terms(log_q, log_p).clamp_min(0)
+
+
+def terms(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """Σ q log(q / p), unclamped."""
+    return (log_q.exp() * (log_q - log_p)).nansum(-1)  # NaN where q = 0, and nowhere else: such terms are 0
 
 
 def kl_reversed(log_q: Tensor, log_p: Tensor) -> Tensor:
@@ -35,7 +42,7 @@ def middle(log_q: Tensor, log_p: Tensor) -> Tensor:
 def js(log_q: Tensor, log_p: Tensor) -> Tensor:
     """Jensen-Shannon, ½KL(q‖m) + ½KL(p‖m), at most log 2."""
     m = middle(log_q, log_p)
-    return (kl(log_q, m) + kl(log_p, m)) / 2
+    return (terms(log_q, m) + terms(log_p, m)).clamp_min(0) / 2
 
 
 def js_paper(log_q: Tensor, log_p: Tensor) -> Tensor:
@@ -61,19 +68,20 @@ def top_k_and_rest(log_q: Tensor, log_p: Tensor, k: int) -> tuple[Tensor, Tensor
 
 
 def nucleus(log_q: Tensor, log_p: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Both laws over the fewest of the target's likeliest tokens that hold `top_p` of it, renormalised: (R, V).
+    """Both laws over the fewest of the target's likeliest tokens that hold `top_p` of it, renormalised: (R, n).
 
-    Where q gives those no chance at all its row is NaN.
+    n is as wide as the widest nucleus or wider. Where q gives those no chance at all its row is NaN.
     """
-    best, ids = log_p.sort(-1, descending=True)
+    best, ids = log_p.topk(min(NUCLEUS, log_p.shape[-1]), dim=-1)
+    if not known_all(best.exp().sum(-1) >= top_p):  # a wide nucleus somewhere
+        best, ids = log_p.sort(-1, descending=True)
     share = best.exp()
-    chosen = (share.cumsum(-1) - share < top_p) & (share > 0)
-    inside = torch.zeros_like(chosen).scatter(-1, ids, chosen)
+    outside = (share.cumsum(-1) - share >= top_p) | (share == 0)
 
     def renormalised(log_law: Tensor) -> Tensor:
-        return log_law.masked_fill(~inside, -torch.inf).log_softmax(-1)
+        return log_law.masked_fill(outside, -torch.inf).log_softmax(-1)
 
-    return renormalised(log_q), renormalised(log_p)
+    return renormalised(log_q.gather(-1, ids)), renormalised(best)
 
 
 WHOLE: dict[str, Divergence] = {"kl": kl, "kl_reversed": kl_reversed, "js": js, "tv": tv, "js_paper": js_paper}

@@ -5,12 +5,12 @@ p is the target's law, q the draft's. Shapes: B batch rows, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specheads.accept.exact import Exact
+from specheads.accept.exact import Exact, towards
 from specheads.accept.rule import Level, LevelRule
 from specheads.sampling import Sampler
 
@@ -49,4 +49,4 @@ class Ensemble(LevelRule):
         v = v / v.sum(-1, keepdim=True)
         law = v if sampler.do_sample else torch.zeros_like(v).scatter_(-1, v.argmax(-1, keepdim=True), 1.0)
         drafted = level.is_child.any(1, keepdim=True)
-        return Exact().choose(replace(level, p=torch.where(drafted, law, level.p)), sampler)
+        return towards(torch.where(drafted, law, level.p), level, sampler)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specheads.accept.rule import Level, LevelRule
+from specheads.accept.rule import Level, LevelRule, known_all
 from specheads.sampling import Sampler
 
 
@@ -28,33 +28,40 @@ class Exact(LevelRule):
     descends_on_draw: ClassVar[bool] = True
 
     def choose(self, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
-        if level.q is not None:
-            return judged_in_order(level, sampler)
-        token = sampler.draw(level.p)
-        found, child = (level.is_child & (level.tokens == token.unsqueeze(1))).max(1)
-        return torch.where(found, child, -1), token
+        return towards(level.p, level, sampler)
 
 
-def judged_in_order(level: Level, sampler: Sampler, leniency: float = 1.0) -> tuple[Tensor, Tensor]:
+def towards(p: Tensor, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
+    """The child and token as `choose`, such that the token has the law p (R, V), the target's or another."""
+    if level.q is not None:
+        return judged_in_order(p, level, sampler)
+    token = sampler.draw(p)
+    found, child = (level.is_child & (level.tokens == token.unsqueeze(1))).max(1)
+    return torch.where(found, child, -1), token
+
+
+def judged_in_order(p: Tensor, level: Level, sampler: Sampler, leniency: float = 1.0) -> tuple[Tensor, Tensor]:
     """Sibling after sibling, x kept with probability min(1, p(x) / (leniency · q(x))); the child and token as `choose`.
 
     A refusal leaves p as norm((p − q)₊) and q without x. The law of a point mass is one-hot at each x.
     """
-    p, q = level.p, level.q
+    q = level.q
     child = torch.full_like(level.tokens[:, 0], -1)
     order = level.is_child.cumsum(1) * level.is_child  # 1 for the first sibling, 2 for the second …
     for rank in range(1, int(order.max()) + 1):
-        node = (order == rank).int().argmax(1)
-        judged = (order == rank).any(1) & (child < 0)
+        judged, node = (order == rank).max(1)
+        judged = judged & (child < 0)
         x = level.tokens.gather(1, node.unsqueeze(1))
         law = torch.zeros_like(p).scatter(1, x, 1) if q is None else q
         chance = p.gather(1, x) / (leniency * law.gather(1, x)).clamp_min(torch.finfo(law.dtype).tiny)
-        kept = sampler.coin(torch.where(judged, chance.squeeze(1).clamp(max=1), 0)) & judged
+        kept = sampler.coin(torch.where(judged, chance.squeeze(1).clamp(max=1), 0))
         child = torch.where(kept, node, child)
+        if known_all(child >= 0):
+            break
         refused = (judged & ~kept).unsqueeze(1)
         p = torch.where(refused, residual(p, law), p)
         q = q if q is None else torch.where(refused, normalised(q.scatter(1, x, 0)), q)
-    return level.followed(child, sampler.draw(p))
+    return level.followed(child, lambda: sampler.draw(p))
 
 
 def normalised(weights: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specheads.accept.divergences import NAMES, divergence
 from specheads.accept.exact import Exact
-from specheads.accept.rule import Acceptance, Level, LevelRule
+from specheads.accept.rule import Acceptance, Level, LevelRule, known_all
 from specheads.options import refuse_unknown
 from specheads.sampling import Sampler
 
@@ -65,15 +65,22 @@ class Fuzzy(LevelRule):
     def choose(self, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
         if self.lossless or level.tokens.shape[1] == 1:
             return Exact().choose(level, sampler)
-        distance = self.distance(level, sampler)
+        if self.mode == "rescue":
+            child, token = Exact().choose(level, sampler)
+            if known_all(child >= 0):
+                return child, token
+            near = (child < 0) & (self.distance(level, sampler) < self.threshold)
+            return level.followed(torch.where(near, level.first, child), lambda: token)
+        near = (self.distance(level, sampler) <= self.threshold) & (level.first >= 0)
+        if known_all(near):
+            return level.followed(level.first, lambda: level.first)
         child, token = Exact().choose(level, sampler)
-        near = (child < 0) & (distance < self.threshold) if self.mode == "rescue" else distance <= self.threshold
-        return level.followed(torch.where(near, level.first, child), token)
+        return level.followed(torch.where(near, level.first, child), lambda: token)
 
     def distance(self, level: Level, sampler: Sampler) -> Tensor:
         """(B,) D(q, p) at the node; without meaning where it has no child."""
         if self.divergence == "random":
-            return sampler.uniform(level.p)
+            return sampler.uniform(level.logits)
         if level.draft is None:
             raise ValueError("Fuzzy compares the draft's law with the target's, and this tree was drafted without one")
         if self.processed:

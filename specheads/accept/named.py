@@ -14,6 +14,7 @@ from specheads.accept.lenient import Lenient
 from specheads.accept.rule import Acceptance
 from specheads.accept.tokens import CSLeniency, Margin, TopN, Typical
 from specheads.accept.traversal import Traversal
+from specheads.accept.unadjusted import Unadjusted
 from specheads.options import refuse_unknown
 
 # Each with the options that may be written without their name, in this order; any other is written KEY=VALUE.
@@ -21,6 +22,7 @@ RULES: dict[str, tuple[type[Any], tuple[str, ...]]] = {
     "exact": (Exact, ()),
     "block": (Block, ()),
     "traversal": (Traversal, ()),
+    "unadjusted": (Unadjusted, ()),
     "fuzzy": (Fuzzy, ("divergence", "threshold", "mode")),
     "typical": (Typical, ("epsilon", "delta")),
     "lenient": (Lenient, ("leniency",)),
@@ -35,7 +37,7 @@ THRESHOLDS = {
     "margin": "ratio", "ensemble": "weight",
 }  # fmt: skip
 EXPECTED = (
-    "expected exact, block, traversal, fuzzy:DIVERGENCE:THRESHOLD[:MODE], typical[:EPSILON[:DELTA]], "
+    "expected exact, block, traversal, unadjusted, fuzzy:DIVERGENCE:THRESHOLD[:MODE], typical[:EPSILON[:DELTA]], "
     "lenient:LENIENCY, cs_leniency:LENIENCY, topn[:N[:MARGIN]], margin:RATIO or ensemble:WEIGHT"
 )
 

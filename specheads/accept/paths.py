@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specheads.accept.rule import Acceptance, Laws, Level, LevelRule, PathRule, Verdict
+from specheads.accept.rule import Acceptance, Laws, LevelRule, PathRule, Verdict, known_all
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree
 
@@ -37,18 +37,24 @@ def walk(
             return verdict
         return replace(verdict, scores=tuple((laws.raw_at(node), laws.scores_at(node)) for node in verdict.path.T))
     assert isinstance(accept, LevelRule)
-    one_hot = not (sampler.do_sample or sampler.needs_prefix or keep_scores)
-    if one_hot and tree.probs is None and accept.descends_on_draw:
-        # A one-hot law costs nothing to draw from, so draw at every node and read the path off, without a level loop.
+    if sampler.do_sample or sampler.needs_prefix or keep_scores:
+        return descend(laws, accept, sampler, keep_scores=keep_scores)
+    # Without chance, judging where no path leads costs no more than a level loop: judge every node, then read it off.
+    if tree.probs is None and accept.descends_on_draw:
         return drawn_path(tree, sampler.draw(laws.scores))
-    return descend(laws, accept, sampler, keep_scores=keep_scores)
+    child, token = (chosen.view_as(tree.tokens) for chosen in accept.choose(laws.every_level(), sampler))
+    node = torch.arange(tree.num_nodes, device=child.device)
+    return path_along(tree, child.gather(1, tree.shape.above) == node, token)
 
 
 def drawn_path(tree: DraftTree, drawn: Tensor) -> Verdict:
     """The path along which each node carries the token drawn (B, N) at its parent; the bonus is the last one drawn."""
-    shape = tree.shape
-    kept = (drawn.gather(1, shape.above) == tree.tokens) & shape.drafted
-    whole = standing(tree, kept)
+    return path_along(tree, drawn.gather(1, tree.shape.above) == tree.tokens, drawn)
+
+
+def path_along(tree: DraftTree, kept: Tensor, drawn: Tensor) -> Verdict:
+    """The path of kept (B, N) nodes, of each node's children one at most; the bonus is what its last node drew."""
+    whole = standing(tree, kept & tree.shape.drafted)
     node = torch.arange(tree.num_nodes, device=drawn.device)
     # Parents stand before their children, so the nodes of a path in ascending order are the path.
     path = torch.where(whole, node, tree.num_nodes - 1).sort(1).values[:, : tree.max_depth + 1]
@@ -72,29 +78,19 @@ def path_to(tree: DraftTree, end: Tensor) -> tuple[Tensor, Tensor]:
 
 def descend(laws: Laws, rule: LevelRule, sampler: Sampler, *, keep_scores: bool = False) -> Verdict:
     """Level by level, from each node to the child that the rule keeps."""
-    tree, logits = laws.tree, laws.logits
-    batch = tree.tokens.shape[0]
-    rows = torch.arange(batch, device=logits.device)
-    node = torch.zeros(batch, dtype=torch.long, device=logits.device)
-    alive = torch.ones(batch, dtype=torch.bool, device=logits.device)
+    tree = laws.tree
+    node = torch.zeros_like(tree.tokens[:, 0])
+    alive = torch.ones_like(node, dtype=torch.bool)
     path, bonus, length = [node], node, torch.ones_like(node)
     kept_scores: list[tuple[Tensor, Tensor]] = []
     for depth in range(tree.max_depth + 1):
-        raw = laws.raw_at(node) if depth else logits[:, 0]
-        scores = laws.scores_at(node)
+        level = laws.level(node, alive)
         if keep_scores:
-            kept_scores.append((raw, scores))
-        is_child = (tree.parents == node.unsqueeze(1)) & alive.unsqueeze(1)
-        level = Level(
-            sampler.law_of(scores), scores, raw, tree.tokens, is_child,
-            q=tree.probs[rows, is_child.int().argmax(1)] if tree.probs is not None else None,
-            draft=tree.logits.at(node) if tree.logits is not None else None,
-        )  # fmt: skip
+            kept_scores.append((level.logits, level.scores))
         child, token = rule.choose(level, sampler)
         bonus = torch.where(alive, token, bonus)
         alive = alive & (child >= 0)
-        # On the CPU asking costs nothing; elsewhere it would wait for the device.
-        if depth == tree.max_depth or (alive.device.type == "cpu" and not alive.any()):
+        if depth == tree.max_depth or known_all(~alive):
             break
         node = torch.where(alive, child, node)
         length = length + alive

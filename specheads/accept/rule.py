@@ -1,12 +1,12 @@
 """The two forms a rule takes, what each is given, and what it says.
 
-p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabulary, P = depth + 1.
+p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabulary, P = depth + 1, R nodes looked at.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -16,42 +16,6 @@ from torch import Tensor
 
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """One node of each batch row, and its children.
-
-    p (B, V): the target's law there; scores (B, V): the processed scores it comes from; logits (B, V): the target's
-      own, before any processor.
-    tokens (B, N) of the whole tree; is_child (B, N) marks the node's children.
-    q (B, V): the law the children were drawn from; None where they are a point mass.
-    draft (B, V): the draft's own logits there, where they were kept; −inf outside a draft vocabulary.
-    """
-
-    p: Tensor
-    scores: Tensor
-    logits: Tensor
-    tokens: Tensor
-    is_child: Tensor
-    q: Tensor | None = None
-    draft: Tensor | None = None
-
-    @property
-    def soft(self) -> Tensor:
-        """(B, V) the law under all processors before temperature 0 makes a one-hot p of it."""
-        return self.scores.softmax(-1)
-
-    @property
-    def first(self) -> Tensor:
-        """(B,) the first child in draft order whose token no processor rules out; −1 for none."""
-        allowed, child = (self.is_child & (self.scores.gather(1, self.tokens) > -torch.inf)).max(1)
-        return torch.where(allowed, child, -1)
-
-    def followed(self, child: Tensor, bonus: Tensor) -> tuple[Tensor, Tensor]:
-        """child (B,), and the token that follows: the child's, or the bonus (B,) where child is −1."""
-        own = self.tokens.gather(1, child.clamp_min(0).unsqueeze(1)).squeeze(1)
-        return child, torch.where(child < 0, bonus, own)
 
 
 @dataclass
@@ -129,6 +93,23 @@ class Laws:
         """(B,) → (B, V) the law at one node of each row."""
         return self.sampler.law_of(self.scores[self._rows, node])
 
+    def level(self, node: Tensor, alive: Tensor) -> Level:
+        """One node (B,) of each row; a row that is not alive has no children."""
+        raw = self.raw_at(node)
+        scores = self.sampler.scores(raw, lambda: self.prefixes(node))
+        is_child = (self.tree.parents == node.unsqueeze(1)) & alive.unsqueeze(1)
+        return Level(self, (self._rows, node), raw, scores, self.tree.tokens, is_child)
+
+    def every_level(self) -> Level:
+        """All nodes of all rows, (B · N) of them, row by row."""
+        num, tree = self.tree.num_nodes, self.tree
+        row = self._rows.repeat_interleave(num)
+        node = torch.arange(num, device=row.device).repeat(len(self._rows))
+        is_child = tree.parents[row] == node.unsqueeze(1)
+        return Level(
+            self, (row, node), self.logits.flatten(0, 1), self.scores.flatten(0, 1), tree.tokens[row], is_child
+        )
+
     def at_parent(self, values: Tensor) -> Tensor:
         """(B, N) → (B, N): of each node, its parent's."""
         return values.gather(1, self.tree.shape.above)
@@ -137,6 +118,63 @@ class Laws:
         """(B, N) the probability of each node's token in laws (B, M, V): in law place (B, N), or its parent's."""
         place = self.tree.shape.above if place is None else place
         return laws[self._rows.unsqueeze(1), place, self.tree.tokens]
+
+
+@dataclass(frozen=True)
+class Level:
+    """Some nodes of a verified tree, one a row, and their children; the laws there are made when a rule reads them.
+
+    at: the batch row and the place of each node, (R,) both.
+    logits (R, V): the target's own, before any processor; scores (R, V): the processed ones.
+    tokens (R, N) of the whole tree; is_child (R, N) marks the node's children.
+    """
+
+    laws: Laws
+    at: tuple[Tensor, Tensor]
+    logits: Tensor
+    scores: Tensor
+    tokens: Tensor
+    is_child: Tensor
+
+    @cached_property
+    def p(self) -> Tensor:
+        """(R, V) the target's law there."""
+        return self.laws.sampler.law_of(self.scores)
+
+    @cached_property
+    def q(self) -> Tensor | None:
+        """(R, V) the law the children were drawn from; None where they are a point mass."""
+        probs = self.laws.tree.probs
+        return None if probs is None else probs[self.at[0], self.is_child.int().argmax(1)]
+
+    @cached_property
+    def draft(self) -> Tensor | None:
+        """(R, V) the draft's own logits there, where they were kept; −inf outside a draft vocabulary."""
+        kept = self.laws.tree.logits
+        return None if kept is None else kept.at(*self.at)
+
+    @property
+    def soft(self) -> Tensor:
+        """(R, V) the law under all processors before temperature 0 makes a one-hot p of it."""
+        return self.scores.softmax(-1)
+
+    @cached_property
+    def first(self) -> Tensor:
+        """(R,) the first child in draft order whose token no processor rules out; −1 for none."""
+        allowed, child = (self.is_child & (self.scores.gather(1, self.tokens) > -torch.inf)).max(1)
+        return torch.where(allowed, child, -1)
+
+    def followed(self, child: Tensor, bonus: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """child (R,), and the token that follows: the child's, or the bonus (R,) where child is −1."""
+        own = self.tokens.gather(1, child.clamp_min(0).unsqueeze(1)).squeeze(1)
+        if known_all(child >= 0):
+            return child, own
+        return child, torch.where(child < 0, bonus(), own)
+
+
+def known_all(marks: Tensor) -> bool:
+    """Are all marks true, as far as asking costs nothing? False elsewhere than on a CPU, where it would wait."""
+    return marks.device.type == "cpu" and bool(marks.all())
 
 
 @dataclass(frozen=True)
@@ -184,14 +222,14 @@ class Acceptance(ABC):
 
 
 class LevelRule(Acceptance):
-    """A rule that judges the children of one node, and goes on from the one it keeps."""
+    """A rule that judges the children of each node by themselves, and goes on from the one it keeps."""
 
     # Without q the child kept is the one that carries a token drawn from p, and no other.
     descends_on_draw: ClassVar[bool] = False
 
     @abstractmethod
     def choose(self, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
-        """The kept child (B,), −1 for none, and the token that follows (B,): the child's, or the bonus."""
+        """The kept child (R,), −1 for none, and the token that follows (R,): the child's, or the bonus."""
 
 
 class PathRule(Acceptance):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -51,6 +52,21 @@ def transformers_generate(base: PreTrainedModel, max_new_tokens: int, **options:
         return Output(new_tokens(base, batch, out))
 
     return run
+
+
+def assisted(base: PreTrainedModel, small: PreTrainedModel, max_new_tokens: int, **options: Any) -> Decoder:
+    """transformers' assisted generation, greedy. options: of the small model's generation config, which governs it."""
+    run = transformers_generate(base, max_new_tokens, assistant_model=small)
+
+    def configured(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
+        kept = copy.deepcopy(small.generation_config)
+        small.generation_config.update(**options)
+        try:
+            return run(batch, watch)
+        finally:
+            small.generation_config = kept
+
+    return configured
 
 
 def drafted(

@@ -20,8 +20,9 @@ def measure(
     model: SpecModel, tokenizer: Any, prompts: Sequence[str | Conversation], *, max_new_tokens: int, repeats: int,
     tree: str | None, rule: Acceptance | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What was asked for, where it ran, and the figures of each decoder, the head's last; tree as on the command
-    line; rule: another than the exact one for the head to run under as well. Of a conversation the first turn is asked. Progress goes to stderr."""
+    """What was asked for, where it ran, and the figures of each decoder; tree as on the command line. The head's come
+    last, and where there is a `rule` once more under that. Of a conversation the first turn is asked. Progress goes to
+    stderr."""
     asked = [prompt if isinstance(prompt, str) else prompt.prompt((), tokenizer) for prompt in prompts]
     plan, head = parse_tree(tree, model), f"{model.head.config.kind} head"
     racers = {

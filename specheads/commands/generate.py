@@ -17,7 +17,8 @@ from specheads.generation import SpecGenerateOutput
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """How to continue a prompt. temperature 0 is greedy; tree and accept as on the command line; draft=False: a token a step."""
+    """How to continue a prompt. temperature 0 is greedy; tree and accept as on the command line; draft=False: a token a
+    step."""
 
     max_new_tokens: int
     temperature: float

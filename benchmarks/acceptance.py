@@ -1,0 +1,118 @@
+"""What accepting costs: the share of a step that each rule takes to walk the verified tree.
+
+    python benchmarks/acceptance.py --out docs/benchmarks
+
+EAGLE-3, float32, batch 1, greedy and at temperature 1, every rule on the same prompt and on a chain and a branching
+tree. Timed around walk(); keeping the draft's law, where a rule needs it, counts as drafting. Medians over all steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
+
+import specheads
+from specheads import corpus, load_head
+from specheads.accept import walk
+from specheads.bench import decoders, environment, report
+from specheads.bench.prompts import held_out_prompts
+
+RULES: dict[str, specheads.Acceptance] = {
+    "Exact": specheads.Exact(),
+    "Block": specheads.Block(),
+    "Traversal": specheads.Traversal(),
+    "Lenient": specheads.Lenient(0.5),
+    "Typical": specheads.Typical(),
+    "TopN": specheads.TopN(),
+    "Margin": specheads.Margin(0.9),
+    "CSLeniency": specheads.CSLeniency(3),
+    **{
+        f"Fuzzy {name}": specheads.Fuzzy(0.3, name)
+        for name in ("kl", "kl_reversed", "js", "js_paper", "tv", "top_k_js", "top_p_js", "random")
+    },
+    "Fuzzy js, rescue": specheads.Fuzzy(0.3, "js", mode="rescue"),
+}
+TREES = {
+    "greedy, chain of 7": (0.0, specheads.chain(7)),
+    "greedy, dynamic 16": (0.0, specheads.DynamicTree(16, 5, 4)),
+    "T = 1, sampled chain of 7": (1.0, specheads.SampledTree((1,) * 7)),
+    "T = 1, sampled 2 × 2 × 1": (1.0, specheads.SampledTree((2, 2, 1))),
+    "T = 1, chain of 7 likeliest": (1.0, specheads.chain(7)),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoints", type=Path, help="the folder of base/ and the head (default: shipped)")
+    parser.add_argument("--head", default="eagle3", help="which of them")
+    parser.add_argument("--out", type=Path, required=True, help="the folder for acceptance.md and .json")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--num-prompts", type=int, default=4)
+    parser.add_argument("--require", action="store_true", help="exit 1 if a rule takes more than 3 %% of a step")
+    options = parser.parse_args()
+
+    hf_logging.disable_progress_bar()
+    folder = options.checkpoints or corpus.checkpoints_dir()
+    base: Any = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    model: Any = load_head(base, folder / options.head, dtype=base.dtype)
+    held_out = (folder / "base" / "held_out.txt").read_text("utf8").split()
+    prompts = held_out_prompts(tokenizer, options.num_prompts, 64, held_out)
+    batches = decoders.batches(tokenizer, prompts, base.device)
+    record: dict[str, dict[str, float | None]] = {}
+    for rule, accept in RULES.items():
+        record[rule] = {}
+        for tree, (temperature, plan) in TREES.items():
+            if rule == "Block" and isinstance(plan, specheads.SampledTree) and max(plan.branches) > 1:
+                record[rule][tree] = None  # it judges chains only
+                continue
+            sampling = (
+                {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+            )
+            ask = {"max_new_tokens": options.max_new_tokens, "tree": plan, "accept": accept, "seed": 0, **sampling}
+            record[rule][tree] = share(model, batches, ask)
+    where = environment.environment()
+    command = "python benchmarks/acceptance.py " + " ".join(sys.argv[1:])
+    rows = [
+        [rule, *("–" if value is None else f"{value:.1%}" for value in shares.values())]
+        for rule, shares in record.items()
+    ]
+    text = "\n".join([
+        "# What accepting costs\n", f"`{command}`\n", f"{environment.line(where)}.\n",
+        f"Share of a step, {options.head}, vocabulary {base.config.vocab_size:,}, float32, batch 1; medians over the "
+        "steps.\n", report.markdown(("rule", *TREES), rows),
+    ])  # fmt: skip
+    report.write(options.out, "acceptance", text, {"command": command, "environment": where, "shares": record})
+    print(text)
+    return int(options.require and max(one for shares in record.values() for one in shares.values() if one) > 0.03)
+
+
+def share(model: Any, batches: list[dict[str, Any]], ask: dict[str, Any]) -> float:
+    """walk()'s median share of a step."""
+    shares = []
+    for batch in [batches[0], *batches]:  # the first once more, as a warm-up
+        walked: list[float] = []
+
+        def timed(*args: Any, _walked: list[float] = walked, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            verdict = walk(*args, **kwargs)
+            _walked.append(time.perf_counter() - began)
+            return verdict
+
+        with mock.patch("specheads.decode.walk", timed):
+            steps = model.generate(**batch, **ask, return_dict_in_generate=True).steps
+        shares.append([own / step.seconds for own, step in zip(walked, steps[1:], strict=True)])
+    return median(one for run in shares[1:] for one in run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""Unadjusted: the exact rule's coins, without the residual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from specheads.accept.exact import judged_in_order
+from specheads.accept.rule import Level, LevelRule
+from specheads.sampling import Sampler
+
+
+@dataclass(frozen=True)
+class Unadjusted(LevelRule):
+    """Keep x with probability min(1, p(x)/q(x)), and behind a refusal draw from p. Not lossless but at temperature 0.
+
+    Without the residual norm((p − q)₊) what the draft likes comes twice: it is emitted with probability
+    min(p, q) + (1 − Σ min(p, q)) p. The skip_sample_adjustment of https://github.com/romsto/Speculative-Decoding.
+    """
+
+    lossless: ClassVar[bool] = False
+
+    def choose(self, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
+        return level.followed(judged_in_order(level.p, level, sampler)[0], lambda: sampler.draw(level.p))

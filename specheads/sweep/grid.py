@@ -14,6 +14,7 @@ from specheads.options import refuse_unknown
 from specheads.recipe import RecipeError, parse_yaml
 
 PLAIN = "none"  # the drafter that drafts nothing
+CLOCKS = ("wall", "cpu")
 LAWLESS = ("lookup", "ngram", "maxgram")  # they copy, and have no law of their own
 
 
@@ -56,7 +57,8 @@ class Sweep:
     on the command line; gamma: chains of so many tokens. top_k shapes sampling; 1 is greedy, as is temperature 0.
     task: signatures, mmlu, gsm8k, csqa, humaneval, or prompts without answers; data: files of its rows, else the hub
     or what is shipped. batch_size: prompts judged at once; speed_prompts: the first so many also give the speed, one by
-    one, `repeats` times. max_new_tokens: None as the task has it. run_code: let HumanEval run what the model wrote.
+    one, `repeats` times, by the clock `wall` or `cpu`: the time this process computes, for a CPU that others use too.
+    max_new_tokens: None as the task has it. run_code: let HumanEval run what the model wrote.
     """
 
     drafters: tuple[str, ...]
@@ -74,6 +76,7 @@ class Sweep:
     batch_size: int = 8
     speed_prompts: int = 16
     repeats: int = 1
+    clock: str = "wall"
     seed: int = 0
     chat: bool = False
     run_code: bool = False
@@ -95,6 +98,7 @@ class Sweep:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        refuse_unknown([self.clock], CLOCKS, "clock")
         if self.trees and self.gamma:
             raise ValueError("trees and gamma both say what to draft; gamma 5 is the tree chain:5")
         for drafter in self.drafters:

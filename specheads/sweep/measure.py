@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -16,6 +17,7 @@ from specheads.sweep.kl import Distance, distance
 from specheads.sweep.tasks import Task
 
 Row = dict[str, Any]
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 # Columns that no other run, not even of the same setting, gives again.
 TIMED = ("seconds", "tokens_per_second", "speed_up", "speed_up_of_each_repeat")
 
@@ -59,7 +61,7 @@ def measure(
     racers = {own: decoder(bench, sweep, setting, length)}
     racers[other] = racers.get(other) or decoder(bench, sweep, setting.reference, length)
     batches = decoders.batches(bench.tokenizer, prompts[: sweep.speed_prompts], bench.base.device)
-    race = runner.race(racers, batches, repeats=sweep.repeats, report=report)
+    race = runner.race(racers, batches, repeats=sweep.repeats, report=report, clock=CLOCKS[sweep.clock])
     return {
         **setting_columns(setting),
         "lossless": setting.lossless,

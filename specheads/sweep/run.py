@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,10 @@ RESULTS = "results.jsonl"
 
 def key_of(setting: Setting, common: str) -> str:
     """A digest of one setting and of all that the settings of a sweep share."""
-    text = json.dumps([asdict(setting), common], sort_keys=True)
+    # Without what is at its default, so that a field that comes later does not make all that is done be done again.
+    fields = {f.name: getattr(setting, f.name) for f in dataclasses.fields(setting)}
+    given = {f.name: fields[f.name] for f in dataclasses.fields(setting) if fields[f.name] != f.default}
+    text = json.dumps([given, common], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -35,7 +38,7 @@ def common_of(bench: Bench, sweep: Sweep, task: Task) -> str:
     prompts = prompts_of(bench, sweep, task)
     answers = [question.answer for question in task.questions]
     length = sweep.max_new_tokens or task.max_new_tokens
-    shared = [bench.identity(), str(bench.base.dtype), prompts, answers, length, sweep.repeats, sweep.speed_prompts,
+    shared = [bench.identity(), str(bench.base.dtype), prompts, answers, length, sweep.repeats, sweep.speed_prompts, sweep.clock,
               sweep.batch_size, sweep.seed, task.name]  # fmt: skip
     return hashlib.sha256(json.dumps(shared).encode()).hexdigest()[:16]
 

@@ -38,8 +38,10 @@ def common_of(bench: Bench, sweep: Sweep, task: Task) -> str:
     prompts = prompts_of(bench, sweep, task)
     answers = [question.answer for question in task.questions]
     length = sweep.max_new_tokens or task.max_new_tokens
-    shared = [bench.identity(), str(bench.base.dtype), prompts, answers, length, sweep.repeats, sweep.speed_prompts, sweep.clock,
-              sweep.batch_size, sweep.seed, task.name]  # fmt: skip
+    shared = [
+        bench.identity(), str(bench.base.dtype), prompts, answers, length, sweep.repeats, sweep.speed_prompts,
+        sweep.clock, sweep.batch_size, sweep.seed, task.name,
+    ]  # fmt: skip
     return hashlib.sha256(json.dumps(shared).encode()).hexdigest()[:16]
 
 

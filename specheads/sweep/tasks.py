@@ -108,7 +108,9 @@ SOURCES = {
     "humaneval": Source("openai/openai_humaneval", None, "test", "entry_point", humaneval, lambda text: text, 384),
 }
 NAMES = ("signatures", *SOURCES, "prompts")
-SHIPPED_QUESTIONS, SHIPPED_TOKENS = 64, 24
+# What an answer takes where the sweep does not say.
+LENGTHS = {"signatures": 24, "prompts": 128, **{name: source.max_new_tokens for name, source in SOURCES.items()}}
+SHIPPED_QUESTIONS = 64
 
 
 def load_task(
@@ -122,7 +124,7 @@ def load_task(
             raise ValueError("the task signatures is made of shipped data and takes no data")
         made = signature_questions(tokenizer, count or SHIPPED_QUESTIONS)
         questions = [Question(ids, answer) for ids, answer in made]
-        return Task(name, questions, SHIPPED_TOKENS, lambda text, asked: signature_written(text) == asked.answer)
+        return Task(name, questions, LENGTHS[name], lambda text, asked: signature_written(text) == asked.answer)
     if name == "prompts":
         if data:
             from pathlib import Path
@@ -133,7 +135,7 @@ def load_task(
             asked = [t if isinstance(t, str) else t.prompt((), tokenizer) for t in texts]
         else:
             asked = [*held_out_prompts(tokenizer, count or 8)]
-        return Task(name, [Question(prompt, "") for prompt in asked], 128, None)
+        return Task(name, [Question(prompt, "") for prompt in asked], LENGTHS[name], None)
     source = SOURCES[name]
     if name == "humaneval" and not run_code:
         raise ValueError(

@@ -16,14 +16,11 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 import specheads
-from specheads import corpus, load_head
 from specheads.accept import walk
-from specheads.bench import decoders, environment, report
+from specheads.bench import decoders, environment, report, shipped
 from specheads.bench.prompts import held_out_prompts
 
 RULES: dict[str, specheads.Acceptance] = {
@@ -61,12 +58,10 @@ def main() -> int:
     options = parser.parse_args()
 
     hf_logging.disable_progress_bar()
-    folder = options.checkpoints or corpus.checkpoints_dir()
-    base: Any = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-    model: Any = load_head(base, folder / options.head, dtype=base.dtype)
-    held_out = (folder / "base" / "held_out.txt").read_text("utf8").split()
-    prompts = held_out_prompts(tokenizer, options.num_prompts, 64, held_out)
+    folder = shipped.find_base(options.checkpoints)
+    base, tokenizer = shipped.load_base(folder, "cpu")
+    (model,) = shipped.load_heads(base, folder.parent, [options.head]).values()
+    prompts = held_out_prompts(tokenizer, options.num_prompts, 64, shipped.held_out_names(folder))
     batches = decoders.batches(tokenizer, prompts, base.device)
     record: dict[str, dict[str, float | None]] = {}
     for rule, accept in RULES.items():

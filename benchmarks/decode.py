@@ -16,17 +16,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from specheads import console as terminal
-from specheads import corpus, load_head
-from specheads.bench import decoders, environment, report, runner
+from specheads.bench import decoders, environment, report, runner, shipped
+from specheads.bench.decoders import REFERENCE
 from specheads.bench.prompts import held_out_prompts
-
-REFERENCE = "transformers generate"
-HEADS = {"medusa": "Medusa", "eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
 
 
 def main() -> int:
@@ -43,14 +38,11 @@ def main() -> int:
     options = parser.parse_args()
 
     hf_logging.disable_progress_bar()
-    folder = options.checkpoints or corpus.checkpoints_dir()
-    base: Any = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-    base.to(options.device)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-    held_out = (folder / "base" / "held_out.txt").read_text("utf8").split()
-    prompts = held_out_prompts(tokenizer, options.num_prompts, options.prompt_tokens, held_out)
-    present = {name: label for name, label in HEADS.items() if (folder / name / "config.json").is_file()}
-    heads = {label: load_head(base, folder / name, dtype=base.dtype) for name, label in present.items()}
+    folder = shipped.find_base(options.checkpoints)
+    base, tokenizer = shipped.load_base(folder, options.device)
+    prompts = held_out_prompts(tokenizer, options.num_prompts, options.prompt_tokens, shipped.held_out_names(folder))
+    errors = terminal.make_console(stderr=True)
+    heads = shipped.load_heads(base, folder.parent, missing=errors.print)
     where = environment.environment()
     command = "python benchmarks/decode.py " + " ".join(sys.argv[1:])
     text = [
@@ -62,7 +54,6 @@ def main() -> int:
         f"of {options.repeats} interleaved repeats. Speed-up is over transformers' `generate` in the same run.\n",
     ]
     record: dict[str, Any] = {"command": command, "environment": where, "options": _plain(vars(options))}
-    errors = terminal.make_console(stderr=True)
     for size in options.batch_sizes:
         racers = {REFERENCE: decoders.transformers_generate(base, options.max_new_tokens)}
         if size == 1:

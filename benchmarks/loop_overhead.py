@@ -21,11 +21,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
-from specheads import corpus, load_head
-from specheads.bench import decoders, environment, report
+from specheads.bench import decoders, environment, report, shipped
 from specheads.bench.prompts import held_out_prompts
 from specheads.decode import decode
 
@@ -104,11 +102,10 @@ def main() -> int:
     options = parser.parse_args()
 
     hf_logging.disable_progress_bar()
-    folder = options.checkpoints or corpus.checkpoints_dir()
-    base: Any = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-    model: Any = load_head(base, folder / options.head, dtype=base.dtype)
-    held_out = (folder / "base" / "held_out.txt").read_text("utf8").split()
+    folder = shipped.find_base(options.checkpoints)
+    base, tokenizer = shipped.load_base(folder, "cpu")
+    (model,) = shipped.load_heads(base, folder.parent, [options.head]).values()
+    held_out = shipped.held_out_names(folder)
     prompts = held_out_prompts(tokenizer, max(options.batch_sizes), 64, held_out)
     rows: list[list[str]] = []
     record: dict[str, Any] = {}

@@ -14,17 +14,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from specheads import console as terminal
-from specheads import corpus, load_head
-from specheads.bench import decoders, environment, report, runner
+from specheads.bench import decoders, environment, report, runner, shipped
+from specheads.bench.decoders import REFERENCE
 from specheads.bench.prompts import held_out_prompts
 from specheads.commands.arguments import parse_tree
 
-REFERENCE = "transformers generate"
 TREES = (
     "chain:2", "chain:3", "chain:4", "chain:5", "chain:6", "comb:3", "comb:4", "comb:5", "comb:6", "static:8",
     "static:16", "dynamic:12,4,4", "dynamic:16,5,4",
@@ -43,13 +40,10 @@ def main() -> int:
     options = parser.parse_args()
 
     hf_logging.disable_progress_bar()
-    folder = options.checkpoints or corpus.checkpoints_dir()
-    base: Any = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-    held_out = (folder / "base" / "held_out.txt").read_text("utf8").split()
-    batches = decoders.batches(
-        tokenizer, held_out_prompts(tokenizer, options.num_prompts, held_out=held_out), base.device, 1
-    )
+    folder = shipped.find_base(options.checkpoints)
+    base, tokenizer = shipped.load_base(folder, "cpu")
+    prompts = held_out_prompts(tokenizer, options.num_prompts, held_out=shipped.held_out_names(folder))
+    batches = decoders.batches(tokenizer, prompts, base.device, 1)
     where = environment.environment()
     command = "python benchmarks/trees.py " + " ".join(sys.argv[1:])
     text = [
@@ -59,7 +53,7 @@ def main() -> int:
     ]  # fmt: skip
     record: dict[str, Any] = {"command": command, "environment": where}
     for name in options.heads:
-        model: Any = load_head(base, folder / name, dtype=base.dtype)
+        (model,) = shipped.load_heads(base, folder.parent, [name]).values()
         plans = {"default": None} | {tree: parse_tree(tree, model) for tree in options.trees}
         deepest = getattr(model.head.config, "num_heads", None)
         plans = {tree: plan for tree, plan in plans.items() if not plan or not deepest or plan.depth <= deepest}

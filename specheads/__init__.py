@@ -22,6 +22,7 @@ from specheads.checkpoint import CheckpointError
 from specheads.convert import SpecConfig, SpecModel, convert, load_head
 from specheads.decode import Step, decode
 from specheads.drafters import (
+    Cascade,
     Context,
     Drafter,
     DraftModel,
@@ -59,11 +60,11 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "Acceptance", "AdaptiveChain", "Block", "CSLeniency", "CheckpointError", "Collator", "Context", "DataConfig",
-    "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree", "Eagle3Config", "EagleConfig", "Ensemble",
-    "Exact", "Fuzzy", "HeadConfig", "Lenient", "Margin", "MaxGram", "MedusaConfig", "NGram", "NGramStorage",
-    "OneLevelNGramStorage", "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput",
-    "SpecModel", "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN", "Traversal",
-    "Typical", "Unadjusted", "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode",
-    "fuzzy_from", "generate", "load_head", "patch", "token_counts", "unpatch",
+    "Acceptance", "AdaptiveChain", "Block", "CSLeniency", "Cascade", "CheckpointError", "Collator", "Context",
+    "DataConfig", "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree", "Eagle3Config", "EagleConfig",
+    "Ensemble", "Exact", "Fuzzy", "HeadConfig", "Lenient", "Margin", "MaxGram", "MedusaConfig", "NGram",
+    "NGramStorage", "OneLevelNGramStorage", "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig",
+    "SpecGenerateOutput", "SpecModel", "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step", "Target",
+    "TopN", "Traversal", "Typical", "Unadjusted", "UnsupportedModel", "build_datasets", "chain", "comb", "convert",
+    "decode", "fuzzy_from", "generate", "load_head", "patch", "token_counts", "unpatch",
 ]  # fmt: skip

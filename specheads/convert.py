@@ -20,6 +20,7 @@ from specheads.fingerprint import fingerprint
 from specheads.heads import HEADS, DraftHead, HeadConfig, TapBatch
 from specheads.heads.naming import head_config, head_kind
 from specheads.target import (
+    MASKED_ATTENTION,
     UnsupportedModel,
     concat_taps,
     kept_states,
@@ -177,9 +178,19 @@ class SpecModel(PreTrainedModel):
             num_items=num_items_in_batch,
         )
         loss, terms = self.head.loss(batch)
+        if not loss.requires_grad and torch.is_grad_enabled():
+            # Rows of one or two tokens have nothing to draft: a loss of 0, whose gradient a trainer still asks for.
+            trained = [p.sum() for p in self.parameters() if p.requires_grad]
+            loss = loss + sum(trained, torch.zeros_like(loss)) * 0
         return SpecOutput(loss=loss, ranks=terms.pop("ranks", None), terms=terms)
 
     def _packed_mask(self, documents: Tensor, position_ids: Tensor) -> Tensor | dict[str, Tensor]:
+        attention = getattr(text_config(self.base), "_attn_implementation", None)
+        if attention not in MASKED_ATTENTION:
+            raise ValueError(
+                f"{attention} attention would let the documents of a packed row see one another; train with "
+                "packing=false, or attn_implementation=sdpa"
+            )
         place = torch.arange(documents.shape[1], device=documents.device)
         seen = (documents.unsqueeze(2) == documents.unsqueeze(1)) & (place <= place.unsqueeze(1))
         masks = {
@@ -197,7 +208,7 @@ class SpecModel(PreTrainedModel):
     @torch.no_grad()
     def generate(
         self, inputs: Tensor | None = None, *, draft: bool | Drafter = True, **kwargs: Any
-    ) -> Tensor | generation.SpecGenerateOutput:
+    ) -> Tensor | ModelOutput:
         """Hugging Face's generate() with tree drafts: the same arguments, the same text, in fewer passes.
 
         draft: True for this model's head, False for plain decoding through the same loop, or any other drafter.

@@ -92,10 +92,10 @@ def decode(
                 f"{type(accept).__name__} compares the draft's law with the target's, and {type(drafter).__name__} "
                 "gives none; draft with a head or a draft model, or accept by another rule"
             )
+        target.active = active = None if all(running) else torch.tensor(running, device=root.device)
         out = target.verify(tree)
         verdict = walk(tree, out.logits, accept, sampler, context.history, keep_scores=keep_scores)
-        if not all(running):  # a finished row stays where it is
-            active = torch.tensor(running, device=root.device)
+        if active is not None:  # a finished row stays where it is
             verdict = replace(verdict, length=verdict.length * active)
         following, ranks_of_path = verdict.following(tree), tree.shape.ranks.gather(1, verdict.path)
         # The step's only transfer to the host: tokens gained, ranks, nodes drafted and length.

@@ -4,55 +4,25 @@ criteria, streamers and GenerationConfig mean what they mean there."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria, StopStringCriteria
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import ModelOutput
 
 from specheads.accept import Acceptance, Exact
-from specheads.decode import Step, decode
+from specheads.decode import decode
 from specheads.drafters.base import Drafter
+from specheads.outputs import SpecGenerateOutput, SpecSeq2SeqOutput, by_position
 from specheads.planner import Plan
 from specheads.sampling import Sampler
-from specheads.target import Target
-
-
-@dataclass
-class SpecGenerateOutput(GenerateDecoderOnlyOutput):
-    """What `generate(..., return_dict_in_generate=True)` gives: HF's fields, and the steps behind them.
-
-    steps: one `decode.Step` each, the prefill first. lossless: has the text the base's own law?
-    """
-
-    steps: list[Step] | None = None
-    lossless: bool | None = None
-
-    def statistics(self) -> dict[str, Any]:
-        """Totals a person asks for; accepted_length counts the bonus token, over the steps each row took part in."""
-        assert self.steps is not None
-        drafting = self.steps[1:]
-        taken = sum(bool(row) for step in drafting for row in step.tokens)
-        tokens = sum(len(row) for step in self.steps for row in step.tokens)
-        gained = sum(len(row) for step in drafting for row in step.tokens)
-        seconds = sum(step.seconds for step in self.steps)
-        depths = [n for step in drafting for n, row in zip(step.accepted, step.tokens, strict=True) if row]
-        return {
-            "tokens": tokens,
-            "steps": len(drafting),
-            "drafted": sum(sum(step.drafted) for step in drafting),
-            "accepted": sum(depths),
-            "accepted_length": gained / taken if taken else 1.0,
-            "accepted_by_depth": [sum(n >= d for n in depths) / taken for d in range(1, max(depths, default=0) + 1)],
-            "seconds": seconds,
-            "tokens_per_second": tokens / seconds if seconds else float("nan"),
-            "lossless": self.lossless,
-        }
+from specheads.seq2seq import Source, refuse_branching, verifier
 
 
 @dataclass
@@ -110,11 +80,13 @@ def generate(
     tokenizer: Any = None,
     stop_strings: str | Sequence[str] | None = None,
     **kwargs: Any,
-) -> Tensor | SpecGenerateOutput:
-    """`base.generate(...)` with draft trees, for any decoder-only Hugging Face model: its arguments, and its text.
+) -> Tensor | ModelOutput:
+    """`base.generate(...)` with draft trees, for any Hugging Face language model: its arguments, and its text.
 
     drafter: what drafts (a `DraftModel`, a head …; None: plain decoding through the same loop). tree: the plan of the
-    trees (default: the drafter's). accept: the rule (default `Exact`, lossless). seed: of the sampling.
+    trees (default: the drafter's; for encoder-decoders a chain). accept: the rule (default `Exact`, lossless). seed: of
+    the sampling. Returns ids, or a `SpecGenerateOutput` (`SpecSeq2SeqOutput`) for return_dict_in_generate=True; with
+    num_beams > 1, for which nothing may draft, what the base's own beam search returns.
     """
     _refuse_misplaced(drafter, tree, accept)
     for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "inputs_embeds", "past_key_values"):
@@ -122,7 +94,14 @@ def generate(
             raise ValueError(f"generate() with draft trees takes no {name}=; call the base's own generate() for that")
     default = generation_config or base.generation_config
     if (kwargs.get("num_beams") or default.num_beams or 1) > 1:
-        raise ValueError("beam search does not combine with drafts; call the base's own generate(num_beams=...) for it")
+        if drafter is not None or accept is not None:
+            raise ValueError(
+                "beam search does not combine with drafts; give num_beams=1 to draft, or neither a drafter "
+                "(draft=False) nor accept= for the base's own beam search"
+            )
+        own: Any = base.generate
+        options = {"streamer": streamer, "tokenizer": tokenizer, "stop_strings": stop_strings, **kwargs}
+        return _seeded(lambda: own(inputs, generation_config, stopping_criteria=stopping_criteria, **options), seed)
     for name in ("penalty_alpha", "dola_layers", "use_mtp"):  # other ways of decoding, which a loop of ours would skip
         if value := kwargs.get(name, getattr(default, name, None)):
             raise ValueError(f"{name}={value!r} does not combine with drafts; call the base's own generate() for it")
@@ -142,11 +121,14 @@ def generate(
     if streamer is not None:
         kwargs["streamer"] = streamer
     rule: Acceptance = accept if accept is not None else Exact()
+    source_ids = (inputs if inputs is not None else kwargs.get("input_ids")) if base.config.is_encoder_decoder else None
     return base.generate(  # type: ignore[operator]
         inputs,
         generation_config=generation_config,
         stopping_criteria=stopping_criteria,
-        custom_generate=partial(_run, drafter=drafter, plan=tree, accept=rule, seed=seed, stream=streamer),
+        custom_generate=partial(
+            _run, drafter=drafter, plan=tree, accept=rule, seed=seed, source_ids=source_ids, stream=streamer
+        ),
         **kwargs,
     )
 
@@ -178,11 +160,16 @@ def _run(
     plan: Plan | None,
     accept: Acceptance,
     seed: int | None,
+    source_ids: Tensor | None,
     stream: BaseStreamer | None,
     **model_kwargs: Any,
-) -> Tensor | SpecGenerateOutput:
+) -> Tensor | SpecGenerateOutput | SpecSeq2SeqOutput:
     do_sample = bool(generation_config.do_sample)
-    mask = model_kwargs.get("attention_mask")
+    source, mask = None, model_kwargs.get("attention_mask")
+    if encoder_decoder := bool(base.config.is_encoder_decoder):
+        source = Source(model_kwargs["encoder_outputs"][0], mask, _unpadded(source_ids, mask, len(input_ids)))
+        # HF leaves the padding of a decoder's prompt where it stands, and the positions of some models count it.
+        mask = None
     columns = input_ids.shape[1]
     if columns == 0:
         raise ValueError("an empty prompt has nothing to continue; give at least one token (the BOS token, say)")
@@ -196,6 +183,8 @@ def _run(
         plan = drafter.default_plan(ids.device, do_sample)
     if drafter is None:
         plan = None
+    if plan is not None and encoder_decoder:
+        refuse_branching(base, plan)
     pad = generation_config._pad_token_tensor
     pad_id = int(pad) if pad is not None else 0
     stop = _Stopping(stopping_criteria, input_ids.tolist(), columns, counts, ids.device)
@@ -208,7 +197,10 @@ def _run(
     )
     wants_scores = bool(generation_config.output_scores or generation_config.output_logits)
     wants_dict = bool(generation_config.return_dict_in_generate)
-    target = Target(base, drafter.layers if drafter else (), scratch=plan.num_nodes if plan else 1)
+    target = verifier(
+        base, drafter.layers if drafter else (), scratch=plan.num_nodes if plan else 1, source=source,
+        decoder_mask=model_kwargs.get("decoder_attention_mask"),
+    )  # fmt: skip
     steps, rows = [], [list(row) for row in input_ids.tolist()]
     kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in rows]
     for step in decode(
@@ -230,8 +222,8 @@ def _run(
     sequences = torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows], device=input_ids.device)
     if not wants_dict:
         return sequences
-    raw, processed = (_by_position(kept, part) if wants_scores else None for part in (0, 1))
-    return SpecGenerateOutput(
+    raw, processed = (by_position(kept, part) if wants_scores else None for part in (0, 1))
+    return (SpecSeq2SeqOutput if encoder_decoder else SpecGenerateOutput)(
         sequences=sequences,  # type: ignore[arg-type]
         scores=processed if generation_config.output_scores else None,  # type: ignore[arg-type]
         logits=raw if generation_config.output_logits else None,  # type: ignore[arg-type]
@@ -249,21 +241,25 @@ def pack_left(ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     return ids.gather(1, order)[:, : int(lengths.max())], lengths
 
 
+def _unpadded(ids: Tensor | None, mask: Tensor | None, num_rows: int) -> list[list[int]] | None:
+    """Source ids (B, S) → of each of num_rows = B · n rows to generate (n a source) its source's, without padding."""
+    if ids is None:
+        return None
+    ids = ids.repeat_interleave(num_rows // len(ids), 0)
+    packed, lengths = pack_left(ids, mask)
+    return [row[:length] for row, length in zip(packed.tolist(), lengths.tolist(), strict=True)]
+
+
+def _seeded(run: Callable[[], Any], seed: int | None) -> Any:
+    """run() under torch's global generators seeded, which then are as before."""
+    if seed is None:
+        return run()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return run()
+
+
 def _generator(seed: int | None, device: torch.device) -> torch.Generator:
     """Seeded as asked, else from torch's global generator, so that torch.manual_seed governs generate() too."""
     generator = torch.Generator(device=device)
     return generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
-
-
-def _by_position(kept: list[list[tuple[Tensor, Tensor]]], part: int) -> tuple[Tensor, ...]:
-    """Per row and token (V,) → per token (B, V), in float32 as HF returns them; rows that have ended hold zeros."""
-    empty = torch.zeros_like(kept[0][0][part])
-    return tuple(
-        torch.stack([row[i][part] if i < len(row) else empty for row in kept]).float()
-        for i in range(max(map(len, kept)))
-    )
-
-
-def step_record(step: Step) -> dict[str, Any]:
-    """A Step as plain JSON values."""
-    return {name: value for name, value in asdict(step).items() if name != "scores"}

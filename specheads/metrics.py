@@ -107,6 +107,14 @@ class TrainingMeter:
             **{f"term {name}": [value] for name, value in zip(names, values, strict=True)},
         }
 
+    @classmethod
+    def of_state(cls, state: dict[str, list[float]], device: torch.device) -> TrainingMeter:
+        """The meter whose `state()` that is."""
+        counts = torch.tensor(state["counts"], dtype=torch.long, device=device) if state["counts"] else None
+        terms = {key.removeprefix("term "): value[0] for key, value in state.items() if key.startswith("term ")}
+        sums = {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in terms.items()}
+        return cls(AcceptanceMeter(counts), sums, torch.tensor(state["tokens"][0], device=device))
+
     @staticmethod
     def combined(states: list[dict[str, list[float]]]) -> dict[str, float]:
         """The report over the states of all processes; without acceptance where no position was scored."""

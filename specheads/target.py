@@ -19,6 +19,8 @@ from transformers.utils import output_capturing
 from specheads.cache import Levels, Reach, TreeCache, additive, visible
 from specheads.tree import DraftTree
 
+MASKED_ATTENTION = (None, "sdpa", "eager")  # attention that heeds a 4-D mask
+
 
 class UnsupportedModel(ValueError):
     """A base model that tree decoding cannot serve; the message says why."""
@@ -116,7 +118,14 @@ def takes_mask_dict(base: PreTrainedModel) -> bool:
 
 
 class Target:
-    """The frozen base model as verifier of draft trees: one forward a tree, over a cache it never recomputes."""
+    """The frozen base model as verifier of draft trees: one forward a tree, over a cache it never recomputes.
+
+    active (B,): rows whose outputs matter, None for all; here one pass serves all rows anyway.
+    source: what an encoder made of the rows (`seq2seq.Source`), None where there is none.
+    """
+
+    active: Tensor | None = None
+    source: Any = None
 
     def __init__(self, base: PreTrainedModel, layers: tuple[int, ...] = (), *, scratch: int = 1) -> None:
         """layers: HF hidden_states indices to tap (0 embeddings, n last); scratch: the most nodes a tree will have.
@@ -125,7 +134,7 @@ class Target:
         """
         refuse_unsupported(base)
         attention = getattr(text_config(base), "_attn_implementation", None)
-        if attention not in (None, "sdpa", "eager"):
+        if attention not in MASKED_ATTENTION:
             raise UnsupportedModel(
                 f"tree verification needs attention 'sdpa' or 'eager', not {attention!r}; "
                 "call base.set_attn_implementation('sdpa') first"
@@ -188,13 +197,13 @@ class Target:
 
         return TargetOutput(*self._forward(tree.tokens, position, self._masks(mask)))
 
-    def levels(self) -> Levels:
+    def levels(self) -> Any:
         """Behind what is committed, a tree to be grown by `deepen`."""
         return Levels(self.cache, self.base.dtype)
 
     @torch.no_grad()
-    def deepen(self, levels: Levels, tokens: Tensor, parents: Tensor) -> TargetOutput:
-        """One pass over the next level of a growing tree: logits (B, k, V), features (B, k, F).
+    def deepen(self, levels: Any, tokens: Tensor, parents: Tensor) -> TargetOutput:
+        """One pass over the next level of a tree that `levels` began: logits (B, k, V), features (B, k, F).
 
         tokens (B, k) stand below nodes parents (B, k) of the level before; the first level's below the last token
         committed, whose index is 0. They fill the scratch slots in turn, so that `commit` can keep some.

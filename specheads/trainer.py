@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -117,9 +118,6 @@ class SpecTrainer(Trainer):
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         divisor = tokens.clamp_min(1) if num_items_in_batch is None else num_items_in_batch
         self._training_meter.add(outputs.ranks, outputs.terms or {}, divisor, tokens)
-        if not loss.requires_grad and torch.is_grad_enabled():
-            # Rows of one or two tokens have nothing to draft; the step still needs a graph.
-            loss = loss + sum(p.sum() * 0 for p in model.parameters() if p.requires_grad)
         return (loss, outputs) if return_outputs else loss
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
@@ -195,6 +193,28 @@ class SpecTrainer(Trainer):
         return self.optimizer
 
     # Checkpoints
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        # What each process has summed since the last log, so that a resumed run logs what an uninterrupted one does.
+        record = {
+            "meter": self._training_meter.state(), "loss": float(self._tr_loss),
+            "last_logged": self._globalstep_last_logged,
+        }  # fmt: skip
+        self._unlogged_file(output_dir).write_text(json.dumps(record), "utf8")
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is None or not (path := self._unlogged_file(checkpoint)).is_file():
+            return
+        record = json.loads(path.read_text("utf8"))
+        self._training_meter = TrainingMeter.of_state(record["meter"], self.args.device)
+        self._tr_loss.fill_(record["loss"])
+        self._total_loss_scalar = -record["loss"]  # train_loss stays the mean over the steps since the resumption
+        self._globalstep_last_logged = record["last_logged"]
+
+    def _unlogged_file(self, folder: str) -> Path:
+        return Path(folder) / f"unlogged_{self.args.process_index}.json"
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The head alone; a launcher that shards parameters passes what it gathered."""

@@ -20,7 +20,7 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Of the training.")] = 0,
     checkpoints: Annotated[Path | None, typer.Option(help="Where base/ and the heads are (default: shipped).")] = None,
     output: Annotated[Path, typer.Option(help="Where the head trained here is saved.")] = Path("runs/demo"),
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures there.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Train a head live, save and restore it, and race it against transformers' generate() and the shipped heads.
 
@@ -28,16 +28,19 @@ def demo(
     Examples:
       specheads demo
       specheads demo --minutes 5 --num-prompts 12
-      specheads demo --json demo.json
+      specheads demo --json > figures.json
     """
     from specheads.console import make_console
     from specheads.demo import story
 
     options = story.DemoOptions(
         minutes=minutes, num_prompts=num_prompts, max_new_tokens=max_new_tokens, seed=seed, checkpoints=checkpoints,
-        output=output, json=json_path,
+        output=output,
     )  # fmt: skip
-    if not story.run(options, make_console()):
+    figures = story.run(options, make_console(stderr=as_json))  # the story goes where progress goes
+    if as_json:
+        emit(figures)
+    if figures["differing"]:
         raise typer.Exit(1)
 
 

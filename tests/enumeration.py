@@ -113,8 +113,14 @@ class Table:
 class TableTarget:
     """Target's three calls, over a table in place of a model."""
 
+    limit = 99  # tokens a row may get to
+    source = None
+
     def __init__(self, table):
         self.table = table
+        self.config = SimpleNamespace(vocab_size=table.vocab_size)
+        weight = torch.empty(table.vocab_size, 1)  # all that a drafter asks a base for is how many ids there are
+        self.base = SimpleNamespace(get_output_embeddings=lambda: SimpleNamespace(weight=weight))
 
     def prefill(self, ids, lengths, *, room):
         self.rows = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
@@ -163,12 +169,12 @@ class TableDrafter:
         return self.change(plan.grow(context.root, expand, sampler, self.table.vocab_size))
 
 
-def output_law(target, draft, plan, prompts, length, *, accept=None, eos=None, steps=None, change=None):
+def output_law(target, draft, plan, prompts, length, *, accept=None, eos=None, steps=None, change=None, drafter=None):
     """The joint law of the first `length` tokens of each row, as a tuple of rows.
 
     steps: draw only so many from trees and continue with the target's own law, which by induction (a step depends on
     the prefix alone) shows as much as a whole run, of a tree too large to enumerate twice. The prefill's token, drawn
-    without a tree, is then made certain.
+    without a tree, is then made certain. drafter: what drafts in place of the table `draft`.
     """
     if steps is not None:
         for prompt in prompts:
@@ -188,10 +194,10 @@ def output_law(target, draft, plan, prompts, length, *, accept=None, eos=None, s
         return -1
 
     def run(sampler):
-        drafter = None if plan is None else TableDrafter(draft, change or (lambda tree: tree))
+        own = drafter or TableDrafter(draft, change or (lambda tree: tree))
         rows = [() for _ in prompts]
         made = decode(
-            TableTarget(target), drafter, ids, torch.tensor(lengths), plan=plan, sampler=sampler,
+            TableTarget(target), own if plan else None, ids, torch.tensor(lengths), plan=plan, sampler=sampler,
             accept=accept or Exact(), stop=stop, max_new_tokens=length,
         )  # fmt: skip
         for step in itertools.islice(made, None if steps is None else steps + 1):
@@ -201,9 +207,10 @@ def output_law(target, draft, plan, prompts, length, *, accept=None, eos=None, s
     law = law_of(run)
     if steps is None:
         return law
-    assert len(prompts) == 1 and eos is None
-    first = {rows[0]: chance for rows, chance in law.items()}
-    return {(row,): chance for row, chance in completed(first, target, prompts[0], length).items()}
+    assert eos is None
+    for row, prompt in enumerate(prompts):
+        law = completed(law, target, prompt, length, row)
+    return law
 
 
 def true_law(target, prompts, length, eos=None):
@@ -230,12 +237,15 @@ def step_law(target, draft, plan, rule, prompt, *, processors=None, change=lambd
     return law_of(run, processors)
 
 
-def completed(law, target, prompt, length):
-    """Steps of differing lengths, each continued by the target's own law."""
+def completed(law, target, prompt, length, row=None):
+    """Steps of differing lengths, each continued by the target's own law; of outcomes of several rows, that one."""
     whole = {}
-    for tokens, chance in law.items():
+    for outcome, chance in law.items():
+        tokens = outcome if row is None else outcome[row]
         for rest, p in target.law((*prompt, *tokens), length - len(tokens)).items():
-            whole[tokens + rest] = whole.get(tokens + rest, 0.0) + chance * p
+            longer = (*tokens, *rest)
+            key = longer if row is None else (*outcome[:row], longer, *outcome[row + 1 :])
+            whole[key] = whole.get(key, 0.0) + chance * p
     return whole
 
 

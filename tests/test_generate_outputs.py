@@ -9,7 +9,7 @@ from conftest import tiny_llama
 from replay import BATCHES, PAD, Replay, V
 
 from specheads import SampledTree, convert
-from specheads.generation import step_record
+from specheads.outputs import step_record
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -70,7 +70,8 @@ def test_statistics_add_up(model, do_sample, limit):
         assert step.drafted == [6 if row else 0 for row in step.tokens]
         for tokens, accepted, ranks in zip(step.tokens, step.accepted, step.ranks, strict=True):
             assert len(ranks) == accepted <= len(tokens) <= accepted + 1
-            assert all(rank == 1 for rank in ranks), "the right token is always drafted second"
+            # A sample may by chance be what was drafted first.
+            assert do_sample or all(rank == 1 for rank in ranks), "the right token is always drafted second"
     if not do_sample:
         assert 0 < made["accepted"] < made["tokens"]
 

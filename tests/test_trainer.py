@@ -103,6 +103,27 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(kind, muon, tmp
     assert same(weights(resumed.model), weights(whole.model))
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_run_resumed_between_two_logs_logs_what_the_uninterrupted_one_does(accumulated, tmp_path):
+    options = {"max_steps": 7, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
+    options["gradient_accumulation_steps"] = accumulated
+    whole, each = (
+        trainer_of(tmp_path / "run", **options),
+        trainer_of(tmp_path / "each", **{**options, "logging_steps": 1}),
+    )
+    whole.train()
+    each.train()
+    assert [entry["step"] for entry in logged(whole)] == [3, 6]
+    losses = [entry["loss"] for entry in logged(each)]
+    for saved in (2, 4, 6):
+        resumed = trainer_of(tmp_path / "run", model_of(seed=9), **options)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{saved}"))
+        assert logged(resumed) == logged(whole)
+        assert same(weights(resumed.model), weights(whole.model))
+        own = losses[saved:]  # the run's own figure is of the steps it took itself
+        assert resumed.state.log_history[-1]["train_loss"] == pytest.approx(sum(own) / len(own), rel=1e-5)
+
+
 def test_a_checkpoint_holds_the_head_and_the_trainer_state_only(tmp_path):
     trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=4)
     trainer.train()
@@ -110,6 +131,7 @@ def test_a_checkpoint_holds_the_head_and_the_trainer_state_only(tmp_path):
     names = {path.name for path in folder.iterdir()}
     assert names == {
         "config.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json",
+        "unlogged_0.json",
     }  # fmt: skip
     assert all(name.startswith("head.") for name in load_file(folder / "model.safetensors"))
     state = torch.load(folder / "optimizer.pt", weights_only=True)
@@ -272,12 +294,37 @@ def test_muon_and_adamw_step_as_they_do_apart():
         assert torch.equal(mine, theirs), name
 
 
-def test_rows_too_short_to_draft_from_do_not_stop_a_run(tmp_path):
-    short = datasets.Dataset.from_list([{"input_ids": [5, 6], "labels": [-100, 6]}] * 4)
-    for kind in OPTIONS:
-        trainer = trainer_of(tmp_path, model_of(kind), data=short, max_steps=2)
-        trainer.train()
-        assert [entry["loss"] for entry in logged(trainer)] == [0.0, 0.0]
+@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_rows_too_short_to_draft_from_are_a_loss_of_0_under_either_trainer(kind, length, tmp_path):
+    row = {"input_ids": [5, 6][:length], "labels": [-100, 6][:length]}
+    trainer = trainer_of(tmp_path, model_of(kind), data=datasets.Dataset.from_list([row] * 4), max_steps=2)
+    plain = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, max_steps=2, logging_steps=1, report_to="none", save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+    for each in (
+        trainer,
+        Trainer(model_of(kind), plain, train_dataset=trainer.train_dataset, data_collator=Collator(0)),
+    ):
+        before = weights(each.model)
+        each.train()
+        assert [entry["loss"] for entry in logged(each)] == [0.0, 0.0]
+        assert all(entry["grad_norm"] == 0 for entry in logged(each))
+        assert all(p.grad is None or not p.grad.any() for p in each.model.head.parameters())
+        assert same(weights(each.model), before)
+
+
+def test_a_packed_batch_is_refused_where_attention_ignores_its_mask():
+    """Flash attention would let documents see one another, and say nothing."""
+    model = model_of("medusa")
+    ids, documents = torch.tensor([[5, 6, 7, 8, 9, 10]]), torch.tensor([[1, 1, 1, 2, 2, 2]])
+    model(ids, labels=ids, document_ids=documents)
+    model.base.set_attn_implementation("eager")
+    model(ids, labels=ids, document_ids=documents)
+    model.base.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"flash_attention_2 .* packing=false, or attn_implementation=sdpa"):
+        model(ids, labels=ids, document_ids=documents)
 
 
 def test_the_progress_bar_shows_the_accepted_length(tmp_path):

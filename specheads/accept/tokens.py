@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -121,9 +121,8 @@ class CSLeniency(TokenRule):
 
     def stands(self, laws: Laws, chance: Tensor) -> Tensor:
         likeliest = chance >= laws.at_parent(laws.soft.max(-1).values)
-        if self.leniency == 1:
-            return likeliest
-        return likeliest | (chance > self._draft_chance(laws) / self.leniency)
+        q = self._draft_chance(laws) if self.leniency > 1 else 1.0
+        return stands_in_review(likeliest, chance, q, self.leniency)
 
     @staticmethod
     def _draft_chance(laws: Laws) -> Tensor | float:
@@ -136,3 +135,9 @@ class CSLeniency(TokenRule):
         every = kept.every()
         law = laws.sampler.draft_law(every.flatten(0, 1)).view_as(every)
         return laws.of_tokens(law, laws.at_parent(kept.place))
+
+
+def stands_in_review(likeliest: Any, chance: Any, q: Any, leniency: float) -> Any:
+    """CS Drafting's review of x, of numbers or of tensors alike: is it the reviewer's likeliest token, or, where
+    leniency > 1, is its chance above q(x) / leniency?"""
+    return likeliest if leniency == 1 else likeliest | (chance > q / leniency)

@@ -17,6 +17,8 @@ from specheads.convert import SpecModel
 from specheads.drafters.base import Drafter
 from specheads.planner import Plan
 
+REFERENCE = "transformers generate"  # what the others are compared with
+
 
 def batches(
     tokenizer: Any, prompts: Sequence[str | list[int]], device: torch.device, size: int = 1

@@ -9,11 +9,10 @@ from specheads import console as terminal
 from specheads.accept import Acceptance
 from specheads.accept.named import rule_text
 from specheads.bench import decoders, environment, report, runner
+from specheads.bench.decoders import REFERENCE
 from specheads.commands.arguments import parse_tree
 from specheads.conversation import Conversation
 from specheads.convert import SpecModel
-
-REFERENCE = "transformers generate"
 
 
 def measure(

@@ -29,7 +29,6 @@ def generate_draft(ids: Tensor, drafter: PreTrainedModel, gamma: int, k: int) ->
     """
     top_k = [TopKLogitsWarper(k)]
     out = generate_plainly(drafter, ids, gamma, processors=top_k, do_sample=k > 1, output_logits=True)
-    assert out.logits is not None
     return out.sequences, get_topk_probas(torch.stack(out.logits, 1), k)
 
 
@@ -52,5 +51,4 @@ def speculative_decode(
         target, ids, max_tokens, processors=[TopKLogitsWarper(k)], do_sample=k > 1, drafter=DraftModel(drafter),
         tree=SampledTree((1,) * gamma) if k > 1 else chain(gamma),
     )  # fmt: skip
-    assert out.steps is not None
     return out.sequences, accepted_and_drafted(out.steps, max_tokens)[0]

@@ -11,7 +11,6 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from specheads import generation
 from specheads.decode import Step
-from specheads.generation import SpecGenerateOutput
 from specheads.target import text_config
 
 # What a model's own generation config may switch on, switched off: the reference functions read the model's logits,
@@ -34,15 +33,13 @@ def generate_plainly(
     processors: Sequence[LogitsProcessor] = (),
     do_sample: bool = False,
     **options: Any,
-) -> SpecGenerateOutput:
-    """ids (1, T) → what `specheads.generate(..., **options)` gives, with its steps, and no more than max_new_tokens."""
-    out = generation.generate(
+) -> Any:
+    """ids (1, T) → what `specheads.generate(..., **options)` gives with its steps, of at most max_new_tokens."""
+    return generation.generate(
         model, ids.to(model.device), attention_mask=torch.ones_like(ids, device=model.device),
         max_new_tokens=max_new_tokens, do_sample=do_sample, logits_processor=LogitsProcessorList(processors),
         return_dict_in_generate=True, **PLAIN, **options,
     )  # fmt: skip
-    assert isinstance(out, SpecGenerateOutput)
-    return out
 
 
 def room_for(model: PreTrainedModel, prompt_length: int, max_gen_len: int) -> int:

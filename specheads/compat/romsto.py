@@ -120,7 +120,6 @@ def _generate(
         target, torch.tensor([inputs]), limit, processors=processor, do_sample=processor.do_sample, drafter=drafter,
         tree=tree, accept=accept, eos_token_id=eos_tokens_id, pad_token_id=pad_token_id,
     )  # fmt: skip
-    assert out.steps is not None
     if debug:
         _show(out.steps, tokenizer)
     accepted, drafted = accepted_and_drafted(out.steps, limit)

@@ -9,22 +9,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from specheads import console as terminal
 from specheads.bench import decoders
+from specheads.bench.shipped import load_base
 from specheads.commands.generate import write_text
 from specheads.convert import load_head
-
-
-def load_base(folder: Path) -> tuple[PreTrainedModel, Any]:
-    """In float32, in which every decoder's arithmetic agrees on the best token; on the GPU where there is one."""
-    base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    base.to("cuda" if torch.cuda.is_available() else "cpu")
-    return base, AutoTokenizer.from_pretrained(folder)
 
 
 def show_elsewhere(head: Path, base: Path, prompts: list[str], max_new_tokens: int, out: Console) -> list[list[int]]:

@@ -5,10 +5,10 @@ One run, in order: train_live() → save_pretrained() → show_elsewhere() → c
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,16 +17,14 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from specheads import console as terminal
-from specheads import corpus
-from specheads.bench import decoders, environment, report, runner
+from specheads.bench import decoders, environment, report, runner, shipped
+from specheads.bench.decoders import REFERENCE
 from specheads.bench.prompts import held_out_prompts
 from specheads.convert import SpecModel, convert, load_head
 from specheads.demo.live import LiveOptions, train_live
-from specheads.demo.restored import load_base, show_elsewhere
+from specheads.demo.restored import show_elsewhere
 from specheads.planner import comb
 
-REFERENCE = "transformers generate"
-SHIPPED = {"medusa": "Medusa", "eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
 LIVE = "EAGLE-3, just trained"
 DRAFT_VOCAB = 1024  # of the live head: its output matrix is then a third of it, not two thirds
 STEPS = 3  # of training-time test, of the live head
@@ -39,7 +37,7 @@ TIE = 1e-3  # logits closer than this may change places between two float32 pass
 @dataclass(frozen=True)
 class DemoOptions:
     """checkpoints: the folder of base/ and the heads, None for the shipped one; minutes and seed: of the training;
-    output: where the head is saved; json: where the figures are written, if anywhere."""
+    output: where the head is saved."""
 
     minutes: float
     num_prompts: int
@@ -47,20 +45,17 @@ class DemoOptions:
     seed: int
     checkpoints: Path | None
     output: Path
-    json: Path | None
 
 
-def run(options: DemoOptions, out: Console) -> bool:
-    """Tell the whole story on `out`. Are the texts of all decoders the same? ValueError or OSError on bad input."""
+def run(options: DemoOptions, out: Console) -> dict[str, Any]:
+    """Tell the whole story on `out`; its figures, with `differing` texts, of which there should be none. ValueError or
+    OSError on bad input."""
     began = time.monotonic()
     hf_logging.disable_progress_bar()
     torch.manual_seed(options.seed)
-    folder = options.checkpoints or corpus.checkpoints_dir()
-    if not (folder / "base" / "config.json").is_file():
-        raise FileNotFoundError(f"no base model at {folder / 'base'}: give --checkpoints a folder that holds base/")
-    base, tokenizer = load_base(folder / "base")
-    names = folder / "base" / "held_out.txt"
-    held_out = names.read_text("utf8").split() if names.is_file() else corpus.default_held_out()
+    folder = shipped.find_base(options.checkpoints)
+    base, tokenizer = shipped.load_base(folder)
+    held_out = shipped.held_out_names(folder)
     prompts = held_out_prompts(tokenizer, options.num_prompts, held_out=held_out)
 
     heading(out, "1  A frozen base model gets a draft head")
@@ -77,10 +72,11 @@ def run(options: DemoOptions, out: Console) -> bool:
     out.print(f"saved {options.output} ({size:.1f} MB: the head alone)")
 
     heading(out, "3  Restored in a new process, drafting for text it has never seen")
-    texts = show_elsewhere(options.output, folder / "base", prompts[:NUM_SHOWN], options.max_new_tokens, out)
+    texts = show_elsewhere(options.output, folder, prompts[:NUM_SHOWN], options.max_new_tokens, out)
 
     heading(out, f"4  The same {len(prompts)} prompts through every decoder")
-    models = load_heads(base, folder, options.output, out)
+    models = shipped.load_heads(base, folder.parent, missing=out.print)
+    models[LIVE] = load_head(base, options.output, dtype=base.dtype)
     batches = decoders.batches(tokenizer, prompts, base.device)
     race = compare(base, models, batches, options.max_new_tokens, out)
     rows, where = report.summary(race, REFERENCE), environment.environment()
@@ -94,15 +90,11 @@ def run(options: DemoOptions, out: Console) -> bool:
     seconds = time.monotonic() - began
     out.print(f"{seconds // 60:.0f} min {seconds % 60:.0f} s in all")
     out.print(f'more: specheads generate {options.output} --prompt "import os" --color-depth')
-    if options.json:
-        record = {
-            "decoders": rows, "environment": where, "training": trained,
-            "same_text": not differing and not ties, "near_ties": ties,
-            "num_prompts": num_raced, "max_new_tokens": options.max_new_tokens, "seconds": seconds,
-        }  # fmt: skip
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=2) + "\n", "utf8")
-    return not differing
+    return {
+        "decoders": rows, "environment": where, "training": trained, "same_text": not differing and not ties,
+        "differing": differing, "near_ties": ties, "num_prompts": num_raced,
+        "max_new_tokens": options.max_new_tokens, "seconds": seconds,
+    }  # fmt: skip
 
 
 def heading(out: Console, text: str) -> None:
@@ -117,18 +109,6 @@ def describe(model: SpecModel, out: Console) -> None:
         f"head: EAGLE-3 on layers {layers}, {sum(p.numel() for p in model.head.parameters()) / 1e6:.1f}M parameters, "
         "started from the base's last layer and output matrix"
     )
-
-
-def load_heads(base: PreTrainedModel, folder: Path, live: Path, out: Console) -> dict[str, SpecModel]:
-    """By label: the heads of `folder` that are there, and the one just trained."""
-    models = {}
-    for name, label in SHIPPED.items():
-        if (folder / name / "config.json").is_file():
-            models[label] = load_head(base, folder / name, dtype=base.dtype)
-        else:
-            out.print(f"no {label} head at {folder / name}: left out")
-    models[LIVE] = load_head(base, live, dtype=base.dtype)
-    return models
 
 
 def compare(

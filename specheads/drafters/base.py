@@ -31,6 +31,7 @@ class Context:
     bound: no row has more committed tokens than this (host integer).
     top (B, P, K): the target's likeliest tokens behind the new positions, best first; behind the prompt those of its
       last position alone. None unless the drafter has a `wants_target_top` = K above 0.
+    source: behind an encoder, each row's source ids, unpadded, on the host; None without one, or where unknown.
     """
 
     target: Target
@@ -43,10 +44,16 @@ class Context:
     bound: int
     memory: dict[str, Any] = field(default_factory=dict)
     top: Tensor | None = None
+    source: list[list[int]] | None = None
 
     def newest(self, values: Tensor) -> Tensor:
         """(B, P, …) → (B, …) at the column `last`."""
         return values[torch.arange(len(values), device=values.device), self.last]
+
+    def haystack(self, row: int, ids: list[int]) -> list[int]:
+        """What an n-gram of `ids`, the text of batch row `row`, is looked for in: its source, where it has one, and
+        the text behind it."""
+        return ids if self.source is None else [*self.source[row], *ids]
 
     @classmethod
     def start(
@@ -57,7 +64,8 @@ class Context:
         following = torch.cat([ids[:, 1:], ids[:, :1]], 1).scatter(1, last.unsqueeze(1), root.unsqueeze(1))
         rows = zip(ids.tolist(), lengths.tolist(), root.tolist(), strict=True)
         history = [[*row[:length], first] for row, length, first in rows]
-        return cls(target, root, features, following, lengths, last, history, ids.shape[1], top=top)
+        source = target.source.ids if target.source is not None else None
+        return cls(target, root, features, following, lengths, last, history, ids.shape[1], top=top, source=source)
 
     def extend(
         self,

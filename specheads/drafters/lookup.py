@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specheads.drafters.base import Context
@@ -16,6 +17,8 @@ class PromptLookup(PathDrafter):
     Of several occurrences the latest counts, and a copy that reaches the end of the row goes on with itself: on the
     shipped model's greedy text 6 % fewer steps than with the first occurrence, 32 % fewer than with a copy cut short.
     width > 1: a tree of several followers, those of the longest suffix first, of these the latest first.
+    Behind an encoder the source counts as earlier text, as who summarises or corrects expects; transformers' own looks
+    in the decoder's text alone.
     https://github.com/apoorvumang/prompt-lookup-decoding.
     """
 
@@ -27,15 +30,16 @@ class PromptLookup(PathDrafter):
         self._at_least("min_ngram", 1)
         self._at_least("max_ngram", self.min_ngram)
 
-    def runs(self, context: Context, length: int) -> list[list[list[int]]]:
-        rows = context.memory.setdefault("suffixes", [])
-        while len(rows) < len(context.history):
+    def runs(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[list[list[int]]]:
+        suffixes = context.memory.setdefault("suffixes", [])
+        while len(suffixes) < len(context.history):
             # One more than is matched: a follower is ordered by its occurrence behind the match.
-            rows.append(SuffixAutomaton(recent=self.max_ngram + (self.width > 1)))
+            suffixes.append(SuffixAutomaton(recent=self.max_ngram + (self.width > 1)))
         found = []
-        for row, ids in zip(rows, context.history, strict=True):
-            row.follow(ids)
-            found.append([copied(ids, start, length) for start in self._starts(row)])
+        for b, history in enumerate(context.history) if rows is None else rows.items():
+            ids = context.haystack(b, history)
+            suffixes[b].follow(ids)
+            found.append([copied(ids, start, length) for start in self._starts(suffixes[b])])
         return found
 
     def _starts(self, row: SuffixAutomaton) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specheads.bigram import check_bigrams
@@ -16,7 +16,8 @@ class MaxGram(PathDrafter):
     """The drafter at the bottom of a cascade, as fast as a copy. CS Drafting, arXiv:2312.11462.
 
     The longest suffix of the row that occurs earlier, its first occurrence, and the ids behind it; where these reach
-    the end of the row, matching again on the row so extended finds the copy itself, so the copy goes on. Where
+    the end of the row, matching again on the row so extended finds the copy itself, so the copy goes on. Behind an
+    encoder the source stands in front of the row. Where
     nothing matches (an id never seen before) the bigram table is followed, up to an id it does not know.
     bigrams: the table, one entry an id of the vocabulary (`bigram.load_bigrams`); None to draft nothing there.
     """
@@ -28,13 +29,15 @@ class MaxGram(PathDrafter):
         if self.width > 1:
             raise ValueError(f"MaxGram: width={self.width}, but it knows one follower only; PromptLookup knows several")
 
-    def runs(self, context: Context, length: int) -> list[list[list[int]]]:
+    def runs(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[list[list[int]]]:
         memory = context.memory
         if "suffixes" not in memory:
             if self.bigrams is not None:
                 check_bigrams(self.bigrams, context.target.config.vocab_size)
             memory["suffixes"] = [SuffixAutomaton() for _ in context.history]
-        return [[self._run(row, ids, length)] for row, ids in zip(memory["suffixes"], context.history, strict=True)]
+        suffixes = memory["suffixes"]
+        given = enumerate(context.history) if rows is None else rows.items()
+        return [[self._run(suffixes[b], context.haystack(b, history), length)] for b, history in given]
 
     def _run(self, row: SuffixAutomaton, ids: list[int], length: int) -> list[int]:
         row.follow(ids)

@@ -1,4 +1,4 @@
-"""DraftModel: any smaller decoder-only model as the drafter, over a cache of its own in which nothing is recomputed.
+"""DraftModel: any smaller model as the drafter, over a cache of its own in which nothing is recomputed.
 
 Shapes: B batch rows, k nodes a level, V vocabulary of the target.
 """
@@ -16,6 +16,7 @@ from specheads.drafters.reader import Reader
 from specheads.drafters.translation import Translation
 from specheads.planner import AdaptiveChain, Expand, Plan, SampledTree, Scored
 from specheads.sampling import Sampler
+from specheads.seq2seq import refuse_unsupported
 from specheads.target import Target, text_config
 from specheads.tree import DraftTree
 
@@ -30,6 +31,7 @@ class DraftModel:
     tokenizer, target_tokenizer: of the small model and the target, where their vocabularies are not the same. The
     draft is then a chain of the small model's likeliest tokens, told to the target as text, as in transformers'
     universal assisted generation. A text that outgrows the small model's positions goes on without drafts.
+    An encoder-decoder drafts for an encoder-decoder of its vocabulary: its own encoder reads the source once.
     """
 
     layers: tuple[int, ...] = ()
@@ -39,24 +41,34 @@ class DraftModel:
         if (tokenizer is None) != (target_tokenizer is None):
             missing = "tokenizer" if tokenizer is None else "target_tokenizer"
             raise ValueError(f"drafting through text takes the tokenizers of both models; {missing}= is missing")
-        Target(small)
+        self.reads_source = bool(small.config.is_encoder_decoder)
+        if self.reads_source:
+            refuse_unsupported(small)
+        else:
+            Target(small)
         self.small = small.eval()
         self.tokenizer, self.target_tokenizer = tokenizer, target_tokenizer
         self.through_text = tokenizer is not None and tokenizer.get_vocab() != target_tokenizer.get_vocab()
+        if self.through_text and self.reads_source:
+            raise ValueError(
+                "an encoder-decoder drafts for targets of its own vocabulary alone; leave out the tokenizers"
+            )
         self.longest = getattr(text_config(small), "max_position_embeddings", None) or NO_LIMIT
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
         return SampledTree((1,) * 5) if do_sample and not self.through_text else AdaptiveChain()
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
+        self.refuse_other_kind(context)
         if self.through_text:
             return self._propose_text(context, sampler, plan)
         reader: Reader | None = context.memory.get("reader")
         longest, vocab_size = max(map(len, context.history)), vocabulary_size(context.target.base)
         if reader is None:
-            self._refuse_other_vocabulary(vocab_size)
-            limit = min(self.longest, context.target.limit)
-            reader = context.memory["reader"] = self._reader(context.history, plan, limit)
+            self.refuse_other_vocabulary(vocab_size)
+            reader = context.memory["reader"] = self.reader(
+                context.history, _scratch(plan), context.target.limit, context.source
+            )
         elif longest > self.longest:
             return DraftTree.root_only(context.root)
         else:
@@ -73,7 +85,7 @@ class DraftModel:
         longest = max(len(row.ids) for row in rows)
         reader: Reader | None = memory.get("reader")
         if reader is None:
-            reader = memory["reader"] = self._reader([row.ids for row in rows], plan, self.longest)
+            reader = memory["reader"] = self.reader([row.ids for row in rows], _scratch(plan), self.longest)
         elif longest > self.longest:
             return DraftTree.root_only(context.root)
         else:
@@ -90,21 +102,40 @@ class DraftModel:
         drafts = [row.write(drafted) for row, drafted in zip(rows, tree.tokens[:, 1:].tolist(), strict=True)]
         return DraftTree.chains(context.root, [draft[: plan.depth] for draft in drafts])
 
-    def _reader(self, rows: list[list[int]], plan: Plan, limit: int) -> Reader:
-        if (longest := max(map(len, rows))) > self.longest:
+    def reader(self, rows: list[list[int]], scratch: int, limit: int, source: list[list[int]] | None = None) -> Reader:
+        """The small model as a reader of rows, which get no longer than `limit`; ValueError for rows it cannot hold.
+
+        source: what an encoder reads, of each row.
+        """
+        if (longest := max(map(len, [*rows, *(source or ())]))) > self.longest:
             raise ValueError(
                 f"the draft model has positions for {self.longest} tokens, and the prompt takes {longest} of them; "
                 "take a draft model for longer texts"
             )
-        return Reader(self.small, rows, scratch=max(plan.drafting_slots, plan.depth + 1), limit=limit)
+        return Reader(self.small, rows, scratch=scratch, limit=min(self.longest, limit), source=source)
 
-    def _refuse_other_vocabulary(self, vocab_size: int) -> None:
+    def refuse_other_kind(self, context: Context) -> None:
+        base = context.target.base
+        if self.reads_source != base.config.is_encoder_decoder:
+            raise ValueError(
+                f"{type(self.small).__name__} cannot draft for {type(base).__name__}: of the two only one is an "
+                "encoder-decoder, and both must read the same; take a draft model of the target's family"
+            )
+        if self.reads_source and context.source is None:
+            raise ValueError("the draft model reads the source too, and its ids are not known; give input_ids")
+
+    def refuse_other_vocabulary(self, vocab_size: int) -> None:
+        """ValueError where the target's vocabulary, of vocab_size ids, is another."""
         own = vocabulary_size(self.small)
         if self.tokenizer is None and abs(own - vocab_size) > PADDING * max(own, vocab_size):
             raise ValueError(
                 f"the draft model has a vocabulary of {own}, the target one of {vocab_size}: draft through text with "
                 "DraftModel(small, tokenizer=..., target_tokenizer=...), or take a draft model of the target's family"
             )
+
+
+def _scratch(plan: Plan) -> int:
+    return max(plan.drafting_slots, plan.depth + 1)
 
 
 def growing(reader: Reader, device: torch.device, vocab_size: int) -> Expand:

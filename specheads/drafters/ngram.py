@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 
@@ -103,7 +103,8 @@ class OneLevelNGramStorage(NGramStorage):
 
 @dataclass(frozen=True)
 class NGram(PathDrafter):
-    """Drafts from a storage that learns the prompt, what is emitted, and what the target would have said besides.
+    """Drafts from a storage that learns the prompt (and an encoder's source), what is emitted, and what the target
+    would have said besides.
 
     filler_top_k: behind each accepted id the target's so many likeliest are counted too; 1 counts none besides the
     emitted one. stop_if_unknown: end the draft at an unknown context, instead of drafting a random id there.
@@ -129,9 +130,9 @@ class NGram(PathDrafter):
     def reset(self) -> None:
         self.storage.reset()
 
-    def runs(self, context: Context, length: int) -> list[list[list[int]]]:
+    def runs(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[list[list[int]]]:
         self._learn(context)
-        return [self._row(ids, length) for ids in context.history]
+        return [self._row(ids, length) for ids in (context.history if rows is None else rows.values())]
 
     def _learn(self, context: Context) -> None:
         learnt = context.memory.get("learnt")
@@ -139,6 +140,10 @@ class NGram(PathDrafter):
             if self.reset_between:
                 self.reset()
             learnt = context.memory["learnt"] = [0] * len(context.history)
+            for source in context.source or ():
+                self.storage.initialize(source)
+        if learnt == [len(ids) for ids in context.history]:  # asked again in the same step
+            return
         if context.top is not None:
             tops, counts = context.top.tolist(), context.new.tolist()
             for ids, top, count in zip(context.history, tops, counts, strict=True):

@@ -7,7 +7,7 @@ runs are. B batch rows, N nodes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -50,8 +50,12 @@ class PathDrafter(ABC):
         return tree_of(context.root, context.history, self.runs(context, plan.depth), plan)
 
     @abstractmethod
-    def runs(self, context: Context, length: int) -> list[list[list[int]]]:
-        """Per row up to `width` runs of at most `length` ids that may follow its history."""
+    def runs(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[list[list[int]]]:
+        """Per row up to `width` runs of at most `length` ids that may follow its history.
+
+        rows: instead, what may follow these ids, by batch row: its history and what was drafted behind it. Nothing is
+        learnt from drafts.
+        """
 
     def reset(self) -> None:
         """Forget earlier prompts. Most drafters keep nothing beyond a context's memory."""

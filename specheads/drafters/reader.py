@@ -5,14 +5,14 @@ Shapes: B batch rows, U unread tokens, k nodes a level, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.cache import Levels
-from specheads.target import Target
+from specheads.seq2seq import Source, verifier
 from specheads.tree import DraftTree
 
 
@@ -22,17 +22,27 @@ class Reader:
     Drafted tokens that became text are kept where they lie in the cache, so each token is fed once.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: list[list[int]], *, scratch: int, limit: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: list[list[int]],
+        *,
+        scratch: int,
+        limit: int,
+        source: list[list[int]] | None = None,
+    ) -> None:
         """Reads rows of text, none of them empty; `logits` are then those behind each. limit: no text gets longer,
-        `scratch` tokens of overshoot aside; scratch: the most nodes drafted below the text."""
-        self.target = Target(model, scratch=scratch)
+        `scratch` tokens of overshoot aside; scratch: the most nodes drafted below the text; source: the rows of an
+        encoder-decoder's source, which it encodes once."""
+        encoded = None if source is None else Source.encode(model, source)
+        self.target = verifier(model, scratch=scratch, source=encoded)
         weight: Any = model.get_input_embeddings().weight
         self.device, self.last_id = weight.device, len(weight) - 1
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         columns = max(map(len, rows))
         ids = torch.tensor([row + [0] * (columns - len(row)) for row in rows], device=self.device)
         self.logits = self.target.prefill(self._known(ids), lengths, room=max(0, limit - columns)).logits  # (B, 1, V)
-        self.levels: Levels
+        self.levels: Any
         self.nodes: list[tuple[Tensor, Tensor]] = []  # tokens and parents (B, k) of each level drafted
         self.current = torch.ones(len(rows), dtype=torch.bool, device=self.device)  # was it drafted behind this text?
 
@@ -43,19 +53,21 @@ class Reader:
         """
         unread, count = unread.to(self.device), count.to(self.device)
         kept = self._keep_drafted(unread, count - 1, bound)  # the last token is fed in any case, for its logits
-        left = count - kept
-        columns, most = max(1, int(left.max())), self.target.scratch
-        place = torch.arange(columns, device=self.device).expand(len(unread), -1)
-        fed = self._known(unread).gather(1, (kept.unsqueeze(1) + place).clamp(max=unread.shape[1] - 1))
-        for start in range(0, columns, most):
-            tokens, own = fed[:, start : start + most], place[:, : min(most, columns - start)]
-            logits = self.target.verify(DraftTree(tokens, own - 1, tokens.shape[1] - 1)).logits
-            fresh = (left - start).clamp(0, tokens.shape[1])
-            self.target.commit(own, fresh, bound)
-            newest = logits[torch.arange(len(fed), device=self.device), (fresh - 1).clamp_min(0)].unsqueeze(1)
+        for logits, fresh in self._feed(unread, kept, count - kept, bound):
+            newest = logits[torch.arange(len(logits), device=self.device), (fresh - 1).clamp_min(0)].unsqueeze(1)
             self.logits = torch.where((fresh > 0).view(-1, 1, 1), newest, self.logits)
         self.nodes, self.current = [], torch.ones_like(self.current)
         return self.logits
+
+    def review(self, unread: Tensor, count: Tensor, bound: int) -> Tensor:
+        """Take in unread (B, U) of count (B,) tokens a row, as `read`, but return the logits (B, U, V) behind each.
+
+        Which of them become text is not settled: `rewind` forgets the others.
+        """
+        unread, count = unread.to(self.device), count.to(self.device)
+        behind = [logits for logits, _ in self._feed(unread, torch.zeros_like(count), count, bound)]
+        self.nodes = []
+        return torch.cat(behind, 1)
 
     def rewind(self, lengths: Tensor) -> None:
         """Forget all behind the first lengths (B,) tokens of each row, and what was drafted there."""
@@ -70,6 +82,21 @@ class Reader:
             self.levels = self.target.levels()
         self.nodes.append((tokens, parents))
         return self.target.deepen(self.levels, tokens, parents).logits
+
+    def _feed(self, ids: Tensor, first: Tensor, count: Tensor, bound: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Feed and keep count (B,) of the ids (B, U) from first (B,) on, in passes of as many as
+        there are scratch slots; of each pass the logits (B, u, V) behind its tokens, and how many (B,) are
+        the row's own."""
+        columns, most = max(1, int(count.max())), self.target.scratch
+        place = torch.arange(columns, device=self.device).expand(len(ids), -1)
+        fed = self._known(ids).gather(1, (first.unsqueeze(1) + place).clamp(max=ids.shape[1] - 1))
+        self.target.active = count > 0
+        for start in range(0, columns, most):
+            tokens, own = fed[:, start : start + most], place[:, : min(most, columns - start)]
+            logits = self.target.verify(DraftTree(tokens, own - 1, tokens.shape[1] - 1)).logits
+            fresh = (count - start).clamp(0, tokens.shape[1])
+            self.target.commit(own, fresh, bound)
+            yield logits, fresh
 
     def _keep_drafted(self, text: Tensor, most: Tensor, bound: int) -> Tensor:
         """Keep the drafted nodes that spell the start of text (B, U), at most most (B,) of them; how many, (B,)."""

@@ -39,10 +39,9 @@ class SuffixAutomaton:
     def follow(self, ids: Sequence[int]) -> None:
         """Become the automaton of `ids`, at the cost of those that differ. A list given before may only have grown."""
         if ids is not self._followed or len(ids) < len(self.ids):
-            shared = len(self.ids)
-            if ids[:shared] != self.ids:
-                pairs = enumerate(zip(self.ids, ids, strict=False))
-                shared = next((i for i, (held, given) in pairs if held != given), min(shared, len(ids)))
+            shared, step = min(len(self.ids), len(ids)), 1
+            while self.ids[:shared] != ids[:shared]:  # rows mostly differ near their ends
+                shared, step = max(0, shared - step), 2 * step
             self.rewind(len(self.ids) - shared)
             self._followed = ids
         for token in ids[len(self.ids) :]:

@@ -195,7 +195,7 @@ class FeatureHead(DraftHead):
             scratch = max(plan.depth + 1, plan.drafting_slots)
             memory["cache"] = TreeCache(len(self.blocks), scratch, target.cache.capacity)
             # A row may overshoot the limit by one path when it ends, and is then fed a path of padding with the rest.
-            self.rotary.ensure(target.limit + 2 * plan.depth + 1, hidden)
+            self.rotary.ensure(target.limit + 2 * scratch, hidden)
             hidden = self(attend_with(None), embedded, hidden, chain)
             memory["cache"].settle(context.new, columns)
             cache = memory["cache"]

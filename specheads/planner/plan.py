@@ -41,6 +41,14 @@ class Scored:
         index = self.logits.argmax(-1)  # a fraction of topk's time
         return index if self.ids is None else self.ids[index]
 
+    def chance(self, tokens: Tensor) -> Tensor:
+        """(B, k) the probability of target ids tokens (B, k); 0 outside the draft vocabulary."""
+        log_p = self.logits.float().log_softmax(-1)
+        log_p = log_p.expand(-1, tokens.shape[1], -1)
+        if self.ids is None:
+            return log_p.gather(2, tokens.unsqueeze(2)).squeeze(2).exp()
+        return (log_p.exp() * (self.ids == tokens.unsqueeze(2))).sum(2)
+
     def law(self, sampler: Sampler, vocab_size: int) -> Tensor:
         """q (B, k, V) over all target ids, as the sampler processes it; zero where that rules out every token."""
         logits = self.logits.flatten(0, 1)

@@ -38,8 +38,8 @@ class Record:
         for prompt, output in self.outputs.items():
             if not prompt or not output or len(output) > self.length:
                 raise ValueError(
-                    f"a record of {len(prompt)} prompt and {len(output)} output ids; expected 1 or more of both, and at "
-                    f"most {self.length} of the output"
+                    f"a record of {len(prompt)} prompt and {len(output)} output ids; expected 1 or more of both, and "
+                    f"at most {self.length} of the output"
                 )
             if not all(0 <= token < self.vocab_size for token in (*prompt, *output)):
                 raise ValueError(f"a record with ids outside the vocabulary of {self.vocab_size}")

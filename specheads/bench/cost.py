@@ -1,0 +1,101 @@
+"""What a cascade's reviews cost, and the standardised walltime improvement (SWI) that follows.
+
+C = Σ reviews · cost over the target and its drafts, n-grams free; SWI = tokens · the target's cost / C, the speed-up
+over one token a pass if nothing but passes took time. Cascade Speculative Drafting, arXiv:2312.11462.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from specheads.target import Target
+from specheads.tree import DraftTree
+
+# The published ones; keys are parts of model names. model_parameters are millions (the published 70000 for 7b, and for
+# every other llama, is a slip), previous_work a share of T5-XXL's time.
+COST_MODELS: dict[str, dict[str, float]] = {
+    "model_parameters": {
+        "xxl": 11300, "xl": 3000, "large": 770, "base": 220, "small": 60,
+        "llama-68m": 68, "llama-160m": 160, "7b": 7000,
+    },
+    "previous_work": {"xxl": 1, "large": 0.11, "base": 0.04, "small": 0.02},
+}  # fmt: skip
+
+
+def published(cost_model: str, names: Sequence[str | None]) -> list[float]:
+    """The cost of one pass of each model by its name ("google/flan-t5-xxl"); None, an n-gram, is free.
+
+    ValueError for an unknown cost model, and for a name it does not know or that fits several of its entries.
+    """
+    if cost_model not in COST_MODELS:
+        raise ValueError(f"cost_model={cost_model!r} is none of {', '.join(COST_MODELS)}; measured() times models here")
+    return [0.0 if name is None else _cost(cost_model, name) for name in names]
+
+
+def _cost(cost_model: str, name: str) -> float:
+    table, parts = COST_MODELS[cost_model], f"-{re.sub('[/_. ]', '-', name.lower())}-"
+    found = [key for key in table if f"-{key}-" in parts]
+    if len(found) != 1:
+        told = f"knows no model {name!r}" if not found else f"finds {' and '.join(found)} in the name {name!r}"
+        raise ValueError(
+            f"the cost model {cost_model!r} {told}; it goes by {', '.join(table)}. measured() times any model"
+        )
+    return table[found[0]]
+
+
+def measured(
+    models: Sequence[PreTrainedModel | None], *, num_tokens: int = 1, length: int = 64, repeats: int = 20,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:  # fmt: skip
+    """Seconds of one pass of each model over `num_tokens` tokens behind `length` cached ones: the median of `repeats`,
+    in which the models take turns. None, an n-gram, is free."""
+    for name, value in (("num_tokens", num_tokens), ("length", length), ("repeats", repeats)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    passes = [None if model is None else _one_pass(model, num_tokens, length, clock) for model in models]
+    for one in passes:
+        if one is not None:
+            one()  # warms up
+    taken: list[list[float]] = [[] for _ in models]
+    for _ in range(repeats):
+        for times, one in zip(taken, passes, strict=True):
+            times.append(0.0 if one is None else one())
+    return [median(times) for times in taken]
+
+
+def _one_pass(model: PreTrainedModel, num_tokens: int, length: int, clock: Callable[[], float]) -> Callable[[], float]:
+    target = Target(model.eval(), scratch=num_tokens)
+    weight: Any = model.get_input_embeddings().weight
+    ids = torch.ones(1, length, dtype=torch.long, device=weight.device)
+    target.prefill(ids, torch.full_like(ids[:, 0], length), room=num_tokens)
+    tree = DraftTree.chains(ids[:, 0], [[1] * (num_tokens - 1)])
+
+    def run() -> float:
+        began = clock()
+        # Reading a number waits for the device.
+        float(target.verify(tree).logits[0, 0, 0])
+        return clock() - began
+
+    return run
+
+
+def total_cost(reviews: Sequence[int], costs: Sequence[float]) -> float:
+    """C: reviews and the cost of one, by model."""
+    if len(reviews) != len(costs):
+        raise ValueError(f"{len(reviews)} counts of reviews but {len(costs)} costs; give one of each a model")
+    return sum(count * cost for count, cost in zip(reviews, costs, strict=True))
+
+
+def walltime_improvement(num_tokens: int, reviews: Sequence[int], costs: Sequence[float]) -> float:
+    """SWI of generating num_tokens. reviews and costs begin with the target's; `Cascade.reviews` are the others."""
+    cost = total_cost(reviews, costs)
+    if not cost:
+        raise ValueError(f"reviews {list(reviews)} at costs {list(costs)} come to nothing, so there is no SWI")
+    return num_tokens * costs[0] / cost

@@ -1,0 +1,53 @@
+"""A folder laid out as checkpoints/ is: base/ with its tokenizer and held-out names, and a folder for each head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from specheads import corpus
+from specheads.convert import SpecModel, load_head
+
+LABELS = {"medusa": "Medusa", "eagle": "EAGLE-1", "eagle3": "EAGLE-3"}  # of the heads that come with the repository
+
+
+def find_base(checkpoints: Path | None) -> Path:
+    """base/ in the folder given, else in the shipped one. FileNotFoundError where there is none."""
+    base = (checkpoints or corpus.checkpoints_dir()) / "base"
+    if not (base / "config.json").is_file():
+        raise FileNotFoundError(f"no base model at {base}: give --checkpoints a folder that holds base/")
+    return base
+
+
+def load_base(base: Path, device: str | None = None) -> tuple[PreTrainedModel, Any]:
+    """The model in float32, in which every decoder's arithmetic agrees on the best token, and its tokenizer.
+
+    device None: the GPU where there is one.
+    """
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return model, AutoTokenizer.from_pretrained(base)
+
+
+def held_out_names(base: Path) -> list[str]:
+    """The files that the base was not trained on, as it records them; by the usual rule where it records none."""
+    recorded = base / "held_out.txt"
+    return recorded.read_text("utf8").split() if recorded.is_file() else corpus.default_held_out()
+
+
+def load_heads(
+    model: PreTrainedModel, folder: Path, names: Iterable[str] = LABELS, *, missing: Callable[[str], None] | None = None
+) -> dict[str, SpecModel]:
+    """By label the heads of `folder`, beside `model` and in its dtype. missing(line) is told of one that is not there;
+    without it that is an error."""
+    heads = {}
+    for name in names:
+        if missing is not None and not (folder / name / "config.json").is_file():
+            missing(f"no {LABELS.get(name, name)} head at {folder / name}: left out")
+            continue
+        heads[LABELS.get(name, name)] = load_head(model, folder / name, dtype=model.dtype)
+    return heads

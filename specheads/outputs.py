@@ -1,0 +1,70 @@
+"""What generate(..., return_dict_in_generate=True) gives: Hugging Face's fields, and the steps behind them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+
+from specheads.decode import Step
+
+
+class _Statistics:
+    """What the steps of a generation add up to."""
+
+    steps: list[Step] | None
+    lossless: bool | None
+
+    def statistics(self) -> dict[str, Any]:
+        """Totals a person asks for; accepted_length counts the bonus token, over the steps each row took part in."""
+        assert self.steps is not None
+        drafting = self.steps[1:]
+        taken = sum(bool(row) for step in drafting for row in step.tokens)
+        tokens = sum(len(row) for step in self.steps for row in step.tokens)
+        gained = sum(len(row) for step in drafting for row in step.tokens)
+        seconds = sum(step.seconds for step in self.steps)
+        depths = [n for step in drafting for n, row in zip(step.accepted, step.tokens, strict=True) if row]
+        return {
+            "tokens": tokens,
+            "steps": len(drafting),
+            "drafted": sum(sum(step.drafted) for step in drafting),
+            "accepted": sum(depths),
+            "accepted_length": gained / taken if taken else 1.0,
+            "accepted_by_depth": [sum(n >= d for n in depths) / taken for d in range(1, max(depths, default=0) + 1)],
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds if seconds else float("nan"),
+            "lossless": self.lossless,
+        }
+
+
+@dataclass
+class SpecGenerateOutput(_Statistics, GenerateDecoderOnlyOutput):
+    """HF's fields, and steps: one `decode.Step` each, the prefill first. lossless: has the text the base's own law?"""
+
+    steps: list[Step] | None = None
+    lossless: bool | None = None
+
+
+@dataclass
+class SpecSeq2SeqOutput(_Statistics, GenerateEncoderDecoderOutput):
+    """The same of an encoder-decoder."""
+
+    steps: list[Step] | None = None
+    lossless: bool | None = None
+
+
+def by_position(kept: list[list[tuple[Tensor, Tensor]]], part: int) -> tuple[Tensor, ...]:
+    """Per row and token (V,) → per token (B, V), in float32 as HF returns them; rows that have ended hold zeros."""
+    empty = torch.zeros_like(kept[0][0][part])
+    return tuple(
+        torch.stack([row[i][part] if i < len(row) else empty for row in kept]).float()
+        for i in range(max(map(len, kept)))
+    )
+
+
+def step_record(step: Step) -> dict[str, Any]:
+    """A Step as plain JSON values."""
+    return {name: value for name, value in asdict(step).items() if name != "scores"}

@@ -43,6 +43,18 @@ def sweep(
     seed: Annotated[int | None, typer.Option(min=0, help="Of the sampling.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the chat template.")] = False,
     run_code: Annotated[bool, typer.Option("--run-code", help="Let humaneval run what the model wrote.")] = False,
+    k_matrix: Annotated[
+        list[str] | None, typer.Option(help="Of a cascade:DRAFTER+DRAFTER…, as [[5,8],[0,8]]; repeatable.")
+    ] = None,
+    leniency: Annotated[float | None, typer.Option(min=1.0, help="Between the drafts of a cascade.")] = None,
+    notation: Annotated[str | None, typer.Option(help="Of k-matrices: incremental or paper.")] = None,
+    cost: Annotated[
+        str | None, typer.Option(help="Of a pass, for SWI: measured, model_parameters, previous_work.")
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Review drafts against the target's recorded text in this file, written first if not there."),
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes; on CUDA each has a device of its own.")] = 1,
     out: Annotated[Path, typer.Option(help="Folder of the results, which an interrupted sweep goes on from.")] = Path(
         "runs/sweep"
@@ -63,6 +75,7 @@ def sweep(
       specheads sweep recipes/sweep_rules.yaml --out runs/rules
       specheads sweep --head checkpoints/eagle3 --accept fuzzy:js --thresholds 0.02,0.05,0.1,0.2,0.4
       specheads sweep --drafter model:small --base large --gamma 5,10,20 --top-k 1,50 --task prompts
+      specheads sweep --base large --drafter cascade:model:small+maxgram --k-matrix [[5,8],[0,8]] --record large.json
       specheads sweep --head out/head --task gsm8k --data test.jsonl --chat --accept fuzzy:js,tv:0.1,0.3 --workers 2
     """
     from specheads.sweep.grid import numbers, read_sweep
@@ -73,14 +86,19 @@ def sweep(
         "temperature": numbers(temperature, "--temperature", float), "task": task, "data": data,
         "num_prompts": num_prompts, "speed_prompts": speed_prompts, "batch_size": batch_size,
         "max_new_tokens": max_new_tokens, "repeats": repeats, "clock": clock, "seed": seed, "base": base,
+        "k_matrices": k_matrix, "leniency": leniency, "notation": notation, "cost": cost,
         "chat": chat or None, "run_code": run_code or None,
     }  # fmt: skip
     asked = read_sweep(recipe, given)
+    if record is not None and workers > 1:
+        raise ValueError("--record reviews in this process; leave --workers at 1")
     from specheads.commands import sweep as command
 
     words = shlex.join(["specheads", *sys.argv[1:]])
-    record = command.sweep(asked, out, dtype=dtype, device=device, workers=workers, plots=plots, command=words)
+    found = command.sweep(
+        asked, out, dtype=dtype, device=device, workers=workers, plots=plots, command=words, recorded=record
+    )
     if as_json:
-        emit(record)
+        emit(found)
     else:
-        command.show(record)
+        command.show(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,20 +15,23 @@ from specheads.options import refuse_unknown
 from specheads.recipe import RecipeError, parse_yaml
 
 PLAIN = "none"  # the drafter that drafts nothing
+TASKS = ("signatures", "mmlu", "gsm8k", "csqa", "humaneval", "prompts")
+COSTS = ("measured", "model_parameters", "previous_work")
 CLOCKS = ("wall", "cpu")
-LAWLESS = ("lookup", "ngram", "maxgram")  # they copy, and have no law of their own
+LAWLESS = ("lookup", "ngram", "maxgram", "cascade")  # what they write is a point mass, without a law
 
 
 @dataclass(frozen=True)
 class Setting:
     """One way to decode. drafter and tree as on the command line (tree None: the drafter's own); accept: the rule's
-    text; temperature 0 is greedy; top_k: sample among so many tokens, 0 all."""
+    text; temperature 0 is greedy; top_k: sample among so many tokens, 0 all; k_matrix: of a cascade, as JSON."""
 
     drafter: str
     accept: str = "exact"
     tree: str | None = None
     temperature: float = 0.0
     top_k: int = 0
+    k_matrix: str = ""
 
     @property
     def lossless(self) -> bool:
@@ -38,10 +42,10 @@ class Setting:
         """What its speed is a ratio to: the same drafts under the exact rule; for a lossless rule, no drafts."""
         if self.drafter != PLAIN and not self.lossless:
             return dataclasses.replace(self, accept="exact")
-        return dataclasses.replace(self, drafter=PLAIN, accept="exact", tree=None)
+        return dataclasses.replace(self, drafter=PLAIN, accept="exact", tree=None, k_matrix="")
 
     def __str__(self) -> str:
-        parts = [self.drafter, self.tree or "", "" if self.drafter == PLAIN else self.accept]
+        parts = [self.drafter, self.k_matrix, self.tree or "", "" if self.drafter == PLAIN else self.accept]
         if self.temperature:
             parts.append(f"T={self.temperature:g}" + (f" k={self.top_k}" if self.top_k else ""))
         return " ".join(part for part in parts if part)
@@ -51,20 +55,26 @@ class Setting:
 class Sweep:
     """All drafters × rules × trees × temperatures × top-k on one task; every list may be given as one value.
 
-    drafters: head checkpoints, `model:PATH`, `lookup[:TOKENS]`, `ngram[:ORDER]`, `maxgram[:BIGRAMS]`, `none`; with a
-    head the base it names is the target, unless `base` says another. accept: rules by name; a comma in a part stands
-    for several rules, `fuzzy:js,tv:0.1,0.2`. thresholds: of each lossy rule in accept, in place of its own. trees: as
-    on the command line; gamma: chains of so many tokens. top_k shapes sampling; 1 is greedy, as is temperature 0.
-    task: signatures, mmlu, gsm8k, csqa, humaneval, or prompts without answers; data: files of its rows, else the hub
-    or what is shipped. batch_size: prompts judged at once; speed_prompts: the first so many also give the speed, one by
-    one, `repeats` times, by the clock `wall` or `cpu`: the time this process computes, for a CPU that others use too.
-    max_new_tokens: None as the task has it. run_code: let HumanEval run what the model wrote.
+    drafters: head checkpoints, `model:PATH`, `lookup[:TOKENS]`, `ngram[:ORDER]`, `maxgram[:BIGRAMS]`,
+    `cascade:DRAFTER+DRAFTER…`, `none`; with a head the base it names is the target, unless `base` says another. accept:
+    rules by name; a comma in a part stands for several, `fuzzy:js,tv:0.1,0.2`. thresholds: of each lossy rule in
+    accept, in place of its own. k_matrices: of cascades, lists of rows; leniency, notation: of `Cascade`; cost: of a
+    pass, measured here, or model_parameters or previous_work. trees: as on the command line; gamma: chains of so many
+    tokens. top_k shapes sampling; 1 is greedy, as is temperature 0. task: signatures, mmlu, gsm8k, csqa, humaneval, or
+    prompts without answers; data: files of its rows, else the hub or what is shipped. batch_size: prompts judged at
+    once; speed_prompts: the first so many also give the speed, one by one, `repeats` times, by the clock `wall` or
+    `cpu`: the time this process computes, for a CPU that others use too. max_new_tokens: None as the task has it.
+    run_code: let HumanEval run what the model wrote.
     """
 
     drafters: tuple[str, ...]
     base: str | None = None
     accept: tuple[str, ...] = ("exact",)
     thresholds: tuple[float, ...] = ()
+    k_matrices: tuple[str, ...] = ()
+    leniency: float = 1.0
+    notation: str = "incremental"
+    cost: str = "measured"
     trees: tuple[str, ...] = ()
     gamma: tuple[int, ...] = ()
     temperature: tuple[float, ...] = ()
@@ -86,10 +96,14 @@ class Sweep:
             value = getattr(self, field.name)
             if "tuple" in str(field.type):
                 value = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
+                if field.name == "k_matrices":
+                    value = _matrices(value)
                 kind = {"float": float, "int": int}.get(str(field.type).removeprefix("tuple[").split(",")[0], str)
                 object.__setattr__(self, field.name, tuple(_typed(field.name, entry, kind) for entry in value))
         if not self.drafters:
-            raise ValueError("drafters is empty: give a head checkpoint, model:PATH, lookup, ngram or maxgram")
+            raise ValueError(
+                "drafters is empty: give a head checkpoint, model:PATH, lookup, ngram, maxgram or cascade:…"
+            )
         for name, least in (("gamma", 1), ("top_k", 0), ("temperature", 0)):
             for entry in getattr(self, name):
                 if not entry >= least:
@@ -98,6 +112,12 @@ class Sweep:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        refuse_unknown([self.task], TASKS, "task")
+        refuse_unknown([self.cost], COSTS, "cost")
+        cascades = [name for name in self.drafters if name.startswith("cascade:")]
+        if bool(cascades) != bool(self.k_matrices):
+            have = f"{cascades[0]!r} takes k_matrices" if cascades else "k_matrices are for drafters cascade:…"
+            raise ValueError(f"{have}, for instance [[5, 8], [0, 8]]: a row for each reviewer, a column for each draft")
         refuse_unknown([self.clock], CLOCKS, "clock")
         if self.trees and self.gamma:
             raise ValueError("trees and gamma both say what to draft; gamma 5 is the tree chain:5")
@@ -148,8 +168,9 @@ class Sweep:
             for drafter, tree in itertools.product(self.drafters, trees):
                 if drafter == PLAIN:
                     continue
-                for rule in ["exact", *self.rules()]:
-                    made[Setting(drafter, rule, tree, temperature, top_k)] = None
+                matrices = self.k_matrices if drafter.startswith("cascade:") else ("",)
+                for matrix, rule in itertools.product(matrices, ["exact", *self.rules()]):
+                    made[Setting(drafter, rule, tree, temperature, top_k, matrix)] = None
         return list(made)
 
 
@@ -175,6 +196,17 @@ def read_sweep(path: Path | None, overrides: Mapping[str, Any]) -> Sweep:
 def numbers(text: str | None, name: str, kind: type) -> list[Any] | None:
     """`0.02,0.05` → numbers. ValueError that names the option."""
     return None if text is None else [_typed(name, part.strip(), kind) for part in text.split(",")]
+
+
+def _matrices(given: tuple[Any, ...]) -> tuple[str, ...]:
+    """Matrices as lists or JSON, or the rows of one → each as JSON."""
+    try:
+        read = [json.loads(matrix) if isinstance(matrix, str) else matrix for matrix in given]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"k_matrices={given!r:.80} is no JSON such as [[5, 8], [0, 8]]: {error}") from error
+    if read and all(isinstance(row, list) and row and not isinstance(row[0], list) for row in read):
+        read = [read]
+    return tuple(json.dumps(matrix) for matrix in read)
 
 
 def _typed(name: str, value: Any, kind: type) -> Any:

@@ -8,12 +8,14 @@ from statistics import median
 from typing import Any
 
 from specheads.accept.named import rule_named
-from specheads.bench import decoders, runner
+from specheads.bench import cost, decoders, runner
 from specheads.commands.arguments import parse_tree
 from specheads.conversation import Conversation
+from specheads.drafters import Cascade
 from specheads.sweep.drafters import Bench
 from specheads.sweep.grid import PLAIN, Setting, Sweep
 from specheads.sweep.kl import Distance, distance
+from specheads.sweep.recorded import Record, added, reviewed
 from specheads.sweep.tasks import Task
 
 Row = dict[str, Any]
@@ -29,7 +31,7 @@ def decoder(bench: Bench, sweep: Sweep, setting: Setting, max_new_tokens: int) -
         # 0 and 1.0 switch off what the target's own generation config may ask for.
         sampling = {"do_sample": True, "temperature": setting.temperature, "top_k": setting.top_k, "top_p": 1.0,
                     "seed": sweep.seed}  # fmt: skip
-    drafter = bench.drafter(setting.drafter)
+    drafter = bench.drafter(setting.drafter, setting.k_matrix)
     plan = None if drafter is None else parse_tree(setting.tree, None)
     return decoders.drafted(
         bench.base, max_new_tokens, draft=drafter or False, plan=plan, accept=rule_named(setting.accept), **sampling
@@ -78,11 +80,15 @@ def judged(
     bench: Bench, sweep: Sweep, task: Task, setting: Setting, prompts: list[list[int]], run: runner.Decoder
 ) -> Row:  # fmt: skip
     """What the setting writes on all prompts: drafts accepted, right answers, distance from the target's law."""
-    far, right, outputs = Distance(), 0, []
-    for start in range(0, len(prompts), sweep.batch_size):
-        taken = prompts[start : start + sweep.batch_size]
+    drafter = bench.drafter(setting.drafter, setting.k_matrix)
+    # A cascade counts the passes of its models, which a batch would share.
+    size = 1 if isinstance(drafter, Cascade) else sweep.batch_size
+    far, right, outputs, passes = Distance(), 0, [], []
+    for start in range(0, len(prompts), size):
+        taken = prompts[start : start + size]
         output = run(decoders.batches(bench.tokenizer, taken, bench.base.device, len(taken))[0], None)
         outputs.append(output.statistics)
+        passes.append(getattr(drafter, "reviews", ()) if output.statistics["rows_stepped"] else ())
         far += distance(bench.base, taken, output.tokens, setting.temperature, setting.top_k)
         for text, question in zip(output.tokens, task.questions[start:], strict=False):
             if task.correct is not None:
@@ -99,6 +105,37 @@ def judged(
         "mean_kl": far.mean if not setting.temperature else None,
         "surprisal_excess": far.mean,
         "outside": far.outside,
+        **walltime(bench, drafter, gained, reviews, added(passes) if any(passes) else None),
+    }  # fmt: skip
+
+
+def walltime(bench: Bench, drafter: Any, gained: int, reviews: int, draft_reviews: list[int] | None) -> Row:
+    """Of a cascade: the reviews by each of its drafts, and the standardised walltime improvement by the sweep's cost
+    model; None of other drafters, which do not count. `gained` tokens came of `reviews` by the target."""
+    if draft_reviews is None:
+        return {"draft_reviews": None, "swi": None}
+    costs = bench.costs(drafter)
+    swi = cost.walltime_improvement(gained, [reviews, *draft_reviews], costs) if costs else None
+    return {"draft_reviews": draft_reviews, "swi": swi}
+
+
+def replay(bench: Bench, sweep: Sweep, record: Record, setting: Setting, prompts: list[list[int]]) -> Row:
+    """The setting's row against a record of the target, which does not decode: no speed, and nothing of the text, which
+    is the record's. ValueError for what a record cannot replay."""
+    drafter = bench.drafter(setting.drafter, setting.k_matrix)
+    if drafter is None or setting.accept != "exact" or setting.temperature:
+        raise ValueError(f"{setting}: a record replays greedy text under the exact rule, with drafts")
+    plan = parse_tree(setting.tree, None) or drafter.default_plan(bench.base.device, False)
+    found = reviewed(record, prompts, drafter, plan, bench.base.device)
+    gained = found["tokens"] - len(prompts)
+    empty = dict.fromkeys((
+        "correct", "accuracy", "mean_kl", "surprisal_excess", "outside", "seconds", "tokens_per_second", "speed_up",
+        "speed_up_of_each_repeat",
+    ))  # fmt: skip
+    return {
+        **setting_columns(setting), "lossless": True, "reference": None, "prompts": len(prompts), **found,
+        "acceptance_rate": found["accepted"] / found["drafted"] if found["drafted"] else None, **empty,
+        **walltime(bench, drafter, gained, found["reviews"], found["draft_reviews"]),
     }  # fmt: skip
 
 
@@ -106,5 +143,6 @@ def setting_columns(setting: Setting) -> Row:
     """The setting as plain values."""
     return {
         "drafter": setting.drafter, "accept": None if setting.drafter == PLAIN else setting.accept,
-        "tree": setting.tree, "temperature": setting.temperature, "top_k": setting.top_k,
+        "k_matrix": setting.k_matrix or None, "tree": setting.tree, "temperature": setting.temperature,
+        "top_k": setting.top_k,
     }  # fmt: skip

@@ -79,9 +79,10 @@ class RecordedTarget:
         self.record, self.device = record, device
         vocabulary = SimpleNamespace(weight=torch.empty(record.vocab_size, 0))
         # What drafters ask a target's base and config for is the size of its vocabulary.
-        self.base = SimpleNamespace(get_output_embeddings=lambda: vocabulary)
+        config = SimpleNamespace(is_encoder_decoder=False)
+        self.base = SimpleNamespace(get_output_embeddings=lambda: vocabulary, config=config)
         self.config = SimpleNamespace(vocab_size=record.vocab_size)
-        self.limit = 0
+        self.limit, self.source = 0, None
 
     def prefill(self, ids: Tensor, lengths: Tensor, *, room: int) -> TargetOutput:
         prompts = [tuple(row[:length]) for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
@@ -142,15 +143,27 @@ def replayed(
     )  # fmt: skip
 
 
-def reviews(
+def reviewed(
     record: Record, prompts: Iterable[Sequence[int]], drafter: Drafter, plan: Plan, device: torch.device
 ) -> dict[str, Any]:
-    """Over all prompts: tokens, reviews by the target (its prefill not counted), drafted, accepted, accepted_length."""
-    steps = [list(replayed(record, prompt, drafter, plan, device)) for prompt in prompts]
-    later = [step for taken in steps for step in taken[1:]]
+    """Over all prompts: tokens, reviews by the target (its prefill not counted), draft_reviews where the drafter counts
+    its own, drafted, accepted, accepted_length."""
+    later: list[Step] = []
+    own: list[tuple[int, ...]] = []
+    tokens = 0
+    for prompt in prompts:
+        first, *others = replayed(record, prompt, drafter, plan, device)
+        tokens += sum(len(step.tokens[0]) for step in (first, *others))
+        later += others
+        own.append(getattr(drafter, "reviews", ()) if others else ())
     gained = sum(len(step.tokens[0]) for step in later)
     return {
-        "tokens": sum(len(step.tokens[0]) for taken in steps for step in taken), "reviews": len(later),
+        "tokens": tokens, "reviews": len(later), "draft_reviews": added(own) if any(own) else None,
         "drafted": sum(step.drafted[0] for step in later), "accepted": sum(step.accepted[0] for step in later),
         "accepted_length": gained / len(later) if later else 1.0,
     }  # fmt: skip
+
+
+def added(counts: Iterable[Sequence[int]]) -> list[int]:
+    """Sums by place, of counts that are all of one length or empty."""
+    return [sum(column) for column in zip(*filter(None, counts), strict=True)]

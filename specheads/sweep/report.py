@@ -11,7 +11,6 @@ from typing import Any
 
 from specheads.bench import environment
 from specheads.bench.report import markdown
-from specheads.sweep.grid import PLAIN
 from specheads.sweep.measure import Row
 
 NAME = "sweep"
@@ -24,15 +23,15 @@ def with_plain(rows: Sequence[Row]) -> list[Row]:
     made = []
     for row in rows:
         over: float | None = row["speed_up"]
-        if row["drafter"] != PLAIN and not row["lossless"]:
+        if over is not None and not row["lossless"]:
             exact = known.get((row["drafter"], "exact", *_place(row)[2:]))
-            over = row["speed_up"] * exact["speed_up"] if exact else None
+            over = over * exact["speed_up"] if exact else None
         made.append({**row, "speed_up_over_plain": over})
     return made
 
 
 def _place(row: Row) -> tuple[Any, ...]:
-    return row["drafter"], row["accept"], row["tree"], row["temperature"], row["top_k"]
+    return row["drafter"], row["accept"], row["tree"], row["temperature"], row["top_k"], row.get("k_matrix")
 
 
 def kept_98(rows: Sequence[Row], share: float = 0.98) -> list[dict[str, Any]]:
@@ -62,6 +61,7 @@ def table(rows: Sequence[Row]) -> str:
         "drafter": lambda r: r["drafter"],
         "rule": lambda r: r["accept"],
         "tree": lambda r: r["tree"],
+        "k-matrix": lambda r: r.get("k_matrix"),
         "T": lambda r: f"{r['temperature']:g}" if any(s["temperature"] for s in rows) else None,
         "k": lambda r: r["top_k"] or None,
         "lossless": lambda r: "yes" if r["lossless"] else "no",
@@ -70,6 +70,8 @@ def table(rows: Sequence[Row]) -> str:
         "× no drafts": lambda r: _shown(r["speed_up_over_plain"], "{:.2f}"),
         "tokens/s": lambda r: _shown(r["tokens_per_second"], "{:.1f}"),
         "accepted length": lambda r: _shown(r["accepted_length"], "{:.2f}"),
+        "reviews": lambda r: _counts(r),
+        "SWI": lambda r: _shown(r.get("swi"), "{:.2f}"),
         "mean KL": lambda r: _shown(r["mean_kl"], "{:.4f}"),
         "surprisal excess": lambda r: _shown(r["surprisal_excess"], "{:+.4f}") if r["temperature"] else None,
     }
@@ -96,11 +98,12 @@ def gamma_by_k(rows: Sequence[Row]) -> str | None:
     for drafter, tree in trees:
         line = [drafter, tree.removeprefix("chain:")]
         for law in laws:
-            row = known.get((drafter, "exact", tree, *law))
+            row = known.get((drafter, "exact", tree, *law, None))
             if row is None:
                 line += ["–"] * 3
             else:
-                line += [f"{row['accepted']} / {row['tokens']}", f"{row['seconds']:.2f}", f"{row['speed_up']:.2f}"]
+                line += [f"{row['accepted']} / {row['tokens']}", _shown(row["seconds"], "{:.2f}") or "–"]
+                line += [_shown(row["speed_up"], "{:.2f}") or "–"]
         lines.append(line)
     return markdown(tuple(columns), lines)
 
@@ -167,6 +170,11 @@ def write(folder: Path, rows: Sequence[Row], record: dict[str, Any], *, plots: b
         made.append(folder / f"{NAME}.{suffix}")
         made[-1].write_text(text, "utf8")
     return made + pictures
+
+
+def _counts(row: Row) -> str | None:
+    """Reviews by the target and by each draft of a cascade."""
+    return None if row.get("draft_reviews") is None else " / ".join(map(str, [row["reviews"], *row["draft_reviews"]]))
 
 
 def _shown(value: float | None, form: str) -> str | None:

@@ -17,8 +17,9 @@ import torch
 
 from specheads.console import Report
 from specheads.sweep.drafters import Bench
-from specheads.sweep.grid import Setting, Sweep
-from specheads.sweep.measure import Row, measure, prompts_of
+from specheads.sweep.grid import PLAIN, Setting, Sweep
+from specheads.sweep.measure import Row, measure, prompts_of, replay
+from specheads.sweep.recorded import Record, record
 from specheads.sweep.tasks import Task, load_task
 
 RESULTS = "results.jsonl"
@@ -42,6 +43,8 @@ def common_of(bench: Bench, sweep: Sweep, task: Task) -> str:
         bench.identity(), str(bench.base.dtype), prompts, answers, length, sweep.repeats, sweep.speed_prompts,
         sweep.clock, sweep.batch_size, sweep.seed, task.name,
     ]  # fmt: skip
+    if sweep.k_matrices:
+        shared.append([sweep.leniency, sweep.notation, sweep.cost])
     return hashlib.sha256(json.dumps(shared).encode()).hexdigest()[:16]
 
 
@@ -115,6 +118,26 @@ def run(
 
     common = common_of(bench, sweep, task)
     return complete(results, sweep.settings(), common, here if workers == 1 else spread, tell)
+
+
+def run_recorded(sweep: Sweep, folder: Path, path: Path, *, dtype: str, device: str, tell: Report) -> list[Row]:
+    """As `run`, but each setting that drafts reviewed against the record in `path`, which the target writes once where
+    there is none."""
+    bench = Bench(sweep, dtype, device)
+    task = _task(sweep, bench)
+    prompts, length = prompts_of(bench, sweep, task), sweep.max_new_tokens or task.max_new_tokens
+    if not path.exists():
+        tell(0.0, "recording the target")
+        record(bench.base, prompts, length).save(path)
+    known = Record.load(path)
+
+    def here(settings: list[Setting], within: Callable[[float, str], None]) -> Iterator[tuple[Setting, Row]]:
+        for setting in settings:
+            yield setting, replay(bench, sweep, known, setting, prompts)
+
+    common = common_of(bench, sweep, task) + hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    settings = [setting for setting in sweep.settings() if setting.drafter != PLAIN]
+    return complete(Results(folder / RESULTS), settings, common, here, tell)
 
 
 def over_processes(

@@ -13,6 +13,7 @@ from typing import Any
 
 from specheads.bench.prompts import held_out_prompts
 from specheads.options import refuse_unknown
+from specheads.sweep.grid import TASKS
 from specheads.sweep.programs import passes
 from specheads.sweep.signatures import signature_questions, signature_written
 
@@ -54,9 +55,9 @@ class Task:
 def choice_of(text: str) -> str | None:
     """The letter a worked answer settles on: behind the last "answer is", else the last in brackets, else the one that
     the text opens with."""
-    said = re.findall(r"answer\s*(?:is|:)?\s*:?\s*\(?([A-J])\b", text, re.IGNORECASE)
-    said = said or re.findall(r"\(([A-J])\)", text) or re.findall(r"^\s*([A-J])\b", text)
-    return said[-1].upper() if said else None
+    said = re.findall(r"(?i:answer\s*(?:is|:)?\s*:?\s*)\(?([A-J])\b", text) or re.findall(r"\(([A-J])\)", text)
+    said = said or re.findall(r"^\s*([A-J])(?=[.):,]|\s*$)", text)
+    return said[-1] if said else None
 
 
 def number_of(text: str) -> str | None:
@@ -107,7 +108,6 @@ SOURCES = {
     "csqa": Source("tau/commonsense_qa", None, "validation", "answerKey", csqa, choice_of, 256),
     "humaneval": Source("openai/openai_humaneval", None, "test", "entry_point", humaneval, lambda text: text, 384),
 }
-NAMES = ("signatures", *SOURCES, "prompts")
 # What an answer takes where the sweep does not say.
 LENGTHS = {"signatures": 24, "prompts": 128, **{name: source.max_new_tokens for name, source in SOURCES.items()}}
 SHIPPED_QUESTIONS = 64
@@ -118,7 +118,7 @@ def load_task(
 ) -> Task:
     """The first `count` questions of a task, or evenly spaced ones of `signatures`. ValueError or OSError, with the
     reason, for rows that are not the task's; ValueError for HumanEval unless run_code allows to run what is written."""
-    refuse_unknown([name], NAMES, "task")
+    refuse_unknown([name], TASKS, "task")
     if name == "signatures":
         if data:
             raise ValueError("the task signatures is made of shipped data and takes no data")

@@ -222,9 +222,9 @@ def test_what_a_record_cannot_replay_is_refused(tmp_path, model):
 def row_of(setting, **values):
     base = {
         **measuring.setting_columns(setting), "lossless": setting.lossless, "reference": None, "prompts": 10,
-        "tokens": 90, "reviews": 30, "drafted": 60, "accepted": 40, "accepted_length": 3.0, "acceptance_rate": 0.5, "correct": 5,
-        "accuracy": 0.5, "mean_kl": 0.0, "surprisal_excess": 0.0, "outside": 0, "draft_reviews": None, "swi": None,
-        "seconds": 1.0, "tokens_per_second": 90.0, "speed_up": 1.0, "speed_up_of_each_repeat": [1.0],
+        "tokens": 90, "reviews": 30, "drafted": 60, "accepted": 40, "accepted_length": 3.0, "acceptance_rate": 0.5,
+        "correct": 5, "accuracy": 0.5, "mean_kl": 0.0, "surprisal_excess": 0.0, "outside": 0, "draft_reviews": None,
+        "swi": None, "seconds": 1.0, "tokens_per_second": 90.0, "speed_up": 1.0, "speed_up_of_each_repeat": [1.0],
     }  # fmt: skip
     return {**base, **values}
 

@@ -55,8 +55,8 @@ def test_prompts_are_the_published_ones_and_answers_are_judged_by_the_task(task)
     [
         ("The answer is (C).", "C"), ("The ANSWER IS B", "B"), ("Answer: D", "D"), ("B", "B"), (" A. Because", "A"),
         ("(A) is wrong, (D) is right", "D"), ("The answer is (A). No, the answer is (B).", "B"), ("", None),
-        ("Apples grow", None), 
-        ("I think so", None), ("the answer is a number", None), ("The answer is Basel", None), ("So it is (B). Answer is (A)", "A"),
+        ("Apples grow", None), ("I think so", None), ("the answer is a number", None),
+        ("The answer is Basel", None), ("So it is (B). Answer is (A)", "A"),
     ],
 )  # fmt: skip
 def test_the_letter_of_a_worked_answer_is_found(text, letter):

@@ -72,8 +72,9 @@ def record(base: PreTrainedModel, prompts: Iterable[Sequence[int]], length: int)
 
 
 class RecordedTarget:
-    """Stands where `Target` does in decode(), for one batch of recorded prompts: at each node on a row's recorded path
-    the next recorded token is certain, elsewhere token 0, where no accepted path leads. It has no features."""
+    """Stands where `Target` does in decode(), for one batch of recorded prompts: at each node the recorded token of its
+    depth is certain, token 0 behind the end. Off a row's recorded path no path is accepted, so what stands there does
+    not matter. It has no features."""
 
     def __init__(self, record: Record, device: torch.device) -> None:
         self.record, self.device = record, device
@@ -92,15 +93,11 @@ class RecordedTarget:
         return TargetOutput(self._certain([[text[0]] for text in self.texts]), torch.empty(*ids.shape, 0))
 
     def verify(self, tree: DraftTree) -> TargetOutput:
-        following = []
-        for text, done, tokens, parents in zip(
-            self.texts, self.done, tree.tokens.tolist(), tree.parents.tolist(), strict=True
-        ):
-            place = [done]  # in the record, of each node on its path; −1 off it
-            for token, parent in zip(tokens[1:], parents[1:], strict=True):
-                at = place[parent] + 1 if parent >= 0 and place[parent] >= 0 else -1
-                place.append(at if 0 <= at < len(text) and text[at] == token else -1)
-            following.append([text[at + 1] if 0 <= at < len(text) - 1 else 0 for at in place])
+        depths = tree.shape.depth.tolist()
+        following = [
+            [text[done + depth + 1] if done + depth + 1 < len(text) else 0 for depth in row]
+            for text, done, row in zip(self.texts, self.done, depths, strict=True)
+        ]
         return TargetOutput(self._certain(following), torch.empty(*tree.tokens.shape, 0))
 
     def commit(self, path: Tensor, length: Tensor, bound: int) -> None:

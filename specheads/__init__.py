@@ -32,8 +32,9 @@ from specheads.drafters import (
     OneLevelNGramStorage,
     PromptLookup,
 )
-from specheads.generation import SpecGenerateOutput, generate
+from specheads.generation import generate
 from specheads.heads import DraftHead, Eagle3Config, EagleConfig, HeadConfig, MedusaConfig
+from specheads.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
 from specheads.patch import patch, unpatch
 from specheads.planner import AdaptiveChain, DynamicTree, Plan, SampledTree, StaticTree, chain, comb
 from specheads.sampling import Sampler
@@ -64,7 +65,7 @@ __all__ = [
     "DataConfig", "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree", "Eagle3Config", "EagleConfig",
     "Ensemble", "Exact", "Fuzzy", "HeadConfig", "Lenient", "Margin", "MaxGram", "MedusaConfig", "NGram",
     "NGramStorage", "OneLevelNGramStorage", "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig",
-    "SpecGenerateOutput", "SpecModel", "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step", "Target",
-    "TopN", "Traversal", "Typical", "Unadjusted", "UnsupportedModel", "build_datasets", "chain", "comb", "convert",
-    "decode", "fuzzy_from", "generate", "load_head", "patch", "token_counts", "unpatch",
+    "SpecGenerateOutput", "SpecModel", "SpecSeq2SeqOutput", "SpecTrainer", "SpecTrainingArguments", "StaticTree",
+    "Step", "Target", "TopN", "Traversal", "Typical", "Unadjusted", "UnsupportedModel", "build_datasets", "chain",
+    "comb", "convert", "decode", "fuzzy_from", "generate", "load_head", "patch", "token_counts", "unpatch",
 ]  # fmt: skip

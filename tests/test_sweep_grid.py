@@ -85,6 +85,7 @@ def test_a_yaml_file_gives_the_same_sweep_as_options_which_go_over_it(tmp_path):
         ({"gamma": 3, "trees": "chain:3"}, "trees and gamma"), ({"repeats": 0}, "repeats=0"),
         ({"drafters": "lookup", "accept": "fuzzy:js:0.1"}, "'lookup' gives none"), ({"clock": "sun"}, "unknown clock"),
         ({"thresholds": [3.0], "accept": "lenient"}, "at most 1"), ({"cost": "dear"}, "unknown cost"),
+        ({"trees": "bush:3"}, "bush:3"), ({"task": "mmul"}, "did you mean 'mmlu'"),
     ],
 )  # fmt: skip
 def test_a_sweep_that_cannot_be_run_is_refused_in_one_line(options, said):

@@ -12,6 +12,7 @@ from typing import Any
 
 from specheads.accept.named import rule_named, rule_text, with_threshold
 from specheads.options import refuse_unknown
+from specheads.planner import tree_named
 from specheads.recipe import RecipeError, parse_yaml
 
 PLAIN = "none"  # the drafter that drafts nothing
@@ -121,6 +122,8 @@ class Sweep:
         refuse_unknown([self.clock], CLOCKS, "clock")
         if self.trees and self.gamma:
             raise ValueError("trees and gamma both say what to draft; gamma 5 is the tree chain:5")
+        for tree in self.trees:
+            tree_named(tree)
         for drafter in self.drafters:
             if drafter.partition(":")[0] in LAWLESS:
                 for rule in self.rules():

@@ -9,9 +9,10 @@ from typing import Any
 
 from specheads.accept.named import rule_named
 from specheads.bench import cost, decoders, runner
-from specheads.commands.arguments import parse_tree
 from specheads.conversation import Conversation
 from specheads.drafters import Cascade
+from specheads.planner import Plan, tree_named
+from specheads.planner.named import STATIC_DEPTH
 from specheads.sweep.drafters import Bench
 from specheads.sweep.grid import PLAIN, Setting, Sweep
 from specheads.sweep.kl import Distance, distance
@@ -32,10 +33,17 @@ def decoder(bench: Bench, sweep: Sweep, setting: Setting, max_new_tokens: int) -
         sampling = {"do_sample": True, "temperature": setting.temperature, "top_k": setting.top_k, "top_p": 1.0,
                     "seed": sweep.seed}  # fmt: skip
     drafter = bench.drafter(setting.drafter, setting.k_matrix)
-    plan = None if drafter is None else parse_tree(setting.tree, None)
+    plan = plan_of(setting, drafter)
     return decoders.drafted(
         bench.base, max_new_tokens, draft=drafter or False, plan=plan, accept=rule_named(setting.accept), **sampling
     )
+
+
+def plan_of(setting: Setting, drafter: Any) -> Plan | None:
+    """The setting's tree; None for the drafter's own, and where nothing drafts."""
+    if drafter is None or setting.tree is None:
+        return None
+    return tree_named(setting.tree, getattr(getattr(drafter, "config", None), "num_heads", STATIC_DEPTH))
 
 
 def prompts_of(bench: Bench, sweep: Sweep, task: Task) -> list[list[int]]:
@@ -125,7 +133,7 @@ def replay(bench: Bench, sweep: Sweep, record: Record, setting: Setting, prompts
     drafter = bench.drafter(setting.drafter, setting.k_matrix)
     if drafter is None or setting.accept != "exact" or setting.temperature:
         raise ValueError(f"{setting}: a record replays greedy text under the exact rule, with drafts")
-    plan = parse_tree(setting.tree, None) or drafter.default_plan(bench.base.device, False)
+    plan = plan_of(setting, drafter) or drafter.default_plan(bench.base.device, False)
     found = reviewed(record, prompts, drafter, plan, bench.base.device)
     gained = found["tokens"] - len(prompts)
     empty = dict.fromkeys((

@@ -7,6 +7,7 @@ from specheads.accept import (
     Acceptance,
     Block,
     CSLeniency,
+    Ensemble,
     Exact,
     Fuzzy,
     Lenient,
@@ -62,9 +63,9 @@ def __dir__() -> list[str]:
 __all__ = [
     "Acceptance", "AdaptiveChain", "Block", "CSLeniency", "Cascade", "CheckpointError", "Collator", "Context",
     "DataConfig", "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree", "Eagle3Config", "EagleConfig",
-    "Exact", "Fuzzy", "HeadConfig", "Lenient", "Margin", "MaxGram", "MedusaConfig", "NGram", "NGramStorage",
-    "OneLevelNGramStorage", "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput",
-    "SpecModel", "SpecSeq2SeqOutput", "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN",
-    "Traversal", "Typical", "Unadjusted", "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode",
-    "fuzzy_from", "generate", "load_head", "patch", "token_counts", "unpatch",
+    "Ensemble", "Exact", "Fuzzy", "HeadConfig", "Lenient", "Margin", "MaxGram", "MedusaConfig", "NGram",
+    "NGramStorage", "OneLevelNGramStorage", "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig",
+    "SpecGenerateOutput", "SpecModel", "SpecSeq2SeqOutput", "SpecTrainer", "SpecTrainingArguments", "StaticTree",
+    "Step", "Target", "TopN", "Traversal", "Typical", "Unadjusted", "UnsupportedModel", "build_datasets", "chain",
+    "comb", "convert", "decode", "fuzzy_from", "generate", "load_head", "patch", "token_counts", "unpatch",
 ]  # fmt: skip

@@ -100,7 +100,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     file = Path(path)
     if not file.is_file():
         raise RecipeError(f"no recipe {str(path)!r} (looked from {Path.cwd()})")
-    options = _parse(file.read_text("utf8"), str(path))
+    options = parse_yaml(file.read_text("utf8"), str(path))
     if not isinstance(options, Mapping):
         raise RecipeError(f"{path} holds {options!r:.60}: expected a mapping with base, head, data and training")
     return Recipe.from_dict(with_overrides(options, overrides))
@@ -121,7 +121,7 @@ def with_overrides(options: Mapping[str, Any], overrides: Sequence[str]) -> dict
             place = place[name]
             if not isinstance(place, dict):
                 raise RecipeError(f"override {override!r}: {name!r} is {place!r}, which has no options")
-        place[last] = _parse(text, f"override {override!r}")
+        place[last] = parse_yaml(text, f"override {override!r}")
     return result
 
 
@@ -131,7 +131,8 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _parse(text: str, name: str) -> Any:
+def parse_yaml(text: str, name: str) -> Any:
+    """The value of a YAML text; RecipeError, which begins with its name, where it is none."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:

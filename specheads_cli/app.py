@@ -27,6 +27,14 @@ Tree = Annotated[
         "(default: the head's)."
     ),
 ]
+Accept = Annotated[
+    str | None,
+    typer.Option(
+        help="Which drafts stand: exact, block, traversal (lossless); fuzzy:DIVERGENCE:THRESHOLD[:MODE], "
+        "typical[:EPSILON[:DELTA]], topn[:N[:MARGIN]], margin:RATIO, lenient:L, cs_leniency:L, ensemble:WEIGHT "
+        "(default: exact)."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
 Count = Annotated[int, typer.Option(min=1)]
@@ -60,6 +68,7 @@ def root(
       specheads chat checkpoints/eagle3
       specheads train recipes/eagle3.yaml data.train=my.jsonl
       specheads evaluate checkpoints/eagle3 --num-prompts 8
+      specheads sweep recipes/sweep_rules.yaml
       specheads calibrate out/head --data own.jsonl --save
       specheads info checkpoints/eagle3
     """

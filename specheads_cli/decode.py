@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from specheads_cli.app import Base, Device, DType, Json, Model, NewTokens, Tree, app, emit
+from specheads_cli.app import Accept, Base, Device, DType, Json, Model, NewTokens, Tree, app, emit
 
 
 @app.command()
@@ -21,6 +21,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample among this many tokens.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of the sampling.")] = None,
     tree: Tree = None,
+    accept: Accept = None,
     draft: Annotated[bool, typer.Option("--draft/--no-draft", help="--no-draft: one token a step.")] = True,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it comes.")] = True,
     color_depth: Annotated[bool, typer.Option("--color-depth", help="Colour tokens by draft depth.")] = False,
@@ -37,6 +38,7 @@ def generate(
       specheads generate checkpoints/eagle3 --prompt "def fibonacci(n):" --color-depth
       specheads generate out/head --prompt-file question.txt --chat --temperature 0.7 --seed 1
       cat file.py | specheads generate checkpoints/medusa --tree chain:4 --json
+      specheads generate checkpoints/eagle3 --prompt "class A" --accept fuzzy:js:0.2
     """
     from specheads.commands import arguments
     from specheads.commands.generate import GenerateOptions, record, show
@@ -44,7 +46,7 @@ def generate(
     text = arguments.read_prompt(prompt, prompt_file)
     options = GenerateOptions(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, tree=tree,
-        draft=draft, chat=chat,
+        draft=draft, chat=chat, accept=accept,
     )  # fmt: skip
     spec, tokenizer = arguments.load(model, base, dtype, device)
     if as_json:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from specheads_cli.app import Base, Device, DType, Json, Model, NewTokens, Tree, app, emit
+from specheads_cli.app import Accept, Base, Device, DType, Json, Model, NewTokens, Tree, app, emit
 
 
 @app.command()
@@ -22,6 +22,7 @@ def evaluate(
     num_prompts: Annotated[int | None, typer.Option(min=1, help="How many (default: 8, or all of the file).")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Medians are over this many.")] = 3,
     tree: Tree = None,
+    accept: Accept = None,
     dtype: DType = "auto",
     device: Device = "auto",
     base: Base = None,
@@ -30,6 +31,7 @@ def evaluate(
     """Measure a head with real decoding: tokens/s, accepted length, acceptance by depth, and is the text the same.
 
     transformers' generate() and our own loop without drafts run on the same prompts in turn with the head, greedily.
+    With --accept the head runs under that rule too, beside the exact one.
     Rows with 'messages' go through the chat template up to the first turn of the user.
     A token counts as repeated text if the 8 tokens that end with it came up before in the same text.
 
@@ -39,17 +41,19 @@ def evaluate(
       specheads evaluate out/head --prompts questions.jsonl --max-new-tokens 256 --json > figures.json
       specheads evaluate out/head --prompts questions.txt --chat
     """
+    from specheads.accept.named import rule_named
     from specheads.bench.prompts import held_out_prompts, prompts_from
     from specheads.commands import arguments
     from specheads.commands.evaluate import measure, show
 
     if chat and prompts is None:
         raise ValueError("--chat: the held-out files are no chat; give --prompts")
+    rule = None if accept is None else rule_named(accept)
     asked = prompts_from(prompts, num_prompts, chat=chat) if prompts else None
     spec, tokenizer = arguments.load(model, base, dtype, device)
     if asked is None:
         asked = [*held_out_prompts(tokenizer, num_prompts or 8)]
-    figures = measure(spec, tokenizer, asked, max_new_tokens=max_new_tokens, repeats=repeats, tree=tree)
+    figures = measure(spec, tokenizer, asked, max_new_tokens=max_new_tokens, repeats=repeats, tree=tree, rule=rule)
     if as_json:
         emit({"model": model, **figures})
     else:

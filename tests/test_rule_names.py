@@ -2,13 +2,15 @@
 
 import pytest
 
-from specheads import Block, CSLeniency, Exact, Fuzzy, Lenient, Margin, TopN, Traversal, Typical
+from specheads import Block, CSLeniency, Ensemble, Exact, Fuzzy, Lenient, Margin, TopN, Traversal, Typical
+from specheads.accept import Unadjusted
 from specheads.accept.named import RULES, THRESHOLDS, rule_named, rule_text, with_threshold
 
 WRITTEN = {
     "exact": Exact(),
     "block": Block(),
     "traversal": Traversal(),
+    "unadjusted": Unadjusted(),
     "fuzzy:js:0.1": Fuzzy(0.1),
     "fuzzy:top_k_kl:2:rescue": Fuzzy(2.0, "top_k_kl", "rescue"),
     "fuzzy:tv:0.3:processed=true:k=5": Fuzzy(0.3, "tv", k=5, processed=True),
@@ -21,6 +23,7 @@ WRITTEN = {
     "topn": TopN(),
     "topn:3:0.2": TopN(3, 0.2),
     "margin:0.9": Margin(0.9),
+    "ensemble:0.5": Ensemble(0.5),
 }
 
 

@@ -1,9 +1,11 @@
 """walk() through a verified tree, and the rules that say which drafted tokens stand.
 
-Lossless: Exact, Block, Traversal. Not lossless: Lenient, Typical, TopN, Margin, CSLeniency, Fuzzy, Unadjusted.
+Lossless: Exact, Block, Traversal. Not lossless: Lenient, Typical, TopN, Margin, CSLeniency, Fuzzy, Ensemble,
+Unadjusted.
 """
 
 from specheads.accept.block import Block
+from specheads.accept.ensemble import Ensemble
 from specheads.accept.exact import Exact, normalised, residual
 from specheads.accept.fuzzy import Fuzzy, fuzzy_from
 from specheads.accept.lenient import Lenient
@@ -14,7 +16,7 @@ from specheads.accept.traversal import Traversal
 from specheads.accept.unadjusted import Unadjusted
 
 __all__ = [
-    "Acceptance", "Block", "CSLeniency", "Exact", "Fuzzy", "Laws", "Lenient", "Level", "LevelRule", "Margin",
-    "PathRule", "TokenRule", "TopN", "Traversal", "Typical", "Unadjusted", "Verdict", "drawn_path", "fuzzy_from",
-    "normalised", "residual", "walk",
+    "Acceptance", "Block", "CSLeniency", "Ensemble", "Exact", "Fuzzy", "Laws", "Lenient", "Level", "LevelRule",
+    "Margin", "PathRule", "TokenRule", "TopN", "Traversal", "Typical", "Unadjusted", "Verdict", "drawn_path",
+    "fuzzy_from", "normalised", "residual", "walk",
 ]  # fmt: skip

@@ -28,19 +28,24 @@ class Exact(LevelRule):
     descends_on_draw: ClassVar[bool] = True
 
     def choose(self, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
-        if level.q is not None:
-            return judged_in_order(level, sampler)
-        token = sampler.draw(level.p)
-        found, child = (level.is_child & (level.tokens == token.unsqueeze(1))).max(1)
-        return torch.where(found, child, -1), token
+        return towards(level.p, level, sampler)
 
 
-def judged_in_order(level: Level, sampler: Sampler, leniency: float = 1.0) -> tuple[Tensor, Tensor]:
+def towards(p: Tensor, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
+    """The child and token as `choose`, such that the token has the law p (R, V), the target's or another."""
+    if level.q is not None:
+        return judged_in_order(p, level, sampler)
+    token = sampler.draw(p)
+    found, child = (level.is_child & (level.tokens == token.unsqueeze(1))).max(1)
+    return torch.where(found, child, -1), token
+
+
+def judged_in_order(p: Tensor, level: Level, sampler: Sampler, leniency: float = 1.0) -> tuple[Tensor, Tensor]:
     """Sibling after sibling, x kept with probability min(1, p(x) / (leniency · q(x))); the child and token as `choose`.
 
     A refusal leaves p as norm((p − q)₊) and q without x. The law of a point mass is one-hot at each x.
     """
-    p, q = level.p, level.q
+    q = level.q
     child = torch.full_like(level.tokens[:, 0], -1)
     order = level.is_child.cumsum(1) * level.is_child  # 1 for the first sibling, 2 for the second …
     for rank in range(1, int(order.max()) + 1):

@@ -31,4 +31,6 @@ class Lenient(LevelRule):
         return self.leniency == 1
 
     def choose(self, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
-        return Exact().choose(level, sampler) if self.lossless else judged_in_order(level, sampler, self.leniency)
+        return (
+            Exact().choose(level, sampler) if self.lossless else judged_in_order(level.p, level, sampler, self.leniency)
+        )

@@ -7,12 +7,14 @@ import typing
 from typing import Any
 
 from specheads.accept.block import Block
+from specheads.accept.ensemble import Ensemble
 from specheads.accept.exact import Exact
 from specheads.accept.fuzzy import Fuzzy
 from specheads.accept.lenient import Lenient
 from specheads.accept.rule import Acceptance
 from specheads.accept.tokens import CSLeniency, Margin, TopN, Typical
 from specheads.accept.traversal import Traversal
+from specheads.accept.unadjusted import Unadjusted
 from specheads.options import refuse_unknown
 
 # Each with the options that may be written without their name, in this order; any other is written KEY=VALUE.
@@ -20,21 +22,23 @@ RULES: dict[str, tuple[type[Any], tuple[str, ...]]] = {
     "exact": (Exact, ()),
     "block": (Block, ()),
     "traversal": (Traversal, ()),
+    "unadjusted": (Unadjusted, ()),
     "fuzzy": (Fuzzy, ("divergence", "threshold", "mode")),
     "typical": (Typical, ("epsilon", "delta")),
     "lenient": (Lenient, ("leniency",)),
     "cs_leniency": (CSLeniency, ("leniency",)),
     "topn": (TopN, ("n", "margin")),
     "margin": (Margin, ("ratio",)),
+    "ensemble": (Ensemble, ("weight",)),
 }
 # The option of each lossy rule that says how much it lets pass.
 THRESHOLDS = {
     "fuzzy": "threshold", "typical": "epsilon", "lenient": "leniency", "cs_leniency": "leniency", "topn": "margin",
-    "margin": "ratio",
+    "margin": "ratio", "ensemble": "weight",
 }  # fmt: skip
 EXPECTED = (
-    "expected exact, block, traversal, fuzzy:DIVERGENCE:THRESHOLD[:MODE], typical[:EPSILON[:DELTA]], "
-    "lenient:LENIENCY, cs_leniency:LENIENCY, topn[:N[:MARGIN]] or margin:RATIO"
+    "expected exact, block, traversal, unadjusted, fuzzy:DIVERGENCE:THRESHOLD[:MODE], typical[:EPSILON[:DELTA]], "
+    "lenient:LENIENCY, cs_leniency:LENIENCY, topn[:N[:MARGIN]], margin:RATIO or ensemble:WEIGHT"
 )
 
 

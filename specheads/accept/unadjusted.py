@@ -23,4 +23,4 @@ class Unadjusted(LevelRule):
     lossless: ClassVar[bool] = False
 
     def choose(self, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
-        return level.followed(judged_in_order(level, sampler)[0], lambda: sampler.draw(level.p))
+        return level.followed(judged_in_order(level.p, level, sampler)[0], lambda: sampler.draw(level.p))

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads import generation
+from specheads.accept import Acceptance
 from specheads.bench.runner import Decoder, Output, Stopwatch
 from specheads.convert import SpecModel
 from specheads.drafters.base import Drafter
@@ -71,17 +72,23 @@ def assisted(base: PreTrainedModel, small: PreTrainedModel, max_new_tokens: int,
 
 
 def drafted(
-    model: SpecModel | PreTrainedModel, max_new_tokens: int, *, draft: bool | Drafter = True, plan: Plan | None = None
-) -> Decoder:
-    """Our loop, greedy, with the head of `model` or another drafter; draft=False (or a bare base): one token a step."""
+    model: SpecModel | PreTrainedModel, max_new_tokens: int, *, draft: bool | Drafter = True, plan: Plan | None = None,
+    accept: Acceptance | None = None, **sampling: Any,
+) -> Decoder:  # fmt: skip
+    """Our loop with the head of `model`, or another drafter; draft=False (or a bare base): one token a step.
+
+    Greedy, unless `sampling` says otherwise in generate()'s words: do_sample=True, temperature=…, seed=…
+    """
     base = model.base if isinstance(model, SpecModel) else model
-    drafter = (model.head if isinstance(model, SpecModel) and draft else None) if isinstance(draft, bool) else draft
+    own = model.head if isinstance(model, SpecModel) else None
+    drafter = own if draft is True else (draft or None)
+    options = {"do_sample": False, **sampling}
 
     def run(batch: dict[str, Any], watch: Any) -> Output:
         with torch.no_grad():
             out = generation.generate(
-                base, **batch, drafter=drafter, max_new_tokens=max_new_tokens, do_sample=False,
-                streamer=watch, tree=plan, return_dict_in_generate=True,
+                base, **batch, drafter=drafter, max_new_tokens=max_new_tokens, streamer=watch, tree=plan,
+                accept=accept, return_dict_in_generate=True, **options,
             )  # fmt: skip
         assert isinstance(out, generation.SpecGenerateOutput) and out.steps is not None
         stepped = [row for step in out.steps[1:] for row in step.tokens if row]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from specheads.convert import SpecModel
@@ -41,6 +41,13 @@ def load(source: str, base: str | None, dtype: str, device: str) -> tuple[SpecMo
     model.to(place)
     name = base or model.base.name_or_path
     return model, AutoTokenizer.from_pretrained(name, **hub_options(name))
+
+
+def load_base(source: str, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:
+    """A language model without a head, and its tokenizer, as `load`."""
+    wanted, place = placement(dtype, device)
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=wanted or "auto")
+    return model.to(place).eval(), AutoTokenizer.from_pretrained(source)
 
 
 def placement(dtype: str, device: str) -> tuple[torch.dtype | None, torch.device]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from specheads import console as terminal
+from specheads.accept import Acceptance
+from specheads.accept.named import rule_text
 from specheads.bench import decoders, environment, report, runner
 from specheads.bench.decoders import REFERENCE
 from specheads.commands.arguments import parse_tree
@@ -15,16 +17,20 @@ from specheads.convert import SpecModel
 
 def measure(
     model: SpecModel, tokenizer: Any, prompts: Sequence[str | Conversation], *, max_new_tokens: int, repeats: int,
-    tree: str | None,
+    tree: str | None, rule: Acceptance | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What was asked for, where it ran, and the figures of each decoder, the head's last; tree as on the command
-    line. Of a conversation the first turn is asked. Progress goes to stderr."""
+    """What was asked for, where it ran, and the figures of each decoder; tree as on the command line. The head's come
+    last, and where there is a `rule` once more under that. Of a conversation the first turn is asked. Progress goes to
+    stderr."""
     asked = [prompt if isinstance(prompt, str) else prompt.prompt((), tokenizer) for prompt in prompts]
+    plan, head = parse_tree(tree, model), f"{model.head.config.kind} head"
     racers = {
         REFERENCE: decoders.transformers_generate(model.base, max_new_tokens),
         "our loop, no drafts": decoders.drafted(model, max_new_tokens, draft=False),
-        f"{model.head.config.kind} head": decoders.drafted(model, max_new_tokens, plan=parse_tree(tree, model)),
+        head: decoders.drafted(model, max_new_tokens, plan=plan),
     }
+    if rule is not None:
+        racers[f"{head}, {rule_text(rule)}"] = decoders.drafted(model, max_new_tokens, plan=plan, accept=rule)
     with terminal.progress(terminal.make_console(stderr=True), "measuring") as told:
         batches = decoders.batches(tokenizer, asked, model.device)
         result = runner.race(racers, batches, repeats=repeats, report=told)

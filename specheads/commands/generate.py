@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from specheads import console as terminal
+from specheads.accept.named import rule_named
 from specheads.commands.arguments import parse_tree
 from specheads.convert import SpecModel
 from specheads.generation import SpecGenerateOutput
@@ -16,7 +17,8 @@ from specheads.generation import SpecGenerateOutput
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """How to continue a prompt. temperature 0 is greedy; tree as on the command line; draft=False: a token a step."""
+    """How to continue a prompt. temperature 0 is greedy; tree and accept as on the command line; draft=False: a token a
+    step."""
 
     max_new_tokens: int
     temperature: float
@@ -26,18 +28,24 @@ class GenerateOptions:
     tree: str | None
     draft: bool
     chat: bool
+    accept: str | None = None
 
     def __post_init__(self) -> None:
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
             raise ValueError("--top-p and --top-k shape sampling; give --temperature above 0 with them")
         if not self.draft and self.tree is not None:
             raise ValueError("--tree says what to draft and --no-draft not to; give one of them")
+        if not self.draft and self.accept is not None:
+            raise ValueError("--accept says which drafts stand and --no-draft not to draft; give one of them")
+        if self.accept is not None:
+            rule_named(self.accept)  # bad text is refused before a model loads
 
     def arguments(self, model: SpecModel) -> dict[str, Any]:
         """Of model.generate()."""
         given: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens, "draft": self.draft, "tree": parse_tree(self.tree, model),
             "seed": self.seed, "do_sample": self.temperature > 0,
+            "accept": None if self.accept is None else rule_named(self.accept),
         }  # fmt: skip
         if self.temperature > 0:
             # 0 and 1.0 switch off what the base's own generation config may ask for.

@@ -1,0 +1,31 @@
+"""HumanEval's check: the program a completion makes, run against the problem's tests in a process of its own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+
+# What begins something behind the function that was asked for.
+_ENDS = re.compile(r"\n(?=(?:class|def|if|print|#|@|import|from)\b|#|@|```)")
+
+
+def completed(prompt: str, completion: str) -> str:
+    """The prompt and the completion up to where the function it is in ends."""
+    return prompt + _ENDS.split(completion, maxsplit=1)[0] + "\n"
+
+
+def passes(prompt: str, completion: str, test: str, entry_point: str, *, seconds: float = 10.0) -> bool:
+    """Does the completed function pass its tests in time? Runs code a model wrote: with no environment, no input, no
+    output and a folder of its own that goes, but with all the rights of this process."""
+    program = f"{completed(prompt, completion)}\n{test}\ncheck({entry_point})\n"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-c", program], cwd=folder, env={}, timeout=seconds, check=False,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return False
+    return done.returncode == 0

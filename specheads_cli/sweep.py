@@ -1,0 +1,104 @@
+"""specheads sweep."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specheads_cli.app import Base, Device, DType, Json, app, emit
+
+
+@app.command()
+def sweep(
+    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="YAML file; options go over it.")] = None,
+    head: Annotated[
+        list[str] | None,
+        typer.Option("--head", "--drafter", help="Head checkpoint, model:PATH, lookup, ngram or maxgram; repeatable."),
+    ] = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(help="Rule, as in generate; a comma makes several: fuzzy:js,tv:0.1,0.2. Repeatable."),
+    ] = None,
+    thresholds: Annotated[str | None, typer.Option(help="Of each lossy rule, in place of its own: 0.02,0.1.")] = None,
+    gamma: Annotated[str | None, typer.Option(help="Chains of so many tokens: 3,5,7.")] = None,
+    tree: Annotated[list[str] | None, typer.Option(help="Other trees, as in generate; repeatable.")] = None,
+    top_k: Annotated[str | None, typer.Option(help="Sample among so many tokens: 1,50; 1 is greedy.")] = None,
+    temperature: Annotated[str | None, typer.Option(help="0,1; 0 is greedy.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="signatures (shipped), mmlu, gsm8k, csqa, humaneval, or prompts (no answers).")
+    ] = None,
+    data: Annotated[list[str] | None, typer.Option(help="Files with the task's rows (default: the hub).")] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Questions asked.")] = None,
+    speed_prompts: Annotated[int | None, typer.Option(min=1, help="The first so many give the speed too.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Questions judged at once.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of an answer (default: the task's).")
+    ] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Of the speed; medians are over this many.")] = None,
+    clock: Annotated[str | None, typer.Option(help="wall, or cpu where others use the machine too.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the sampling.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the chat template.")] = False,
+    run_code: Annotated[bool, typer.Option("--run-code", help="Let humaneval run what the model wrote.")] = False,
+    k_matrix: Annotated[
+        list[str] | None, typer.Option(help="Of a cascade:DRAFTER+DRAFTER…, as [[5,8],[0,8]]; repeatable.")
+    ] = None,
+    leniency: Annotated[float | None, typer.Option(min=1.0, help="Between the drafts of a cascade.")] = None,
+    notation: Annotated[str | None, typer.Option(help="Of k-matrices: incremental or paper.")] = None,
+    cost: Annotated[
+        str | None, typer.Option(help="Of a pass, for SWI: measured, model_parameters, previous_work.")
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Review drafts against the target's recorded text in this file, written first if not there."),
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes; on CUDA each has a device of its own.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder of the results, which an interrupted sweep goes on from.")] = Path(
+        "runs/sweep"
+    ),
+    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw pictures; takes specheads[sweep].")] = True,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    base: Base = None,
+    as_json: Json = False,
+) -> None:
+    """Measure drafters × rules × trees × temperatures: speed and accepted length against accuracy and divergence.
+
+    Each setting that is done is kept in OUT/results.jsonl, and the same command goes on from there. Speed takes turns
+    with the exact rule, prompt by prompt, and is a ratio to it. OUT gets sweep.json, sweep.csv, sweep.md, sweep.png.
+
+    \b
+    Examples:
+      specheads sweep recipes/sweep_rules.yaml --out runs/rules
+      specheads sweep --head checkpoints/eagle3 --accept fuzzy:js --thresholds 0.02,0.05,0.1,0.2,0.4
+      specheads sweep --drafter model:small --base large --gamma 5,10,20 --top-k 1,50 --task prompts
+      specheads sweep --base large --drafter cascade:model:small+maxgram --k-matrix [[5,8],[0,8]] --record large.json
+      specheads sweep --head out/head --task gsm8k --data test.jsonl --chat --accept fuzzy:js,tv:0.1,0.3 --workers 2
+    """
+    from specheads.sweep.grid import numbers, read_sweep
+
+    given = {
+        "drafters": head, "accept": accept, "thresholds": numbers(thresholds, "--thresholds", float),
+        "gamma": numbers(gamma, "--gamma", int), "trees": tree, "top_k": numbers(top_k, "--top-k", int),
+        "temperature": numbers(temperature, "--temperature", float), "task": task, "data": data,
+        "num_prompts": num_prompts, "speed_prompts": speed_prompts, "batch_size": batch_size,
+        "max_new_tokens": max_new_tokens, "repeats": repeats, "clock": clock, "seed": seed, "base": base,
+        "k_matrices": k_matrix, "leniency": leniency, "notation": notation, "cost": cost,
+        "chat": chat or None, "run_code": run_code or None,
+    }  # fmt: skip
+    asked = read_sweep(recipe, given)
+    if record is not None and workers > 1:
+        raise ValueError("--record reviews in this process; leave --workers at 1")
+    from specheads.commands import sweep as command
+
+    words = shlex.join(["specheads", *sys.argv[1:]])
+    found = command.sweep(
+        asked, out, dtype=dtype, device=device, workers=workers, plots=plots, command=words, recorded=record
+    )
+    if as_json:
+        emit(found)
+    else:
+        command.show(found)

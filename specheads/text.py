@@ -28,3 +28,8 @@ class TextPieces:
             return ""
         self.start, self.done = self.done, len(self.ids)
         return now[len(before) :]
+
+    def peek(self, *tokens: int) -> str:
+        """What further tokens would add, which are not taken in."""
+        before = self._decode(self.ids[self.start : self.done])
+        return self._decode([*self.ids[self.start :], *tokens])[len(before) :]

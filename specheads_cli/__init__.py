@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import typer
 
-from specheads_cli import decode, measure, train
+from specheads_cli import chat, decode, measure, train
 from specheads_cli.app import DEBUG, app
 
-__all__ = ["app", "decode", "main", "measure", "run", "train"]
+__all__ = ["app", "chat", "decode", "main", "measure", "run", "train"]
 
 
 def run(args: Sequence[str] | None = None) -> int:

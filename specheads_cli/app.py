@@ -57,6 +57,7 @@ def root(
     Examples:
       specheads demo
       specheads generate checkpoints/eagle3 --prompt "def fibonacci(n):" --color-depth
+      specheads chat checkpoints/eagle3
       specheads train recipes/eagle3.yaml data.train=my.jsonl
       specheads evaluate checkpoints/eagle3 --num-prompts 8
       specheads calibrate out/head --data own.jsonl --save

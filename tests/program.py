@@ -12,8 +12,9 @@ from tests.conftest import tiny_llama
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def ship(folder):
-    """A folder as checkpoints/ is: a tiny random base with a byte tokenizer, and two heads for it."""
+def ship(folder, **options):
+    """A folder as checkpoints/ is: a tiny random base with a byte tokenizer, and two heads for it. options: the base's
+    own."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = ["<|end|>", "<|pad|>"]
     vocab = {token: i for i, token in enumerate([*special, *alphabet])}
@@ -23,7 +24,8 @@ def ship(folder):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_only, bos_token=special[0], eos_token=special[0],
                                         pad_token=special[1])  # fmt: skip
     tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<a>"
-    base = tiny_llama(vocab_size=len(vocab), num_hidden_layers=4, eos_token_id=0, bos_token_id=0, pad_token_id=1)
+    sizes = {"vocab_size": len(vocab), "num_hidden_layers": 4, "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 1}
+    base = tiny_llama(**sizes | options)
     base.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     (folder / "base" / "held_out.txt").write_text("argparse.py\nast.py\nbase64.py\n", "utf8")

@@ -214,15 +214,17 @@ def test_enumeration_notices_a_broken_rule(broken, case):
 @pytest.mark.parametrize("name", ["block.stop_chance", "traversal.stop_chance"])
 def test_enumeration_notices_a_stop_that_forgets_what_was_reached(monkeypatch, name):
     monkeypatch.setattr(f"specheads.accept.{name}", lambda left, reached: reached)
-    rule = Block() if name.startswith("block") else Traversal()
-    assert error(rule, CHAINS["2 of 3"], DRAFTS["unlike"](3)) > 1e-3
+    rule, case = (
+        (Block(), CHAINS["2 of 3"]) if name.startswith("block") else (Traversal(), TREES["2 children, one below each"])
+    )
+    assert error(rule, case, DRAFTS["unlike"](3)) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["block", "traversal"])
 def test_enumeration_notices_a_residual_that_returns_p(monkeypatch, name):
     monkeypatch.setattr(f"specheads.accept.{name}.residual", lambda p, q: p)
-    rule = Block() if name == "block" else Traversal()
-    assert error(rule, CHAINS["2 of 3"], DRAFTS["unlike"](3)) > 1e-3
+    rule, case = (Block(), CHAINS["2 of 3"]) if name == "block" else (Traversal(), TREES["2 children, one below each"])
+    assert error(rule, case, DRAFTS["unlike"](3)) > 1e-3
 
 
 @pytest.mark.parametrize("rule", [Block(), Traversal()], ids=repr)

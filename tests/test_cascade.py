@@ -19,6 +19,7 @@ from specheads import (
     Cascade,
     CSLeniency,
     DraftModel,
+    DraftTree,
     Exact,
     Fuzzy,
     MaxGram,
@@ -56,13 +57,17 @@ def world():
     base = tiny_llama(num_hidden_layers=1)
     prompt = [*range(20, 27), *range(20, 27), 20, 21]
     record = base.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=90, eos_token_id=96)[0].tolist()
-    return base, prompt, record, [near(base, 0.03), near(base, 0.06)], {}
+    models = [near(base, 0.03), near(base, 0.06)]
+    for model, scale in zip(models, (0.1, 0.4), strict=True):  # flat laws: it matters by whose a token is judged
+        model.lm_head.weight.data *= scale
+    return base, prompt, record, models, {}
 
 
 @pytest.mark.parametrize(
     ("k_matrix", "bottom", "leniency"),
     [
         *[(k_matrix, True, leniency) for k_matrix in (LLAMA, T5_BY_SIZE, T5_BY_WORK) for leniency in (1, 2, 3)],
+        (T5_BY_SIZE, True, 60),  # so lenient that it matters by whose law a token stands
         ([[2, 3, 2], [0, 0, 3], [0, 0, 4]], True, 3),  # nobody writes for the largest draft but n-grams
         ([[4, 2], [0, 2]], False, 3),
     ],
@@ -257,6 +262,37 @@ def test_a_head_reviews_ngrams_and_hands_the_rest_over(headed, leniency):
     assert copied > 5
     passes = len(drafter.seen) * (1 if hasattr(headed.head.config, "num_heads") else 3)
     assert passes - 6 <= drafter.reviews[0] <= passes  # fewer at the length limit
+
+
+def test_a_lenient_head_asks_ngrams_again_behind_its_own_token():
+    """Against a loop over Medusa's laws, which do not depend on what is drafted."""
+    model, leniency = convert(tiny_llama(num_hidden_layers=3, initializer_range=0.2), "medusa"), 25
+    inputs, laws, kinds = padded_left([[5, 6, 7, 8, 5, 6, 7, 8, 5]]), [], set()
+
+    class Told(Cascade):
+        def propose(self, context, sampler, plan):
+            text, head = list(context.history[0]), self.drafts[0]
+            laws[:] = [law[0].softmax(-1) for law in head(context.newest(context.features))]
+            drafted = super().propose(context, sampler, plan).tokens[0, 1:].tolist()
+            expected, run = [], []
+            for law in laws[:4]:
+                run = run or published_maxgram(text + expected, 6, [0] * 97)
+                best = int(law.argmax())
+                if run and (run[0] == best or law[run[0]] > 1 / leniency):
+                    kinds.add("kept" if run[0] != best else "agreed")
+                    expected.append(run.pop(0))
+                else:
+                    kinds.add("refused" if run else "own")
+                    expected, run = [*expected, best], []
+            run = run or published_maxgram(text + expected, 6, [0] * 97)
+            length = min(6, context.target.limit - len(text) - 1)
+            assert drafted == (expected + run)[:length]
+            return DraftTree.chains(context.root, [drafted])
+
+    options = {"do_sample": False, "max_new_tokens": 30}
+    out = model.generate(**inputs, draft=Told([model.head, MaxGram(6)], [[4, 2], [0, 6]], leniency), **options)
+    assert torch.equal(out, model.base.generate(**inputs, **options))
+    assert {"kept", "refused"} <= kinds
 
 
 def test_a_head_a_model_and_ngrams_match_greedy(headed):

@@ -11,7 +11,7 @@ import typer
 import specheads_cli as cli
 from tests.program import run
 
-COMMANDS = ("demo", "train", "generate", "evaluate", "calibrate", "info")
+COMMANDS = ("demo", "train", "generate", "chat", "evaluate", "calibrate", "info")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -60,6 +60,12 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
         ("generate {head} --prompt a --device moon", "moon"),
         ("generate {head} --prompt a --base {tmp}/nowhere", "nowhere"),
         ("generate {head} --prompt a --what", "--what"),
+        ("chat {tmp}/absent", "absent"),
+        ("chat {head} --accept exakt", "did you mean 'exact'"),
+        ("chat {head} --tree bush:3", "'bush:3' is no tree"),
+        ("chat {head} --tree chain:9", "9 deep"),
+        ("chat {head} --assistant {tmp}/nowhere", "nowhere"),
+        ("chat {base} --base {base}", "--base"),
         ("evaluate {head} --prompts {tmp}/absent.jsonl", "absent.jsonl"),
         ("evaluate {head} --num-prompts 0", "num-prompts"),
         ("evaluate {tmp}/absent", "absent"),

@@ -58,5 +58,11 @@ def test_a_character_of_several_tokens_appears_when_it_is_whole():
     assert pieces.add(0xC3, last=True) == "\ufffd"
 
 
+def test_what_tokens_would_add_is_seen_without_taking_them_in():
+    pieces = TextPieces(Pieces())
+    assert pieces.add(*b"ab") == "ab" and pieces.peek(*b"cd") == "cd" and pieces.peek() == ""
+    assert pieces.add(ord("e")) == "e"
+
+
 def test_a_model_cannot_steer_the_terminal():
     assert terminal.printable("a\x1b[31m\x9b\r\x07b\n\tc") == "a\\x1b[31m\\x9b\\r\\x07b\n\tc"

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from specheads.accept.block import stop_chance
+from specheads.accept.block import Block, is_chain, stop_chance
 from specheads.accept.exact import Exact, normalised, residual
 from specheads.accept.paths import path_to, walk
 from specheads.accept.rule import Laws, PathRule, Verdict
@@ -34,6 +34,8 @@ class Traversal(PathRule):
         tree, parents = laws.tree, laws.tree.parents
         if tree.probs is None:
             return walk(tree, laws.logits, Exact(), sampler, laws.history)
+        if is_chain(tree):
+            return Block().judge(laws, sampler)
         row = torch.arange(len(parents), device=parents.device)
         first_child = (parents.unsqueeze(1) == torch.arange(tree.num_nodes, device=row.device).unsqueeze(1)).max(2)
         p, q = laws.p.clone(), tree.probs[row.unsqueeze(1), first_child.indices]  # q of each node's children

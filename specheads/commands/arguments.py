@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from specheads.convert import SpecModel
-from specheads.planner import DynamicTree, Plan, SampledTree, chain, comb, default_static
+from specheads.planner import Plan, tree_named
+from specheads.planner.named import STATIC_DEPTH
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -34,6 +35,14 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 def load(source: str, base: str | None, dtype: str, device: str) -> tuple[SpecModel, Any]:
     """Base + head on the device asked for, and the base's tokenizer. ValueError or OSError with the reason."""
+    wanted, place = placement(dtype, device)
+    model: Any = SpecModel.from_pretrained(source, base=base, dtype=wanted)
+    model.to(place)
+    return model, AutoTokenizer.from_pretrained(base or model.base.name_or_path)
+
+
+def placement(dtype: str, device: str) -> tuple[torch.dtype | None, torch.device]:
+    """--dtype and --device as torch's; None for the dtype a model was saved in. ValueError where they are none."""
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r} is none of auto, {', '.join(DTYPES)}")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -43,35 +52,14 @@ def load(source: str, base: str | None, dtype: str, device: str) -> tuple[SpecMo
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {device!r} is not usable here: {error}") from error
     hf_logging.disable_progress_bar()
-    wanted = DTYPES.get(dtype, torch.float32 if place.type == "cpu" else None)
-    model: Any = SpecModel.from_pretrained(source, base=base, dtype=wanted)
-    model.to(place)
-    return model, AutoTokenizer.from_pretrained(base or model.base.name_or_path)
+    return DTYPES.get(dtype, torch.float32 if place.type == "cpu" else None), place
 
 
 def parse_tree(spec: str | None, model: SpecModel) -> Plan | None:
-    """chain:4 | comb:5[,2] | dynamic:60,7,10 | static[:16] | sampled:2,2,1 → the plan; None for the head's default."""
+    """--tree as `tree_named` reads it; None for the head's default."""
     if spec is None:
         return None
-    kind, _, rest = spec.partition(":")
-    expected = (
-        "expected chain:DEPTH, comb:DEPTH[,WIDTH], dynamic:NODES,DEPTH,TOP_K, static[:NODES] or sampled:WIDTH,WIDTH,…"
-    )
     try:
-        numbers = [int(part) for part in rest.split(",")] if rest else []
+        return tree_named(spec, getattr(model.head.config, "num_heads", STATIC_DEPTH))
     except ValueError as error:
-        raise ValueError(f"--tree {spec!r}: {rest!r} is not whole numbers; {expected}") from error
-    try:
-        if kind == "chain" and len(numbers) == 1:
-            return chain(*numbers)
-        if kind == "comb" and len(numbers) in (1, 2):
-            return comb(*numbers)
-        if kind == "dynamic" and len(numbers) == 3:
-            return DynamicTree(*numbers)
-        if kind == "sampled" and numbers:
-            return SampledTree(tuple(numbers))
-        if kind == "static" and len(numbers) <= 1:
-            return default_static(numbers[0] if numbers else 16, getattr(model.head.config, "num_heads", 5))
-    except ValueError as error:
-        raise ValueError(f"--tree {spec!r}: {error}") from error
-    raise ValueError(f"--tree {spec!r} is no tree; {expected}")
+        raise ValueError(f"--tree {error}") from error

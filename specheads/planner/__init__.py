@@ -2,11 +2,12 @@
 
 from specheads.planner.adaptive import AdaptiveChain
 from specheads.planner.dynamic import DynamicTree
+from specheads.planner.named import tree_named
 from specheads.planner.plan import Expand, Plan, Scored
 from specheads.planner.sampled import SampledTree
 from specheads.planner.static import MAX_STATIC_NODES, StaticTree, chain, comb, default_static
 
 __all__ = [
     "MAX_STATIC_NODES", "AdaptiveChain", "DynamicTree", "Expand", "Plan", "SampledTree", "Scored", "StaticTree",
-    "chain", "comb", "default_static",
+    "chain", "comb", "default_static", "tree_named",
 ]  # fmt: skip

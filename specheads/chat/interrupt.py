@@ -1,0 +1,46 @@
+"""Ctrl-C ends a generation, and not the program."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria
+
+
+class Interruption(StoppingCriteria):
+    """A stopping criterion that is met once somebody asked to stop."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((len(input_ids),), self.asked)
+
+
+@contextmanager
+def stoppable() -> Iterator[Interruption]:
+    """In the block a first Ctrl-C asks to stop behind the step at hand; a second is a KeyboardInterrupt, for steps
+    that take long."""
+    stop = Interruption()
+
+    def ask(number: int, frame: Any) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+
+    # Only the main thread is told of signals; and one that is ignored, as in a shell's background, stays ignored.
+    before = signal.getsignal(signal.SIGINT)
+    ours = threading.current_thread() is threading.main_thread() and before not in (None, signal.SIG_IGN)
+    if not ours:
+        yield stop
+        return
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,66 @@
+"""Rules by name: what the command line writes is the rule it means, and bad text is one clear line."""
+
+import pytest
+
+from specheads import Block, CSLeniency, Exact, Fuzzy, Lenient, Margin, TopN, Traversal, Typical
+from specheads.accept.named import RULES, THRESHOLDS, rule_named, rule_text, with_threshold
+
+WRITTEN = {
+    "exact": Exact(),
+    "block": Block(),
+    "traversal": Traversal(),
+    "fuzzy:js:0.1": Fuzzy(0.1),
+    "fuzzy:top_k_kl:2:rescue": Fuzzy(2.0, "top_k_kl", "rescue"),
+    "fuzzy:tv:0.3:processed=true:k=5": Fuzzy(0.3, "tv", k=5, processed=True),
+    "fuzzy:js:0.1:rescue:top_p=0.8": Fuzzy(0.1, mode="rescue", top_p=0.8),
+    "typical": Typical(),
+    "typical:0.2": Typical(0.2),
+    "typical:0.09:0.5": Typical(0.09, 0.5),
+    "lenient:0.5": Lenient(0.5),
+    "cs_leniency:3": CSLeniency(3.0),
+    "topn": TopN(),
+    "topn:3:0.2": TopN(3, 0.2),
+    "margin:0.9": Margin(0.9),
+}
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_a_text_is_the_rule_it_names_and_the_rule_writes_it_back(text):
+    assert rule_named(text) == WRITTEN[text]
+    assert rule_named(rule_text(WRITTEN[text])) == WRITTEN[text]
+
+
+def test_every_rule_has_a_name_and_names_may_be_given_with_options_in_any_order():
+    assert {type(rule) for rule in WRITTEN.values()} == {kind for kind, _ in RULES.values()}
+    assert rule_named(" Fuzzy : threshold=0.1 : kl ") == Fuzzy(0.1, "kl")
+    assert rule_named("topn:margin=0.5:4") == TopN(4, 0.5)
+    assert rule_text(Fuzzy(0.05)) == "fuzzy:js:0.05" and rule_text(Typical()) == "typical"
+    assert rule_text(Typical(delta=0.5)) == "typical:0.09:0.5"
+
+
+def test_a_threshold_replaces_the_one_that_is_there_or_comes_where_there_is_none():
+    assert with_threshold("fuzzy:js", 0.05) == with_threshold("fuzzy:js:0.4", 0.05) == "fuzzy:js:0.05"
+    assert rule_named(with_threshold("fuzzy:tv:0.4:rescue", 0.5)) == Fuzzy(0.5, "tv", "rescue")
+    for name in THRESHOLDS:
+        field = THRESHOLDS[name]
+        assert getattr(rule_named(with_threshold(name, 1.0 if name == "cs_leniency" else 0.5)), field) in (0.5, 1.0)
+    with pytest.raises(ValueError, match="has no threshold"):
+        with_threshold("exact", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("fuzy:js:0.1", "did you mean 'fuzzy'"), ("", "unknown rule"), ("fuzzy", "threshold is missing"),
+        ("fuzzy:jss:0.1", "unknown divergence 'jss'; did you mean 'js'"), ("fuzzy:js:-1", "must be a divergence"),
+        ("fuzzy:js:wide", "threshold='wide' is not a number"), ("fuzzy:js:0.1:rescue:1", "one value too many"),
+        ("exact:1", "one value too many"), ("topn:2.5", "n='2.5' is not a whole number"),
+        ("typical:epsilon=0.1:eps=1", "unknown option of typical"), ("margin:0.5:ratio=0.4", "given twice"),
+        ("fuzzy:js:0.1:processed=yes", "neither true nor false"), ("lenient:2", "at most 1"),
+        ("fuzzy:js:nan", "must be a divergence"),
+    ],
+)  # fmt: skip
+def test_a_text_that_is_no_rule_is_refused_in_one_line_that_quotes_it(text, said):
+    with pytest.raises(ValueError, match=said.replace("(", r"\(")) as refused:
+        rule_named(text)
+    assert repr(text) in str(refused.value) and "\n" not in str(refused.value)

@@ -43,12 +43,12 @@ class Source:
         """Run the encoder of `base` once, over rows of ids, none of them empty; an id it does not know is its last."""
         weight: Any = base.get_input_embeddings().weight
         width, device = max(map(len, rows)), weight.device
-        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device).clamp(
-            max=len(weight) - 1
-        )
+        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
         encoder: Any = base.get_encoder()
-        hidden = encoder(input_ids=ids, attention_mask=mask, return_dict=True).last_hidden_state
+        hidden = encoder(
+            input_ids=ids.clamp(max=len(weight) - 1), attention_mask=mask, return_dict=True
+        ).last_hidden_state
         return cls(hidden, mask, [list(row) for row in rows])
 
 

@@ -21,6 +21,8 @@ from transformers.utils import logging as hf_logging
 
 from specheads.fingerprint import fingerprint
 from specheads.heads import HEADS, HeadConfig
+from specheads.hub import commit_of, may_be_repository
+from specheads.hub import options as hub_options
 
 if TYPE_CHECKING:
     from specheads.convert import SpecConfig, SpecModel
@@ -154,7 +156,7 @@ def load(
         kwargs.setdefault("attn_implementation", config._attn_implementation)
 
     saved = read(source, **hub)
-    recorded = saved.config
+    recorded, as_recorded = saved.config, base is None
     if base is None or isinstance(base, str | os.PathLike):
         base = _load_base(source, base, recorded, saved.folder, hub, dtype=wanted_dtype or "auto", **kwargs)
     elif ignored := sorted(name for name, value in kwargs.items() if value):
@@ -164,7 +166,7 @@ def load(
 
     # What is saved from here on sits on this base; a local name in the file is relative to the file.
     recorded.base_model_name_or_path = getattr(base, "name_or_path", None) or _resolved(recorded, saved.folder)
-    recorded.base_revision = getattr(base.config, "_commit_hash", None)
+    recorded.base_revision = commit_of(base) or (recorded.base_revision if as_recorded else None)
     recorded.base_fingerprint = fingerprint(base)
     recorded.name_or_path = str(source)
     model = SpecModel(recorded, base, build_head(saved.head, base))
@@ -206,9 +208,10 @@ def _load_base(
     if base is None and (config.base_model_name_or_path or "").startswith(".") and not Path(name).is_dir():
         raise CheckpointError(f"the base model of {source} is not at {name}; give its place with base=...")
     shared = {k: hub[k] for k in ("token", "cache_dir", "local_files_only", "proxies") if k in hub}
+    options = hub_options(name) | shared
     revision = {"revision": config.base_revision} if base is None and config.base_revision else {}
     try:
-        return AutoModelForCausalLM.from_pretrained(name, **revision, **shared, **kwargs)
+        return AutoModelForCausalLM.from_pretrained(name, **revision, **options, **kwargs)
     except OSError as error:
         raise CheckpointError(
             f"the base model {name!r} that {source} goes with cannot be loaded; give another with base=... ({error})"
@@ -295,9 +298,9 @@ def _find(source: Any, name: str, hub: dict[str, Any]) -> str | None:
                 f"{folder} has no {WEIGHTS}, and its pickles {pickles} are not loaded, since a pickle can run code"
             )
         return None
-    if folder.is_file() or str(source).startswith((".", "/", "~")):
-        raise CheckpointError(f"{folder} is not a directory with {CONFIG} and {WEIGHTS}, nor a hub id")
+    if folder.is_file() or not may_be_repository(str(source)):
+        raise CheckpointError(f"{folder} is not a directory with {CONFIG} and {WEIGHTS}, nor a hub id (owner/name)")
     try:
-        return cached_file(str(source), name, **hub)
+        return cached_file(str(source), name, **{**hub_options(str(source)), **hub})
     except OSError as error:
         raise CheckpointError(f"{source} is neither a directory nor a hub repository with {name}: {error}") from error

@@ -19,6 +19,7 @@ from specheads.drafters.base import Drafter
 from specheads.fingerprint import fingerprint
 from specheads.heads import HEADS, DraftHead, HeadConfig, TapBatch
 from specheads.heads.naming import head_config, head_kind
+from specheads.hub import commit_of
 from specheads.target import (
     MASKED_ATTENTION,
     UnsupportedModel,
@@ -310,7 +311,7 @@ def spec_config(config: HeadConfig, base: PreTrainedModel) -> SpecConfig:
     return SpecConfig(
         head=config.to_dict(),
         base_model_name_or_path=getattr(base, "name_or_path", None) or None,
-        base_revision=getattr(base.config, "_commit_hash", None),
+        base_revision=commit_of(base),
         base_fingerprint=fingerprint(base),
         architectures=["SpecModel"],
     )

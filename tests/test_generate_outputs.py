@@ -3,10 +3,12 @@
 import itertools
 import json
 
+import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
 from replay import BATCHES, PAD, Replay, V
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specheads import SampledTree, convert
 from specheads.outputs import step_record
@@ -82,29 +84,71 @@ def test_a_step_becomes_plain_json(model):
     assert records[0]["tokens"] == [[int(row)] for row in out.sequences[:, BATCHES["ragged"]["input_ids"].shape[1]]]
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("tree", [None, SampledTree((3, 2, 1))], ids=["default", "sampled"])
-def test_no_vocabulary_wide_tensor_goes_to_the_host(model, monkeypatch, do_sample, tree):
-    """Of what is copied, nothing is as large as one row's laws; each step copies once."""
-    sizes = {name: [] for name in ("tolist", "cpu", "numpy")}
+class Reads(TorchDispatchMode):
+    """How many values Python reads at a time from tensors, by how it reads them: on a GPU each is a copy to the host.
 
-    def recording(name):
-        original = getattr(torch.Tensor, name)
+    The methods are seen where they are called, so that on the CPU too, where nothing is copied, none is missed (but of
+    `to` only what names the CPU: here a tensor's own device is the CPU too); what reads a number without one of them,
+    or needs to know a size from the values, is seen where torch looks it up.
+    """
 
+    METHODS = ("tolist", "cpu", "numpy", "item", "to", "__bool__", "__int__", "__float__", "__index__", "__array__")
+
+    def __init__(self, patch):
+        super().__init__()
+        self.sizes = {name: [] for name in (*self.METHODS, "lookup")}
+        for name in self.METHODS:
+            patch.setattr(torch.Tensor, name, self.noting(name, getattr(torch.Tensor, name)))
+
+    def noting(self, name, original):
         def method(tensor, *args, **kwargs):
-            sizes[name].append(tensor.numel())
+            if name != "to" or "cpu" in (*args, *kwargs.values()):
+                self.sizes[name].append(tensor.numel())
             return original(tensor, *args, **kwargs)
 
         return method
 
-    with monkeypatch.context() as patch:
-        for name in sizes:
-            patch.setattr(torch.Tensor, name, recording(name))
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        if func in (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default):
+            self.sizes["lookup"].append(args[0].numel())
+        elif func is torch.ops.aten.index.Tensor:
+            self.sizes["lookup"] += [i.numel() for i in args[1] if i is not None and i.dtype == torch.bool]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t: t.tolist(), lambda t: t.cpu(), lambda t: t.numpy(), lambda t: t.to("cpu"), lambda t: t.nonzero(),
+        lambda t: t.to(device="cpu", dtype=torch.float64), lambda t: t[t > 0], np.asarray,
+    ],
+)  # fmt: skip
+def test_every_way_of_copying_to_the_host_is_seen(read, monkeypatch):
+    with monkeypatch.context() as patch, Reads(patch) as reads:
+        read(torch.ones(5))
+    assert 5 in itertools.chain.from_iterable(reads.sizes.values())
+
+
+@pytest.mark.parametrize("read", [lambda t: t.item(), bool, int, float, lambda t: [1, 2][t.long()]])
+def test_every_way_of_reading_one_number_is_seen(read, monkeypatch):
+    with monkeypatch.context() as patch, Reads(patch) as reads:
+        read(torch.ones(()))
+    assert 1 in itertools.chain.from_iterable(reads.sizes.values())
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("tree", [None, SampledTree((3, 2, 1))], ids=["default", "sampled"])
+def test_no_vocabulary_wide_tensor_goes_to_the_host(model, monkeypatch, do_sample, tree):
+    """Of what is copied, nothing is as large as one row's laws; each step copies once."""
+    with monkeypatch.context() as patch, Reads(patch) as reads:
         out = model.generate(
             **BATCHES["ragged"], do_sample=do_sample, max_new_tokens=30, seed=0, tree=tree, return_dict_in_generate=True
         )
-    assert max(itertools.chain.from_iterable(sizes.values())) < V
-    assert len(out.steps) <= len(sizes["tolist"]) <= len(out.steps) + 16
+    sizes = {name: [size for size in found if size > 1] for name, found in reads.sizes.items()}
+    del sizes["to"], sizes["lookup"]
+    assert max(itertools.chain.from_iterable(reads.sizes.values())) < V
+    assert len(out.steps) <= sum(map(len, sizes.values())) <= len(out.steps) + 16
 
 
 @pytest.mark.parametrize("head", ["medusa", "eagle", "eagle3", None])

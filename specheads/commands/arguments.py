@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from specheads.convert import SpecModel
+from specheads.hub import options as hub_options
 from specheads.planner import Plan, tree_named
 from specheads.planner.named import STATIC_DEPTH
 
@@ -38,7 +39,8 @@ def load(source: str, base: str | None, dtype: str, device: str) -> tuple[SpecMo
     wanted, place = placement(dtype, device)
     model: Any = SpecModel.from_pretrained(source, base=base, dtype=wanted)
     model.to(place)
-    return model, AutoTokenizer.from_pretrained(base or model.base.name_or_path)
+    name = base or model.base.name_or_path
+    return model, AutoTokenizer.from_pretrained(name, **hub_options(name))
 
 
 def load_base(source: str, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:

@@ -15,17 +15,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 import specheads
 from specheads import console as terminal
-from specheads import corpus
-from specheads.bench import decoders, environment, report, runner
+from specheads.bench import decoders, environment, report, runner, shipped
+from specheads.bench.decoders import REFERENCE
 from specheads.bench.prompts import held_out_prompts
-
-REFERENCE = "transformers generate"
 
 
 def main() -> int:
@@ -42,12 +38,10 @@ def main() -> int:
 
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
-    folder = options.checkpoints or corpus.checkpoints_dir()
-    base: Any = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-    small: Any = AutoModelForCausalLM.from_pretrained(options.small, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-    held_out = (folder / "base" / "held_out.txt").read_text("utf8").split()
-    prompts = held_out_prompts(tokenizer, options.num_prompts, 64, held_out)
+    folder = shipped.find_base(options.checkpoints)
+    base, tokenizer = shipped.load_base(folder, "cpu")
+    small, _ = shipped.load_base(options.small, "cpu")
+    prompts = held_out_prompts(tokenizer, options.num_prompts, 64, shipped.held_out_names(folder))
 
     length = options.max_new_tokens
     racers = {REFERENCE: decoders.transformers_generate(base, length)}

@@ -22,8 +22,12 @@ def test_readme_snippet_runs(tmp_path, monkeypatch, capsys):
     ]
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
     monkeypatch.chdir(tmp_path)
-    exec(snippet.replace("Qwen/Qwen3-8B", str(corpus.checkpoints_dir() / "base")), {})
+    made = {}
+    exec(snippet.replace("Qwen/Qwen3-8B", str(corpus.checkpoints_dir() / "base")), made)
     assert "def main(" in capsys.readouterr().out
+    assert made["model"].base is made["base"], "a second base was loaded"
+    elsewhere = re.search(r"in another process (.*) loads the base too", snippet)[1]
+    assert eval(f"specheads.{elsewhere}", made).base is not made["base"]
 
 
 def test_readme_names_files_that_exist():

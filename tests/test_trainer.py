@@ -2,6 +2,7 @@
 
 import io
 import json
+from typing import ClassVar
 
 import datasets
 import pytest
@@ -10,7 +11,8 @@ from conftest import tiny_llama
 from safetensors.torch import load_file
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from specheads.checkpoint import CheckpointError
 from specheads.convert import SpecModel, convert
@@ -325,6 +327,48 @@ def test_a_packed_batch_is_refused_where_attention_ignores_its_mask():
     model.base.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match=r"flash_attention_2 .* packing=false, or attn_implementation=sdpa"):
         model(ids, labels=ids, document_ids=documents)
+
+
+class Tracker(TrainerCallback):
+    """What a tracker is sent, and what it is told of the run at the start."""
+
+    made: ClassVar = []
+
+    def __init__(self):
+        self.sent, self.run = [], None
+        self.made.append(self)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.run = {**args.to_dict(), **model.config.to_dict()}  # what wandb and tensorboard record of it
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.sent.append((state.global_step, dict(logs)))
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_tracker_is_sent_accepted_length_and_accuracy_by_depth(kind, tmp_path, monkeypatch):
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "tensorboard", Tracker)  # as report_to finds an installed one
+    monkeypatch.setattr(Tracker, "made", [])
+    more = {"steps": 2} if kind == "eagle" else {}  # it is trained on one depth, unless told
+    trainer = trainer_of(
+        tmp_path, model_of(kind, **more), rows(4, 1, (6, 12)), report_to="tensorboard", max_steps=6, logging_steps=2,
+        eval_strategy="steps", eval_steps=3,
+    )  # fmt: skip
+    trainer.train()
+    (tracker,) = Tracker.made
+    assert json.dumps(tracker.run["head"]) and tracker.run["head"]["kind"] == kind
+    training = [(step, logs) for step, logs in tracker.sent if "loss" in logs]
+    evaluation = [(step, logs) for step, logs in tracker.sent if "eval_loss" in logs]
+    assert [step for step, _ in training] == [2, 4, 6] and [step for step, _ in evaluation] == [3, 6]
+    for prefix, sent in (("", training), ("eval_", evaluation)):
+        for _, logs in sent:
+            numbers = [logs[prefix + "accepted_length"], *(logs[f"{prefix}accuracy_depth_{k}"] for k in (1, 2))]
+            assert all(isinstance(number, float) for number in numbers)
+            assert 1 <= numbers[0] <= 1 + sum(numbers[1:])
+            assert any(name.startswith(prefix + start) for name in logs for start in ("ce_", "law"))
+    assert [logs for _, logs in training] == [
+        {k: v for k, v in entry.items() if k != "step"} for entry in logged(trainer)
+    ]  # fmt: skip
 
 
 def test_the_progress_bar_shows_the_accepted_length(tmp_path):

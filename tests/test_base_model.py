@@ -1,0 +1,130 @@
+"""train/base_model.py: a base model, its tokenizer and its record, trained on a corpus that keeps some files apart."""
+
+import json
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from specheads import convert, corpus
+from train import base_model
+
+SIZES = {
+    "layers": 2, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "vocab_size": 320, "batch_size": 2,
+    "sequence_length": 24, "minutes": 0.01,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """41 source files, each with a word of its own: of these the usual rule holds out the 1st, 21st and 41st."""
+    folder = tmp_path_factory.mktemp("library")
+    for number in range(41):
+        name = f"zq{chr(97 + number // 26)}{chr(97 + number % 26)}"
+        (folder / f"m{number:02}.py").write_text(f"def {name}(value):\n    return [value, value + 1]\n\n\n" * 8, "utf8")
+    return folder
+
+
+def words_of(text):
+    """Which files it has text of."""
+    return {int(n) for n in range(41) if f"def zq{chr(97 + n // 26)}{chr(97 + n % 26)}" in text}
+
+
+def train(library, output, **options):
+    """Run the program there; what it read, in the order it read it."""
+    seen = {"tokenizer": [], "batches": []}
+    learn, draw = base_model.train_tokenizer, base_model.batch
+
+    def learning(texts, vocab_size):
+        seen["tokenizer"].append(words_of("".join(texts)))
+        return learn(texts, vocab_size)
+
+    def drawing(data, *args):
+        seen["batches"].append(data)
+        return draw(data, *args)
+
+    arguments = [f"--{name}={value}" for name, value in {**SIZES, "output_dir": output, **options}.items()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "stdlib_files", lambda: {path.name: path for path in sorted(library.glob("*.py"))})
+        patch.setattr(base_model, "train_tokenizer", learning)
+        patch.setattr(base_model, "batch", drawing)
+        patch.setattr(sys, "argv", ["base_model.py", *arguments])
+        base_model.main()
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    seen["batches"] = [words_of(tokenizer.decode(data)) for data in seen["batches"]]
+    return seen
+
+
+@pytest.fixture(scope="module")
+def made(library, tmp_path_factory):
+    output = tmp_path_factory.mktemp("made")
+    return output, train(library, output)
+
+
+HELD_OUT = {0, 20, 40}
+
+
+def test_held_out_files_are_kept_from_the_tokenizer_and_the_training(made):
+    output, seen = made
+    assert (output / "held_out.txt").read_text("utf8").split() == ["m00.py", "m20.py", "m40.py"]
+    assert seen["tokenizer"] == [set(range(41)) - HELD_OUT]
+    assert all(words in (HELD_OUT, set(range(41)) - HELD_OUT) for words in seen["batches"])
+    # 16 batches of held-out text before training and 16 behind it; in between the others.
+    assert [words == HELD_OUT for words in seen["batches"]] == [
+        i < 16 or i >= len(seen["batches"]) - 16 for i in range(len(seen["batches"]))
+    ]
+
+
+def test_what_was_made_loads_writes_and_takes_a_head(made):
+    output, seen = made
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
+    assert isinstance(model, LlamaForCausalLM) and model.dtype == torch.bfloat16 and model.config.vocab_size == 320
+    assert tokenizer.decode(tokenizer("def f(é):\n")["input_ids"]) == "def f(é):\n"
+    message = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert tokenizer.apply_chat_template(message, tokenize=False) == "<|user|>a<|assistant|>b<|endoftext|>"
+    inputs = tokenizer("def zq", return_tensors="pt")
+    text = model.float().generate(**inputs, max_new_tokens=6, do_sample=False)
+    assert torch.equal(convert(model, "medusa").generate(**inputs, max_new_tokens=6, do_sample=False), text)
+    record = json.loads((output / "training.json").read_text("utf8"))
+    steps = len(seen["batches"]) - 32
+    assert record["steps"] == steps >= 1 and record["tokens"] == steps * 2 * 24
+    assert record["options"]["vocab_size"] == 320 and record["parameters"] == model.num_parameters()
+    held_out = "def zqaa(value):\n    return [value, value + 1]\n\n\n" * 8
+    ids = tokenizer(held_out, return_tensors="pt")
+    with torch.no_grad():
+        loss = float(model(**ids, labels=ids["input_ids"]).loss)
+    assert record["held_out_loss"] == pytest.approx(loss, abs=1.0)  # of windows that begin anywhere
+    assert record["bits_per_byte"] < record["held_out_loss"] / 0.69
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_a_run_goes_on_from_a_saved_model_with_its_held_out_files(made, library, tmp_path, layers):
+    """Whatever the rule would now hold out, and with its tokenizer."""
+    first, _ = made
+    (copy := tmp_path / "init").mkdir()
+    for path in first.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    (copy / "held_out.txt").write_text("m07.py\nm08.py\nm09.py\n", "utf8")
+    seen = train(library, tmp_path / "out", init=copy, layers=layers)
+    assert (tmp_path / "out" / "held_out.txt").read_text("utf8").split() == ["m07.py", "m08.py", "m09.py"]
+    assert seen["tokenizer"] == [] and seen["batches"][0] == {7, 8, 9}
+    assert all(words == set(range(41)) - {7, 8, 9} for words in seen["batches"][16:-16])
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (first / "tokenizer.json").read_bytes()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == layers
+
+
+def test_a_run_into_the_same_folder_keeps_its_held_out_files(library, tmp_path):
+    (tmp_path / "held_out.txt").write_text("m30.py\nm31.py\nm32.py\n", "utf8")
+    seen = train(library, tmp_path)
+    assert seen["batches"][0] == {30, 31, 32} and seen["tokenizer"] == [set(range(41)) - {30, 31, 32}]
+
+
+def test_a_deepened_model_starts_as_the_same_function(made):
+    first, _ = made
+    models = [LlamaForCausalLM.from_pretrained(first, dtype=torch.float32) for _ in range(2)]
+    deeper = base_model.with_layers(models[1], 5)
+    ids = torch.randint(4, 320, (2, 17), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(deeper(ids, use_cache=False).logits, models[0](ids, use_cache=False).logits)
+    assert [layer.self_attn.layer_idx for layer in deeper.model.layers] == list(range(5))

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specheads.planner import Plan
 from specheads.slot_cache import SlotCache
-from specheads.target import Target, TargetOutput, UnsupportedModel, decoder_of, text_config
+from specheads.target import Target, TargetOutput, UnsupportedModel, text_config
 from specheads.tree import DraftTree
 
 # What a pass costs beyond its columns, in columns: measured on a CPU with models of T5-small's and BART-base's size (35
@@ -40,10 +40,12 @@ class Source:
     @classmethod
     @torch.no_grad()
     def encode(cls, base: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Source:
-        """Run the encoder of `base` once, over rows of ids, none of them empty."""
+        """Run the encoder of `base` once, over rows of ids, none of them empty; an id it does not know is its last."""
         weight: Any = base.get_input_embeddings().weight
         width, device = max(map(len, rows)), weight.device
-        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device).clamp(
+            max=len(weight) - 1
+        )
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
         encoder: Any = base.get_encoder()
         hidden = encoder(input_ids=ids, attention_mask=mask, return_dict=True).last_hidden_state
@@ -126,7 +128,8 @@ class Seq2SeqTarget(Target):
         refuse_unsupported(base)
         self.base, self.layers, self.scratch = base, (), scratch
         self.config = text_config(base)
-        self.device = decoder_of(base).get_input_embeddings().weight.device
+        weight: Any = base.get_input_embeddings().weight
+        self.device = weight.device
         self.source, self.decoder_mask = source, decoder_mask
         self.limit = 0
         self.cache: SlotCache  # type: ignore[assignment]

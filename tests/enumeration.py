@@ -119,8 +119,9 @@ class TableTarget:
     def __init__(self, table):
         self.table = table
         self.config = SimpleNamespace(vocab_size=table.vocab_size)
-        weight = torch.empty(table.vocab_size, 1)  # all that a drafter asks a base for is how many ids there are
-        self.base = SimpleNamespace(get_output_embeddings=lambda: SimpleNamespace(weight=weight))
+        # All that a drafter asks a base for is how many ids there are, and whether it has an encoder.
+        weight, kind = torch.empty(table.vocab_size, 1), SimpleNamespace(is_encoder_decoder=False)
+        self.base = SimpleNamespace(get_output_embeddings=lambda: SimpleNamespace(weight=weight), config=kind)
 
     def prefill(self, ids, lengths, *, room):
         self.rows = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]

@@ -57,7 +57,7 @@ class TableReader:
 
     device = torch.device("cpu")
 
-    def __init__(self, model, rows, *, scratch, limit):
+    def __init__(self, model, rows, *, scratch, limit, source=None):
         self.table, self.rows = model.table, [tuple(row) for row in rows]
         self.settle()
 

@@ -195,17 +195,22 @@ def test_a_draft_model_encodes_once_and_is_fed_each_token_once():
 
 
 def test_rows_that_have_ended_are_fed_no_more():
-    base = tiny_t5()
-    inputs = BATCHES["ragged"]
-    text = base.generate(**inputs, max_new_tokens=30, do_sample=False)
-    stop = [next(t for t in row.tolist()[3:] if t not in others) for row, others in
-            ((text[1], {*text[0].tolist(), *text[2].tolist()}),)]  # fmt: skip
-    count = Counting(base)
-    expected = base.generate(**inputs, max_new_tokens=30, eos_token_id=stop)
-    count.fed.clear()
-    out = specheads.generate(base, **inputs, drafter=Known(expected), max_new_tokens=30, eos_token_id=stop)
-    assert torch.equal(out, expected)
-    assert count.fed[0][0] == 3 and max(rows for rows, _ in count.fed[-3:]) <= 2
+    base, small, inputs = tiny_t5(), tiny_t5(), BATCHES["ragged"]
+    text = base.generate(**inputs, max_new_tokens=30)
+    eos = next(token for token in text[1].tolist()[3:] if token not in {*text[0].tolist(), *text[2].tolist()})
+    expected = base.generate(**inputs, max_new_tokens=30, eos_token_id=eos)
+    counts = [Counting(base), Counting(small)]
+    out = specheads.generate(
+        base, **inputs, drafter=DraftModel(small), tree=chain(3), max_new_tokens=30, eos_token_id=eos,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    assert torch.equal(out.sequences, expected)
+    running = [sum(map(bool, step.tokens)) for step in out.steps]
+    assert set(running) == {3, 2}
+    target, draft = (sum(rows for rows, _ in count.fed) for count in counts)
+    assert target == sum(running)
+    # Text once a step, with the prompt at first, and all drafts but the last; of an ended row its last text is read.
+    assert draft <= 3 * (sum(running[1:]) + 1)
 
 
 # --- What is refused ---

@@ -1,6 +1,7 @@
 """What a sweep is asked for: every setting once, and what makes no sense refused in one line."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -71,8 +72,13 @@ def test_a_yaml_file_gives_the_same_sweep_as_options_which_go_over_it(tmp_path):
     wanted = Sweep(("head",), accept=("fuzzy:js",), thresholds=(0.1, 0.2), gamma=(5,), num_prompts=9)
     assert read_sweep(file, {"task": None, "trees": []}) == wanted
     assert read_sweep(file, {"gamma": [3, 7]}).gamma == (3, 7)
-    for recipe in ("recipes/sweep_rules.yaml", "recipes/sweep_gamma.yaml"):
-        assert len(read_sweep(__import__("pathlib").Path(recipe), {}).settings()) > 3
+
+
+def test_every_shipped_sweep_is_valid_and_short():
+    recipes = sorted((Path(__file__).parent.parent / "recipes").glob("sweep_*.yaml"))
+    assert len(recipes) == 2
+    for recipe in recipes:
+        assert len(recipe.read_text("utf8").splitlines()) <= 30 and len(read_sweep(recipe, {}).settings()) > 8
 
 
 @pytest.mark.parametrize(

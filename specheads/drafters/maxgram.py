@@ -16,9 +16,9 @@ class MaxGram(PathDrafter):
     """The drafter at the bottom of a cascade, as fast as a copy. CS Drafting, arXiv:2312.11462.
 
     The longest suffix of the row that occurs earlier, its first occurrence, and the ids behind it; where these reach
-    the end of the row, matching again on the row so extended finds the copy itself, so the copy goes on. Behind an
-    encoder the source stands in front of the row. Where
-    nothing matches (an id never seen before) the bigram table is followed, up to an id it does not know.
+    the end of the row, matching again on the row so extended finds the copy itself, so the copy goes on. Where
+    nothing matches (an id never seen before) the bigram table is followed, up to an id it does not know. Behind an
+    encoder the source stands in front of the row.
     bigrams: the table, one entry an id of the vocabulary (`bigram.load_bigrams`); None to draft nothing there.
     """
 

@@ -33,7 +33,7 @@ def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
         2, len(across), figsize=(6.4 * len(across), 9.6), squeeze=False, layout="constrained"
     )
     curves = families(rows)
-    colors: Any = pyplot.get_cmap("tab20")
+    colors = [*pyplot.get_cmap("tab20")(range(20)), *pyplot.get_cmap("tab20b")(range(20))]
     for i, up in enumerate(("over_exact", "accepted_length")):
         for j, along in enumerate(across):
             panel = panels[i][j]
@@ -42,7 +42,7 @@ def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
                 exact = all(p["lossless"] for p in points)
                 panel.plot(
                     [p[along] for p in shown], [p[up] for p in shown], label=name if not i and not j else None,
-                    color="black" if exact else colors(number % 20), linestyle="none" if exact else "-",
+                    color="black" if exact else colors[number % len(colors)], linestyle="none" if exact else "-",
                     marker=MARKERS[number % len(MARKERS)], markersize=8 if exact else 5, linewidth=1, alpha=0.85,
                 )  # fmt: skip
             if along == "surprisal_excess":

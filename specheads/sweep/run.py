@@ -71,7 +71,7 @@ class Results:
     def add(self, key: str, row: Row) -> None:
         self.rows[key] = row
         line = json.dumps({"key": key, "row": row}, allow_nan=False).encode() + b"\n"
-        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             os.write(file, line)
             os.fsync(file)

@@ -34,6 +34,9 @@ def make_console(*, stderr: bool = False) -> Console:
         color_system="auto" if terminal else None,
         width=None if terminal else _LOG_WIDTH,
         highlight=False,
+        # Text is text: a rule `fuzzy:tv:0.1` is no television, and a k-matrix [[5, 8], …] no style.
+        markup=False,
+        emoji=False,
         soft_wrap=not terminal,
     )
 
@@ -130,8 +133,8 @@ def progress(console: Console, what: str, *, clock: Callable[[], float] = time.m
     """A progress bar; the block calls report(fraction, note). In a log file it is a line every few seconds."""
     if console.is_terminal:
         columns = (
-            TextColumn("{task.description}"), BarColumn(bar_width=30), TextColumn("{task.percentage:3.0f}%"),
-            TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False), BarColumn(bar_width=30),
+            TextColumn("{task.percentage:3.0f}%"), TextColumn("{task.fields[note]}", markup=False), TimeElapsedColumn(),
         )  # fmt: skip
         with Progress(*columns, console=console) as bar:
             task = bar.add_task(what, total=1.0, note="")

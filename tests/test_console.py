@@ -1,5 +1,9 @@
 """What the terminal shows: tokens in their colours, whole characters, nothing that steers it."""
 
+import io
+import sys
+
+import pytest
 import torch
 
 from specheads import console as terminal
@@ -66,3 +70,17 @@ def test_what_tokens_would_add_is_seen_without_taking_them_in():
 
 def test_a_model_cannot_steer_the_terminal():
     assert terminal.printable("a\x1b[31m\x9b\r\x07b\n\tc") == "a\\x1b[31m\\x9b\\r\\x07b\n\tc"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_names_of_rules_and_matrices_are_shown_as_they_are(is_terminal, monkeypatch):
+    file = io.StringIO()
+    file.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stdout", file)
+    monkeypatch.setenv("COLUMNS", "150")
+    name = "fuzzy:tv:0.1 [[5,8],[0,8]] [red]"
+    console = terminal.make_console()
+    console.print(terminal.table(name, ("name", "b"), [[name, "1"]]))
+    with terminal.progress(console, name) as tell:
+        tell(1.0, name)
+    assert file.getvalue().count(name) >= 3 and "📺" not in file.getvalue()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specheads.cache import Levels, Reach, TreeCache, additive, rows_of, visible
 from specheads.drafters.base import Context
-from specheads.heads.base import DraftHead, HeadConfig, TapBatch, rank_of
+from specheads.heads.base import DraftHead, HeadConfig, TapBatch
 from specheads.heads.block import Block, RotaryTable, Unroll
 from specheads.planner import DynamicTree, Plan, Scored, chain
 from specheads.sampling import Sampler
@@ -121,10 +121,6 @@ class FeatureHead(DraftHead):
     def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Embedded tokens and hidden (B, T, H) → the first block's attention input and its residual."""
 
-    @abstractmethod
-    def draft_logits(self, hidden: Tensor, lm_head: Any) -> Tensor:
-        """Block output (…, H) → logits (…, Vd)."""
-
     def usual_plan(self, device: torch.device) -> Plan:
         # On a CPU each node costs time, and chains won (docs/LOG.md); on a GPU up to some 60 nodes are nearly free.
         return DynamicTree() if device.type == "cuda" else chain(self.config.draft_depth)
@@ -143,7 +139,7 @@ class FeatureHead(DraftHead):
         """Training-time test: the outputs (B, T, H) of S steps, each fed by the one before.
 
         At step s row t has read f[t] and x[t+1] … x[t+1+s] and speaks of x[t+2+s]. Rows whose tokens run past the
-        end hold garbage; `TapBatch.scored(2 + s)` leaves them out.
+        end hold garbage, which nothing asks for.
         """
         hidden = self.fuse((batch.features if features is None else features).to(self.dtype))
         embedded = batch.embed(batch.tokens).to(self.dtype)
@@ -163,19 +159,6 @@ class FeatureHead(DraftHead):
             hidden = self(attend, shifted, hidden, batch.position_ids + s)
             outputs.append(hidden)
         return outputs
-
-    @torch.no_grad()
-    def unrolled_ranks(self, batch: TapBatch, outputs: list[Tensor], wanted: Tensor) -> Tensor:
-        """(R, S): where all S steps have a target, the rank of the base's own token, `wanted` (B, T) as draft ids."""
-        whole = batch.scored(1 + len(outputs))
-        span = whole.shape[1]
-        return torch.stack(
-            [
-                rank_of(self.draft_logits(out[:, :span][whole], batch.lm_head), wanted[:, s + 1 : s + 1 + span][whole])
-                for s, out in enumerate(outputs)
-            ],
-            dim=1,
-        )
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         target, memory, dtype = context.target, context.memory, self.dtype
@@ -215,7 +198,7 @@ class FeatureHead(DraftHead):
                 levels.descend(parents)
                 embedded = target.embed(tokens).to(dtype)
                 level = self(attend_with(levels.mask(Reach())), embedded, rows_of(level, parents), levels.position)
-            return Scored(self.draft_logits(level, target.lm_head), ids)
+            return Scored(self.draft_logits(level, 0, target.lm_head), ids)
 
         assert self.config.vocab_size is not None
         return plan.grow(context.root, expand, sampler, self.config.vocab_size)

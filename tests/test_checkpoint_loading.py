@@ -20,6 +20,7 @@ from specheads.heads import HEADS
 pytestmark = pytest.mark.usefixtures("offline")
 
 CASES = [("medusa", {"num_heads": 2}), ("eagle", {"num_layers": 2}), ("eagle3", {"draft_vocab_size": 40})]
+CASES += [("parallel", {"draft_vocab_size": 40, "confidence": True})]
 
 
 @pytest.mark.parametrize(("head", "options"), CASES)
@@ -27,6 +28,7 @@ def test_every_way_of_loading_restores_the_head_bit_for_bit(named, tmp_path, hea
     model = trained(named, head, **options)
     model.save_pretrained(tmp_path / "head")
     plain = model.generate(IDS, max_new_tokens=6)
+    trained_parameters = [p.requires_grad for p in model.head.parameters()]
     for restored in (
         SpecModel.from_pretrained(tmp_path / "head"),
         SpecModel.from_pretrained(str(tmp_path / "head")),
@@ -39,7 +41,7 @@ def test_every_way_of_loading_restores_the_head_bit_for_bit(named, tmp_path, hea
         assert isinstance(restored, SpecModel) and same(restored, model)
         assert restored.head.config == model.head.config
         assert not restored.training and not restored.head.training
-        assert all(p.requires_grad for p in restored.head.parameters())
+        assert [p.requires_grad for p in restored.head.parameters()] == trained_parameters
         assert not any(p.requires_grad for p in restored.base.parameters())
         assert torch.equal(restored.generate(IDS, max_new_tokens=6), plain)
     config = AutoConfig.from_pretrained(tmp_path / "head")

@@ -70,6 +70,9 @@ def head_tensors(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def misfits(tensors: dict[str, Tensor], config: HeadConfig) -> str:
     """How `tensors` differ from what a head of these options holds, by name; "" where they do not."""
+    claimed = max(getattr(config, name, None) or 0 for name in ("num_layers", "num_heads"))
+    if claimed > max(64, len(tensors)):  # else a claim of a billion layers would be built before it is found to be none
+        return f"{claimed} layers or heads cannot be made up of {len(tensors)} tensors"
     with torch.device("meta"):  # sizes only: nothing is allocated for what a file claims
         own = {f"head.{name}": t for name, t in HEADS[config.kind](config).state_dict().items()}
     missing, unexpected = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))

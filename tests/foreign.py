@@ -271,3 +271,23 @@ def medusa_logits(tensors, state, lm_head, heads=3, layers=1):
         )
         logits.append(x @ output.T)
     return logits
+
+
+# --- Which layers a consumer reads ---
+
+
+def layers_read(consumer, config, options=""):
+    """hidden_states indices that a consumer of EAGLE-3 feeds the head, of a base with N layers; options: the text of
+    TensorRT-LLM's file."""
+    nested = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    top = config.get("eagle_aux_hidden_state_layer_ids")
+    usual = [2, N // 2, N - 3]
+    if consumer == "eagle":  # hard-coded
+        return usual
+    if consumer in ("vllm", "speculators", "llamacpp"):
+        return top or usual
+    if consumer in ("sglang", "modelopt"):
+        return [i + 1 for i in nested] if nested else usual
+    assert consumer == "trtllm"
+    found = [line.split(":")[1] for line in options.splitlines() if "eagle3_layers_to_capture" in line]
+    return [i + 1 for i in json.loads(found[0])] if found else usual

@@ -8,71 +8,10 @@ import json
 import foreign
 import pytest
 import torch
+from drafted import assert_drafts, embeddings
 
-from specheads import CheckpointError, SpecModel, chain
+from specheads import CheckpointError, SpecModel
 from tests.conftest import tiny_llama
-
-IDS = torch.tensor([[5, 17, 3, 88, 41, 9, 60, 12, 33]])
-
-
-class Recorded:
-    """A chain that keeps what the head scored: one list of (token scored behind, logits, target ids) a draft."""
-
-    def __init__(self, depth):
-        self.chain, self.drafts = chain(depth), []
-
-    def __getattr__(self, name):
-        return getattr(self.chain, name)
-
-    def grow(self, root, expand, sampler, vocab_size):
-        levels = []
-
-        def kept(tokens, parents):
-            scored = expand(tokens, parents)
-            levels.append((int(tokens[0, 0]), scored.logits[0, 0], scored.ids))
-            return scored
-
-        self.drafts.append(levels)
-        return self.chain.grow(root, kept, sampler, vocab_size)
-
-
-@pytest.fixture(scope="module")
-def states(base):
-    """ids (T,) → the base's hidden_states, each (T, H)."""
-
-    @torch.no_grad()
-    def of(ids):
-        return [h[0] for h in base(ids.unsqueeze(0), output_hidden_states=True).hidden_states]
-
-    return of
-
-
-@pytest.fixture(scope="module")
-def embed(base):
-    return base.get_input_embeddings().weight.detach()
-
-
-@torch.no_grad()
-def assert_drafts(model, forward, target_ids=None):
-    """In two steps of real decoding, a chain of 3: forward(tokens, drafted) → logits (Vd,) of each of its nodes."""
-    plan = Recorded(3)
-    out = model.generate(IDS, tree=plan, max_new_tokens=8, do_sample=False)[0]
-    start = IDS.shape[1]
-    for levels in plan.drafts[:2]:
-        drafted = [token for token, _, _ in levels[1:]]
-        wanted = forward(out[: start + 1], drafted)
-        assert levels[0][0] == out[start]
-        for (_, logits, ids), own in zip(levels, wanted, strict=True):
-            assert logits.shape == own.shape and own.abs().max() > 0.1
-            torch.testing.assert_close(logits, own, rtol=0, atol=1e-5 * max(1.0, float(own.abs().max())))
-            assert (ids is None) == (target_ids is None) and (ids is None or torch.equal(ids, target_ids))
-        following = levels[-1][2]
-        last = levels[-1][1].argmax()
-        drafted.append(int(last if following is None else following[last]))
-        start += 1 + next(
-            i for i, pair in enumerate(zip([*drafted, -1], out[start + 1 :], strict=False)) if pair[0] != pair[1]
-        )
-
 
 EAGLE3 = {
     "the EAGLE repository": ({"form": "eagle"}, (2, 4, 5)),
@@ -88,10 +27,10 @@ EAGLE3 = {
 
 
 @pytest.mark.parametrize("case", EAGLE3)
-def test_an_eagle3_head_drafts_what_its_own_forward_says(case, base, states, embed, tmp_path, hf_log):
+def test_an_eagle3_head_drafts_what_its_own_forward_says(case, base, tmp_path, hf_log):
     options, layers = EAGLE3[case]
     with_embeddings = case in ("SpecForge", "speculators")
-    tensors = foreign.eagle3(tmp_path / "head", embed=embed if with_embeddings else None, **options)
+    tensors = foreign.eagle3(tmp_path / "head", embed=embeddings(base) if with_embeddings else None, **options)
     model = SpecModel.from_pretrained(tmp_path / "head", base=base, allow_pickle=options["form"] == "eagle")
     assert model.head.layers == layers
     named = {"speculators": "speculators EAGLE-3", "modelopt": "ModelOpt's"}.get(
@@ -101,17 +40,17 @@ def test_an_eagle3_head_drafts_what_its_own_forward_says(case, base, states, emb
     prefix = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
     ids = torch.arange(40) + tensors["d2t"] if "d2t" in tensors else None
     assert_drafts(
-        model, lambda t, d: foreign.eagle3_logits(tensors, prefix, states(t[:-1]), layers, embed, t, d), ids
+        model, lambda s, t, d: foreign.eagle3_logits(tensors, prefix, s, layers, embeddings(base), t, d), ids
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "bias"), [("eagle", True), ("vllm", False), ("sglang", True), ("sglang", False)])
-def test_an_eagle_head_drafts_what_its_own_forward_says(form, bias, base, states, embed, tmp_path):
-    tensors = foreign.eagle(tmp_path / "head", form, embed=embed, bias=bias)
+def test_an_eagle_head_drafts_what_its_own_forward_says(form, bias, base, tmp_path):
+    tensors = foreign.eagle(tmp_path / "head", form, embed=embeddings(base), bias=bias)
     model = SpecModel.from_pretrained(tmp_path / "head", base=base, allow_pickle=True)
     assert model.head.config.fc_bias == bias and model.head.layers == (8,)
     lm_head = base.get_output_embeddings().weight.detach()
-    assert_drafts(model, lambda t, d: foreign.eagle_logits(tensors, states(t[:-1]), embed, lm_head, t, d))
+    assert_drafts(model, lambda s, t, d: foreign.eagle_logits(tensors, s, embeddings(base), lm_head, t, d))
 
 
 MEDUSA = {
@@ -123,15 +62,15 @@ MEDUSA = {
 
 
 @pytest.mark.parametrize("case", MEDUSA)
-def test_a_medusa_head_drafts_what_its_own_forward_says(case, base, states, tmp_path):
+def test_a_medusa_head_drafts_what_its_own_forward_says(case, base, tmp_path):
     options = MEDUSA[case]
     tensors = foreign.medusa(tmp_path / "head", **options)
     model = SpecModel.from_pretrained(tmp_path / "head", base=base, allow_pickle=options["form"] == "v1")
     assert model.head.config.num_heads == 3  # the published config of version 1 says 2
     lm_head = base.get_output_embeddings().weight.detach()
 
-    def forward(tokens, drafted):
-        return foreign.medusa_logits(tensors, states(tokens[:-1])[-1][-1], lm_head, layers=options.get("layers", 1))
+    def forward(states, tokens, drafted):
+        return foreign.medusa_logits(tensors, states[-1][-1], lm_head, layers=options.get("layers", 1))
 
     assert_drafts(model, forward, tensors.get("token_map"))
 
@@ -244,18 +183,18 @@ def test_a_speculators_head_must_say_where_its_residual_is(base, tmp_path):
         SpecModel.from_pretrained(tmp_path, base=base)
 
 
-def test_an_eagle_head_that_consumers_disagree_on_is_refused(base, embed, tmp_path):
+def test_an_eagle_head_that_consumers_disagree_on_is_refused(base, tmp_path):
     def refused(message, **changes):
         config = json.loads((tmp_path / "config.json").read_text()) | changes
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(CheckpointError, match=message):
             SpecModel.from_pretrained(tmp_path, base=base)
 
-    foreign.eagle(tmp_path, "sglang", embed=embed)
+    foreign.eagle(tmp_path, "sglang", embed=embeddings(base))
     refused(r'says "bias": false and fc.bias is not zero, so SGLang would add it', bias=False)
     refused("add_para_norm=true, norms on what fc reads", bias=True, add_para_norm=True)
     refused("qkv_bias=true", add_para_norm=False, qkv_bias=True)
-    foreign.eagle(tmp_path, "vllm", embed=embed, bias=True)
+    foreign.eagle(tmp_path, "vllm", embed=embeddings(base), bias=True)
     refused("missing fc.bias$", bias=True)
 
 

@@ -173,7 +173,7 @@ def whole(config: dict[str, Any], name: str, default: int | None = None, least: 
     value = config.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-        raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected a whole number of at least {least}")
+        raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected a whole number from {least} to 2³¹")
     return value
 
 

@@ -71,4 +71,6 @@ def root(
       specheads sweep recipes/sweep_rules.yaml
       specheads calibrate out/head --data own.jsonl --save
       specheads info checkpoints/eagle3
+      specheads export out/head served --to vllm
+      specheads import downloaded/eagle3 out/head --base my/model
     """

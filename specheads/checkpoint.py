@@ -23,6 +23,7 @@ from specheads.fingerprint import fingerprint
 from specheads.heads import HEADS, HeadConfig
 from specheads.hub import commit_of, may_be_repository
 from specheads.hub import options as hub_options
+from specheads.joint import JointConfig, attach, is_adapter
 
 if TYPE_CHECKING:
     from specheads.convert import SpecConfig, SpecModel
@@ -68,6 +69,11 @@ def head_tensors(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.detach().to("cpu").contiguous() for name, t in state_dict.items() if name.startswith("head.")}
 
 
+def adapter_tensors(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same of the adapters that were trained with it, `base.…lora_…`."""
+    return {name: t.detach().to("cpu").contiguous() for name, t in state_dict.items() if is_adapter(name)}
+
+
 def misfits(tensors: dict[str, Tensor], config: HeadConfig) -> str:
     """How `tensors` differ from what a head of these options holds, by name; "" where they do not."""
     claimed = max(getattr(config, name, None) or 0 for name in ("num_layers", "num_heads"))
@@ -104,6 +110,10 @@ def save(model: SpecModel, directory: Any, state_dict: dict[str, Tensor] | None 
             "state_dict=accelerator.get_state_dict(model); DeepSpeed ZeRO-3: "
             "stage3_gather_16bit_weights_on_model_save: true"
         )
+    if model.joint is not None:
+        tensors |= adapter_tensors(state_dict)
+        if missing := sorted(set(model.head_state_dict()) - set(tensors)):
+            raise CheckpointError(f"the state dict to save does not hold the adapters {', '.join(missing[:4])}")
     _refuse_other_models(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = model.config.to_diff_dict()
@@ -179,14 +189,27 @@ def load(
     recorded.base_revision = commit_of(base) or (recorded.base_revision if as_recorded else None)
     recorded.base_fingerprint = fingerprint(base)
     recorded.name_or_path = str(source)
+    if recorded.joint is not None:
+        attach(base, JointConfig.of(recorded.joint))
+        restore_adapters(base, adapter_tensors(saved.tensors), wanted_dtype, source)
     model = SpecModel(recorded, base, build_head(saved.head, base))
     place = next(model.head.parameters()).device
     # Copied: a tensor read from a safetensors file is a view of the file, which may be written to later.
-    copies = {name.removeprefix("head."): t.to(place, copy=True) for name, t in saved.tensors.items()}
+    copies = {name.removeprefix("head."): t.to(place, copy=True) for name, t in head_tensors(saved.tensors).items()}
     model.head.load_state_dict(copies, strict=True, assign=True)
     if wanted_dtype is not None:
         model.head.to(wanted_dtype)
     return model.eval()
+
+
+def restore_adapters(base: PreTrainedModel, tensors: dict[str, Tensor], dtype: torch.dtype | None, source: Any) -> None:
+    """In that dtype, None for the one they were saved in. CheckpointError where they are not those that the base has been given."""
+    own = {f"base.{name}": parameter for name, parameter in base.named_parameters() if is_adapter(name)}
+    wrong = sorted(set(own) ^ set(tensors)) or [n for n, t in tensors.items() if t.shape != own[n].shape]
+    if wrong:
+        raise CheckpointError(f"{source}: its adapters do not fit the base: {', '.join(wrong[:4])}")
+    for name, tensor in tensors.items():
+        own[name].data = tensor.to(own[name].device, dtype or tensor.dtype, copy=True)
 
 
 def check_base(config: SpecConfig, base: PreTrainedModel, source: Any) -> None:
@@ -280,7 +303,9 @@ def read(source: Any, **hub: Any) -> SavedHead:
     config = SpecConfig.from_dict(stored)
     try:
         head = config.head_config()
-        differing = misfits(tensors, head)
+        joint = None if config.joint is None else JointConfig.of(config.joint)
+        beside = adapter_tensors(tensors) if joint else {}
+        differing = misfits({name: t for name, t in tensors.items() if name not in beside}, head)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source}: its config does not describe a head this version knows: {error}") from error
     if differing:
@@ -301,7 +326,7 @@ def _parsed(text: str | bytes, where: Any) -> dict[str, Any]:
             f"{where} is not the config of a draft head (model_type={kind!r}); a base model is given a head with "
             "specheads.convert()"
         )
-    wrong = [name for name in ("head", "base_fingerprint") if not isinstance(stored.get(name) or {}, dict)]
+    wrong = [name for name in ("head", "base_fingerprint", "joint") if not isinstance(stored.get(name) or {}, dict)]
     if wrong:
         raise CheckpointError(f"{where}: {wrong[0]} should be a table of options, not {stored[wrong[0]]!r}")
     return stored

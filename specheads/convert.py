@@ -4,9 +4,10 @@ decodes with tree drafts."""
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from specheads.fingerprint import fingerprint
 from specheads.heads import HEADS, DraftHead, HeadConfig, TapBatch
 from specheads.heads.naming import head_config, head_kind
 from specheads.hub import commit_of
+from specheads.joint import JointConfig, adapters, attach, base_loss, is_adapter
 from specheads.target import (
     MASKED_ATTENTION,
     UnsupportedModel,
@@ -31,9 +33,13 @@ from specheads.target import (
 )
 from specheads.teacher import tapped
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 
 class SpecConfig(PreTrainedConfig):
-    """What config.json of a head checkpoint holds: the head's options, and which base it was trained for."""
+    """What config.json of a head checkpoint holds: the head's options, which base it was trained for, and where
+    adapters were trained with it (joint), their options."""
 
     model_type = "specheads"
 
@@ -43,6 +49,7 @@ class SpecConfig(PreTrainedConfig):
         base_model_name_or_path: str | None = None,
         base_revision: str | None = None,
         base_fingerprint: dict[str, Any] | None = None,
+        joint: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -50,6 +57,7 @@ class SpecConfig(PreTrainedConfig):
         self.base_model_name_or_path = base_model_name_or_path
         self.base_revision = base_revision
         self.base_fingerprint = base_fingerprint or {}
+        self.joint = joint
 
     def head_config(self) -> HeadConfig:
         options = dict(self.head)
@@ -79,8 +87,13 @@ class SpecModel(PreTrainedModel):
         super().__init__(config)
         self.base = base.requires_grad_(False).eval()
         self.head = head
+        self.joint = None if config.joint is None else JointConfig.of(config.joint)
+        self.progress = 1.0  # share of the run that is done, which a trainer tells
+        if self.joint is not None:
+            for adapter in adapters(base):
+                adapter.requires_grad_(True)
         # A plain Trainer that restores a head-only file must not call the base's tensors missing.
-        self._keys_to_ignore_on_save = [f"base.{name}" for name in base.state_dict()]
+        self._keys_to_ignore_on_save = [f"base.{name}" for name in base.state_dict() if not self._is_trained(name)]
         # What launchers ask a model for: which weights are tied, which layers to shard as a whole, what is where.
         tied = getattr(base, "all_tied_weights_keys", None) or {}
         self.all_tied_weights_keys = {f"base.{name}": f"base.{source}" for name, source in tied.items()}
@@ -119,12 +132,21 @@ class SpecModel(PreTrainedModel):
         return True
 
     def head_state_dict(self) -> dict[str, Tensor]:
-        """The head's tensors under the names they have in this model, `head.…`: what a checkpoint holds."""
-        return {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()}
+        """What a checkpoint holds, under the names of this model: the head's tensors, `head.…`, and the adapters'."""
+        trained = {f"base.{name}": t for name, t in self.base.state_dict().items() if self._is_trained(name)}
+        return {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()} | trained
+
+    def _is_trained(self, name: str) -> bool:
+        """Is this tensor of the base an adapter that learns with the head?"""
+        return self.joint is not None and is_adapter(name)
 
     def train(self, mode: bool = True) -> SpecModel:
         super().train(mode)
         self.base.eval()  # frozen: its dropout stays off
+        if self.joint is not None:
+            for name, module in self.base.named_modules():
+                if name.endswith("lora_dropout"):
+                    module.train(mode)
         return self
 
     def forward(
@@ -158,7 +180,7 @@ class SpecModel(PreTrainedModel):
             position_ids = positions_of(documents)
         supervised = (labels != -100) if labels is not None else loss_mask.bool()  # type: ignore[union-attr]
         mask = self._packed_mask(documents, position_ids) if packed else attention_mask
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.joint is not None and torch.is_grad_enabled()):
             features, teacher = tapped(self.base, input_ids, mask, position_ids, self.head.layers)
         batch = TapBatch(
             tokens=input_ids,
@@ -172,6 +194,10 @@ class SpecModel(PreTrainedModel):
             num_items=num_items_in_batch,
         )
         loss, terms = self.head.loss(batch)
+        if self.joint is not None:
+            own = base_loss(self.joint, batch, teacher, self.base, mask)
+            loss = own + self.joint.weight(self.progress) * loss
+            terms["base"] = own.detach()
         if not loss.requires_grad and torch.is_grad_enabled():
             # Rows of one or two tokens have nothing to draft: a loss of 0, whose gradient a trainer still asks for.
             trained = [p.sum() for p in self.parameters() if p.requires_grad]
@@ -284,14 +310,16 @@ def convert(
     *,
     dtype: torch.dtype | str | None = None,
     init: bool = True,
+    lora: JointConfig | LoraConfig | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> SpecModel:
     """Freeze `base`, build a draft head beside it, and return both as a SpecModel.
 
     base: a Hugging Face decoder-only model, or a name to load. head: "medusa", "eagle", "eagle3", a head config, or
     [(name, options)]; options by name. dtype: of the head's parameters (float32 unless given, as suits training).
-    init: start the head from the base's own layers where shapes agree. Raises UnsupportedModel, a ValueError, with
-    the reason for a base that trees cannot be verified on.
+    init: start the head from the base's own layers where shapes agree. lora: new adapters on the base, which learn with
+    the head (Medusa-2, see JointConfig); the base is then changed in place, and decodes with them. Raises
+    UnsupportedModel, a ValueError, with the reason for a base that trees cannot be verified on.
     """
     base = unwrapped(AutoModelForCausalLM.from_pretrained(base) if isinstance(base, str | os.PathLike) else base)
     refuse_unsupported(base)
@@ -301,7 +329,12 @@ def convert(
     if init:
         module.initialise(base)
     module.to(checkpoint.as_dtype(dtype) or torch.float32)
-    return SpecModel(spec_config(config, base), base, module)
+    described = spec_config(config, base)
+    if lora is not None:
+        joint = JointConfig.of(lora)
+        attach(base, joint)
+        described.joint = joint.to_dict()
+    return SpecModel(described, base, module)
 
 
 def build_head(config: HeadConfig, base: PreTrainedModel) -> DraftHead:

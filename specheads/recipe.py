@@ -14,6 +14,7 @@ import yaml
 from specheads.data import DataConfig
 from specheads.heads import HeadConfig
 from specheads.heads.naming import head_config
+from specheads.joint import JointConfig
 from specheads.launch import LaunchConfig
 from specheads.options import refuse_unknown
 from specheads.parity import ParityConfig
@@ -44,7 +45,7 @@ class Recipe:
     on from, instead of a new head. training: SpecTrainingArguments by name; resume_from_checkpoint: auto is the last
     one in output_dir, if any. early_stopping: evaluations without a better training.metric_for_best_model before the
     run ends. launch: what the launcher is expected to have started. parity: the comparison with real decoding that
-    ends the run; parity.prompts=0 leaves it out.
+    ends the run; parity.prompts=0 leaves it out. lora: adapters on the base that learn with the head, see JointConfig.
     """
 
     base: str
@@ -58,6 +59,7 @@ class Recipe:
     early_stopping: int | None = None
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
+    lora: JointConfig | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.base, str) or not self.base:
@@ -69,6 +71,10 @@ class Recipe:
             raise RecipeError(
                 "give either head (a new one: head.kind=eagle3) or init_from (a head checkpoint to go on from), not "
                 + ("neither" if self.head is None else "both; with init_from write head=null")
+            )
+        if self.lora is not None and self.init_from is not None:
+            raise RecipeError(
+                "lora puts new adapters on a base; with init_from those of that checkpoint are trained on"
             )
         if not self.training.get("output_dir"):
             raise RecipeError("training.output_dir is missing: give the folder the head is saved to")
@@ -85,7 +91,8 @@ class Recipe:
                 if options.get(name) is None:
                     raise RecipeError(f"{name} is missing: set it in the recipe or as {name}=…")
             sections = {
-                name: _section(name, options.get(name)) for name in ("data", "training", "launch", "parity", "head")
+                name: _section(name, options.get(name))
+                for name in ("data", "training", "launch", "parity", "head", "lora")
             }
             return cls(
                 **{key: value for key, value in options.items() if key not in sections},
@@ -93,6 +100,7 @@ class Recipe:
                 training=_training(sections["training"]),
                 launch=LaunchConfig.from_dict(sections["launch"]),
                 parity=ParityConfig.from_dict(sections["parity"]),
+                lora=JointConfig.of(sections["lora"]) if options.get("lora") is not None else None,
                 head=_head(sections["head"]) if options.get("head") is not None else None,
             )
         except RecipeError:

@@ -18,6 +18,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from specheads.checkpoint import CheckpointError
 from specheads.convert import SpecModel, SpecOutput
+from specheads.joint import is_adapter
 from specheads.metrics import AcceptanceMeter, TrainingMeter
 from specheads.optim import MuonAdamW, parameter_groups
 from specheads.planner import StaticTree
@@ -117,6 +118,7 @@ class SpecTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:  # fmt: skip
         tokens = supervised_tokens(inputs)
+        self.accelerator.unwrap_model(model).progress = self.state.global_step / max(1, self.state.max_steps)
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         divisor = tokens.clamp_min(1) if num_items_in_batch is None else num_items_in_batch
         self._training_meter.add(outputs.ranks, outputs.terms or {}, divisor, tokens)
@@ -230,7 +232,7 @@ class SpecTrainer(Trainer):
             model.save_pretrained(output_dir or self.args.output_dir, state_dict=state_dict)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        missing = [name for name in load_result.missing_keys if name.startswith("head.")]
+        missing = [name for name in load_result.missing_keys if name.startswith("head.") or is_adapter(name)]
         if missing or load_result.unexpected_keys:
             raise CheckpointError(
                 f"the checkpoint does not fit this head: missing {missing}, unexpected {load_result.unexpected_keys}; "

@@ -176,7 +176,7 @@ def build_model(recipe: Recipe, train: Iterable[Any]) -> SpecModel:
         model.head.to(dtype)
     else:
         assert recipe.head is not None
-        model = convert(base, recipe.head, dtype=dtype)
+        model = convert(base, recipe.head, dtype=dtype, lora=recipe.lora)
         head = model.head
         if isinstance(head, DraftVocabulary) and head.target_ids is not None:
             head.set_draft_vocabulary(token_counts(train, len(head.t2d)), base)

@@ -104,7 +104,7 @@ class EagleHead(FeatureHead):
         asked = batch.asked(steps)
         rows = [asked.rows(out, s) for s, out in enumerate(self.unroll(batch, steps, features))]
         scores = self.score(batch, asked, rows, (1.0,) * config.steps + (0.0,) * (steps - config.steps))
-        aim = batch.features.flatten(0, 1)[asked.positions]
+        aim = batch.features.detach().flatten(0, 1)[asked.positions]  # which a base that learns too moves away from
         distances = [
             feature_distance(predicted[valid], aim[valid])
             for predicted, valid in zip(rows[: config.steps], asked.valid.unbind(1), strict=False)

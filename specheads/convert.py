@@ -23,14 +23,13 @@ from specheads.hub import commit_of
 from specheads.target import (
     MASKED_ATTENTION,
     UnsupportedModel,
-    concat_taps,
-    kept_states,
     layer_reach,
     logits_of,
     refuse_unsupported,
     takes_mask_dict,
     text_config,
 )
+from specheads.teacher import tapped
 
 
 class SpecConfig(PreTrainedConfig):
@@ -59,10 +58,11 @@ class SpecConfig(PreTrainedConfig):
 
 @dataclass
 class SpecOutput(ModelOutput):
-    """loss: the head's; ranks (R, S) and terms: see DraftHead.loss."""
+    """loss: the head's; ranks and overlaps (R', S) and terms: see DraftHead.loss."""
 
     loss: Tensor | None = None
     ranks: Tensor | None = None
+    overlaps: Tensor | None = None
     terms: dict[str, Tensor] | None = None
 
 
@@ -157,20 +157,13 @@ class SpecModel(PreTrainedModel):
         if position_ids is None:
             position_ids = positions_of(documents)
         supervised = (labels != -100) if labels is not None else loss_mask.bool()  # type: ignore[union-attr]
-        layers = self.head.layers
+        mask = self._packed_mask(documents, position_ids) if packed else attention_mask
         with torch.no_grad():
-            out = self.base(
-                input_ids=input_ids,
-                attention_mask=self._packed_mask(documents, position_ids) if packed else attention_mask,
-                position_ids=position_ids,
-                use_cache=False,
-                output_hidden_states=kept_states(layers),
-            )
-            features = concat_taps(out.hidden_states, layers, input_ids)
+            features, teacher = tapped(self.base, input_ids, mask, position_ids, self.head.layers)
         batch = TapBatch(
             tokens=input_ids,
             features=features,
-            logits=out.logits,
+            teacher=teacher,
             supervised=supervised & (documents > 0),
             documents=documents,
             position_ids=position_ids,
@@ -183,7 +176,7 @@ class SpecModel(PreTrainedModel):
             # Rows of one or two tokens have nothing to draft: a loss of 0, whose gradient a trainer still asks for.
             trained = [p.sum() for p in self.parameters() if p.requires_grad]
             loss = loss + sum(trained, torch.zeros_like(loss)) * 0
-        return SpecOutput(loss=loss, ranks=terms.pop("ranks", None), terms=terms)
+        return SpecOutput(loss, terms.pop("ranks", None), terms.pop("overlaps", None), terms)
 
     def _packed_mask(self, documents: Tensor, position_ids: Tensor) -> Tensor | dict[str, Tensor]:
         attention = getattr(text_config(self.base), "_attn_implementation", None)

@@ -1,30 +1,107 @@
-"""Losses of head training, summed over the positions that count.
+"""Losses of head training, of each row. Shapes: R rows, X outcomes of a law (the draft vocabulary), H hidden.
 
-Shapes: R positions, V vocabulary, H hidden.
+p is the target's law, q the draft's, both given as logarithms.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specheads.options import refuse_unknown
 
-def hard_cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Σ −log q(token): logits (R, V), tokens (R,)."""
-    return F.cross_entropy(logits.float(), tokens, reduction="sum")
+LawLoss = Callable[[Tensor, Tensor], Tensor]
 
 
-def soft_cross_entropy(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Σ −Σ_x p(x) log q(x), p the teacher's law over the same tokens: both (R, V)."""
-    return -(teacher_logits.float().softmax(-1) * logits.float().log_softmax(-1)).sum()
+def cross_entropy(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """−Σ p log q: (R, X) both → (R,). Its gradient in q is that of KL(p ‖ q)."""
+    return -(log_p.exp() * log_q).sum(-1)
+
+
+def kl(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """KL(p ‖ q) in nats: covers all that the target may say."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def kl_reversed(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """KL(q ‖ p) in nats: drafts only what the target says."""
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+def js(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """Jensen–Shannon divergence in nats: both laws' mean KL to their mixture."""
+    log_m = torch.logaddexp(log_q, log_p) - math.log(2)
+    return (kl(log_m, log_p) + kl(log_m, log_q)) / 2
+
+
+def tv(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """Total variation ½ Σ |p − q|: the chance that a draft sampled from q is rejected."""
+    return (log_q.exp() - log_p.exp()).abs().sum(-1) / 2
+
+
+def overlap(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """α = Σ min(p, q), the chance that a draft sampled from q is accepted."""
+    return torch.minimum(log_q, log_p).exp().sum(-1)
+
+
+def lk(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """−log α. LK losses, arXiv:2602.23881."""
+    return -torch.minimum(log_q, log_p).logsumexp(-1)
+
+
+def lk_hybrid(log_q: Tensor, log_p: Tensor, sharpness: float = 3.0) -> Tensor:
+    """λ KL(p ‖ q) + (1 − λ)(1 − α) with λ = exp(−3 α), which has no gradient: KL where the draft is far off, then the
+    acceptance itself. LK losses, arXiv:2602.23881."""
+    alpha = overlap(log_q, log_p)
+    share = (-sharpness * alpha.detach()).exp()
+    return share * kl(log_q, log_p) + (1 - share) * (1 - alpha)
+
+
+LAW_LOSSES: dict[str, LawLoss] = {
+    "ce": cross_entropy, "kl": kl, "kl_reversed": kl_reversed, "js": js, "tv": tv, "lk": lk, "lk_hybrid": lk_hybrid,
+}  # fmt: skip
+HARD = "hard"  # −log q(the token that follows in the text), which needs no law of the target
+
+
+def parse_loss(text: str) -> tuple[tuple[str, float], ...]:
+    """'lk' or 'hard:0.1,tv:1.8' → ((name, weight), …). ValueError for an unknown name, or a weight that is none."""
+    parts = []
+    for part in str(text).split(","):
+        name, _, weight = part.strip().partition(":")
+        refuse_unknown([name], [HARD, *LAW_LOSSES], what="loss")
+        try:
+            value = float(weight) if weight else 1.0
+        except ValueError:
+            value = -1.0
+        if not 0 < value < float("inf"):
+            raise ValueError(f"loss {text!r}: the weight of {name!r} is {weight!r}; expected a number above 0")
+        parts.append((name, value))
+    if len({name for name, _ in parts}) < len(parts):
+        raise ValueError(f"loss {text!r} names one loss twice")
+    return tuple(parts)
 
 
 def feature_distance(predicted: Tensor, features: Tensor) -> Tensor:
-    """Σ over positions of the mean smooth-L1 distance: both (R, H). EAGLE, arXiv:2401.15077."""
-    return F.smooth_l1_loss(predicted.float(), features.float(), reduction="none").mean(-1).sum()
+    """Σ over rows of the mean smooth-L1 distance: both (R, H). EAGLE, arXiv:2401.15077."""
+    return F.smooth_l1_loss(wide(predicted), wide(features), reduction="none").mean(-1).sum()
 
 
 def add_uniform_noise(features: Tensor, width: float) -> Tensor:
     """features + U(−width, width). EAGLE, arXiv:2401.15077."""
     return features + torch.empty_like(features).uniform_(-width, width) if width else features
+
+
+def position_weights(chances: Tensor, floor: float) -> Tensor:
+    """D-PACE: (R, S) chance of each depth's token in the draft → (R, S) weights w_j = Σ_{m ≥ j} Π_{i ≤ m} q̃_i with
+    q̃ = (1 − floor) q + floor: how many accepted tokens hang on depth j. arXiv:2605.18810."""
+    reached = ((1 - floor) * chances + floor).cumprod(1)
+    return reached.flip(1).cumsum(1).flip(1)
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32, where it is narrower: what logarithms and sums over a vocabulary need."""
+    return x if x.element_size() >= 4 else x.float()

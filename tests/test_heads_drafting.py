@@ -79,12 +79,12 @@ def training_logits(model, text):
     if head.config.kind == "medusa":
         with torch.no_grad():
             features = torch.stack(taps(model, text)[0])
-        return [logits.detach() for logits in head(features)]
+            return [head.draft_logits(block(features), i) for i, block in enumerate(head.blocks)]
     seen, unroll = [], head.unroll
 
     def spy(batch, steps, features=None):
         outputs = unroll(batch, steps, features)
-        seen.extend(head.draft_logits(out[0], batch.lm_head).detach() for out in outputs)
+        seen.extend(head.draft_logits(out[0], 0, batch.lm_head).detach() for out in outputs)
         return outputs
 
     head.unroll = spy

@@ -201,8 +201,9 @@ def test_logs_cover_every_step_since_the_last_log(tmp_path):
     for i, entry in enumerate(logged(both)):
         pair = seen[2 * i : 2 * i + 2]
         assert entry["accepted_length"] == pytest.approx(accepted_length(torch.cat([ranks for ranks, _, _ in pair])))
-        mean = sum(float(terms["ce_1"]) * tokens for _, terms, tokens in pair) / sum(tokens for *_, tokens in pair)
-        assert entry["ce_1"] == pytest.approx(mean, rel=1e-6)
+        summed = sum(float(terms["loss_depth_1"]) * tokens for _, terms, tokens in pair)
+        mean = summed / sum(tokens for *_, tokens in pair)
+        assert entry["loss_depth_1"] == pytest.approx(mean, rel=1e-6)
 
 
 def test_accepted_length_chooses_the_best_checkpoint_and_stops_early(tmp_path):
@@ -365,7 +366,7 @@ def test_a_tracker_is_sent_accepted_length_and_accuracy_by_depth(kind, tmp_path,
             numbers = [logs[prefix + "accepted_length"], *(logs[f"{prefix}accuracy_depth_{k}"] for k in (1, 2))]
             assert all(isinstance(number, float) for number in numbers)
             assert 1 <= numbers[0] <= 1 + sum(numbers[1:])
-            assert any(name.startswith(prefix + start) for name in logs for start in ("ce_", "law"))
+            assert any(name.startswith(prefix + start) for name in logs for start in ("loss_depth_", "law"))
     assert [logs for _, logs in training] == [
         {k: v for k, v in entry.items() if k != "step"} for entry in logged(trainer)
     ]  # fmt: skip

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from specheads.drafters.base import Context
+from specheads.losses import parse_loss
+from specheads.objective import Asked, Objective, Scores
 from specheads.options import refuse_unknown
 from specheads.planner import Plan, StaticTree
 from specheads.sampling import Sampler
+from specheads.teacher import DraftIds, Teacher
 from specheads.tree import DraftTree
 
 
@@ -24,6 +27,8 @@ from specheads.tree import DraftTree
 class HeadConfig:
     """Options of a head. None means: taken from the base's config by `filled`.
 
+    loss: what a draft's law is trained on: one of `losses.LAW_LOSSES`, 'hard', or a weighted sum such as
+    'hard:0.1,tv:1.8'. dpace: the floor of D-PACE's position weights (0.5 as published); None weighs by depth alone.
     tree: the choices of the static tree it drafts by default, each a path of ranks, as `calibration.calibrated` finds
     them; None leaves the tree to the kind of head and of device.
     """
@@ -33,9 +38,14 @@ class HeadConfig:
 
     hidden_size: int | None = None
     vocab_size: int | None = None
+    loss: str = "ce"
+    dpace: float | None = None
     tree: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
+        parse_loss(self.loss)
+        if self.dpace is not None and not 0 <= self.dpace <= 1:
+            raise ValueError(f"{self.kind} head option dpace={self.dpace} must be from 0 to 1")
         if self.tree is not None:
             object.__setattr__(self, "tree", StaticTree(self.tree).choices)  # ValueError where it is no tree
 
@@ -70,15 +80,15 @@ class HeadConfig:
 class TapBatch:
     """What the base saw, live or from disk; a head cannot tell which.
 
-    tokens (B, T); features (B, T, F) the tapped layers; logits (B, T, V) the base's own, the teacher law at t being
-    that of token t + 1; supervised (B, T) bool, indexed by the predicted token; documents (B, T) ids, 0 at padding;
-    position_ids (B, T). embed and lm_head are the base's, frozen. num_items: what to divide summed losses by, if it
-    is not this batch's own count of supervised tokens (gradient accumulation, several processes).
+    tokens (B, T); features (B, T, F) the tapped layers; teacher: the base's law, that at t being of token t + 1;
+    supervised (B, T) bool, indexed by the predicted token; documents (B, T) ids, 0 at padding; position_ids (B, T).
+    embed and lm_head are the base's, frozen. num_items: what to divide summed losses by, if it is not this batch's
+    own count of supervised tokens (gradient accumulation, several processes).
     """
 
     tokens: Tensor
     features: Tensor
-    logits: Tensor
+    teacher: Teacher
     supervised: Tensor
     documents: Tensor
     position_ids: Tensor
@@ -90,11 +100,9 @@ class TapBatch:
     def denominator(self) -> Tensor | float:
         return self.supervised.sum().clamp_min(1) if self.num_items is None else self.num_items
 
-    def scored(self, ahead: int) -> Tensor:
-        """(B, max(0, T − ahead)) bool: is token t + ahead supervised and in the document of token t?"""
-        last = max(0, self.tokens.shape[1] - ahead)
-        same = (self.documents[:, :last] == self.documents[:, ahead:]) & (self.documents[:, :last] > 0)
-        return self.supervised[:, ahead:] & same
+    def asked(self, depths: int) -> Asked:
+        """The supervised positions, and where drafts of so many depths started for each."""
+        return Asked.of(self.tokens, self.supervised, self.documents, depths)
 
 
 class DraftHead(nn.Module, ABC):
@@ -116,9 +124,23 @@ class DraftHead(nn.Module, ABC):
         return next(self.parameters()).dtype
 
     @property
+    @abstractmethod
+    def scored_depths(self) -> int:
+        """How many depths an evaluation scores: those that ranks and overlaps have."""
+
+    @property
     def target_ids(self) -> Tensor | None:
         """(Vd,) the target id of each draft token; None where the vocabularies are the same."""
         return None
+
+    @property
+    def draft_ids(self) -> DraftIds | None:
+        """`target_ids` and the reverse; None where the vocabularies are the same."""
+        ids = self.target_ids
+        if ids is None:
+            return None
+        assert self.config.vocab_size is not None
+        return DraftIds.of(ids, self.config.vocab_size)
 
     def refuse_unfit(self, base: Any) -> None:
         """Raise UnsupportedModel where this kind of head cannot learn from this base."""
@@ -127,9 +149,33 @@ class DraftHead(nn.Module, ABC):
         """Start from what the base already knows, where the shapes agree."""
 
     @abstractmethod
+    def draft_logits(self, hidden: Tensor, depth: int, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
+        """What the head makes at a depth, (…, H), → its logits (…, Vd). lm_head is the base's."""
+
+    @abstractmethod
+    def output_parameters(self) -> list[Tensor]:
+        """The head's own parameters in `draft_logits`."""
+
+    @abstractmethod
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The training loss, and what to report: `ranks` (R, S), each depth's rank of the base's own next token in
-        the draft (0 = drafted first, −1 = outside the draft vocabulary), and every loss term by name."""
+        """The training loss, and what to report: every loss term by name, and where a position can have all S drafts
+        `ranks` (R', S), each depth's rank of the base's own next token in the draft (0 = drafted first, −1 = outside
+        the draft vocabulary), and in evaluation `overlaps` (R', S), α = Σ min(p, q)."""
+
+    def score(self, batch: TapBatch, asked: Asked, rows: list[Tensor], depth_weights: tuple[float, ...]) -> Scores:
+        """Drafts `rows`, of each depth (R, H), against the base, by the config's loss."""
+        assert self.config.vocab_size is not None
+        objective = Objective(parse_loss(self.config.loss), depth_weights, self.config.dpace)
+        return objective(
+            asked,
+            batch.teacher,
+            rows,
+            lambda hidden, depth: self.draft_logits(hidden, depth, batch.lm_head),
+            self.output_parameters(),
+            self.draft_ids,
+            vocab_size=self.config.vocab_size,
+            overlaps=not self.training,
+        )
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
         """The tree it drafts unless told otherwise."""
@@ -142,9 +188,3 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         """A tree behind context.root, in the shape `plan` asks for."""
-
-
-def rank_of(logits: Tensor, token: Tensor) -> Tensor:
-    """(…, V) logits, (…) token → (…) how many tokens the draft puts before it; −1 where token is −1."""
-    own = logits.gather(-1, token.clamp_min(0).unsqueeze(-1))
-    return torch.where(token < 0, -1, (logits > own).sum(-1))

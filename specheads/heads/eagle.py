@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from specheads.heads.base import TapBatch
 from specheads.heads.block import copy_layer, decoder_layers, final_norm
 from specheads.heads.feature import FeatureHead, FeatureHeadConfig
-from specheads.losses import add_uniform_noise, feature_distance, soft_cross_entropy
+from specheads.losses import add_uniform_noise, feature_distance
 from specheads.target import UnsupportedModel, lm_head_gives_logits
 
 
@@ -52,6 +52,10 @@ class EagleHead(FeatureHead):
         super().__init__(config, input_size=config.hidden_size)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
 
+    @property
+    def scored_depths(self) -> int:
+        return max(self.config.steps, self.config.metric_steps)
+
     def refuse_unfit(self, base: Any) -> None:
         if not lm_head_gives_logits(base):
             raise UnsupportedModel(
@@ -86,24 +90,25 @@ class EagleHead(FeatureHead):
         x = self.fc(torch.cat([embedded, hidden], -1))
         return x, x
 
-    def draft_logits(self, hidden: Tensor, lm_head: Any) -> Tensor:
+    def draft_logits(self, hidden: Tensor, depth: int, lm_head: Any) -> Tensor:
         return lm_head(hidden)
+
+    def output_parameters(self) -> list[Tensor]:
+        return []
 
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
         features = add_uniform_noise(batch.features, config.noise) if self.training else batch.features
         # Evaluation unrolls as far as the accepted length of a chain wants to know.
-        steps = config.steps if self.training else max(config.steps, config.metric_steps)
-        outputs = self.unroll(batch, steps, features)
-        distance = law = torch.zeros((), device=batch.features.device)
-        for s, out in enumerate(outputs[: config.steps]):
-            mask = batch.scored(2 + s)
-            here, ahead = slice(0, mask.shape[1]), slice(1 + s, 1 + s + mask.shape[1])
-            predicted = out[:, here][mask]
-            distance = distance + feature_distance(predicted, batch.features[:, ahead][mask])
-            law = law + soft_cross_entropy(self.draft_logits(predicted, batch.lm_head), batch.logits[:, ahead][mask])
-        distance, law = distance / batch.denominator, law / batch.denominator
+        steps = config.steps if self.training else self.scored_depths
+        asked = batch.asked(steps)
+        rows = [asked.rows(out, s) for s, out in enumerate(self.unroll(batch, steps, features))]
+        scores = self.score(batch, asked, rows, (1.0,) * config.steps + (0.0,) * (steps - config.steps))
+        aim = batch.features.flatten(0, 1)[asked.positions]
+        distances = [
+            feature_distance(predicted[valid], aim[valid])
+            for predicted, valid in zip(rows[: config.steps], asked.valid.unbind(1), strict=False)
+        ]
+        distance, law = torch.stack(distances).sum() / batch.denominator, scores.total / batch.denominator
         total = config.feature_weight * distance + config.law_weight * law
-        terms = {"feature": distance.detach(), "law": law.detach()}
-        terms["ranks"] = self.unrolled_ranks(batch, outputs, batch.logits.argmax(-1))
-        return total, terms
+        return total, {"feature": distance.detach(), "law": law.detach(), **scores.terms(batch.denominator)}

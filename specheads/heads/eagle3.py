@@ -13,7 +13,6 @@ from specheads.heads.base import TapBatch
 from specheads.heads.block import copy_layer, copy_norm, decoder_layers, final_norm
 from specheads.heads.feature import FeatureHead, FeatureHeadConfig
 from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
-from specheads.losses import soft_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,10 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
         self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
 
+    @property
+    def scored_depths(self) -> int:
+        return self.config.steps
+
     def output_layers(self) -> list[nn.Linear]:
         return [self.lm_head]
 
@@ -76,26 +79,18 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
     def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1), hidden
 
-    def draft_logits(self, hidden: Tensor, lm_head: Any = None) -> Tensor:
+    def draft_logits(self, hidden: Tensor, depth: int = 0, lm_head: Any = None) -> Tensor:
         return self.lm_head(self.norm(hidden))
+
+    def output_parameters(self) -> list[Tensor]:
+        return [self.norm.weight, self.lm_head.weight]
 
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
-        steps = min(config.steps, batch.tokens.shape[1] - 2)
-        outputs = self.unroll(batch, steps)
-        ids = self.target_ids
-        wanted = self.draft_ids(batch.logits.argmax(-1))  # (B, T) the base's own token
-        total = torch.zeros((), device=wanted.device)
-        terms: dict[str, Tensor] = {}
-        for s, out in enumerate(outputs):
-            mask = batch.scored(2 + s)
-            span = mask.shape[1]
-            mask = mask & (wanted[:, s + 1 : s + 1 + span] >= 0)
-            teacher = batch.logits[:, s + 1 : s + 1 + span][mask]
-            teacher = teacher if ids is None else teacher[:, ids]
-            term = soft_cross_entropy(self.draft_logits(out[:, :span][mask]), teacher) / batch.denominator
-            total = total + config.step_decay**s * term
-            terms[f"ce_{s + 1}"] = term.detach()
-        if steps == config.steps:
-            terms["ranks"] = self.unrolled_ranks(batch, outputs, wanted)
-        return total, terms
+        steps = min(config.steps, max(0, batch.tokens.shape[1] - 2))
+        if not steps:
+            return batch.features.new_zeros(()), {}
+        asked = batch.asked(steps)
+        rows = [asked.rows(out, s) for s, out in enumerate(self.unroll(batch, steps))]
+        scores = self.score(batch, asked, rows, tuple(config.step_decay**s for s in range(steps)))
+        return scores.total / batch.denominator, scores.terms(batch.denominator, whole=steps == config.steps)

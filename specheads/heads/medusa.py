@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specheads.drafters.base import Context
-from specheads.heads.base import TapBatch, rank_of
+from specheads.heads.base import TapBatch
 from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
-from specheads.losses import hard_cross_entropy
 from specheads.planner import Plan, Scored, default_static
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree
@@ -26,6 +25,7 @@ class MedusaConfig(DraftVocabularyConfig):
     kind: ClassVar[str] = "medusa"
     aliases: ClassVar[dict[str, str]] = {"medusa_num_heads": "num_heads", "medusa_num_layers": "num_layers"}
 
+    loss: str = "hard"
     num_heads: int = 5
     num_layers: int = 1
     decay: float = 0.8
@@ -77,41 +77,29 @@ class MedusaHead(DraftVocabulary):
         assert self.config.tap is not None
         return (self.config.tap,)
 
+    @property
+    def scored_depths(self) -> int:
+        return self.config.num_heads
+
     def output_layers(self) -> list[nn.Linear]:
         return list(self.lm_heads)  # type: ignore[arg-type]
 
     def initialise(self, base: Any) -> None:
         self.copy_output_rows(base)
 
-    def forward(self, hidden: Tensor) -> list[Tensor]:
-        """(…, H) → K logits (…, Vd)."""
-        hidden = hidden.to(self.dtype)
-        return [lm(block(hidden)) for block, lm in zip(self.blocks, self.lm_heads, strict=True)]
+    def draft_logits(self, hidden: Tensor, depth: int, lm_head: Any = None) -> Tensor:
+        return self.lm_heads[depth](hidden)
 
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        num_heads = self.config.num_heads
-        counted = min(num_heads, batch.tokens.shape[1] - 2)
-        total = torch.zeros((), device=batch.features.device)
-        terms: dict[str, Tensor] = {}
-        ranks = []
-        # All heads must have their target for a position to count in the joint accepted length.
-        whole = batch.scored(2 + num_heads - 1) if counted == num_heads else None
-        teacher = self.draft_ids(batch.logits.argmax(-1))
-        tokens = self.draft_ids(batch.tokens)
-        logits_of = self(batch.features)
-        for i in range(counted):
-            ahead = 2 + i
-            mask = batch.scored(ahead) & (tokens[:, ahead:] >= 0)
-            logits = logits_of[i][:, : mask.shape[1]]
-            term = hard_cross_entropy(logits[mask], tokens[:, ahead:][mask]) / batch.denominator
-            total = total + self.config.decay**i * term
-            terms[f"ce_{i + 1}"] = term.detach()
-            if whole is not None:
-                span = whole.shape[1]
-                ranks.append(rank_of(logits[:, :span][whole].detach(), teacher[:, ahead - 1 : ahead - 1 + span][whole]))
-        if ranks:
-            terms["ranks"] = torch.stack(ranks, 1)
-        return total, terms
+        config = self.config
+        depths = min(config.num_heads, max(0, batch.tokens.shape[1] - 2))
+        if not depths:
+            return batch.features.new_zeros(()), {}
+        asked = batch.asked(depths)
+        features = batch.features.to(self.dtype)
+        rows = [self.blocks[i](asked.rows(features, i)) for i in range(depths)]
+        scores = self.score(batch, asked, rows, tuple(config.decay**i for i in range(depths)))
+        return scores.total / batch.denominator, scores.terms(batch.denominator, whole=depths == config.num_heads)
 
     def usual_plan(self, device: torch.device) -> Plan:
         return default_static(64 if device.type == "cuda" else 8, self.config.num_heads)

@@ -56,6 +56,9 @@ class DraftVocabulary(DraftHead):
     def output_layers(self) -> Iterable[nn.Linear]:
         """The matrices whose rows are draft tokens."""
 
+    def output_parameters(self) -> list[Tensor]:
+        return [layer.weight for layer in self.output_layers()]
+
     @property
     def target_ids(self) -> Tensor | None:
         if len(self.d2t) == len(self.t2d):
@@ -87,12 +90,3 @@ class DraftVocabulary(DraftHead):
             if source.shape[-1] == layer.weight.shape[-1]:
                 with torch.no_grad():
                     layer.weight.copy_(source[ids.to(source.device)])
-
-    def draft_ids(self, tokens: Tensor) -> Tensor:
-        """Target ids → draft ids of the same shape, −1 outside the draft vocabulary."""
-        ids = self.target_ids
-        if ids is None:
-            return tokens
-        place = torch.full((len(self.t2d),), -1, device=tokens.device)
-        place[ids] = torch.arange(len(ids), device=tokens.device)
-        return place[tokens]

@@ -1,0 +1,173 @@
+"""The loss in chunks is the loss in one piece: value, gradients, ranks and α, for every loss and every teacher."""
+
+import math
+
+import pytest
+import torch
+from families import FAMILIES, build
+from slow_heads import rows, spec_model
+
+from specheads import objective
+from specheads.chunked import chunked_sum
+from specheads.data import Collator
+from specheads.losses import HARD, LAW_LOSSES, parse_loss, position_weights
+from specheads.target import concat_taps, kept_states
+from specheads.teacher import LastHidden, WholeLogits, tapped
+
+ROWS, HIDDEN, VOCAB = 13, 6, 11
+
+
+def plain(z, t, token, name):
+    """Each loss from probabilities, as its definition reads."""
+    q, p = z.softmax(-1), t.softmax(-1)
+    m = (p + q) / 2
+    alpha = torch.minimum(p, q).sum(-1)
+    kl_pq = (p * (p / q).log()).sum(-1)
+    return {
+        "hard": -q.gather(1, token.unsqueeze(1)).squeeze(1).log(),
+        "ce": -(p * q.log()).sum(-1),
+        "kl": kl_pq,
+        "kl_reversed": (q * (q / p).log()).sum(-1),
+        "js": ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2,
+        "tv": (p - q).abs().sum(-1) / 2,
+        "lk": -alpha.log(),
+        "lk_hybrid": (-3 * alpha).exp().detach() * kl_pq + (1 - (-3 * alpha).exp().detach()) * (1 - alpha),
+    }[name]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 13, 64])
+@pytest.mark.parametrize("name", [HARD, *LAW_LOSSES])
+def test_a_loss_in_chunks_has_the_value_and_gradients_of_the_plain_form(name, chunk):
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    hidden, weight, teacher = draw(ROWS, HIDDEN).requires_grad_(), draw(VOCAB, HIDDEN).requires_grad_(), draw(ROWS, 11)
+    token, scale = torch.randint(0, VOCAB, (ROWS,), generator=generator), draw(ROWS).abs()
+
+    def compute(here, part):
+        log_q = (part @ weight.T).log_softmax(-1)
+        own = -log_q.gather(1, token[here].unsqueeze(1)).squeeze(1)
+        loss = own if name == HARD else LAW_LOSSES[name](log_q, teacher[here].log_softmax(-1))
+        return (loss * scale[here]).sum(), (log_q.argmax(-1),)
+
+    total, (best,) = chunked_sum(compute, [hidden], [weight], chunk)
+    grads = torch.autograd.grad(total * 0.7, [hidden, weight])
+    z = hidden @ weight.T
+    expected = (plain(z, teacher, token, name) * scale).sum()
+    assert total.item() == pytest.approx(expected.item(), rel=1e-13)
+    assert torch.equal(best, z.argmax(-1)) and not best.requires_grad
+    for grad, slow in zip(grads, torch.autograd.grad(expected * 0.7, [hidden, weight]), strict=True):
+        torch.testing.assert_close(grad, slow, rtol=1e-12, atol=1e-13)
+
+
+def test_parameters_that_are_sharded_are_recomputed_to_the_same_gradients():
+    weight = torch.nn.Parameter(torch.randn(VOCAB, HIDDEN, dtype=torch.float64))
+    hidden = torch.randn(ROWS, HIDDEN, dtype=torch.float64, requires_grad=True)
+
+    def compute(_here, part):
+        loss = (part @ weight.T).logsumexp(-1)
+        return loss.sum(), (loss.detach(),)
+
+    found = []
+    for sharded in (False, True):
+        if sharded:
+            weight.ds_id = 0  # how ZeRO-3 marks a parameter it has cut up
+        total, (each,) = chunked_sum(compute, [hidden], [weight], 5)
+        found.append([total, each, *torch.autograd.grad(total, [hidden, weight])])
+    for once, again in zip(*found, strict=True):
+        torch.testing.assert_close(once, again)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *(("eagle3", {"loss": name}) for name in (*LAW_LOSSES, "hard:0.1,tv:1.8")),
+        ("eagle3", {"draft_vocab_size": 97, "loss": "lk", "dpace": 0.5}),
+        ("medusa", {"loss": "lk_hybrid", "draft_vocab_size": 40}),
+        ("medusa", {"dpace": 0.5}),
+        ("eagle", {"steps": 3, "loss": "tv"}),
+    ],
+)  # fmt: skip
+def test_every_loss_trains_every_head_alike_in_any_chunks(kind, options, monkeypatch):
+    model, data = spec_model(kind, **options).train(), rows(9, 7)
+    batch = Collator(0)(data)
+    found = []
+    for size in (1, 3, 1000):
+        monkeypatch.setattr(objective, "rows_of_chunk", lambda *_, size=size: size)
+        out = model(**batch)
+        grads = torch.autograd.grad(out.loss, list(model.head.parameters()), allow_unused=True)
+        found.append([out.loss, out.ranks, *(g for g in grads if g is not None)])
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+    assert found[0][0] > 0
+
+
+def test_overlaps_are_of_the_law_over_the_whole_vocabulary():
+    model = spec_model("eagle3").eval()
+    ids = rows(10)[0]["input_ids"]
+    batch = Collator(0)([{"input_ids": ids, "labels": [-100, *ids[1:]]}])
+    seen, head = [], model.head
+    project = head.draft_logits
+    head.draft_logits = lambda hidden, *rest: seen.append(project(hidden, *rest)) or seen[-1]
+    out = model(**batch)
+    law = model.base(batch["input_ids"]).logits[0].softmax(-1)
+    drafted = head.target_ids
+    for start in range(len(out.overlaps)):
+        for s in range(3):
+            q = torch.zeros(97, dtype=law.dtype)
+            # Rows are by the position asked for: the first, position 0, has no draft of any depth.
+            q[drafted] = seen[s][start + 1 + s].softmax(-1)
+            assert out.overlaps[start, s].item() == pytest.approx(torch.minimum(law[start + 1 + s], q).sum().item())
+    assert (out.overlaps < 1).all() and model.train()(**batch).overlaps is None
+
+
+def test_position_weights_count_what_hangs_on_a_depth():
+    chances, floor = torch.tensor([[0.2, 0.9, 0.0], [1.0, 1.0, 1.0]], dtype=torch.float64), 0.5
+    for row, weights in zip(chances.tolist(), position_weights(chances, floor).tolist(), strict=True):
+        q = [(1 - floor) * c + floor for c in row]
+        assert weights == pytest.approx([sum(math.prod(q[: m + 1]) for m in range(j, 3)) for j in range(3)])
+
+
+def test_dpace_weighs_each_draft_by_its_own_start(monkeypatch):
+    model = spec_model("medusa", dpace=0.5, draft_vocab_size=97).eval()
+    ids = rows(9)[0]["input_ids"]
+    batch = Collator(0)([{"input_ids": ids, "labels": [-100, *ids[1:]]}])
+    head, total = model.head, 0.0
+    with torch.no_grad():
+        features = model.base(batch["input_ids"], output_hidden_states=True).hidden_states[-1][0]
+        laws = [head.draft_logits(block(features), k).log_softmax(-1) for k, block in enumerate(head.blocks)]
+        for start in range(len(ids) - 2):
+            asked = [laws[k][start, ids[start + 2 + k]] for k in range(3) if start + 2 + k < len(ids)]
+            padded = torch.stack(
+                [*(a.exp() for a in asked), *[torch.zeros((), dtype=torch.float64)] * (3 - len(asked))]
+            )
+            weights = position_weights(padded.unsqueeze(0), 0.5)[0]
+            total += sum(-a * 0.8**k * weights[k] for k, a in enumerate(asked))
+        assert float(model(**batch).loss) == pytest.approx(float(total) / (len(ids) - 1), rel=1e-10)
+
+
+@pytest.mark.parametrize("text", ["lK", "ce:0", "ce:-1", "ce:x", "ce:nan", "ce,ce:2", "", "ce:inf"])
+def test_a_loss_that_is_none_is_refused(text):
+    with pytest.raises(ValueError, match="loss"):
+        parse_loss(text)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_teacher_is_the_law_of_the_base_and_the_taps_are_its_hidden_states(family):
+    base = build(*FAMILIES[family])
+    ids, mask = torch.randint(3, 60, (2, 7)), torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+    place, layers = torch.arange(7).expand(2, 7) * mask, (1, 2)
+    with torch.no_grad():
+        features, teacher = tapped(base, ids, mask, place, layers)
+        out = base(
+            input_ids=ids, attention_mask=mask, position_ids=place, use_cache=False,
+            output_hidden_states=kept_states(layers),
+        )  # fmt: skip
+        seen = mask.bool()
+        torch.testing.assert_close(features[seen], concat_taps(out.hidden_states, layers, ids)[seen])
+        law = teacher.law(torch.arange(14)[seen.flatten()], None)
+        torch.testing.assert_close(law.log_p, out.logits[seen].float().log_softmax(-1), rtol=1e-4, atol=1e-5)
+    assert isinstance(teacher, LastHidden | WholeLogits)

@@ -4,6 +4,7 @@ decodes with tree drafts."""
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -255,7 +256,24 @@ class SpecModel(PreTrainedModel):
         if is_main_process:
             checkpoint.save(self, save_directory, state_dict)
             if push_to_hub:
-                self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+                self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **{"run": save_directory, **kwargs})
+
+    def push_to_hub(  # type: ignore[override]
+        self, repo_id: str, *, run: Any = None, license: str | None = None, **options: Any
+    ) -> str:
+        """Upload the head with a model card written from its run: figures, recipe, curves, how to serve it elsewhere.
+
+        run: the folder of the training run (default: where the head was loaded from). license: of the head. options:
+        commit_message, private, token, revision, create_pr. A card that is on the hub already stays as it is.
+        """
+        from specheads import card
+        from specheads.hub import upload
+
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            checkpoint.save(self, folder)
+            card.write(self, folder, run, repo_id=repo_id, license=license)
+            return upload(folder, repo_id, **options)
 
     def export(self, out: Any, to: str, *, dtype: torch.dtype | str | None = None, embeddings: bool = False) -> Path:
         """Write the head into the directory `out` in the form of another program, with a README that serves it.

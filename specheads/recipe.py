@@ -33,6 +33,7 @@ _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
+RECIPE = "recipe.yaml"  # what a run leaves of it in its output folder
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -78,6 +79,18 @@ class Recipe:
             )
         if not self.training.get("output_dir"):
             raise RecipeError("training.output_dir is missing: give the folder the head is saved to")
+
+    def to_yaml(self) -> str:
+        """The recipe of the same run, without what is left to defaults; rows that no file holds cannot be in it."""
+
+        def changed(section: Any) -> dict[str, Any]:
+            given = {f.name: (getattr(section, f.name), f.default) for f in dataclasses.fields(section)}
+            return {name: value for name, (value, usual) in given.items() if value != usual and _plain(value)}
+
+        options = {**changed(self), "head": None if self.head is None else self.head.to_dict()}
+        options |= {name: changed(getattr(self, name)) for name in ("data", "launch", "parity")}
+        options["training"] = {name: value for name, value in self.training.items() if _plain(value)}
+        return yaml.safe_dump({name: value for name, value in options.items() if value}, sort_keys=False)
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Recipe:
@@ -143,6 +156,12 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _copied(item) for key, item in value.items()}
     return value
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_plain, value.values()))
+    return isinstance(value, str | int | float | None) or (isinstance(value, list | tuple) and all(map(_plain, value)))
 
 
 def parse_yaml(text: str, name: str) -> Any:

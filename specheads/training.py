@@ -30,7 +30,7 @@ from specheads.convert import SpecModel, convert, load_head
 from specheads.data import Collator, build_datasets, token_counts
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.parity import Parity, ParityConfig, compare, prompts_of
-from specheads.recipe import Recipe, RecipeError
+from specheads.recipe import RECIPE, Recipe, RecipeError
 from specheads.trainer import SpecTrainer, SpecTrainingArguments
 
 RESULTS = "results.json"
@@ -45,6 +45,7 @@ class Run:
     trainer: SpecTrainer
     checkpoint: str | None
     parity: ParityConfig
+    recipe: Recipe
 
     def train(self) -> dict[str, float]:
         """Train, evaluate where there is something held out, save the head, compare it with real decoding, and return
@@ -61,6 +62,7 @@ class Run:
         if trainer.is_world_process_zero():
             if parity is not None:
                 metrics |= {"parity_measured": parity.measured, "parity_simulated": parity.simulated}
+            (output / RECIPE).write_text(self.recipe.to_yaml(), "utf8")
             (output / RESULTS).write_text(json.dumps(metrics, indent=2, sort_keys=True) + "\n", "utf8")
             curves.draw(output, trainer.state.log_history)
         if parity is not None:
@@ -115,7 +117,7 @@ def prepare(recipe: Recipe) -> Run:
         callbacks=callbacks,
     )  # fmt: skip
     launch.check(recipe.launch, trainer.accelerator.num_processes, launch.kind_of(trainer.accelerator))
-    return Run(trainer, checkpoint, recipe.parity)
+    return Run(trainer, checkpoint, recipe.parity, recipe)
 
 
 def training_arguments(recipe: Recipe) -> SpecTrainingArguments:

@@ -13,7 +13,7 @@ from drafted import assert_drafts, embeddings
 from heads_on_disk import trained
 from safetensors.torch import load_file
 
-from specheads import CheckpointError, SpecModel
+from specheads import CheckpointError, SpecModel, corpus
 from specheads.formats import ENGINES, FORMATS
 from tests.conftest import tiny_llama
 
@@ -280,3 +280,21 @@ def test_the_readme_of_an_export_says_how_it_is_served_and_what_to_expect(to, na
     assert "was not recorded" in (model.export(tmp_path / "out2", to) / "README.md").read_text()
     if to == "trtllm":
         assert f"speculative_model: {tmp_path / 'out'}\n" in (tmp_path / "out" / "trtllm.yml").read_text()
+
+
+@pytest.mark.parametrize(("kind", "to"), [("eagle3", "sglang"), ("eagle", "sglang"), ("medusa", "vllm")])
+def test_a_trained_head_accepts_as_much_when_it_comes_back(kind, to, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = corpus.checkpoints_dir()
+    model = SpecModel.from_pretrained(folder / kind, dtype=torch.float32)
+    model.export(tmp_path / "out", to)
+    ids = AutoTokenizer.from_pretrained(folder / "base")("def __init__(self, name", return_tensors="pt")["input_ids"]
+    options = {"max_new_tokens": 48, "do_sample": False, "return_dict_in_generate": True}
+    here = model.generate(ids, **options)
+    back = imported(tmp_path / "out", model.base).generate(
+        ids, **options, tree=model.head.default_plan(model.device, False)
+    )
+    assert torch.equal(here.sequences, back.sequences)
+    assert [step.accepted for step in back.steps] == [step.accepted for step in here.steps]
+    assert here.statistics()["accepted_length"] > {"eagle3": 2.5, "eagle": 2.5, "medusa": 1.3}[kind]

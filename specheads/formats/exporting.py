@@ -55,16 +55,21 @@ def form_for(model: SpecModel, to: str) -> Format:
     """The format that holds this head for that engine. ValueError where there is no such engine, CheckpointError
     where it cannot hold the head."""
     refuse_unknown([to], ENGINES, what="format to export to")
-    head = model.head.config
-    forms = {form.engine: form for form in FORMATS if form.kind == head.kind}
-    tensors = head_tensors(model)
-    able = sorted(engine for engine, form in forms.items() if not form.refusals(head, tensors, model.base))
+    head, able = model.head.config, engines_for(model)
     nearest = f"formats that can: {', '.join(able)}" if able else "no format can"
-    if to not in forms:
+    form = next((form for form in FORMATS if (form.engine, form.kind) == (to, head.kind)), None)
+    if form is None:
         raise CheckpointError(f"{to} has no form for a head of kind {head.kind}; {nearest}")
-    if wrong := forms[to].refusals(head, tensors, model.base):
-        raise CheckpointError(f"{forms[to].title} cannot hold this head: {'; '.join(wrong)}; {nearest}")
-    return forms[to]
+    if wrong := form.refusals(head, head_tensors(model), model.base):
+        raise CheckpointError(f"{form.title} cannot hold this head: {'; '.join(wrong)}; {nearest}")
+    return form
+
+
+def engines_for(model: SpecModel) -> list[str]:
+    """The engines whose format can hold this head."""
+    head, tensors = model.head.config, head_tensors(model)
+    forms = [form for form in FORMATS if form.kind == head.kind]
+    return sorted(form.engine for form in forms if not form.refusals(head, tensors, model.base))
 
 
 def head_tensors(model: SpecModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

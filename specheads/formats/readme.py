@@ -44,12 +44,13 @@ def accepted_length(checkpoint: Any) -> float | None:
     folder = Path(str(checkpoint or ""))
     if not checkpoint or not folder.is_dir():
         return None
-    for name in (RESULTS, STATE):
-        found = (read_table(folder / name) or {}) if (folder / name).is_file() else {}
-        logs = [found, *(log for log in found.get("log_history") or () if isinstance(log, dict))]
-        lengths = [
-            log["eval_accepted_length"] for log in logs if isinstance(log.get("eval_accepted_length"), int | float)
-        ]
-        if lengths:
-            return float(lengths[-1])
-    return None
+    last, history = figures(folder)
+    lengths = [log.get("eval_accepted_length") for log in (last, *reversed(history))]
+    return next((float(length) for length in lengths if isinstance(length, int | float)), None)
+
+
+def figures(run: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The final metrics of a run and its log; {} and [] where its folder has none."""
+    last = (read_table(run / RESULTS) or {}) if (run / RESULTS).is_file() else {}
+    state = (read_table(run / STATE) or {}) if (run / STATE).is_file() else {}
+    return last, [log for log in state.get("log_history") or () if isinstance(log, dict)]

@@ -104,7 +104,7 @@ def save(model: SpecModel, directory: Any, state_dict: dict[str, Tensor] | None 
     _refuse_other_models(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = model.config.to_diff_dict()
-    config["base_model_name_or_path"] = _portable(model.config.base_model_name_or_path, folder)
+    config["base_model_name_or_path"] = portable(model.config.base_model_name_or_path, folder)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     with replacing(folder / WEIGHTS) as path:
         save_file(tensors, path, metadata={"format": "pt", "specheads_config": json.dumps(config)})
@@ -122,7 +122,7 @@ def _refuse_other_models(folder: Path) -> None:
         raise CheckpointError(f"{folder} holds a {there} model, which the head's files would replace; save elsewhere")
 
 
-def _portable(name: str | None, folder: Path) -> str | None:
+def portable(name: str | None, folder: Path) -> str | None:
     """A local base is named relative to the checkpoint, so that both can move together; a hub id stays."""
     if name is None or not Path(name).is_dir():
         return name
@@ -162,7 +162,7 @@ def load(
     elif ignored := sorted(name for name, value in kwargs.items() if value):
         raise ValueError(f"{ignored} would have no effect on a base that is in memory already")
     base = unwrapped(base)
-    check_base(recorded, base, source)
+    check_base(recorded, fingerprint(base), source)
 
     # What is saved from here on sits on this base; a local name in the file is relative to the file.
     recorded.base_model_name_or_path = getattr(base, "name_or_path", None) or _resolved(recorded, saved.folder)
@@ -179,10 +179,9 @@ def load(
     return model.eval()
 
 
-def check_base(config: SpecConfig, base: PreTrainedModel, source: Any) -> None:
-    """CheckpointError if the base has other sizes than the one the head was trained for; a warning if only its
-    weights differ (a fine-tune of it: the text stays right, fewer drafts are accepted)."""
-    own = fingerprint(base)
+def check_base(config: SpecConfig, own: dict[str, Any], source: Any) -> None:
+    """CheckpointError if the base whose fingerprint is `own` has other sizes than the one the head was trained for; a
+    warning if only its weights differ (a fine-tune of it: the text stays right, fewer drafts are accepted)."""
     of_head = {name: config.head[name] for name in ("hidden_size", "vocab_size") if config.head.get(name)}
     recorded = {**of_head, **config.base_fingerprint}
     weights = recorded.pop("weights", None)

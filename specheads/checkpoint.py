@@ -117,7 +117,7 @@ def save(model: SpecModel, directory: Any, state_dict: dict[str, Tensor] | None 
     _refuse_other_models(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = model.config.to_diff_dict()
-    config["base_model_name_or_path"] = _portable(model.config.base_model_name_or_path, folder)
+    config["base_model_name_or_path"] = portable(model.config.base_model_name_or_path, folder)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     with replacing(folder / WEIGHTS) as path:
         save_file(tensors, path, metadata={"format": "pt", "specheads_config": json.dumps(config)})
@@ -135,7 +135,7 @@ def _refuse_other_models(folder: Path) -> None:
         raise CheckpointError(f"{folder} holds a {there} model, which the head's files would replace; save elsewhere")
 
 
-def _portable(name: str | None, folder: Path) -> str | None:
+def portable(name: str | None, folder: Path) -> str | None:
     """A local base is named relative to the checkpoint, so that both can move together; a hub id stays."""
     if name is None or not Path(name).is_dir():
         return name
@@ -182,7 +182,7 @@ def load(
     saved = read(source, **hub)
     recorded, as_recorded = saved.config, base is None
     base = unwrapped(_base_beside(source, base, recorded, saved.folder, hub, options))
-    check_base(recorded, base, source)
+    check_base(recorded, fingerprint(base), source)
 
     # What is saved from here on sits on this base; a local name in the file is relative to the file.
     recorded.base_model_name_or_path = getattr(base, "name_or_path", None) or _resolved(recorded, saved.folder)
@@ -203,7 +203,7 @@ def load(
 
 
 def restore_adapters(base: PreTrainedModel, tensors: dict[str, Tensor], dtype: torch.dtype | None, source: Any) -> None:
-    """In that dtype, None for the one they were saved in. CheckpointError where they are not those that the base has been given."""
+    """In that dtype, None for the one they were saved in. CheckpointError where they do not fit the base's."""
     own = {f"base.{name}": parameter for name, parameter in base.named_parameters() if is_adapter(name)}
     wrong = sorted(set(own) ^ set(tensors)) or [n for n, t in tensors.items() if t.shape != own[n].shape]
     if wrong:
@@ -212,10 +212,9 @@ def restore_adapters(base: PreTrainedModel, tensors: dict[str, Tensor], dtype: t
         own[name].data = tensor.to(own[name].device, dtype or tensor.dtype, copy=True)
 
 
-def check_base(config: SpecConfig, base: PreTrainedModel, source: Any) -> None:
-    """CheckpointError if the base has other sizes than the one the head was trained for; a warning if only its
-    weights differ (a fine-tune of it: the text stays right, fewer drafts are accepted)."""
-    own = fingerprint(base)
+def check_base(config: SpecConfig, own: dict[str, Any], source: Any) -> None:
+    """CheckpointError if the base whose fingerprint is `own` has other sizes than the one the head was trained for; a
+    warning if only its weights differ (a fine-tune of it: the text stays right, fewer drafts are accepted)."""
     of_head = {name: config.head[name] for name in ("hidden_size", "vocab_size") if config.head.get(name)}
     recorded = {**of_head, **config.base_fingerprint}
     weights = recorded.pop("weights", None)

@@ -16,23 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import ModelOutput
 
 from specheads import checkpoint, generation
-from specheads.cache import additive
 from specheads.drafters.base import Drafter
 from specheads.fingerprint import fingerprint
 from specheads.heads import HEADS, DraftHead, HeadConfig, TapBatch
 from specheads.heads.naming import head_config, head_kind
 from specheads.hub import commit_of
 from specheads.joint import JointConfig, adapters, attach, base_loss, is_adapter
-from specheads.target import (
-    MASKED_ATTENTION,
-    UnsupportedModel,
-    layer_reach,
-    logits_of,
-    refuse_unsupported,
-    takes_mask_dict,
-    text_config,
-)
-from specheads.teacher import tapped
+from specheads.target import UnsupportedModel, logits_of, refuse_unsupported, text_config
+from specheads.teacher import LiveTeacher, Teacher, packed_mask, tapped
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -180,9 +171,7 @@ class SpecModel(PreTrainedModel):
         if position_ids is None:
             position_ids = positions_of(documents)
         supervised = (labels != -100) if labels is not None else loss_mask.bool()  # type: ignore[union-attr]
-        mask = self._packed_mask(documents, position_ids) if packed else attention_mask
-        with torch.set_grad_enabled(self.joint is not None and torch.is_grad_enabled()):
-            features, teacher = tapped(self.base, input_ids, mask, position_ids, self.head.layers)
+        features, teacher = self.seen(input_ids, attention_mask, position_ids, documents if packed else None, **kwargs)
         batch = TapBatch(
             tokens=input_ids,
             features=features,
@@ -196,6 +185,8 @@ class SpecModel(PreTrainedModel):
         )
         loss, terms = self.head.loss(batch)
         if self.joint is not None:
+            assert isinstance(teacher, LiveTeacher)
+            mask = packed_mask(self.base, documents, position_ids) if packed else attention_mask
             own = base_loss(self.joint, batch, teacher, self.base, mask)
             loss = own + self.joint.weight(self.progress) * loss
             terms["base"] = own.detach()
@@ -205,20 +196,13 @@ class SpecModel(PreTrainedModel):
             loss = loss + sum(trained, torch.zeros_like(loss)) * 0
         return SpecOutput(loss, terms.pop("ranks", None), terms.pop("overlaps", None), terms)
 
-    def _packed_mask(self, documents: Tensor, position_ids: Tensor) -> Tensor | dict[str, Tensor]:
-        attention = getattr(text_config(self.base), "_attn_implementation", None)
-        if attention not in MASKED_ATTENTION:
-            raise ValueError(
-                f"{attention} attention would let the documents of a packed row see one another; train with "
-                "packing=false, or attn_implementation=sdpa"
-            )
-        place = torch.arange(documents.shape[1], device=documents.device)
-        seen = (documents.unsqueeze(2) == documents.unsqueeze(1)) & (place <= place.unsqueeze(1))
-        masks = {
-            name: additive(seen & reach(position_ids.unsqueeze(2), position_ids.unsqueeze(1)), self.base.dtype)
-            for name, reach in layer_reach(text_config(self.base)).items()
-        }
-        return masks if takes_mask_dict(self.base) else next(iter(masks.values()))
+    def seen(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, documents: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Teacher]:
+        """What the base makes of a batch: the tapped features (B, T, F), and its law. documents: of packed rows."""
+        mask = attention_mask if documents is None else packed_mask(self.base, documents, position_ids)
+        with torch.set_grad_enabled(self.joint is not None and torch.is_grad_enabled()):
+            return tapped(self.base, input_ids, mask, position_ids, self.head.layers)
 
     def set_default_tree(self, choices: tuple[tuple[int, ...], ...] | None) -> None:
         """The static tree to draft unless generate() is told another, saved with the head; None: the usual one of its

@@ -42,16 +42,18 @@ class Recipe:
     """What one run of train/heads.py does.
 
     base: path or hub id; base_dtype and head_dtype: "auto", "float32", "bfloat16" or "float16" ("auto" is what the
-    base was saved in); attn_implementation: of the base. head: {kind: …, options}. init_from: a head checkpoint to go
+    base was saved in); attn_implementation: of the base. features: a folder of saved features, which takes the place of
+    base, data and their options: those are not read then. head: {kind: …, options}. init_from: a head checkpoint to go
     on from, instead of a new head. training: SpecTrainingArguments by name; resume_from_checkpoint: auto is the last
     one in output_dir, if any. early_stopping: evaluations without a better training.metric_for_best_model before the
     run ends. launch: what the launcher is expected to have started. parity: the comparison with real decoding that
     ends the run; parity.prompts=0 leaves it out. lora: adapters on the base that learn with the head, see JointConfig.
     """
 
-    base: str
-    data: DataConfig
     training: dict[str, Any]
+    base: str = ""
+    data: DataConfig | None = None
+    features: str | None = None
     head: HeadConfig | None = None
     base_dtype: str = "auto"
     head_dtype: str = "float32"
@@ -63,7 +65,9 @@ class Recipe:
     lora: JointConfig | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.base, str) or not self.base:
+        if self.features is not None and (not isinstance(self.features, str) or not self.features):
+            raise RecipeError(f"features={self.features!r}: expected a folder that `specheads features` has filled")
+        if not isinstance(self.base, str) or not (self.base or self.features):
             raise RecipeError(f"base={self.base!r}: expected a path or a hub id")
         for name in ("base_dtype", "head_dtype"):
             if getattr(self, name) not in DTYPES:
@@ -100,7 +104,7 @@ class Recipe:
         options = dict(options)
         try:
             refuse_unknown(options, [f.name for f in dataclasses.fields(cls)])
-            for name in ("base", "data", "training"):
+            for name in ("training",) if options.get("features") else ("base", "data", "training"):
                 if options.get(name) is None:
                     raise RecipeError(f"{name} is missing: set it in the recipe or as {name}=…")
             sections = {
@@ -108,8 +112,9 @@ class Recipe:
                 for name in ("data", "training", "launch", "parity", "head", "lora")
             }
             return cls(
-                **{key: value for key, value in options.items() if key not in sections},
-                data=DataConfig.from_dict(sections["data"]),
+                **{key: value for key, value in options.items() if key not in (*sections, "base")},
+                base=options.get("base") or "",
+                data=DataConfig.from_dict(sections["data"]) if options.get("data") is not None else None,
                 training=_training(sections["training"]),
                 launch=LaunchConfig.from_dict(sections["launch"]),
                 parity=ParityConfig.from_dict(sections["parity"]),

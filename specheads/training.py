@@ -103,21 +103,34 @@ def prepare(recipe: Recipe) -> Run:
     launch.check(recipe.launch, arguments.world_size)
     checkpoint = resume_point(recipe)
     set_seed(arguments.seed)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.base)
-    with arguments.main_process_first(desc="reading the data"):
-        train, held_out = build_datasets(recipe.data, tokenizer)
     with unsharded(arguments):
-        model = build_model(recipe, train)
+        model, train, held_out, collator = saved(recipe) if recipe.features else live(recipe, arguments)
+    if recipe.features:
+        arguments.remove_unused_columns = False  # by forward()'s signature, which does not name what was saved
     callbacks: list[TrainerCallback] = []
     if recipe.early_stopping is not None:
         callbacks.append(EarlyStoppingCallback(recipe.early_stopping))
-    padding = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     trainer = SpecTrainer(
-        model, arguments, train_dataset=train, eval_dataset=held_out, data_collator=Collator(padding),
-        callbacks=callbacks,
-    )  # fmt: skip
+        model, arguments, train_dataset=train, eval_dataset=held_out, data_collator=collator, callbacks=callbacks
+    )
     launch.check(recipe.launch, trainer.accelerator.num_processes, launch.kind_of(trainer.accelerator))
     return Run(trainer, checkpoint, recipe.parity, recipe)
+
+
+def live(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecModel, Any, Any, Any]:
+    """Model, rows to train on, rows held out and collator, with the base in memory."""
+    assert recipe.data is not None
+    tokenizer = AutoTokenizer.from_pretrained(recipe.base)
+    with arguments.main_process_first(desc="reading the data"):
+        train, held_out = build_datasets(recipe.data, tokenizer)
+    return build_model(recipe, train), train, held_out, Collator(padding_id(tokenizer))
+
+
+def saved(recipe: Recipe) -> tuple[SpecModel, Any, Any, Any]:
+    """The same from saved features. FeatureError, a ValueError, says what is wrong with them."""
+    from specheads.features.training import from_disk
+
+    return from_disk(Path(str(recipe.features)), recipe.head, recipe.init_from, recipe.head_dtype)
 
 
 def training_arguments(recipe: Recipe) -> SpecTrainingArguments:
@@ -167,12 +180,8 @@ def unsharded(arguments: SpecTrainingArguments) -> Iterator[None]:
 
 def build_model(recipe: Recipe, train: Iterable[Any]) -> SpecModel:
     """Base + head: new, with a draft vocabulary counted on the training data where it has one, or from a checkpoint."""
-    options: dict[str, Any] = {"dtype": _dtype(recipe.base_dtype)}
-    if recipe.attn_implementation is not None:
-        options["attn_implementation"] = recipe.attn_implementation
-    base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(recipe.base, **options)
+    base = load_base(recipe)
     dtype = base.dtype if recipe.head_dtype == "auto" else _dtype(recipe.head_dtype)
-    assert isinstance(dtype, torch.dtype)
     if recipe.init_from is not None:
         model = load_head(base, recipe.init_from)
         model.head.to(dtype)
@@ -185,5 +194,17 @@ def build_model(recipe: Recipe, train: Iterable[Any]) -> SpecModel:
     return model
 
 
-def _dtype(name: str) -> str | torch.dtype:
-    return name if name == "auto" else getattr(torch, name)
+def load_base(recipe: Recipe) -> PreTrainedModel:
+    options: dict[str, Any] = {"dtype": recipe.base_dtype if recipe.base_dtype == "auto" else _dtype(recipe.base_dtype)}
+    if recipe.attn_implementation is not None:
+        options["attn_implementation"] = recipe.attn_implementation
+    return AutoModelForCausalLM.from_pretrained(recipe.base, **options)
+
+
+def padding_id(tokenizer: Any) -> int:
+    """What fills rows up to the longest of a batch."""
+    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)

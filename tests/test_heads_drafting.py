@@ -47,8 +47,12 @@ class Forced:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [*((kind, {}) for kind in KINDS), ("eagle", {"num_layers": 2}), ("eagle3", {"num_layers": 2})]
-)
+    ("kind", "options"),
+    [
+        *((kind, {}) for kind in KINDS), ("hydra", {"prefix_layer": True}), ("eagle", {"num_layers": 2}),
+        ("eagle3", {"num_layers": 2}),
+    ],
+)  # fmt: skip
 def test_each_row_drafts_with_the_logits_of_the_training_unroll(kind, options):
     model, depth, new = spec_model(kind, **options).eval(), 3, 14
     texts = [
@@ -76,6 +80,8 @@ def test_each_row_drafts_with_the_logits_of_the_training_unroll(kind, options):
 def training_logits(model, text):
     """[(T, V)] per depth: what the loss compares with the teacher, read through TapBatch."""
     head = model.head
+    if head.config.kind == "hydra":
+        return hydra_logits(model, text)
     if head.config.kind == "medusa":
         with torch.no_grad():
             features = torch.stack(taps(model, text)[0])
@@ -93,3 +99,23 @@ def training_logits(model, text):
     finally:
         del head.unroll
     return seen
+
+
+def hydra_logits(model, text):
+    """Of every position, zeros where a draft runs past the end: what the loss's own rows come to."""
+    made, rows = [], model.head.rows
+
+    def spy(batch, asked, depths):
+        for i, drafts in enumerate(rows(batch, asked, depths)):
+            logits = model.head.draft_logits(drafts, i).detach()
+            by_start = logits.new_zeros(asked.size, logits.shape[1])
+            by_start[asked.starts[:, i][asked.valid[:, i]]] = logits[asked.valid[:, i]]
+            made.append(by_start)
+        return rows(batch, asked, depths)
+
+    model.head.rows = spy
+    try:
+        model(torch.tensor([text]), loss_mask=torch.ones(1, len(text)))
+    finally:
+        del model.head.rows
+    return made

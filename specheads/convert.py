@@ -278,10 +278,10 @@ def convert(
 ) -> SpecModel:
     """Freeze `base`, build a draft head beside it, and return both as a SpecModel.
 
-    base: a Hugging Face decoder-only model, or a name to load. head: "medusa", "eagle", "eagle3", a head config, or
-    [(name, options)]; options by name. dtype: of the head's parameters (float32 unless given, as suits training).
-    init: start the head from the base's own layers where shapes agree. Raises UnsupportedModel, a ValueError, with
-    the reason for a base that trees cannot be verified on.
+    base: a Hugging Face decoder-only model, or a name to load. head: "medusa", "hydra", "eagle", "eagle3", a head
+    config, or [(name, options)]; options by name. dtype: of the head's parameters (float32 unless given, as suits
+    training). init: start the head from the base's own layers where shapes agree. Raises UnsupportedModel, a
+    ValueError, with the reason for a base that trees cannot be verified on.
     """
     base = unwrapped(AutoModelForCausalLM.from_pretrained(base) if isinstance(base, str | os.PathLike) else base)
     refuse_unsupported(base)

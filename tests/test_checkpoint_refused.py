@@ -144,7 +144,7 @@ def test_options_that_claim_more_than_the_file_holds_allocate_nothing(saved):
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ({"kind": "hydra"}, "does not describe a head this version knows: unknown head 'hydra'; known: medusa"),
+        ({"kind": "cerberus"}, "does not describe a head this version knows: unknown head 'cerberus'; known: medusa"),
         ({}, "unknown head None"),
         ({"kind": "medusa", "num_heads": "five"}, "does not describe a head"),
         ({"kind": "medusa", "num_heads": 0}, "num_heads=0 must be at least 1"),

@@ -70,6 +70,9 @@ def head_tensors(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def misfits(tensors: dict[str, Tensor], config: HeadConfig) -> str:
     """How `tensors` differ from what a head of these options holds, by name; "" where they do not."""
+    claimed = max(getattr(config, name, None) or 0 for name in ("num_layers", "num_heads"))
+    if claimed > max(64, len(tensors)):  # else a claim of a billion layers would be built before it is found to be none
+        return f"{claimed} layers or heads cannot be made up of {len(tensors)} tensors"
     with torch.device("meta"):  # sizes only: nothing is allocated for what a file claims
         own = {f"head.{name}": t for name, t in HEADS[config.kind](config).state_dict().items()}
     missing, unexpected = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
@@ -136,15 +139,19 @@ def load(
     base: PreTrainedModel | str | os.PathLike[str] | None = None,
     config: SpecConfig | None = None,
     dtype: torch.dtype | str | None = None,
+    allow_pickle: bool = False,
     **kwargs: Any,
 ) -> SpecModel:
-    """Base + head from a directory or hub id. Raises CheckpointError with what is wrong and where.
+    """Base + head from a directory or hub id, in the form of this library or one of specheads.formats. Raises
+    CheckpointError with what is wrong and where.
 
     dtype: of both, and of the head alone beside a base that is in memory; by default each has the one it was saved
     in. config: of the checkpoint, as Auto classes pass it; only its attention implementation counts, since the
-    weights file says itself what it holds. Other arguments go to the loading of the base.
+    weights file says itself what it holds. allow_pickle: read a foreign form's pickles too, as tensors and nothing
+    else. Other arguments go to the loading of the base.
     """
-    from specheads.convert import SpecModel, build_head, unwrapped
+    from specheads.convert import SpecConfig, SpecModel, build_head, unwrapped
+    from specheads.formats.importing import detect
 
     hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if kwargs.get(name) is not None}
     for name in (*_HUB_OPTIONS, "_from_auto", "adapter_kwargs"):  # of the head's repository, not of the base's
@@ -155,13 +162,16 @@ def load(
     if config is not None and config._attn_implementation:
         kwargs.setdefault("attn_implementation", config._attn_implementation)
 
+    options = {"dtype": wanted_dtype or "auto", **kwargs}
+    if (foreign := detect(source, hub, allow_pickle)) is not None:
+        recorded = SpecConfig(base_model_name_or_path=foreign.base_name)
+        model = foreign.model(unwrapped(_base_beside(source, base, recorded, Path(), hub, options)))
+        if wanted_dtype is not None:
+            model.head.to(wanted_dtype)
+        return model.eval()
     saved = read(source, **hub)
     recorded, as_recorded = saved.config, base is None
-    if base is None or isinstance(base, str | os.PathLike):
-        base = _load_base(source, base, recorded, saved.folder, hub, dtype=wanted_dtype or "auto", **kwargs)
-    elif ignored := sorted(name for name, value in kwargs.items() if value):
-        raise ValueError(f"{ignored} would have no effect on a base that is in memory already")
-    base = unwrapped(base)
+    base = unwrapped(_base_beside(source, base, recorded, saved.folder, hub, options))
     check_base(recorded, base, source)
 
     # What is saved from here on sits on this base; a local name in the file is relative to the file.
@@ -197,6 +207,17 @@ def check_base(config: SpecConfig, base: PreTrainedModel, source: Any) -> None:
             "%s was trained for %s, whose weights differ from this base's: the text will be right, but fewer drafts "
             "will be accepted than its card says", source, config.base_model_name_or_path or "another base",
         )  # fmt: skip
+
+
+def _base_beside(
+    source: Any, base: Any, config: SpecConfig, folder: Path, hub: dict[str, Any], options: dict[str, Any]
+) -> PreTrainedModel:
+    """The base in memory, which takes no options but the dtype of the head, or the one named here or there, loaded."""
+    if base is None or isinstance(base, str | os.PathLike):
+        return _load_base(source, base, config, folder, hub, **options)
+    if ignored := sorted(name for name, value in options.items() if value and name != "dtype"):
+        raise ValueError(f"{ignored} would have no effect on a base that is in memory already")
+    return base
 
 
 def _load_base(
@@ -272,7 +293,7 @@ def _parsed(text: str | bytes, where: Any) -> dict[str, Any]:
 
     try:
         stored = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # nested deeper than any config
         raise CheckpointError(f"{where} is not JSON ({error}); copy or save the checkpoint again") from error
     kind = stored.get("model_type") if isinstance(stored, dict) else None
     if kind != SpecConfig.model_type:

@@ -231,11 +231,21 @@ class SpecModel(PreTrainedModel):
             if push_to_hub:
                 self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
+    def export(self, out: Any, to: str, *, dtype: torch.dtype | str | None = None, embeddings: bool = False) -> Path:
+        """Write the head into the directory `out` in the form of another program, with a README that serves it.
+
+        to: vllm, sglang, trtllm, llamacpp, speculators, eagle, medusa or modelopt. See formats.exporting.export.
+        """
+        from specheads.formats.exporting import export
+
+        return export(self, out, to, dtype=dtype, embeddings=embeddings)
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> SpecModel:
-        """Restore base + head from a directory or hub id. base=: another base model (or its name) for the head;
-        revision, subfolder, token … say where the head is, dtype is that of both, the rest (device_map,
-        attn_implementation …) goes to the loading of the base."""
+        """Restore base + head from a directory or hub id, in the form of this library or a foreign one, which is
+        recognised by its files and said in the log. base=: another base model (or its name) for the head; revision,
+        subfolder, token … say where the head is, dtype is that of both, allow_pickle=True reads a foreign form's
+        pickles as tensors; the rest (device_map, attn_implementation …) goes to the loading of the base."""
         return checkpoint.load(pretrained_model_name_or_path, **kwargs)
 
     @classmethod

@@ -16,6 +16,7 @@ from specheads.heads import HEADS, HeadConfig
 from specheads.heads.naming import head_config
 from specheads.launch import LaunchConfig
 from specheads.options import refuse_unknown
+from specheads.parity import ParityConfig
 
 
 class RecipeError(ValueError):
@@ -42,7 +43,8 @@ class Recipe:
     base was saved in); attn_implementation: of the base. head: {kind: …, options}. init_from: a head checkpoint to go
     on from, instead of a new head. training: SpecTrainingArguments by name; resume_from_checkpoint: auto is the last
     one in output_dir, if any. early_stopping: evaluations without a better training.metric_for_best_model before the
-    run ends. launch: what the launcher is expected to have started.
+    run ends. launch: what the launcher is expected to have started. parity: the comparison with real decoding that
+    ends the run; parity.prompts=0 leaves it out.
     """
 
     base: str
@@ -55,6 +57,7 @@ class Recipe:
     init_from: str | None = None
     early_stopping: int | None = None
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    parity: ParityConfig = field(default_factory=ParityConfig)
 
     def __post_init__(self) -> None:
         if not isinstance(self.base, str) or not self.base:
@@ -81,12 +84,15 @@ class Recipe:
             for name in ("base", "data", "training"):
                 if options.get(name) is None:
                     raise RecipeError(f"{name} is missing: set it in the recipe or as {name}=…")
-            sections = {name: _section(name, options.get(name)) for name in ("data", "training", "launch", "head")}
+            sections = {
+                name: _section(name, options.get(name)) for name in ("data", "training", "launch", "parity", "head")
+            }
             return cls(
                 **{key: value for key, value in options.items() if key not in sections},
                 data=DataConfig.from_dict(sections["data"]),
                 training=_training(sections["training"]),
                 launch=LaunchConfig.from_dict(sections["launch"]),
+                parity=ParityConfig.from_dict(sections["parity"]),
                 head=_head(sections["head"]) if options.get("head") is not None else None,
             )
         except RecipeError:

@@ -79,6 +79,10 @@ class DepthHeads(DraftVocabulary):
         assert self.config.tap is not None
         return (self.config.tap,)
 
+    @property
+    def scored_depths(self) -> int:
+        return self.config.num_heads
+
     def output_layers(self) -> list[nn.Linear]:
         return list(self.lm_heads)  # type: ignore[arg-type]
 

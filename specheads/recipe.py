@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from specheads.data import DataConfig
-from specheads.heads import HeadConfig
+from specheads.heads import HEADS, HeadConfig
 from specheads.heads.naming import head_config
 from specheads.joint import JointConfig
 from specheads.launch import LaunchConfig
@@ -187,7 +187,7 @@ def _section(name: str, value: Any) -> dict[str, Any]:
 
 def _head(options: dict[str, Any]) -> HeadConfig:
     if "kind" not in options:
-        raise RecipeError("head.kind is missing: medusa, eagle or eagle3")
+        raise RecipeError(f"head.kind is missing: give one of {', '.join(HEADS)}")
     kind = options.pop("kind")
     return head_config(kind, options)
 

@@ -151,7 +151,7 @@ def test_a_config_nested_deeper_than_any_is_refused(saved):
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ({"kind": "hydra"}, "does not describe a head this version knows: unknown head 'hydra'; known: medusa"),
+        ({"kind": "cerberus"}, "does not describe a head this version knows: unknown head 'cerberus'; known: medusa"),
         ({}, "unknown head None"),
         ({"kind": "medusa", "num_heads": "five"}, "does not describe a head"),
         ({"kind": "medusa", "num_heads": 0}, "num_heads=0 must be at least 1"),

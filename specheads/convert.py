@@ -317,8 +317,8 @@ def convert(
 ) -> SpecModel:
     """Freeze `base`, build a draft head beside it, and return both as a SpecModel.
 
-    base: a Hugging Face decoder-only model, or a name to load. head: a name (`heads.HEADS` has them all), a head config,
-    or [(name, options)]; options by name. dtype: of the head's parameters (float32 unless given, as suits training).
+    base: a Hugging Face decoder-only model, or a name to load. head: a name (`heads.HEADS` has them), a head config, or
+    [(name, options)]; options by name. dtype: of the head's parameters (float32 unless given, as suits training).
     init: start the head from the base's own layers where shapes agree. lora: new adapters on the base, which learn with
     the head (Medusa-2, see JointConfig); the base is then changed in place, and decodes with them. Raises
     UnsupportedModel, a ValueError, with the reason for a base that trees cannot be verified on.

@@ -52,6 +52,7 @@ class Forced:
     [
         *((kind, {}) for kind in KINDS), ("hydra", {"prefix_layer": True}), ("eagle", {"num_layers": 2}),
         ("eagle3", {"num_layers": 2}),
+        ("parallel", {"causal": False, "mask_token_id": 5, "draft_vocab_size": 40, "block_size": 4}),
     ],
 )  # fmt: skip
 def test_each_row_drafts_with_the_logits_of_the_training_unroll(kind, options):
@@ -87,6 +88,8 @@ def training_logits(model, text):
         with torch.no_grad():
             features = torch.stack(taps(model, text)[0])
             return [head.draft_logits(block(features), i) for i, block in enumerate(head.blocks)]
+    if head.config.kind == "parallel":
+        return block_logits(model, text)
     seen, unroll = [], head.unroll
 
     def spy(batch, steps, features=None):
@@ -169,3 +172,20 @@ def test_every_node_of_a_tree_is_scored_behind_its_own_path(kind, options, plan)
         text = [*PROMPTS[row], *path, 5]  # the last token is only asked for
         trained = training_logits(model, text)[len(path) - 1]
         torch.testing.assert_close(logits, trained[len(PROMPTS[row]) - 1], rtol=1e-5, atol=1e-5)
+
+
+def block_logits(model, text):
+    """The same of a parallel head: entry a of each depth is of the block that position a + 1 anchors."""
+    head, seen, outputs = model.head, [], model.head.outputs
+    head.outputs = lambda batch, blocks: seen.append((batch, blocks, outputs(batch, blocks))) or seen[0][2]
+    try:
+        model(torch.tensor([text]), loss_mask=torch.ones(1, len(text)))
+    finally:
+        del head.outputs
+    batch, blocks, out = seen[0]
+    assert blocks.anchors.tolist() == [[*range(1, len(text) - 1)]]
+    ids, anchors = torch.tensor(text), blocks.anchors[0]
+    return [
+        head.draft_logits(head.followed(out[0, :, j], ids[(anchors + j).clamp(max=len(text) - 1)]), 0, batch.lm_head)
+        for j in range(head.config.block_size)
+    ][:3]

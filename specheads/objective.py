@@ -9,7 +9,7 @@ V vocabulary, Vd draft vocabulary, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,6 +51,12 @@ class Asked:
         starts = row.unsqueeze(1) * length + back.clamp_min(0)
         weights = (same & (back >= 0)).float()
         return cls(row * length + column, tokens[row, column + 1], starts, depth, weights, batch * length, depths)
+
+    @classmethod
+    def of_the_base(cls, tokens: Tensor, supervised: Tensor, documents: Tensor) -> Asked:
+        """The base itself, which speaks of the token behind a position from there."""
+        asked = cls.of(tokens, supervised, documents, 1)
+        return replace(asked, starts=asked.positions.unsqueeze(1), weights=torch.ones_like(asked.weights))
 
     @property
     def valid(self) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +25,17 @@ from transformers.integrations.deepspeed import (
     unset_hf_deepspeed_config,
 )
 
-from specheads import launch
+from specheads import curves, launch
 from specheads.convert import SpecModel, convert, load_head
 from specheads.data import Collator, build_datasets, token_counts
 from specheads.heads.vocabulary import DraftVocabulary
-from specheads.recipe import Recipe, RecipeError
+from specheads.parity import Parity, ParityConfig, compare, prompts_of
+from specheads.recipe import RECIPE, Recipe, RecipeError
 from specheads.trainer import SpecTrainer, SpecTrainingArguments
 
 RESULTS = "results.json"
+SHARDED = ("fsdp", "fsdp2", "zero3")  # no process has the whole model
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -40,9 +44,12 @@ class Run:
 
     trainer: SpecTrainer
     checkpoint: str | None
+    parity: ParityConfig
+    recipe: Recipe
 
     def train(self) -> dict[str, float]:
-        """Train, evaluate where there is something held out, save the head, and return the final metrics."""
+        """Train, evaluate where there is something held out, save the head, compare it with real decoding, and return
+        the final metrics. ParityError, with everything saved, where decoding is not as training said."""
         trainer = self.trainer
         metrics = trainer.train(resume_from_checkpoint=self.checkpoint).metrics
         if trainer.eval_dataset is not None:
@@ -51,9 +58,36 @@ class Run:
         output = Path(trainer.args.output_dir)
         trainer.save_model(str(output))
         trainer.save_state()
+        parity = self._parity()
         if trainer.is_world_process_zero():
+            if parity is not None:
+                metrics |= {"parity_measured": parity.measured, "parity_simulated": parity.simulated}
+            (output / RECIPE).write_text(self.recipe.to_yaml(), "utf8")
             (output / RESULTS).write_text(json.dumps(metrics, indent=2, sort_keys=True) + "\n", "utf8")
+            curves.draw(output, trainer.state.log_history)
+        if parity is not None:
+            _log.warning("parity: %s", parity)
+            parity.refuse()
         return metrics
+
+    def _parity(self) -> Parity | None:
+        """On the first process; None on the others, and where nothing can be decoded."""
+        trainer, kind = self.trainer, launch.kind_of(self.trainer.accelerator)
+        parity = None
+        if trainer.is_world_process_zero() and self.parity.prompts:
+            if kind in SHARDED:
+                _log.warning(
+                    "parity: not compared, because %s has cut the model up; run `specheads parity %s --data ROWS`",
+                    kind, trainer.args.output_dir,
+                )  # fmt: skip
+            else:
+                model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+                rows: Any = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
+                parity = compare(model, prompts_of(rows, self.parity), self.parity)
+                if parity is None:
+                    _log.warning("parity: not compared, because no text was as long as a draft; give longer rows")
+        trainer.accelerator.wait_for_everyone()
+        return parity
 
     def summary(self, metrics: dict[str, float]) -> str:
         """One line on what train() gave."""
@@ -69,21 +103,34 @@ def prepare(recipe: Recipe) -> Run:
     launch.check(recipe.launch, arguments.world_size)
     checkpoint = resume_point(recipe)
     set_seed(arguments.seed)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.base)
-    with arguments.main_process_first(desc="reading the data"):
-        train, held_out = build_datasets(recipe.data, tokenizer)
     with unsharded(arguments):
-        model = build_model(recipe, train)
+        model, train, held_out, collator = saved(recipe) if recipe.features else live(recipe, arguments)
+    if recipe.features:
+        arguments.remove_unused_columns = False  # by forward()'s signature, which does not name what was saved
     callbacks: list[TrainerCallback] = []
     if recipe.early_stopping is not None:
         callbacks.append(EarlyStoppingCallback(recipe.early_stopping))
-    padding = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     trainer = SpecTrainer(
-        model, arguments, train_dataset=train, eval_dataset=held_out, data_collator=Collator(padding),
-        callbacks=callbacks,
-    )  # fmt: skip
+        model, arguments, train_dataset=train, eval_dataset=held_out, data_collator=collator, callbacks=callbacks
+    )
     launch.check(recipe.launch, trainer.accelerator.num_processes, launch.kind_of(trainer.accelerator))
-    return Run(trainer, checkpoint)
+    return Run(trainer, checkpoint, recipe.parity, recipe)
+
+
+def live(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecModel, Any, Any, Any]:
+    """Model, rows to train on, rows held out and collator, with the base in memory."""
+    assert recipe.data is not None
+    tokenizer = AutoTokenizer.from_pretrained(recipe.base)
+    with arguments.main_process_first(desc="reading the data"):
+        train, held_out = build_datasets(recipe.data, tokenizer)
+    return build_model(recipe, train), train, held_out, Collator(padding_id(tokenizer))
+
+
+def saved(recipe: Recipe) -> tuple[SpecModel, Any, Any, Any]:
+    """The same from saved features. FeatureError, a ValueError, says what is wrong with them."""
+    from specheads.features.training import from_disk
+
+    return from_disk(Path(str(recipe.features)), recipe.head, recipe.init_from, recipe.head_dtype)
 
 
 def training_arguments(recipe: Recipe) -> SpecTrainingArguments:
@@ -133,23 +180,31 @@ def unsharded(arguments: SpecTrainingArguments) -> Iterator[None]:
 
 def build_model(recipe: Recipe, train: Iterable[Any]) -> SpecModel:
     """Base + head: new, with a draft vocabulary counted on the training data where it has one, or from a checkpoint."""
-    options: dict[str, Any] = {"dtype": _dtype(recipe.base_dtype)}
-    if recipe.attn_implementation is not None:
-        options["attn_implementation"] = recipe.attn_implementation
-    base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(recipe.base, **options)
+    base = load_base(recipe)
     dtype = base.dtype if recipe.head_dtype == "auto" else _dtype(recipe.head_dtype)
-    assert isinstance(dtype, torch.dtype)
     if recipe.init_from is not None:
         model = load_head(base, recipe.init_from)
         model.head.to(dtype)
     else:
         assert recipe.head is not None
-        model = convert(base, recipe.head, dtype=dtype)
+        model = convert(base, recipe.head, dtype=dtype, lora=recipe.lora)
         head = model.head
         if isinstance(head, DraftVocabulary) and head.target_ids is not None:
             head.set_draft_vocabulary(token_counts(train, len(head.t2d)), base)
     return model
 
 
-def _dtype(name: str) -> str | torch.dtype:
-    return name if name == "auto" else getattr(torch, name)
+def load_base(recipe: Recipe) -> PreTrainedModel:
+    options: dict[str, Any] = {"dtype": recipe.base_dtype if recipe.base_dtype == "auto" else _dtype(recipe.base_dtype)}
+    if recipe.attn_implementation is not None:
+        options["attn_implementation"] = recipe.attn_implementation
+    return AutoModelForCausalLM.from_pretrained(recipe.base, **options)
+
+
+def padding_id(tokenizer: Any) -> int:
+    """What fills rows up to the longest of a batch."""
+    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)

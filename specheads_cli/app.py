@@ -67,8 +67,11 @@ def root(
       specheads generate checkpoints/eagle3 --prompt "def fibonacci(n):" --color-depth
       specheads chat checkpoints/eagle3
       specheads train recipes/eagle3.yaml data.train=my.jsonl
+      specheads features recipes/eagle3.yaml --output features/llama
       specheads evaluate checkpoints/eagle3 --num-prompts 8
       specheads sweep recipes/sweep_rules.yaml
       specheads calibrate out/head --data own.jsonl --save
       specheads info checkpoints/eagle3
+      specheads export out/head served --to vllm
+      specheads import downloaded/eagle3 out/head --base my/model
     """

@@ -8,9 +8,10 @@ from conftest import tiny_llama
 
 from specheads.convert import convert
 
-KINDS = ("medusa", "eagle", "eagle3", "parallel")
+KINDS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
 DEFAULTS = {
     "medusa": {"num_heads": 3, "num_layers": 2},
+    "hydra": {"num_heads": 3, "num_layers": 2},
     "eagle": {"metric_steps": 3, "noise": 0.0},
     "eagle3": {"steps": 3, "draft_vocab_size": 40},
     "parallel": {"block_size": 3, "markov_rank": 4},
@@ -80,11 +81,9 @@ def block_output(w, inputs, residuals, positions, heads=4, shared=2):
     return hidden + w["down_proj.weight"] @ (F.silu(w["gate_proj.weight"] @ x) * (w["up_proj.weight"] @ x))
 
 
-def block_weights(head):
+def block_weights(head, prefix="blocks.0."):
     return {
-        name.removeprefix("blocks.0."): p
-        for name, p in head.state_dict(keep_vars=True).items()
-        if name.startswith("blocks.0.")
+        name.removeprefix(prefix): p for name, p in head.state_dict(keep_vars=True).items() if name.startswith(prefix)
     }
 
 
@@ -136,6 +135,37 @@ def slow_medusa(model, row):
                     total = total - 0.8**k * logits.log_softmax(0)[drafted.index(ids[i + 2 + k])]
                 best = int(out.logits[0, i + 1 + k].argmax())
                 ranks[i, k] = int((logits > logits[drafted.index(best)]).sum()) if best in drafted else -1
+    return total, ranks
+
+
+def slow_hydra(model, row):
+    ids, labels = row["input_ids"], row["labels"]
+    features, out = taps(model, ids)
+    w = model.head.state_dict(keep_vars=True)
+    embedded = model.base.get_input_embeddings().weight
+    drafted = (torch.arange(len(w["d2t"])) + w["d2t"]).tolist()
+    if model.head.config.prefix_layer:
+        block = block_weights(model.head, "prefix.block.")
+        normed = [rms_norm(f, w["prefix.input_layernorm.weight"]) for f in features]
+        mixed = [block_output(block, normed[: i + 1], features[: i + 1], range(i + 1)) for i in range(len(ids))]
+        features = [rms_norm(x, w["prefix.norm.weight"]) for x in mixed]
+    total, ranks = 0.0, {}
+    for i in range(len(ids)):
+        for k in range(3):
+            if i + 2 + k >= len(ids) or labels[i + 2 + k] == -100:
+                continue
+            wide = torch.cat([features[i], *(embedded[ids[i + 1 + j]] for j in range(k + 1))])
+            first = f"blocks.{k}.0"
+            x = w[f"{first}.res_connection.weight"] @ wide + w[f"{first}.res_connection.bias"]
+            x = x + F.silu(w[f"{first}.linear.weight"] @ wide + w[f"{first}.linear.bias"])
+            x = x + F.silu(w[f"blocks.{k}.1.linear.weight"] @ x + w[f"blocks.{k}.1.linear.bias"])
+            logits = w[f"lm_heads.{k}.weight"] @ x + w[f"lm_heads.{k}.bias"]
+            teacher = out.logits[0, i + 1 + k]
+            best = int(teacher.argmax())
+            ranks[i, k] = -1
+            if best in drafted:
+                total = total + soft_ce(logits, teacher[drafted])
+                ranks[i, k] = int((logits > logits[drafted.index(best)]).sum())
     return total, ranks
 
 
@@ -251,4 +281,10 @@ def slow_parallel(model, row, anchors=None):
     return total, ranks
 
 
-SLOW = {"medusa": slow_medusa, "eagle": slow_eagle, "eagle3": slow_eagle3, "parallel": slow_parallel}
+SLOW = {
+    "medusa": slow_medusa,
+    "hydra": slow_hydra,
+    "eagle": slow_eagle,
+    "eagle3": slow_eagle3,
+    "parallel": slow_parallel,
+}

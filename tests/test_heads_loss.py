@@ -12,6 +12,8 @@ from specheads.metrics import accepted_length
 HEADS = [
     ("medusa", {}),
     ("medusa", {"draft_vocab_size": 40}),
+    ("hydra", {}),
+    ("hydra", {"prefix_layer": True, "draft_vocab_size": 40}),
     ("eagle", {}),
     ("eagle", {"steps": 3}),
     ("eagle3", {}),
@@ -80,7 +82,8 @@ def test_the_loss_mask_is_indexed_by_the_predicted_token(kind):
     [*((kind, "Llama") for kind in KINDS), ("medusa", "Mistral"), ("medusa", "Gemma-2"), ("medusa", "Llama-4")],
 )
 def test_packed_documents_give_the_loss_of_separate_ones(kind, family):
-    model = spec_model(kind, build(*FAMILIES[family])).eval()
+    options = {"prefix_layer": True} if kind == "hydra" else {}
+    model = spec_model(kind, build(*FAMILIES[family]), **options).eval()
     data = rows(14, 5, 19)  # the longer ones reach past a window or chunk of 8
     packed = pack(data, 38)
     assert len(packed) == 1
@@ -95,8 +98,10 @@ def test_packed_documents_give_the_loss_of_separate_ones(kind, family):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 def test_a_row_shorter_than_what_is_unrolled_gives_the_loss_it_can(kind, length):
-    options = {"eagle": {"metric_steps": 7}, "eagle3": {"draft_vocab_size": 97, "steps": 7}, "medusa": {"num_heads": 7}}
-    options["parallel"] = {"block_size": 7}
+    options = {
+        "medusa": {"num_heads": 7}, "hydra": {"num_heads": 7, "prefix_layer": True}, "eagle": {"metric_steps": 7},
+        "eagle3": {"draft_vocab_size": 97, "steps": 7}, "parallel": {"block_size": 7},
+    }  # fmt: skip
     model, data = spec_model(kind, **options[kind]).eval(), rows(length)
     data[0]["labels"] = [-100, *data[0]["input_ids"][1:]]
     # The same row beside a longer one with nothing to learn, which pads it.

@@ -124,6 +124,11 @@ class DraftHead(nn.Module, ABC):
         return next(self.parameters()).dtype
 
     @property
+    @abstractmethod
+    def scored_depths(self) -> int:
+        """How many depths an evaluation scores: those that ranks and overlaps have."""
+
+    @property
     def target_ids(self) -> Tensor | None:
         """(Vd,) the target id of each draft token; None where the vocabularies are the same."""
         return None

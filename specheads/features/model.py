@@ -1,0 +1,51 @@
+"""A SpecModel that trains its head on saved features: the same forward(), with what the base saw read from a batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.convert import SpecConfig, SpecModel
+from specheads.features.index import Index
+from specheads.features.kept_base import KeptBase
+from specheads.heads import DraftHead
+from specheads.target import logits_of
+from specheads.teacher import LastHidden, Teacher, TopKTail
+
+
+class FeatureModel(SpecModel):
+    """Takes batches of FeatureCollator. Its checkpoints are those of a SpecModel and name the base."""
+
+    def seen(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, documents: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Teacher]:
+        if "features" not in kwargs:
+            raise ValueError("a batch without features, in training from saved ones: FeatureCollator makes them")
+        hidden, law = kwargs.get("last_hidden"), [kwargs.get(name) for name in ("law_ids", "law_log_p", "law_tail")]
+        if hidden is not None:
+            teacher: Teacher = LastHidden(hidden.flatten(0, 1), lambda rows: logits_of(self.base, rows))
+        elif law[0] is not None:
+            teacher = TopKTail(*(cast(Tensor, part).flatten(0, 1) for part in law))
+        else:
+            teacher = TopKTail.of_text(input_ids)
+        return kwargs["features"], teacher
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base(*args, **kwargs)  # which says that it is not there
+
+
+def beside_kept_base(folder: Path, index: Index, module: DraftHead) -> FeatureModel:
+    """A head and what was kept of its base."""
+    config = module.config
+    base = KeptBase(folder, index.base["name"])
+    record = SpecConfig(
+        head=config.to_dict(),
+        base_model_name_or_path=index.base["name"],
+        base_revision=index.base["revision"],
+        base_fingerprint=index.base["fingerprint"],
+        architectures=["SpecModel"],
+    )
+    return FeatureModel(record, cast(PreTrainedModel, base), module)

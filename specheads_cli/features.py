@@ -1,0 +1,57 @@
+"""specheads features."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specheads_cli.app import Json, app, emit
+
+
+@app.command()
+def features(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; recipes/ has one for each head.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Over the recipe's.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder to fill, or to go on filling.")] = Path("features"),
+    taps: Annotated[
+        str | None, typer.Option(help="Layers to save, as 2,16,29 (default: those the recipe's head reads).")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16, float32, float8_e4m3fn; auto: what the base runs in.")
+    ] = "auto",
+    law: Annotated[
+        str, typer.Option(help="What is kept of the base's law: hidden (the last state), topk:K (and the rest), none.")
+    ] = "hidden",
+    batch_size: Annotated[int, typer.Option(help="Rows of a pass.")] = 8,
+    shard_mb: Annotated[float, typer.Option(help="Megabytes of a file, roughly.")] = 512,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before the disk is filled.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Save what a recipe's base sees of its data, for training without it: specheads train RECIPE features=DIR.
+
+    A run that was stopped goes on where it was. For several GPUs: accelerate launch train/features.py RECIPE.
+
+    \b
+    Examples:
+      specheads features recipes/eagle3.yaml --output features/llama data.train=own.jsonl
+      specheads features recipes/eagle3.yaml --output features/small --dtype float8_e4m3fn --law topk:64 --yes
+    """
+    if not recipe.is_file():
+        raise ValueError(f"{recipe} is not a file; give a recipe such as recipes/eagle3.yaml")
+    from specheads.commands import features as command
+    from specheads.launch import LaunchError
+
+    try:
+        saved = command.run(
+            recipe, overrides or [], output, taps=taps, yes=yes, dtype=dtype, law=law, batch_size=batch_size,
+            shard_mb=shard_mb,
+        )  # fmt: skip
+    except LaunchError as error:
+        raise ValueError(str(error)) from error
+    if as_json:
+        emit({**asdict(saved), "folder": str(saved.folder)})
+    else:
+        print(command.summary(saved))

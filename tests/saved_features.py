@@ -1,0 +1,50 @@
+"""A tiny base with a byte tokenizer, rows of text, and folders of its saved features."""
+
+import json
+
+import torch
+
+from specheads.features.dump import save_features
+from specheads.features.plan import SaveOptions
+from specheads.recipe import Recipe
+from tests.program import ship
+
+HEADS = {
+    "medusa": {"num_heads": 2, "num_layers": 1},
+    "eagle": {"metric_steps": 2, "noise": 0.0},
+    "eagle3": {"steps": 2, "draft_vocab_size": 40},
+}
+TAPS = (1, 2, 4)  # what all three read of a base of four layers
+
+
+def material(folder):
+    """folder/base, and rows of unequal lengths in train.jsonl and eval.jsonl."""
+    ship(folder)
+    generator = torch.Generator().manual_seed(0)
+    for name, count in (("train", 14), ("eval", 5)):
+        lengths = torch.randint(6, 24, (count,), generator=generator).tolist()
+        texts = ["".join(map(chr, torch.randint(97, 123, (n,), generator=generator).tolist())) for n in lengths]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder
+
+
+def recipe(folder, output, kind="medusa", head=None, data=None, features=None, **training):
+    settings = {
+        "output_dir": str(output), "max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
+        "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no", "report_to": "none",
+        "disable_tqdm": True, "use_cpu": True,
+    }  # fmt: skip
+    files = {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl"), "max_length": 24}
+    live = {"base": str(folder / "base"), "base_dtype": "float32", "data": {**files, **(data or {})}}
+    return Recipe.from_dict(
+        {
+            **(live if features is None else {"features": str(features)}),
+            "head": {"kind": kind, **HEADS[kind], **(head or {})}, "training": {**settings, **training},
+        }
+    )  # fmt: skip
+
+
+def dump(folder, output, data=None, ask=None, **options):
+    """Features of folder's base, in files of a few rows."""
+    chosen = {"taps": TAPS, "batch_size": 2, "shard_mb": 0.012, **options}
+    return save_features(recipe(folder, folder / "unused", data=data), SaveOptions(output, **chosen), ask)

@@ -1,0 +1,49 @@
+"""Save what the base of a recipe sees, to train heads on it without the base.
+
+    python train/features.py recipes/eagle3.yaml --output features/llama data.train=own.jsonl
+    accelerate launch --config_file recipes/accelerate/ddp.yaml train/features.py recipes/eagle3.yaml --output F --yes
+    accelerate launch --config_file recipes/accelerate/ddp.yaml train/heads.py recipes/eagle3.yaml features=F
+
+Each process writes files of its own. A run that was stopped goes on where it was, if it is started with the same
+options. Options of the recipe are given as key=value, as for train/heads.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from accelerate import PartialState
+
+from specheads.commands.features import run, summary
+from specheads.features.plan import DTYPES, SaveOptions
+from specheads.launch import LaunchError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path, help="a YAML file, such as recipes/eagle3.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
+    parser.add_argument("--output", type=Path, required=True, help="folder to fill, or to go on filling")
+    parser.add_argument("--taps", help="layers to save, as 2,16,29 (default: those the recipe's head reads)")
+    parser.add_argument("--dtype", default=SaveOptions.dtype, help=f"{', '.join(DTYPES)}; auto is the base's")
+    parser.add_argument("--law", default=SaveOptions.law, help="hidden, topk:K or none: what is kept of the base's law")
+    parser.add_argument("--batch_size", type=int, default=SaveOptions.batch_size, help="rows of a pass")
+    parser.add_argument("--shard_mb", type=float, default=SaveOptions.shard_mb, help="megabytes of a file, roughly")
+    parser.add_argument("--yes", action="store_true", help="do not ask before the disk is filled")
+    options = vars(parser.parse_intermixed_args(arguments))
+    try:
+        saved = run(options.pop("recipe"), options.pop("overrides"), options.pop("output"), **options)
+    except (ValueError, OSError, LaunchError, ImportError) as error:
+        print(f"train/features.py: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    if PartialState().is_main_process:
+        print(summary(saved))
+    PartialState().destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

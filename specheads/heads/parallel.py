@@ -243,7 +243,8 @@ class ParallelHead(DraftVocabulary):
 
     def usual_plan(self, device: torch.device) -> Plan:
         depth = min(self.config.draft_depth, self.config.block_size)
-        return BestFirstTree(128 if device.type == "cuda" else 8, depth)
+        # Each beam is a row of logits where there is a bias; on a CPU each node costs the target time as well.
+        return BestFirstTree(128, depth, beams=32) if device.type == "cuda" else BestFirstTree(8, depth)
 
     def read(self, context: Context, scratch: int) -> TreeCache:
         """The head's own cache, with the keys and values of all that stands before the root."""

@@ -80,12 +80,17 @@ class FeatureHead(DraftHead):
     def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Embedded tokens and hidden (B, T, H) → the first block's attention input and its residual."""
 
+    def handed_on(self, output: Tensor) -> Tensor:
+        """What the next drafted step reads of an output (B, T, H) in place of fused features."""
+        return output
+
     def usual_plan(self, device: torch.device) -> Plan:
         # On a CPU each node costs time, and chains won (docs/LOG.md); on a GPU up to some 60 nodes are nearly free.
         return DynamicTree() if device.type == "cuda" else chain(self.config.draft_depth)
 
     def forward(self, attend: Attend, embedded: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
-        """Embedded tokens, fused features or the last output, and positions of T tokens → output (B, T, H)."""
+        """Embedded tokens, fused features or what the last step handed on, and positions of T tokens → output
+        (B, T, H)."""
         rotary = self.rotary(position)
         x, residual = self.inputs(embedded, hidden)
         for i, block in enumerate(self.blocks):
@@ -112,8 +117,8 @@ class FeatureHead(DraftHead):
         outputs = []
         for s in range(steps):
             shifted = torch.cat([embedded[:, s + 1 :], embedded[:, : s + 1]], 1)
-            hidden = self(attend, shifted, hidden, batch.position_ids + s)
-            outputs.append(hidden)
+            outputs.append(self(attend, shifted, hidden, batch.position_ids + s))
+            hidden = self.handed_on(outputs[-1])
         return outputs
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
@@ -132,7 +137,7 @@ class FeatureHead(DraftHead):
             if parents is not None:
                 levels.descend(parents)
                 attend, embedded = attend_with(cache, levels.mask(Reach())), target.embed(tokens).to(dtype)
-                level = self(attend, embedded, rows_of(level, parents), levels.position)
+                level = self(attend, embedded, self.handed_on(rows_of(level, parents)), levels.position)
             return Scored(self.draft_logits(level, 0, target.lm_head), ids)
 
         assert self.config.vocab_size is not None

@@ -93,8 +93,8 @@ def training_logits(model, text):
         return block_logits(model, text)
     seen, unroll = [], head.unroll
 
-    def spy(batch, steps, features=None):
-        outputs = unroll(batch, steps, features)
+    def spy(batch, *more):
+        outputs = unroll(batch, *more)
         seen.extend(head.draft_logits(out[0], 0, batch.lm_head).detach() for out in outputs)
         return outputs
 

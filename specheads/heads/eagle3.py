@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from specheads.heads.base import TapBatch
 from specheads.heads.block import copy_layer, copy_norm, decoder_layers, final_norm
-from specheads.heads.feature import FeatureHead, FeatureHeadConfig
+from specheads.heads.feature import FeatureHead, UnrolledConfig
 from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
 
 
 @dataclass(frozen=True)
-class Eagle3Config(FeatureHeadConfig, DraftVocabularyConfig):
+class Eagle3Config(UnrolledConfig, DraftVocabularyConfig):
     """steps: of training-time test; step_decay: step s weighs step_decay^s.
 
     norm_features: a norm on each tapped layer before they are fused, or norm_before_fc: one on all of them together;
@@ -116,7 +116,6 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
         steps = min(config.steps, max(0, batch.tokens.shape[1] - 2))
         if not steps:
             return batch.features.new_zeros(()), {}
-        asked = batch.asked(steps)
-        rows = [asked.rows(out, s) for s, out in enumerate(self.unroll(batch, steps))]
+        asked, rows = self.drafts(batch, steps)
         scores = self.score(batch, asked, rows, tuple(config.step_decay**s for s in range(steps)))
         return scores.total / batch.denominator, scores.terms(batch.denominator, whole=steps == config.steps)

@@ -15,7 +15,7 @@ from specheads.objective import Asked
 
 @dataclass(frozen=True, slots=True)
 class AnchoredStarts:
-    """columns (B, A): in order; weights (B, A): how many starts each stands for, 0 where it only fills the row up."""
+    """columns (B, A); weights (B, A): how many starts each stands for, 0 where it only fills the row up."""
 
     columns: Tensor
     weights: Tensor
@@ -30,7 +30,7 @@ class AnchoredStarts:
         wanted = wanted.view(batch, -1)
         count = wanted.sum(1, keepdim=True)
         order = torch.rand(wanted.shape, device=wanted.device).masked_fill(~wanted, -1)
-        columns = order.topk(min(most, int(count.max())), 1).indices.sort(1).values
+        columns = order.topk(min(most, int(count.max())), 1).indices
         return cls(columns, wanted.gather(1, columns) * (count / count.clamp(1, most)))
 
     def drafts(self, asked: Asked) -> tuple[Asked, list[Tensor]]:

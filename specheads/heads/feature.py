@@ -17,7 +17,7 @@ from specheads.cache import Levels, Reach, rows_of
 from specheads.drafters.base import Context
 from specheads.heads.anchored_starts import AnchoredStarts
 from specheads.heads.base import DraftHead, TapBatch
-from specheads.heads.block import Block, Unroll
+from specheads.heads.block import Block
 from specheads.heads.decoder import Attend, DecoderConfig, attend_with, document_mask, read_committed
 from specheads.objective import Asked
 from specheads.planner import DynamicTree, Plan, Scored, chain
@@ -147,10 +147,13 @@ class FeatureHead(DraftHead):
         mask, position = document_mask(batch.documents, hidden.dtype), batch.position_ids
         length = position.shape[1]
         column = torch.arange(length, device=hidden.device).expand_as(position)
-        caches = [Unroll() for _ in self.blocks]
+        keys: list[tuple[Tensor, ...]] = [() for _ in self.blocks]
+        values: list[tuple[Tensor, ...]] = [() for _ in self.blocks]
 
         def attend(block: Block, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-            return block.unrolled(x, residual, rotary, mask, caches[i])
+            out, key, value = self.recomputed(block.unrolled, x, residual, rotary, mask, keys[i], values[i])
+            keys[i], values[i] = (*keys[i], key), (*values[i], value)
+            return out
 
         outputs = []
         for s in range(steps):

@@ -262,7 +262,7 @@ class SpecModel(PreTrainedModel):
     def export(self, out: Any, to: str, *, dtype: torch.dtype | str | None = None, embeddings: bool = False) -> Path:
         """Write the head into the directory `out` in the form of another program, with a README that serves it.
 
-        to: vllm, sglang, trtllm, llamacpp, speculators, eagle, medusa or modelopt. See formats.exporting.export.
+        to: vllm, sglang, trtllm, llamacpp, speculators, eagle, medusa, modelopt or hydra. See formats.exporting.export.
         """
         from specheads.formats.exporting import export
 

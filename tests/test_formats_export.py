@@ -28,7 +28,7 @@ CUSTOM = (1, 3, 6)  # layers other than the usual 2, 4, 5 of a base with 8
 
 def made(base, kind, **options):
     """A head of that kind with random weights at a scale that keeps its logits near 1."""
-    sizes = {} if kind == "medusa" else SIZES
+    sizes = SIZES if kind in ("eagle", "eagle3") else {}
     model = trained(base, kind, **{**sizes, **options})
     with torch.no_grad():
         for name, parameter in model.head.named_parameters():
@@ -37,7 +37,9 @@ def made(base, kind, **options):
 
 
 def usual(kind):
-    return {"eagle3": {"draft_vocab_size": 40}, "medusa": {"num_heads": 3}, "eagle": {}}[kind]
+    return {"eagle3": {"draft_vocab_size": 40}, "medusa": {"num_heads": 3}, "hydra": {"num_layers": 2}, "eagle": {}}[
+        kind
+    ]
 
 
 def imported(folder, base):
@@ -66,6 +68,7 @@ CASES = [
     ("sglang", "eagle", {"fc_bias": True}),
     ("vllm", "medusa", {"num_heads": 2, "num_layers": 2, "draft_vocab_size": 30}),
     ("trtllm", "medusa", {"num_heads": 2, "num_layers": 3}),
+    ("hydra", "hydra", {"prefix_layer": True, "num_heads": 2}),
 ]  # fmt: skip
 
 
@@ -95,12 +98,13 @@ THEIRS = [
     ("modelopt", "eagle3", {"form": "modelopt"}), ("medusa", "medusa", {"form": "v1"}),
     ("trtllm", "medusa", {"form": "trtllm", "layers": 2}), ("vllm", "medusa", {"form": "vllm", "draft": 40}),
     ("eagle", "eagle", {"form": "eagle"}), ("sglang", "eagle", {"form": "sglang", "bias": False}),
+    ("hydra", "hydra", {"layers": 3}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("to", "kind", "options"), THEIRS)
 def test_import_then_export_gives_their_tensors_back(to, kind, options, base, tmp_path):
-    if kind == "eagle" or options["form"] == "speculators":
+    if kind == "eagle" or options.get("form") == "speculators":
         options = {**options, "embed": embeddings(base)}
     tensors = getattr(foreign, kind)(tmp_path / "theirs", **options)
     model = imported(tmp_path / "theirs", base)
@@ -144,6 +148,14 @@ def test_an_exported_medusa_head_drafts_by_their_forward_what_it_drafts_here(to,
     assert_drafts(
         model, lambda s, t, d: foreign.medusa_logits(tensors, s[-1][-1], None), tensors.get("token_map")
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_an_exported_hydra_head_drafts_by_their_forward_what_it_drafts_here(prefix, base, tmp_path):
+    model = made(base, "hydra", num_heads=3, num_layers=2, prefix_layer=prefix)
+    model.export(tmp_path / "out", "hydra")
+    tensors, own = tensors_in(tmp_path / "out"), base if prefix else None
+    assert_drafts(model, lambda s, t, d: foreign.hydra_logits(tensors, s, embeddings(base), t, d, base=own))
 
 
 def config_of(model, to, folder):
@@ -203,6 +215,9 @@ REFUSED = [
     ("vllm", "medusa", {"tap": 7}, r"reads hidden_states 7.*final norm \(8\); no format can$"),
     ("eagle", "eagle3", {"taps": CUSTOM}, r"\[1, 3, 6\], and \[2, 4, 5\] are hard-coded; .*: llamacpp, modelopt"),
     ("vllm", "eagle3", {"taps": (2, 4, 8)}, r"reads hidden_states \[8\], and servers capture.*; no format can$"),
+    ("hydra", "hydra", {"num_layers": 3}, "later blocks of a head differ"),
+    ("hydra", "hydra", {"prefix_layer": True, "head_dim": 6}, "prefix layer has head_dim of its own"),
+    ("hydra", "hydra", {"draft_vocab_size": 40}, "drafts 40 of 97 tokens"),
     ("vllm", "eagle3", {"taps": (5, 4, 2)}, "not in ascending order"),
     ("sglang", "eagle3", {"num_layers": 2}, "2 decoder layers.*formats that can: speculators, vllm$"),
     ("llamacpp", "eagle3", {"mlp_bias": True}, "has biases, which are dropped; formats that can: speculators, vllm$"),
@@ -222,7 +237,7 @@ def test_what_a_format_cannot_hold_is_refused_with_the_reason_and_what_can(to, k
 def test_an_unknown_engine_is_refused_by_name(base, tmp_path):
     with pytest.raises(ValueError, match="unknown format to export to 'vlm'; did you mean 'vllm'"):
         made(base, "eagle3").export(tmp_path / "out", "vlm")
-    assert len(ENGINES) == 8
+    assert len(ENGINES) == 9
 
 
 def test_an_export_is_whole_or_not_there(base, tmp_path, monkeypatch):

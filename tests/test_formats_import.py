@@ -75,6 +75,34 @@ def test_a_medusa_head_drafts_what_its_own_forward_says(case, base, tmp_path):
     assert_drafts(model, forward, tensors.get("token_map"))
 
 
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_hydra_head_drafts_what_its_own_forward_says(prefix, layers, base, tmp_path):
+    tensors = foreign.hydra(tmp_path / "head", prefix, layers=layers, base=base)
+    model = SpecModel.from_pretrained(tmp_path / "head", base=base, allow_pickle=True)
+    assert model.head.config.prefix_layer == prefix
+    options = {"base": base if prefix else None, "layers": layers}
+    assert_drafts(model, lambda s, t, d: foreign.hydra_logits(tensors, s, embeddings(base), t, d, **options))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"hydra_head_arch": "eagle-attn"},
+            "its heads are 'eagle-attn'; mlp and prefix-mlp, with its tensors, are read",
+        ),
+        ({"hydra_head_arch": "prefix-mlp"}, "its heads are 'prefix-mlp'"),
+        ({"grounded_heads": False}, "grounded_heads=false; heads here read the tokens drafted"),
+        ({"hidden_state_offset": 1}, "hidden_state_offset=1"),
+    ],
+)
+def test_a_hydra_head_that_cannot_be_held_is_refused(changes, message, base, tmp_path):
+    foreign.hydra(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        SpecModel.from_pretrained(tmp_path, base=base, allow_pickle=True)
+
+
 def test_rows_of_the_whole_vocabulary_are_taken_by_the_map(base, tmp_path):
     """vLLM takes them so where the matrix has more rows than the map."""
     tensors = foreign.medusa(tmp_path / "a", "vllm", draft=40)
@@ -222,7 +250,7 @@ def test_medusa_2_is_refused_with_what_to_do(base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "name"), [({"hydra_num_heads": 4}, "Hydra"), ({"architectures": ["DFlashDraftModel"]}, "DFlash")]
+    ("config", "name"), [({"markov_head": {}}, "DSpark"), ({"architectures": ["DFlashDraftModel"]}, "DFlash")]
 )
 def test_heads_of_kinds_that_are_not_here_are_named(config, name, base, tmp_path):
     foreign.write(tmp_path, config, {"x": torch.zeros(1)})

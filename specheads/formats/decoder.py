@@ -10,13 +10,14 @@ from transformers import LlamaConfig, PreTrainedModel
 from specheads.checkpoint import CheckpointError
 from specheads.formats.files import Files, flag, real, shown, table, whole
 from specheads.formats.format import check_sizes, dtype_of
+from specheads.heads.decoder import DecoderConfig
 from specheads.heads.feature import FeatureHeadConfig
 from specheads.target import text_config
 
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
-def block_names(head: FeatureHeadConfig, i: int, theirs: str) -> dict[str, str]:
+def block_names(head: DecoderConfig, i: int, theirs: str) -> dict[str, str]:
     """Ours → theirs for decoder block i, whose names begin with `theirs` there ("midlayer.", "layers.0.")."""
     ours = f"blocks.{i}."
     names = {f"{ours}{m}.weight": f"{theirs}self_attn.{m}.weight" for m in _ATTENTION}

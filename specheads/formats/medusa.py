@@ -18,6 +18,7 @@ from specheads.checkpoint import CheckpointError
 from specheads.formats.files import Files
 from specheads.formats.format import Format, Written, count
 from specheads.heads import HeadConfig, MedusaConfig
+from specheads.heads.vocabulary import DraftVocabularyConfig
 from specheads.target import text_config
 
 
@@ -31,12 +32,12 @@ def block_names(head: MedusaConfig, theirs: str) -> dict[str, str]:
     }
 
 
-def tap_refusal(head: MedusaConfig, base: PreTrainedModel) -> list[str]:
-    """Medusa everywhere reads what comes behind the final norm."""
+def tap_refusal(head: Any, base: PreTrainedModel) -> list[str]:
+    """Medusa and Hydra everywhere read what comes behind the final norm."""
     layers = text_config(base).num_hidden_layers
     if head.tap == layers:
         return []
-    return [f"it reads hidden_states {head.tap}, and Medusa heads are fed what comes behind the final norm ({layers})"]
+    return [f"it reads hidden_states {head.tap}, and such heads are fed what comes behind the final norm ({layers})"]
 
 
 def base_output(files: Files, base: PreTrainedModel) -> Tensor:
@@ -97,7 +98,7 @@ class Medusa(Format):
         made: dict[str, Tensor] = {}
         if not any(self.names(head)[ours] in files.shapes for ours in outputs):
             made = {ours: base_output(files, base).clone() for ours in outputs}
-        return made | _every_token(head), set()
+        return made | every_token(head), set()
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, MedusaConfig)
@@ -121,7 +122,8 @@ class Medusa(Format):
         return Written(config, named, weights=self.weights)
 
 
-def _every_token(head: MedusaConfig) -> dict[str, Tensor]:
+def every_token(head: DraftVocabularyConfig) -> dict[str, Tensor]:
+    """d2t (V,) and t2d (V,) of a head that drafts every token."""
     assert head.vocab_size
     return {
         "d2t": torch.zeros(head.vocab_size, dtype=torch.long), "t2d": torch.ones(head.vocab_size, dtype=torch.bool)

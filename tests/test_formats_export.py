@@ -28,7 +28,7 @@ CUSTOM = (1, 3, 6)  # layers other than the usual 2, 4, 5 of a base with 8
 
 def made(base, kind, **options):
     """A head of that kind with random weights at a scale that keeps its logits near 1."""
-    sizes = SIZES if kind in ("eagle", "eagle3") else {}
+    sizes = SIZES if kind in ("eagle", "eagle3", "parallel") else {}
     model = trained(base, kind, **{**sizes, **options})
     with torch.no_grad():
         for name, parameter in model.head.named_parameters():
@@ -36,10 +36,14 @@ def made(base, kind, **options):
     return model
 
 
-def usual(kind):
-    return {"eagle3": {"draft_vocab_size": 40}, "medusa": {"num_heads": 3}, "hydra": {"num_layers": 2}, "eagle": {}}[
-        kind
-    ]
+PARALLEL = {
+    "causal": False, "mask_token_id": 9, "block_size": 4, "draft_depth": 4, "taps": (1, 4, 6), "markov_rank": 6,
+    "confidence": True,
+}  # fmt: skip
+USUAL = {
+    "eagle3": {"draft_vocab_size": 40}, "medusa": {"num_heads": 3}, "hydra": {"num_layers": 2}, "parallel": PARALLEL,
+    "eagle": {},
+}  # fmt: skip
 
 
 def imported(folder, base):
@@ -60,7 +64,7 @@ def same(one, other):
 
 
 CASES = [
-    *[(engine, kind, usual(kind)) for engine, kind in FORMS],
+    *[(engine, kind, USUAL[kind]) for engine, kind in FORMS],
     *[(engine, "eagle3", {"draft_vocab_size": 97, "taps": CUSTOM}) for engine in EAGLE3 if engine != "eagle"],
     *[("vllm", kind, {"num_layers": 2, "attention_bias": True, "mlp_bias": True}) for kind in ("eagle", "eagle3")],
     ("speculators", "eagle3", {"num_layers": 3, "attention_bias": True, "taps": (1, 2, 5, 7)}),
@@ -69,6 +73,7 @@ CASES = [
     ("vllm", "medusa", {"num_heads": 2, "num_layers": 2, "draft_vocab_size": 30}),
     ("trtllm", "medusa", {"num_heads": 2, "num_layers": 3}),
     ("hydra", "hydra", {"prefix_layer": True, "num_heads": 2}),
+    ("speculators", "parallel", {**PARALLEL, "markov_rank": 0, "draft_vocab_size": 40, "num_layers": 1}),
 ]  # fmt: skip
 
 
@@ -98,7 +103,7 @@ THEIRS = [
     ("modelopt", "eagle3", {"form": "modelopt"}), ("medusa", "medusa", {"form": "v1"}),
     ("trtllm", "medusa", {"form": "trtllm", "layers": 2}), ("vllm", "medusa", {"form": "vllm", "draft": 40}),
     ("eagle", "eagle", {"form": "eagle"}), ("sglang", "eagle", {"form": "sglang", "bias": False}),
-    ("hydra", "hydra", {"layers": 3}),
+    ("hydra", "hydra", {"layers": 3}), ("speculators", "parallel", {}),
 ]  # fmt: skip
 
 
@@ -106,7 +111,7 @@ THEIRS = [
 def test_import_then_export_gives_their_tensors_back(to, kind, options, base, tmp_path):
     if kind == "eagle" or options.get("form") == "speculators":
         options = {**options, "embed": embeddings(base)}
-    tensors = getattr(foreign, kind)(tmp_path / "theirs", **options)
+    tensors = getattr(foreign, {"parallel": "dspark"}.get(kind, kind))(tmp_path / "theirs", **options)
     model = imported(tmp_path / "theirs", base)
     model.export(tmp_path / "ours", to)
     assert same(tensors_in(tmp_path / "ours"), tensors)
@@ -215,6 +220,9 @@ REFUSED = [
     ("vllm", "medusa", {"tap": 7}, r"reads hidden_states 7.*final norm \(8\); no format can$"),
     ("eagle", "eagle3", {"taps": CUSTOM}, r"\[1, 3, 6\], and \[2, 4, 5\] are hard-coded; .*: llamacpp, modelopt"),
     ("vllm", "eagle3", {"taps": (2, 4, 8)}, r"reads hidden_states \[8\], and servers capture.*; no format can$"),
+    ("speculators", "parallel", {**PARALLEL, "causal": True}, r"see only those before them \(causal\).*no format can"),
+    ("speculators", "parallel", {**PARALLEL, "mask_token_id": None}, "embedding of its own behind the root"),
+    ("vllm", "parallel", PARALLEL, "vllm has no form for a head of kind parallel; formats that can: speculators$"),
     ("hydra", "hydra", {"num_layers": 3}, "later blocks of a head differ"),
     ("hydra", "hydra", {"prefix_layer": True, "head_dim": 6}, "prefix layer has head_dim of its own"),
     ("hydra", "hydra", {"draft_vocab_size": 40}, "drafts 40 of 97 tokens"),

@@ -103,6 +103,46 @@ def test_a_hydra_head_that_cannot_be_held_is_refused(changes, message, base, tmp
         SpecModel.from_pretrained(tmp_path, base=base, allow_pickle=True)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"draft": 97, "rank": 0, "confidence": False}, {"draft": 97, "layers": 1}, {"confidence": False}]
+)
+def test_a_dspark_head_drafts_what_its_own_forward_says(options, base, tmp_path):
+    tensors = foreign.dspark(tmp_path / "head", **options)
+    model = SpecModel.from_pretrained(tmp_path / "head", base=base)
+    assert model.head.layers == (1, 4, 6) and model.head.config.block_size == 4 and not model.head.config.causal
+    lm_head, ids = tensors.get("lm_head.weight"), None
+    if lm_head is None:
+        lm_head = base.get_output_embeddings().weight.detach()
+    else:
+        ids = torch.arange(40) + tensors["d2t"]
+    assert_drafts(
+        model, lambda s, t, d: foreign.dspark_logits(tensors, s, embeddings(base), lm_head, t, d), ids
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sample_from_anchor": False}, "sample_from_anchor=false, as DFlash has it"),
+        (
+            {"speculators_model_type": "dflash", "sample_from_anchor": None},
+            "sample_from_anchor=false, as DFlash has it",
+        ),
+        ({"markov_head_type": "rnn"}, "markov_head_type='rnn'"),
+        ({"confidence_head_with_markov": False}, "confidence_head_with_markov=false"),
+        ({"aux_hidden_state_layer_ids": None}, "its config has no aux_hidden_state_layer_ids"),
+        ({"mask_token_id": None}, "mask_token_id=None; expected a whole number"),
+        ({"mask_token_id": 97}, "mask_token_id=97 is no token"),
+        ({"block_size": 2**20}, "block_size=1048576 is more than any draft"),
+        ({"markov_rank": 4}, "markov_head.markov_w1.weight has shape"),
+    ],
+)
+def test_a_dspark_head_that_cannot_be_held_is_refused(changes, message, base, tmp_path):
+    foreign.dspark(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        SpecModel.from_pretrained(tmp_path, base=base)
+
+
 def test_rows_of_the_whole_vocabulary_are_taken_by_the_map(base, tmp_path):
     """vLLM takes them so where the matrix has more rows than the map."""
     tensors = foreign.medusa(tmp_path / "a", "vllm", draft=40)
@@ -193,7 +233,7 @@ def rewritten(folder, edit):
         (lambda t: t.update({"d2t": -torch.arange(40)}), "d2t names 39 tokens twice"),
         (lambda t: t.update({"d2t": t["d2t"].float()}), r"d2t is \(40,\) of torch.float32, not \(40,\) of torch.int64"),
         (lambda t: t.update({"t2d": ~t["t2d"]}), "t2d and d2t do not name the same 40 tokens"),
-        (lambda t: t.update({"embed_tokens.weight": torch.ones(97, 32)}), "not the base's embedding matrix"),
+        (lambda t: t.update({"embed_tokens.weight": torch.ones(97, 32)}), "not the base's matrix"),
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_are_named_as_the_file_names_them(edit, message, base, tmp_path):
@@ -206,8 +246,8 @@ def test_a_speculators_head_must_say_where_its_residual_is(base, tmp_path):
     foreign.eagle3(tmp_path, "speculators", norm_before_residual=None)
     with pytest.raises(CheckpointError, match="does not say norm_before_residual, which vLLM takes for true"):
         SpecModel.from_pretrained(tmp_path, base=base)
-    foreign.eagle3(tmp_path, "speculators", speculators_model_type="dflash")
-    with pytest.raises(CheckpointError, match="speculators head of type 'dflash'"):
+    foreign.eagle3(tmp_path, "speculators", speculators_model_type="peagle")
+    with pytest.raises(CheckpointError, match="speculators head of type 'peagle'"):
         SpecModel.from_pretrained(tmp_path, base=base)
 
 
@@ -254,7 +294,7 @@ def test_medusa_2_is_refused_with_what_to_do(base, tmp_path):
 )
 def test_heads_of_kinds_that_are_not_here_are_named(config, name, base, tmp_path):
     foreign.write(tmp_path, config, {"x": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=f"is a {name} head, and no head here can hold its tensors yet"):
+    with pytest.raises(CheckpointError, match=f"is a {name} head in a form that is not read yet"):
         SpecModel.from_pretrained(tmp_path, base=base)
 
 

@@ -16,7 +16,7 @@ from specheads.formats.format import Format, read
 from specheads.target import refuse_unsupported
 
 logger = hf_logging.get_logger(__name__)
-# Forms known by a key of their config, whose heads are not here yet.
+# Forms known by a key of their config, and not read yet.
 _NAMED = ("medusa_", "hydra_")  # weights whose file says what they are
 _NOT_YET = {"dflash_config": "DFlash", "markov_head": "DSpark"}
 
@@ -63,9 +63,10 @@ def detect(source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = 
         return None
     if not config and not files.weights.name.startswith(_NAMED):
         return None  # a config that is missing or garbled is told where checkpoints of ours are read
-    for key, name in _NOT_YET.items():
-        if key in config or any(arch.startswith(name) for arch in architectures(config)):
-            raise CheckpointError(f"{files} is a {name} head, and no head here can hold its tensors yet")
+    if "speculators_model_type" not in config:
+        for key, name in _NOT_YET.items():
+            if key in config or any(arch.startswith(name) for arch in architectures(config)):
+                raise CheckpointError(f"{files} is a {name} head in a form that is not read yet")
     if files.pickled and not allow_pickle and not _calls_itself_a_head(files, config):
         return None
     form = next((form for form in FORMATS if form.recognises(files)), None)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from specheads.checkpoint import CheckpointError
 from specheads.formats.files import Files
-from specheads.formats.format import Format, Written, count
+from specheads.formats.format import Format, Written, count, output_matrix
 from specheads.heads import HeadConfig, MedusaConfig
 from specheads.heads.vocabulary import DraftVocabularyConfig
 from specheads.target import text_config
@@ -38,17 +38,6 @@ def tap_refusal(head: Any, base: PreTrainedModel) -> list[str]:
     if head.tap == layers:
         return []
     return [f"it reads hidden_states {head.tap}, and such heads are fed what comes behind the final norm ({layers})"]
-
-
-def base_output(files: Files, base: PreTrainedModel) -> Tensor:
-    """The base's output matrix (V, H), for a file that has none of its own. CheckpointError where it is not usable."""
-    layer = base.get_output_embeddings()
-    weight = layer.weight
-    if getattr(layer, "bias", None) is not None or weight.shape[-1] != text_config(base).hidden_size:
-        raise CheckpointError(f"{files} uses the base's output layer, which is more than a matrix over the hidden size")
-    if weight.is_meta or not weight.numel():
-        raise CheckpointError(f"{files} uses the base's output matrix, which is not in memory; load the base whole")
-    return weight.detach().to("cpu")
 
 
 @dataclass(frozen=True)
@@ -97,7 +86,7 @@ class Medusa(Format):
         outputs = [ours for ours in self.names(head) if ours.startswith("lm_heads.")]
         made: dict[str, Tensor] = {}
         if not any(self.names(head)[ours] in files.shapes for ours in outputs):
-            made = {ours: base_output(files, base).clone() for ours in outputs}
+            made = {ours: output_matrix(files, base).clone() for ours in outputs}
         return made | every_token(head), set()
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:

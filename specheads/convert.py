@@ -248,14 +248,20 @@ class SpecModel(PreTrainedModel):
         """Upload the head with a model card written from its run: figures, recipe, curves, how to serve it elsewhere.
 
         run: the folder of the training run (default: where the head was loaded from). license: of the head. options:
-        commit_message, private, token, revision, create_pr. A card that is on the hub already stays as it is.
+        commit_message, private, token, revision, create_pr. A card that is on the hub already stays as it is. A base
+        that is a folder of this machine is not named: whoever loads the head gives base=.
         """
         from specheads import card
         from specheads.hub import upload
 
         with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            checkpoint.save(self, folder)
+            folder, named = Path(temporary), self.config.base_model_name_or_path
+            try:
+                if named and Path(named).is_dir():
+                    self.config.base_model_name_or_path = None
+                checkpoint.save(self, folder)
+            finally:
+                self.config.base_model_name_or_path = named
             card.write(self, folder, run, repo_id=repo_id, license=license)
             return upload(folder, repo_id, **options)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from drafted import assert_drafts, embeddings
 
-from specheads import CheckpointError, SpecModel
+from specheads import CheckpointError, SpecModel, load_head
 from tests.conftest import tiny_llama
 
 EAGLE3 = {
@@ -168,6 +168,7 @@ def test_an_imported_head_is_one_of_ours(base_dir, tmp_path):
     foreign.eagle3(tmp_path / "theirs", "specforge")
     model = SpecModel.from_pretrained(tmp_path / "theirs", base=str(base_dir))
     model.save_pretrained(tmp_path / "ours")
+    assert load_head(model.base, tmp_path / "theirs").head.config == model.head.config  # as a recipe's init_from does
     again = SpecModel.from_pretrained(tmp_path / "ours")
     assert again.head.config == model.head.config and again.config.base_fingerprint == model.config.base_fingerprint
     assert all(torch.equal(t, model.head_state_dict()[name]) for name, t in again.head_state_dict().items())

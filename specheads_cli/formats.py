@@ -37,7 +37,7 @@ def export(
     Examples:
       specheads export out/head served --to vllm
       specheads export checkpoints/eagle3 gguf-in --to llamacpp --dtype float16
-      specheads export checkpoints/medusa out/medusa --to trtllm --base my/model
+      specheads export checkpoints/medusa out/medusa --to vllm --base my/model
     """
     from specheads.commands import formats
 

@@ -88,7 +88,7 @@ def changed_options(head: str) -> dict:
         "hidden_size": 32, "vocab_size": 97, "tap": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
         "head_dim": 6, "intermediate_size": 24, "rms_norm_eps": 1e-3, "rope_theta": 77.0, "draft_vocab_size": 19,
         "taps": (4,) if head == "eagle" else (1, 4, 6), "tree": ((0,), (1,), (0, 0)), "loss": "lk", "dpace": 0.5,
-        "decay": 0.5,
+        "decay": 0.5, "mask_token_id": 5,
     }  # fmt: skip
     for option in dataclasses.fields(HEADS[head].Config):
         if option.name not in given:

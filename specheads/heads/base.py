@@ -142,6 +142,10 @@ class DraftHead(nn.Module, ABC):
         assert self.config.vocab_size is not None
         return DraftIds.of(ids, self.config.vocab_size)
 
+    def passes(self, length: int) -> float:
+        """How often training on a row of so many tokens applies the head's matrices, a token."""
+        return 1.0
+
     def refuse_unfit(self, base: Any) -> None:
         """Raise UnsupportedModel where this kind of head cannot learn from this base."""
 

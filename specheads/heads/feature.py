@@ -72,6 +72,9 @@ class FeatureHead(DraftHead):
         assert self.config.taps is not None
         return self.config.taps
 
+    def passes(self, length: int) -> float:
+        return float(getattr(self.config, "steps", 1))
+
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
         """Tapped features (B, T, F) → (B, T, H), what a drafted step's own output replaces later on."""

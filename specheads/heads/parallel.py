@@ -120,6 +120,9 @@ class ParallelHead(DraftVocabulary):
         assert self.config.taps is not None
         return self.config.taps
 
+    def passes(self, length: int) -> float:
+        return 1 + min(self.config.anchors, length) * self.config.block_size / length
+
     @property
     def scored_depths(self) -> int:
         return self.config.block_size

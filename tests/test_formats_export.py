@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 
 import foreign
+import foreign_depths
 import pytest
 import torch
 from drafted import assert_drafts, embeddings
@@ -96,6 +97,10 @@ def test_export_then_import_is_identity(to, kind, options, base, tmp_path):
     assert same(tensors_in(tmp_path / "a"), tensors_in(tmp_path / "b"))
 
 
+WRITERS = {
+    "eagle3": foreign.eagle3, "eagle": foreign.eagle, "parallel": foreign.dspark, "medusa": foreign_depths.medusa,
+    "hydra": foreign_depths.hydra,
+}  # fmt: skip
 THEIRS = [
     ("eagle", "eagle3", {"form": "eagle"}), ("vllm", "eagle3", {"form": "specforge", "nested": [0, 2, 5]}),
     ("sglang", "eagle3", {"form": "sglang", "draft": 97}),
@@ -111,7 +116,7 @@ THEIRS = [
 def test_import_then_export_gives_their_tensors_back(to, kind, options, base, tmp_path):
     if kind == "eagle" or options.get("form") == "speculators":
         options = {**options, "embed": embeddings(base)}
-    tensors = getattr(foreign, {"parallel": "dspark"}.get(kind, kind))(tmp_path / "theirs", **options)
+    tensors = WRITERS[kind](tmp_path / "theirs", **options)
     model = imported(tmp_path / "theirs", base)
     model.export(tmp_path / "ours", to)
     assert same(tensors_in(tmp_path / "ours"), tensors)
@@ -151,7 +156,7 @@ def test_an_exported_medusa_head_drafts_by_their_forward_what_it_drafts_here(to,
     model.export(tmp_path / "out", to)
     tensors = tensors_in(tmp_path / "out")
     assert_drafts(
-        model, lambda s, t, d: foreign.medusa_logits(tensors, s[-1][-1], None), tensors.get("token_map")
+        model, lambda s, t, d: foreign_depths.medusa_logits(tensors, s[-1][-1], None), tensors.get("token_map")
     )  # fmt: skip
 
 
@@ -160,7 +165,7 @@ def test_an_exported_hydra_head_drafts_by_their_forward_what_it_drafts_here(pref
     model = made(base, "hydra", num_heads=3, num_layers=2, prefix_layer=prefix)
     model.export(tmp_path / "out", "hydra")
     tensors, own = tensors_in(tmp_path / "out"), base if prefix else None
-    assert_drafts(model, lambda s, t, d: foreign.hydra_logits(tensors, s, embeddings(base), t, d, base=own))
+    assert_drafts(model, lambda s, t, d: foreign_depths.hydra_logits(tensors, s, embeddings(base), t, d, base=own))
 
 
 def config_of(model, to, folder):

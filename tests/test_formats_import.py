@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 
 import foreign
+import foreign_depths
 import pytest
 import torch
 from drafted import assert_drafts, embeddings
@@ -64,13 +65,13 @@ MEDUSA = {
 @pytest.mark.parametrize("case", MEDUSA)
 def test_a_medusa_head_drafts_what_its_own_forward_says(case, base, tmp_path):
     options = MEDUSA[case]
-    tensors = foreign.medusa(tmp_path / "head", **options)
+    tensors = foreign_depths.medusa(tmp_path / "head", **options)
     model = SpecModel.from_pretrained(tmp_path / "head", base=base, allow_pickle=options["form"] == "v1")
     assert model.head.config.num_heads == 3  # the published config of version 1 says 2
     lm_head = base.get_output_embeddings().weight.detach()
 
     def forward(states, tokens, drafted):
-        return foreign.medusa_logits(tensors, states[-1][-1], lm_head, layers=options.get("layers", 1))
+        return foreign_depths.medusa_logits(tensors, states[-1][-1], lm_head, layers=options.get("layers", 1))
 
     assert_drafts(model, forward, tensors.get("token_map"))
 
@@ -78,11 +79,11 @@ def test_a_medusa_head_drafts_what_its_own_forward_says(case, base, tmp_path):
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_hydra_head_drafts_what_its_own_forward_says(prefix, layers, base, tmp_path):
-    tensors = foreign.hydra(tmp_path / "head", prefix, layers=layers, base=base)
+    tensors = foreign_depths.hydra(tmp_path / "head", prefix, layers=layers, base=base)
     model = SpecModel.from_pretrained(tmp_path / "head", base=base, allow_pickle=True)
     assert model.head.config.prefix_layer == prefix
     options = {"base": base if prefix else None, "layers": layers}
-    assert_drafts(model, lambda s, t, d: foreign.hydra_logits(tensors, s, embeddings(base), t, d, **options))
+    assert_drafts(model, lambda s, t, d: foreign_depths.hydra_logits(tensors, s, embeddings(base), t, d, **options))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_a_hydra_head_drafts_what_its_own_forward_says(prefix, layers, base, tmp
     ],
 )
 def test_a_hydra_head_that_cannot_be_held_is_refused(changes, message, base, tmp_path):
-    foreign.hydra(tmp_path, **changes)
+    foreign_depths.hydra(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=message):
         SpecModel.from_pretrained(tmp_path, base=base, allow_pickle=True)
 
@@ -145,7 +146,7 @@ def test_a_dspark_head_that_cannot_be_held_is_refused(changes, message, base, tm
 
 def test_rows_of_the_whole_vocabulary_are_taken_by_the_map(base, tmp_path):
     """vLLM takes them so where the matrix has more rows than the map."""
-    tensors = foreign.medusa(tmp_path / "a", "vllm", draft=40)
+    tensors = foreign_depths.medusa(tmp_path / "a", "vllm", draft=40)
     whole = {f"lm_heads.{h}.weight": torch.randn(97, 32) for h in range(3)}
     for name, matrix in whole.items():
         matrix[tensors["token_map"]] = tensors[name]
@@ -156,7 +157,7 @@ def test_rows_of_the_whole_vocabulary_are_taken_by_the_map(base, tmp_path):
 
 
 def test_a_head_that_names_its_base_needs_no_other(base_dir, tmp_path):
-    foreign.medusa(tmp_path / "head", "trtllm", base_model_name_or_path=str(base_dir))
+    foreign_depths.medusa(tmp_path / "head", "trtllm", base_model_name_or_path=str(base_dir))
     model = SpecModel.from_pretrained(tmp_path / "head")
     assert model.base.name_or_path == model.config.base_model_name_or_path == str(base_dir)
     foreign.eagle3(tmp_path / "other", "vllm")
@@ -278,13 +279,13 @@ def test_an_eagle_head_that_consumers_disagree_on_is_refused(base, tmp_path):
     ],
 )
 def test_a_vllm_medusa_that_cannot_be_held_is_refused(changes, message, base, tmp_path):
-    foreign.medusa(tmp_path, "vllm", **changes)
+    foreign_depths.medusa(tmp_path, "vllm", **changes)
     with pytest.raises(CheckpointError, match=message):
         SpecModel.from_pretrained(tmp_path, base=base)
 
 
 def test_medusa_2_is_refused_with_what_to_do(base, tmp_path):
-    tensors = foreign.medusa(tmp_path / "a", "trtllm")
+    tensors = foreign_depths.medusa(tmp_path / "a", "trtllm")
     foreign.write(tmp_path / "b", {"medusa_num_heads": 3}, {f"medusa_head.{n}": t for n, t in tensors.items()})
     with pytest.raises(CheckpointError, match=r"is a Medusa-2 model: .* as medusa_lm_head.safetensors"):
         SpecModel.from_pretrained(tmp_path / "b", base=base)

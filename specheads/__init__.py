@@ -33,10 +33,18 @@ from specheads.drafters import (
     PromptLookup,
 )
 from specheads.generation import generate
-from specheads.heads import DraftHead, Eagle3Config, EagleConfig, HeadConfig, MedusaConfig
+from specheads.heads import (
+    DraftHead,
+    Eagle3Config,
+    EagleConfig,
+    HeadConfig,
+    HydraConfig,
+    MedusaConfig,
+    ParallelConfig,
+)
 from specheads.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
 from specheads.patch import patch, unpatch
-from specheads.planner import AdaptiveChain, DynamicTree, Plan, SampledTree, StaticTree, chain, comb
+from specheads.planner import AdaptiveChain, BestFirstTree, DynamicTree, Plan, SampledTree, StaticTree, chain, comb
 from specheads.sampling import Sampler
 from specheads.target import Target, UnsupportedModel
 from specheads.tree import DraftTree
@@ -61,11 +69,12 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "Acceptance", "AdaptiveChain", "Block", "CSLeniency", "Cascade", "CheckpointError", "Collator", "Context",
-    "DataConfig", "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree", "Eagle3Config", "EagleConfig",
-    "Ensemble", "Exact", "Fuzzy", "HeadConfig", "Lenient", "Margin", "MaxGram", "MedusaConfig", "NGram",
-    "NGramStorage", "OneLevelNGramStorage", "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig",
-    "SpecGenerateOutput", "SpecModel", "SpecSeq2SeqOutput", "SpecTrainer", "SpecTrainingArguments", "StaticTree",
-    "Step", "Target", "TopN", "Traversal", "Typical", "Unadjusted", "UnsupportedModel", "build_datasets", "chain",
-    "comb", "convert", "decode", "fuzzy_from", "generate", "load_head", "patch", "token_counts", "unpatch",
+    "Acceptance", "AdaptiveChain", "BestFirstTree", "Block", "CSLeniency", "Cascade", "CheckpointError", "Collator",
+    "Context", "DataConfig", "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree", "Eagle3Config",
+    "EagleConfig", "Ensemble", "Exact", "Fuzzy", "HeadConfig", "HydraConfig", "Lenient", "Margin", "MaxGram",
+    "MedusaConfig", "NGram", "NGramStorage", "OneLevelNGramStorage", "ParallelConfig", "Plan", "PromptLookup",
+    "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel", "SpecSeq2SeqOutput", "SpecTrainer",
+    "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN", "Traversal", "Typical", "Unadjusted",
+    "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "fuzzy_from", "generate", "load_head",
+    "patch", "token_counts", "unpatch",
 ]  # fmt: skip

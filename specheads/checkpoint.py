@@ -23,6 +23,7 @@ from specheads.fingerprint import fingerprint
 from specheads.heads import HEADS, HeadConfig
 from specheads.hub import commit_of, may_be_repository
 from specheads.hub import options as hub_options
+from specheads.joint import JointConfig, attach, is_adapter
 
 if TYPE_CHECKING:
     from specheads.convert import SpecConfig, SpecModel
@@ -68,8 +69,16 @@ def head_tensors(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.detach().to("cpu").contiguous() for name, t in state_dict.items() if name.startswith("head.")}
 
 
+def adapter_tensors(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same of the adapters that were trained with it, `base.…lora_…`."""
+    return {name: t.detach().to("cpu").contiguous() for name, t in state_dict.items() if is_adapter(name)}
+
+
 def misfits(tensors: dict[str, Tensor], config: HeadConfig) -> str:
     """How `tensors` differ from what a head of these options holds, by name; "" where they do not."""
+    claimed = max(getattr(config, name, None) or 0 for name in ("num_layers", "num_heads"))
+    if claimed > max(64, len(tensors)):  # else a claim of a billion layers would be built before it is found to be none
+        return f"{claimed} layers or heads cannot be made up of {len(tensors)} tensors"
     with torch.device("meta"):  # sizes only: nothing is allocated for what a file claims
         own = {f"head.{name}": t for name, t in HEADS[config.kind](config).state_dict().items()}
     missing, unexpected = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
@@ -101,6 +110,10 @@ def save(model: SpecModel, directory: Any, state_dict: dict[str, Tensor] | None 
             "state_dict=accelerator.get_state_dict(model); DeepSpeed ZeRO-3: "
             "stage3_gather_16bit_weights_on_model_save: true"
         )
+    if model.joint is not None:
+        tensors |= adapter_tensors(state_dict)
+        if missing := sorted(set(model.head_state_dict()) - set(tensors)):
+            raise CheckpointError(f"the state dict to save does not hold the adapters {', '.join(missing[:4])}")
     _refuse_other_models(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = model.config.to_diff_dict()
@@ -136,15 +149,19 @@ def load(
     base: PreTrainedModel | str | os.PathLike[str] | None = None,
     config: SpecConfig | None = None,
     dtype: torch.dtype | str | None = None,
+    allow_pickle: bool = False,
     **kwargs: Any,
 ) -> SpecModel:
-    """Base + head from a directory or hub id. Raises CheckpointError with what is wrong and where.
+    """Base + head from a directory or hub id, in the form of this library or one of specheads.formats. Raises
+    CheckpointError with what is wrong and where.
 
     dtype: of both, and of the head alone beside a base that is in memory; by default each has the one it was saved
     in. config: of the checkpoint, as Auto classes pass it; only its attention implementation counts, since the
-    weights file says itself what it holds. Other arguments go to the loading of the base.
+    weights file says itself what it holds. allow_pickle: read a foreign form's pickles too, as tensors and nothing
+    else. Other arguments go to the loading of the base.
     """
-    from specheads.convert import SpecModel, build_head, unwrapped
+    from specheads.convert import SpecConfig, SpecModel, build_head, unwrapped
+    from specheads.formats.importing import detect
 
     hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if kwargs.get(name) is not None}
     for name in (*_HUB_OPTIONS, "_from_auto", "adapter_kwargs"):  # of the head's repository, not of the base's
@@ -155,13 +172,16 @@ def load(
     if config is not None and config._attn_implementation:
         kwargs.setdefault("attn_implementation", config._attn_implementation)
 
+    options = {"dtype": wanted_dtype or "auto", **kwargs}
+    if (foreign := detect(source, hub, allow_pickle)) is not None:
+        recorded = SpecConfig(base_model_name_or_path=foreign.base_name)
+        model = foreign.model(unwrapped(_base_beside(source, base, recorded, Path(), hub, options)))
+        if wanted_dtype is not None:
+            model.head.to(wanted_dtype)
+        return model.eval()
     saved = read(source, **hub)
     recorded, as_recorded = saved.config, base is None
-    if base is None or isinstance(base, str | os.PathLike):
-        base = _load_base(source, base, recorded, saved.folder, hub, dtype=wanted_dtype or "auto", **kwargs)
-    elif ignored := sorted(name for name, value in kwargs.items() if value):
-        raise ValueError(f"{ignored} would have no effect on a base that is in memory already")
-    base = unwrapped(base)
+    base = unwrapped(_base_beside(source, base, recorded, saved.folder, hub, options))
     check_base(recorded, fingerprint(base), source)
 
     # What is saved from here on sits on this base; a local name in the file is relative to the file.
@@ -169,14 +189,27 @@ def load(
     recorded.base_revision = commit_of(base) or (recorded.base_revision if as_recorded else None)
     recorded.base_fingerprint = fingerprint(base)
     recorded.name_or_path = str(source)
+    if recorded.joint is not None:
+        attach(base, JointConfig.of(recorded.joint))
+        restore_adapters(base, adapter_tensors(saved.tensors), wanted_dtype, source)
     model = SpecModel(recorded, base, build_head(saved.head, base))
     place = next(model.head.parameters()).device
     # Copied: a tensor read from a safetensors file is a view of the file, which may be written to later.
-    copies = {name.removeprefix("head."): t.to(place, copy=True) for name, t in saved.tensors.items()}
+    copies = {name.removeprefix("head."): t.to(place, copy=True) for name, t in head_tensors(saved.tensors).items()}
     model.head.load_state_dict(copies, strict=True, assign=True)
     if wanted_dtype is not None:
         model.head.to(wanted_dtype)
     return model.eval()
+
+
+def restore_adapters(base: PreTrainedModel, tensors: dict[str, Tensor], dtype: torch.dtype | None, source: Any) -> None:
+    """In that dtype, None for the one they were saved in. CheckpointError where they do not fit the base's."""
+    own = {f"base.{name}": parameter for name, parameter in base.named_parameters() if is_adapter(name)}
+    wrong = sorted(set(own) ^ set(tensors)) or [n for n, t in tensors.items() if t.shape != own[n].shape]
+    if wrong:
+        raise CheckpointError(f"{source}: its adapters do not fit the base: {', '.join(wrong[:4])}")
+    for name, tensor in tensors.items():
+        own[name].data = tensor.to(own[name].device, dtype or tensor.dtype, copy=True)
 
 
 def check_base(config: SpecConfig, own: dict[str, Any], source: Any) -> None:
@@ -196,6 +229,17 @@ def check_base(config: SpecConfig, own: dict[str, Any], source: Any) -> None:
             "%s was trained for %s, whose weights differ from this base's: the text will be right, but fewer drafts "
             "will be accepted than its card says", source, config.base_model_name_or_path or "another base",
         )  # fmt: skip
+
+
+def _base_beside(
+    source: Any, base: Any, config: SpecConfig, folder: Path, hub: dict[str, Any], options: dict[str, Any]
+) -> PreTrainedModel:
+    """The base in memory, which takes no options but the dtype of the head, or the one named here or there, loaded."""
+    if base is None or isinstance(base, str | os.PathLike):
+        return _load_base(source, base, config, folder, hub, **options)
+    if ignored := sorted(name for name, value in options.items() if value and name != "dtype"):
+        raise ValueError(f"{ignored} would have no effect on a base that is in memory already")
+    return base
 
 
 def _load_base(
@@ -258,7 +302,9 @@ def read(source: Any, **hub: Any) -> SavedHead:
     config = SpecConfig.from_dict(stored)
     try:
         head = config.head_config()
-        differing = misfits(tensors, head)
+        joint = None if config.joint is None else JointConfig.of(config.joint)
+        beside = adapter_tensors(tensors) if joint else {}
+        differing = misfits({name: t for name, t in tensors.items() if name not in beside}, head)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source}: its config does not describe a head this version knows: {error}") from error
     if differing:
@@ -271,7 +317,7 @@ def _parsed(text: str | bytes, where: Any) -> dict[str, Any]:
 
     try:
         stored = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # nested deeper than any config
         raise CheckpointError(f"{where} is not JSON ({error}); copy or save the checkpoint again") from error
     kind = stored.get("model_type") if isinstance(stored, dict) else None
     if kind != SpecConfig.model_type:
@@ -279,7 +325,7 @@ def _parsed(text: str | bytes, where: Any) -> dict[str, Any]:
             f"{where} is not the config of a draft head (model_type={kind!r}); a base model is given a head with "
             "specheads.convert()"
         )
-    wrong = [name for name in ("head", "base_fingerprint") if not isinstance(stored.get(name) or {}, dict)]
+    wrong = [name for name in ("head", "base_fingerprint", "joint") if not isinstance(stored.get(name) or {}, dict)]
     if wrong:
         raise CheckpointError(f"{where}: {wrong[0]} should be a table of options, not {stored[wrong[0]]!r}")
     return stored

@@ -1,4 +1,4 @@
-"""Names of models on the Hugging Face hub: which could be one at all, and whether the hub can be reached."""
+"""The Hugging Face hub: which names could be on it, whether it can be reached, and putting a folder there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 from huggingface_hub.file_download import repo_folder_name
 from transformers import PreTrainedModel
 
@@ -36,6 +36,26 @@ def _resolves() -> bool:
     except OSError:
         return False
     return True
+
+
+def upload(
+    folder: Path, repo_id: str, *, commit_message: str | None = None, private: bool | None = None,
+    token: bool | str | None = None, revision: str | None = None, create_pr: bool = False,
+) -> str:  # fmt: skip
+    """Put the files of a folder into a repository of the hub, made if it is not there; returns the commit's address.
+
+    A model card that stands there already is left alone.
+    """
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    kept = ["README.md"] if api.file_exists(repo_id, "README.md") else None
+    if revision is not None and not revision.startswith("refs/pr"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    done = api.upload_folder(
+        repo_id=repo_id, folder_path=folder, commit_message=commit_message or "Upload a draft head",
+        revision=revision, create_pr=create_pr, ignore_patterns=kept,
+    )  # fmt: skip
+    return str(done)
 
 
 def commit_of(model: PreTrainedModel) -> str | None:

@@ -2,14 +2,14 @@
 
 A position u of a text asks for the token behind it, x[u+1]. The draft of it at depth s (0 the first) started at
 position u − 1 − s, where the head had seen the text up to and with the token behind that.
-Shapes: B batch rows, T positions, R supervised positions, S depths, C positions of a chunk, V vocabulary, Vd draft
-vocabulary, H hidden.
+Shapes: B batch rows, T positions, R supervised positions, D depths, S drafts of a position, C positions of a chunk,
+V vocabulary, Vd draft vocabulary, H hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,47 +25,66 @@ Project = Callable[[Tensor, int], Tensor]  # rows of depth s (C, H) → draft lo
 class Asked:
     """The supervised positions of a batch and where their drafts started.
 
-    positions (R,), tokens (R,) the one asked for, starts (R, S), valid (R, S): did a draft of that depth start in the
-    same document? All indices into the batch laid flat, of `size` = B · T positions.
+    positions (R,), tokens (R,) the one asked for, starts (R, S) and depths (R, S) of its drafts, weights (R, S): how
+    many drafts each stands for, 0 where none of that depth started in the same document. Positions and starts are
+    indices into the batch laid flat, of `size` = B · T positions. num_depths: D.
     """
 
     positions: Tensor
     tokens: Tensor
     starts: Tensor
-    valid: Tensor
+    depths: Tensor
+    weights: Tensor
     size: int
+    num_depths: int
 
     @classmethod
     def of(cls, tokens: Tensor, supervised: Tensor, documents: Tensor, depths: int) -> Asked:
-        """tokens, supervised (by the token that is predicted) and documents (B, T); document 0 is padding."""
+        """A position's drafts of every depth, S = D. tokens, supervised (by the token that is predicted) and documents
+        (B, T); document 0 is padding."""
         batch, length = tokens.shape
         asked = supervised[:, 1:] & (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] > 0)
         row, column = asked.nonzero(as_tuple=True)
-        back = column.unsqueeze(1) - 1 - torch.arange(depths, device=tokens.device)  # (R, S)
+        depth = torch.arange(depths, device=tokens.device).expand(len(row), -1)
+        back = column.unsqueeze(1) - 1 - depth  # (R, S)
         same = documents[row.unsqueeze(1), back.clamp_min(0)] == documents[row, column].unsqueeze(1)
         starts = row.unsqueeze(1) * length + back.clamp_min(0)
-        return cls(row * length + column, tokens[row, column + 1], starts, same & (back >= 0), batch * length)
+        weights = (same & (back >= 0)).float()
+        return cls(row * length + column, tokens[row, column + 1], starts, depth, weights, batch * length, depths)
+
+    @classmethod
+    def of_the_base(cls, tokens: Tensor, supervised: Tensor, documents: Tensor) -> Asked:
+        """The base itself, which speaks of the token behind a position from there."""
+        asked = cls.of(tokens, supervised, documents, 1)
+        return replace(asked, starts=asked.positions.unsqueeze(1), weights=torch.ones_like(asked.weights))
+
+    @property
+    def valid(self) -> Tensor:
+        """(R, S) is there such a draft?"""
+        return self.weights > 0
 
     def rows(self, values: Tensor, depth: int) -> Tensor:
         """(B, T, …) by the position where drafts start → (R, …) by the position they speak of."""
         return values.flatten(0, 1)[self.starts[:, depth]]
 
     def by_start(self, values: Tensor) -> Tensor:
-        """(R, S) by the position spoken of → (R', S): one row for each start all of whose S drafts are asked for."""
+        """(R, S) by the position spoken of → (R', D): one row for each start all of whose D drafts are asked for."""
         filled = self.laid(torch.ones_like(values, dtype=torch.bool))
         return self.laid(values)[filled.all(1)]
 
     def laid(self, values: Tensor) -> Tensor:
-        """(R, S) by the position spoken of → (B · T, S) by start; 0 where no such draft is asked for."""
-        place = torch.where(self.valid, self.starts, self.size)
-        return values.new_zeros(self.size + 1, values.shape[1]).scatter(0, place, values)[:-1]
+        """(R, S) by the position spoken of → (B · T, D) by start; 0 where no such draft is asked for."""
+        count = self.size * self.num_depths
+        place = torch.where(self.valid, self.starts * self.num_depths + self.depths, count)
+        laid = values.new_zeros(count + 1).scatter(0, place.flatten(), values.flatten())
+        return laid[:-1].view(self.size, self.num_depths)
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """total: Σ of weighted losses; depths (S,): the unweighted Σ of each; ranks (R', S) int64 and overlaps (R', S), or
-    None: of each start, the rank of the base's token in each draft (−1 outside the draft vocabulary) and
-    α = Σ min(p, q); alphas (R, S): the same α by the position asked for."""
+    """total: Σ of weighted losses; depths (D,): Σ of each without the weights of depths; ranks (R', D) int64 and
+    overlaps (R', D), or None: of each start, the rank of the base's token in each draft (−1 outside the draft
+    vocabulary) and α = Σ min(p, q); alphas (R, S): the same α by the position asked for."""
 
     total: Tensor
     depths: Tensor
@@ -104,9 +123,10 @@ class Objective:
         vocab_size: int,
         overlaps: bool = False,
     ) -> Scores:
-        """rows: of each depth (R, H); parameters: what `project` is differentiable in besides them."""
+        """rows: of each of the S drafts (R, H); parameters: what `project` is differentiable in besides them."""
         chunk = rows_of_chunk(vocab_size, rows[0].device)
         weights = self._weights(asked, rows, project, draft, chunk)
+        trained = (weights > 0).any(0).tolist()  # the others are only scored
         hard = dict(self.loss).get(HARD, 0.0)
         soft = [(LAW_LOSSES[name], weight) for name, weight in self.loss if name != HARD]
 
@@ -116,9 +136,8 @@ class Objective:
             if draft is not None:
                 best, token = draft.place[best], draft.place[token]
             total = chunks[0].new_zeros((), dtype=weights.dtype)
-            sums, ranks, alphas = [], [], []
-            for s, chunk in enumerate(chunks):
-                learnt = self.depth_weights[s] > 0
+            losses, ranks, alphas = [], [], []
+            for s, (chunk, learnt) in enumerate(zip(chunks, trained, strict=True)):
                 with torch.set_grad_enabled(learnt and torch.is_grad_enabled()):
                     logits = wide(project(chunk, s))
                     log_q = logits.log_softmax(-1)
@@ -137,23 +156,22 @@ class Objective:
                     terms = torch.stack([weight * function(mapped, law.log_p) for function, weight in soft])
                     loss = loss + torch.where(best >= 0, terms.sum(0), 0)
                 total = total + (loss * weights[here, s]).sum()
-                sums.append((loss.detach() * asked.valid[here, s]).sum())
+                losses.append(loss.detach())
             stacked = (torch.stack(alphas, 1),) if overlaps else ()
-            return total, (torch.stack(sums).unsqueeze(0), torch.stack(ranks, 1), *stacked)
+            return total, (torch.stack(losses, 1), torch.stack(ranks, 1), *stacked)
 
-        total, (sums, ranks, *more) = chunked_sum(compute, rows, parameters, chunk)
+        total, (losses, ranks, *more) = chunked_sum(compute, rows, parameters, chunk)
         alphas = more[0] if more else None
-        return Scores(
-            total, sums.sum(0), asked.by_start(ranks), None if alphas is None else asked.by_start(alphas), alphas
-        )
+        depths = asked.laid(losses * asked.weights).sum(0)
+        return Scores(total, depths, asked.by_start(ranks), None if alphas is None else asked.by_start(alphas), alphas)
 
     @torch.no_grad()
     def _weights(
         self, asked: Asked, rows: Sequence[Tensor], project: Project, draft: DraftIds | None, chunk: int
     ) -> Tensor:
         """(R, S) of each draft's loss."""
-        depth = torch.tensor(self.depth_weights, dtype=wide(rows[0]).dtype, device=rows[0].device)
-        weights = asked.valid * depth
+        of_depth = torch.tensor(self.depth_weights, dtype=wide(rows[0]).dtype, device=rows[0].device)
+        weights = asked.weights * of_depth[asked.depths]
         if self.pace is None:
             return weights
         token = asked.tokens if draft is None else draft.place[asked.tokens]
@@ -167,7 +185,7 @@ class Objective:
 
         _, (chances,) = chunked_sum(chance, rows, (), chunk)
         # By start: depth j of a draft weighs what all its deeper ones stand to gain.
-        return weights * position_weights(asked.laid(chances), self.pace).gather(0, asked.starts)
+        return weights * position_weights(asked.laid(chances), self.pace)[asked.starts, asked.depths]
 
 
 def rows_of_chunk(width: int, device: torch.device) -> int:

@@ -12,10 +12,12 @@ from typing import Any
 import yaml
 
 from specheads.data import DataConfig
-from specheads.heads import HeadConfig
+from specheads.heads import HEADS, HeadConfig
 from specheads.heads.naming import head_config
+from specheads.joint import JointConfig
 from specheads.launch import LaunchConfig
 from specheads.options import refuse_unknown
+from specheads.parity import ParityConfig
 
 
 class RecipeError(ValueError):
@@ -31,6 +33,7 @@ _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
+RECIPE = "recipe.yaml"  # what a run leaves of it in its output folder
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -43,7 +46,8 @@ class Recipe:
     base, data and their options: those are not read then. head: {kind: …, options}. init_from: a head checkpoint to go
     on from, instead of a new head. training: SpecTrainingArguments by name; resume_from_checkpoint: auto is the last
     one in output_dir, if any. early_stopping: evaluations without a better training.metric_for_best_model before the
-    run ends. launch: what the launcher is expected to have started.
+    run ends. launch: what the launcher is expected to have started. parity: the comparison with real decoding that
+    ends the run; parity.prompts=0 leaves it out. lora: adapters on the base that learn with the head, see JointConfig.
     """
 
     training: dict[str, Any]
@@ -57,6 +61,8 @@ class Recipe:
     init_from: str | None = None
     early_stopping: int | None = None
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    parity: ParityConfig = field(default_factory=ParityConfig)
+    lora: JointConfig | None = None
 
     def __post_init__(self) -> None:
         if self.features is not None and (not isinstance(self.features, str) or not self.features):
@@ -71,8 +77,24 @@ class Recipe:
                 "give either head (a new one: head.kind=eagle3) or init_from (a head checkpoint to go on from), not "
                 + ("neither" if self.head is None else "both; with init_from write head=null")
             )
+        if self.lora is not None and self.init_from is not None:
+            raise RecipeError(
+                "lora puts new adapters on a base; with init_from those of that checkpoint are trained on"
+            )
         if not self.training.get("output_dir"):
             raise RecipeError("training.output_dir is missing: give the folder the head is saved to")
+
+    def to_yaml(self) -> str:
+        """The recipe of the same run, without what is left to defaults; rows that no file holds cannot be in it."""
+
+        def changed(section: Any) -> dict[str, Any]:
+            given = {f.name: (getattr(section, f.name), f.default) for f in dataclasses.fields(section)}
+            return {name: value for name, (value, usual) in given.items() if value != usual and _plain(value)}
+
+        options = {**changed(self), "head": None if self.head is None else self.head.to_dict()}
+        options |= {name: changed(getattr(self, name)) for name in ("data", "launch", "parity")}
+        options["training"] = {name: value for name, value in self.training.items() if _plain(value)}
+        return yaml.safe_dump({name: value for name, value in options.items() if value}, sort_keys=False)
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Recipe:
@@ -85,13 +107,18 @@ class Recipe:
             for name in ("training",) if options.get("features") else ("base", "data", "training"):
                 if options.get(name) is None:
                     raise RecipeError(f"{name} is missing: set it in the recipe or as {name}=…")
-            sections = {name: _section(name, options.get(name)) for name in ("data", "training", "launch", "head")}
+            sections = {
+                name: _section(name, options.get(name))
+                for name in ("data", "training", "launch", "parity", "head", "lora")
+            }
             return cls(
                 **{key: value for key, value in options.items() if key not in (*sections, "base")},
                 base=options.get("base") or "",
                 data=DataConfig.from_dict(sections["data"]) if options.get("data") is not None else None,
                 training=_training(sections["training"]),
                 launch=LaunchConfig.from_dict(sections["launch"]),
+                parity=ParityConfig.from_dict(sections["parity"]),
+                lora=JointConfig.of(sections["lora"]) if options.get("lora") is not None else None,
                 head=_head(sections["head"]) if options.get("head") is not None else None,
             )
         except RecipeError:
@@ -136,6 +163,12 @@ def _copied(value: Any) -> Any:
     return value
 
 
+def _plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_plain, value.values()))
+    return isinstance(value, str | int | float | None) or (isinstance(value, list | tuple) and all(map(_plain, value)))
+
+
 def parse_yaml(text: str, name: str) -> Any:
     """The value of a YAML text; RecipeError, which begins with its name, where it is none."""
     try:
@@ -154,7 +187,7 @@ def _section(name: str, value: Any) -> dict[str, Any]:
 
 def _head(options: dict[str, Any]) -> HeadConfig:
     if "kind" not in options:
-        raise RecipeError("head.kind is missing: medusa, eagle or eagle3")
+        raise RecipeError(f"head.kind is missing: give one of {', '.join(HEADS)}")
     kind = options.pop("kind")
     return head_config(kind, options)
 

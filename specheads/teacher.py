@@ -6,6 +6,7 @@ X outcomes a law is compared over, K likeliest tokens kept.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -60,8 +61,10 @@ class Law(Protocol):
 
 
 class Teacher(Protocol):
+    """Positions (R,) are indices into the batch laid flat."""
+
     def law(self, positions: Tensor, draft: DraftIds | None) -> Law:
-        """At positions (R,), as indices into the batch laid flat, renormalised over the draft vocabulary."""
+        """Renormalised over the draft vocabulary, and without gradients."""
         ...
 
 
@@ -87,33 +90,50 @@ class FullLaw:
         return log_q
 
 
-@dataclass(frozen=True, slots=True)
-class WholeLogits:
-    """From the base's own logits (B · T, V), where more stands behind its last hidden state than `logits_of`."""
+class LiveTeacher(ABC):
+    """A base that is in memory, whose law can be learnt from and, where it is trained too, differentiated."""
 
-    logits: Tensor
+    @abstractmethod
+    def rows(self, positions: Tensor) -> Tensor:
+        """What the base says at positions (R,), as `project` takes it."""
 
+    @abstractmethod
+    def project(self, rows: Tensor) -> Tensor:
+        """→ logits (R, V)."""
+
+    @torch.no_grad()
     def logits_at(self, positions: Tensor) -> Tensor:
-        return self.logits[positions]
+        return self.project(self.rows(positions))
 
     def law(self, positions: Tensor, draft: DraftIds | None) -> FullLaw:
         return FullLaw.of(self.logits_at(positions), draft)
 
 
 @dataclass(frozen=True, slots=True)
-class LastHidden:
+class WholeLogits(LiveTeacher):
+    """From the base's own logits (B · T, V), where more stands behind its last hidden state than `logits_of`."""
+
+    logits: Tensor
+
+    def rows(self, positions: Tensor) -> Tensor:
+        return self.logits[positions]
+
+    def project(self, rows: Tensor) -> Tensor:
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class LastHidden(LiveTeacher):
     """From the base's last hidden states (B · T, H) and its output matrix: no logits but those asked for."""
 
     hidden: Tensor
     lm_head: Callable[[Tensor], Tensor]
 
-    @torch.no_grad()
-    def logits_at(self, positions: Tensor) -> Tensor:
-        return self.lm_head(self.hidden[positions])
+    def rows(self, positions: Tensor) -> Tensor:
+        return self.hidden[positions]
 
-    @torch.no_grad()
-    def law(self, positions: Tensor, draft: DraftIds | None) -> FullLaw:
-        return FullLaw.of(self.logits_at(positions), draft)
+    def project(self, rows: Tensor) -> Tensor:
+        return self.lm_head(rows)
 
 
 NEVER = -1e30  # log-chance of what does not happen: finite, since 0 · −∞ is no number
@@ -216,7 +236,7 @@ def packed_mask(base: PreTrainedModel, documents: Tensor, position_ids: Tensor) 
 
 def tapped(
     base: Any, input_ids: Tensor, attention_mask: Any, position_ids: Tensor, layers: tuple[int, ...]
-) -> tuple[Tensor, Teacher]:
+) -> tuple[Tensor, LiveTeacher]:
     """One pass of the base over input_ids (B, T): the tapped layers (B, T, F), and its law."""
     remade = gives_logits(base)
     out = (decoder_of(base) if remade else base)(

@@ -18,8 +18,10 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from specheads.checkpoint import CheckpointError
 from specheads.convert import SpecModel, SpecOutput
-from specheads.metrics import TrainingMeter
+from specheads.joint import is_adapter
+from specheads.metrics import AcceptanceMeter, TrainingMeter
 from specheads.optim import MuonAdamW, parameter_groups
+from specheads.planner import StaticTree
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 
@@ -83,7 +85,8 @@ class SpecTrainer(Trainer):
     """Trains the head of a SpecModel.
 
     Logs accepted_length, accuracy_depth_k and the head's loss terms, over everything since the last log; evaluations
-    report them as eval_…, exact over the whole evaluation set. The loss of a step is that of its global batch: a mean
+    report them as eval_…, exact over the whole evaluation set, and those that metrics.AcceptanceMeter makes of the
+    head's tree and of sampling. The loss of a step is that of its global batch: a mean
     over all supervised tokens, whatever the micro-batches and processes it was cut into.
     """
 
@@ -115,6 +118,7 @@ class SpecTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:  # fmt: skip
         tokens = supervised_tokens(inputs)
+        self.accelerator.unwrap_model(model).progress = self.state.global_step / max(1, self.state.max_steps)
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         divisor = tokens.clamp_min(1) if num_items_in_batch is None else num_items_in_batch
         self._training_meter.add(outputs.ranks, outputs.terms or {}, divisor, tokens)
@@ -133,18 +137,23 @@ class SpecTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _report(self, meter: TrainingMeter) -> dict[str, float]:
-        return TrainingMeter.combined(gather_object([meter.state()]))
+        return TrainingMeter.combined(gather_object([meter.state()]), meter.acceptance.tree)
 
     def evaluation_loop(
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, ignore_keys: Any = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:  # fmt: skip
-        self._evaluation_meter = TrainingMeter()
+        self._evaluation_meter = TrainingMeter(AcceptanceMeter(self._scored_tree()))
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         assert output.metrics is not None
         for name, value in self._report(self._evaluation_meter).items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output
+
+    def _scored_tree(self) -> StaticTree | None:
+        """The tree the head will draft, where its shape is fixed."""
+        plan = self.accelerator.unwrap_model(self.model).head.default_plan(self.args.device, do_sample=False)
+        return plan if isinstance(plan, StaticTree) else None
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -156,7 +165,7 @@ class SpecTrainer(Trainer):
         assert outputs.loss is not None
         loss = outputs.loss.detach()
         terms = {"loss": loss, **(outputs.terms or {})}
-        self._evaluation_meter.add(outputs.ranks, terms, tokens.clamp_min(1), tokens)
+        self._evaluation_meter.add(outputs.ranks, terms, tokens.clamp_min(1), tokens, outputs.overlaps)
         return loss, None, None
 
     def _without_repeats(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -223,7 +232,7 @@ class SpecTrainer(Trainer):
             model.save_pretrained(output_dir or self.args.output_dir, state_dict=state_dict)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        missing = [name for name in load_result.missing_keys if name.startswith("head.")]
+        missing = [name for name in load_result.missing_keys if name.startswith("head.") or is_adapter(name)]
         if missing or load_result.unexpected_keys:
             raise CheckpointError(
                 f"the checkpoint does not fit this head: missing {missing}, unexpected {load_result.unexpected_keys}; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +25,17 @@ from transformers.integrations.deepspeed import (
     unset_hf_deepspeed_config,
 )
 
-from specheads import launch
+from specheads import curves, launch
 from specheads.convert import SpecModel, convert, load_head
 from specheads.data import Collator, build_datasets, token_counts
 from specheads.heads.vocabulary import DraftVocabulary
-from specheads.recipe import Recipe, RecipeError
+from specheads.parity import Parity, ParityConfig, compare, prompts_of
+from specheads.recipe import RECIPE, Recipe, RecipeError
 from specheads.trainer import SpecTrainer, SpecTrainingArguments
 
 RESULTS = "results.json"
+SHARDED = ("fsdp", "fsdp2", "zero3")  # no process has the whole model
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -40,9 +44,12 @@ class Run:
 
     trainer: SpecTrainer
     checkpoint: str | None
+    parity: ParityConfig
+    recipe: Recipe
 
     def train(self) -> dict[str, float]:
-        """Train, evaluate where there is something held out, save the head, and return the final metrics."""
+        """Train, evaluate where there is something held out, save the head, compare it with real decoding, and return
+        the final metrics. ParityError, with everything saved, where decoding is not as training said."""
         trainer = self.trainer
         metrics = trainer.train(resume_from_checkpoint=self.checkpoint).metrics
         if trainer.eval_dataset is not None:
@@ -51,9 +58,36 @@ class Run:
         output = Path(trainer.args.output_dir)
         trainer.save_model(str(output))
         trainer.save_state()
+        parity = self._parity()
         if trainer.is_world_process_zero():
+            if parity is not None:
+                metrics |= {"parity_measured": parity.measured, "parity_simulated": parity.simulated}
+            (output / RECIPE).write_text(self.recipe.to_yaml(), "utf8")
             (output / RESULTS).write_text(json.dumps(metrics, indent=2, sort_keys=True) + "\n", "utf8")
+            curves.draw(output, trainer.state.log_history)
+        if parity is not None:
+            _log.warning("parity: %s", parity)
+            parity.refuse()
         return metrics
+
+    def _parity(self) -> Parity | None:
+        """On the first process; None on the others, and where nothing can be decoded."""
+        trainer, kind = self.trainer, launch.kind_of(self.trainer.accelerator)
+        parity = None
+        if trainer.is_world_process_zero() and self.parity.prompts:
+            if kind in SHARDED:
+                _log.warning(
+                    "parity: not compared, because %s has cut the model up; run `specheads parity %s --data ROWS`",
+                    kind, trainer.args.output_dir,
+                )  # fmt: skip
+            else:
+                model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+                rows: Any = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
+                parity = compare(model, prompts_of(rows, self.parity), self.parity)
+                if parity is None:
+                    _log.warning("parity: not compared, because no text was as long as a draft; give longer rows")
+        trainer.accelerator.wait_for_everyone()
+        return parity
 
     def summary(self, metrics: dict[str, float]) -> str:
         """One line on what train() gave."""
@@ -80,7 +114,7 @@ def prepare(recipe: Recipe) -> Run:
         model, arguments, train_dataset=train, eval_dataset=held_out, data_collator=collator, callbacks=callbacks
     )
     launch.check(recipe.launch, trainer.accelerator.num_processes, launch.kind_of(trainer.accelerator))
-    return Run(trainer, checkpoint)
+    return Run(trainer, checkpoint, recipe.parity, recipe)
 
 
 def live(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecModel, Any, Any, Any]:
@@ -153,7 +187,7 @@ def build_model(recipe: Recipe, train: Iterable[Any]) -> SpecModel:
         model.head.to(dtype)
     else:
         assert recipe.head is not None
-        model = convert(base, recipe.head, dtype=dtype)
+        model = convert(base, recipe.head, dtype=dtype, lora=recipe.lora)
         head = model.head
         if isinstance(head, DraftVocabulary) and head.target_ids is not None:
             head.set_draft_vocabulary(token_counts(train, len(head.t2d)), base)

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import typer
 
-from specheads_cli import chat, decode, features, measure, sweep, train
+from specheads_cli import chat, decode, features, formats, measure, sweep, train
 from specheads_cli.app import DEBUG, app
 
-__all__ = ["app", "chat", "decode", "features", "main", "measure", "run", "sweep", "train"]
+__all__ = ["app", "chat", "decode", "features", "formats", "main", "measure", "run", "sweep", "train"]
 
 
 def run(args: Sequence[str] | None = None) -> int:

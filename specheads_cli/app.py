@@ -23,8 +23,8 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto: the GPU 
 Tree = Annotated[
     str | None,
     typer.Option(
-        help="Draft tree: chain:DEPTH, comb:DEPTH[,WIDTH], dynamic:NODES,DEPTH,TOP_K, static[:NODES], sampled:2,2,1 "
-        "(default: the head's)."
+        help="Draft tree: chain:DEPTH, comb:DEPTH[,WIDTH], dynamic:NODES,DEPTH,TOP_K, best:NODES,DEPTH,WIDTH, "
+        "static[:NODES], sampled:2,2,1 (default: the head's)."
     ),
 ]
 Accept = Annotated[
@@ -72,4 +72,6 @@ def root(
       specheads sweep recipes/sweep_rules.yaml
       specheads calibrate out/head --data own.jsonl --save
       specheads info checkpoints/eagle3
+      specheads export out/head served --to vllm
+      specheads import downloaded/eagle3 out/head --base my/model
     """

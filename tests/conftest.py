@@ -11,7 +11,9 @@ from transformers.utils import logging as hf_logging
 from specheads import convert
 
 # They assert too, and pytest rewrites the asserts of test files alone.
-pytest.register_assert_rewrite("chats", "enumeration", "heads_on_disk", "replay", "seq2seq_models", "slow_heads")
+pytest.register_assert_rewrite(
+    "chats", "drafted", "enumeration", "heads_on_disk", "replay", "seq2seq_models", "slow_heads"
+)
 
 
 def tiny_llama(**options):

@@ -8,11 +8,13 @@ from conftest import tiny_llama
 
 from specheads.convert import convert
 
-KINDS = ("medusa", "eagle", "eagle3")
+KINDS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
 DEFAULTS = {
     "medusa": {"num_heads": 3, "num_layers": 2},
+    "hydra": {"num_heads": 3, "num_layers": 2},
     "eagle": {"metric_steps": 3, "noise": 0.0},
     "eagle3": {"steps": 3, "draft_vocab_size": 40},
+    "parallel": {"block_size": 3, "markov_rank": 4},
 }
 
 
@@ -79,11 +81,9 @@ def block_output(w, inputs, residuals, positions, heads=4, shared=2):
     return hidden + w["down_proj.weight"] @ (F.silu(w["gate_proj.weight"] @ x) * (w["up_proj.weight"] @ x))
 
 
-def block_weights(head):
+def block_weights(head, prefix="blocks.0."):
     return {
-        name.removeprefix("blocks.0."): p
-        for name, p in head.state_dict(keep_vars=True).items()
-        if name.startswith("blocks.0.")
+        name.removeprefix(prefix): p for name, p in head.state_dict(keep_vars=True).items() if name.startswith(prefix)
     }
 
 
@@ -138,6 +138,37 @@ def slow_medusa(model, row):
     return total, ranks
 
 
+def slow_hydra(model, row):
+    ids, labels = row["input_ids"], row["labels"]
+    features, out = taps(model, ids)
+    w = model.head.state_dict(keep_vars=True)
+    embedded = model.base.get_input_embeddings().weight
+    drafted = (torch.arange(len(w["d2t"])) + w["d2t"]).tolist()
+    if model.head.config.prefix_layer:
+        block = block_weights(model.head, "prefix.block.")
+        normed = [rms_norm(f, w["prefix.input_layernorm.weight"]) for f in features]
+        mixed = [block_output(block, normed[: i + 1], features[: i + 1], range(i + 1)) for i in range(len(ids))]
+        features = [rms_norm(x, w["prefix.norm.weight"]) for x in mixed]
+    total, ranks = 0.0, {}
+    for i in range(len(ids)):
+        for k in range(3):
+            if i + 2 + k >= len(ids) or labels[i + 2 + k] == -100:
+                continue
+            wide = torch.cat([features[i], *(embedded[ids[i + 1 + j]] for j in range(k + 1))])
+            first = f"blocks.{k}.0"
+            x = w[f"{first}.res_connection.weight"] @ wide + w[f"{first}.res_connection.bias"]
+            x = x + F.silu(w[f"{first}.linear.weight"] @ wide + w[f"{first}.linear.bias"])
+            x = x + F.silu(w[f"blocks.{k}.1.linear.weight"] @ x + w[f"blocks.{k}.1.linear.bias"])
+            logits = w[f"lm_heads.{k}.weight"] @ x + w[f"lm_heads.{k}.bias"]
+            teacher = out.logits[0, i + 1 + k]
+            best = int(teacher.argmax())
+            ranks[i, k] = -1
+            if best in drafted:
+                total = total + soft_ce(logits, teacher[drafted])
+                ranks[i, k] = int((logits > logits[drafted.index(best)]).sum())
+    return total, ranks
+
+
 def slow_eagle(model, row):
     ids, labels = row["input_ids"], row["labels"]
     features, out = taps(model, ids)
@@ -184,4 +215,76 @@ def slow_eagle3(model, row):
     return total, ranks
 
 
-SLOW = {"medusa": slow_medusa, "eagle": slow_eagle, "eagle3": slow_eagle3}
+def slow_block(model, ids, features, anchor, count):
+    """What the slots of a block behind ids[:anchor + 1] come out as, before the bias: `count` vectors (H,)."""
+    w, config = model.head.state_dict(keep_vars=True), model.head.config
+    embedded = model.base.get_input_embeddings().weight
+    context = [rms_norm(w["fc.weight"] @ f, w["hidden_norm.weight"]) for f in features[:anchor]]
+    mask = w["mask_embedding"] if config.mask_token_id is None else embedded[config.mask_token_id]
+    hidden = [embedded[ids[anchor]], *[mask] * (count - 1)]
+    for n in range(config.num_layers):
+        part = {name.removeprefix(f"decoder.{n}."): p for name, p in w.items() if name.startswith(f"decoder.{n}.")}
+        size = len(part["q_norm.weight"])
+        normed = [rms_norm(h, part["input_layernorm.weight"]) for h in hidden]
+        after = []
+        for j in range(count):
+            read = [*context, *(normed[: j + 1] if config.causal else normed)]
+            mixed = []
+            for h in range(4):
+                own = slice(h * size, (h + 1) * size)
+                shared = slice(h // 2 * size, (h // 2 + 1) * size)
+                query = turned(rms_norm((part["q_proj.weight"] @ normed[j])[own], part["q_norm.weight"]), anchor + j)
+                keys = [rms_norm((part["k_proj.weight"] @ x)[shared], part["k_norm.weight"]) for x in read]
+                scores = [query @ turned(key, at) / math.sqrt(size) for at, key in enumerate(keys)]
+                weights = torch.stack(scores).softmax(0)
+                mixed.append(sum(a * (part["v_proj.weight"] @ x)[shared] for a, x in zip(weights, read, strict=True)))
+            x = hidden[j] + part["o_proj.weight"] @ torch.cat(mixed)
+            y = rms_norm(x, part["post_attention_layernorm.weight"])
+            after.append(
+                x + part["down_proj.weight"] @ (F.silu(part["gate_proj.weight"] @ y) * (part["up_proj.weight"] @ y))
+            )
+        hidden = after
+    return [rms_norm(h, w["norm.weight"]) for h in hidden]
+
+
+def slow_slot(model, hidden, before):
+    """A slot's logits behind the token before it, and what its confidence says, as a logit."""
+    w = model.head.state_dict(keep_vars=True)
+    logits = w.get("lm_head.weight", model.base.lm_head.weight) @ hidden
+    if "markov_embed.weight" in w:
+        state = w["markov_embed.weight"][before]
+        logits, hidden = logits + w["markov_lm_head.weight"] @ state, torch.cat([hidden, state])
+    return logits, w["confidence.weight"][0] @ hidden + w["confidence.bias"][0] if "confidence.weight" in w else None
+
+
+def slow_parallel(model, row, anchors=None):
+    ids, labels, config = row["input_ids"], row["labels"], model.head.config
+    features, out = taps(model, ids)
+    drafted = (torch.arange(len(model.head.d2t)) + model.head.d2t).tolist()
+    total, ranks = 0.0, {}
+    for anchor in range(1, len(ids) - 1) if anchors is None else anchors:
+        if labels[anchor + 1] == -100:
+            continue
+        for j, hidden in enumerate(slow_block(model, ids, features, anchor, config.block_size)):
+            if anchor + 1 + j >= len(ids) or labels[anchor + 1 + j] == -100:
+                break
+            logits, sure = slow_slot(model, hidden, ids[anchor + j])
+            teacher = out.logits[0, anchor + j]
+            best, q, p = int(teacher.argmax()), logits.softmax(0), teacher[drafted].softmax(0)
+            if best in drafted:
+                total = total + config.decay**j * (p * (p / q).log()).sum()
+            if sure is not None:
+                alpha = torch.minimum(q, teacher.softmax(0)[drafted]).sum().detach()
+                chance = torch.sigmoid(sure)
+                total = total - config.decay**j * (alpha * chance.log() + (1 - alpha) * (1 - chance).log())
+            ranks[anchor - 1, j] = int((logits > logits[drafted.index(best)]).sum()) if best in drafted else -1
+    return total, ranks
+
+
+SLOW = {
+    "medusa": slow_medusa,
+    "hydra": slow_hydra,
+    "eagle": slow_eagle,
+    "eagle3": slow_eagle3,
+    "parallel": slow_parallel,
+}

@@ -234,7 +234,7 @@ class Compared(Cascade):
         return tree
 
 
-@pytest.fixture(scope="module", params=["medusa", "eagle3"])
+@pytest.fixture(scope="module", params=["medusa", "hydra", "eagle3"])
 def headed(request):
     return convert(tiny_llama(num_hidden_layers=3), request.param)
 
@@ -272,7 +272,8 @@ def test_a_lenient_head_asks_ngrams_again_behind_its_own_token():
     class Told(Cascade):
         def propose(self, context, sampler, plan):
             text, head = list(context.history[0]), self.drafts[0]
-            laws[:] = [law[0].softmax(-1) for law in head(context.newest(context.features))]
+            newest = context.newest(context.features)
+            laws[:] = [head.draft_logits(block(newest), i)[0].softmax(-1) for i, block in enumerate(head.blocks)]
             drafted = super().propose(context, sampler, plan).tokens[0, 1:].tolist()
             expected, run = [], []
             for law in laws[:4]:

@@ -19,7 +19,10 @@ from specheads.heads import HEADS
 
 pytestmark = pytest.mark.usefixtures("offline")
 
-CASES = [("medusa", {"num_heads": 2}), ("eagle", {"num_layers": 2}), ("eagle3", {"draft_vocab_size": 40})]
+CASES = [
+    ("medusa", {"num_heads": 2}), ("hydra", {"prefix_layer": True, "num_heads": 2}), ("eagle", {"num_layers": 2}),
+    ("eagle3", {"draft_vocab_size": 40}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("head", "options"), CASES)
@@ -84,7 +87,8 @@ def changed_options(head: str) -> dict:
     given = {
         "hidden_size": 32, "vocab_size": 97, "tap": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
         "head_dim": 6, "intermediate_size": 24, "rms_norm_eps": 1e-3, "rope_theta": 77.0, "draft_vocab_size": 19,
-        "taps": (4,) if head == "eagle" else (1, 4, 6), "tree": ((0,), (1,), (0, 0)),
+        "taps": (4,) if head == "eagle" else (1, 4, 6), "tree": ((0,), (1,), (0, 0)), "loss": "lk", "dpace": 0.5,
+        "decay": 0.5,
     }  # fmt: skip
     for option in dataclasses.fields(HEADS[head].Config):
         if option.name not in given:

@@ -139,12 +139,19 @@ def test_options_that_claim_more_than_the_file_holds_allocate_nothing(saved):
     huge = {**json.loads((saved / "config.json").read_text())["head"], "hidden_size": 10**6, "intermediate_size": 10**7}
     edit_config(saved, head=huge)
     refused(saved, r"has shape \(.*\), not \(.*1000000")
+    edit_config(saved, head={**huge, "hidden_size": 32, "num_layers": 10**9})
+    refused(saved, "1000000000 layers or heads cannot be made up of 15 tensors")
+
+
+def test_a_config_nested_deeper_than_any_is_refused(saved):
+    (saved / "config.json").write_bytes(b'{"head": ' + b"[" * 100_000)
+    refused(saved, "config.json is not JSON")
 
 
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ({"kind": "hydra"}, "does not describe a head this version knows: unknown head 'hydra'; known: medusa"),
+        ({"kind": "cerberus"}, "does not describe a head this version knows: unknown head 'cerberus'; known: medusa"),
         ({}, "unknown head None"),
         ({"kind": "medusa", "num_heads": "five"}, "does not describe a head"),
         ({"kind": "medusa", "num_heads": 0}, "num_heads=0 must be at least 1"),

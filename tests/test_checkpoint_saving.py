@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from heads_on_disk import FILES, contents, same, state, trained
@@ -115,22 +113,24 @@ def test_a_gathered_state_dict_is_what_is_saved(named, tmp_path):
 
 @pytest.mark.parametrize("by", ["push_to_hub", "save_pretrained"])
 def test_pushing_uploads_the_heads_files_alone(named, tmp_path, monkeypatch, by):
-    from huggingface_hub import ModelCard
-    from transformers.utils import hub
-
     uploads = []
 
     class Api:
+        def __init__(self, token):
+            self.token = token
+
         def create_repo(self, repo_id, **kwargs):
             return type("Repo", (), {"repo_id": f"someone/{repo_id}"})
 
-        def create_commit(self, repo_id, operations, **kwargs):
-            uploads.append((repo_id, {op.path_in_repo: op.path_or_fileobj for op in operations}, kwargs["token"]))
-            assert Path(uploads[-1][1]["model.safetensors"]).stat().st_size < 100_000
+        def file_exists(self, repo_id, name):
+            return False
+
+        def upload_folder(self, repo_id, folder_path, ignore_patterns, **kwargs):
+            assert (folder_path / "model.safetensors").stat().st_size < 100_000 and ignore_patterns is None
+            uploads.append((repo_id, {path.name for path in folder_path.iterdir()}, self.token))
             return "https://example.org"
 
-    monkeypatch.setattr(hub, "hf_api", Api)
-    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *args, **kwargs: ModelCard("a card"))
+    monkeypatch.setattr("specheads.hub.HfApi", Api)
     model = trained(named, "medusa")
     if by == "push_to_hub":
         model.push_to_hub("my-head", token="secret")

@@ -11,7 +11,7 @@ import typer
 import specheads_cli as cli
 from tests.program import run
 
-COMMANDS = ("demo", "train", "features", "generate", "chat", "evaluate", "calibrate", "info")
+COMMANDS = ("demo", "train", "features", "generate", "chat", "evaluate", "calibrate", "info", "export", "import")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

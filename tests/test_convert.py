@@ -10,10 +10,10 @@ import torch
 from conftest import tiny_llama, with_adapter
 from torch import nn
 
-from specheads import Eagle3Config, EagleConfig, MedusaConfig, UnsupportedModel, convert
+from specheads import Eagle3Config, EagleConfig, HydraConfig, MedusaConfig, UnsupportedModel, convert
 from specheads.heads import TapBatch
 
-HEADS = ("medusa", "eagle", "eagle3")
+HEADS = ("medusa", "hydra", "eagle", "eagle3")
 IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
@@ -29,6 +29,7 @@ IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))
         (MedusaConfig(num_heads=2), MedusaConfig(num_heads=2)),
         ([("medusa", {"medusa_num_heads": 2, "medusa_num_layers": 1})], MedusaConfig(num_heads=2, num_layers=1)),
         ([["medusa", {"num_heads": 2}]], MedusaConfig(num_heads=2)),
+        ([("hydra", {"hydra_num_heads": 2, "hydra_num_layers": 3})], HydraConfig(num_heads=2, num_layers=3)),
         ([("eagle", {"eagle_num_layers": 1})], EagleConfig(num_layers=1)),
         ([("eagle", {"eagle_num_layers": 2})], EagleConfig(num_layers=2)),
     ],
@@ -64,12 +65,14 @@ def test_sizes_left_out_come_from_the_base():
         ("eagle3", {"zzz": 1}, "unknown eagle3 head option 'zzz'; known: .*taps"),
         ("medusa", {"num_heads": 2, "medusa_num_heads": 2}, "'num_heads' is given twice"),
         ("medusa", {"num_heads": 0}, "num_heads=0 must be at least 1"),
-        ("medussa", {}, "unknown head 'medussa'; known: medusa, eagle, eagle3"),
+        ("medussa", {}, "unknown head 'medussa'; known: medusa, hydra, eagle, eagle3"),
         (MedusaConfig(), {"num_heads": 2}, r"options \['num_heads'\] next to a head config"),
         ([("medusa", {}), ("eagle", {})], {}, "one entry"),
         (["medusa"], {}, r"\[\(name, options\)\]"),
         ("medusa", {"tap": 9}, "tap=9 is no layer of a base with 8"),
         ("medusa", {"tap": -1}, "tap=-1 is no layer"),
+        ("hydra", {"decay": 0}, "hydra head option decay=0 must be above 0"),
+        ("hydra", {"head_dim": 8}, r"\['head_dim'\] are sizes of the prefix layer: give prefix_layer=true"),
         ("eagle3", {"taps": [1, 2, 9]}, "tapped layer 9 does not exist: the base has 8 layers"),
         ("eagle", {"taps": [-1]}, "tapped layer -1 does not exist"),
         ("eagle", {"taps": [1, 2]}, "one layer"),

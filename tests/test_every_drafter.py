@@ -15,7 +15,10 @@ from specheads.generation import generate
 
 V, PAD, NEW, NEVER = 97, 0, 64, 97
 BASES = ("Llama", "Qwen3", "GPT-2")
-HEADS = {"medusa": {"num_heads": 4}, "eagle": {"law_weight": 1.0, "noise": 0.0}, "eagle3": {"steps": 3}}
+HEADS = {
+    "medusa": {"num_heads": 4}, "hydra": {"prefix_layer": True}, "eagle": {"law_weight": 1.0, "noise": 0.0},
+    "eagle3": {"steps": 3},
+}  # fmt: skip
 COPYING = {
     "lookup": lambda: PromptLookup(4),
     "n-grams": lambda: NGram(4, storage=NGramStorage(3, V), filler_top_k=2),

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from specheads import DynamicTree, Exact, SampledTree, StaticTree, Target, chain, convert, decode
 from specheads.heads.block import RotaryTable
 
-HEADS = ("medusa", "eagle", "eagle3")
+HEADS = ("medusa", "hydra", "eagle", "eagle3")
 PAD = 0
 
 
@@ -142,6 +142,7 @@ def models(base, text):
     """Heads trained until they know that text, so that drafts are accepted and cut at every depth."""
     options = {
         "medusa": {"num_heads": 4},
+        "hydra": {"prefix_layer": True},
         "eagle": {"law_weight": 1.0, "noise": 0.0},
         "eagle3": {"steps": 3, "draft_vocab_size": 90},
     }
@@ -270,7 +271,7 @@ def test_generation_reaches_the_end_of_a_learned_position_table(head):
             assert torch.equal(out, base.generate(**inputs, do_sample=False, max_new_tokens=12))
 
 
-@pytest.mark.parametrize("head", ["eagle", "eagle3"])
+@pytest.mark.parametrize("head", ["hydra", "eagle", "eagle3"])
 def test_no_position_lies_outside_the_table_the_head_asked_for(models, text, head, monkeypatch):
     """A row that ends by a whole accepted path overshoots the limit and stays in the batch while others run on."""
     asked, used = [0], [0]
@@ -289,5 +290,7 @@ def test_no_position_lies_outside_the_table_the_head_asked_for(models, text, hea
     inputs = padded_left([row[:40].tolist() for row in text])
     for limit in range(2, 9):
         asked[:], used[:] = [0], [0]
-        models[head].generate(**inputs, do_sample=False, max_new_tokens=limit, eos_token_id=96, tree=chain(6))
+        models[head].generate(
+            **inputs, do_sample=False, max_new_tokens=limit, eos_token_id=96, tree=chain(4 if head == "hydra" else 6)
+        )
         assert max(used) < max(asked)

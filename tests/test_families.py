@@ -239,7 +239,7 @@ def test_features_do_not_depend_on_which_layers_are_kept(layers):
     assert torch.equal(features, torch.cat([every[k] for k in layers], dim=-1))
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", "eagle3"])
 @pytest.mark.parametrize(
     ("base_dtype", "head_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str
 )

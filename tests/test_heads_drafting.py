@@ -5,6 +5,7 @@ import torch
 from replay import PROMPTS, padded
 from slow_heads import KINDS, spec_model, taps
 
+from specheads.planner import AdaptiveChain, DynamicTree, SampledTree, StaticTree, comb
 from specheads.tree import DraftTree
 
 
@@ -47,8 +48,13 @@ class Forced:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [*((kind, {}) for kind in KINDS), ("eagle", {"num_layers": 2}), ("eagle3", {"num_layers": 2})]
-)
+    ("kind", "options"),
+    [
+        *((kind, {}) for kind in KINDS), ("hydra", {"prefix_layer": True}), ("eagle", {"num_layers": 2}),
+        ("eagle3", {"num_layers": 2}),
+        ("parallel", {"causal": False, "mask_token_id": 5, "draft_vocab_size": 40, "block_size": 4}),
+    ],
+)  # fmt: skip
 def test_each_row_drafts_with_the_logits_of_the_training_unroll(kind, options):
     model, depth, new = spec_model(kind, **options).eval(), 3, 14
     texts = [
@@ -76,10 +82,14 @@ def test_each_row_drafts_with_the_logits_of_the_training_unroll(kind, options):
 def training_logits(model, text):
     """[(T, V)] per depth: what the loss compares with the teacher, read through TapBatch."""
     head = model.head
+    if head.config.kind == "hydra":
+        return hydra_logits(model, text)
     if head.config.kind == "medusa":
         with torch.no_grad():
             features = torch.stack(taps(model, text)[0])
             return [head.draft_logits(block(features), i) for i, block in enumerate(head.blocks)]
+    if head.config.kind == "parallel":
+        return block_logits(model, text)
     seen, unroll = [], head.unroll
 
     def spy(batch, steps, features=None):
@@ -93,3 +103,89 @@ def training_logits(model, text):
     finally:
         del head.unroll
     return seen
+
+
+def hydra_logits(model, text):
+    """Of every position, zeros where a draft runs past the end: what the loss's own rows come to."""
+    made, rows = [], model.head.rows
+
+    def spy(batch, asked, depths):
+        for i, drafts in enumerate(rows(batch, asked, depths)):
+            logits = model.head.draft_logits(drafts, i).detach()
+            by_start = logits.new_zeros(asked.size, logits.shape[1])
+            by_start[asked.starts[:, i][asked.valid[:, i]]] = logits[asked.valid[:, i]]
+            made.append(by_start)
+        return rows(batch, asked, depths)
+
+    model.head.rows = spy
+    try:
+        model(torch.tensor([text]), loss_mask=torch.ones(1, len(text)))
+    finally:
+        del model.head.rows
+    return made
+
+
+class Recorded:
+    """Another plan, which keeps of every node it asked for the path from the root and the logits given behind it."""
+
+    def __init__(self, plan):
+        self.plan, self.seen = plan, []
+        self.num_nodes, self.depth, self.drafting_slots = plan.num_nodes, plan.depth, plan.drafting_slots
+
+    def grow(self, root, expand, sampler, vocab_size):
+        level = []
+
+        def spy(tokens, parents):
+            nonlocal level
+            above = [[[]] * tokens.shape[1]] * len(root) if parents is None else [
+                [paths[p] for p in own] for paths, own in zip(level, parents.tolist(), strict=True)
+            ]  # fmt: skip
+            rows = zip(above, tokens.tolist(), strict=True)
+            level = [[[*path, t] for path, t in zip(*row, strict=True)] for row in rows]
+            scored = expand(tokens, parents)
+            logits = scored.logits.expand(-1, tokens.shape[1], -1)
+            self.seen += [
+                (row, path, own[i]) for row, own in enumerate(logits) for i, path in enumerate(level[row])
+            ]  # fmt: skip
+            return scored
+
+        return self.plan.grow(root, spy, sampler, vocab_size)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        comb(3, 2), StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0))), DynamicTree(9, 3, 3),
+        SampledTree((2, 2, 1)), AdaptiveChain(3, confidence=0.0, sampled=True),
+    ],
+    ids=lambda plan: type(plan).__name__,
+)  # fmt: skip
+@pytest.mark.parametrize(("kind", "options"), [("hydra", {"prefix_layer": True}), ("eagle3", {"num_layers": 2})])
+def test_every_node_of_a_tree_is_scored_behind_its_own_path(kind, options, plan):
+    model = spec_model(kind, **options).eval()
+    recorded = Recorded(plan)
+    sampled = not isinstance(plan, StaticTree | DynamicTree)
+    model.generate(**padded(PROMPTS), max_new_tokens=2, do_sample=sampled, seed=0, eos_token_id=None, tree=recorded)
+    paths = {(row, tuple(path)): logits for row, path, logits in recorded.seen}
+    assert len(paths) >= 9 and len({path for _, path in paths}) >= 9 and {len(path) for _, path in paths} == {1, 2, 3}
+    for (row, path), logits in paths.items():
+        text = [*PROMPTS[row], *path, 5]  # the last token is only asked for
+        trained = training_logits(model, text)[len(path) - 1]
+        torch.testing.assert_close(logits, trained[len(PROMPTS[row]) - 1], rtol=1e-5, atol=1e-5)
+
+
+def block_logits(model, text):
+    """The same of a parallel head: entry a of each depth is of the block that position a + 1 anchors."""
+    head, seen, outputs = model.head, [], model.head.outputs
+    head.outputs = lambda batch, blocks: seen.append((batch, blocks, outputs(batch, blocks))) or seen[0][2]
+    try:
+        model(torch.tensor([text]), loss_mask=torch.ones(1, len(text)))
+    finally:
+        del head.outputs
+    batch, blocks, out = seen[0]
+    assert blocks.anchors.tolist() == [[*range(1, len(text) - 1)]]
+    ids, anchors = torch.tensor(text), blocks.anchors[0]
+    return [
+        head.draft_logits(head.followed(out[0, :, j], ids[(anchors + j).clamp(max=len(text) - 1)]), 0, batch.lm_head)
+        for j in range(head.config.block_size)
+    ][:3]

@@ -12,9 +12,14 @@ from specheads.metrics import accepted_length
 HEADS = [
     ("medusa", {}),
     ("medusa", {"draft_vocab_size": 40}),
+    ("hydra", {}),
+    ("hydra", {"prefix_layer": True, "draft_vocab_size": 40}),
     ("eagle", {}),
     ("eagle", {"steps": 3}),
     ("eagle3", {}),
+    ("parallel", {}),
+    ("parallel", {"causal": False, "markov_rank": 0, "num_layers": 1, "mask_token_id": 5}),
+    ("parallel", {"confidence": True, "draft_vocab_size": 40}),
 ]
 
 
@@ -25,13 +30,15 @@ def test_loss_and_gradients_equal_the_slow_implementation(kind, options, trainin
     data = rows(9, 7)
     batch = Collator(0)(data)
     loss = model(**batch).loss
-    grads = torch.autograd.grad(loss, list(model.head.parameters()), allow_unused=True)
+    trained = [p for p in model.head.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(loss, trained, allow_unused=True)
     tokens = sum(label != -100 for row in data for label in row["labels"])
     slow = sum(SLOW[kind](model, row)[0] for row in data) / tokens
-    slow_grads = torch.autograd.grad(slow, list(model.head.parameters()), allow_unused=True)
+    slow_grads = torch.autograd.grad(slow, trained, allow_unused=True)
     # Softmax and RoPE run in float32 whatever the dtype, hence no tighter.
     assert loss.item() == pytest.approx(slow.item(), rel=1e-6)
-    for (name, _), fast, expected in zip(model.head.named_parameters(), grads, slow_grads, strict=True):
+    names = [name for name, p in model.head.named_parameters() if p.requires_grad]
+    for name, fast, expected in zip(names, grads, slow_grads, strict=True):
         assert expected is not None, name
         torch.testing.assert_close(fast, expected, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -75,7 +82,8 @@ def test_the_loss_mask_is_indexed_by_the_predicted_token(kind):
     [*((kind, "Llama") for kind in KINDS), ("medusa", "Mistral"), ("medusa", "Gemma-2"), ("medusa", "Llama-4")],
 )
 def test_packed_documents_give_the_loss_of_separate_ones(kind, family):
-    model = spec_model(kind, build(*FAMILIES[family])).eval()
+    options = {"prefix_layer": True} if kind == "hydra" else {}
+    model = spec_model(kind, build(*FAMILIES[family]), **options).eval()
     data = rows(14, 5, 19)  # the longer ones reach past a window or chunk of 8
     packed = pack(data, 38)
     assert len(packed) == 1
@@ -90,7 +98,10 @@ def test_packed_documents_give_the_loss_of_separate_ones(kind, family):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 def test_a_row_shorter_than_what_is_unrolled_gives_the_loss_it_can(kind, length):
-    options = {"eagle": {"metric_steps": 7}, "eagle3": {"draft_vocab_size": 97, "steps": 7}, "medusa": {"num_heads": 7}}
+    options = {
+        "medusa": {"num_heads": 7}, "hydra": {"num_heads": 7, "prefix_layer": True}, "eagle": {"metric_steps": 7},
+        "eagle3": {"draft_vocab_size": 97, "steps": 7}, "parallel": {"block_size": 7},
+    }  # fmt: skip
     model, data = spec_model(kind, **options[kind]).eval(), rows(length)
     data[0]["labels"] = [-100, *data[0]["input_ids"][1:]]
     # The same row beside a longer one with nothing to learn, which pads it.

@@ -38,6 +38,7 @@ def drafter_of(name, base, vocab_size):
     ("drafter", "plan", "rule"),
     [
         ("medusa", chain(1), Exact()),
+        ("hydra", SampledTree((1,)), Exact()),
         ("eagle", SampledTree((1,)), Block()),
         ("eagle3", SampledTree((1,)), Traversal()),
         ("draft model", SampledTree((1,)), Traversal()),

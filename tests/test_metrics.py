@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from specheads.metrics import AcceptanceMeter, TrainingMeter, accepted_length
+from specheads.metrics import AcceptanceMeter, TrainingMeter, accepted_length, depths_reached
+from specheads.planner import StaticTree, chain
 
 
 def random_ranks(positions=200, depths=4, seed=0):
@@ -58,17 +59,47 @@ def test_a_token_outside_the_draft_vocabulary_ends_the_run():
 
 
 def test_meters_of_any_parts_add_up_to_the_whole():
-    ranks = random_ranks(100)
-    whole = AcceptanceMeter()
-    whole.add(ranks)
-    parts = AcceptanceMeter()
-    for part in ranks.split([1, 30, 0, 69]):
-        piece = AcceptanceMeter()
-        piece.add(part)
+    ranks, overlaps = random_ranks(100), torch.rand(100, 4, dtype=torch.float64)
+    whole = AcceptanceMeter(TREE)
+    whole.add(ranks, overlaps)
+    parts = AcceptanceMeter(TREE)
+    for some, few in zip(ranks.split([1, 30, 0, 69]), overlaps.split([1, 30, 0, 69]), strict=True):
+        piece = AcceptanceMeter(TREE)
+        piece.add(some, few)
         piece.add(None)
         parts.merge(piece)
     parts.merge(AcceptanceMeter())
-    assert parts.compute() == whole.compute()
+    assert parts.compute() == pytest.approx(whole.compute(), rel=1e-12)
+
+
+TREE = StaticTree(((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 0)))
+
+
+def test_a_tree_accepts_the_path_whose_ranks_it_holds():
+    ranks = torch.tensor(
+        [[0, 0, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [1, 2, 0, 0], [2, 0, 0, 0], [-1, 0, 0, 0], [0, 3, 0, 0]]
+    )
+    assert depths_reached(TREE, ranks).tolist() == [3, 2, 2, 1, 0, 0, 1]
+    meter = AcceptanceMeter(TREE)
+    meter.add(ranks)
+    assert meter.compute()["accepted_length_tree"] == 1 + 9 / 7
+    # A chain's tree is the chain; one deeper than what was scored is not judged.
+    for depth, told in ((4, True), (5, False)):
+        meter = AcceptanceMeter(chain(depth))
+        meter.add(ranks)
+        report = meter.compute()
+        assert ("accepted_length_tree" in report) is told
+        assert not told or report["accepted_length_tree"] == report["accepted_length"]
+
+
+def test_sampled_length_is_the_joint_one_over_overlaps():
+    overlaps = torch.tensor([[0.5, 0.8], [1.0, 0.1]], dtype=torch.float64)
+    meter = AcceptanceMeter()
+    meter.add(torch.zeros(2, 2), overlaps)
+    meter.add(torch.zeros(5, 2))  # a batch without overlaps does not count in what they are averaged over
+    report = meter.compute()
+    assert report["accepted_length_sampled"] == pytest.approx(1 + ((0.5 + 0.4) + (1.0 + 0.1)) / 2)
+    assert [report["acceptance_depth_1"], report["acceptance_depth_2"]] == pytest.approx([0.75, 0.45])
 
 
 def test_terms_are_means_over_tokens_of_all_processes():

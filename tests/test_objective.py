@@ -87,7 +87,9 @@ def test_parameters_that_are_sharded_are_recomputed_to_the_same_gradients():
         ("eagle3", {"draft_vocab_size": 97, "loss": "lk", "dpace": 0.5}),
         ("medusa", {"loss": "lk_hybrid", "draft_vocab_size": 40}),
         ("medusa", {"dpace": 0.5}),
+        ("hydra", {"loss": "hard:0.1,lk"}),
         ("eagle", {"steps": 3, "loss": "tv"}),
+        ("parallel", {"dpace": 0.5, "loss": "lk", "confidence": True}),
     ],
 )  # fmt: skip
 def test_every_loss_trains_every_head_alike_in_any_chunks(kind, options, monkeypatch):

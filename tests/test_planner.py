@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from specheads.planner import DynamicTree, SampledTree, Scored, StaticTree, chain, default_static
+from specheads.planner import BestFirstTree, DynamicTree, SampledTree, Scored, StaticTree, chain, default_static
 from specheads.sampling import Sampler
 
 
@@ -83,8 +83,58 @@ PLANS = {
     "dynamic": DynamicTree(budget=12, depth=4, top_k=3),
     "dynamic, whole": DynamicTree(budget=1 + 3 + 9 + 9, depth=3, top_k=3),
     "dynamic, one beam": DynamicTree(budget=3, depth=4, top_k=1),
+    "best first": BestFirstTree(budget=12, depth=4, width=3),
+    "best first, whole": BestFirstTree(budget=50, depth=3, width=2),
+    "best first, few beams": BestFirstTree(budget=9, depth=5, width=3, beams=2),
     "sampled": SampledTree((3, 2, 1)),
 }
+
+
+def best_trees(draft, row, size, depth, width):
+    """Of all trees of at most `size` nodes below the root: those the draft expects the most accepted tokens of."""
+    children = {}
+
+    def chance(path):
+        return math.prod(math.exp(draft.logprobs(row, path[:i])[path[i]]) for i in range(len(path)))
+
+    def below(path):
+        if path not in children:
+            ranked = sorted(draft.logprobs(row, path).items(), key=lambda pair: -pair[1])[:width]
+            children[path] = [(*path, token) for token, _ in ranked] if len(path) < depth else []
+        return children[path]
+
+    trees = {frozenset()}
+    for _ in range(size):
+        trees |= {
+            tree | {child} for tree in trees for path in ((), *tree) for child in below(path) if child not in tree
+        }
+    worth = {tree: sum(map(chance, tree)) for tree in trees}
+    return max(worth.values()), worth
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize(("size", "depth", "width"), [(1, 3, 2), (4, 4, 2), (5, 2, 3), (5, 5, 3), (6, 3, 2)])
+def test_a_best_first_tree_is_the_best_of_all_trees_of_its_size(scale, size, depth, width):
+    draft, plan = TableDraft(2, 4, seed=size, scale=scale), BestFirstTree(size + 1, depth, width)
+    tree = plan.grow(torch.zeros(2, dtype=torch.long), draft, Sampler(), 4)
+    assert tree.num_nodes == plan.num_nodes and draft.calls <= depth
+    for row in range(2):
+        most, worth = best_trees(draft, row, size, depth, width)
+        assert worth[frozenset(paths_of(tree, row)[1:])] == pytest.approx(most, rel=1e-6)
+
+
+def test_a_best_first_tree_looks_behind_no_more_nodes_than_it_says():
+    draft, seen = TableDraft(1, 9), []
+
+    def expand(tokens, parents):
+        seen.append(tokens.shape[1])
+        return draft(tokens, parents)
+
+    for plan in (BestFirstTree(20, 4, 3), BestFirstTree(20, 6, 3, beams=4)):
+        seen.clear()
+        plan.grow(torch.tensor([0]), expand, Sampler(), 9)
+        assert seen == [1, *plan.level_beams] and plan.drafting_slots == sum(plan.level_beams)
+        assert max(seen) <= (plan.beams or 20)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -123,7 +173,7 @@ def test_dynamic_tree_of_a_vocabulary_narrower_than_top_k():
     draft, plan = TableDraft(2, 3), DynamicTree(40, 3, 5)
     tree = plan.grow(torch.zeros(2, dtype=torch.long), draft, Sampler(), 3)
     assert_well_formed(tree, plan)
-    assert tree.num_nodes == 1 + 3 + 9 + 9
+    assert tree.num_nodes == 1 + 3 + 9 + 5 * 3  # five beams, of three children each
 
 
 @pytest.mark.parametrize("scale", [30.0, 300.0, 3000.0])
@@ -132,16 +182,16 @@ def test_no_parent_is_missing_where_probabilities_round_to_1(scale):
     for seed in range(10):
         draft = TableDraft(4, 9, seed=seed, scale=scale)
         for budget in (3, 6, 11, 17):
-            plan = DynamicTree(budget, 5, 3)
-            tree = plan.grow(torch.zeros(4, dtype=torch.long), draft, Sampler(), 9)
-            assert_well_formed(tree, plan)
-            assert (tree.parents[:, 1:] >= 0).all()
-            for row in range(4):
-                nodes = paths_of(tree, row)
-                # A parent lost or renumbered wrongly would put a token behind a path that never drafted it.
-                for path in nodes[1:]:
-                    best = sorted(draft.logprobs(row, path[:-1]).items(), key=lambda pair: -pair[1])[:3]
-                    assert path[:-1] in nodes and path[-1] in dict(best)
+            for plan in (DynamicTree(budget, 5, 3), BestFirstTree(budget, min(5, budget - 1), 3)):
+                tree = plan.grow(torch.zeros(4, dtype=torch.long), draft, Sampler(), 9)
+                assert_well_formed(tree, plan)
+                assert (tree.parents[:, 1:] >= 0).all()
+                for row in range(4):
+                    nodes = paths_of(tree, row)
+                    # A parent lost or renumbered wrongly would put a token behind a path that never drafted it.
+                    for path in nodes[1:]:
+                        best = sorted(draft.logprobs(row, path[:-1]).items(), key=lambda pair: -pair[1])[:3]
+                        assert path[:-1] in nodes and path[-1] in dict(best)
 
 
 def test_static_tree_holds_the_ranked_tokens():
@@ -178,6 +228,9 @@ def test_a_chain_is_the_greedy_draft():
         (lambda: DynamicTree(budget=8, depth=2, top_k=2), "budget=8 must be 2 to 7"),
         (lambda: DynamicTree(depth=0), "depth=0"),
         (lambda: DynamicTree(top_k=0), "top_k=0"),
+        (lambda: BestFirstTree(budget=1), "budget=1"),
+        (lambda: BestFirstTree(width=0), "width=0"),
+        (lambda: BestFirstTree(beams=0), "beams=0"),
         (lambda: SampledTree(()), "at least one level"),
         (lambda: SampledTree((2, 0)), "branches=0"),
     ],

@@ -18,7 +18,8 @@ LEAST = {"base": "b", "head": {"kind": "medusa"}, "data": {"train": "d"}, "train
 def test_every_shipped_recipe_is_valid_and_short(path, tmp_path):
     recipe = read_recipe(path, [f"training.output_dir={tmp_path}", "training.bf16=false"])
     assert recipe.head is not None and recipe.head.kind == path.stem
-    assert training_arguments(recipe).learning_rate == {"medusa": 1e-3, "eagle": 3e-5, "eagle3": 1e-4}[path.stem]
+    rates = {"medusa": 1e-3, "hydra": 5e-4, "eagle": 3e-5, "eagle3": 1e-4}
+    assert training_arguments(recipe).learning_rate == rates[path.stem]
     assert len(path.read_text().splitlines()) <= 30
 
 
@@ -57,8 +58,8 @@ def test_overrides_leave_the_mapping_they_were_given():
         (["launch.process=1"], "unknown option 'launch.process'; did you mean 'launch.processes'"),
         (["launch.distributed=dpd"], "launch.distributed='dpd': expected one of no, ddp"),
         (["launch.processes=0"], "launch.processes=0: expected a whole number"),
-        (["head.kind=medusaa"], "unknown head 'medusaa'; known: medusa, eagle, eagle3"),
-        (["head={}"], "head.kind is missing"),
+        (["head.kind=medusaa"], "unknown head 'medusaa'; known: medusa, hydra, eagle"),
+        (["head={}"], "head.kind is missing: give one of medusa, hydra, eagle"),
         (["head=null"], "neither"),
         (["init_from=x"], "not both; with init_from write head=null"),
         (["base=null"], "base is missing"),

@@ -50,7 +50,7 @@ def test_a_shipped_folder_is_small_and_has_a_card(name, most):
 
 def test_the_recipes_of_the_shipped_heads_are_valid():
     recipes = {path.stem: read_recipe(path) for path in (REPOSITORY / "recipes" / "embedded").glob("*.yaml")}
-    assert set(recipes) == set(HEADS)
+    assert set(HEADS) <= set(recipes)
     for name, recipe in recipes.items():
         assert recipe.head is not None and recipe.head.kind == name
         assert (REPOSITORY / recipe.base / "config.json").is_file()

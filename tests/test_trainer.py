@@ -21,7 +21,10 @@ from specheads.metrics import accepted_length
 from specheads.optim import MuonAdamW, parameter_groups
 from specheads.trainer import AcceptanceProgress, SpecTrainer, SpecTrainingArguments
 
-OPTIONS = {"medusa": {"num_heads": 2}, "eagle": {"metric_steps": 2}, "eagle3": {"steps": 2, "draft_vocab_size": 60}}
+OPTIONS = {
+    "medusa": {"num_heads": 2}, "hydra": {"num_heads": 2, "prefix_layer": True}, "eagle": {"metric_steps": 2},
+    "eagle3": {"steps": 2, "draft_vocab_size": 60},
+}  # fmt: skip
 
 
 def model_of(kind="eagle3", seed=0, **options):
@@ -91,7 +94,7 @@ def test_gradient_accumulation_gives_the_loss_of_the_whole_batch(kind, named, tm
             assert parts[name] == pytest.approx(value, rel=2e-5), name  # float32 sums in another order
 
 
-@pytest.mark.parametrize(("kind", "muon"), [("medusa", False), ("eagle", False), ("eagle3", True)])
+@pytest.mark.parametrize(("kind", "muon"), [("medusa", False), ("hydra", True), ("eagle", False), ("eagle3", True)])
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(kind, muon, tmp_path):
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "muon": muon}
     whole = trainer_of(tmp_path / "run", model_of(kind), **options)

@@ -7,6 +7,9 @@
 Any option of the recipe can be given as key=value, with dots for sections and values as in YAML:
     head.steps=3  training.learning_rate=1e-4  'data.train=[a.jsonl, b.jsonl]'  training.resume_from_checkpoint=auto
 To go on from a trained head: head=null init_from=runs/eagle3
+
+A run ends by decoding held-out prompts and comparing the accepted length with what training says of the same text; it
+exits with 3 where they differ by more than parity.tolerance (parity.prompts=0 leaves that out).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import sys
 from collections.abc import Sequence
 
 from specheads.launch import LaunchError
+from specheads.parity import ParityError
 from specheads.recipe import read_recipe
 from specheads.training import prepare
 
@@ -31,7 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, LaunchError, ImportError) as error:
         print(f"train/heads.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    metrics = run.train()
+    try:
+        metrics = run.train()
+    except ParityError as error:
+        print(f"train/heads.py: {error}", file=sys.stderr)
+        return 3
     if run.trainer.is_world_process_zero():
         print(run.summary(metrics))
     # Else a process that ends first may abort at exit, and the launcher then stops the one that still writes.

@@ -200,7 +200,7 @@ COMMANDS: dict[str, Command] = {
         lambda s, rest: replace(s, accept=rest),
     ),
     "tree": Command(
-        "[TREE]", "chain:4, comb:5,2, dynamic:60,7,10, static:16, sampled:2,2,1; alone: the drafter's own",
+        "[TREE]", "chain:4, comb:5,2, dynamic:60,7,10, best:64,8,7, static:16, sampled:2,2,1; alone: the drafter's own",
         lambda s: s.tree or (f"chain of {s.gamma}" if s.gamma else "the drafter's own"), _set_tree,
     ),
     "gamma": Command(

@@ -3,12 +3,16 @@
 from specheads.heads.base import DraftHead, HeadConfig, TapBatch
 from specheads.heads.eagle import EagleConfig, EagleHead
 from specheads.heads.eagle3 import Eagle3Config, Eagle3Head
+from specheads.heads.hydra import HydraConfig, HydraHead
 from specheads.heads.medusa import MedusaConfig, MedusaHead
+from specheads.heads.parallel import ParallelConfig, ParallelHead
 from specheads.heads.vocabulary import DraftVocabulary
 
-HEADS: dict[str, type[DraftHead]] = {head.Config.kind: head for head in (MedusaHead, EagleHead, Eagle3Head)}
+HEADS: dict[str, type[DraftHead]] = {
+    head.Config.kind: head for head in (MedusaHead, HydraHead, EagleHead, Eagle3Head, ParallelHead)
+}
 
 __all__ = [
     "HEADS", "DraftHead", "DraftVocabulary", "Eagle3Config", "Eagle3Head", "EagleConfig", "EagleHead", "HeadConfig",
-    "MedusaConfig", "MedusaHead", "TapBatch",
+    "HydraConfig", "HydraHead", "MedusaConfig", "MedusaHead", "ParallelConfig", "ParallelHead", "TapBatch",
 ]  # fmt: skip

@@ -124,6 +124,11 @@ class DraftHead(nn.Module, ABC):
         return next(self.parameters()).dtype
 
     @property
+    @abstractmethod
+    def scored_depths(self) -> int:
+        """How many depths an evaluation scores: those that ranks and overlaps have."""
+
+    @property
     def target_ids(self) -> Tensor | None:
         """(Vd,) the target id of each draft token; None where the vocabularies are the same."""
         return None
@@ -157,8 +162,15 @@ class DraftHead(nn.Module, ABC):
         `ranks` (R', S), each depth's rank of the base's own next token in the draft (0 = drafted first, −1 = outside
         the draft vocabulary), and in evaluation `overlaps` (R', S), α = Σ min(p, q)."""
 
-    def score(self, batch: TapBatch, asked: Asked, rows: list[Tensor], depth_weights: tuple[float, ...]) -> Scores:
-        """Drafts `rows`, of each depth (R, H), against the base, by the config's loss."""
+    def score(
+        self,
+        batch: TapBatch,
+        asked: Asked,
+        rows: list[Tensor],
+        depth_weights: tuple[float, ...],
+        overlaps: bool = False,
+    ) -> Scores:
+        """Drafts `rows`, each (R, H), against the base, by the config's loss. overlaps: α in training too."""
         assert self.config.vocab_size is not None
         objective = Objective(parse_loss(self.config.loss), depth_weights, self.config.dpace)
         return objective(
@@ -169,7 +181,7 @@ class DraftHead(nn.Module, ABC):
             self.output_parameters(),
             self.draft_ids,
             vocab_size=self.config.vocab_size,
-            overlaps=not self.training,
+            overlaps=overlaps or not self.training,
         )
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:

@@ -52,6 +52,10 @@ class EagleHead(FeatureHead):
         super().__init__(config, input_size=config.hidden_size)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
 
+    @property
+    def scored_depths(self) -> int:
+        return max(self.config.steps, self.config.metric_steps)
+
     def refuse_unfit(self, base: Any) -> None:
         if not lm_head_gives_logits(base):
             raise UnsupportedModel(
@@ -96,11 +100,11 @@ class EagleHead(FeatureHead):
         config = self.config
         features = add_uniform_noise(batch.features, config.noise) if self.training else batch.features
         # Evaluation unrolls as far as the accepted length of a chain wants to know.
-        steps = config.steps if self.training else max(config.steps, config.metric_steps)
+        steps = config.steps if self.training else self.scored_depths
         asked = batch.asked(steps)
         rows = [asked.rows(out, s) for s, out in enumerate(self.unroll(batch, steps, features))]
         scores = self.score(batch, asked, rows, (1.0,) * config.steps + (0.0,) * (steps - config.steps))
-        aim = batch.features.flatten(0, 1)[asked.positions]
+        aim = batch.features.detach().flatten(0, 1)[asked.positions]  # which a base that learns too moves away from
         distances = [
             feature_distance(predicted[valid], aim[valid])
             for predicted, valid in zip(rows[: config.steps], asked.valid.unbind(1), strict=False)

@@ -13,43 +13,30 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from specheads.cache import Levels, Reach, TreeCache, additive, rows_of, visible
+from specheads.cache import Levels, Reach, rows_of
 from specheads.drafters.base import Context
-from specheads.heads.base import DraftHead, HeadConfig, TapBatch
-from specheads.heads.block import Block, RotaryTable, Unroll
+from specheads.heads.base import DraftHead, TapBatch
+from specheads.heads.block import Block, Unroll
+from specheads.heads.decoder import Attend, DecoderConfig, attend_with, document_mask, read_committed
 from specheads.planner import DynamicTree, Plan, Scored, chain
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree
 
 
 @dataclass(frozen=True)
-class FeatureHeadConfig(HeadConfig, ABC):
-    """Sizes of the decoder; those left None are the base's own. draft_depth: of the default chain on a CPU,
-    where each level costs time; as deep as its drafts are usually right."""
+class FeatureHeadConfig(DecoderConfig, ABC):
+    """num_layers: of the decoder; taps: the layers read; draft_depth: of the default chain on a CPU, where each level
+    costs time; as deep as its drafts are usually right."""
 
     aliases: ClassVar[dict[str, str]] = {"eagle_num_layers": "num_layers"}
 
     num_layers: int = 1
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
-    rms_norm_eps: float | None = None
-    rope_theta: float | None = None
-    attention_bias: bool = False
-    mlp_bias: bool = False
     taps: tuple[int, ...] | None = None
     draft_depth: int = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least(1, "num_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-        self._at_least(1, "draft_depth")
-        heads, shared = self.num_attention_heads, self.num_key_value_heads
-        if heads and shared and heads % shared:
-            raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={shared}")
-        if self.head_dim and self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even, for RoPE")
+        self._at_least(1, "num_layers", "draft_depth")
 
     @classmethod
     @abstractmethod
@@ -57,27 +44,8 @@ class FeatureHeadConfig(HeadConfig, ABC):
         """The layers read by default, for a base of `num_layers`."""
 
     def filled(self, base_config: Any) -> Self:
-        config = super().filled(base_config)
-        assert config.hidden_size is not None
-        heads = config.num_attention_heads or getattr(base_config, "num_attention_heads", None) or 8
-        while config.hidden_size % heads and config.head_dim is None:
-            heads //= 2
-        own_head_dim = getattr(base_config, "head_dim", None) or config.hidden_size // heads
-        key_value = config.num_key_value_heads or getattr(base_config, "num_key_value_heads", None) or heads
-        inner = getattr(base_config, "intermediate_size", None) or getattr(base_config, "ffn_hidden_size", None)
-        rope = getattr(base_config, "rope_parameters", None) or {}
-        theta = rope.get("rope_theta") if "rope_theta" in rope else None
-        layers = base_config.num_hidden_layers
-        filled = replace(
-            config,
-            num_attention_heads=heads,
-            num_key_value_heads=key_value if heads % key_value == 0 else heads,
-            head_dim=config.head_dim or own_head_dim + own_head_dim % 2,
-            intermediate_size=config.intermediate_size or inner or 4 * config.hidden_size,
-            rms_norm_eps=config.rms_norm_eps or getattr(base_config, "rms_norm_eps", None) or 1e-6,
-            rope_theta=config.rope_theta or theta or 10_000.0,
-            taps=config.taps or config.default_taps(layers),
-        )
+        config, layers = super().filled(base_config), base_config.num_hidden_layers
+        filled = replace(config, taps=config.taps or config.default_taps(layers))
         for tap in filled.taps or ():
             if not 0 <= tap <= layers:
                 raise ValueError(
@@ -93,20 +61,11 @@ class FeatureHead(DraftHead):
 
     def __init__(self, config: FeatureHeadConfig, input_size: int) -> None:
         super().__init__(config)
-        c = config
-        assert c.hidden_size and c.intermediate_size and c.num_attention_heads and c.num_key_value_heads
-        assert c.head_dim and c.rms_norm_eps and c.rope_theta
-        self.blocks = nn.ModuleList(
-            Block(
-                hidden_size=c.hidden_size, input_size=input_size if i == 0 else c.hidden_size,
-                intermediate_size=c.intermediate_size, num_heads=c.num_attention_heads,
-                num_key_value_heads=c.num_key_value_heads, head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps,
-                attention_bias=c.attention_bias, mlp_bias=c.mlp_bias,
-            )
-            for i in range(c.num_layers)
-        )  # fmt: skip
-        self.later_norms = nn.ModuleList(nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps) for _ in range(1, c.num_layers))
-        self.rotary = RotaryTable(c.head_dim, c.rope_theta)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        assert size and eps
+        self.blocks = nn.ModuleList(config.block(input_size if i == 0 else size) for i in range(config.num_layers))
+        self.later_norms = nn.ModuleList(nn.RMSNorm(size, eps=eps) for _ in range(1, config.num_layers))
+        self.rotary = config.rotary()
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -125,14 +84,14 @@ class FeatureHead(DraftHead):
         # On a CPU each node costs time, and chains won (docs/LOG.md); on a GPU up to some 60 nodes are nearly free.
         return DynamicTree() if device.type == "cuda" else chain(self.config.draft_depth)
 
-    def forward(self, attend: Any, embedded: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
+    def forward(self, attend: Attend, embedded: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
         """Embedded tokens, fused features or the last output, and positions of T tokens → output (B, T, H)."""
         rotary = self.rotary(position)
         x, residual = self.inputs(embedded, hidden)
         for i, block in enumerate(self.blocks):
             if i:
                 x, residual = self.later_norms[i - 1](hidden), hidden
-            hidden = attend(block, i, x, residual, rotary)
+            hidden = attend(block, i, x, residual, rotary)  # type: ignore[arg-type]
         return hidden
 
     def unroll(self, batch: TapBatch, steps: int, features: Tensor | None = None) -> list[Tensor]:
@@ -143,11 +102,8 @@ class FeatureHead(DraftHead):
         """
         hidden = self.fuse((batch.features if features is None else features).to(self.dtype))
         embedded = batch.embed(batch.tokens).to(self.dtype)
-        length = batch.tokens.shape[1]
         self.rotary.ensure(int(batch.position_ids.max()) + steps + 1, hidden)
-        place = torch.arange(length, device=hidden.device)
-        same = batch.documents.unsqueeze(2) == batch.documents.unsqueeze(1)
-        mask = additive(same & (place <= place.unsqueeze(1)), hidden.dtype)
+        mask = document_mask(batch.documents, hidden.dtype)
         caches = [Unroll() for _ in self.blocks]
 
         def attend(block: Block, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -161,34 +117,13 @@ class FeatureHead(DraftHead):
         return outputs
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
-        target, memory, dtype = context.target, context.memory, self.dtype
-        hidden = self.fuse(context.features.to(dtype))
-        batch, columns, _ = hidden.shape
-
-        def attend_with(mask: Tensor | None) -> Any:
-            def attend(block: Block, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-                return block.cached(x, residual, rotary, memory["cache"], i, mask)
-
-            return attend
-
+        target, dtype = context.target, self.dtype
         # First the positions committed since last time, with the target's true features.
-        embedded = target.embed(context.following).to(dtype)
-        chain = torch.arange(columns, device=hidden.device).expand(batch, columns)
-        if "cache" not in memory:
-            scratch = max(plan.depth + 1, plan.drafting_slots)
-            memory["cache"] = TreeCache(len(self.blocks), scratch, target.cache.capacity)
-            # A row may overshoot the limit by one path when it ends, and is then fed a path of padding with the rest.
-            self.rotary.ensure(target.limit + 2 * scratch, hidden)
-            hidden = self(attend_with(None), embedded, hidden, chain)
-            memory["cache"].settle(context.new, columns)
-            cache = memory["cache"]
-        else:
-            cache = memory["cache"]
-            cache.open()
-            causal = chain.unsqueeze(1) <= chain.unsqueeze(2)
-            mask = additive(visible(causal, chain, cache.lengths, cache.scratch, cache.attended, Reach()), dtype)
-            hidden = self(attend_with(mask), embedded, hidden, cache.lengths.unsqueeze(1) + chain)
-            cache.commit(chain, context.new, context.bound)
+        fused, embedded = self.fuse(context.features.to(dtype)), target.embed(context.following).to(dtype)
+        hidden, cache = read_committed(
+            context, plan, fused, len(self.blocks), self.rotary,
+            lambda attend, position: self(attend, embedded, fused, position),
+        )  # fmt: skip
         # Then the tree, level by level, in the scratch slots.
         levels, level, ids = Levels(cache, dtype), context.newest(hidden).unsqueeze(1), self.target_ids  # (B, k, H)
 
@@ -196,8 +131,8 @@ class FeatureHead(DraftHead):
             nonlocal level
             if parents is not None:
                 levels.descend(parents)
-                embedded = target.embed(tokens).to(dtype)
-                level = self(attend_with(levels.mask(Reach())), embedded, rows_of(level, parents), levels.position)
+                attend, embedded = attend_with(cache, levels.mask(Reach())), target.embed(tokens).to(dtype)
+                level = self(attend, embedded, rows_of(level, parents), levels.position)
             return Scored(self.draft_logits(level, 0, target.lm_head), ids)
 
         assert self.config.vocab_size is not None

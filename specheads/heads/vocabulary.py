@@ -57,7 +57,7 @@ class DraftVocabulary(DraftHead):
         """The matrices whose rows are draft tokens."""
 
     def output_parameters(self) -> list[Tensor]:
-        return [layer.weight for layer in self.output_layers()]
+        return [parameter for layer in self.output_layers() for parameter in layer.parameters()]
 
     @property
     def target_ids(self) -> Tensor | None:

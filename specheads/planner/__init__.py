@@ -1,6 +1,8 @@
-"""How big and which shape the next tree is: static choices, EAGLE-2's dynamic tree, sampled trees, adaptive chains."""
+"""How big and which shape the next tree is: static choices, best-first and EAGLE-2's dynamic trees, sampled trees,
+adaptive chains."""
 
 from specheads.planner.adaptive import AdaptiveChain
+from specheads.planner.best_first import BestFirstTree
 from specheads.planner.dynamic import DynamicTree
 from specheads.planner.named import tree_named
 from specheads.planner.plan import Expand, Plan, Scored
@@ -8,6 +10,6 @@ from specheads.planner.sampled import SampledTree
 from specheads.planner.static import MAX_STATIC_NODES, StaticTree, chain, comb, default_static
 
 __all__ = [
-    "MAX_STATIC_NODES", "AdaptiveChain", "DynamicTree", "Expand", "Plan", "SampledTree", "Scored", "StaticTree",
-    "chain", "comb", "default_static", "tree_named",
+    "MAX_STATIC_NODES", "AdaptiveChain", "BestFirstTree", "DynamicTree", "Expand", "Plan", "SampledTree", "Scored",
+    "StaticTree", "chain", "comb", "default_static", "tree_named",
 ]  # fmt: skip

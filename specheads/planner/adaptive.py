@@ -15,6 +15,7 @@ from specheads.tree import DraftTree
 @dataclass(frozen=True)
 class AdaptiveChain:
     """A chain that ends behind its first token of a probability in the draft's law below `confidence`, or at max_depth.
+    A head with a confidence output is asked that in place of its law.
 
     sampled: draw the tokens from the draft's law, which they then carry; else take the likeliest. A token that ends
     the chain is part of it: left out, it would bias what is accepted in its place. A batch goes on until every row
@@ -59,6 +60,8 @@ class AdaptiveChain:
                 best, ids = scored.top(1)
                 token, chance = ids[:, 0], best[:, 0, 0].exp()
                 parents.append(first + len(tokens) - 1)
+            if scored.confidence is not None:
+                chance = scored.confidence[:, 0]
             unsure = unsure | (chance < self.confidence)
             tokens.append(token)
             above = first

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from specheads.planner.best_first import BestFirstTree
 from specheads.planner.dynamic import DynamicTree
 from specheads.planner.plan import Plan
 from specheads.planner.sampled import SampledTree
 from specheads.planner.static import chain, comb, default_static
 
-FORMS = "chain:DEPTH, comb:DEPTH[,WIDTH], dynamic:NODES,DEPTH,TOP_K, static[:NODES] or sampled:WIDTH,WIDTH,…"
+FORMS = (
+    "chain:DEPTH, comb:DEPTH[,WIDTH], dynamic:NODES,DEPTH,TOP_K, best:NODES,DEPTH,WIDTH, static[:NODES] or "
+    "sampled:WIDTH,WIDTH,…"
+)
 STATIC_DEPTH = 5  # of a static tree for a drafter that names no depth of its own
 
 
 def tree_named(text: str, depth: int = STATIC_DEPTH) -> Plan:
-    """chain:4 | comb:5[,2] | dynamic:60,7,10 | static[:16] | sampled:2,2,1 → the plan. depth: of a static tree.
+    """chain:4 | comb:5[,2] | dynamic:60,7,10 | best:64,8,7 | static[:16] | sampled:2,2,1 → the plan.
 
-    ValueError for anything else.
+    depth: of a static tree. ValueError for anything else.
     """
     kind, _, rest = text.partition(":")
     try:
@@ -28,6 +32,8 @@ def tree_named(text: str, depth: int = STATIC_DEPTH) -> Plan:
             return comb(*numbers)
         if kind == "dynamic" and len(numbers) == 3:
             return DynamicTree(*numbers)
+        if kind == "best" and len(numbers) == 3:
+            return BestFirstTree(*numbers)
         if kind == "sampled" and numbers:
             return SampledTree(tuple(numbers))
         if kind == "static" and len(numbers) <= 1:

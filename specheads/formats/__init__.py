@@ -1,0 +1,14 @@
+"""Draft heads in the forms of other programs. A new format is one file and one entry here.
+
+Whatever knows a foreign name, key or layer number is in this package. `FORMATS` is in the order in which files are
+recognised, the more particular form first.
+"""
+
+from specheads.formats import eagle, eagle3, medusa, modelopt, speculators, vllm_medusa
+from specheads.formats.format import Format
+
+FORMATS: tuple[Format, ...] = (
+    *speculators.FORMATS, *modelopt.FORMATS, *vllm_medusa.FORMATS, *medusa.FORMATS, *eagle3.FORMATS, *eagle.FORMATS
+)  # fmt: skip
+
+ENGINES: tuple[str, ...] = tuple(sorted({form.engine for form in FORMATS}))

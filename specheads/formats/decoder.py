@@ -1,0 +1,89 @@
+"""The one decoder block of EAGLE heads as a Llama checkpoint has it: tensor names, and the config's keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel
+
+from specheads.checkpoint import CheckpointError
+from specheads.formats.files import Files, flag, real, shown, table, whole
+from specheads.formats.format import check_sizes, dtype_of
+from specheads.heads.feature import FeatureHeadConfig
+from specheads.target import text_config
+
+_ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+
+
+def block_names(head: FeatureHeadConfig, i: int, theirs: str) -> dict[str, str]:
+    """Ours → theirs for decoder block i, whose names begin with `theirs` there ("midlayer.", "layers.0.")."""
+    ours = f"blocks.{i}."
+    names = {f"{ours}{m}.weight": f"{theirs}self_attn.{m}.weight" for m in _ATTENTION}
+    names |= {f"{ours}{m}.weight": f"{theirs}mlp.{m}.weight" for m in _MLP}
+    names |= {f"{ours}{m}.bias": f"{theirs}self_attn.{m}.bias" for m in _ATTENTION if head.attention_bias}
+    names |= {f"{ours}{m}.bias": f"{theirs}mlp.{m}.bias" for m in _MLP if head.mlp_bias}
+    names[f"{ours}post_attention_layernorm.weight"] = f"{theirs}post_attention_layernorm.weight"
+    if i:
+        names[f"later_norms.{i - 1}.weight"] = f"{theirs}input_layernorm.weight"
+    return names
+
+
+def block_options(files: Files, config: dict[str, Any], base: PreTrainedModel, layers: int) -> dict[str, Any]:
+    """Head options out of a Llama config, whose missing keys mean what they mean to transformers.
+
+    layers: how many the tensors make up. CheckpointError where the block is none that heads here have.
+    """
+    usual = LlamaConfig()
+    model_type = config.get("model_type", "llama")
+    if model_type != "llama":
+        raise CheckpointError(f"{files}: its decoder is of type {shown(model_type)}; heads here have Llama's block")
+    if (act := config.get("hidden_act", "silu")) != "silu":
+        raise CheckpointError(f"{files}: its activation is {shown(act)}; heads here have silu")
+    hidden, vocab = (whole(config, name, getattr(usual, name)) for name in ("hidden_size", "vocab_size"))
+    check_sizes(files, {"hidden_size": hidden, "vocab_size": vocab}, base)
+    if (target := config.get("target_hidden_size")) not in (None, hidden):
+        raise CheckpointError(
+            f"{files}: it reads features of {shown(target)} values in a stream of {hidden} (target_hidden_size); heads "
+            "here have the base's hidden size"
+        )
+    if (claimed := whole(config, "num_hidden_layers", layers)) != layers:
+        raise CheckpointError(f"{files}: its config says {claimed} decoder layers, and its tensors make up {layers}")
+    heads = whole(config, "num_attention_heads", usual.num_attention_heads)
+    return {
+        "hidden_size": hidden, "vocab_size": vocab, "num_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": whole(config, "num_key_value_heads", heads),
+        "head_dim": whole(config, "head_dim", max(1, hidden // heads)),
+        "intermediate_size": whole(config, "intermediate_size", usual.intermediate_size),
+        "rms_norm_eps": real(config, "rms_norm_eps", usual.rms_norm_eps), "rope_theta": _rope_theta(files, config),
+        "attention_bias": flag(config, "attention_bias"), "mlp_bias": flag(config, "mlp_bias"),
+    }  # fmt: skip
+
+
+def _rope_theta(files: Files, config: dict[str, Any]) -> float:
+    """10000 where there is none: consumers do not take the target's. CheckpointError for scaled positions."""
+    parameters = table(config, "rope_parameters")
+    for place in (parameters, table(config, "rope_scaling")):
+        kind = place.get("rope_type", place.get("type", "default"))
+        if kind != "default":
+            raise CheckpointError(
+                f"{files}: its positions are scaled (rope_type={shown(kind)}); heads here have plain RoPE"
+            )
+    if (share := config.get("partial_rotary_factor", parameters.get("partial_rotary_factor"))) not in (None, 1, 1.0):
+        raise CheckpointError(f"{files}: it rotates {shown(share)} of each attention head; heads here rotate all of it")
+    return real(config | parameters, "rope_theta", 10_000.0)
+
+
+def block_config(head: FeatureHeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
+    """The Llama config of a head's decoder, every size written out."""
+    own = text_config(base)
+    ids = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {
+        "model_type": "llama", "hidden_size": head.hidden_size, "vocab_size": head.vocab_size,
+        "num_hidden_layers": head.num_layers, "num_attention_heads": head.num_attention_heads,
+        "num_key_value_heads": head.num_key_value_heads, "head_dim": head.head_dim,
+        "intermediate_size": head.intermediate_size, "hidden_act": "silu", "rms_norm_eps": head.rms_norm_eps,
+        "rope_theta": head.rope_theta, "max_position_embeddings": getattr(own, "max_position_embeddings", None) or 2048,
+        "tie_word_embeddings": False, "torch_dtype": dtype_of(tensors),
+        **{name: value for name, value in ids.items() if value is not None},
+    }  # fmt: skip

@@ -1,0 +1,206 @@
+"""EAGLE-3 as the EAGLE repository writes it, and SpecForge, vLLM, SGLang, TensorRT-LLM and llama.cpp read it.
+
+They share the tensors and most of the config. They differ in how layers are numbered (layer_ids.py), in what of a
+decoder they can hold beyond one plain block, and in how they are started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.checkpoint import CheckpointError
+from specheads.formats import layer_ids, vocabulary
+from specheads.formats.decoder import block_config, block_names, block_options
+from specheads.formats.files import Files, architectures, flag, table, whole
+from specheads.formats.format import Format, Written, check_embeddings, count
+from specheads.heads import Eagle3Config, HeadConfig
+from specheads.target import text_config
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+# What a config may ask of an EAGLE-3 head, and what heads here do. Whatever differs is refused by name.
+FLAGS = {
+    "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
+    "parallel_drafting": False, "embed_requires_grad": False,
+}  # fmt: skip
+EAGLE_FLAGS = {
+    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    "use_mtp_layernorm": False, **FLAGS,
+}  # fmt: skip
+_FIRST = ("midlayer.", "layers.0.")  # how the names of the first decoder block begin
+_OWN = {
+    "fc.weight": "fc.weight", "norm.weight": "norm.weight", "lm_head.weight": "lm_head.weight",
+    "input_layernorm.weight": "{first}input_layernorm.weight", "hidden_norm.weight": "{first}hidden_norm.weight",
+}  # fmt: skip
+
+
+def refuse_flags(files: Files, config: dict[str, Any], known: dict[str, bool]) -> None:
+    """CheckpointError that names a flag whose head is none of ours."""
+    for name, ours in known.items():
+        if flag(config, name, ours) != ours:
+            raise CheckpointError(
+                f"{files}: its head has {name}={str(not ours).lower()}, which heads here do not have yet"
+            )
+
+
+def tensor_names(head: Eagle3Config, first: str) -> dict[str, str]:
+    """Ours → theirs, but for the vocabulary; `first` begins the names of decoder block 0."""
+    names = {ours: theirs.format(first=first) for ours, theirs in _OWN.items()}
+    for i in range(head.num_layers):
+        names |= block_names(head, i, f"layers.{i}." if i else first)
+    return names
+
+
+def common_refusals(head: Eagle3Config, base: PreTrainedModel) -> list[str]:
+    """What speaks against an EAGLE-3 head in every format."""
+    wrong = layer_ids.refusal(head.taps or (), text_config(base).num_hidden_layers)
+    return [wrong] * bool(wrong)
+
+
+@dataclass(frozen=True)
+class Eagle3(Format):
+    """deep: takes several decoder blocks, as the tensors here have them; biased: takes biases in the block;
+    tapped: takes other layers than the usual three."""
+
+    kind: ClassVar[str] = Eagle3Config.kind
+    engine: str
+    title: str
+    versions: str
+    serving: str
+    embeds: bool | None = False
+    deep: bool = False
+    biased: bool = False
+    tapped: bool = True
+
+    def recognises(self, files: Files) -> bool:
+        config = files.config or {}
+        named = any("Eagle3" in name for name in architectures(config)) or "draft_vocab_size" in config
+        return self.engine == "eagle" and (
+            named or any(f"{first}hidden_norm.weight" in files.shapes for first in _FIRST)
+        )
+
+    def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
+        config = files.config or {}
+        refuse_flags(files, config, FLAGS)
+        refuse_flags(files, table(config, "eagle_config"), EAGLE_FLAGS)
+        return read_options(files, config, config, base)
+
+    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
+        assert isinstance(head, Eagle3Config)
+        return tensor_names(head, next((first for first in _FIRST if f"{first}hidden_norm.weight" in found), _FIRST[0]))
+
+    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+        return read_vocabulary(files, head, base)
+
+    def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
+        assert isinstance(head, Eagle3Config) and head.taps
+        wrong, layers = common_refusals(head, base), text_config(base).num_hidden_layers
+        if head.num_layers > 1 and not self.deep:
+            wrong.append(f"it has {head.num_layers} decoder layers, which its readers norm differently or do not read")
+        if (head.attention_bias or head.mlp_bias) and not self.biased:
+            wrong.append("its decoder has biases, which are dropped")
+        if not self.tapped and head.taps != layer_ids.usual(layers):
+            wrong.append(
+                f"it reads hidden_states {list(head.taps)}, and {list(layer_ids.usual(layers))} are hard-coded"
+            )
+        return wrong
+
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+        assert isinstance(head, Eagle3Config) and head.taps
+        layers = text_config(base).num_hidden_layers
+        config = {
+            "architectures": [ARCHITECTURE], "draft_vocab_size": head.draft_vocab_size,
+            **block_config(head, tensors, base), **layer_ids.at_top(head.taps, layers),
+        }  # fmt: skip
+        if head.attention_bias or head.mlp_bias:
+            config |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
+        if inner := layer_ids.nested(head.taps, layers):
+            config["eagle_config"] = inner
+        if len(head.taps) != 3:
+            config["num_aux_hidden_states"] = len(head.taps)
+        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
+        texts = {"trtllm.yml": _trtllm_options(head, layers)} if self.engine == "trtllm" else {}
+        return Written(config, named | vocabulary.offsets(tensors), texts=texts)
+
+
+def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], base: PreTrainedModel) -> dict[str, Any]:
+    """Head options out of a config and, where it is nested there, the config of the decoder block."""
+    layers = count(files.shapes, "layers.") + any(name.startswith("midlayer.") for name in files.shapes)
+    options = block_options(files, block, base, layers)
+    draft = whole(config, "draft_vocab_size", options["vocab_size"])
+    if draft > options["vocab_size"]:
+        raise CheckpointError(f"{files}: draft_vocab_size={draft} exceeds the vocabulary of {options['vocab_size']}")
+    taps = layer_ids.taps_of(files, config, text_config(base).num_hidden_layers)
+    return {**options, "draft_vocab_size": draft, "taps": taps}
+
+
+def read_vocabulary(files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+    """d2t and t2d, and the file's embeddings compared with the base's where it has any."""
+    assert isinstance(head, Eagle3Config) and head.vocab_size and head.draft_vocab_size
+    made, looked_at = vocabulary.from_offsets(files, head.vocab_size, head.draft_vocab_size)
+    if "embed_tokens.weight" in files.shapes:
+        check_embeddings(files, "embed_tokens.weight", base)
+        looked_at.add("embed_tokens.weight")
+    return made, looked_at
+
+
+def _trtllm_options(head: Eagle3Config, num_layers: int) -> str:
+    assert head.taps
+    lines = ["decoding_type: Eagle3", f"max_draft_len: {head.draft_depth}", "speculative_model: {folder}"]
+    if head.taps != layer_ids.usual(num_layers):
+        lines.append(f"eagle3_layers_to_capture: {layer_ids.captured(head.taps)}")
+    return "speculative_config:\n" + "".join(f"  {line}\n" for line in lines)
+
+
+FORMATS = (
+    Eagle3(
+        "eagle", "EAGLE-3 (the EAGLE repository's form, which SpecForge and the servers share)",
+        "SafeAILab/EAGLE (main, transformers 4.53), OpenVINO GenAI 2026.4 with --embeddings", """\
+```python
+from eagle.model.ea_model import EaModel
+
+model = EaModel.from_pretrained(use_eagle3=True, base_model_path="$base", ea_model_path="$folder")
+```
+""",
+        tapped=False,
+    ),
+    Eagle3(
+        "vllm", "EAGLE-3 for vLLM", "vLLM 0.28 to 0.33", """\
+```bash
+vllm serve $base --speculative-config '{"method": "eagle3", "model": "$folder", "num_speculative_tokens": $depth}'
+```
+""",
+        deep=True, biased=True,
+    ),
+    Eagle3(
+        "sglang", "EAGLE-3 for SGLang", "SGLang 0.5.23", """\
+```bash
+python -m sglang.launch_server --model-path $base --speculative-algorithm EAGLE3 \\
+  --speculative-draft-model-path $folder --speculative-num-steps $depth \\
+  --speculative-eagle-topk 1 --speculative-num-draft-tokens $nodes
+```
+""",
+    ),
+    Eagle3(
+        "trtllm", "EAGLE-3 for TensorRT-LLM", "TensorRT-LLM with the PyTorch backend", """\
+```bash
+trtllm-serve $base --backend pytorch --extra_llm_api_options $folder/trtllm.yml
+```
+
+The layers to read are in `trtllm.yml` where they are not the usual ones: TensorRT-LLM takes them from there alone.
+""",
+    ),
+    Eagle3(
+        "llamacpp", "EAGLE-3 for llama.cpp", "llama.cpp b11434", """\
+```bash
+python convert_hf_to_gguf.py $base --outtype bf16 --outfile target.gguf
+python convert_hf_to_gguf.py $folder --target-model-dir $base --outtype bf16 --outfile draft.gguf
+llama-server -m target.gguf -md draft.gguf --spec-type draft-eagle3
+```
+""",
+    ),
+)  # fmt: skip

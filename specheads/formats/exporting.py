@@ -1,0 +1,102 @@
+"""A head in the form that another program reads: config, tensors and a README with the command that serves it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specheads.checkpoint import CONFIG, CheckpointError, as_dtype
+from specheads.formats import ENGINES, FORMATS
+from specheads.formats.format import Format, Written, embeddings_of
+from specheads.formats.readme import readme
+from specheads.options import refuse_unknown
+
+if TYPE_CHECKING:
+    from specheads.convert import SpecModel
+
+
+def export(
+    model: SpecModel, out: Any, to: str, *, dtype: torch.dtype | str | None = None, embeddings: bool = False
+) -> Path:
+    """Write the head of `model` into the directory `out` as `to` reads it, whole or not at all; returns `out`.
+
+    to: one of ENGINES. dtype: of the weights (default: as they are). embeddings: put the base's into the file too,
+    where the format leaves that open. CheckpointError where the format cannot hold the head, with the reason and the
+    nearest that can; where `out` holds files already; where the base is not in memory and the format wants of it.
+    """
+    form, folder = form_for(model, to), Path(out)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not an empty directory; give a new one to export into")
+    tensors = head_tensors(model, as_dtype(dtype))
+    written = form.write(model.head.config, tensors, model.base)
+    named = {name: t.contiguous().clone() for name, t in written.tensors.items()}
+    if embeddings and form.embeds is None:
+        raise CheckpointError(f"{form.title} has no place for the base's embeddings; export without them")
+    if embeddings or form.embeds:
+        weight = next(t for t in tensors.values() if t.is_floating_point())
+        named["embed_tokens.weight"] = embeddings_of(model.base).to("cpu", weight.dtype).contiguous().clone()
+    base = model.config.base_model_name_or_path or "BASE"
+    texts = {CONFIG: json.dumps(written.config, indent=2) + "\n", **written.texts}
+    texts = {name: text.replace("{folder}", str(folder)) for name, text in texts.items()}
+    texts["README.md"] = readme(form, model, base, str(folder))
+    _write(folder, written, named, texts)
+    return folder
+
+
+def form_for(model: SpecModel, to: str) -> Format:
+    """The format that holds this head for that engine. ValueError where there is no such engine, CheckpointError
+    where it cannot hold the head."""
+    refuse_unknown([to], ENGINES, what="format to export to")
+    head, able = model.head.config, engines_for(model)
+    nearest = f"formats that can: {', '.join(able)}" if able else "no format can"
+    form = next((form for form in FORMATS if (form.engine, form.kind) == (to, head.kind)), None)
+    if form is None:
+        raise CheckpointError(f"{to} has no form for a head of kind {head.kind}; {nearest}")
+    if wrong := form.refusals(head, head_tensors(model), model.base):
+        raise CheckpointError(f"{form.title} cannot hold this head: {'; '.join(wrong)}; {nearest}")
+    return form
+
+
+def engines_for(model: SpecModel) -> list[str]:
+    """The engines whose format can hold this head."""
+    head, tensors = model.head.config, head_tensors(model)
+    forms = [form for form in FORMATS if form.kind == head.kind]
+    return sorted(form.engine for form in forms if not form.refusals(head, tensors, model.base))
+
+
+def head_tensors(model: SpecModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The head's tensors by our names, on the CPU."""
+    state = {name: t.detach().to("cpu") for name, t in model.head.state_dict().items()}
+    if any(hasattr(t, "full_tensor") for t in state.values()):
+        raise CheckpointError("the head's tensors are shards; save the head, load it in one process, and export that")
+    return {name: t.to(dtype) if dtype is not None and t.is_floating_point() else t for name, t in state.items()}
+
+
+def _write(folder: Path, written: Written, tensors: dict[str, Tensor], texts: dict[str, str]) -> None:
+    """All files into a directory beside it, which then takes its place: a crash leaves nothing under that name."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    temporary.mkdir()
+    try:
+        if written.weights.endswith(".safetensors"):
+            save_file(tensors, temporary / written.weights, metadata={"format": "pt"})
+        else:
+            torch.save(tensors, temporary / written.weights)
+        for name, text in texts.items():
+            (temporary / name).write_text(text, "utf8")
+        mode = (temporary / CONFIG).stat().st_mode
+        for path in temporary.iterdir():
+            path.chmod(mode)  # what the umask allows; safetensors would leave the file to its owner alone
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+        os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,230 @@
+"""A foreign checkpoint as files: what it holds is known, and can be checked, before any of it is in memory.
+
+Everything here may come from a stranger. A damaged or hostile file is a CheckpointError that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils import cached_file
+
+from specheads.checkpoint import CONFIG, WEIGHTS, CheckpointError
+from specheads.hub import may_be_repository
+from specheads.hub import options as hub_options
+
+SAFE = (WEIGHTS, "medusa_lm_head.safetensors")
+PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
+_MOST_JSON = 4 << 20  # bytes; the configs of heads are of a few thousand
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class Files:
+    """One foreign checkpoint, a directory or a hub id. hub: revision, subfolder, token … of a hub id.
+
+    allow_pickle: read pickles too, by torch.load(weights_only=True), which builds tensors and runs no code of theirs.
+    """
+
+    def __init__(self, source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = False) -> None:
+        self.source, self.allow_pickle = source, allow_pickle
+        self._hub = hub or {}
+
+    def __str__(self) -> str:
+        return str(self.source)
+
+    def find(self, name: str) -> Path | None:
+        """Where one file of the checkpoint is; None where it has none of that name."""
+        folder = Path(self.source) / self._hub.get("subfolder", "")
+        if folder.is_dir():
+            return folder / name if (folder / name).is_file() else None
+        if not may_be_repository(str(self.source)):
+            return None
+        options = {**hub_options(str(self.source)), **self._hub}
+        try:
+            path = cached_file(str(self.source), name, _raise_exceptions_for_missing_entries=False, **options)
+        except OSError:
+            return None
+        return None if path is None else Path(path)
+
+    @cached_property
+    def config(self) -> dict[str, Any] | None:
+        """config.json; None where there is none, or what stands there is no table. CheckpointError where it is huge."""
+        path = self.find(CONFIG)
+        return None if path is None else read_table(path)
+
+    @cached_property
+    def weights(self) -> Path | None:
+        """The file with the tensors: safetensors where there is one, else a pickle."""
+        return next((path for name in (*SAFE, *PICKLES) if (path := self.find(name)) is not None), None)
+
+    @property
+    def pickled(self) -> bool:
+        return self.weights is not None and self.weights.name not in SAFE
+
+    @cached_property
+    def shapes(self) -> dict[str, Tensor]:
+        """Every tensor as one on the meta device: its shape and dtype, and nothing of its values."""
+        if self.pickled:
+            return {name: _meta(self.weights, name, tuple(t.shape), t.dtype) for name, t in self._unpickled.items()}
+        assert self.weights is not None
+        try:
+            with safe_open(self.weights, framework="pt") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+                found = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+        except (SafetensorError, OSError) as error:
+            raise damaged(self.weights, error) from error
+        return {
+            name: _meta(self.weights, name, shape, _DTYPES.get(dtype, dtype)) for name, (shape, dtype) in found.items()
+        }
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, a copy: it does not follow the file. Compare `shapes` with what is expected first."""
+        if self.pickled:
+            return self._unpickled[name].clone(memory_format=torch.contiguous_format)
+        assert self.weights is not None
+        try:
+            with safe_open(self.weights, framework="pt") as file:
+                return file.get_tensor(name).clone()
+        except (SafetensorError, OSError) as error:
+            raise damaged(self.weights, error) from error
+
+    @cached_property
+    def _unpickled(self) -> dict[str, Tensor]:
+        path = self.weights
+        assert path is not None
+        if not self.allow_pickle:
+            raise CheckpointError(
+                f"{path} is a pickle, which can run code; allow_pickle=True (--allow-pickle) reads it with "
+                "torch.load(weights_only=True), which builds tensors and refuses all else"
+            )
+        return unpickled(path)
+
+
+def read_table(path: Path) -> dict[str, Any] | None:
+    """A JSON object; None where the file holds none. CheckpointError where it is larger than any config is."""
+    if (size := path.stat().st_size) > _MOST_JSON:
+        raise CheckpointError(f"{path} has {size:,} bytes; a config has at most {_MOST_JSON:,}")
+    try:
+        table = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):  # no JSON, or nested deeper than any config
+        return None
+    return table if isinstance(table, dict) else None
+
+
+def damaged(path: Any, error: Exception | str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged or cut short ({error}); copy it again")
+
+
+def unpickled(path: Path) -> dict[str, Tensor]:
+    """The tensors of a torch.save() archive by name, mapped and not read. CheckpointError where it holds anything
+    else, and where it would take more memory than it has bytes."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise CheckpointError(
+            f"{path} is damaged, cut short, or older than torch 1.6 ({error}); copy it again, or save it again as "
+            "safetensors"
+        ) from error
+    if packed:  # torch.save never packs; what is packed may unfold to any size
+        raise CheckpointError(f"{path} holds compressed entries ({packed[0]}), which torch.save() does not write")
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a hostile pickle can fail in any way
+        first = str(error).strip().splitlines()[:1]
+        raise damaged(path, f"{type(error).__name__}: {first[0] if first else ''}") from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{path} holds a {type(loaded).__name__}, not tensors by name")
+    for name, tensor in loaded.items():
+        plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not isinstance(name, str) or not plain or tensor.is_quantized:
+            raise CheckpointError(f"{path}: {str(name)[:80]!r} is not a plain tensor under a name")
+        if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+            raise CheckpointError(f"{path}: {name} has shape {tuple(tensor.shape)} over fewer values than that")
+    return loaded
+
+
+def _meta(path: Any, name: str, shape: tuple[int, ...], dtype: Any) -> Tensor:
+    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES.values():
+        raise CheckpointError(f"{path}: {name} is {dtype}; expected {', '.join(_DTYPES)}")
+    try:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    except (RuntimeError, OverflowError) as error:
+        raise damaged(path, f"{name} has shape {shape}") from error
+
+
+# --- Values of a config ---
+
+
+def whole(config: dict[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
+    """A whole number of a config. CheckpointError where it is none, or below `least`, or there is neither it nor a
+    default."""
+    value = config.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+        raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected a whole number from {least} to 2³¹")
+    return value
+
+
+def real(config: dict[str, Any], name: str, default: float) -> float:
+    """A finite number above 0 of a config; CheckpointError where it is none."""
+    value = config.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected a number above 0")
+    return float(value)
+
+
+def flag(config: dict[str, Any], name: str, default: bool = False) -> bool:
+    """true or false of a config; CheckpointError where it is something else."""
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected true or false")
+    return value
+
+
+def table(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """A table inside a config, empty where there is none; CheckpointError where it is something else."""
+    value = config.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected a table of options")
+    return value
+
+
+def wholes(config: dict[str, Any], name: str) -> tuple[int, ...] | None:
+    """A list of whole numbers of a config; None where there is none. CheckpointError where it is something else."""
+    value = config.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) > 64 or any(type(i) is not int or abs(i) > 2**31 for i in value):
+        raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected a list of layer numbers")
+    return tuple(value)
+
+
+def architectures(config: dict[str, Any]) -> list[str]:
+    """The classes a config names; [] where it names none."""
+    value = config.get("architectures")
+    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
+
+
+def shown(value: object) -> str:
+    """A value as an error may quote it: a stranger's may be of any length."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deep, or a number of thousands of digits
+        return f"a {type(value).__name__} that is too large to show"
+    return text if len(text) <= 80 else text[:77] + "…"

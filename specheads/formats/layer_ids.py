@@ -1,0 +1,66 @@
+"""Which layers of the target an EAGLE-3 head reads, as each consumer numbers them.
+
+Ours are Hugging Face's hidden_states: hs[0] the embeddings, hs[i] the input of layer i. Three forms exist:
+  top level   eagle_aux_hidden_state_layer_ids: i is hs[i]       vLLM, speculators, llama.cpp
+  nested      in eagle_config, under the same name: i is hs[i+1] SGLang, SpecForge, ModelOpt
+  argument    eagle3_layers_to_capture: i is hs[i+1]             TensorRT-LLM
+Without any, all of them and the EAGLE repository take hs[2], hs[n // 2], hs[n − 3] of n layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specheads.checkpoint import CheckpointError
+from specheads.formats.files import Files, table, wholes
+
+KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+def usual(num_layers: int) -> tuple[int, int, int]:
+    """What every consumer reads unless told otherwise."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+def taps_of(files: Files, config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The hidden_states that the config says. CheckpointError where its two places disagree, or it cannot be."""
+    top, nested = wholes(config, KEY), wholes(table(config, "eagle_config"), KEY)
+    found = {ids for ids in (top or None, nested and tuple(i + 1 for i in nested)) if ids}
+    if len(found) > 1:
+        inner = [i + 1 for i in nested or ()]
+        raise CheckpointError(
+            f"{files}: {KEY} says hidden_states {list(top or ())}, and eagle_config.{KEY} {inner} (one more than it "
+            "numbers them); consumers would read different layers"
+        )
+    taps = found.pop() if found else usual(num_layers)
+    if wrong := refusal(taps, num_layers):
+        raise CheckpointError(f"{files}: {wrong}")
+    return taps
+
+
+def refusal(taps: Sequence[int], num_layers: int) -> str:
+    """Why no consumer can be told of these layers; "" where it can."""
+    if list(taps) != sorted(set(taps)):
+        return f"the layers read, hidden_states {list(taps)}, are not in ascending order, in which servers collect them"
+    if outside := [tap for tap in taps if not 0 < tap < num_layers]:
+        return (
+            f"it reads hidden_states {outside}, and servers capture the stream between two layers: 1 to "
+            f"{num_layers - 1} of a base with {num_layers} layers"
+        )
+    return ""
+
+
+def at_top(taps: tuple[int, ...], num_layers: int) -> dict[str, Any]:
+    """As vLLM, speculators and llama.cpp read them; nothing where they are the usual ones."""
+    return {} if taps == usual(num_layers) else {KEY: list(taps)}
+
+
+def nested(taps: tuple[int, ...], num_layers: int) -> dict[str, Any]:
+    """As SGLang, SpecForge and ModelOpt read them inside eagle_config; nothing where they are the usual ones."""
+    return {} if taps == usual(num_layers) else {KEY: [tap - 1 for tap in taps]}
+
+
+def captured(taps: tuple[int, ...]) -> list[int]:
+    """As TensorRT-LLM's eagle3_layers_to_capture has them."""
+    return [tap - 1 for tap in taps]

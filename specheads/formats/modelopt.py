@@ -1,0 +1,69 @@
+"""EAGLE-3 as ModelOpt exports it: layers numbered by their outputs, no t2d, no embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.formats import eagle3, layer_ids
+from specheads.formats.decoder import block_config
+from specheads.formats.files import Files, table
+from specheads.formats.format import Written
+from specheads.heads import Eagle3Config, HeadConfig
+from specheads.target import text_config
+
+
+@dataclass(frozen=True)
+class ModelOpt(eagle3.Eagle3):
+    engine: str = "modelopt"
+    title: str = "ModelOpt's EAGLE-3 export"
+    versions: str = "nvidia-modelopt 0.47, as TensorRT-LLM reads it"
+    embeds: bool | None = None
+    serving: str = """\
+```bash
+trtllm-serve $base --backend pytorch --extra_llm_api_options trtllm.yml
+```
+
+with `trtllm.yml`: `speculative_config: {decoding_type: Eagle3, max_draft_len: $depth, speculative_model: $folder}`.
+ModelOpt itself does not load its exports back: this form is for what reads them.
+"""
+
+    def recognises(self, files: Files) -> bool:
+        inner = (files.config or {}).get("eagle_config")
+        return isinstance(inner, dict) and "use_input_layernorm_in_first_layer" in inner
+
+    def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
+        config = files.config or {}
+        eagle3.refuse_flags(files, config, eagle3.FLAGS)
+        eagle3.refuse_flags(files, table(config, "eagle_config"), eagle3.EAGLE_FLAGS)
+        return eagle3.read_options(files, config, config, base)
+
+    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
+        assert isinstance(head, Eagle3Config)
+        return eagle3.tensor_names(head, "layers.0.")
+
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+        assert isinstance(head, Eagle3Config) and head.taps
+        inner = {
+            layer_ids.KEY: [tap - 1 for tap in head.taps], "use_aux_hidden_state": True,
+            "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+        }  # fmt: skip
+        config = {
+            "architectures": [eagle3.ARCHITECTURE], "draft_vocab_size": head.draft_vocab_size,
+            **block_config(head, tensors, base), "attention_bias": False, "mlp_bias": False, "eagle_config": inner,
+        }  # fmt: skip
+        layers = text_config(base).num_hidden_layers
+        if head.taps != layer_ids.usual(layers) and len(head.taps) != 3:
+            config["num_aux_hidden_states"] = len(head.taps)
+        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
+        if len(tensors["d2t"]) != len(tensors["t2d"]):
+            named["d2t"] = tensors["d2t"]
+        return Written(config, named)
+
+
+FORMATS = (ModelOpt(),)

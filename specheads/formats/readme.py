@@ -1,0 +1,56 @@
+"""The README of an export: what it is, the command that serves it, and what to expect of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specheads.formats.files import read_table
+from specheads.formats.format import Format
+
+if TYPE_CHECKING:
+    from specheads.convert import SpecModel
+
+RESULTS, STATE = "results.json", "trainer_state.json"
+
+
+def readme(form: Format, model: SpecModel, base: str, folder: str) -> str:
+    """Markdown for the directory of an export."""
+    import specheads
+
+    config: Any = model.head.config
+    depth = config.num_heads if hasattr(config, "num_heads") else config.draft_depth
+    lines = [
+        f"# {form.title}", "",
+        f"A draft head of kind {config.kind} for `{base}`, exported by specheads {specheads.__version__}.", "",
+        form.serve(base, folder, depth).rstrip(), "",
+        f"Written for: {form.versions}. What was run and what was only read is in docs/compatibility.md of specheads.",
+    ]  # fmt: skip
+    if (length := accepted_length(model.config.name_or_path)) is not None:
+        lines += [
+            "", f"Expected accepted length of a chain, bonus token included: {length:.2f} on the held-out rows of its "
+            "training. Much less means that the head was not loaded as it is: the text stays right without it.",
+        ]  # fmt: skip
+    else:
+        lines += [
+            "", "What it accepts was not recorded with it; `specheads evaluate` measures it. Compare: a head that a "
+            "server loads wrongly still gives the right text, only slowly.",
+        ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def accepted_length(checkpoint: Any) -> float | None:
+    """What its training measured on held-out rows, where the checkpoint's folder says so."""
+    folder = Path(str(checkpoint or ""))
+    if not checkpoint or not folder.is_dir():
+        return None
+    last, history = figures(folder)
+    lengths = [log.get("eval_accepted_length") for log in (last, *reversed(history))]
+    return next((float(length) for length in lengths if isinstance(length, int | float)), None)
+
+
+def figures(run: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The final metrics of a run and its log; {} and [] where its folder has none."""
+    last = (read_table(run / RESULTS) or {}) if (run / RESULTS).is_file() else {}
+    state = (read_table(run / STATE) or {}) if (run / STATE).is_file() else {}
+    return last, [log for log in state.get("log_history") or () if isinstance(log, dict)]

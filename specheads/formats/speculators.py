@@ -1,0 +1,94 @@
+"""EAGLE-3 in the `speculators` form, which vLLM serves by itself: its config nests that of the decoder block."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.checkpoint import CheckpointError
+from specheads.formats import eagle3, vocabulary
+from specheads.formats.decoder import block_config
+from specheads.formats.files import Files, shown, table
+from specheads.formats.format import Format, Written
+from specheads.formats.layer_ids import KEY
+from specheads.heads import Eagle3Config, HeadConfig
+
+VERSION = "0.9.0"
+_WRITTEN = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
+
+
+@dataclass(frozen=True)
+class Speculators(Format):
+    kind: ClassVar[str] = Eagle3Config.kind
+    engine: str = "speculators"
+    title: str = "speculators EAGLE-3"
+    versions: str = f"speculators {VERSION}, vLLM 0.28 to 0.33"
+    serving: str = """\
+```bash
+vllm serve $base --speculative-config '{"method": "eagle3", "model": "$folder", "num_speculative_tokens": $depth}'
+```
+
+Where the base is a hub id, `vllm serve $folder` is enough: the config names it.
+"""
+    embeds: bool | None = True
+
+    def recognises(self, files: Files) -> bool:
+        return "speculators_model_type" in (files.config or {})
+
+    def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
+        config = files.config or {}
+        if (kind := config.get("speculators_model_type")) != "eagle3":
+            raise CheckpointError(f"{files} is a speculators head of type {shown(kind)}; eagle3 ones are read here")
+        if "norm_before_residual" not in config:
+            raise CheckpointError(
+                f"{files}: its config does not say norm_before_residual, which vLLM takes for true and others for "
+                "false; write what it was trained with into config.json"
+            )
+        eagle3.refuse_flags(files, config, {**eagle3.FLAGS, "embed_requires_grad": False})
+        return eagle3.read_options(files, config, table(config, "transformer_layer_config"), base)
+
+    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
+        assert isinstance(head, Eagle3Config)
+        return eagle3.tensor_names(head, "layers.0.")
+
+    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+        return eagle3.read_vocabulary(files, head, base)
+
+    def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
+        assert isinstance(head, Eagle3Config)
+        return eagle3.common_refusals(head, base)
+
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+        assert isinstance(head, Eagle3Config) and head.taps
+        block = block_config(head, tensors, base)
+        dtype, theta = block.pop("torch_dtype"), block.pop("rope_theta")
+        block |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
+        block["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+        proposal = {
+            "proposal_type": "greedy", "speculative_tokens": head.draft_depth, "verifier_accept_k": 1,
+            "accept_tolerance": 0.0,
+        }  # fmt: skip
+        verifier = {
+            "name_or_path": getattr(base, "name_or_path", None) or None,
+            "architectures": base.config.architectures or [type(base).__name__],
+        }  # fmt: skip
+        config = {
+            "architectures": ["Eagle3DraftModel"], "auto_map": {"": "config.Eagle3SpeculatorConfig"},
+            "speculators_model_type": "eagle3", "speculators_version": VERSION,
+            "draft_vocab_size": head.draft_vocab_size, "target_hidden_size": None,
+            **dict.fromkeys(_WRITTEN, False), KEY: list(head.taps), "tie_word_embeddings": False, "dtype": dtype,
+            "speculators_config": {
+                "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [proposal],
+                "verifier": verifier,
+            },
+            "transformer_layer_config": block,
+        }  # fmt: skip
+        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
+        return Written(config, named | vocabulary.offsets(tensors))
+
+
+FORMATS = (Speculators(),)

@@ -1,0 +1,122 @@
+"""Decoder blocks of a head: their sizes, and how they run over training texts and over what decoding has committed.
+
+Shapes: B batch rows, T positions, P new positions, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from specheads.cache import Reach, TreeCache, additive, visible
+from specheads.drafters.base import Context
+from specheads.heads.base import HeadConfig
+from specheads.heads.block import Block, RotaryTable
+from specheads.planner import Plan
+
+# block, its index, attention input and residual (B, T, H), rotary → output (B, T, H)
+Attend = Callable[[Block, int, Tensor, Tensor, tuple[Tensor, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class DecoderConfig(HeadConfig):
+    """Sizes of the head's decoder blocks; those left None are the base's own."""
+
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    rms_norm_eps: float | None = None
+    rope_theta: float | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+        heads, shared = self.num_attention_heads, self.num_key_value_heads
+        if heads and shared and heads % shared:
+            raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={shared}")
+        if self.head_dim and self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even, for RoPE")
+
+    def filled(self, base_config: Any) -> Self:
+        config = super().filled(base_config)
+        assert config.hidden_size is not None
+        heads = config.num_attention_heads or getattr(base_config, "num_attention_heads", None) or 8
+        while config.hidden_size % heads and config.head_dim is None:
+            heads //= 2
+        own_head_dim = getattr(base_config, "head_dim", None) or config.hidden_size // heads
+        key_value = config.num_key_value_heads or getattr(base_config, "num_key_value_heads", None) or heads
+        inner = getattr(base_config, "intermediate_size", None) or getattr(base_config, "ffn_hidden_size", None)
+        rope = getattr(base_config, "rope_parameters", None) or {}
+        theta = rope.get("rope_theta") if "rope_theta" in rope else None
+        return replace(
+            config,
+            num_attention_heads=heads,
+            num_key_value_heads=key_value if heads % key_value == 0 else heads,
+            head_dim=config.head_dim or own_head_dim + own_head_dim % 2,
+            intermediate_size=config.intermediate_size or inner or 4 * config.hidden_size,
+            rms_norm_eps=config.rms_norm_eps or getattr(base_config, "rms_norm_eps", None) or 1e-6,
+            rope_theta=config.rope_theta or theta or 10_000.0,
+        )
+
+    def block(self, input_size: int) -> Block:
+        """A decoder block of these (filled) sizes, whose attention reads `input_size`."""
+        assert self.hidden_size and self.intermediate_size and self.num_attention_heads and self.num_key_value_heads
+        assert self.head_dim and self.rms_norm_eps
+        return Block(
+            hidden_size=self.hidden_size, input_size=input_size, intermediate_size=self.intermediate_size,
+            num_heads=self.num_attention_heads, num_key_value_heads=self.num_key_value_heads, head_dim=self.head_dim,
+            rms_norm_eps=self.rms_norm_eps, attention_bias=self.attention_bias, mlp_bias=self.mlp_bias,
+        )  # fmt: skip
+
+    def rotary(self) -> RotaryTable:
+        assert self.head_dim and self.rope_theta
+        return RotaryTable(self.head_dim, self.rope_theta)
+
+
+def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, T) document ids → (B, 1, T, T) mask to add: each position sees its own document up to itself."""
+    place = torch.arange(documents.shape[1], device=documents.device)
+    same = documents.unsqueeze(2) == documents.unsqueeze(1)
+    return additive(same & (place <= place.unsqueeze(1)), dtype)
+
+
+def attend_with(cache: TreeCache, mask: Tensor | None) -> Attend:
+    """Blocks over a head's own cache; mask None is causal over the pass itself."""
+
+    def attend(block: Block, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        return block.cached(x, residual, rotary, cache, i, mask)
+
+    return attend
+
+
+def read_committed(
+    context: Context, plan: Plan, hidden: Tensor, num_layers: int, rotary: RotaryTable,
+    run: Callable[[Attend, Tensor], Tensor],
+) -> tuple[Tensor, TreeCache]:  # fmt: skip
+    """run(attend, positions (B, P)) on hidden (B, P, H), of the positions committed since the last proposal. What it
+    gave, and the head's own cache, which their keys and values have joined; context.memory keeps it."""
+    target, memory = context.target, context.memory
+    batch, columns, _ = hidden.shape
+    chain = torch.arange(columns, device=hidden.device).expand(batch, columns)
+    if "cache" not in memory:
+        scratch = max(plan.depth + 1, plan.drafting_slots)
+        cache = memory["cache"] = TreeCache(num_layers, scratch, target.cache.capacity)
+        # A row may overshoot the limit by one path when it ends, and is then fed a path of padding with the rest.
+        rotary.ensure(target.limit + 2 * scratch, hidden)
+        hidden = run(attend_with(cache, None), chain)
+        cache.settle(context.new, columns)
+    else:
+        cache = memory["cache"]
+        cache.open()
+        causal = chain.unsqueeze(1) <= chain.unsqueeze(2)
+        seen = visible(causal, chain, cache.lengths, cache.scratch, cache.attended, Reach())
+        hidden = run(attend_with(cache, additive(seen, hidden.dtype)), cache.lengths.unsqueeze(1) + chain)
+        cache.commit(chain, context.new, context.bound)
+    return hidden, cache

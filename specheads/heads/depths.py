@@ -1,0 +1,122 @@
+"""What Medusa and Hydra share: a small network and an output matrix of its own for each drafted depth.
+
+Head i at position t guesses the token i + 2 places on. Shapes: B batch rows, T positions, H hidden, R drafts.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specheads.drafters.base import Context
+from specheads.heads.base import TapBatch
+from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
+from specheads.objective import Asked
+from specheads.planner import Expand, Plan, default_static
+from specheads.sampling import Sampler
+from specheads.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class DepthHeadsConfig(DraftVocabularyConfig):
+    """num_heads: depths drafted; num_layers: blocks a head; decay: head i's loss weighs decay^i; tap: the layer read
+    (default: the last, after the final norm)."""
+
+    num_heads: int = 5
+    num_layers: int = 1
+    decay: float = 1.0
+    tap: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "num_heads", "num_layers")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"{self.kind} head option decay={self.decay} must be above 0 and at most 1")
+
+    def filled(self, base_config: Any) -> Self:
+        config = super().filled(base_config)
+        layers = base_config.num_hidden_layers
+        tap = layers if config.tap is None else config.tap
+        if not 0 <= tap <= layers:
+            raise ValueError(
+                f"{self.kind} head option tap={tap} is no layer of a base with {layers}: give 0 to {layers}"
+            )
+        return replace(config, tap=tap)
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(Wx + b), the identity at the start."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class DepthHeads(DraftVocabulary):
+    """Subclasses make the blocks of each depth, and say what these read: in training `rows`, in decoding `expander`."""
+
+    config: DepthHeadsConfig
+
+    def __init__(self, config: DepthHeadsConfig, blocks: nn.ModuleList, output_bias: bool = False) -> None:
+        super().__init__(config)
+        assert config.hidden_size and config.draft_vocab_size
+        size, vocab = config.hidden_size, config.draft_vocab_size
+        self.blocks = blocks
+        self.lm_heads = nn.ModuleList(nn.Linear(size, vocab, bias=output_bias) for _ in blocks)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        assert self.config.tap is not None
+        return (self.config.tap,)
+
+    @property
+    def scored_depths(self) -> int:
+        return self.config.num_heads
+
+    def output_layers(self) -> list[nn.Linear]:
+        return list(self.lm_heads)  # type: ignore[arg-type]
+
+    def initialise(self, base: Any) -> None:
+        self.copy_output_rows(base)
+
+    def draft_logits(self, hidden: Tensor, depth: int, lm_head: Any = None) -> Tensor:
+        return self.lm_heads[depth](hidden)
+
+    @abstractmethod
+    def rows(self, batch: TapBatch, asked: Asked, depths: int) -> list[Tensor]:
+        """What the first `depths` heads make at the starts of the drafts asked for: each (R, H)."""
+
+    @abstractmethod
+    def expander(self, context: Context, plan: Plan) -> Expand:
+        """What scores a tree behind context.root level by level, head i the children of depth i."""
+
+    def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        config = self.config
+        depths = min(config.num_heads, max(0, batch.tokens.shape[1] - 2))
+        if not depths:
+            return batch.features.new_zeros(()), {}
+        asked = batch.asked(depths)
+        rows = self.rows(batch, asked, depths)
+        scores = self.score(batch, asked, rows, tuple(config.decay**i for i in range(depths)))
+        return scores.total / batch.denominator, scores.terms(batch.denominator, whole=depths == config.num_heads)
+
+    def usual_plan(self, device: torch.device) -> Plan:
+        return default_static(64 if device.type == "cuda" else 8, self.config.num_heads)
+
+    def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
+        config = self.config
+        if plan.depth > config.num_heads:
+            name = config.kind.capitalize()
+            raise ValueError(f"a tree {plan.depth} deep needs as many {name} heads; this one has {config.num_heads}")
+        assert config.vocab_size is not None
+        return plan.grow(context.root, self.expander(context, plan), sampler, config.vocab_size)

@@ -1,0 +1,158 @@
+"""Hydra: Medusa's heads, each also reading the tokens drafted before it. Hydra++: behind a decoder layer of their own
+over the text. arXiv:2402.05109.
+
+Head i at position t reads h[t] and the embeddings of x[t+1] … x[t+1+i], and guesses x[t+2+i].
+Shapes: B batch rows, T positions, P new positions, H hidden, k nodes of a level.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specheads.cache import rows_of
+from specheads.drafters.base import Context
+from specheads.heads.base import TapBatch
+from specheads.heads.block import Unroll, copy_layer, copy_norm, decoder_layers, final_norm
+from specheads.heads.decoder import Attend, DecoderConfig, document_mask, read_committed
+from specheads.heads.depths import DepthHeads, DepthHeadsConfig, ResBlock
+from specheads.objective import Asked
+from specheads.planner import Expand, Plan, Scored
+
+_DECODER = [name for name in DecoderConfig.__dataclass_fields__ if name not in DepthHeadsConfig.__dataclass_fields__]
+
+
+@dataclass(frozen=True)
+class HydraConfig(DecoderConfig, DepthHeadsConfig):
+    """prefix_layer: Hydra++'s decoder layer, whose sizes the options of decoders are. Trained on the base's law, as
+    Hydra++ is; Hydra as first published has loss='hard'."""
+
+    kind: ClassVar[str] = "hydra"
+    aliases: ClassVar[dict[str, str]] = {"hydra_num_heads": "num_heads", "hydra_num_layers": "num_layers"}
+
+    num_heads: int = 4
+    prefix_layer: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.prefix_layer:
+            given = [name for name in _DECODER if getattr(self, name)]
+            if given:
+                raise ValueError(
+                    f"hydra head options {given} are sizes of the prefix layer: give prefix_layer=true too"
+                )
+
+    def filled(self, base_config: Any) -> HydraConfig:
+        return super().filled(base_config) if self.prefix_layer else DepthHeadsConfig.filled(self, base_config)
+
+
+class FusingBlock(nn.Module):
+    """Ux + c + SiLU(Wx + b) from several vectors laid side by side to one, (…, n · H) → (…, H); W = b = 0 at the
+    start."""
+
+    def __init__(self, wide: int, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(wide, size)
+        self.res_connection = nn.Linear(wide, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.res_connection(x) + F.silu(self.linear(x))
+
+
+class PrefixLayer(nn.Module):
+    """A decoder layer between two norms, over the base's hidden states."""
+
+    def __init__(self, config: HydraConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        assert size and eps
+        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        self.block = config.block(size)
+        self.norm = nn.RMSNorm(size, eps=eps)
+        self.rotary = config.rotary()
+
+    def forward(self, attend: Attend, hidden: Tensor, position: Tensor) -> Tensor:
+        """hidden (B, T, H) and positions (B, T) → (B, T, H)."""
+        return self.norm(attend(self.block, 0, self.input_layernorm(hidden), hidden, self.rotary(position)))
+
+    @torch.no_grad()
+    def initialise(self, base: Any) -> None:
+        """The base's last layer, silent, between norms that keep the scale of what comes in: what goes out at first."""
+        layers = decoder_layers(base)
+        if layers is not None:
+            copy_layer(self.block, layers[-1], slice(None))
+        self.block.o_proj.weight.zero_()
+        self.block.down_proj.weight.zero_()
+        copy_norm(self.norm, final_norm(base))
+        self.norm.weight.fill_(self.norm.weight.square().mean().sqrt())
+
+
+class HydraHead(DepthHeads):
+    Config = HydraConfig
+    config: HydraConfig
+
+    def __init__(self, config: HydraConfig) -> None:
+        assert config.hidden_size is not None
+        size = config.hidden_size
+        blocks = [
+            nn.Sequential(FusingBlock((i + 2) * size, size), *[ResBlock(size) for _ in range(1, config.num_layers)])
+            for i in range(config.num_heads)
+        ]
+        super().__init__(config, nn.ModuleList(blocks), output_bias=True)
+        self.prefix = PrefixLayer(config) if config.prefix_layer else None
+
+    @torch.no_grad()
+    def initialise(self, base: Any) -> None:
+        """Each head passing h through, as Medusa's do at first."""
+        super().initialise(base)
+        for lm_head in self.output_layers():
+            lm_head.bias.zero_()
+        for fusing in (block[0] for block in self.blocks):  # type: ignore[index]
+            size = len(fusing.linear.bias)
+            fusing.res_connection.bias.zero_()
+            fusing.res_connection.weight.zero_()[:, :size].copy_(torch.eye(size))
+        if self.prefix is not None:
+            self.prefix.initialise(base)
+
+    def rows(self, batch: TapBatch, asked: Asked, depths: int) -> list[Tensor]:
+        hidden, embedded = batch.features.to(self.dtype), batch.embed(batch.tokens).to(self.dtype)
+        if self.prefix is not None:
+            mask = document_mask(batch.documents, hidden.dtype)
+            self.prefix.rotary.ensure(int(batch.position_ids.max()) + 1, hidden)
+            hidden = self.prefix(
+                lambda block, i, x, residual, rotary: block.unrolled(x, residual, rotary, mask, Unroll()),
+                hidden,
+                batch.position_ids,
+            )
+        flat, made = embedded.flatten(0, 1), []
+        for i in range(depths):
+            start = asked.starts[:, i]
+            read = [asked.rows(hidden, i), *(flat[start + 1 + j] for j in range(i + 1))]
+            made.append(self.blocks[i](torch.cat(read, -1)))
+        return made
+
+    def expander(self, context: Context, plan: Plan) -> Expand:
+        target, hidden = context.target, context.features.to(self.dtype)
+        prefix = self.prefix
+        if prefix is not None:
+            given = hidden
+            hidden, _ = read_committed(
+                context, plan, given, 1, prefix.rotary, lambda attend, position: prefix(attend, given, position)
+            )
+        path = context.newest(hidden).unsqueeze(1)  # (B, k, (i + 2) H): what each node of the level is scored from
+        depths, ids = zip(self.blocks, self.lm_heads, strict=True), self.target_ids
+
+        def expand(tokens: Tensor, parents: Tensor | None) -> Scored:
+            nonlocal path
+            block, lm_head = next(depths)
+            above = path if parents is None else rows_of(path, parents)
+            path = torch.cat([above, target.embed(tokens).to(self.dtype)], -1)
+            return Scored(lm_head(block(path)), ids)
+
+        return expand

@@ -1,0 +1,303 @@
+"""The causal parallel block head: one forward drafts a whole block.
+
+A block is the root's embedding with mask embeddings behind it. Its queries attend the target's tapped features at every
+position before the root and, causally, the block itself; the base's own output matrix turns slots into laws, and a
+low-rank bias adds what the token drafted before each slot makes likely. DFlash (arXiv:2602.06036: bidirectional inside
+the block), DSpark (arXiv:2607.05147: the bias, the confidence), JetSpec (arXiv:2606.18394: causal, best-first trees).
+
+Slot j speaks of the token j + 1 places behind the root, as in DSpark, since the root is known: K slots draft K tokens.
+In DFlash and JetSpec a slot speaks of its own place, so their slot j + 1 is our slot j, and their blocks of K + 1 draft
+as much. Shapes: B batch rows, T positions, F tapped features, H hidden, A anchors of a row, K slots of a block, M slots
+of several blocks, r Markov rank, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specheads.cache import Reach, TreeCache, additive, visible
+from specheads.drafters.base import Context
+from specheads.heads.anchors import AnchoredBlocks
+from specheads.heads.base import TapBatch
+from specheads.heads.block import RotaryTable, copy_norm, final_norm
+from specheads.heads.context_layer import ContextLayer
+from specheads.heads.feature import FeatureHeadConfig
+from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
+from specheads.losses import wide
+from specheads.planner import BestFirstTree, Plan, Scored
+from specheads.sampling import Sampler
+from specheads.target import UnsupportedModel, lm_head_gives_logits, logits_of
+from specheads.tree import DraftTree
+
+SLOTS_AT_ONCE = 128  # of a training row: their blocks are masked from one another, which costs attention
+Attend = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class ParallelConfig(FeatureHeadConfig, DraftVocabularyConfig):
+    """block_size: slots of a block, and tokens drafted at most; causal: false lets slots see one another both ways, as
+    in DFlash; markov_rank: of the bias, 0 for none; confidence: learn beside each law how likely its draft is accepted;
+    mask_token_id: the base's token to read behind the root (default: an embedding of the head's own); anchors: blocks
+    of a row that a training step draws; decay: slot j's loss weighs decay^j, e^(−1/4) as published for blocks of 8,
+    e^(−1/7) for 16. With a draft vocabulary the head keeps the base's output rows of its tokens, frozen. draft_depth:
+    of the default tree."""
+
+    kind: ClassVar[str] = "parallel"
+    aliases: ClassVar[dict[str, str]] = {}
+
+    loss: str = "kl"
+    num_layers: int = 2
+    block_size: int = 8
+    causal: bool = True
+    markov_rank: int = 256
+    confidence: bool = False
+    mask_token_id: int | None = None
+    anchors: int = 512
+    decay: float = 0.78
+    draft_depth: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "block_size", "anchors")
+        self._at_least(0, "markov_rank", "mask_token_id")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"parallel head option decay={self.decay} must be above 0 and at most 1")
+
+    def filled(self, base_config: Any) -> ParallelConfig:
+        config = super().filled(base_config)
+        assert config.vocab_size is not None
+        if config.mask_token_id is not None and config.mask_token_id >= config.vocab_size:
+            raise ValueError(f"mask_token_id={config.mask_token_id} is no token of a vocabulary of {config.vocab_size}")
+        return config
+
+    @classmethod
+    def default_taps(cls, num_layers: int) -> tuple[int, ...]:
+        """Five layers, evenly from the second's output to the last but two's."""
+        first, last = (2, num_layers - 2) if num_layers > 5 else (min(1, num_layers), num_layers)
+        return tuple(sorted({round(first + i * (last - first) / 4) for i in range(5)}))
+
+
+class ParallelHead(DraftVocabulary):
+    Config = ParallelConfig
+    config: ParallelConfig
+
+    def __init__(self, config: ParallelConfig) -> None:
+        super().__init__(config)
+        c = config
+        assert c.hidden_size and c.vocab_size and c.draft_vocab_size and c.taps and c.num_attention_heads and c.head_dim
+        assert c.num_key_value_heads and c.intermediate_size and c.rope_theta and c.rms_norm_eps
+        size, rank, drafted = c.hidden_size, c.markov_rank, c.draft_vocab_size
+        self.fc = nn.Linear(len(c.taps) * size, size, bias=False)
+        self.hidden_norm = nn.RMSNorm(size, eps=c.rms_norm_eps)
+        self.decoder = nn.ModuleList(
+            ContextLayer(
+                hidden_size=size, intermediate_size=c.intermediate_size, num_heads=c.num_attention_heads,
+                num_key_value_heads=c.num_key_value_heads, head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps,
+                attention_bias=c.attention_bias, mlp_bias=c.mlp_bias,
+            )
+            for _ in range(c.num_layers)
+        )  # fmt: skip
+        self.norm = nn.RMSNorm(size, eps=c.rms_norm_eps)
+        self.rotary = RotaryTable(c.head_dim, c.rope_theta)
+        self.mask_embedding = nn.Parameter(torch.randn(size) * 0.02) if config.mask_token_id is None else None
+        if rank:
+            self.markov_embed = nn.Embedding(c.vocab_size, rank)
+            self.markov_lm_head = nn.Linear(rank, drafted, bias=False)
+            nn.init.zeros_(self.markov_lm_head.weight)
+        if drafted < c.vocab_size:
+            self.lm_head = nn.Linear(size, drafted, bias=False).requires_grad_(False)
+        if config.confidence:
+            self.confidence = nn.Linear(size + rank, 1)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        assert self.config.taps is not None
+        return self.config.taps
+
+    @property
+    def scored_depths(self) -> int:
+        return self.config.block_size
+
+    def refuse_unfit(self, base: Any) -> None:
+        if not lm_head_gives_logits(base):
+            raise UnsupportedModel(
+                f"{type(base).__name__} does more than its output matrix between the last hidden state and the logits, "
+                "and a parallel head drafts through that matrix alone; use 'eagle3' or 'medusa'"
+            )
+        output = base.get_output_embeddings()
+        if self.target_ids is not None and not output.weight.is_meta:
+            probe = torch.randn(4, output.weight.shape[-1], device=output.weight.device, dtype=output.weight.dtype)
+            if not torch.allclose(output(probe), logits_of(base, probe)):
+                raise UnsupportedModel(
+                    f"{type(base).__name__} scales or caps its logits, which the rows of a draft vocabulary alone do "
+                    "not; leave draft_vocab_size out"
+                )
+
+    @torch.no_grad()
+    def initialise(self, base: Any) -> None:
+        self.copy_output_rows(base)
+        copy_norm(self.norm, final_norm(base))
+
+    def output_layers(self) -> list[nn.Linear]:
+        return [] if self.target_ids is None else [self.lm_head]
+
+    def output_parameters(self) -> list[Tensor]:
+        markov = [self.markov_lm_head.weight] if self.config.markov_rank else []
+        return [*super().output_parameters(), *markov]
+
+    def draft_logits(self, hidden: Tensor, depth: int, lm_head: Any) -> Tensor:
+        """hidden (…, H + r): a slot's output, and beside it the Markov embedding of the token before its own."""
+        if not self.config.markov_rank:
+            return self.marginal(hidden, lm_head)
+        rank = self.config.markov_rank
+        return self.marginal(hidden[..., :-rank], lm_head) + self.markov_lm_head(hidden[..., -rank:])
+
+    def marginal(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
+        """A slot's output (…, H) → its logits (…, Vd), whatever token stands before its own."""
+        return lm_head(hidden) if self.target_ids is None else self.lm_head(hidden)
+
+    # What a block reads and gives
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Tapped features (B, T, F) → the context (B, T, H)."""
+        return self.hidden_norm(self.fc(features.to(self.dtype)))
+
+    def slots(self, tokens: Tensor, count: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """Roots (B, A) → what the first `count` slots of their blocks read, one after another: (B, A · count, H)."""
+        mask = self.mask_embedding
+        masks = embed(tokens.new_tensor([self.config.mask_token_id])).to(self.dtype) if mask is None else mask
+        root = embed(tokens).to(self.dtype).unsqueeze(2)
+        return torch.cat([root, masks.expand(*tokens.shape, count - 1, -1)], 2).flatten(1, 2)
+
+    def forward(self, x: Tensor, position: Tensor, attend: Attend) -> Tensor:
+        """Slots (B, M, H) at positions (B, M) → their outputs (B, M, H). attend(layer, own keys, own values) → all keys
+        and values that the slots may see, and the mask."""
+        rotary = self.rotary(position)
+        for i, layer in enumerate(self.decoder):
+            x = layer(x, rotary, lambda k, v, i=i: attend(i, k, v))
+        return self.norm(x)
+
+    def followed(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """Slot outputs (…, H) and the tokens (…) before their own → (…, H + r), what `draft_logits` reads."""
+        return torch.cat([hidden, self.markov_embed(before)], -1) if self.config.markov_rank else hidden
+
+    # Training
+
+    def outputs(self, batch: TapBatch, blocks: AnchoredBlocks) -> Tensor:
+        """(B, A, K, H) of every slot. A block sees itself and what stands before its anchor in the same document."""
+        size, context = self.config.block_size, self.fuse(batch.features)
+        self.rotary.ensure(int(batch.position_ids.max()) + size, context)
+        rotary = self.rotary(batch.position_ids)
+        read = [layer.keys_values(context, rotary) for layer in self.decoder]  # type: ignore[operator]
+        column, slot = (torch.arange(n, device=context.device) for n in (batch.tokens.shape[1], size))
+        inside = torch.ones(size, size, device=context.device)
+        if self.config.causal:
+            inside = inside.tril()
+        outputs = []
+        for anchors in blocks.anchors.split(max(1, SLOTS_AT_ONCE // size), 1):
+            number = anchors.shape[1]
+            same = batch.documents.unsqueeze(1) == batch.documents.gather(1, anchors).unsqueeze(2)
+            before = same & (column < anchors.unsqueeze(2))  # (B, A, T)
+            own = torch.kron(torch.eye(number, device=context.device), inside).bool()
+            mask = torch.cat([before.repeat_interleave(size, 1), own.expand(len(anchors), -1, -1)], 2).unsqueeze(1)
+
+            def attend(i: int, k: Tensor, v: Tensor, mask: Tensor = mask) -> tuple[Tensor, Tensor, Tensor]:
+                keys, values = read[i]
+                return torch.cat([keys, k], 2), torch.cat([values, v], 2), mask
+
+            position = (batch.position_ids.gather(1, anchors).unsqueeze(2) + slot).flatten(1)
+            x = self.slots(batch.tokens.gather(1, anchors), size, batch.embed)
+            outputs.append(self(x, position, attend).unflatten(1, (number, size)))
+        return torch.cat(outputs, 1)
+
+    def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        config = self.config
+        most = config.anchors if self.training else None
+        blocks = AnchoredBlocks.of(batch.supervised, batch.documents, config.block_size, most)
+        if not blocks.anchors.numel():
+            return batch.features.new_zeros(()), {}
+        asked = blocks.asked(batch.tokens)
+        rows = self.followed(self.outputs(batch, blocks)[blocks.learnt], batch.tokens.flatten()[asked.positions])
+        weights = tuple(config.decay**j for j in range(config.block_size))
+        scores = self.score(batch, asked, [rows], weights, overlaps=config.confidence)
+        total, terms = scores.total / batch.denominator, scores.terms(batch.denominator)
+        if config.confidence:
+            assert scores.alphas is not None
+            sure = wide(self.confidence(rows))
+            missed = F.binary_cross_entropy_with_logits(sure, scores.alphas.to(sure.dtype), reduction="none")
+            weight = asked.weights * missed.new_tensor(weights)[asked.depths]
+            terms["confidence"] = (missed.detach() * asked.weights).sum() / batch.denominator
+            total = total + (missed * weight).sum() / batch.denominator
+        return total, terms
+
+    # Drafting
+
+    def usual_plan(self, device: torch.device) -> Plan:
+        depth = min(self.config.draft_depth, self.config.block_size)
+        return BestFirstTree(128 if device.type == "cuda" else 8, depth)
+
+    def read(self, context: Context, scratch: int) -> TreeCache:
+        """The head's own cache, with the keys and values of all that stands before the root."""
+        target, memory = context.target, context.memory
+        features = self.fuse(context.features)
+        position = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
+        fresh = "cache" not in memory
+        if fresh:
+            memory["cache"] = TreeCache(len(self.decoder), scratch, target.cache.capacity)
+            # A row may overshoot the limit by one path when it ends, and is then fed a path of padding with the rest.
+            self.rotary.ensure(target.limit + 2 * scratch, features)
+        cache, chain = memory["cache"], position
+        if not fresh:
+            cache.open()
+            position = cache.lengths.unsqueeze(1) + chain
+        rotary = self.rotary(position)
+        for i, layer in enumerate(self.decoder):
+            cache.update(*layer.keys_values(features, rotary), i)  # type: ignore[operator]
+        if fresh:
+            cache.settle(context.new, features.shape[1])
+        else:
+            cache.commit(chain, context.new, context.bound)
+        return cache
+
+    def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
+        config, target = self.config, context.target
+        if plan.depth > config.block_size:
+            raise ValueError(
+                f"a tree {plan.depth} deep needs a block of as many slots; this parallel head has block_size="
+                f"{config.block_size}"
+            )
+        count = plan.depth if config.causal else config.block_size  # what stands behind does not show in causal slots
+        cache = self.read(context, max(plan.depth + 1, plan.drafting_slots, count))
+        cache.open()
+        slot = torch.arange(count, device=cache.lengths.device).expand(len(cache.lengths), -1)
+        inside = torch.ones(len(slot), count, count, dtype=torch.bool, device=slot.device)
+        seen = visible(
+            inside.tril() if config.causal else inside, slot, cache.lengths, cache.scratch, cache.attended, Reach()
+        )
+        mask = additive(seen, self.dtype)
+
+        def attend(i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return *cache.update(k, v, i), mask
+
+        x = self.slots(context.root.unsqueeze(1), count, target.embed)
+        hidden = self(x, cache.lengths.unsqueeze(1) + slot, attend)
+        levels = zip(hidden.split(1, 1), self.marginal(hidden, target.lm_head).split(1, 1), strict=True)
+
+        def expand(tokens: Tensor, parents: Tensor | None) -> Scored:
+            out, logits = next(levels)  # (B, 1, H), (B, 1, Vd)
+            width = tokens.shape[1]
+            rows = self.followed(out.expand(-1, width, -1), tokens)
+            sure = self.confidence(rows).squeeze(2).sigmoid() if config.confidence else None
+            if not config.markov_rank:
+                return Scored(logits, self.target_ids, width, sure)
+            bias = self.markov_lm_head(rows[..., -config.markov_rank :])
+            return Scored(logits + bias, self.target_ids, confidence=sure)
+
+        assert config.vocab_size is not None
+        return plan.grow(context.root, expand, sampler, config.vocab_size)

@@ -1,0 +1,131 @@
+"""Joint training: low-rank adapters on the base learn together with the head, as in Medusa-2. arXiv:2401.10774.
+
+The adapted base is then the model that is decoded: its text is its own, not that of the base without adapters, which a
+loss against the base's law with the adapters off keeps it near.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specheads.heads import TapBatch
+from specheads.objective import Asked, Objective
+from specheads.options import refuse_unknown
+from specheads.teacher import LiveTeacher, Teacher, tapped
+
+if TYPE_CHECKING:
+    from peft import LoraConfig  # imported where it is used: half a second
+
+BASE_LOSSES = {"kl": "kl", "ce": "hard"}
+RAMPS = ("constant", "sine")
+
+
+@dataclass(frozen=True)
+class JointConfig:
+    """r, lora_alpha, lora_dropout, target_modules: of the adapters, peft's LoraConfig. base_loss: "kl" keeps the
+    adapted base near the law it had, for texts the base wrote itself; "ce" is the language model loss on the texts.
+    head_weight: of the head's loss beside the base's; ramp: "sine" raises it over the run, sin(π/2 · progress).
+    Learning rates apart: training.head_lr_groups."""
+
+    r: int = 32
+    lora_alpha: int = 16
+    lora_dropout: float = 0.05
+    target_modules: str | tuple[str, ...] = "all-linear"
+    base_loss: str = "kl"
+    head_weight: float = 0.2
+    ramp: str = "constant"
+
+    def __post_init__(self) -> None:
+        if type(self.r) is not int or self.r < 1:
+            raise ValueError(f"lora.r={self.r!r}: expected a whole number of at least 1")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"lora.lora_dropout={self.lora_dropout!r}: expected a share from 0 to below 1")
+        if self.lora_alpha <= 0 or self.head_weight <= 0:
+            raise ValueError(
+                f"lora.lora_alpha={self.lora_alpha} and lora.head_weight={self.head_weight} must be above 0"
+            )
+        if self.base_loss not in BASE_LOSSES:
+            raise ValueError(f"lora.base_loss={self.base_loss!r}: expected one of {', '.join(BASE_LOSSES)}")
+        if self.ramp not in RAMPS:
+            raise ValueError(f"lora.ramp={self.ramp!r}: expected one of {', '.join(RAMPS)}")
+
+    @classmethod
+    def of(cls, given: JointConfig | LoraConfig | Mapping[str, Any]) -> JointConfig:
+        """From options by name, or a peft LoraConfig that asks for nothing a head checkpoint cannot hold."""
+        if isinstance(given, JointConfig):
+            return given
+        if not isinstance(given, Mapping):
+            targets = given.target_modules
+            made = cls(
+                given.r, given.lora_alpha, given.lora_dropout,
+                "all-linear" if targets is None else targets if isinstance(targets, str) else tuple(sorted(targets)),
+            )  # fmt: skip
+            plain, whole = made.lora_config().to_dict(), given.to_dict()
+            whole["target_modules"] = plain["target_modules"]
+            if other := sorted(name for name, value in whole.items() if plain.get(name) != value):
+                raise ValueError(
+                    f"the LoraConfig sets {', '.join(other)}, which a head checkpoint does not keep; only r, "
+                    "lora_alpha, lora_dropout and target_modules can be other than peft's defaults"
+                )
+            return made
+        refuse_unknown(given, [field.name for field in fields(cls)], section="lora.")
+        listed: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
+        }
+        return cls(**listed)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    def lora_config(self) -> LoraConfig:
+        from peft import LoraConfig
+
+        targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
+        return LoraConfig(
+            r=self.r, lora_alpha=self.lora_alpha, lora_dropout=self.lora_dropout, target_modules=targets,
+            task_type="CAUSAL_LM",
+        )  # fmt: skip
+
+    def weight(self, progress: float) -> float:
+        """Of the head's loss, at a share of the run."""
+        return self.head_weight * (math.sin(math.pi / 2 * progress) if self.ramp == "sine" else 1.0)
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_" in name
+
+
+def attach(base: PreTrainedModel, config: JointConfig) -> None:
+    """Put new adapters, which change nothing yet, into `base`, in float32. ValueError where it has some already."""
+    if any(is_adapter(name) for name, _ in base.named_parameters()):
+        raise ValueError("the base already has adapters: merge them (merge_and_unload) or convert it without lora")
+    base.add_adapter(config.lora_config())
+    for parameter in adapters(base):
+        parameter.data = parameter.data.float()
+
+
+def adapters(base: nn.Module) -> list[nn.Parameter]:
+    return [parameter for name, parameter in base.named_parameters() if is_adapter(name)]
+
+
+def base_loss(config: JointConfig, batch: TapBatch, own: LiveTeacher, base: Any, attention_mask: Any) -> Tensor:
+    """Of the adapted base itself, over the supervised tokens of the batch; own: its law, with gradients."""
+    from peft.helpers import rescale_adapter_scale
+
+    asked = Asked.of_the_base(batch.tokens, batch.supervised, batch.documents)
+    reference: Teacher = own
+    if config.base_loss == "kl":
+        with torch.no_grad(), rescale_adapter_scale(base, 0.0):
+            _, reference = tapped(base, batch.tokens, attention_mask, batch.position_ids, ())
+    objective = Objective(((BASE_LOSSES[config.base_loss], 1.0),), (1.0,))
+    rows = own.rows(asked.positions)
+    vocab_size = own.project(rows[:1].detach()).shape[-1]
+    scores = objective(asked, reference, [rows], lambda part, _: own.project(part), (), None, vocab_size=vocab_size)
+    return scores.total / batch.denominator

@@ -1,0 +1,75 @@
+"""specheads export, import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specheads_cli.app import Base, Json, Model, app, emit
+
+Stored = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: that of the checkpoint).")]
+
+
+@app.command()
+def export(
+    model: Model,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory for the export.")],
+    to: Annotated[str, typer.Option(help="vllm, sglang, trtllm, llamacpp, speculators, eagle, medusa or modelopt.")],
+    base: Base = None,
+    dtype: Stored = None,
+    embeddings: Annotated[
+        bool, typer.Option("--embeddings", help="Store the base's embeddings too where the format leaves that open.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Load the result with that program's own code where it is installed.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a head in the form that another program serves, with a README that holds the command.
+
+    A head that the format cannot hold is refused, with the reason and the formats that can.
+
+    \b
+    Examples:
+      specheads export out/head served --to vllm
+      specheads export checkpoints/eagle3 gguf-in --to llamacpp --dtype float16
+      specheads export checkpoints/medusa out/medusa --to trtllm --base my/model
+    """
+    from specheads.commands import formats
+
+    record = formats.export(model, out, to, base=base, dtype=dtype, embeddings=embeddings, check=check)
+    if as_json:
+        emit(record)
+    else:
+        formats.show(record)
+
+
+@app.command("import")
+def import_(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A foreign checkpoint: a directory or a hub id.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the head is saved in our form.")],
+    base: Annotated[str | None, typer.Option(help="Its base model (default: the one it names, if it does).")] = None,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read .bin and .pt files, as tensors and nothing else.")
+    ] = False,
+    dtype: Stored = None,
+    as_json: Json = False,
+) -> None:
+    """Read a head that another program wrote: EAGLE, EAGLE-3, Medusa, speculators, SpecForge, ModelOpt, vLLM.
+
+    Its form is recognised by its files. The result decodes, trains on and exports like any head here.
+
+    \b
+    Examples:
+      specheads import org/eagle3-head heads/qwen3 --base Qwen/Qwen3-8B
+      specheads import downloaded/medusa heads/medusa --base lmsys/vicuna-7b-v1.3 --allow-pickle
+    """
+    from specheads.commands import formats
+
+    record = formats.import_head(source, out, base=base, allow_pickle=allow_pickle, dtype=dtype)
+    if as_json:
+        emit(record)
+    else:
+        formats.show(record)

@@ -1,0 +1,293 @@
+"""Heads as other programs write them, and what they draft: plain torch after docs of those programs, no specheads.
+
+Written apart from the library, so that its reader is not tested against its own writer. Each writer makes a tiny random
+checkpoint in a folder and returns its tensors; each forward gives draft logits (Vd,) for a chain of drafted tokens.
+V vocabulary, Vd draft vocabulary, H hidden, n layers of the base, T tokens so far.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from safetensors.torch import save_file
+
+V, H, N = 97, 32, 8  # those of conftest.tiny_llama
+HEADS, KV_HEADS, HEAD_DIM, INNER, EPS, THETA = 2, 1, 12, 40, 1e-3, 500.0  # not those of the base
+LLAMA = {
+    "model_type": "llama", "hidden_size": H, "intermediate_size": INNER, "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "num_hidden_layers": 1, "hidden_act": "silu",
+    "rms_norm_eps": EPS, "vocab_size": V, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "tie_word_embeddings": False, "rope_theta": THETA,
+}  # fmt: skip
+
+
+class Random:
+    """Tensors on a seed, of a scale at which every part of a head moves its logits."""
+
+    def __init__(self, seed=11):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape, scale=0.3):
+        return torch.randn(shape, generator=self.generator) * scale
+
+    def norm(self, size):
+        return 1 + self(size)
+
+    def kept(self, count):
+        """Sorted ids (count,) of a draft vocabulary."""
+        return torch.randperm(V, generator=self.generator)[:count].sort().values
+
+
+def write(folder, config, tensors, name="model.safetensors"):
+    folder.mkdir(parents=True, exist_ok=True)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    if name.endswith(".safetensors"):
+        save_file(tensors, folder / name)
+    else:
+        torch.save(tensors, folder / name)
+    return tensors
+
+
+def block(make, prefix, width):
+    """A Llama block whose attention reads `width` values."""
+    wide, narrow = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    return {
+        f"{prefix}self_attn.q_proj.weight": make(wide, width), f"{prefix}self_attn.k_proj.weight": make(narrow, width),
+        f"{prefix}self_attn.v_proj.weight": make(narrow, width), f"{prefix}self_attn.o_proj.weight": make(H, wide),
+        f"{prefix}mlp.gate_proj.weight": make(INNER, H), f"{prefix}mlp.up_proj.weight": make(INNER, H),
+        f"{prefix}mlp.down_proj.weight": make(H, INNER),
+        f"{prefix}post_attention_layernorm.weight": make.norm(H),
+    }  # fmt: skip
+
+
+# --- EAGLE-3 ---
+
+
+def eagle3_tensors(prefix, features=3, draft=40):
+    make = Random()
+    kept = make.kept(draft)
+    tensors = {
+        **block(make, prefix, 2 * H), f"{prefix}hidden_norm.weight": make.norm(H),
+        f"{prefix}input_layernorm.weight": make.norm(H), "fc.weight": make(H, features * H),
+        "norm.weight": make.norm(H), "lm_head.weight": make(draft, H),
+    }  # fmt: skip
+    if draft < V:
+        tensors["d2t"] = kept - torch.arange(draft)
+        tensors["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill_(0, kept, True)
+    return tensors
+
+
+def eagle3(folder, form="eagle", *, draft=40, embed=None, **changes):
+    """form: who wrote it. changes: to its config, None taking a key away."""
+    top, nested = changes.pop("top", None), changes.pop("nested", None)
+    features = len(top or nested or (0, 0, 0))
+    config = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": draft}
+    name, prefix = "model.safetensors", "midlayer."
+    if form == "eagle":
+        name = "pytorch_model.bin"
+    elif form == "vllm":
+        prefix = "layers.0."
+    elif form == "modelopt":
+        prefix = "layers.0."
+        flags = {"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True}
+        config["eagle_config"] = {**flags, "use_mtp_layernorm": False, "next_layer_regular": True}
+        nested = nested or [1, N // 2 - 1, N - 4]
+    elif form == "speculators":
+        prefix = "layers.0."
+        inner = {k: v for k, v in LLAMA.items() if k not in ("rope_theta", "tie_word_embeddings")}
+        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
+        config = {
+            "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "speculators_version": "0.9.0",
+            "draft_vocab_size": draft, "target_hidden_size": None, **dict.fromkeys(flags, False),
+            "eagle_aux_hidden_state_layer_ids": top, "tie_word_embeddings": False,
+            "transformer_layer_config": {
+                **inner, "rope_parameters": {"rope_theta": THETA, "rope_type": "default"}, "attention_bias": False,
+            },
+            "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": None, "architectures": []}},
+        }  # fmt: skip
+        top = None
+    if top:
+        config["eagle_aux_hidden_state_layer_ids"] = top
+    if nested:
+        config.setdefault("eagle_config", {})["eagle_aux_hidden_state_layer_ids"] = nested
+    config = {k: v for k, v in {**config, **changes}.items() if v is not None}
+    tensors = eagle3_tensors(prefix, features, draft)
+    if form == "modelopt":
+        tensors.pop("t2d", None)
+    if embed is not None:
+        tensors["embed_tokens.weight"] = embed.clone()
+    return write(folder, config, tensors, name)
+
+
+def rms(x, weight):
+    return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+def rotated(x, position):
+    """x (heads, T, d) in Llama's halves at positions (T,)."""
+    half = HEAD_DIM // 2
+    angle = position.float().unsqueeze(1) * THETA ** (-torch.arange(half) / half)
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+class Attention:
+    """One layer that remembers keys and values of the chain so far."""
+
+    def __init__(self, tensors, prefix):
+        self.w = {m: tensors[f"{prefix}self_attn.{m}_proj.weight"] for m in "qkvo"}
+        self.keys, self.values, self.length = [], [], 0
+
+    def __call__(self, x):
+        """x (T, width): T more positions, each seeing those before it and itself → (T, H)."""
+        position = torch.arange(self.length, self.length + len(x))
+        heads = {m: (x @ self.w[m].T).view(len(x), -1, HEAD_DIM).transpose(0, 1) for m in "qkv"}
+        self.keys.append(rotated(heads["k"], position))
+        self.values.append(heads["v"])
+        self.length += len(x)
+        keys, values = torch.cat(self.keys, 1)[0], torch.cat(self.values, 1)[0]  # one KV head for all
+        scores = rotated(heads["q"], position) @ keys.T / HEAD_DIM**0.5
+        seen = torch.arange(self.length) <= position.unsqueeze(1)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return (weights @ values).transpose(0, 1).flatten(1) @ self.w["o"].T
+
+
+def mlp(tensors, prefix, x):
+    w = {m: tensors[f"{prefix}mlp.{m}_proj.weight"] for m in ("gate", "up", "down")}
+    return (torch.nn.functional.silu(x @ w["gate"].T) * (x @ w["up"].T)) @ w["down"].T
+
+
+def eagle3_logits(tensors, prefix, states, layers, embed, tokens, drafted):
+    """Draft logits (Vd,) after the root, and after each drafted token.
+
+    states: the base's hidden_states, each (T, H), of the T tokens before the root; layers: which are fused; tokens
+    (T + 1,): those and the root.
+    """
+    attend = Attention(tensors, prefix)
+    hidden = torch.cat([states[i] for i in layers], -1) @ tensors["fc.weight"].T
+
+    def step(tokens, hidden):
+        x = [
+            rms(embed[tokens], tensors[f"{prefix}input_layernorm.weight"]),
+            rms(hidden, tensors[f"{prefix}hidden_norm.weight"]),
+        ]
+        hidden = hidden + attend(torch.cat(x, -1))
+        return hidden + mlp(tensors, prefix, rms(hidden, tensors[f"{prefix}post_attention_layernorm.weight"]))
+
+    hidden = step(tokens[1:], hidden)[-1:]
+    logits = [rms(hidden[-1], tensors["norm.weight"]) @ tensors["lm_head.weight"].T]
+    for token in drafted:
+        hidden = step(torch.tensor([token]), hidden)
+        logits.append(rms(hidden[-1], tensors["norm.weight"]) @ tensors["lm_head.weight"].T)
+    return logits
+
+
+# --- EAGLE-1 ---
+
+
+def eagle(folder, form="eagle", *, embed, bias=True, **changes):
+    make = Random(12)
+    tensors = {
+        **block(make, "layers.0.", H), "fc.weight": make(H, 2 * H), "embed_tokens.weight": embed.clone(),
+        "fc.bias": make(H) if bias else torch.zeros(H),
+    }  # fmt: skip
+    config = {**LLAMA, "architectures": ["LlamaForCausalLM"]}
+    name = "pytorch_model.bin" if form == "eagle" else "model.safetensors"
+    if form == "vllm":
+        config["bias"] = False
+        del tensors["fc.bias"], tensors["embed_tokens.weight"]
+    if form == "sglang":
+        config |= {"architectures": ["LlamaForCausalLMEagle"]} | ({} if bias else {"bias": False})
+    return write(folder, {k: v for k, v in {**config, **changes}.items() if v is not None}, tensors, name)
+
+
+def eagle_logits(tensors, states, embed, lm_head, tokens, drafted):
+    """As eagle3_logits: the base's output matrix (V, H) on one block without norms at its two ends."""
+    attend, prefix = Attention(tensors, "layers.0."), "layers.0."
+    hidden = states[-1]  # behind the final norm
+
+    def step(tokens, hidden):
+        x = torch.cat([embed[tokens], hidden], -1) @ tensors["fc.weight"].T + tensors.get("fc.bias", 0)
+        x = x + attend(x)
+        return x + mlp(tensors, prefix, rms(x, tensors[f"{prefix}post_attention_layernorm.weight"]))
+
+    hidden = step(tokens[1:], hidden)[-1:]
+    logits = [hidden[-1] @ lm_head.T]
+    for token in drafted:
+        hidden = step(torch.tensor([token]), hidden)
+        logits.append(hidden[-1] @ lm_head.T)
+    return logits
+
+
+# --- Medusa ---
+
+
+def medusa(folder, form="v1", *, heads=3, layers=1, draft=V, shared=False, biased=True, **changes):
+    """form: v1 (FasterDecoding's pickle), v2 (without output matrices), trtllm, vllm. shared: one matrix for all."""
+    make = Random(13)
+    linear = {(h, i): (make(H, H), make(H)) for h in range(heads) for i in range(layers)}
+    outputs = [make(draft, H) for _ in range(heads)]
+    if form == "vllm":
+        tensors = {f"blocks.{h}.layers.{i}.weight": w for (h, i), (w, _) in linear.items()}
+        tensors |= {f"blocks.{h}.layers.{i}.bias": b for (h, i), (_, b) in linear.items() if biased}
+        tensors |= (
+            {"lm_head.weight": outputs[0]} if shared else {f"lm_heads.{h}.weight": w for h, w in enumerate(outputs)}
+        )
+        if draft < V:
+            tensors["token_map"] = make.kept(draft)
+        config = {
+            "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": H, "vocab_size": V,
+            "truncated_vocab_size": draft, "num_heads": heads, "num_hidden_layers": layers, "medusa_fc_bias": biased,
+            "original_lm_head": shared,
+        }  # fmt: skip
+        return write(folder, {**config, **changes}, tensors)
+    tensors = {f"{h}.{i}.linear.weight": w for (h, i), (w, _) in linear.items()}
+    tensors |= {f"{h}.{i}.linear.bias": b for (h, i), (_, b) in linear.items()}
+    config = {"base_model_name_or_path": "org/base", "medusa_num_heads": 2, "medusa_num_layers": layers}
+    if form != "v2":
+        tensors |= {f"{h}.{layers}.weight": w for h, w in enumerate(outputs)}
+    if form == "v2":
+        config["version"] = "2"
+    if form == "trtllm":
+        config["num_medusa_heads"] = heads
+    name = "medusa_lm_head.pt" if form == "v1" else "medusa_lm_head.safetensors"
+    return write(folder, {**config, **changes}, tensors, name)
+
+
+def medusa_logits(tensors, state, lm_head, heads=3, layers=1):
+    """Draft logits of each head on the base's last hidden state (H,), behind the final norm."""
+    logits = []
+    for h in range(heads):
+        x = state
+        for i in range(layers):
+            theirs = f"{h}.{i}.linear." if "0.0.linear.weight" in tensors else f"blocks.{h}.layers.{i}."
+            x = x + torch.nn.functional.silu(x @ tensors[f"{theirs}weight"].T + tensors.get(f"{theirs}bias", 0))
+        output = next(
+            (tensors[n] for n in (f"{h}.{layers}.weight", f"lm_heads.{h}.weight", "lm_head.weight") if n in tensors),
+            lm_head,
+        )
+        logits.append(x @ output.T)
+    return logits
+
+
+# --- Which layers a consumer reads ---
+
+
+def layers_read(consumer, config, options=""):
+    """hidden_states indices that a consumer of EAGLE-3 feeds the head, of a base with N layers; options: the text of
+    TensorRT-LLM's file."""
+    nested = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    top = config.get("eagle_aux_hidden_state_layer_ids")
+    usual = [2, N // 2, N - 3]
+    if consumer == "eagle":  # hard-coded
+        return usual
+    if consumer in ("vllm", "speculators", "llamacpp"):
+        return top or usual
+    if consumer in ("sglang", "modelopt"):
+        return [i + 1 for i in nested] if nested else usual
+    assert consumer == "trtllm"
+    found = [line.split(":")[1] for line in options.splitlines() if "eagle3_layers_to_capture" in line]
+    return [i + 1 for i in json.loads(found[0])] if found else usual

@@ -1,0 +1,243 @@
+"""Claims about hostile and damaged foreign files: a CheckpointError that says what is wrong, never a crash, never code
+that runs, and nothing allocated for what a file merely claims."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import struct
+import zipfile
+
+import foreign
+import pytest
+import torch
+from drafted import embeddings
+
+from specheads import CheckpointError, SpecModel
+
+WRITERS = {
+    "eagle3": lambda folder, base: foreign.eagle3(folder, "vllm"),
+    "speculators": lambda folder, base: foreign.eagle3(folder, "speculators", embed=embeddings(base)),
+    "eagle": lambda folder, base: foreign.eagle(folder, "sglang", embed=embeddings(base)),
+    "medusa": lambda folder, base: foreign.medusa(folder, "trtllm"),
+    "vllm medusa": lambda folder, base: foreign.medusa(folder, "vllm", draft=40),
+}  # fmt: skip
+
+
+def load(folder, base):
+    return SpecModel.from_pretrained(folder, base=base, allow_pickle=True)
+
+
+def weights(folder):
+    return next(path for path in folder.iterdir() if path.name != "config.json")
+
+
+def refused(folder, base, message="not those of|does not describe a head"):
+    with pytest.raises(CheckpointError, match=message):
+        load(folder, base)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_truncated_file_is_refused_whatever_is_left(name, base, tmp_path):
+    WRITERS[name](tmp_path, base)
+    path = weights(tmp_path)
+    content = path.read_bytes()
+    header = 8 + struct.unpack("<Q", content[:8])[0]
+    rng = random.Random(1)
+    for length in {0, 1, 7, 8, header - 1, header, len(content) - 1, *(rng.randrange(len(content)) for _ in range(10))}:
+        path.write_bytes(content[:length])
+        refused(tmp_path, base, "is damaged or cut short")
+    path.write_bytes(content)
+    load(tmp_path, base)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_damaged_header_gives_an_error_or_a_whole_head(name, base, tmp_path):
+    WRITERS[name](tmp_path, base)
+    path = weights(tmp_path)
+    content = path.read_bytes()
+    header = 8 + struct.unpack("<Q", content[:8])[0]
+    rng, failed = random.Random(2), 0
+    for _ in range(60):
+        damaged = bytearray(content)
+        for _ in range(rng.choice((1, 1, 4))):
+            damaged[rng.randrange(header)] = rng.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            load(tmp_path, base)
+        except CheckpointError:
+            failed += 1
+    assert failed > 40
+
+
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    3,
+    2**31,
+    10**400,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "8",
+    "",
+    [],
+    [[]],
+    {},
+    {"a": 1},
+    [1, "x"],
+]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_odd_values_in_a_config_give_an_error_or_a_whole_head(name, base, tmp_path):
+    WRITERS[name](tmp_path, base)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rng, tables = random.Random(3), [()] + [(key,) for key, value in config.items() if isinstance(value, dict)]
+    places = [(*place, key) for place in tables for key in (config if not place else config[place[0]])]
+    extra = ["rope_scaling", "eagle_config", "eagle_aux_hidden_state_layer_ids", "target_hidden_size", "architectures"]
+    for place in [*places, *((key,) for key in extra)]:
+        for value in rng.sample(ODD, 6):
+            changed = json.loads(json.dumps(config))
+            inner = changed[place[0]] if len(place) == 2 else changed
+            inner[place[-1]] = value
+            (tmp_path / "config.json").write_text(json.dumps(changed))
+            with contextlib.suppress(CheckpointError):
+                load(tmp_path, base)
+
+
+def test_a_config_that_claims_more_than_the_file_holds_allocates_nothing(base, tmp_path):
+    for sizes in (
+        {"intermediate_size": 2**30},
+        {"num_attention_heads": 2**20, "head_dim": 2**20},
+        {"head_dim": 2**31 - 2},
+    ):
+        foreign.eagle3(tmp_path, "vllm", **sizes)
+        refused(tmp_path, base)
+    foreign.eagle3(tmp_path, "vllm", num_hidden_layers=2**30)
+    refused(tmp_path, base, "says 1073741824 decoder layers, and its tensors make up 1")
+    foreign.medusa(tmp_path / "m", "vllm", num_heads=2**30)
+    refused(tmp_path / "m", base, "says 1073741824 heads")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"[" * 100_000, b'{"a":' * 100_000, b'{"architectures": ' + b"[" * 100_000, b"\xff\xfe", b"", b"[]", b"null",
+     b'{"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": ' + b"9" * 5000 + b"}"],
+)  # fmt: skip
+def test_a_config_that_is_no_table_is_refused(text, base, tmp_path):
+    foreign.eagle3(tmp_path, "vllm")
+    (tmp_path / "config.json").write_bytes(text)
+    refused(tmp_path, base, "config.json is not")
+
+
+def test_a_config_of_many_megabytes_is_not_read(base, tmp_path):
+    foreign.eagle3(tmp_path, "vllm")
+    (tmp_path / "config.json").write_bytes(b'{"a": "' + b"x" * (5 << 20) + b'"}')
+    refused(tmp_path, base, "has 5,242,889 bytes; a config has at most 4,194,304")
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "U8", "I16", "F4"])
+def test_a_dtype_that_no_head_has_is_refused(dtype, base, tmp_path):
+    foreign.eagle3(tmp_path, "vllm")
+    size = {"F8_E4M3": 1, "U8": 1, "I16": 2, "F4": 1}[dtype]
+    header = json.dumps({"norm.weight": {"dtype": dtype, "shape": [32], "data_offsets": [0, 32 * size]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(32 * size))
+    refused(tmp_path, base, f"norm.weight is {dtype}; expected F64|is damaged or cut short")
+
+
+def test_a_link_is_read_as_what_it_points_to(base, tmp_path):
+    foreign.eagle3(tmp_path / "blobs", "vllm")
+    (tmp_path / "head").mkdir()
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "head" / path.name).symlink_to(path)
+    load(tmp_path / "head", base)
+
+
+# --- Pickles ---
+
+
+@pytest.fixture
+def pickled(base, tmp_path):
+    """An EAGLE-3 head as the EAGLE repository ships it, a pickle."""
+    foreign.eagle3(tmp_path / "head", "eagle")
+    return tmp_path / "head"
+
+
+def test_a_pickle_is_read_only_when_asked_for(pickled, base):
+    with pytest.raises(
+        CheckpointError, match=r"pytorch_model.bin is a pickle, .* allow_pickle=True \(--allow-pickle\)"
+    ):
+        SpecModel.from_pretrained(pickled, base=base)
+    load(pickled, base)
+
+
+def test_a_pickle_beside_safetensors_is_not_looked_at(pickled, base):
+    foreign.eagle3(pickled, "vllm")
+    (pickled / "pytorch_model.bin").write_bytes(b"junk")
+    load(pickled, base)
+
+
+def test_a_pickle_that_runs_code_runs_none(pickled, base, tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "ran"),))
+
+    for content in ({"fc.weight": Bomb()}, Bomb(), [Bomb()]):
+        torch.save(content, pickled / "pytorch_model.bin")
+        refused(pickled, base, "is damaged or cut short .UnpicklingError")
+    (pickled / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Bomb()}))
+    refused(pickled, base, "older than torch 1.6")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([torch.zeros(2)], "holds a list, not tensors by name"),
+        ({"fc.weight": {"a": torch.zeros(2)}}, "'fc.weight' is not a plain tensor"),
+        ({3: torch.zeros(2)}, "'3' is not a plain tensor under a name"),
+        ({"fc.weight": torch.eye(3).to_sparse()}, "'fc.weight' is not a plain tensor"),
+        ({"fc.weight": torch.zeros(1).expand(10**6, 10**6)}, r"shape \(1000000, 1000000\) over fewer values"),
+        ({"fc.weight": torch.zeros(3, dtype=torch.complex64)}, "fc.weight is torch.complex64"),
+    ],
+)
+def test_a_pickle_of_anything_but_tensors_is_refused(content, message, pickled, base):
+    torch.save(content, pickled / "pytorch_model.bin")
+    refused(pickled, base, message)
+
+
+def test_a_packed_archive_is_refused(pickled, base):
+    path = pickled / "pytorch_model.bin"
+    with zipfile.ZipFile(path) as old:
+        entries = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, content in entries.items():
+            packed.writestr(name, content)
+    refused(pickled, base, "holds compressed entries")
+
+
+def test_a_damaged_pickle_gives_an_error_or_a_whole_head(pickled, base):
+    path = pickled / "pytorch_model.bin"
+    content = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        entry = next(info for info in archive.infolist() if info.filename.endswith("data.pkl"))
+    rng, failed = random.Random(4), 0
+    for i in range(60):
+        damaged = bytearray(content)
+        # half of them inside the pickle itself, where a wrong byte is another instruction
+        first, size = (entry.header_offset, entry.file_size + 100) if i % 2 else (0, len(content))
+        for _ in range(rng.choice((1, 4))):
+            damaged[first + rng.randrange(size)] = rng.randrange(256)
+        path.write_bytes(damaged[: rng.randrange(len(content))] if i % 10 == 0 else damaged)
+        try:
+            load(pickled, base)
+        except CheckpointError:
+            failed += 1
+    assert failed > 25

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("offline")
 
 CASES = [
     ("medusa", {"num_heads": 2}), ("hydra", {"prefix_layer": True, "num_heads": 2}), ("eagle", {"num_layers": 2}),
-    ("eagle3", {"draft_vocab_size": 40}), ("parallel", {"draft_vocab_size": 40, "confidence": True}),
+    ("eagle3", {"draft_vocab_size": 40, "norm_features": True, "norm_output": True}),
+    ("parallel", {"draft_vocab_size": 40, "confidence": True}),
 ]  # fmt: skip
 
 
@@ -88,8 +89,9 @@ def changed_options(head: str) -> dict:
     given = {
         "hidden_size": 32, "vocab_size": 97, "tap": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
         "head_dim": 6, "intermediate_size": 24, "rms_norm_eps": 1e-3, "rope_theta": 77.0, "draft_vocab_size": 19,
-        "taps": (4,) if head == "eagle" else (1, 4, 6), "tree": ((0,), (1,), (0, 0)), "loss": "lk", "dpace": 0.5,
-        "decay": 0.5, "mask_token_id": 5,
+        "taps": (4,) if head == "eagle" else (1, 4, 6), "tree": ((0,), (1,), (0, 0)), "loss": "lk",
+        "decay": 0.5, "mask_token_id": 7, "anchors": 3,
+        "dpace": None if "eagle" in head else 0.5, "norm_before_fc": False,  # which do not go with others here
     }  # fmt: skip
     for option in dataclasses.fields(HEADS[head].Config):
         if option.name not in given:

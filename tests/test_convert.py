@@ -77,6 +77,7 @@ def test_sizes_left_out_come_from_the_base():
         ("eagle", {"taps": [-1]}, "tapped layer -1 does not exist"),
         ("eagle", {"taps": [1, 2]}, "one layer"),
         ("eagle3", {"draft_vocab_size": 98}, "draft_vocab_size=98 exceeds the base's vocabulary of 97"),
+        ("eagle3", {"norm_features": True, "norm_before_fc": True}, "one of them, not both"),
         ("medusa", {"dtype": "int8"}, "dtype='int8' is not a floating point type"),
         ("medusa", {"dtype": "bf17"}, "dtype='bf17' is not a floating point type"),
     ],

@@ -245,7 +245,7 @@ def slow_block(model, ids, features, anchor, count):
     w, config = model.head.state_dict(keep_vars=True), model.head.config
     embedded = model.base.get_input_embeddings().weight
     context = [rms_norm(w["fc.weight"] @ f, w["hidden_norm.weight"]) for f in features[:anchor]]
-    mask = w["mask_embedding"] if config.mask_token_id is None else embedded[config.mask_token_id]
+    mask = w["mask_embed.weight"][0] if config.mask_token_id is None else embedded[config.mask_token_id]
     hidden = [embedded[ids[anchor]], *[mask] * (count - 1)]
     for n in range(config.num_layers):
         part = {name.removeprefix(f"decoder.{n}."): p for name, p in w.items() if name.startswith(f"decoder.{n}.")}

@@ -12,6 +12,7 @@ import struct
 import zipfile
 
 import foreign
+import foreign_depths
 import pytest
 import torch
 from drafted import embeddings
@@ -22,8 +23,8 @@ WRITERS = {
     "eagle3": lambda folder, base: foreign.eagle3(folder, "vllm"),
     "speculators": lambda folder, base: foreign.eagle3(folder, "speculators", embed=embeddings(base)),
     "eagle": lambda folder, base: foreign.eagle(folder, "sglang", embed=embeddings(base)),
-    "medusa": lambda folder, base: foreign.medusa(folder, "trtllm"),
-    "vllm medusa": lambda folder, base: foreign.medusa(folder, "vllm", draft=40),
+    "medusa": lambda folder, base: foreign_depths.medusa(folder, "trtllm"),
+    "vllm medusa": lambda folder, base: foreign_depths.medusa(folder, "vllm", draft=40),
 }  # fmt: skip
 
 
@@ -122,7 +123,7 @@ def test_a_config_that_claims_more_than_the_file_holds_allocates_nothing(base, t
         refused(tmp_path, base)
     foreign.eagle3(tmp_path, "vllm", num_hidden_layers=2**30)
     refused(tmp_path, base, "says 1073741824 decoder layers, and its tensors make up 1")
-    foreign.medusa(tmp_path / "m", "vllm", num_heads=2**30)
+    foreign_depths.medusa(tmp_path / "m", "vllm", num_heads=2**30)
     refused(tmp_path / "m", base, "says 1073741824 heads")
 
 

@@ -91,3 +91,16 @@ def test_options_that_do_not_go_with_anchors_are_refused():
         spec_model("eagle", anchors=0)
     with pytest.raises(ValueError, match="eagle3 head options anchors and dpace"):
         spec_model("eagle3", anchors=2, dpace=0.5)
+
+
+def test_a_batch_without_a_second_draft_gives_the_full_loss():
+    ids = rows(12)[0]["input_ids"]
+    mask = torch.arange(12).unsqueeze(0) == 2  # the first token that is drafted, and by the first draft alone
+    for kind, options in (("eagle3", {"draft_vocab_size": 97}), ("eagle", {"steps": 3})):
+        full, some = (
+            spec_model(kind, **options, **more).train()(torch.tensor([ids]), loss_mask=mask)
+            for more in ({}, {"anchors": 2})
+        )
+        torch.testing.assert_close(some.loss, full.loss, rtol=1e-6, atol=0)
+        assert full.loss > 0
+        some.loss.backward()

@@ -191,6 +191,13 @@ def test_a_pickle_is_read_only_when_asked_for(pickled, base):
     load(pickled, base)
 
 
+def test_a_base_model_in_a_pickle_is_no_head(base, tmp_path):
+    base.config.save_pretrained(tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"not the config of a draft head \(model_type='llama'\); .*convert\(\)"):
+        SpecModel.from_pretrained(tmp_path, base=base)
+
+
 def test_a_pickle_beside_safetensors_is_not_looked_at(pickled, base):
     foreign.eagle3(pickled, "vllm")
     (pickled / "pytorch_model.bin").write_bytes(b"junk")

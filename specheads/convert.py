@@ -225,6 +225,34 @@ class SpecModel(PreTrainedModel):
         drafter = self.head if draft is True else (draft or None)
         return generation.generate(self.base, inputs, drafter=drafter, **kwargs)
 
+    def gradient_checkpointing_enable(  # type: ignore[override]
+        self,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Make the activations of the head's blocks again in the backward pass instead of keeping them; the frozen base
+        keeps none. gradient_checkpointing_kwargs: torch's checkpoint() takes them."""
+        options = dict(gradient_checkpointing_kwargs or {})
+        if options.pop("use_reentrant", False):
+            raise ValueError("use_reentrant=true gives blocks of frozen features no gradients; leave it out")
+        if every_n_layers != 1 or offload:
+            raise ValueError(f"every_n_layers={every_n_layers}, offload={offload}: heads recompute every block or none")
+        if self.joint is not None:
+            raise ValueError(
+                "gradient checkpointing is of the head alone, and a base with adapters keeps more; leave it"
+            )
+        self.head.checkpointing = options
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.head.checkpointing = None
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return self.head.checkpointing is not None
+
+    is_activation_checkpointing = is_gradient_checkpointing
+
     def save_pretrained(  # type: ignore[override]
         self,
         save_directory: Any,

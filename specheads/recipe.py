@@ -67,6 +67,10 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.features is not None and (not isinstance(self.features, str) or not self.features):
             raise RecipeError(f"features={self.features!r}: expected a folder that `specheads features` has filled")
+        if self.features is not None and self.lora is not None:
+            raise RecipeError(
+                "lora trains the base too, which saved features stand in for: give lora=null or no features"
+            )
         if not isinstance(self.base, str) or not (self.base or self.features):
             raise RecipeError(f"base={self.base!r}: expected a path or a hub id")
         for name in ("base_dtype", "head_dtype"):
@@ -88,7 +92,8 @@ class Recipe:
         """The recipe of the same run, without what is left to defaults; rows that no file holds cannot be in it."""
 
         def changed(section: Any) -> dict[str, Any]:
-            given = {f.name: (getattr(section, f.name), f.default) for f in dataclasses.fields(section)}
+            named = () if section is None else dataclasses.fields(section)
+            given = {f.name: (getattr(section, f.name), f.default) for f in named}
             return {name: value for name, (value, usual) in given.items() if value != usual and _plain(value)}
 
         options = {**changed(self), "head": None if self.head is None else self.head.to_dict()}

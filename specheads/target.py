@@ -283,7 +283,8 @@ def lm_head_gives_logits(base: PreTrainedModel) -> bool:
     """Are the base's logits what `logits_of` makes of its last hidden state? Tried on a few tokens; True where the
     weights are not there to try."""
     weight: Any = base.get_input_embeddings().weight
-    if weight.is_meta or not weight.numel():
+    offloaded = getattr(base, "hf_device_map", None)  # whose weights come when they are called
+    if weight.is_meta or not weight.numel() or (not offloaded and any(p.is_meta for p in base.parameters())):
         return True
     ids = torch.arange(4, device=weight.device).unsqueeze(0) % weight.shape[0]
     # Not by output_hidden_states, whose hooks stay in the model and keep it from being pickled.

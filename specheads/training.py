@@ -75,7 +75,12 @@ class Run:
         trainer, kind = self.trainer, launch.kind_of(self.trainer.accelerator)
         parity = None
         if trainer.is_world_process_zero() and self.parity.prompts:
-            if kind in SHARDED:
+            if self.recipe.features:
+                _log.warning(
+                    "parity: not compared, because the base is not in memory; run `specheads parity %s --data ROWS`",
+                    trainer.args.output_dir,
+                )
+            elif kind in SHARDED:
                 _log.warning(
                     "parity: not compared, because %s has cut the model up; run `specheads parity %s --data ROWS`",
                     kind, trainer.args.output_dir,

@@ -13,8 +13,10 @@ HEADS = {
     "medusa": {"num_heads": 2, "num_layers": 1},
     "eagle": {"metric_steps": 2, "noise": 0.0},
     "eagle3": {"steps": 2, "draft_vocab_size": 40},
+    "hydra": {"num_heads": 2, "num_layers": 1, "prefix_layer": True},
+    "parallel": {"block_size": 2, "num_layers": 1, "markov_rank": 4, "draft_vocab_size": 40, "taps": (1, 2, 4)},
 }
-TAPS = (1, 2, 4)  # what all three read of a base of four layers
+TAPS = (1, 2, 4)  # what all of them read of a base of four layers
 
 
 def material(folder):
@@ -40,6 +42,7 @@ def recipe(folder, output, kind="medusa", head=None, data=None, features=None, *
         {
             **(live if features is None else {"features": str(features)}),
             "head": {"kind": kind, **HEADS[kind], **(head or {})}, "training": {**settings, **training},
+            "parity": {"prompts": 0},
         }
     )  # fmt: skip
 

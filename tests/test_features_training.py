@@ -48,8 +48,9 @@ def assert_same(first, second, rel):
             assert got[name] == pytest.approx(value, rel=rel, abs=1e-7), name
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize(
+    ("kind", "packing"), [*((kind, False) for kind in HEADS), ("medusa", True), ("eagle", True), ("eagle3", True)]
+)
 def test_training_from_saved_features_equals_training_beside_the_base(kind, packing, tmp_path):
     folder = material(tmp_path)
     data = {"packing": packing, "max_length": 48}

@@ -234,6 +234,7 @@ REFUSED = [
     ("vllm", "eagle3", {"taps": (5, 4, 2)}, "not in ascending order"),
     ("sglang", "eagle3", {"num_layers": 2}, "2 decoder layers.*formats that can: speculators, vllm$"),
     ("llamacpp", "eagle3", {"mlp_bias": True}, "has biases, which are dropped; formats that can: speculators, vllm$"),
+    ("vllm", "eagle3", {"norm_output": True}, "options norm_output are not written yet; no format can$"),
     ("vllm", "eagle", {"fc_bias": True}, "fc has a bias, which is dropped; formats that can: eagle, sglang$"),
     ("sglang", "eagle", {"num_layers": 2}, "2 decoder layers.*formats that can: eagle, vllm$"),
     ("sglang", "eagle", {"taps": (6,)}, r"reads hidden_states 6.*final norm \(8\); no format can$"),

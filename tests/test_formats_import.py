@@ -182,7 +182,7 @@ def test_an_imported_head_is_one_of_ours(base_dir, tmp_path):
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
 def test_a_flag_of_other_heads_is_refused_by_name(form, name, base, tmp_path):
     foreign.eagle3(tmp_path, form, **{name: True})
-    with pytest.raises(CheckpointError, match=rf"its head has {name}=true, which heads here do not have yet"):
+    with pytest.raises(CheckpointError, match=rf"its head has {name}=true, which is not read yet"):
         SpecModel.from_pretrained(tmp_path, base=base)
 
 

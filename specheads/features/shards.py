@@ -50,13 +50,16 @@ def write(path: Path, rows: Sequence[Mapping[str, Tensor]]) -> None:
     lengths = torch.tensor([0, *(len(row["input_ids"]) for row in rows)])
     tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
     tensors = {name: t.int() if name in _NUMBERS else t for name, t in tensors.items()}
-    write_tensors(path, {**tensors, "starts": lengths.cumsum(0)})
+    # In the header, whose checksum the index keeps: files of as many rows and tokens are else hard to tell apart.
+    text = f"{zlib.crc32(tensors['input_ids'].numpy().tobytes()):08x}"
+    write_tensors(path, {**tensors, "starts": lengths.cumsum(0)}, {"text": text})
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """metadata: one entry at most, since the order of several is drawn anew in each process."""
     try:
         with replacing(path) as temporary:
-            save_file(dict(tensors), temporary, metadata={"format": "pt"})
+            save_file(dict(tensors), temporary, metadata=metadata)
     except (OSError, SafetensorError) as error:
         raise FeatureError(
             f"{path} could not be written ({error}); the files before it are whole: make room and run the same "

@@ -31,6 +31,8 @@ def from_disk(folder: Path, head: HeadConfig | None, init_from: Any = None, dtyp
     index = checked(folder)
     if init_from is not None:
         saved = checkpoint.read(init_from)
+        if saved.config.joint:
+            raise FeatureError(f"{init_from} was trained with adapters on its base, which {folder} was saved without")
         checkpoint.check_base(saved.config, index.base["fingerprint"], init_from)
         refuse_unfit(folder, index, saved.head)
         module = HEADS[saved.head.kind](saved.head)
@@ -50,6 +52,7 @@ def new_head(folder: Path, index: Index, head: HeadConfig) -> DraftHead:
     config = head.filled(text_config(base))
     refuse_unfit(folder, index, config)
     module = HEADS[config.kind](config)
+    module.refuse_unfit(base)
     module.initialise(base)
     if isinstance(module, DraftVocabulary) and module.target_ids is not None:
         rows = FeatureDataset(folder, (), index=index).labels()

@@ -183,7 +183,7 @@ class ParallelHead(DraftVocabulary):
         and values that the slots may see, and the mask."""
         rotary = self.rotary(position)
         for i, layer in enumerate(self.decoder):
-            x = layer(x, rotary, lambda k, v, i=i: attend(i, k, v))
+            x = self.recomputed(layer, x, rotary, lambda k, v, i=i: attend(i, k, v))
         return self.norm(x)
 
     def followed(self, hidden: Tensor, before: Tensor) -> Tensor:

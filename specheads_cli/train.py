@@ -63,6 +63,7 @@ def train(
     for override in overrides or []:
         if "=" not in override:
             raise ValueError(f"{override!r} is not KEY=VALUE, such as training.max_steps=100")
+    from specheads.faults import TrainingError
     from specheads.launch import LaunchError
     from specheads.recipe import read_recipe
     from specheads.training import prepare
@@ -73,7 +74,11 @@ def train(
         raise ValueError(str(error)) from error
     # The Trainer's logs go where progress goes, so that stdout holds the result alone.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        metrics = prepared.train()
+        try:
+            metrics = prepared.train()
+        except TrainingError as error:
+            print(f"specheads: {error}", file=sys.stderr)
+            raise typer.Exit(1) from error
     if as_json:
         emit(metrics)
         return

@@ -4,20 +4,26 @@ checkpoints of the head alone."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import gather_object
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import ProgressCallback, Trainer, TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from specheads.checkpoint import CheckpointError
 from specheads.convert import SpecModel, SpecOutput
+from specheads.faults import STATE, TrainingError, go_on, is_unwritten, refuse_not_finite
 from specheads.joint import is_adapter
 from specheads.metrics import AcceptanceMeter, TrainingMeter
 from specheads.optim import MuonAdamW, parameter_groups
@@ -42,6 +48,9 @@ class SpecTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        if self.use_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.distributed.is_initialized():
+            # transformers 5.23 hands ddp_timeout on for GPUs alone: a process that hangs would hang the others.
+            PartialState(cpu=True, backend=self.ddp_backend, timeout=timedelta(seconds=self.ddp_timeout))
         super().__post_init__()
         if self.data_seed is None:
             # Else the order of the rows hangs on what drew random numbers before train(), and a resumed run differs.
@@ -120,6 +129,7 @@ class SpecTrainer(Trainer):
         tokens = supervised_tokens(inputs)
         self.accelerator.unwrap_model(model).progress = self.state.global_step / max(1, self.state.max_steps)
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        refuse_not_finite(loss.detach(), "loss", self.state.global_step + 1, self.args.output_dir)
         divisor = tokens.clamp_min(1) if num_items_in_batch is None else num_items_in_batch
         self._training_meter.add(outputs.ranks, outputs.terms or {}, divisor, tokens)
         return (loss, outputs) if return_outputs else loss
@@ -201,7 +211,30 @@ class SpecTrainer(Trainer):
             self.optimizer = kind(groups, **options)
         return self.optimizer
 
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if norm is not None and self.accelerator.scaler is None:  # a scaler leaves out such steps and lowers its scale
+            refuse_not_finite(norm, "gradient", self.state.global_step + 1, self.args.output_dir)
+        return norm
+
     # Checkpoints
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """TrainingError where it cannot be written: what there is of it goes, and earlier ones stay."""
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            (folder / STATE).unlink(missing_ok=True)  # of an earlier run: until all is written it is not finished
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if not is_unwritten(error):
+                raise
+            if self.args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)
+            reason = " ".join(str(error).split())[:200]
+            raise TrainingError(
+                f"{folder} could not be written ({reason}); {go_on(self.args.output_dir)}, once there is room"
+            ) from error
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -17,6 +17,7 @@ from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
     TrainerCallback,
+    TrainerState,
     set_seed,
 )
 from transformers.integrations.deepspeed import (
@@ -28,6 +29,7 @@ from transformers.integrations.deepspeed import (
 from specheads import curves, launch
 from specheads.convert import SpecModel, convert, load_head
 from specheads.data import Collator, build_datasets, token_counts
+from specheads.faults import STATE, TrainingError, finished, go_on, is_lost_process, last_finished
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.parity import Parity, ParityConfig, compare, prompts_of
 from specheads.recipe import RECIPE, Recipe, RecipeError
@@ -49,9 +51,19 @@ class Run:
 
     def train(self) -> dict[str, float]:
         """Train, evaluate where there is something held out, save the head, compare it with real decoding, and return
-        the final metrics. ParityError, with everything saved, where decoding is not as training said."""
+        the final metrics. TrainingError where it cannot go on; ParityError, with everything saved, where decoding is
+        not as training said."""
         trainer = self.trainer
-        metrics = trainer.train(resume_from_checkpoint=self.checkpoint).metrics
+        try:
+            metrics = self._at_the_end() or trainer.train(resume_from_checkpoint=self.checkpoint).metrics
+        except RuntimeError as error:
+            if not is_lost_process(error):
+                raise
+            reason = " ".join(str(error).split())[:200]
+            raise TrainingError(
+                f"step {trainer.state.global_step + 1}: another process of this run has ended or does not answer "
+                f"({reason}); {go_on(trainer.args.output_dir)}"
+            ) from error
         if trainer.eval_dataset is not None:
             metrics |= trainer.evaluate()
         assert trainer.args.output_dir is not None
@@ -69,6 +81,19 @@ class Run:
             _log.warning("parity: %s", parity)
             parity.refuse()
         return metrics
+
+    def _at_the_end(self) -> dict[str, float] | None:
+        """The metrics of a run that had taken its last step before, with its head restored; transformers (5.23) would
+        take one more step each time. None where there is something to do."""
+        trainer, last = self.trainer, self.trainer.args.max_steps
+        if self.checkpoint is None or last < 1 or launch.kind_of(trainer.accelerator) not in ("no", "ddp"):
+            return None
+        state = TrainerState.load_from_json(str(Path(self.checkpoint) / STATE))
+        if state.global_step < last:
+            return None
+        trainer._load_from_checkpoint(self.checkpoint)
+        trainer.state = state
+        return {"train_loss": next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), 0.0)}
 
     def _parity(self) -> Parity | None:
         """On the first process; None on the others, and where nothing can be decoded."""
@@ -155,13 +180,9 @@ def resume_point(recipe: Recipe) -> str | None:
     if not wanted:
         return None
     if wanted in ("auto", True):
-        finished = [
-            folder
-            for folder in Path(recipe.training["output_dir"]).glob("checkpoint-*")
-            if folder.name.rpartition("-")[2].isdigit() and (folder / "trainer_state.json").is_file()
-        ]
-        return str(max(finished, key=lambda folder: int(folder.name.rpartition("-")[2]))) if finished else None
-    if not (Path(wanted) / "trainer_state.json").is_file():
+        last = last_finished(recipe.training["output_dir"])
+        return None if last is None else str(last)
+    if not finished(Path(wanted)):
         raise RecipeError(f"training.resume_from_checkpoint={wanted!r} is no checkpoint folder of a run; or give auto")
     return str(wanted)
 

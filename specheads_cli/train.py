@@ -68,6 +68,7 @@ def train(
     for override in overrides or []:
         if "=" not in override:
             raise ValueError(f"{override!r} is not KEY=VALUE, such as training.max_steps=100")
+    from specheads.faults import TrainingError
     from specheads.launch import LaunchConfig, LaunchError
     from specheads.parity import ParityError
     from specheads.recipe import read_recipe
@@ -89,8 +90,9 @@ def train(
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         try:
             metrics = prepared.train()
-        except ParityError as error:
-            raise ValueError(str(error)) from error
+        except (TrainingError, ParityError) as error:
+            print(f"specheads: {error}", file=sys.stderr)
+            raise typer.Exit(3 if isinstance(error, ParityError) else 1) from error
     if as_json:
         emit(metrics)
         return

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 
 from specheads.estimate import estimate
+from specheads.faults import TrainingError
 from specheads.launch import KINDS, LaunchError
 from specheads.parity import ParityError
 from specheads.recipe import read_recipe
@@ -48,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         metrics = run.train()
+    except TrainingError as error:
+        print(f"train/heads.py: {error}", file=sys.stderr)
+        return 1
     except ParityError as error:
         print(f"train/heads.py: {error}", file=sys.stderr)
         return 3

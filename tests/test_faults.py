@@ -1,0 +1,242 @@
+"""A run that cannot go on says why in one line, keeps what it had saved, and goes on from there as if nothing was."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from heads_on_disk import in_new_process
+from safetensors.torch import load_file
+from saved_features import dump, material, recipe
+
+from specheads import checkpoint, faults
+from specheads.faults import TrainingError, finished, last_finished
+from specheads.training import prepare, resume_point
+
+pytestmark = pytest.mark.usefixtures("cache_in_tmp")
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = material(tmp_path_factory.mktemp("material"))
+    dump(made, made / "saved")
+    return made
+
+
+def options(output, folder, **training):
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "resume_from_checkpoint": "auto"}
+    return recipe(folder, output, features=folder / "saved", **{**saving, **training})
+
+
+def weights(run):
+    return {name: tensor.clone() for name, tensor in run.trainer.model.head.state_dict().items()}
+
+
+def files(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def losses(output):
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder):
+    prepare(options(folder / "uninterrupted", folder)).train()
+    return folder / "uninterrupted"
+
+
+# --- no number ---
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_or_gradient_that_is_no_number_stops_the_run_before_the_step(
+    what, value, folder, tmp_path, uninterrupted
+):
+    run = prepare(options(tmp_path / "out", folder))
+    real, calls, before = run.trainer.model.head.loss, iter(range(100)), {}
+
+    class Spoilt(torch.autograd.Function):
+        """Itself forward; backward no number."""
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * value
+
+    def spoilt(batch):
+        loss, terms = real(batch)
+        if not run.trainer.model.training or next(calls) != 3:
+            return loss, terms
+        before.update(weights(run), saved=files(tmp_path / "out" / "checkpoint-2"))
+        return (loss * value if what == "loss" else Spoilt.apply(loss)), terms
+
+    run.trainer.model.head.loss = spoilt
+    with pytest.raises(TrainingError, match=rf"step 4: the {what} is (nan|-?inf), .*checkpoint-2 is whole: .*=auto"):
+        run.train()
+    saved = before.pop("saved")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(run).items())
+    assert files(tmp_path / "out" / "checkpoint-2") == saved
+    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-2"]
+    prepare(options(tmp_path / "out", folder)).train()
+    assert losses(tmp_path / "out") == losses(uninterrupted)
+
+
+# --- full ---
+
+
+@pytest.mark.parametrize("what", ["head", "optimizer", "state"])
+def test_a_full_disk_leaves_the_earlier_checkpoint_and_no_half_of_a_new_one(
+    what, folder, tmp_path, uninterrupted, monkeypatch
+):
+    run, calls = prepare(options(tmp_path / "out", folder)), iter(range(100))
+
+    def full(real, *, only=lambda *args: True):
+        def call(*args, **kwargs):
+            if only(*args) and next(calls) == 1:  # at the second checkpoint
+                if what == "optimizer":
+                    raise RuntimeError(
+                        "[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file"
+                    )
+                raise OSError(28, "No space left on device")
+            return real(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        if what == "head":
+            patch.setattr(checkpoint, "save_file", full(checkpoint.save_file))
+        elif what == "optimizer":
+            patch.setattr(torch, "save", full(torch.save, only=lambda state, path, *a: "optimizer" in str(path)))
+        else:
+            state = type(run.trainer.state)
+            patch.setattr(state, "save_to_json", full(state.save_to_json))
+        with pytest.raises(TrainingError, match=r"checkpoint-4 could not be written \(.*\); .*checkpoint-2 is whole"):
+            run.train()
+    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-2"]
+    prepare(options(tmp_path / "out", folder)).train()
+    assert losses(tmp_path / "out") == losses(uninterrupted)
+
+
+# --- killed ---
+
+
+def test_checkpoints_that_a_crash_cut_short_are_passed_over(folder, tmp_path):
+    for step, state in ((2, "{}"), (4, '{"log_history": [{"lo'), (6, None), (10, "")):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if state is not None:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+    (tmp_path / "checkpoint-best").mkdir()
+    assert [finished(tmp_path / f"checkpoint-{step}") for step in (2, 4, 6, 10)] == [True, False, False, False]
+    assert last_finished(tmp_path) == tmp_path / "checkpoint-2"
+    assert resume_point(options(tmp_path, folder)) == str(tmp_path / "checkpoint-2")
+    assert faults.go_on(tmp_path / "elsewhere").startswith("no checkpoint was saved")
+
+
+def test_a_checkpoint_that_is_written_over_is_unfinished_until_it_is_whole(folder, tmp_path, monkeypatch):
+    prepare(options(tmp_path, folder, max_steps=2)).train()
+    again = prepare(options(tmp_path, folder, max_steps=2, resume_from_checkpoint=None))
+    monkeypatch.setattr(type(again.trainer), "save_model", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
+    if (child := os.fork()) == 0:
+        again.train()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert last_finished(tmp_path) is None
+
+
+def test_a_run_that_is_started_again_after_its_end_takes_no_step(folder, uninterrupted):
+    before, head = losses(uninterrupted), load_file(uninterrupted / "model.safetensors")
+    metrics = prepare(options(uninterrupted, folder)).train()
+    assert losses(uninterrupted) == before and metrics["train_loss"] == before[-1]
+    after = load_file(uninterrupted / "model.safetensors")
+    assert all(torch.equal(tensor, after[name]) for name, tensor in head.items())
+    longer = prepare(options(uninterrupted, folder, max_steps=7, save_strategy="no"))
+    longer.train()
+    assert losses(uninterrupted)[:-1] == before
+
+
+def killed_again_and_again(folder, output, times):
+    """In a process of its own: train, kill at a random moment behind some step, go on, …, and once to the end."""
+    folder, output = Path(folder), Path(output)
+    draw, step = random.Random(7), 0
+    prepare(options(folder / "warm", folder, save_steps=1, max_steps=12)).train()
+    for _ in range(int(times)):
+        step += draw.randint(1, 3)
+        if (child := os.fork()) == 0:
+            prepare(options(output, folder, save_steps=1, max_steps=12)).train()
+            os._exit(0)
+        while not (output / f"checkpoint-{step}").exists() and os.waitpid(child, os.WNOHANG) == (0, 0):
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.06))  # a step with its checkpoint takes about 0.06 seconds
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # where it was done sooner
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        print("left", last_finished(output))
+    prepare(options(output, folder, save_steps=1, max_steps=12)).train()
+
+
+def test_a_run_killed_at_random_moments_ends_as_the_uninterrupted_one(folder):
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from test_faults import killed_again_and_again; "
+        "killed_again_and_again(*sys.argv[2:])"
+    )
+    output = folder / "killed"
+    lines = in_new_process(script, str(Path(__file__).parent), str(folder), str(output), "4")
+    left = [line.split()[1] for line in lines if line.startswith("left")]
+    assert len(left) == 4 and len(set(left)) > 1
+    assert losses(output) == losses(folder / "warm")
+    whole, resumed = (load_file(place / "model.safetensors") for place in (folder / "warm", output))
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+# --- alone ---
+
+
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="hangs", marks=pytest.mark.slow)],
+)
+def test_a_process_whose_other_is_gone_ends_with_an_error_in_bounded_time(how, folder, tmp_path):
+    """One that was killed, and one that hangs: training.ddp_timeout bounds that."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    run = options(tmp_path, folder, max_steps=100_000, ddp_timeout=15, save_steps=20, eval_strategy="no")
+    (tmp_path / "run.yaml").write_text(run.to_yaml())
+    command = [sys.executable, "train/heads.py", str(tmp_path / "run.yaml")]
+    known = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            command, cwd=ROOT, text=True, stdout=subprocess.DEVNULL, stderr=(tmp_path / f"{rank}.err").open("w"),
+            env={**os.environ, **known, "PYTHONPATH": str(ROOT), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    try:
+        while last_finished(tmp_path) is None:
+            assert all(process.poll() is None for process in processes), (tmp_path / "0.err").read_text()[-2000:]
+            time.sleep(0.1)
+        processes[1].send_signal(how)
+        began = time.monotonic()
+        assert processes[0].wait(timeout=90) == 1
+        assert time.monotonic() - began < 60
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    (said,) = [line for line in (tmp_path / "0.err").read_text().splitlines() if line.startswith("train/heads.py: ")]
+    assert "another process of this run has ended or does not answer" in said and "is whole: go on from it" in said

@@ -95,8 +95,9 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
         "loss": 6 * 4 * min(chunk, tokens) * vocab + 4 * _output(head),
     }
     per_token = 2 * frozen + (6 if model.joint is None else 8) * passes * (trained - _output(head)) + 6 * _output(head)
-    if model.joint is not None:
-        per_token += 4 * frozen  # the gradient goes back through the base
+    if model.joint is not None:  # the gradient goes back through the base, which keeps what every layer needs for it
+        per_token += 4 * frozen
+        memory["activations"] += tokens * base_bytes * sizes.num_hidden_layers * (14 * hidden + 3 * inner)
     name, speed = _device(device)
     width = (taps + 1) * hidden
     return Estimate(

@@ -225,6 +225,34 @@ class SpecModel(PreTrainedModel):
         drafter = self.head if draft is True else (draft or None)
         return generation.generate(self.base, inputs, drafter=drafter, **kwargs)
 
+    def gradient_checkpointing_enable(  # type: ignore[override]
+        self,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Make the activations of the head's blocks again in the backward pass instead of keeping them; the frozen base
+        keeps none. gradient_checkpointing_kwargs: torch's checkpoint() takes them."""
+        options = dict(gradient_checkpointing_kwargs or {})
+        if options.pop("use_reentrant", False):
+            raise ValueError("use_reentrant=true gives blocks of frozen features no gradients; leave it out")
+        if every_n_layers != 1 or offload:
+            raise ValueError(f"every_n_layers={every_n_layers}, offload={offload}: heads recompute every block or none")
+        if self.joint is not None:
+            raise ValueError(
+                "gradient checkpointing is of the head alone, and a base with adapters keeps more; leave it"
+            )
+        self.head.checkpointing = options
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.head.checkpointing = None
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return self.head.checkpointing is not None
+
+    is_activation_checkpointing = is_gradient_checkpointing
+
     def save_pretrained(  # type: ignore[override]
         self,
         save_directory: Any,
@@ -248,21 +276,27 @@ class SpecModel(PreTrainedModel):
         """Upload the head with a model card written from its run: figures, recipe, curves, how to serve it elsewhere.
 
         run: the folder of the training run (default: where the head was loaded from). license: of the head. options:
-        commit_message, private, token, revision, create_pr. A card that is on the hub already stays as it is.
+        commit_message, private, token, revision, create_pr. A card that is on the hub already stays as it is. A base
+        that is a folder of this machine is not named: whoever loads the head gives base=.
         """
         from specheads import card
         from specheads.hub import upload
 
         with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            checkpoint.save(self, folder)
+            folder, named = Path(temporary), self.config.base_model_name_or_path
+            try:
+                if named and Path(named).is_dir():
+                    self.config.base_model_name_or_path = None
+                checkpoint.save(self, folder)
+            finally:
+                self.config.base_model_name_or_path = named
             card.write(self, folder, run, repo_id=repo_id, license=license)
             return upload(folder, repo_id, **options)
 
     def export(self, out: Any, to: str, *, dtype: torch.dtype | str | None = None, embeddings: bool = False) -> Path:
         """Write the head into the directory `out` in the form of another program, with a README that serves it.
 
-        to: vllm, sglang, trtllm, llamacpp, speculators, eagle, medusa or modelopt. See formats.exporting.export.
+        to: vllm, sglang, trtllm, llamacpp, speculators, eagle, medusa, modelopt or hydra. See formats.exporting.export.
         """
         from specheads.formats.exporting import export
 

@@ -86,8 +86,8 @@ def parse_loss(text: str) -> tuple[tuple[str, float], ...]:
 
 
 def feature_distance(predicted: Tensor, features: Tensor) -> Tensor:
-    """Σ over rows of the mean smooth-L1 distance: both (R, H). EAGLE, arXiv:2401.15077."""
-    return F.smooth_l1_loss(wide(predicted), wide(features), reduction="none").mean(-1).sum()
+    """The mean smooth-L1 distance of each row: (R, H) both → (R,). EAGLE, arXiv:2401.15077."""
+    return F.smooth_l1_loss(wide(predicted), wide(features), reduction="none").mean(-1)
 
 
 def add_uniform_noise(features: Tensor, width: float) -> Tensor:

@@ -16,7 +16,9 @@ Stored = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (
 def export(
     model: Model,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory for the export.")],
-    to: Annotated[str, typer.Option(help="vllm, sglang, trtllm, llamacpp, speculators, eagle, medusa or modelopt.")],
+    to: Annotated[
+        str, typer.Option(help="vllm, sglang, trtllm, llamacpp, speculators, eagle, medusa, modelopt or hydra.")
+    ],
     base: Base = None,
     dtype: Stored = None,
     embeddings: Annotated[
@@ -35,7 +37,7 @@ def export(
     Examples:
       specheads export out/head served --to vllm
       specheads export checkpoints/eagle3 gguf-in --to llamacpp --dtype float16
-      specheads export checkpoints/medusa out/medusa --to trtllm --base my/model
+      specheads export checkpoints/medusa out/medusa --to vllm --base my/model
     """
     from specheads.commands import formats
 

@@ -1,4 +1,4 @@
-"""specheads evaluate, calibrate."""
+"""specheads evaluate, parity, calibrate."""
 
 from __future__ import annotations
 
@@ -58,6 +58,46 @@ def evaluate(
         emit({"model": model, **figures})
     else:
         show(figures)
+
+
+@app.command()
+def parity(
+    model: Model,
+    data: Annotated[list[str], typer.Option(help="Rows the head was not trained on: file, glob or hub id.")],
+    prompts: Annotated[int, typer.Option(min=1, help="Rows whose prompts are decoded.")] = 8,
+    max_new_tokens: NewTokens = 64,
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens of a row at most.")] = 2048,
+    tolerance: Annotated[float, typer.Option(help="Relative difference that passes.")] = 0.02,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    base: Base = None,
+    as_json: Json = False,
+) -> None:
+    """Compare the accepted length of real decoding with what training's own forward says of the same text.
+
+    Training ends with this by itself, where the model is whole on one process. The exit status is 1 where they differ.
+
+    \b
+    Examples:
+      specheads parity checkpoints/eagle3 --data own.jsonl
+      specheads parity out/eagle3 --data held_out.jsonl --dtype bfloat16 --tolerance 0.05
+    """
+    from specheads.commands import arguments
+    from specheads.data import DataConfig, build_datasets
+    from specheads.parity import ParityConfig, compare, prompts_of
+
+    config = ParityConfig(prompts, max_new_tokens=max_new_tokens, tolerance=tolerance)
+    loaded, tokenizer = arguments.load(model, base, dtype, device)
+    rows, _ = build_datasets(DataConfig(train=data, max_length=max_length, max_samples=prompts), tokenizer)
+    found = compare(loaded, prompts_of(rows, config), config)
+    if found is None:
+        raise ValueError("no text was as long as a draft: give longer rows, or more --max-new-tokens")
+    if as_json:
+        emit({**vars(found), "holds": found.holds})
+    else:
+        print(found)
+    if not found.holds:
+        raise typer.Exit(1)
 
 
 @app.command()

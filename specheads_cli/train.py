@@ -48,6 +48,10 @@ def demo(
 def train(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; recipes/ has one for each head.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Over the recipe's.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what the run will take, and stop.")] = False,
+    processes: Annotated[int, typer.Option(min=1, help="Of the run that --dry-run reckons.")] = 1,
+    distributed: Annotated[str, typer.Option(help="Of that run: no, ddp, fsdp2, zero1, zero2, zero3.")] = "no",
+    device: Annotated[str | None, typer.Option(help="Of that run: H200, A100 … (default: what is here).")] = None,
     as_json: Json = False,
 ) -> None:
     """Train a draft head from a recipe, in this process. For several GPUs: accelerate launch train/heads.py RECIPE.
@@ -56,6 +60,7 @@ def train(
     Examples:
       specheads train recipes/eagle3.yaml
       specheads train recipes/medusa.yaml base=Qwen/Qwen3-0.6B data.train=my.jsonl training.output_dir=out
+      specheads train recipes/eagle3.yaml --dry-run --processes 8 --distributed fsdp2 --device H200
       accelerate launch --config_file recipes/accelerate/ddp.yaml train/heads.py recipes/eagle3.yaml
     """
     if not recipe.is_file():
@@ -64,21 +69,30 @@ def train(
         if "=" not in override:
             raise ValueError(f"{override!r} is not KEY=VALUE, such as training.max_steps=100")
     from specheads.faults import TrainingError
-    from specheads.launch import LaunchError
+    from specheads.launch import LaunchConfig, LaunchError
+    from specheads.parity import ParityError
     from specheads.recipe import read_recipe
     from specheads.training import prepare
 
+    wanted = read_recipe(recipe, overrides or [])
+    if dry_run:
+        from specheads.estimate import estimate
+
+        asked = LaunchConfig(processes, distributed)
+        found = estimate(wanted, processes, asked.distributed or "no", device)
+        emit(found.record()) if as_json else print("\n".join(found.lines()))
+        return
     try:
-        prepared = prepare(read_recipe(recipe, overrides or []))
+        prepared = prepare(wanted)
     except LaunchError as error:
         raise ValueError(str(error)) from error
     # The Trainer's logs go where progress goes, so that stdout holds the result alone.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         try:
             metrics = prepared.train()
-        except TrainingError as error:
+        except (TrainingError, ParityError) as error:
             print(f"specheads: {error}", file=sys.stderr)
-            raise typer.Exit(1) from error
+            raise typer.Exit(3 if isinstance(error, ParityError) else 1) from error
     if as_json:
         emit(metrics)
         return

@@ -222,57 +222,6 @@ def eagle_logits(tensors, states, embed, lm_head, tokens, drafted):
     return logits
 
 
-# --- Medusa ---
-
-
-def medusa(folder, form="v1", *, heads=3, layers=1, draft=V, shared=False, biased=True, **changes):
-    """form: v1 (FasterDecoding's pickle), v2 (without output matrices), trtllm, vllm. shared: one matrix for all."""
-    make = Random(13)
-    linear = {(h, i): (make(H, H), make(H)) for h in range(heads) for i in range(layers)}
-    outputs = [make(draft, H) for _ in range(heads)]
-    if form == "vllm":
-        tensors = {f"blocks.{h}.layers.{i}.weight": w for (h, i), (w, _) in linear.items()}
-        tensors |= {f"blocks.{h}.layers.{i}.bias": b for (h, i), (_, b) in linear.items() if biased}
-        tensors |= (
-            {"lm_head.weight": outputs[0]} if shared else {f"lm_heads.{h}.weight": w for h, w in enumerate(outputs)}
-        )
-        if draft < V:
-            tensors["token_map"] = make.kept(draft)
-        config = {
-            "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": H, "vocab_size": V,
-            "truncated_vocab_size": draft, "num_heads": heads, "num_hidden_layers": layers, "medusa_fc_bias": biased,
-            "original_lm_head": shared,
-        }  # fmt: skip
-        return write(folder, {**config, **changes}, tensors)
-    tensors = {f"{h}.{i}.linear.weight": w for (h, i), (w, _) in linear.items()}
-    tensors |= {f"{h}.{i}.linear.bias": b for (h, i), (_, b) in linear.items()}
-    config = {"base_model_name_or_path": "org/base", "medusa_num_heads": 2, "medusa_num_layers": layers}
-    if form != "v2":
-        tensors |= {f"{h}.{layers}.weight": w for h, w in enumerate(outputs)}
-    if form == "v2":
-        config["version"] = "2"
-    if form == "trtllm":
-        config["num_medusa_heads"] = heads
-    name = "medusa_lm_head.pt" if form == "v1" else "medusa_lm_head.safetensors"
-    return write(folder, {**config, **changes}, tensors, name)
-
-
-def medusa_logits(tensors, state, lm_head, heads=3, layers=1):
-    """Draft logits of each head on the base's last hidden state (H,), behind the final norm."""
-    logits = []
-    for h in range(heads):
-        x = state
-        for i in range(layers):
-            theirs = f"{h}.{i}.linear." if "0.0.linear.weight" in tensors else f"blocks.{h}.layers.{i}."
-            x = x + torch.nn.functional.silu(x @ tensors[f"{theirs}weight"].T + tensors.get(f"{theirs}bias", 0))
-        output = next(
-            (tensors[n] for n in (f"{h}.{layers}.weight", f"lm_heads.{h}.weight", "lm_head.weight") if n in tensors),
-            lm_head,
-        )
-        logits.append(x @ output.T)
-    return logits
-
-
 # --- Which layers a consumer reads ---
 
 
@@ -291,3 +240,63 @@ def layers_read(consumer, config, options=""):
     assert consumer == "trtllm"
     found = [line.split(":")[1] for line in options.splitlines() if "eagle3_layers_to_capture" in line]
     return [i + 1 for i in json.loads(found[0])] if found else usual
+
+
+# --- DSpark, in the speculators form ---
+
+BLOCK, MASK = 4, 9
+
+
+def dspark(folder, *, draft=40, rank=6, confidence=True, layers=2, **changes):
+    make = Random(15)
+    tensors = {"fc.weight": make(H, 3 * H), "hidden_norm.weight": make.norm(H), "norm.weight": make.norm(H)}
+    for i in range(layers):
+        tensors |= block(make, f"layers.{i}.", H) | {f"layers.{i}.input_layernorm.weight": make.norm(H)}
+        tensors |= {f"layers.{i}.self_attn.{n}_norm.weight": make.norm(HEAD_DIM) for n in "qk"}
+    if rank:
+        tensors |= {"markov_head.markov_w1.weight": make(V, rank), "markov_head.markov_w2.weight": make(draft, rank)}
+    if confidence:
+        tensors |= {"confidence_head.proj.weight": make(1, H + rank), "confidence_head.proj.bias": make(1)}
+    if draft < V:
+        kept = make.kept(draft)
+        tensors |= {"lm_head.weight": make(draft, H), "d2t": kept - torch.arange(draft)}
+        tensors["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill_(0, kept, True)
+    inner = {k: v for k, v in LLAMA.items() if k not in ("rope_theta", "tie_word_embeddings")}
+    config = {
+        "architectures": ["DSparkDraftModel"], "speculators_model_type": "dspark", "speculators_version": "0.9.0",
+        "block_size": BLOCK, "draft_vocab_size": draft, "aux_hidden_state_layer_ids": [1, 4, 6], "mask_token_id": MASK,
+        "sample_from_anchor": True, "markov_rank": rank, "markov_head_type": "vanilla",
+        "enable_confidence_head": confidence, "confidence_head_with_markov": rank > 0,
+        "transformer_layer_config": {
+            **inner, "model_type": "qwen3", "num_hidden_layers": layers,
+            "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
+        },
+        "speculators_config": {"algorithm": "dspark", "verifier": {"name_or_path": None, "architectures": []}},
+    }  # fmt: skip
+    return write(folder, {k: v for k, v in {**config, **changes}.items() if v is not None}, tensors)
+
+
+def dspark_logits(tensors, states, embed, lm_head, tokens, drafted):
+    """Of each slot of the block behind the tokens before the root, which see all of it and all of one another."""
+    context = rms(torch.cat([states[i] for i in (1, 4, 6)], -1) @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
+    x = embed[torch.tensor([int(tokens[-1]), *[MASK] * (BLOCK - 1)])]
+    here = torch.arange(len(context), len(context) + BLOCK)
+    layer = 0
+    while f"layers.{layer}.input_layernorm.weight" in tensors:
+        prefix = f"layers.{layer}."
+        w = {m: tensors[f"{prefix}self_attn.{m}_proj.weight"] for m in "qkvo"}
+        norms = {m: tensors[f"{prefix}self_attn.{m}_norm.weight"] for m in "qk"}
+        read = rms(x, tensors[f"{prefix}input_layernorm.weight"])
+        both = torch.cat([context, read])
+        queries = rotated(rms((read @ w["q"].T).view(BLOCK, HEADS, HEAD_DIM), norms["q"]).transpose(0, 1), here)
+        keys = rotated(rms(both @ w["k"].T, norms["k"]).unsqueeze(0), torch.arange(len(both)))[0]
+        weights = (queries @ keys.T / HEAD_DIM**0.5).softmax(-1)
+        x = x + (weights @ (both @ w["v"].T)).transpose(0, 1).flatten(1) @ w["o"].T
+        x = x + mlp(tensors, prefix, rms(x, tensors[f"{prefix}post_attention_layernorm.weight"]))
+        layer += 1
+    logits = rms(x, tensors["norm.weight"]) @ lm_head.T
+    before = torch.tensor([int(tokens[-1]), *drafted])
+    if "markov_head.markov_w1.weight" in tensors:
+        bias = tensors["markov_head.markov_w1.weight"][before] @ tensors["markov_head.markov_w2.weight"].T
+        logits = logits[: len(before)] + bias
+    return list(logits[: len(before)])

@@ -26,7 +26,7 @@ def trained(base, head, seed=5, **options) -> SpecModel:
     with torch.no_grad():
         for parameter in model.head.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    if head == "eagle3":
+    if head in ("eagle3", "parallel"):
         model.head.set_draft_vocabulary(torch.rand(model.head.config.vocab_size, generator=generator))
     return model.eval()
 

@@ -87,12 +87,25 @@ def block_weights(head, prefix="blocks.0."):
     }
 
 
-def slow_drafts(model, ids, features, steps, first, following):
-    """{(i, s): (hidden, …)}: at each position i the block runs on the true prefix, then on its own outputs.
+def stack_output(head, inputs, residuals, positions):
+    """The same through all blocks of a head: in each, every row attends the rows before it."""
+    outputs: list = []
+    for layer in range(head.config.num_layers):
+        w = block_weights(head, f"blocks.{layer}.")
+        if layer:
+            norm = head.later_norms[layer - 1].weight
+            inputs, residuals = [rms_norm(x, norm) for x in outputs], outputs
+        ends = range(len(inputs)) if layer + 1 < head.config.num_layers else [len(inputs) - 1]
+        outputs = [block_output(w, inputs[: n + 1], residuals[: n + 1], positions[: n + 1]) for n in ends]
+    return outputs[-1]
 
-    first(i): the hidden a true position enters with; following(token, hidden): the block's input and residual.
+
+def slow_drafts(model, ids, features, steps, first, following, handed_on=lambda output: output):
+    """{(i, s): (hidden, …)}: at each position i the blocks run on the true prefix, then on their own outputs.
+
+    first(i): the hidden a true position enters with; following(token, hidden): the first block's input and residual;
+    handed_on(output): the hidden that the next step enters with.
     """
-    w = block_weights(model.head)
     embedded = model.base.get_input_embeddings().weight
     outputs = {}
     for i in range(len(ids) - 1):
@@ -102,9 +115,9 @@ def slow_drafts(model, ids, features, steps, first, following):
             if i + 1 + s >= len(ids):
                 break
             if s:
-                entered.append(following(embedded[ids[i + 1 + s]], outputs[i, s - 1]))
+                entered.append(following(embedded[ids[i + 1 + s]], handed_on(outputs[i, s - 1])))
                 positions.append(i + s)
-            outputs[i, s] = block_output(w, [x for x, _ in entered], [r for _, r in entered], positions)
+            outputs[i, s] = stack_output(model.head, [x for x, _ in entered], [r for _, r in entered], positions)
     return outputs
 
 
@@ -194,13 +207,25 @@ def slow_eagle3(model, row):
     ids, labels = row["input_ids"], row["labels"]
     features, out = taps(model, ids)
     w = model.head.state_dict(keep_vars=True)
-    drafted = (torch.arange(40) + w["d2t"]).tolist()
+    drafted, config = (torch.arange(40) + w["d2t"]).tolist(), model.head.config
+
+    def fused(feature):
+        if config.norm_features:
+            taps = [rms_norm(feature[32 * k : 32 * k + 32], w[f"fc_norm.{k}.weight"]) for k in range(3)]
+            feature = torch.cat(taps)
+        if config.norm_before_fc:
+            feature = rms_norm(feature, w["input_norm.weight"])
+        return w["fc.weight"] @ feature
 
     def following(embedded, hidden):
-        normed = rms_norm(embedded, w["input_layernorm.weight"]), rms_norm(hidden, w["hidden_norm.weight"])
-        return torch.cat(normed), hidden
+        normed = rms_norm(hidden, w["hidden_norm.weight"])
+        x = torch.cat([rms_norm(embedded, w["input_layernorm.weight"]), normed])
+        return x, normed if config.norm_before_residual else hidden
 
-    drafts = slow_drafts(model, ids, features, 3, lambda f: model.head.fc.weight @ f, following)
+    def handed_on(output):
+        return rms_norm(output, w["norm.weight"]) if config.norm_output else output
+
+    drafts = slow_drafts(model, ids, features, 3, fused, following, handed_on)
     total, ranks = 0.0, {}
     for (i, s), hidden in drafts.items():
         if i + 2 + s < len(ids) and labels[i + 2 + s] != -100:
@@ -220,7 +245,7 @@ def slow_block(model, ids, features, anchor, count):
     w, config = model.head.state_dict(keep_vars=True), model.head.config
     embedded = model.base.get_input_embeddings().weight
     context = [rms_norm(w["fc.weight"] @ f, w["hidden_norm.weight"]) for f in features[:anchor]]
-    mask = w["mask_embedding"] if config.mask_token_id is None else embedded[config.mask_token_id]
+    mask = w["mask_embed.weight"][0] if config.mask_token_id is None else embedded[config.mask_token_id]
     hidden = [embedded[ids[anchor]], *[mask] * (count - 1)]
     for n in range(config.num_layers):
         part = {name.removeprefix(f"decoder.{n}."): p for name, p in w.items() if name.startswith(f"decoder.{n}.")}

@@ -55,7 +55,7 @@ def test_calibration_keeps_to_the_depth_asked_for_and_to_what_was_ever_right():
         calibrated(ranks, 1)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", "eagle3", "parallel"])
 def test_ranks_are_measured_on_rows_and_the_tree_is_saved_with_the_head(kind, tmp_path):
     base = tiny_llama(num_hidden_layers=2)
     model = convert(base, kind).train()

@@ -83,6 +83,8 @@ def test_pushing_writes_the_card_and_keeps_one_that_is_there(run, monkeypatch):
     assert model.push_to_hub("someone/head", revision="v2") == "https://example.org/commit"
     model.push_to_hub("someone/head", token="with a card")
     branch, (files, ignored), (_, kept) = calls
+    assert json.loads(files["config.json"])["base_model_name_or_path"] is None and model.config.base_model_name_or_path
+    assert b"/base" not in files["model.safetensors"] + files["config.json"]
     assert branch == "v2" and ignored is None and kept == ["README.md"]
     assert (
         files.keys() == {"README.md", "config.json", "model.safetensors", "curves.png"}

@@ -234,7 +234,7 @@ class Compared(Cascade):
         return tree
 
 
-@pytest.fixture(scope="module", params=["medusa", "hydra", "eagle3"])
+@pytest.fixture(scope="module", params=["medusa", "hydra", "eagle3", "parallel"])
 def headed(request):
     return convert(tiny_llama(num_hidden_layers=3), request.param)
 

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("offline")
 
 CASES = [
     ("medusa", {"num_heads": 2}), ("hydra", {"prefix_layer": True, "num_heads": 2}), ("eagle", {"num_layers": 2}),
-    ("eagle3", {"draft_vocab_size": 40}),
+    ("eagle3", {"draft_vocab_size": 40, "norm_features": True, "norm_output": True}),
+    ("parallel", {"draft_vocab_size": 40, "confidence": True}),
 ]  # fmt: skip
 
 
@@ -30,6 +31,7 @@ def test_every_way_of_loading_restores_the_head_bit_for_bit(named, tmp_path, hea
     model = trained(named, head, **options)
     model.save_pretrained(tmp_path / "head")
     plain = model.generate(IDS, max_new_tokens=6)
+    trained_parameters = [p.requires_grad for p in model.head.parameters()]
     for restored in (
         SpecModel.from_pretrained(tmp_path / "head"),
         SpecModel.from_pretrained(str(tmp_path / "head")),
@@ -42,7 +44,7 @@ def test_every_way_of_loading_restores_the_head_bit_for_bit(named, tmp_path, hea
         assert isinstance(restored, SpecModel) and same(restored, model)
         assert restored.head.config == model.head.config
         assert not restored.training and not restored.head.training
-        assert all(p.requires_grad for p in restored.head.parameters())
+        assert [p.requires_grad for p in restored.head.parameters()] == trained_parameters
         assert not any(p.requires_grad for p in restored.base.parameters())
         assert torch.equal(restored.generate(IDS, max_new_tokens=6), plain)
     config = AutoConfig.from_pretrained(tmp_path / "head")
@@ -87,8 +89,9 @@ def changed_options(head: str) -> dict:
     given = {
         "hidden_size": 32, "vocab_size": 97, "tap": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
         "head_dim": 6, "intermediate_size": 24, "rms_norm_eps": 1e-3, "rope_theta": 77.0, "draft_vocab_size": 19,
-        "taps": (4,) if head == "eagle" else (1, 4, 6), "tree": ((0,), (1,), (0, 0)), "loss": "lk", "dpace": 0.5,
-        "decay": 0.5,
+        "taps": (4,) if head == "eagle" else (1, 4, 6), "tree": ((0,), (1,), (0, 0)), "loss": "lk",
+        "decay": 0.5, "mask_token_id": 7, "anchors": 3,
+        "dpace": None if "eagle" in head else 0.5, "norm_before_fc": False,  # which do not go with others here
     }  # fmt: skip
     for option in dataclasses.fields(HEADS[head].Config):
         if option.name not in given:

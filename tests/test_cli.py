@@ -11,7 +11,19 @@ import typer
 import specheads_cli as cli
 from tests.program import run
 
-COMMANDS = ("demo", "train", "features", "generate", "chat", "evaluate", "calibrate", "info", "export", "import")
+COMMANDS = (
+    "demo",
+    "train",
+    "features",
+    "generate",
+    "chat",
+    "evaluate",
+    "parity",
+    "calibrate",
+    "info",
+    "export",
+    "import",
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -74,4 +74,10 @@ def test_info_says_what_a_checkpoint_holds(shipped, capsys):
 
 def test_info_alone_gives_versions_and_heads(capsys):
     record = json.loads(run(capsys, "info", "--json")[1])
-    assert record["torch"] == torch.__version__ and record["heads"] == ["medusa", "hydra", "eagle", "eagle3"]
+    assert record["torch"] == torch.__version__ and record["heads"] == [
+        "medusa",
+        "hydra",
+        "eagle",
+        "eagle3",
+        "parallel",
+    ]

@@ -13,7 +13,7 @@ from torch import nn
 from specheads import Eagle3Config, EagleConfig, HydraConfig, MedusaConfig, UnsupportedModel, convert
 from specheads.heads import TapBatch
 
-HEADS = ("medusa", "hydra", "eagle", "eagle3")
+HEADS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
 IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
@@ -65,7 +65,7 @@ def test_sizes_left_out_come_from_the_base():
         ("eagle3", {"zzz": 1}, "unknown eagle3 head option 'zzz'; known: .*taps"),
         ("medusa", {"num_heads": 2, "medusa_num_heads": 2}, "'num_heads' is given twice"),
         ("medusa", {"num_heads": 0}, "num_heads=0 must be at least 1"),
-        ("medussa", {}, "unknown head 'medussa'; known: medusa, hydra, eagle, eagle3"),
+        ("medussa", {}, "unknown head 'medussa'; known: medusa, hydra, eagle, eagle3, parallel"),
         (MedusaConfig(), {"num_heads": 2}, r"options \['num_heads'\] next to a head config"),
         ([("medusa", {}), ("eagle", {})], {}, "one entry"),
         (["medusa"], {}, r"\[\(name, options\)\]"),
@@ -77,6 +77,7 @@ def test_sizes_left_out_come_from_the_base():
         ("eagle", {"taps": [-1]}, "tapped layer -1 does not exist"),
         ("eagle", {"taps": [1, 2]}, "one layer"),
         ("eagle3", {"draft_vocab_size": 98}, "draft_vocab_size=98 exceeds the base's vocabulary of 97"),
+        ("eagle3", {"norm_features": True, "norm_before_fc": True}, "one of them, not both"),
         ("medusa", {"dtype": "int8"}, "dtype='int8' is not a floating point type"),
         ("medusa", {"dtype": "bf17"}, "dtype='bf17' is not a floating point type"),
     ],

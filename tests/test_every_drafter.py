@@ -17,7 +17,7 @@ V, PAD, NEW, NEVER = 97, 0, 64, 97
 BASES = ("Llama", "Qwen3", "GPT-2")
 HEADS = {
     "medusa": {"num_heads": 4}, "hydra": {"prefix_layer": True}, "eagle": {"law_weight": 1.0, "noise": 0.0},
-    "eagle3": {"steps": 3},
+    "eagle3": {"steps": 3}, "parallel": {"block_size": 4, "markov_rank": 16, "anchors": 32},
 }  # fmt: skip
 COPYING = {
     "lookup": lambda: PromptLookup(4),

@@ -6,10 +6,10 @@ from conftest import tiny_llama
 from enumeration import distance, law_of
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from specheads import DynamicTree, Exact, SampledTree, StaticTree, Target, chain, convert, decode
+from specheads import BestFirstTree, DynamicTree, Exact, SampledTree, StaticTree, Target, chain, convert, decode
 from specheads.heads.block import RotaryTable
 
-HEADS = ("medusa", "hydra", "eagle", "eagle3")
+HEADS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
 PAD = 0
 
 
@@ -65,6 +65,7 @@ class BaseLaw:
         (4, chain(2), 3, None),
         (4, StaticTree(((0,), (1,), (0, 0), (0, 1))), 3, None),
         (4, DynamicTree(budget=4, depth=2, top_k=2), 3, None),
+        (3, BestFirstTree(budget=4, depth=2, width=2), 2, None),
         (4, SampledTree((1,)), 3, 1),
         (3, SampledTree((2,)), 3, 1),
         (2, SampledTree((1, 1)), 3, 1),
@@ -145,6 +146,7 @@ def models(base, text):
         "hydra": {"prefix_layer": True},
         "eagle": {"law_weight": 1.0, "noise": 0.0},
         "eagle3": {"steps": 3, "draft_vocab_size": 90},
+        "parallel": {"draft_vocab_size": 90, "markov_rank": 16, "block_size": 6, "anchors": 24},
     }
     taught = {}
     for head in HEADS:
@@ -168,6 +170,7 @@ PLANS = {
     "dynamic": DynamicTree(budget=10, depth=4, top_k=3),
     "dynamic, wide": DynamicTree(budget=30, depth=2, top_k=8),
     "dynamic, one beam": DynamicTree(budget=4, depth=3, top_k=1),
+    "best first": BestFirstTree(budget=10, depth=4, width=3),
     "sampled": SampledTree((3, 2, 1)),
     "sampled chain": SampledTree((1, 1, 1, 1)),
 }
@@ -271,7 +274,7 @@ def test_generation_reaches_the_end_of_a_learned_position_table(head):
             assert torch.equal(out, base.generate(**inputs, do_sample=False, max_new_tokens=12))
 
 
-@pytest.mark.parametrize("head", ["hydra", "eagle", "eagle3"])
+@pytest.mark.parametrize("head", ["hydra", "eagle", "eagle3", "parallel"])
 def test_no_position_lies_outside_the_table_the_head_asked_for(models, text, head, monkeypatch):
     """A row that ends by a whole accepted path overshoots the limit and stays in the batch while others run on."""
     asked, used = [0], [0]

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 
 import foreign
+import foreign_depths
 import pytest
 import torch
 from drafted import assert_drafts, embeddings
@@ -28,7 +29,7 @@ CUSTOM = (1, 3, 6)  # layers other than the usual 2, 4, 5 of a base with 8
 
 def made(base, kind, **options):
     """A head of that kind with random weights at a scale that keeps its logits near 1."""
-    sizes = {} if kind == "medusa" else SIZES
+    sizes = SIZES if kind in ("eagle", "eagle3", "parallel") else {}
     model = trained(base, kind, **{**sizes, **options})
     with torch.no_grad():
         for name, parameter in model.head.named_parameters():
@@ -36,8 +37,14 @@ def made(base, kind, **options):
     return model
 
 
-def usual(kind):
-    return {"eagle3": {"draft_vocab_size": 40}, "medusa": {"num_heads": 3}, "eagle": {}}[kind]
+PARALLEL = {
+    "causal": False, "mask_token_id": 9, "block_size": 4, "draft_depth": 4, "taps": (1, 4, 6), "markov_rank": 6,
+    "confidence": True,
+}  # fmt: skip
+USUAL = {
+    "eagle3": {"draft_vocab_size": 40}, "medusa": {"num_heads": 3}, "hydra": {"num_layers": 2}, "parallel": PARALLEL,
+    "eagle": {},
+}  # fmt: skip
 
 
 def imported(folder, base):
@@ -58,7 +65,7 @@ def same(one, other):
 
 
 CASES = [
-    *[(engine, kind, usual(kind)) for engine, kind in FORMS],
+    *[(engine, kind, USUAL[kind]) for engine, kind in FORMS],
     *[(engine, "eagle3", {"draft_vocab_size": 97, "taps": CUSTOM}) for engine in EAGLE3 if engine != "eagle"],
     *[("vllm", kind, {"num_layers": 2, "attention_bias": True, "mlp_bias": True}) for kind in ("eagle", "eagle3")],
     ("speculators", "eagle3", {"num_layers": 3, "attention_bias": True, "taps": (1, 2, 5, 7)}),
@@ -66,6 +73,8 @@ CASES = [
     ("sglang", "eagle", {"fc_bias": True}),
     ("vllm", "medusa", {"num_heads": 2, "num_layers": 2, "draft_vocab_size": 30}),
     ("trtllm", "medusa", {"num_heads": 2, "num_layers": 3}),
+    ("hydra", "hydra", {"prefix_layer": True, "num_heads": 2}),
+    ("speculators", "parallel", {**PARALLEL, "markov_rank": 0, "draft_vocab_size": 40, "num_layers": 1}),
 ]  # fmt: skip
 
 
@@ -88,6 +97,10 @@ def test_export_then_import_is_identity(to, kind, options, base, tmp_path):
     assert same(tensors_in(tmp_path / "a"), tensors_in(tmp_path / "b"))
 
 
+WRITERS = {
+    "eagle3": foreign.eagle3, "eagle": foreign.eagle, "parallel": foreign.dspark, "medusa": foreign_depths.medusa,
+    "hydra": foreign_depths.hydra,
+}  # fmt: skip
 THEIRS = [
     ("eagle", "eagle3", {"form": "eagle"}), ("vllm", "eagle3", {"form": "specforge", "nested": [0, 2, 5]}),
     ("sglang", "eagle3", {"form": "sglang", "draft": 97}),
@@ -95,14 +108,15 @@ THEIRS = [
     ("modelopt", "eagle3", {"form": "modelopt"}), ("medusa", "medusa", {"form": "v1"}),
     ("trtllm", "medusa", {"form": "trtllm", "layers": 2}), ("vllm", "medusa", {"form": "vllm", "draft": 40}),
     ("eagle", "eagle", {"form": "eagle"}), ("sglang", "eagle", {"form": "sglang", "bias": False}),
+    ("hydra", "hydra", {"layers": 3}), ("speculators", "parallel", {}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("to", "kind", "options"), THEIRS)
 def test_import_then_export_gives_their_tensors_back(to, kind, options, base, tmp_path):
-    if kind == "eagle" or options["form"] == "speculators":
+    if kind == "eagle" or options.get("form") == "speculators":
         options = {**options, "embed": embeddings(base)}
-    tensors = getattr(foreign, kind)(tmp_path / "theirs", **options)
+    tensors = WRITERS[kind](tmp_path / "theirs", **options)
     model = imported(tmp_path / "theirs", base)
     model.export(tmp_path / "ours", to)
     assert same(tensors_in(tmp_path / "ours"), tensors)
@@ -142,8 +156,16 @@ def test_an_exported_medusa_head_drafts_by_their_forward_what_it_drafts_here(to,
     model.export(tmp_path / "out", to)
     tensors = tensors_in(tmp_path / "out")
     assert_drafts(
-        model, lambda s, t, d: foreign.medusa_logits(tensors, s[-1][-1], None), tensors.get("token_map")
+        model, lambda s, t, d: foreign_depths.medusa_logits(tensors, s[-1][-1], None), tensors.get("token_map")
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_an_exported_hydra_head_drafts_by_their_forward_what_it_drafts_here(prefix, base, tmp_path):
+    model = made(base, "hydra", num_heads=3, num_layers=2, prefix_layer=prefix)
+    model.export(tmp_path / "out", "hydra")
+    tensors, own = tensors_in(tmp_path / "out"), base if prefix else None
+    assert_drafts(model, lambda s, t, d: foreign_depths.hydra_logits(tensors, s, embeddings(base), t, d, base=own))
 
 
 def config_of(model, to, folder):
@@ -203,9 +225,16 @@ REFUSED = [
     ("vllm", "medusa", {"tap": 7}, r"reads hidden_states 7.*final norm \(8\); no format can$"),
     ("eagle", "eagle3", {"taps": CUSTOM}, r"\[1, 3, 6\], and \[2, 4, 5\] are hard-coded; .*: llamacpp, modelopt"),
     ("vllm", "eagle3", {"taps": (2, 4, 8)}, r"reads hidden_states \[8\], and servers capture.*; no format can$"),
+    ("speculators", "parallel", {**PARALLEL, "causal": True}, r"see only those before them \(causal\).*no format can"),
+    ("speculators", "parallel", {**PARALLEL, "mask_token_id": None}, "embedding of its own behind the root"),
+    ("vllm", "parallel", PARALLEL, "vllm has no form for a head of kind parallel; formats that can: speculators$"),
+    ("hydra", "hydra", {"num_layers": 3}, "later blocks of a head differ"),
+    ("hydra", "hydra", {"prefix_layer": True, "head_dim": 6}, "prefix layer has head_dim of its own"),
+    ("hydra", "hydra", {"draft_vocab_size": 40}, "drafts 40 of 97 tokens"),
     ("vllm", "eagle3", {"taps": (5, 4, 2)}, "not in ascending order"),
     ("sglang", "eagle3", {"num_layers": 2}, "2 decoder layers.*formats that can: speculators, vllm$"),
     ("llamacpp", "eagle3", {"mlp_bias": True}, "has biases, which are dropped; formats that can: speculators, vllm$"),
+    ("vllm", "eagle3", {"norm_output": True}, "options norm_output are not written yet; no format can$"),
     ("vllm", "eagle", {"fc_bias": True}, "fc has a bias, which is dropped; formats that can: eagle, sglang$"),
     ("sglang", "eagle", {"num_layers": 2}, "2 decoder layers.*formats that can: eagle, vllm$"),
     ("sglang", "eagle", {"taps": (6,)}, r"reads hidden_states 6.*final norm \(8\); no format can$"),
@@ -222,7 +251,7 @@ def test_what_a_format_cannot_hold_is_refused_with_the_reason_and_what_can(to, k
 def test_an_unknown_engine_is_refused_by_name(base, tmp_path):
     with pytest.raises(ValueError, match="unknown format to export to 'vlm'; did you mean 'vllm'"):
         made(base, "eagle3").export(tmp_path / "out", "vlm")
-    assert len(ENGINES) == 8
+    assert len(ENGINES) == 9
 
 
 def test_an_export_is_whole_or_not_there(base, tmp_path, monkeypatch):

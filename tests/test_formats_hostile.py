@@ -12,6 +12,7 @@ import struct
 import zipfile
 
 import foreign
+import foreign_depths
 import pytest
 import torch
 from drafted import embeddings
@@ -22,8 +23,8 @@ WRITERS = {
     "eagle3": lambda folder, base: foreign.eagle3(folder, "vllm"),
     "speculators": lambda folder, base: foreign.eagle3(folder, "speculators", embed=embeddings(base)),
     "eagle": lambda folder, base: foreign.eagle(folder, "sglang", embed=embeddings(base)),
-    "medusa": lambda folder, base: foreign.medusa(folder, "trtllm"),
-    "vllm medusa": lambda folder, base: foreign.medusa(folder, "vllm", draft=40),
+    "medusa": lambda folder, base: foreign_depths.medusa(folder, "trtllm"),
+    "vllm medusa": lambda folder, base: foreign_depths.medusa(folder, "vllm", draft=40),
 }  # fmt: skip
 
 
@@ -122,7 +123,7 @@ def test_a_config_that_claims_more_than_the_file_holds_allocates_nothing(base, t
         refused(tmp_path, base)
     foreign.eagle3(tmp_path, "vllm", num_hidden_layers=2**30)
     refused(tmp_path, base, "says 1073741824 decoder layers, and its tensors make up 1")
-    foreign.medusa(tmp_path / "m", "vllm", num_heads=2**30)
+    foreign_depths.medusa(tmp_path / "m", "vllm", num_heads=2**30)
     refused(tmp_path / "m", base, "says 1073741824 heads")
 
 
@@ -160,6 +161,18 @@ def test_a_link_is_read_as_what_it_points_to(base, tmp_path):
     load(tmp_path / "head", base)
 
 
+@pytest.mark.parametrize("form", ["vllm", "eagle"])
+def test_a_loaded_head_does_not_follow_its_file(form, base, tmp_path):
+    """A file that is written over in place must not change the weights of a running model."""
+    foreign.eagle3(tmp_path, form)
+    model, path = load(tmp_path, base), weights(tmp_path)
+    before = {name: t.clone() for name, t in model.head_state_dict().items()}
+    with open(path, "r+b") as file:
+        file.seek(4096)
+        file.write(b"\0" * (path.stat().st_size - 8192))
+    assert all(torch.equal(t, before[name]) for name, t in model.head_state_dict().items())
+
+
 # --- Pickles ---
 
 
@@ -176,6 +189,13 @@ def test_a_pickle_is_read_only_when_asked_for(pickled, base):
     ):
         SpecModel.from_pretrained(pickled, base=base)
     load(pickled, base)
+
+
+def test_a_base_model_in_a_pickle_is_no_head(base, tmp_path):
+    base.config.save_pretrained(tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"not the config of a draft head \(model_type='llama'\); .*convert\(\)"):
+        SpecModel.from_pretrained(tmp_path, base=base)
 
 
 def test_a_pickle_beside_safetensors_is_not_looked_at(pickled, base):

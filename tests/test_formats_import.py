@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 
 import foreign
+import foreign_depths
 import pytest
 import torch
 from drafted import assert_drafts, embeddings
 
-from specheads import CheckpointError, SpecModel
+from specheads import CheckpointError, SpecModel, load_head
 from tests.conftest import tiny_llama
 
 EAGLE3 = {
@@ -64,20 +65,88 @@ MEDUSA = {
 @pytest.mark.parametrize("case", MEDUSA)
 def test_a_medusa_head_drafts_what_its_own_forward_says(case, base, tmp_path):
     options = MEDUSA[case]
-    tensors = foreign.medusa(tmp_path / "head", **options)
+    tensors = foreign_depths.medusa(tmp_path / "head", **options)
     model = SpecModel.from_pretrained(tmp_path / "head", base=base, allow_pickle=options["form"] == "v1")
     assert model.head.config.num_heads == 3  # the published config of version 1 says 2
     lm_head = base.get_output_embeddings().weight.detach()
 
     def forward(states, tokens, drafted):
-        return foreign.medusa_logits(tensors, states[-1][-1], lm_head, layers=options.get("layers", 1))
+        return foreign_depths.medusa_logits(tensors, states[-1][-1], lm_head, layers=options.get("layers", 1))
 
     assert_drafts(model, forward, tensors.get("token_map"))
 
 
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_hydra_head_drafts_what_its_own_forward_says(prefix, layers, base, tmp_path):
+    tensors = foreign_depths.hydra(tmp_path / "head", prefix, layers=layers, base=base)
+    model = SpecModel.from_pretrained(tmp_path / "head", base=base, allow_pickle=True)
+    assert model.head.config.prefix_layer == prefix
+    options = {"base": base if prefix else None, "layers": layers}
+    assert_drafts(model, lambda s, t, d: foreign_depths.hydra_logits(tensors, s, embeddings(base), t, d, **options))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"hydra_head_arch": "eagle-attn"},
+            "its heads are 'eagle-attn'; mlp and prefix-mlp, with its tensors, are read",
+        ),
+        ({"hydra_head_arch": "prefix-mlp"}, "its heads are 'prefix-mlp'"),
+        ({"grounded_heads": False}, "grounded_heads=false; heads here read the tokens drafted"),
+        ({"hidden_state_offset": 1}, "hidden_state_offset=1"),
+    ],
+)
+def test_a_hydra_head_that_cannot_be_held_is_refused(changes, message, base, tmp_path):
+    foreign_depths.hydra(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        SpecModel.from_pretrained(tmp_path, base=base, allow_pickle=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"draft": 97, "rank": 0, "confidence": False}, {"draft": 97, "layers": 1}, {"confidence": False}]
+)
+def test_a_dspark_head_drafts_what_its_own_forward_says(options, base, tmp_path):
+    tensors = foreign.dspark(tmp_path / "head", **options)
+    model = SpecModel.from_pretrained(tmp_path / "head", base=base)
+    assert model.head.layers == (1, 4, 6) and model.head.config.block_size == 4 and not model.head.config.causal
+    lm_head, ids = tensors.get("lm_head.weight"), None
+    if lm_head is None:
+        lm_head = base.get_output_embeddings().weight.detach()
+    else:
+        ids = torch.arange(40) + tensors["d2t"]
+    assert_drafts(
+        model, lambda s, t, d: foreign.dspark_logits(tensors, s, embeddings(base), lm_head, t, d), ids
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sample_from_anchor": False}, "sample_from_anchor=false, as DFlash has it"),
+        (
+            {"speculators_model_type": "dflash", "sample_from_anchor": None},
+            "sample_from_anchor=false, as DFlash has it",
+        ),
+        ({"markov_head_type": "rnn"}, "markov_head_type='rnn'"),
+        ({"confidence_head_with_markov": False}, "confidence_head_with_markov=false"),
+        ({"aux_hidden_state_layer_ids": None}, "its config has no aux_hidden_state_layer_ids"),
+        ({"mask_token_id": None}, "mask_token_id=None; expected a whole number"),
+        ({"mask_token_id": 97}, "mask_token_id=97 is no token"),
+        ({"block_size": 2**20}, "block_size=1048576 is more than any draft"),
+        ({"markov_rank": 4}, "markov_head.markov_w1.weight has shape"),
+    ],
+)
+def test_a_dspark_head_that_cannot_be_held_is_refused(changes, message, base, tmp_path):
+    foreign.dspark(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        SpecModel.from_pretrained(tmp_path, base=base)
+
+
 def test_rows_of_the_whole_vocabulary_are_taken_by_the_map(base, tmp_path):
     """vLLM takes them so where the matrix has more rows than the map."""
-    tensors = foreign.medusa(tmp_path / "a", "vllm", draft=40)
+    tensors = foreign_depths.medusa(tmp_path / "a", "vllm", draft=40)
     whole = {f"lm_heads.{h}.weight": torch.randn(97, 32) for h in range(3)}
     for name, matrix in whole.items():
         matrix[tensors["token_map"]] = tensors[name]
@@ -88,7 +157,7 @@ def test_rows_of_the_whole_vocabulary_are_taken_by_the_map(base, tmp_path):
 
 
 def test_a_head_that_names_its_base_needs_no_other(base_dir, tmp_path):
-    foreign.medusa(tmp_path / "head", "trtllm", base_model_name_or_path=str(base_dir))
+    foreign_depths.medusa(tmp_path / "head", "trtllm", base_model_name_or_path=str(base_dir))
     model = SpecModel.from_pretrained(tmp_path / "head")
     assert model.base.name_or_path == model.config.base_model_name_or_path == str(base_dir)
     foreign.eagle3(tmp_path / "other", "vllm")
@@ -100,6 +169,7 @@ def test_an_imported_head_is_one_of_ours(base_dir, tmp_path):
     foreign.eagle3(tmp_path / "theirs", "specforge")
     model = SpecModel.from_pretrained(tmp_path / "theirs", base=str(base_dir))
     model.save_pretrained(tmp_path / "ours")
+    assert load_head(model.base, tmp_path / "theirs").head.config == model.head.config  # as a recipe's init_from does
     again = SpecModel.from_pretrained(tmp_path / "ours")
     assert again.head.config == model.head.config and again.config.base_fingerprint == model.config.base_fingerprint
     assert all(torch.equal(t, model.head_state_dict()[name]) for name, t in again.head_state_dict().items())
@@ -112,7 +182,7 @@ def test_an_imported_head_is_one_of_ours(base_dir, tmp_path):
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
 def test_a_flag_of_other_heads_is_refused_by_name(form, name, base, tmp_path):
     foreign.eagle3(tmp_path, form, **{name: True})
-    with pytest.raises(CheckpointError, match=rf"its head has {name}=true, which heads here do not have yet"):
+    with pytest.raises(CheckpointError, match=rf"its head has {name}=true, which is not read yet"):
         SpecModel.from_pretrained(tmp_path, base=base)
 
 
@@ -165,7 +235,7 @@ def rewritten(folder, edit):
         (lambda t: t.update({"d2t": -torch.arange(40)}), "d2t names 39 tokens twice"),
         (lambda t: t.update({"d2t": t["d2t"].float()}), r"d2t is \(40,\) of torch.float32, not \(40,\) of torch.int64"),
         (lambda t: t.update({"t2d": ~t["t2d"]}), "t2d and d2t do not name the same 40 tokens"),
-        (lambda t: t.update({"embed_tokens.weight": torch.ones(97, 32)}), "not the base's embedding matrix"),
+        (lambda t: t.update({"embed_tokens.weight": torch.ones(97, 32)}), "not the base's matrix"),
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_are_named_as_the_file_names_them(edit, message, base, tmp_path):
@@ -178,8 +248,8 @@ def test_a_speculators_head_must_say_where_its_residual_is(base, tmp_path):
     foreign.eagle3(tmp_path, "speculators", norm_before_residual=None)
     with pytest.raises(CheckpointError, match="does not say norm_before_residual, which vLLM takes for true"):
         SpecModel.from_pretrained(tmp_path, base=base)
-    foreign.eagle3(tmp_path, "speculators", speculators_model_type="dflash")
-    with pytest.raises(CheckpointError, match="speculators head of type 'dflash'"):
+    foreign.eagle3(tmp_path, "speculators", speculators_model_type="peagle")
+    with pytest.raises(CheckpointError, match="speculators head of type 'peagle'"):
         SpecModel.from_pretrained(tmp_path, base=base)
 
 
@@ -209,24 +279,24 @@ def test_an_eagle_head_that_consumers_disagree_on_is_refused(base, tmp_path):
     ],
 )
 def test_a_vllm_medusa_that_cannot_be_held_is_refused(changes, message, base, tmp_path):
-    foreign.medusa(tmp_path, "vllm", **changes)
+    foreign_depths.medusa(tmp_path, "vllm", **changes)
     with pytest.raises(CheckpointError, match=message):
         SpecModel.from_pretrained(tmp_path, base=base)
 
 
 def test_medusa_2_is_refused_with_what_to_do(base, tmp_path):
-    tensors = foreign.medusa(tmp_path / "a", "trtllm")
+    tensors = foreign_depths.medusa(tmp_path / "a", "trtllm")
     foreign.write(tmp_path / "b", {"medusa_num_heads": 3}, {f"medusa_head.{n}": t for n, t in tensors.items()})
     with pytest.raises(CheckpointError, match=r"is a Medusa-2 model: .* as medusa_lm_head.safetensors"):
         SpecModel.from_pretrained(tmp_path / "b", base=base)
 
 
 @pytest.mark.parametrize(
-    ("config", "name"), [({"hydra_num_heads": 4}, "Hydra"), ({"architectures": ["DFlashDraftModel"]}, "DFlash")]
+    ("config", "name"), [({"markov_head": {}}, "DSpark"), ({"architectures": ["DFlashDraftModel"]}, "DFlash")]
 )
 def test_heads_of_kinds_that_are_not_here_are_named(config, name, base, tmp_path):
     foreign.write(tmp_path, config, {"x": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=f"is a {name} head, and no head here can hold its tensors yet"):
+    with pytest.raises(CheckpointError, match=f"is a {name} head in a form that is not read yet"):
         SpecModel.from_pretrained(tmp_path, base=base)
 
 

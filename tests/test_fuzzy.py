@@ -193,7 +193,9 @@ def test_a_seed_governs_random_at_temperature_0_too(base):
 # --- Drafters ---
 
 
-@pytest.mark.parametrize("head", [("medusa", {"num_heads": 2}), ("eagle3", {"draft_vocab_size": 50}), ("eagle", {})])
+@pytest.mark.parametrize(
+    "head", [("medusa", {"num_heads": 2}), ("eagle3", {"draft_vocab_size": 50}), ("eagle", {}), ("parallel", {})]
+)
 def test_every_head_gives_its_law(head):
     torch.manual_seed(0)
     model = convert(tiny_llama(eos_token_id=None), head[0], **head[1])

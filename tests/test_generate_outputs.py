@@ -151,7 +151,7 @@ def test_no_vocabulary_wide_tensor_goes_to_the_host(model, monkeypatch, do_sampl
     assert len(out.steps) <= sum(map(len, sizes.values())) <= len(out.steps) + 16
 
 
-@pytest.mark.parametrize("head", ["medusa", "hydra", "eagle", "eagle3", None])
+@pytest.mark.parametrize("head", ["medusa", "hydra", "eagle", "eagle3", "parallel", None])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_each_step_is_one_pass_of_the_base_over_the_nodes_of_its_tree(base, head, batch):
     """No prefix is computed again, and nothing else runs the base's layers."""

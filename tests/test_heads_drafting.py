@@ -51,7 +51,8 @@ class Forced:
     ("kind", "options"),
     [
         *((kind, {}) for kind in KINDS), ("hydra", {"prefix_layer": True}), ("eagle", {"num_layers": 2}),
-        ("eagle3", {"num_layers": 2}),
+        ("eagle3", {"num_layers": 2}), ("eagle3", {"norm_features": True, "norm_output": True}),
+        ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
         ("parallel", {"causal": False, "mask_token_id": 5, "draft_vocab_size": 40, "block_size": 4}),
     ],
 )  # fmt: skip
@@ -92,8 +93,8 @@ def training_logits(model, text):
         return block_logits(model, text)
     seen, unroll = [], head.unroll
 
-    def spy(batch, steps, features=None):
-        outputs = unroll(batch, steps, features)
+    def spy(batch, *more):
+        outputs = unroll(batch, *more)
         seen.extend(head.draft_logits(out[0], 0, batch.lm_head).detach() for out in outputs)
         return outputs
 

@@ -47,6 +47,7 @@ def home(tmp_path_factory):
     for commit, ref, heads in ((FIRST, "main", 2), (SECOND, "v2", 3)):
         torch.manual_seed(heads)
         convert(loaded, "medusa", num_heads=heads).save_pretrained(snapshot(home, "head", commit, ref))
+    convert(loaded, "medusa", num_heads=3).export(snapshot(home, "theirs", FIRST, "main"), "vllm")
     return home
 
 
@@ -73,6 +74,7 @@ json.dump({
     "commit": told(AutoModelForCausalLM.from_pretrained("org/head", revision="2" * 40)),
     "load_head": told(specheads.load_head(old, "org/head")),
     "base's main": refused(),
+    "theirs": told(specheads.SpecModel.from_pretrained("org/theirs", base="org/alone")),
     "convert": specheads.convert("org/alone", "medusa").config.base_revision,
 }, sys.stdout)
 """
@@ -97,6 +99,7 @@ def test_heads_and_their_bases_are_found_by_hub_id_and_revision(home):
     assert found["revision"] == found["commit"] == ["SpecModel", 3, FIRST, "org/base", second]
     # Of two commits in the cache, which one a model in memory came from is recorded nowhere; of one it is plain.
     assert found["load_head"] == ["SpecModel", 2, None, "org/base", first] and found["convert"] == SECOND
+    assert found["theirs"][:4] == ["SpecModel", 3, SECOND, "org/alone"]  # in vLLM's form
     # The base was asked for at the commit that the head was trained for; named by hand it is its newest.
     assert "was trained for another base" in found["base's main"] and "hidden_size is 48" in found["base's main"]
 

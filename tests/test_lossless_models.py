@@ -41,6 +41,7 @@ def drafter_of(name, base, vocab_size):
         ("hydra", SampledTree((1,)), Exact()),
         ("eagle", SampledTree((1,)), Block()),
         ("eagle3", SampledTree((1,)), Traversal()),
+        ("parallel", SampledTree((1,)), Exact()),
         ("draft model", SampledTree((1,)), Traversal()),
         ("n-grams", chain(1), Exact()),
     ],
@@ -126,7 +127,7 @@ def tails(base, drafter, plan, rule):
 
 CASES = [
     ("eagle3", SampledTree((2, 1)), Traversal()), ("draft model", SampledTree((1, 1)), Exact()),
-    ("n-grams", chain(2), Exact()),
+    ("n-grams", chain(2), Exact()), ("parallel", SampledTree((2, 1)), Exact()),
 ]  # fmt: skip
 
 

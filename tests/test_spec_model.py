@@ -22,7 +22,7 @@ from transformers import (
 import specheads
 from specheads import SpecModel, convert
 
-HEADS = ("medusa", "hydra", "eagle", "eagle3")
+HEADS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
 IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))
 
 

@@ -24,6 +24,7 @@ from specheads.trainer import AcceptanceProgress, SpecTrainer, SpecTrainingArgum
 OPTIONS = {
     "medusa": {"num_heads": 2}, "hydra": {"num_heads": 2, "prefix_layer": True}, "eagle": {"metric_steps": 2},
     "eagle3": {"steps": 2, "draft_vocab_size": 60},
+    "parallel": {"block_size": 2, "markov_rank": 4, "anchors": 3, "confidence": True, "draft_vocab_size": 60},
 }  # fmt: skip
 
 
@@ -78,7 +79,7 @@ def test_gradient_accumulation_gives_the_loss_of_the_whole_batch(kind, named, tm
         return made if named == "labels" else {"loss_mask": made.pop("labels") != -100, **made}
 
     runs = []
-    quiet = {"noise": 0.0} if kind == "eagle" else {}  # noise is drawn batch by batch
+    quiet = {"eagle": {"noise": 0.0}, "parallel": {"anchors": 99}}.get(kind, {})  # what is drawn batch by batch
     for size, steps in ((4, 1), (1, 4)):
         trainer = trainer_of(
             tmp_path, model_of(kind, **quiet), per_device_train_batch_size=size, gradient_accumulation_steps=steps,
@@ -94,7 +95,9 @@ def test_gradient_accumulation_gives_the_loss_of_the_whole_batch(kind, named, tm
             assert parts[name] == pytest.approx(value, rel=2e-5), name  # float32 sums in another order
 
 
-@pytest.mark.parametrize(("kind", "muon"), [("medusa", False), ("hydra", True), ("eagle", False), ("eagle3", True)])
+@pytest.mark.parametrize(
+    ("kind", "muon"), [("medusa", False), ("hydra", True), ("eagle", False), ("eagle3", True), ("parallel", True)]
+)
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(kind, muon, tmp_path):
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "muon": muon}
     whole = trainer_of(tmp_path / "run", model_of(kind), **options)

@@ -4,6 +4,8 @@
     accelerate launch --config_file recipes/accelerate/ddp.yaml train/heads.py recipes/medusa.yaml base=my/model
     torchrun --nproc_per_node 2 train/heads.py recipes/eagle.yaml training.use_cpu=true launch.processes=2
 
+    python train/heads.py recipes/eagle3.yaml --dry-run --processes 8 --distributed fsdp2 --device H200
+
 Any option of the recipe can be given as key=value, with dots for sections and values as in YAML:
     head.steps=3  training.learning_rate=1e-4  'data.train=[a.jsonl, b.jsonl]'  training.resume_from_checkpoint=auto
 To go on from a trained head: head=null init_from=runs/eagle3
@@ -18,8 +20,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from specheads.estimate import estimate
 from specheads.faults import TrainingError
-from specheads.launch import LaunchError
+from specheads.launch import KINDS, LaunchError
 from specheads.parity import ParityError
 from specheads.recipe import read_recipe
 from specheads.training import prepare
@@ -30,9 +33,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("recipe", help="a YAML file, such as recipes/eagle3.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
-    options = parser.parse_args(arguments)
+    parser.add_argument("--dry-run", action="store_true", help="print what the run will take, and stop")
+    parser.add_argument("--processes", type=int, default=1, help="of the run a --dry-run reckons")
+    parser.add_argument("--distributed", default="no", choices=KINDS, help="of the run a --dry-run reckons")
+    parser.add_argument("--device", help="of the run a --dry-run reckons: H200, A100 … (default: what is here)")
+    options = parser.parse_intermixed_args(arguments)
     try:
-        run = prepare(read_recipe(options.recipe, options.overrides))
+        recipe = read_recipe(options.recipe, options.overrides)
+        if options.dry_run:
+            print("\n".join(estimate(recipe, options.processes, options.distributed, options.device).lines()))
+            return 0
+        run = prepare(recipe)
     except (ValueError, OSError, LaunchError, ImportError) as error:
         print(f"train/heads.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

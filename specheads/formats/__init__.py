@@ -4,11 +4,12 @@ Whatever knows a foreign name, key or layer number is in this package. `FORMATS`
 recognised, the more particular form first.
 """
 
-from specheads.formats import eagle, eagle3, medusa, modelopt, speculators, vllm_medusa
+from specheads.formats import dspark, eagle, eagle3, hydra, medusa, modelopt, speculators, vllm_medusa
 from specheads.formats.format import Format
 
 FORMATS: tuple[Format, ...] = (
-    *speculators.FORMATS, *modelopt.FORMATS, *vllm_medusa.FORMATS, *medusa.FORMATS, *eagle3.FORMATS, *eagle.FORMATS
+    *dspark.FORMATS, *speculators.FORMATS, *modelopt.FORMATS, *vllm_medusa.FORMATS, *hydra.FORMATS, *medusa.FORMATS,
+    *eagle3.FORMATS, *eagle.FORMATS,
 )  # fmt: skip
 
 ENGINES: tuple[str, ...] = tuple(sorted({form.engine for form in FORMATS}))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # The module whose presence says that a program is here.
 _MODULES = {
     "vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm", "speculators": "speculators", "eagle": "eagle",
-    "medusa": "medusa", "modelopt": "modelopt", "llamacpp": "gguf",
+    "medusa": "medusa", "hydra": "hydra", "modelopt": "modelopt", "llamacpp": "gguf",
 }  # fmt: skip
 
 

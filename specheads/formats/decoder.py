@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from specheads.checkpoint import CheckpointError
 from specheads.formats.files import Files, flag, real, shown, table, whole
 from specheads.formats.format import check_sizes, dtype_of
+from specheads.heads.decoder import DecoderConfig
 from specheads.heads.feature import FeatureHeadConfig
 from specheads.target import text_config
 
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
-def block_names(head: FeatureHeadConfig, i: int, theirs: str) -> dict[str, str]:
+def block_names(head: DecoderConfig, i: int, theirs: str) -> dict[str, str]:
     """Ours → theirs for decoder block i, whose names begin with `theirs` there ("midlayer.", "layers.0.")."""
     ours = f"blocks.{i}."
     names = {f"{ours}{m}.weight": f"{theirs}self_attn.{m}.weight" for m in _ATTENTION}
@@ -29,15 +30,19 @@ def block_names(head: FeatureHeadConfig, i: int, theirs: str) -> dict[str, str]:
     return names
 
 
-def block_options(files: Files, config: dict[str, Any], base: PreTrainedModel, layers: int) -> dict[str, Any]:
-    """Head options out of a Llama config, whose missing keys mean what they mean to transformers.
+def block_options(
+    files: Files, config: dict[str, Any], base: PreTrainedModel, layers: int, kind: str = "llama"
+) -> dict[str, Any]:
+    """Head options out of the config of a decoder, whose missing keys mean what they mean to transformers.
 
-    layers: how many the tensors make up. CheckpointError where the block is none that heads here have.
+    layers: how many the tensors make up; kind: llama or qwen3, whichever block the head has. CheckpointError where the
+    block is none that heads here have.
     """
-    usual = LlamaConfig()
-    model_type = config.get("model_type", "llama")
-    if model_type != "llama":
-        raise CheckpointError(f"{files}: its decoder is of type {shown(model_type)}; heads here have Llama's block")
+    usual: Any = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]()
+    if (model_type := config.get("model_type", kind)) != kind:
+        raise CheckpointError(
+            f"{files}: its decoder is of type {shown(model_type)}; such heads here have {kind}'s block"
+        )
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(f"{files}: its activation is {shown(act)}; heads here have silu")
     hidden, vocab = (whole(config, name, getattr(usual, name)) for name in ("hidden_size", "vocab_size"))
@@ -52,8 +57,8 @@ def block_options(files: Files, config: dict[str, Any], base: PreTrainedModel, l
     heads = whole(config, "num_attention_heads", usual.num_attention_heads)
     return {
         "hidden_size": hidden, "vocab_size": vocab, "num_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": whole(config, "num_key_value_heads", heads),
-        "head_dim": whole(config, "head_dim", max(1, hidden // heads)),
+        "num_key_value_heads": whole(config, "num_key_value_heads", heads if kind == "llama" else 32),
+        "head_dim": whole(config, "head_dim", max(1, hidden // heads) if kind == "llama" else usual.head_dim),
         "intermediate_size": whole(config, "intermediate_size", usual.intermediate_size),
         "rms_norm_eps": real(config, "rms_norm_eps", usual.rms_norm_eps), "rope_theta": _rope_theta(files, config),
         "attention_bias": flag(config, "attention_bias"), "mlp_bias": flag(config, "mlp_bias"),

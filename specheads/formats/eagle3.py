@@ -31,6 +31,7 @@ EAGLE_FLAGS = {
     "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
     "use_mtp_layernorm": False, **FLAGS,
 }  # fmt: skip
+NORMS = ("norm_features", "norm_before_fc", "norm_before_residual", "norm_output")  # options that move a norm
 _FIRST = ("midlayer.", "layers.0.")  # how the names of the first decoder block begin
 _OWN = {
     "fc.weight": "fc.weight", "norm.weight": "norm.weight", "lm_head.weight": "lm_head.weight",
@@ -42,9 +43,7 @@ def refuse_flags(files: Files, config: dict[str, Any], known: dict[str, bool]) -
     """CheckpointError that names a flag whose head is none of ours."""
     for name, ours in known.items():
         if flag(config, name, ours) != ours:
-            raise CheckpointError(
-                f"{files}: its head has {name}={str(not ours).lower()}, which heads here do not have yet"
-            )
+            raise CheckpointError(f"{files}: its head has {name}={str(not ours).lower()}, which is not read yet")
 
 
 def tensor_names(head: Eagle3Config, first: str) -> dict[str, str]:
@@ -58,7 +57,8 @@ def tensor_names(head: Eagle3Config, first: str) -> dict[str, str]:
 def common_refusals(head: Eagle3Config, base: PreTrainedModel) -> list[str]:
     """What speaks against an EAGLE-3 head in every format."""
     wrong = layer_ids.refusal(head.taps or (), text_config(base).num_hidden_layers)
-    return [wrong] * bool(wrong)
+    norms = [name for name in NORMS if getattr(head, name)]
+    return [wrong] * bool(wrong) + [f"its options {' and '.join(norms)} are not written yet"] * bool(norms)
 
 
 @dataclass(frozen=True)

@@ -158,12 +158,24 @@ def embeddings_of(base: PreTrainedModel) -> Tensor:
     return weight.detach()
 
 
-def check_embeddings(files: Files, name: str, base: PreTrainedModel) -> None:
-    """CheckpointError unless the file's embeddings are the base's: heads here draft with those of the base.
+def output_matrix(files: Files, base: PreTrainedModel) -> Tensor:
+    """The base's output matrix (V, H), for a file that drafts through it. CheckpointError where that is not usable."""
+    layer = base.get_output_embeddings()
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    if getattr(layer, "bias", None) is not None or weight.shape[-1] != text_config(base).hidden_size:
+        raise CheckpointError(f"{files} uses the base's output layer, which is more than a matrix over the hidden size")
+    if weight.is_meta or not weight.numel():
+        raise CheckpointError(f"{files} uses the base's output matrix, which is not in memory; load the base whole")
+    return weight.detach().to("cpu")
+
+
+def check_embeddings(files: Files, name: str, base: PreTrainedModel, own: Tensor | None = None) -> None:
+    """CheckpointError unless a matrix of the file is the base's, its embeddings or `own`: heads here draft with those.
 
     They are compared in the coarser of the two dtypes, and may differ by what rounding once to bfloat16 does.
     """
-    own, found = embeddings_of(base), files.shapes[name]
+    own, found = embeddings_of(base) if own is None else own, files.shapes[name]
     if found.shape != own.shape or not found.is_floating_point():
         raise CheckpointError(
             f"{files}: {name} is {tuple(found.shape)} of {found.dtype}, not {tuple(own.shape)} as in the base"
@@ -174,6 +186,6 @@ def check_embeddings(files: Files, name: str, base: PreTrainedModel) -> None:
     if torch.allclose(theirs.float(), own.cpu().float(), rtol=2**-7, atol=1e-4):
         return
     raise CheckpointError(
-        f"{files}: {name} is not the base's embedding matrix, and heads here draft with the base's own: it was made "
-        "for another base, or its embeddings were trained too"
+        f"{files}: {name} is not the base's matrix, and heads here draft with the base's own: it was made for another "
+        "base, or trained too"
     )

@@ -16,8 +16,9 @@ from specheads.formats.format import Format, read
 from specheads.target import refuse_unsupported
 
 logger = hf_logging.get_logger(__name__)
-# Forms known by a key of their config, whose heads are not here yet.
-_NOT_YET = {"hydra_num_heads": "Hydra", "dflash_config": "DFlash", "markov_head": "DSpark"}
+# Forms known by a key of their config, and not read yet.
+_NAMED = ("medusa_", "hydra_")  # weights whose file says what they are
+_NOT_YET = {"dflash_config": "DFlash", "markov_head": "DSpark"}
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,12 @@ def detect(source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = 
     config = files.config or {}
     if config.get("model_type") == SpecConfig.model_type or files.weights is None:
         return None
-    if not config and not files.weights.name.startswith("medusa_"):
+    if not config and not files.weights.name.startswith(_NAMED):
         return None  # a config that is missing or garbled is told where checkpoints of ours are read
-    for key, name in _NOT_YET.items():
-        if key in config or any(arch.startswith(name) for arch in architectures(config)):
-            raise CheckpointError(f"{files} is a {name} head, and no head here can hold its tensors yet")
+    if "speculators_model_type" not in config:
+        for key, name in _NOT_YET.items():
+            if key in config or any(arch.startswith(name) for arch in architectures(config)):
+                raise CheckpointError(f"{files} is a {name} head in a form that is not read yet")
     if files.pickled and not allow_pickle and not _calls_itself_a_head(files, config):
         return None
     form = next((form for form in FORMATS if form.recognises(files)), None)
@@ -74,8 +76,8 @@ def detect(source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = 
 def _calls_itself_a_head(files: Files, config: dict[str, Any]) -> bool:
     """By its config and file names alone: one decoder layer is no base model."""
     assert files.weights is not None
-    keys = {"draft_vocab_size", "medusa_num_heads", "num_medusa_heads", "speculators_model_type"}
+    keys = {"draft_vocab_size", "hydra_num_heads", "medusa_num_heads", "num_medusa_heads", "speculators_model_type"}
     return bool(
-        keys & config.keys() or files.weights.name.startswith("medusa_") or config.get("num_hidden_layers") == 1
+        keys & config.keys() or files.weights.name.startswith(_NAMED) or config.get("num_hidden_layers") == 1
         or config.get("model_type") == "medusa" or any("Eagle" in arch for arch in architectures(config))
     )  # fmt: skip

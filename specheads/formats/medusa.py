@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from specheads.checkpoint import CheckpointError
 from specheads.formats.files import Files
-from specheads.formats.format import Format, Written, count
+from specheads.formats.format import Format, Written, count, output_matrix
 from specheads.heads import HeadConfig, MedusaConfig
+from specheads.heads.vocabulary import DraftVocabularyConfig
 from specheads.target import text_config
 
 
@@ -31,23 +32,12 @@ def block_names(head: MedusaConfig, theirs: str) -> dict[str, str]:
     }
 
 
-def tap_refusal(head: MedusaConfig, base: PreTrainedModel) -> list[str]:
-    """Medusa everywhere reads what comes behind the final norm."""
+def tap_refusal(head: Any, base: PreTrainedModel) -> list[str]:
+    """Medusa and Hydra everywhere read what comes behind the final norm."""
     layers = text_config(base).num_hidden_layers
     if head.tap == layers:
         return []
-    return [f"it reads hidden_states {head.tap}, and Medusa heads are fed what comes behind the final norm ({layers})"]
-
-
-def base_output(files: Files, base: PreTrainedModel) -> Tensor:
-    """The base's output matrix (V, H), for a file that has none of its own. CheckpointError where it is not usable."""
-    layer = base.get_output_embeddings()
-    weight = layer.weight
-    if getattr(layer, "bias", None) is not None or weight.shape[-1] != text_config(base).hidden_size:
-        raise CheckpointError(f"{files} uses the base's output layer, which is more than a matrix over the hidden size")
-    if weight.is_meta or not weight.numel():
-        raise CheckpointError(f"{files} uses the base's output matrix, which is not in memory; load the base whole")
-    return weight.detach().to("cpu")
+    return [f"it reads hidden_states {head.tap}, and such heads are fed what comes behind the final norm ({layers})"]
 
 
 @dataclass(frozen=True)
@@ -96,8 +86,8 @@ class Medusa(Format):
         outputs = [ours for ours in self.names(head) if ours.startswith("lm_heads.")]
         made: dict[str, Tensor] = {}
         if not any(self.names(head)[ours] in files.shapes for ours in outputs):
-            made = {ours: base_output(files, base).clone() for ours in outputs}
-        return made | _every_token(head), set()
+            made = {ours: output_matrix(files, base).clone() for ours in outputs}
+        return made | every_token(head), set()
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, MedusaConfig)
@@ -121,7 +111,8 @@ class Medusa(Format):
         return Written(config, named, weights=self.weights)
 
 
-def _every_token(head: MedusaConfig) -> dict[str, Tensor]:
+def every_token(head: DraftVocabularyConfig) -> dict[str, Tensor]:
+    """d2t (V,) and t2d (V,) of a head that drafts every token."""
     assert head.vocab_size
     return {
         "d2t": torch.zeros(head.vocab_size, dtype=torch.long), "t2d": torch.ones(head.vocab_size, dtype=torch.bool)

@@ -16,6 +16,7 @@ from specheads.formats.files import Files, shown, table
 from specheads.formats.format import Format, Written
 from specheads.formats.layer_ids import KEY
 from specheads.heads import Eagle3Config, HeadConfig
+from specheads.heads.feature import FeatureHeadConfig
 
 VERSION = "0.9.0"
 _WRITTEN = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
@@ -42,7 +43,9 @@ Where the base is a hub id, `vllm serve $folder` is enough: the config names it.
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config = files.config or {}
         if (kind := config.get("speculators_model_type")) != "eagle3":
-            raise CheckpointError(f"{files} is a speculators head of type {shown(kind)}; eagle3 ones are read here")
+            raise CheckpointError(
+                f"{files} is a speculators head of type {shown(kind)}; eagle3 and dspark ones are read here"
+            )
         if "norm_before_residual" not in config:
             raise CheckpointError(
                 f"{files}: its config does not say norm_before_residual, which vLLM takes for true and others for "
@@ -64,31 +67,42 @@ Where the base is a hub id, `vllm serve $folder` is enough: the config names it.
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
         assert isinstance(head, Eagle3Config) and head.taps
-        block = block_config(head, tensors, base)
-        dtype, theta = block.pop("torch_dtype"), block.pop("rope_theta")
-        block |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
-        block["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
-        proposal = {
-            "proposal_type": "greedy", "speculative_tokens": head.draft_depth, "verifier_accept_k": 1,
-            "accept_tolerance": 0.0,
-        }  # fmt: skip
-        verifier = {
-            "name_or_path": getattr(base, "name_or_path", None) or None,
-            "architectures": base.config.architectures or [type(base).__name__],
-        }  # fmt: skip
         config = {
             "architectures": ["Eagle3DraftModel"], "auto_map": {"": "config.Eagle3SpeculatorConfig"},
             "speculators_model_type": "eagle3", "speculators_version": VERSION,
             "draft_vocab_size": head.draft_vocab_size, "target_hidden_size": None,
-            **dict.fromkeys(_WRITTEN, False), KEY: list(head.taps), "tie_word_embeddings": False, "dtype": dtype,
-            "speculators_config": {
-                "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [proposal],
-                "verifier": verifier,
-            },
-            "transformer_layer_config": block,
+            **dict.fromkeys(_WRITTEN, False), KEY: list(head.taps), "tie_word_embeddings": False,
+            **nested_block(head, tensors, base, "llama"),
+            "speculators_config": speculators_config("eagle3", head.draft_depth, base),
         }  # fmt: skip
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
         return Written(config, named | vocabulary.offsets(tensors))
+
+
+def nested_block(
+    head: FeatureHeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel, model_type: str
+) -> dict[str, Any]:
+    """The dtype, and the config of the decoder as it is nested."""
+    block = block_config(head, tensors, base) | {"model_type": model_type}
+    dtype, theta = block.pop("torch_dtype"), block.pop("rope_theta")
+    block |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
+    block["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+    return {"dtype": dtype, "transformer_layer_config": block}
+
+
+def speculators_config(algorithm: str, depth: int, base: PreTrainedModel) -> dict[str, Any]:
+    """How it drafts, and for which base."""
+    proposal = {
+        "proposal_type": "greedy", "speculative_tokens": depth, "verifier_accept_k": 1, "accept_tolerance": 0.0,
+    }  # fmt: skip
+    verifier = {
+        "name_or_path": getattr(base, "name_or_path", None) or None,
+        "architectures": base.config.architectures or [type(base).__name__],
+    }  # fmt: skip
+    return {
+        "algorithm": algorithm, "default_proposal_method": "greedy", "proposal_methods": [proposal],
+        "verifier": verifier,
+    }  # fmt: skip
 
 
 FORMATS = (Speculators(),)

@@ -6,12 +6,13 @@ Shapes: B batch rows, T positions, F features, H hidden, V vocabulary, S drafted
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from specheads.drafters.base import Context
 from specheads.losses import parse_loss
@@ -21,6 +22,8 @@ from specheads.planner import Plan, StaticTree
 from specheads.sampling import Sampler
 from specheads.teacher import DraftIds, Teacher
 from specheads.tree import DraftTree
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,18 @@ class DraftHead(nn.Module, ABC):
 
     Config: ClassVar[type[HeadConfig]]
 
+    # Set by SpecModel.gradient_checkpointing_enable: what torch's checkpoint() takes.
+    checkpointing: Mapping[str, Any] | None = None
+
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
+
+    def recomputed(self, function: Callable[..., T], *inputs: Any) -> T:
+        """function(*inputs), whose activations are made again in the backward pass under gradient checkpointing."""
+        if self.checkpointing is None or not (self.training and torch.is_grad_enabled()):
+            return function(*inputs)
+        return checkpoint(function, *inputs, use_reentrant=False, **self.checkpointing)
 
     @property
     @abstractmethod
@@ -141,6 +153,10 @@ class DraftHead(nn.Module, ABC):
             return None
         assert self.config.vocab_size is not None
         return DraftIds.of(ids, self.config.vocab_size)
+
+    def passes(self, length: int) -> float:
+        """How often training on a row of so many tokens applies the head's matrices, a token."""
+        return 1.0
 
     def refuse_unfit(self, base: Any) -> None:
         """Raise UnsupportedModel where this kind of head cannot learn from this base."""

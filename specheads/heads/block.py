@@ -5,7 +5,6 @@ Shapes: B batch rows, T positions, H hidden, d head size, S unrolled steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,14 +43,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply RoPE to (B, heads, T, d), in Llama's half-split order."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-right, left], -1) * sin
-
-
-@dataclass
-class Unroll:
-    """Keys and values of a training-time test: those of step 0, then one diagonal a step. Each (B, heads, T, d)."""
-
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
 
 
 class Block(nn.Module):
@@ -106,18 +97,19 @@ class Block(nn.Module):
         return self.finish(attended, residual)
 
     def unrolled(
-        self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, unroll: Unroll
-    ) -> Tensor:
+        self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor,
+        keys: tuple[Tensor, ...] = (), values: tuple[Tensor, ...] = (),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """One step of training-time test: query i sees step 0's keys 0 … i under mask (B, 1, T, T), and of each later
-        step only its own. EAGLE-3, arXiv:2503.01840."""
+        step only its own. keys and values: of the steps before, each (B, heads, T, d). Returns the output (B, T, H) and
+        the step's own key and value. EAGLE-3, arXiv:2503.01840."""
         q, k, v = self.qkv(x, rotary)
         group = self.num_heads // self.num_key_value_heads
-        unroll.keys.append(k.repeat_interleave(group, 1))
-        unroll.values.append(v.repeat_interleave(group, 1))
-        first_key, *later_keys = unroll.keys
-        first_value, *later_values = unroll.values
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        first_key, *later_keys = *keys, k
+        first_value, *later_values = *values, v
         if not later_keys:
-            return self.finish(F.scaled_dot_product_attention(q, first_key, first_value, attn_mask=mask), residual)
+            return self.finish(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), residual), k, v
         scale = self.head_dim**-0.5
         past = q @ first_key.transpose(-1, -2) * scale + mask
         own = torch.stack([(q * key).sum(-1) * scale for key in later_keys], -1)  # (B, heads, T, s)
@@ -125,7 +117,7 @@ class Block(nn.Module):
         attended = weights[..., : past.shape[-1]] @ first_value
         for s, value in enumerate(later_values):
             attended = attended + weights[..., past.shape[-1] + s].unsqueeze(-1) * value
-        return self.finish(attended, residual)
+        return self.finish(attended, residual), k, v
 
 
 def decoder_layers(base: Any) -> nn.ModuleList | None:

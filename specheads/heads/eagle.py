@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from specheads.heads.base import TapBatch
 from specheads.heads.block import copy_layer, decoder_layers, final_norm
-from specheads.heads.feature import FeatureHead, FeatureHeadConfig
+from specheads.heads.feature import FeatureHead, UnrolledConfig
 from specheads.losses import add_uniform_noise, feature_distance
 from specheads.target import UnsupportedModel, lm_head_gives_logits
 
 
 @dataclass(frozen=True)
-class EagleConfig(FeatureHeadConfig):
+class EagleConfig(UnrolledConfig):
     """feature_weight and law_weight: of the two losses; noise: half-width of the uniform feature noise; fc_bias: of
     the fusing layer; steps: drafted steps that training unrolls, 1 as published, more as in HASS (arXiv:2408.15766);
     metric_steps: those that evaluation unrolls for the joint accepted length."""
@@ -101,14 +101,14 @@ class EagleHead(FeatureHead):
         features = add_uniform_noise(batch.features, config.noise) if self.training else batch.features
         # Evaluation unrolls as far as the accepted length of a chain wants to know.
         steps = config.steps if self.training else self.scored_depths
-        asked = batch.asked(steps)
-        rows = [asked.rows(out, s) for s, out in enumerate(self.unroll(batch, steps, features))]
+        asked, rows = self.drafts(batch, steps, features)
         scores = self.score(batch, asked, rows, (1.0,) * config.steps + (0.0,) * (steps - config.steps))
         aim = batch.features.detach().flatten(0, 1)[asked.positions]  # which a base that learns too moves away from
-        distances = [
-            feature_distance(predicted[valid], aim[valid])
-            for predicted, valid in zip(rows[: config.steps], asked.valid.unbind(1), strict=False)
-        ]
+        weights = asked.weights * (asked.depths < config.steps)
+        distances = []
+        for predicted, weight in zip(rows, weights.unbind(1), strict=True):
+            learnt = weight > 0
+            distances.append((feature_distance(predicted[learnt], aim[learnt]) * weight[learnt]).sum())
         distance, law = torch.stack(distances).sum() / batch.denominator, scores.total / batch.denominator
         total = config.feature_weight * distance + config.law_weight * law
         return total, {"feature": distance.detach(), "law": law.detach(), **scores.terms(batch.denominator)}

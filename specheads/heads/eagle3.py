@@ -11,25 +11,35 @@ from torch import Tensor, nn
 
 from specheads.heads.base import TapBatch
 from specheads.heads.block import copy_layer, copy_norm, decoder_layers, final_norm
-from specheads.heads.feature import FeatureHead, FeatureHeadConfig
+from specheads.heads.feature import FeatureHead, UnrolledConfig
 from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
 
 
 @dataclass(frozen=True)
-class Eagle3Config(FeatureHeadConfig, DraftVocabularyConfig):
-    """steps: of training-time test; step_decay: step s weighs step_decay^s."""
+class Eagle3Config(UnrolledConfig, DraftVocabularyConfig):
+    """steps: of training-time test; step_decay: step s weighs step_decay^s.
+
+    norm_features: a norm on each tapped layer before they are fused, or norm_before_fc: one on all of them together;
+    norm_before_residual: the block adds to the normed hidden state; norm_output: a step hands on its output behind the
+    final norm. norm_features and norm_output are EAGLE-3.1."""
 
     kind: ClassVar[str] = "eagle3"
     default_limit: ClassVar[int | None] = 32_000
 
     steps: int = 7
     step_decay: float = 0.8
+    norm_features: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least(1, "steps", "draft_vocab_size")
         if not 0 < self.step_decay <= 1:
             raise ValueError(f"eagle3 head option step_decay={self.step_decay} must be above 0 and at most 1")
+        if self.norm_features and self.norm_before_fc:
+            raise ValueError("eagle3 head options norm_features and norm_before_fc: give one of them, not both")
 
     @classmethod
     def default_taps(cls, num_layers: int) -> tuple[int, ...]:
@@ -47,8 +57,14 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
     def __init__(self, config: Eagle3Config) -> None:
         assert config.hidden_size and config.vocab_size and config.draft_vocab_size and config.taps
         super().__init__(config, input_size=2 * config.hidden_size)
-        size = config.hidden_size
-        self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
+        size, taps = config.hidden_size, len(config.taps)
+        self.fc_norm: nn.ModuleList | None = None
+        self.input_norm: nn.RMSNorm | None = None
+        if config.norm_features:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(size, eps=config.rms_norm_eps) for _ in range(taps))
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(taps * size, eps=config.rms_norm_eps)
+        self.fc = nn.Linear(taps * size, size, bias=False)
         self.input_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
@@ -74,10 +90,20 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
                 self.fc.weight.zero_()[:, -size:].copy_(torch.eye(size))
 
     def fuse(self, features: Tensor) -> Tensor:
+        if self.fc_norm is not None:
+            taps = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], -1)
+        if self.input_norm is not None:
+            features = self.input_norm(features)
         return self.fc(features)
 
     def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1), hidden
+        normed = self.hidden_norm(hidden)
+        x = torch.cat([self.input_layernorm(embedded), normed], -1)
+        return x, normed if self.config.norm_before_residual else hidden
+
+    def handed_on(self, output: Tensor) -> Tensor:
+        return self.norm(output) if self.config.norm_output else output
 
     def draft_logits(self, hidden: Tensor, depth: int = 0, lm_head: Any = None) -> Tensor:
         return self.lm_head(self.norm(hidden))
@@ -90,7 +116,6 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
         steps = min(config.steps, max(0, batch.tokens.shape[1] - 2))
         if not steps:
             return batch.features.new_zeros(()), {}
-        asked = batch.asked(steps)
-        rows = [asked.rows(out, s) for s, out in enumerate(self.unroll(batch, steps))]
+        asked, rows = self.drafts(batch, steps)
         scores = self.score(batch, asked, rows, tuple(config.step_decay**s for s in range(steps)))
         return scores.total / batch.denominator, scores.terms(batch.denominator, whole=steps == config.steps)

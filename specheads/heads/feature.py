@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from specheads.cache import Levels, Reach, rows_of
 from specheads.drafters.base import Context
+from specheads.heads.anchored_starts import AnchoredStarts
 from specheads.heads.base import DraftHead, TapBatch
-from specheads.heads.block import Block, Unroll
+from specheads.heads.block import Block
 from specheads.heads.decoder import Attend, DecoderConfig, attend_with, document_mask, read_committed
+from specheads.objective import Asked
 from specheads.planner import DynamicTree, Plan, Scored, chain
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree
@@ -54,12 +56,29 @@ class FeatureHeadConfig(DecoderConfig, ABC):
         return filled
 
 
+@dataclass(frozen=True)
+class UnrolledConfig(FeatureHeadConfig, ABC):
+    """anchors: starts of a row at which a training step unrolls more than the first draft, drawn at random (default:
+    all). Fewer cost less memory and time, and the loss is an unbiased estimate. Evaluation has them all."""
+
+    anchors: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "anchors")
+        if self.anchors is not None and self.dpace is not None:
+            raise ValueError(
+                f"{self.kind} head options anchors and dpace: a draft is weighed by its deeper ones, which anchors "
+                "leave out; give one of them"
+            )
+
+
 class FeatureHead(DraftHead):
     """Subclasses say how features enter (`fuse`), what the first block reads (`inputs`), and the law it gives."""
 
-    config: FeatureHeadConfig
+    config: UnrolledConfig
 
-    def __init__(self, config: FeatureHeadConfig, input_size: int) -> None:
+    def __init__(self, config: UnrolledConfig, input_size: int) -> None:
         super().__init__(config)
         size, eps = config.hidden_size, config.rms_norm_eps
         assert size and eps
@@ -72,6 +91,9 @@ class FeatureHead(DraftHead):
         assert self.config.taps is not None
         return self.config.taps
 
+    def passes(self, length: int) -> float:
+        return float(getattr(self.config, "steps", 1))
+
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
         """Tapped features (B, T, F) → (B, T, H), what a drafted step's own output replaces later on."""
@@ -80,12 +102,17 @@ class FeatureHead(DraftHead):
     def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Embedded tokens and hidden (B, T, H) → the first block's attention input and its residual."""
 
+    def handed_on(self, output: Tensor) -> Tensor:
+        """What the next drafted step reads of an output (B, T, H) in place of fused features."""
+        return output
+
     def usual_plan(self, device: torch.device) -> Plan:
         # On a CPU each node costs time, and chains won (docs/LOG.md); on a GPU up to some 60 nodes are nearly free.
         return DynamicTree() if device.type == "cuda" else chain(self.config.draft_depth)
 
     def forward(self, attend: Attend, embedded: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
-        """Embedded tokens, fused features or the last output, and positions of T tokens → output (B, T, H)."""
+        """Embedded tokens, fused features or what the last step handed on, and positions of T tokens → output
+        (B, T, H)."""
         rotary = self.rotary(position)
         x, residual = self.inputs(embedded, hidden)
         for i, block in enumerate(self.blocks):
@@ -94,8 +121,22 @@ class FeatureHead(DraftHead):
             hidden = attend(block, i, x, residual, rotary)  # type: ignore[arg-type]
         return hidden
 
-    def unroll(self, batch: TapBatch, steps: int, features: Tensor | None = None) -> list[Tensor]:
-        """Training-time test: the outputs (B, T, H) of S steps, each fed by the one before.
+    def drafts(self, batch: TapBatch, steps: int, features: Tensor | None = None) -> tuple[Asked, list[Tensor]]:
+        """The drafts of so many steps that the batch asks for, or in training those of the anchored starts: what is
+        asked, and what the head made for it, (R, H) of each of the S drafts."""
+        asked, anchors = batch.asked(steps), self.config.anchors
+        if anchors is None or steps == 1 or not self.training:
+            return asked, [asked.rows(out, s) for s, out in enumerate(self.unroll(batch, steps, features))]
+        anchored = AnchoredStarts.drawn(asked, len(batch.tokens), anchors)
+        asked, places = anchored.drafts(asked)
+        outputs = self.unroll(batch, steps, features, anchored.columns)
+        return asked, [torch.cat([out.flatten(0, 1)[place] for out, place in zip(outputs, places, strict=True)])]
+
+    def unroll(
+        self, batch: TapBatch, steps: int, features: Tensor | None = None, anchored: Tensor | None = None
+    ) -> list[Tensor]:
+        """Training-time test: the outputs (B, T, H) of S steps, each fed by the one before; behind the first (B, A, H),
+        of the columns anchored (B, A) alone, where these are given.
 
         At step s row t has read f[t] and x[t+1] … x[t+1+s] and speaks of x[t+2+s]. Rows whose tokens run past the
         end hold garbage, which nothing asks for.
@@ -103,17 +144,25 @@ class FeatureHead(DraftHead):
         hidden = self.fuse((batch.features if features is None else features).to(self.dtype))
         embedded = batch.embed(batch.tokens).to(self.dtype)
         self.rotary.ensure(int(batch.position_ids.max()) + steps + 1, hidden)
-        mask = document_mask(batch.documents, hidden.dtype)
-        caches = [Unroll() for _ in self.blocks]
+        mask, position = document_mask(batch.documents, hidden.dtype), batch.position_ids
+        length = position.shape[1]
+        column = torch.arange(length, device=hidden.device).expand_as(position)
+        keys: list[tuple[Tensor, ...]] = [() for _ in self.blocks]
+        values: list[tuple[Tensor, ...]] = [() for _ in self.blocks]
 
         def attend(block: Block, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-            return block.unrolled(x, residual, rotary, mask, caches[i])
+            out, key, value = self.recomputed(block.unrolled, x, residual, rotary, mask, keys[i], values[i])
+            keys[i], values[i] = (*keys[i], key), (*values[i], value)
+            return out
 
         outputs = []
         for s in range(steps):
-            shifted = torch.cat([embedded[:, s + 1 :], embedded[:, : s + 1]], 1)
-            hidden = self(attend, shifted, hidden, batch.position_ids + s)
-            outputs.append(hidden)
+            if s == 1 and anchored is not None:
+                column, position, hidden = anchored, position.gather(1, anchored), rows_of(hidden, anchored)
+                mask = mask.gather(2, anchored[:, None, :, None].expand(-1, 1, -1, length))
+            following = rows_of(embedded, (column + s + 1) % length)
+            outputs.append(self(attend, following, hidden, position + s))
+            hidden = self.handed_on(outputs[-1])
         return outputs
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
@@ -132,7 +181,7 @@ class FeatureHead(DraftHead):
             if parents is not None:
                 levels.descend(parents)
                 attend, embedded = attend_with(cache, levels.mask(Reach())), target.embed(tokens).to(dtype)
-                level = self(attend, embedded, rows_of(level, parents), levels.position)
+                level = self(attend, embedded, self.handed_on(rows_of(level, parents)), levels.position)
             return Scored(self.draft_logits(level, 0, target.lm_head), ids)
 
         assert self.config.vocab_size is not None

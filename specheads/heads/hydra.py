@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from specheads.cache import rows_of
 from specheads.drafters.base import Context
 from specheads.heads.base import TapBatch
-from specheads.heads.block import Unroll, copy_layer, copy_norm, decoder_layers, final_norm
+from specheads.heads.block import Block, copy_layer, copy_norm, decoder_layers, final_norm
 from specheads.heads.decoder import Attend, DecoderConfig, document_mask, read_committed
 from specheads.heads.depths import DepthHeads, DepthHeadsConfig, ResBlock
 from specheads.objective import Asked
@@ -125,17 +125,19 @@ class HydraHead(DepthHeads):
         if self.prefix is not None:
             mask = document_mask(batch.documents, hidden.dtype)
             self.prefix.rotary.ensure(int(batch.position_ids.max()) + 1, hidden)
-            hidden = self.prefix(
-                lambda block, i, x, residual, rotary: block.unrolled(x, residual, rotary, mask, Unroll()),
-                hidden,
-                batch.position_ids,
-            )
-        flat, made = embedded.flatten(0, 1), []
-        for i in range(depths):
+
+            def attend(block: Block, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+                return self.recomputed(block.unrolled, x, residual, rotary, mask)[0]
+
+            hidden = self.prefix(attend, hidden, batch.position_ids)
+        flat = embedded.flatten(0, 1)
+
+        def made(i: int) -> Tensor:
             start = asked.starts[:, i]
             read = [asked.rows(hidden, i), *(flat[start + 1 + j] for j in range(i + 1))]
-            made.append(self.blocks[i](torch.cat(read, -1)))
-        return made
+            return self.blocks[i](torch.cat(read, -1))
+
+        return [self.recomputed(made, i) for i in range(depths)]
 
     def expander(self, context: Context, plan: Plan) -> Expand:
         target, hidden = context.target, context.features.to(self.dtype)

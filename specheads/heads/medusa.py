@@ -37,7 +37,7 @@ class MedusaHead(DepthHeads):
 
     def rows(self, batch: TapBatch, asked: Asked, depths: int) -> list[Tensor]:
         features = batch.features.to(self.dtype)
-        return [self.blocks[i](asked.rows(features, i)) for i in range(depths)]
+        return [self.recomputed(self.blocks[i], asked.rows(features, i)) for i in range(depths)]
 
     def expander(self, context: Context, plan: Plan) -> Expand:
         hidden = context.newest(context.features).to(self.dtype)

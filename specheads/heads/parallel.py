@@ -105,7 +105,9 @@ class ParallelHead(DraftVocabulary):
         )  # fmt: skip
         self.norm = nn.RMSNorm(size, eps=c.rms_norm_eps)
         self.rotary = RotaryTable(c.head_dim, c.rope_theta)
-        self.mask_embedding = nn.Parameter(torch.randn(size) * 0.02) if config.mask_token_id is None else None
+        if c.mask_token_id is None:
+            self.mask_embed = nn.Embedding(1, size)  # a module, whose weight ZeRO-3 gathers where it is called
+            nn.init.normal_(self.mask_embed.weight, std=0.02)
         if rank:
             self.markov_embed = nn.Embedding(c.vocab_size, rank)
             self.markov_lm_head = nn.Linear(rank, drafted, bias=False)
@@ -119,6 +121,9 @@ class ParallelHead(DraftVocabulary):
     def layers(self) -> tuple[int, ...]:
         assert self.config.taps is not None
         return self.config.taps
+
+    def passes(self, length: int) -> float:
+        return 1 + min(self.config.anchors, length) * self.config.block_size / length
 
     @property
     def scored_depths(self) -> int:
@@ -170,17 +175,17 @@ class ParallelHead(DraftVocabulary):
 
     def slots(self, tokens: Tensor, count: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
         """Roots (B, A) → what the first `count` slots of their blocks read, one after another: (B, A · count, H)."""
-        mask = self.mask_embedding
-        masks = embed(tokens.new_tensor([self.config.mask_token_id])).to(self.dtype) if mask is None else mask
+        own = self.config.mask_token_id is None
+        mask = self.mask_embed(tokens.new_zeros(1)) if own else embed(tokens.new_tensor([self.config.mask_token_id]))
         root = embed(tokens).to(self.dtype).unsqueeze(2)
-        return torch.cat([root, masks.expand(*tokens.shape, count - 1, -1)], 2).flatten(1, 2)
+        return torch.cat([root, mask.to(self.dtype).expand(*tokens.shape, count - 1, -1)], 2).flatten(1, 2)
 
     def forward(self, x: Tensor, position: Tensor, attend: Attend) -> Tensor:
         """Slots (B, M, H) at positions (B, M) → their outputs (B, M, H). attend(layer, own keys, own values) → all keys
         and values that the slots may see, and the mask."""
         rotary = self.rotary(position)
         for i, layer in enumerate(self.decoder):
-            x = layer(x, rotary, lambda k, v, i=i: attend(i, k, v))
+            x = self.recomputed(layer, x, rotary, lambda k, v, i=i: attend(i, k, v))
         return self.norm(x)
 
     def followed(self, hidden: Tensor, before: Tensor) -> Tensor:
@@ -240,7 +245,8 @@ class ParallelHead(DraftVocabulary):
 
     def usual_plan(self, device: torch.device) -> Plan:
         depth = min(self.config.draft_depth, self.config.block_size)
-        return BestFirstTree(128 if device.type == "cuda" else 8, depth)
+        # Each beam is a row of logits where there is a bias; on a CPU each node costs the target time as well.
+        return BestFirstTree(128, depth, beams=32) if device.type == "cuda" else BestFirstTree(8, depth)
 
     def read(self, context: Context, scratch: int) -> TreeCache:
         """The head's own cache, with the keys and values of all that stands before the root."""

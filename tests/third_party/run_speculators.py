@@ -1,9 +1,9 @@
-"""speculators 0.9 and this library on the same EAGLE-3 heads, both ways. Not a test of the suite: it needs
+"""speculators 0.9 and this library on the same heads, both ways. Not a test of the suite: it needs
 
     python -m venv spec
     spec/bin/pip install torch==2.13.0 transformers==5.19.0 speculators==0.9.0 accelerate peft pytest
     spec/bin/pip install -e . --no-deps --no-build-isolation
-    TORCHDYNAMO_DISABLE=1 PYTHONPATH=tests:. spec/bin/python tests/third_party/speculators_eagle3.py
+    TORCHDYNAMO_DISABLE=1 PYTHONPATH=tests:. spec/bin/python tests/third_party/run_speculators.py
 
 Exports are loaded by its from_pretrained, and its forward gives the logits that real decoding here drafts with, within
 1e-5; what its save_pretrained writes is read here, to the same end. The last result is in docs/compatibility.md.
@@ -21,6 +21,7 @@ from drafted import assert_drafts
 from heads_on_disk import trained
 from speculators import SpeculatorModel
 from speculators.convert import convert_model
+from speculators.models.dspark import DSparkSpeculatorConfig
 from speculators.models.eagle3 import Eagle3SpeculatorConfig
 from transformers import AutoModelForCausalLM
 
@@ -63,16 +64,65 @@ def loaded(folder):
     return SpeculatorModel.from_pretrained(str(folder), config=config).eval()
 
 
+def scaled(model):
+    """A scale at which logits are near 1."""
+    with torch.no_grad():
+        for key, parameter in model.head.named_parameters():
+            parameter.mul_(0.3).add_(1.0 if "norm" in key else 0.0)
+    return model
+
+
+def dspark(folder, base):
+    """The backbone and the Markov bias that its training forward is made of, at one anchor: the root."""
+    options = {
+        "causal": False,
+        "mask_token_id": 9,
+        "block_size": 4,
+        "draft_depth": 4,
+        "taps": (1, 4, 6),
+        "confidence": True,
+    }
+    for name, more in {"DSpark": {"draft_vocab_size": 40}, "DSpark, all tokens": {}}.items():
+        model = scaled(trained(base, "parallel", **options, markov_rank=6, **more))
+        out = model.export(folder / name, "speculators")
+        config = DSparkSpeculatorConfig.from_pretrained(str(out))
+        config.transformer_layer_config._attn_implementation = "eager"
+        theirs = SpeculatorModel.from_pretrained(str(out), config=config).eval()
+
+        def forward(states, tokens, drafted, theirs=theirs):
+            anchor, rest = len(tokens) - 1, 2 * theirs.block_size
+            features = torch.cat([states[tap] for tap in (1, 4, 6)], -1)
+            features = torch.cat([features, torch.zeros(1 + rest, features.shape[1])]).unsqueeze(0)
+            ids = torch.tensor([*tokens.tolist(), *drafted, *[0] * (rest - len(drafted))]).unsqueeze(0)
+            asked = torch.zeros(ids.shape, dtype=torch.long)
+            asked[0, anchor] = 1
+            hidden, logits, *_ = theirs._backbone_forward(
+                features,
+                ids,
+                asked,
+                torch.zeros(1, ids.shape[1], theirs.hidden_size),
+                torch.zeros_like(ids),
+                max_anchors=1,
+            )
+            before = ids[:, anchor : anchor + theirs.block_size]
+            logits = logits + theirs.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden)
+            return list(logits[0, : 1 + len(drafted)])
+
+        assert_drafts(model, forward, target_ids(theirs))
+        print(f"{name}: its backbone and Markov head give our draft logits; {checks.check(out, 'speculators', model)}")
+        theirs.save_pretrained(folder / f"{name}-saved")
+        again = SpecModel.from_pretrained(folder / f"{name}-saved", base=base)
+        assert all(torch.equal(t, again.head_state_dict()[key]) for key, t in model.head_state_dict().items())
+        print(f"{name}: what it saves is read here, bit for bit")
+
+
 def main() -> None:
     print(f"speculators {version('speculators')}, transformers {version('transformers')}, torch {torch.__version__}")
     folder = Path(tempfile.mkdtemp())
     tiny_llama().save_pretrained(folder / "base")
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     for name, options in CASES.items():
-        model = trained(base, "eagle3", **options)
-        with torch.no_grad():
-            for key, parameter in model.head.named_parameters():
-                parameter.mul_(0.3).add_(1.0 if "norm" in key else 0.0)
+        model = scaled(trained(base, "eagle3", **options))
         out = model.export(folder / name.replace(" ", "-"), "speculators")
         theirs = loaded(out)
         assert_drafts(model, forward_of(theirs, model.head.layers), target_ids(theirs))
@@ -83,14 +133,12 @@ def main() -> None:
         assert all(torch.equal(t, again.head_state_dict()[key]) for key, t in model.head_state_dict().items())
         print(f"{name}: what it saves is read here, bit for bit")
     converted(folder, base)
+    dspark(folder, base)
 
 
 def converted(folder, base):
     """Its converter, which reads the form that all servers share."""
-    model = trained(base, "eagle3", draft_vocab_size=40)
-    with torch.no_grad():
-        for key, parameter in model.head.named_parameters():
-            parameter.mul_(0.3).add_(1.0 if "norm" in key else 0.0)
+    model = scaled(trained(base, "eagle3", draft_vocab_size=40))
     for to in ("eagle", "vllm", "sglang", "llamacpp"):
         out = model.export(folder / to, to, embeddings=True)  # without, its loader leaves random ones (0.9.0)
         convert_model(str(out), str(folder / "base"), "eagle3", str(folder / f"{to}-converted"))

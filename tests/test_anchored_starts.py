@@ -1,0 +1,106 @@
+"""Training-time test at a sample of starts: all of them give the full loss, fewer its unbiased estimate."""
+
+import itertools
+
+import pytest
+import torch
+from slow_heads import rows, spec_model
+
+from specheads.data import Collator
+from specheads.heads.anchored_starts import AnchoredStarts
+
+HEADS = [
+    ("eagle3", {"draft_vocab_size": 60, "norm_output": True}),
+    ("eagle", {"steps": 3}),
+    ("eagle3", {"num_layers": 2}),
+]
+
+
+def batch_of(*lengths):
+    return Collator(0)(rows(*lengths))
+
+
+def value_and_gradients(model, batch):
+    out = model(**batch)
+    found = [out.loss, *(out.terms[f"loss_depth_{k}"] for k in (1, 2, 3))]
+    grads = torch.autograd.grad(out.loss, list(model.head.parameters()))
+    return [t.detach() for t in (*found, *grads)], out.ranks
+
+
+@pytest.mark.parametrize(("kind", "options"), HEADS)
+def test_as_many_anchors_as_starts_give_the_full_loss(kind, options):
+    batch = batch_of(12, 7)
+    full, ranks = value_and_gradients(spec_model(kind, **options).train(), batch)
+    for anchors in (9, 1000):  # a row of 12 has 9 starts of more than one draft
+        anchored, seen = value_and_gradients(spec_model(kind, anchors=anchors, **options).train(), batch)
+        for one, other in zip(full, anchored, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+        assert torch.equal(seen, ranks)
+
+
+@pytest.mark.parametrize(("kind", "options"), HEADS)
+def test_the_mean_over_every_draw_of_anchors_is_the_full_loss(kind, options, monkeypatch):
+    batch = batch_of(9, 7, 3)  # the last has no start of more than one draft
+    full, _ = value_and_gradients(spec_model(kind, **options).train(), batch)
+    model = spec_model(kind, anchors=2, **options).train()
+    starts, drawn = [], AnchoredStarts.drawn
+
+    def every(asked, number, most):
+        found = drawn(asked, number, 1000)
+        starts[:] = [
+            columns[weights > 0].tolist() for columns, weights in zip(found.columns, found.weights, strict=True)
+        ]
+        return drawn(asked, number, most)
+
+    monkeypatch.setattr(AnchoredStarts, "drawn", every)
+    model(**batch)
+    monkeypatch.undo()
+    assert len(starts[0]) > 3 and len(starts[1]) > 2 and not starts[2]
+    found = []
+    for chosen in itertools.product(*(itertools.combinations(row, 2) for row in starts[:2])):
+        order = torch.zeros(3, 9)
+        for row, columns in enumerate(chosen):
+            order[row, list(columns)] = 0.9
+        monkeypatch.setattr(torch, "rand", lambda *_, order=order, **__: order)
+        found.append(value_and_gradients(model, batch)[0])
+        monkeypatch.undo()
+    assert len({float(each[0]) for each in found}) > 10, "the draws hardly differ"
+    for one, *draws in zip(full, *found, strict=True):
+        torch.testing.assert_close(one, torch.stack(draws).mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_later_steps_run_at_the_anchors_alone_and_evaluation_everywhere():
+    model, batch, shapes = spec_model("eagle3", anchors=2).train(), batch_of(12, 7), []
+    unroll = model.head.unroll
+
+    def spy(*asked):
+        made = unroll(*asked)
+        shapes.append([out.shape[1] for out in made])
+        return made
+
+    model.head.unroll = spy
+    model(**batch)
+    evaluated = model.eval()(**batch)
+    assert shapes == [[12, 2, 2], [12, 12, 12]]
+    full = spec_model("eagle3").eval()(**batch)
+    assert torch.equal(evaluated.loss, full.loss) and torch.equal(evaluated.ranks, full.ranks)
+
+
+def test_options_that_do_not_go_with_anchors_are_refused():
+    with pytest.raises(ValueError, match="anchors=0 must be at least 1"):
+        spec_model("eagle", anchors=0)
+    with pytest.raises(ValueError, match="eagle3 head options anchors and dpace"):
+        spec_model("eagle3", anchors=2, dpace=0.5)
+
+
+def test_a_batch_without_a_second_draft_gives_the_full_loss():
+    ids = rows(12)[0]["input_ids"]
+    mask = torch.arange(12).unsqueeze(0) == 2  # the first token that is drafted, and by the first draft alone
+    for kind, options in (("eagle3", {"draft_vocab_size": 97}), ("eagle", {"steps": 3})):
+        full, some = (
+            spec_model(kind, **options, **more).train()(torch.tensor([ids]), loss_mask=mask)
+            for more in ({}, {"anchors": 2})
+        )
+        torch.testing.assert_close(some.loss, full.loss, rtol=1e-6, atol=0)
+        assert full.loss > 0
+        some.loss.backward()

@@ -1,0 +1,189 @@
+"""The parallel block head: which blocks it trains on, the law of every node of a tree, and when it is sure."""
+
+import pytest
+import torch
+from families import FAMILIES, build
+from replay import PROMPTS, padded
+from slow_heads import rows, slow_block, slow_parallel, slow_slot, spec_model, taps
+
+from specheads import AdaptiveChain, BestFirstTree, UnsupportedModel, chain, convert
+from specheads.data import Collator, pack
+from specheads.heads.anchors import AnchoredBlocks
+from specheads.heads.parallel import ParallelConfig
+from specheads.planner import Scored
+
+
+def batch_of(*lengths):
+    """Rows of packed and padded documents with gaps in what is supervised: supervised and documents (B, T)."""
+    packed = [pack(rows(*some, seed=sum(some)), sum(some))[0] for some in lengths]
+    batch = Collator(0)(packed)
+    return batch["labels"] != -100, batch["document_ids"], batch["input_ids"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 20])
+def test_blocks_are_asked_up_to_the_first_token_that_is_not_learnt(size):
+    supervised, documents, tokens = batch_of((9, 5), (12,), (4, 3, 6))
+    blocks = AnchoredBlocks.of(supervised, documents, size)
+    expected = {}
+    for b in range(3):
+        for a in range(1, 14):
+            run = 0
+            while (
+                run < size and a + 1 + run < 14 and supervised[b, a + 1 + run]
+                and documents[b, a - 1] == documents[b, a + 1 + run] > 0
+            ):  # fmt: skip
+                run += 1
+            if run:
+                expected[b, a] = run
+    found = {}
+    for b, a, learnt in zip(
+        torch.arange(3).repeat_interleave(blocks.anchors.shape[1]), blocks.anchors.flatten(),
+        blocks.learnt.flatten(0, 1), strict=True,
+    ):  # fmt: skip
+        if learnt.any():
+            found[int(b), int(a)] = int(learnt.sum())
+            assert learnt[: found[int(b), int(a)]].all()
+    assert found == expected and (blocks.weights == 1).all()
+    # Each slot is asked for the token j + 1 behind its anchor, of a draft that starts in front of the anchor.
+    asked = blocks.asked(tokens)
+    flat = [(b * 14 + a + j, b * 14 + a - 1, j) for (b, a), run in sorted(expected.items()) for j in range(run)]
+    told = [asked.positions, asked.starts[:, 0], asked.depths[:, 0]]
+    assert list(zip(*(t.tolist() for t in told), strict=True)) == flat
+    assert torch.equal(asked.tokens, tokens.flatten()[asked.positions + 1])
+
+
+def test_drawn_blocks_stand_for_all_of_their_row_and_follow_torchs_seed():
+    supervised, documents, _ = batch_of((9, 5), (12,), (4, 3, 6))
+    every = AnchoredBlocks.of(supervised, documents, 2)
+    total, seen = every.learnt.sum((1, 2)).float(), torch.zeros_like(supervised, dtype=torch.float)
+    for seed in range(300):
+        torch.manual_seed(seed)
+        some = AnchoredBlocks.of(supervised, documents, 2, 3)
+        kept = some.learnt[:, :, 0]
+        assert (kept.sum(1) == every.learnt[:, :, 0].sum(1).clamp(max=3)).all()
+        assert torch.equal((kept * some.weights).sum(1), every.learnt[:, :, 0].sum(1).float())
+        seen.scatter_add_(1, some.anchors, (kept * some.weights) / 300)
+    able = torch.zeros_like(seen).scatter_(1, every.anchors, every.learnt[:, :, 0].float()) > 0
+    assert (seen[~able] == 0).all() and ((seen[able] - 1).abs() < 0.5).all() and total.min() > 0
+    torch.manual_seed(299)
+    again = AnchoredBlocks.of(supervised, documents, 2, 3)
+    assert torch.equal(again.anchors, some.anchors)
+
+
+def test_a_step_on_drawn_anchors_has_the_loss_of_those_blocks():
+    model = spec_model("parallel", anchors=3, confidence=True).train()
+    data = rows(12, 9)
+    batch = Collator(0)(data)
+    torch.manual_seed(4)
+    loss = model(**batch).loss
+    torch.manual_seed(4)
+    blocks = AnchoredBlocks.of(batch["labels"] != -100, batch["attention_mask"], 3, 3)
+    slow = 0.0
+    for row, anchors, learnt, weights in zip(data, blocks.anchors, blocks.learnt, blocks.weights, strict=True):
+        chosen = [int(a) for a, kept in zip(anchors, learnt[:, 0], strict=True) if kept]
+        assert len(chosen) == 3 and float(weights[0]) > 1
+        slow = slow + float(weights[0]) * slow_parallel(model, row, chosen)[0]
+    tokens = sum(label != -100 for row in data for label in row["labels"])
+    assert loss.item() == pytest.approx(float(slow.detach()) / tokens, rel=1e-6)
+    assert model(**batch).loss.item() != loss.item(), "other anchors"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_node_of_a_tree_has_the_law_behind_its_own_parent(causal):
+    model = spec_model("parallel", causal=causal, confidence=True, draft_vocab_size=40, block_size=4).eval()
+    seen = []
+
+    class Recorded(BestFirstTree):
+        def grow(self, root, expand, sampler, vocab_size):
+            def noted(tokens, parents):
+                seen.append((tokens, expand(tokens, parents)))
+                return seen[-1][1]
+
+            return super().grow(root, noted, sampler, vocab_size)
+
+    out = model.generate(**padded(PROMPTS), max_new_tokens=2, do_sample=False, tree=Recorded(12, 3, 3))
+    first = padded(PROMPTS)["input_ids"].shape[1]
+    assert [tokens.shape[1] for tokens, _ in seen[:3]] == [1, 3, 9]
+    count = 4 if not causal else 3
+    for b, prompt in enumerate(PROMPTS):
+        text = [*prompt, int(out[b, first])]
+        block = slow_block(model, text, taps(model, text)[0], len(prompt), count)
+        for level, (tokens, scored) in enumerate(seen[:3]):
+            for i, token in enumerate(tokens[b].tolist()):
+                logits, sure = slow_slot(model, block[level], token)
+                torch.testing.assert_close(scored.logits[b, i], logits, rtol=1e-5, atol=1e-5)
+                assert float(scored.confidence[b, i]) == pytest.approx(sure.sigmoid().item(), rel=1e-5)
+
+
+def test_a_block_is_one_pass_whatever_the_tree(monkeypatch):
+    model = spec_model("parallel").eval()
+    passes, forward = [], type(model.head).forward
+    monkeypatch.setattr(
+        type(model.head), "forward", lambda self, x, *rest: passes.append(x.shape[1]) or forward(self, x, *rest)
+    )
+    out = model.generate(
+        **padded(PROMPTS), max_new_tokens=9, tree=BestFirstTree(20, 3, 3), return_dict_in_generate=True
+    )
+    assert passes == [3] * (len(out.steps) - 1)
+
+
+def test_a_head_that_is_not_sure_ends_an_adaptive_chain():
+    model = spec_model("parallel", confidence=True, block_size=5).eval()
+    drafted = []
+    for bias in (-50.0, 50.0):
+        with torch.no_grad():
+            model.head.confidence.bias.fill_(bias)
+        out = model.generate(
+            **padded(PROMPTS[:1]), max_new_tokens=8, tree=AdaptiveChain(5, 0.5), return_dict_in_generate=True
+        )
+        drafted.append({n for step in out.steps[1:] for n in step.drafted})
+    assert drafted == [{1}, {5}]
+    assert Scored(torch.zeros(1, 1, 3)).confidence is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 0}, "block_size=0 must be at least 1"),
+        ({"decay": 0}, "decay=0 must be above 0"),
+        ({"mask_token_id": 97}, "mask_token_id=97 is no token of a vocabulary of 97"),
+        ({"taps": [9]}, "tapped layer 9 does not exist"),
+    ],
+)
+def test_a_wrong_option_is_refused(base, options, message):
+    with pytest.raises(ValueError, match=message):
+        convert(base, "parallel", **options)
+
+
+def test_a_tree_deeper_than_the_block_is_refused(base):
+    model = convert(base, "parallel", block_size=2)
+    with pytest.raises(ValueError, match="a tree 3 deep needs a block of as many slots"):
+        model.generate(torch.tensor([[5]]), tree=chain(3), max_new_tokens=4)
+
+
+def test_taps_are_spread_evenly_and_fit_small_bases():
+    assert ParallelConfig.default_taps(36) == (2, 10, 18, 26, 34)
+    for layers in range(1, 60):
+        taps = ParallelConfig.default_taps(layers)
+        assert 1 <= len(taps) <= 5 and taps[0] >= 1 and taps[-1] <= layers and list(taps) == sorted(set(taps))
+
+
+def test_a_base_that_caps_its_logits_gets_no_draft_vocabulary():
+    base = build(*FAMILIES["Gemma-2"])
+    convert(base, "parallel")
+    with pytest.raises(UnsupportedModel, match="scales or caps its logits"):
+        convert(base, "parallel", draft_vocab_size=20)
+
+
+def test_the_base_output_rows_of_a_draft_vocabulary_stay_as_they_are(base, tmp_path):
+    model = convert(base, "parallel", draft_vocab_size=40)
+    model.head.set_draft_vocabulary(torch.arange(97), base)
+    ids = torch.randint(3, 97, (2, 16), generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    assert torch.equal(model.head.lm_head.weight, base.lm_head.weight[57:])
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, base=base)
+    assert not again.head.lm_head.weight.requires_grad and torch.equal(again.head.target_ids, torch.arange(57, 97))
+    assert torch.equal(again.generate(ids, max_new_tokens=6), model.generate(ids, max_new_tokens=6))

@@ -20,13 +20,17 @@ TAPS = (1, 2, 4)  # what all of them read of a base of four layers
 
 
 def material(folder):
-    """folder/base, and rows of unequal lengths in train.jsonl and eval.jsonl."""
+    """folder/base, and rows of unequal lengths in train.jsonl and eval.jsonl, of whose tokens some are supervised."""
     ship(folder)
     generator = torch.Generator().manual_seed(0)
     for name, count in (("train", 14), ("eval", 5)):
-        lengths = torch.randint(6, 24, (count,), generator=generator).tolist()
-        texts = ["".join(map(chr, torch.randint(97, 123, (n,), generator=generator).tolist())) for n in lengths]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        rows = []
+        for length in torch.randint(6, 24, (count,), generator=generator).tolist():
+            ids = torch.randint(2, 258, (length,), generator=generator)
+            learnt = torch.rand(length, generator=generator) < 0.7
+            learnt[-1] = True
+            rows.append({"input_ids": ids.tolist(), "labels": torch.where(learnt, ids, -100).tolist()})
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 

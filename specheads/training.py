@@ -101,7 +101,10 @@ class Run:
         parity = None
         if trainer.is_world_process_zero() and self.parity.prompts:
             if self.recipe.features:
-                _log.warning("parity: not compared, because the base is not in memory")
+                _log.warning(
+                    "parity: not compared, because the base is not in memory; run `specheads parity %s --data ROWS`",
+                    trainer.args.output_dir,
+                )
             elif kind in SHARDED:
                 _log.warning(
                     "parity: not compared, because %s has cut the model up; run `specheads parity %s --data ROWS`",

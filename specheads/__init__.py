@@ -19,7 +19,7 @@ from specheads.accept import (
     fuzzy_from,
 )
 from specheads.checkpoint import CheckpointError
-from specheads.convert import SpecConfig, SpecModel, convert, load_head
+from specheads.convert import convert, load_head
 from specheads.decode import Step, decode
 from specheads.drafters import (
     Cascade,
@@ -46,6 +46,7 @@ from specheads.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
 from specheads.patch import patch, unpatch
 from specheads.planner import AdaptiveChain, BestFirstTree, DynamicTree, Plan, SampledTree, StaticTree, chain, comb
 from specheads.sampling import Sampler
+from specheads.spec_model import SpecConfig, SpecModel
 from specheads.target import Target, UnsupportedModel
 from specheads.tree import DraftTree
 

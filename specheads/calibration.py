@@ -16,7 +16,7 @@ from specheads.planner import StaticTree
 from specheads.rows import Collator
 
 if TYPE_CHECKING:
-    from specheads.convert import SpecModel
+    from specheads.spec_model import SpecModel
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from specheads.hub import may_be_repository
 from specheads.recipe import RECIPE, parse_yaml
 
 if TYPE_CHECKING:
-    from specheads.convert import SpecModel
+    from specheads.spec_model import SpecModel
 
 _TITLES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "medusa": "Medusa", "hydra": "Hydra"}
 _SHOWN = 8  # evaluations listed at most

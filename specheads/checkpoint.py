@@ -26,7 +26,7 @@ from specheads.hub import options as hub_options
 from specheads.joint import JointConfig, attach, is_adapter
 
 if TYPE_CHECKING:
-    from specheads.convert import SpecConfig, SpecModel
+    from specheads.spec_model import SpecConfig, SpecModel
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -160,8 +160,9 @@ def load(
     weights file says itself what it holds. allow_pickle: read a foreign form's pickles too, as tensors and nothing
     else. Other arguments go to the loading of the base.
     """
-    from specheads.convert import SpecConfig, SpecModel, build_head, unwrapped
+    from specheads.convert import build_head, unwrapped
     from specheads.formats.importing import detect
+    from specheads.spec_model import SpecConfig, SpecModel
 
     hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if kwargs.get(name) is not None}
     for name in (*_HUB_OPTIONS, "_from_auto", "adapter_kwargs"):  # of the head's repository, not of the base's
@@ -281,7 +282,7 @@ def read(source: Any, **hub: Any) -> SavedHead:
 
     The config in the weights file is the one that counts. Raises CheckpointError with what is wrong and where.
     """
-    from specheads.convert import SpecConfig
+    from specheads.spec_model import SpecConfig
 
     stored = None
     if path := _find(source, CONFIG, hub):
@@ -313,7 +314,7 @@ def read(source: Any, **hub: Any) -> SavedHead:
 
 
 def _parsed(text: str | bytes, where: Any) -> dict[str, Any]:
-    from specheads.convert import SpecConfig
+    from specheads.spec_model import SpecConfig
 
     try:
         stored = json.loads(text)

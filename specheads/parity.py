@@ -19,7 +19,7 @@ from specheads.planner import chain
 from specheads.rows import IGNORED, Collator
 
 if TYPE_CHECKING:
-    from specheads.convert import SpecModel
+    from specheads.spec_model import SpecModel
 
 
 class ParityError(RuntimeError):

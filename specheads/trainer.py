@@ -22,12 +22,12 @@ from transformers import ProgressCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from specheads.checkpoint import CheckpointError
-from specheads.convert import SpecModel, SpecOutput
 from specheads.faults import STATE, TrainingError, go_on, is_unwritten, refuse_not_finite
 from specheads.joint import is_adapter
 from specheads.metrics import AcceptanceMeter, TrainingMeter
 from specheads.optim import MuonAdamW, parameter_groups
 from specheads.planner import StaticTree
+from specheads.spec_model import SpecModel, SpecOutput
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 

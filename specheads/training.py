@@ -27,12 +27,13 @@ from transformers.integrations.deepspeed import (
 )
 
 from specheads import curves, launch
-from specheads.convert import SpecModel, convert, load_head
+from specheads.convert import convert, load_head
 from specheads.data import Collator, build_datasets, token_counts
 from specheads.faults import STATE, TrainingError, finished, go_on, is_lost_process, last_finished
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.parity import Parity, ParityConfig, compare, prompts_of
 from specheads.recipe import RECIPE, Recipe, RecipeError
+from specheads.spec_model import SpecModel
 from specheads.trainer import SpecTrainer, SpecTrainingArguments
 
 RESULTS = "results.json"

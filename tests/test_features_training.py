@@ -7,12 +7,13 @@ import torch
 from families import FAMILIES, build
 from saved_features import HEADS, TAPS, dump, material, recipe
 
-from specheads.convert import SpecModel, build_head
+from specheads.convert import build_head
 from specheads.features import kept_base
 from specheads.features.dataset import FeatureDataset
 from specheads.features.forward import Forward
 from specheads.features.shards import FeatureError
 from specheads.heads.naming import head_config
+from specheads.spec_model import SpecModel
 from specheads.target import decoder_of, logits_of, text_config
 from specheads.teacher import tapped
 from specheads.training import prepare

@@ -13,10 +13,11 @@ from slow_heads import DEFAULTS, SLOW, rows
 from test_launch import ROOT, material, overrides  # noqa: F401
 
 from specheads.checkpoint import CheckpointError
-from specheads.convert import SpecModel, convert
+from specheads.convert import convert
 from specheads.data import Collator
 from specheads.joint import JointConfig, adapters
 from specheads.recipe import RecipeError, read_recipe
+from specheads.spec_model import SpecModel
 from specheads.trainer import SpecTrainer, SpecTrainingArguments
 from train import heads
 

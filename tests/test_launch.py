@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from transformers.integrations import deepspeed
 
 from specheads import launch
-from specheads.convert import SpecModel
 from specheads.launch import LaunchConfig, LaunchError
 from specheads.recipe import read_recipe
+from specheads.spec_model import SpecModel
 from specheads.training import prepare, unsharded
 
 ROOT = Path(__file__).parent.parent

@@ -15,10 +15,11 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from specheads.checkpoint import CheckpointError
-from specheads.convert import SpecModel, convert
+from specheads.convert import convert
 from specheads.data import Collator
 from specheads.metrics import accepted_length
 from specheads.optim import MuonAdamW, parameter_groups
+from specheads.spec_model import SpecModel
 from specheads.trainer import AcceptanceProgress, SpecTrainer, SpecTrainingArguments
 
 OPTIONS = {

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from specheads import generation
 from specheads.accept import Acceptance
 from specheads.bench.runner import Decoder, Output, Stopwatch
-from specheads.convert import SpecModel
 from specheads.drafters.base import Drafter
 from specheads.planner import Plan
+from specheads.spec_model import SpecModel
 
 REFERENCE = "transformers generate"  # what the others are compared with
 

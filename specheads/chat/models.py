@@ -9,9 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specheads.commands import arguments
-from specheads.convert import SpecConfig, load_head
+from specheads.convert import load_head
 from specheads.drafters import Drafter, DraftModel, MaxGram, PromptLookup
 from specheads.heads import DraftHead
+from specheads.spec_model import SpecConfig
 
 OF_TEXT = {"lookup": PromptLookup, "maxgram": MaxGram}
 

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from specheads.convert import SpecModel
 from specheads.hub import options as hub_options
 from specheads.planner import Plan, tree_named
 from specheads.planner.named import STATIC_DEPTH
+from specheads.spec_model import SpecModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -8,8 +8,8 @@ from typing import Any
 from specheads import checkpoint
 from specheads import console as terminal
 from specheads.calibration import calibrated, expected_length, measured_ranks
-from specheads.convert import SpecModel
 from specheads.data import DataConfig, build_datasets
+from specheads.spec_model import SpecModel
 
 SIZES = (2, 4, 8, 12, 16, 24, 32, 48, 64)
 

@@ -12,7 +12,7 @@ from specheads.bench import decoders, environment, report, runner
 from specheads.bench.decoders import REFERENCE
 from specheads.commands.arguments import parse_tree
 from specheads.conversation import Conversation
-from specheads.convert import SpecModel
+from specheads.spec_model import SpecModel
 
 
 def measure(

@@ -9,9 +9,9 @@ from transformers.utils import logging as hf_logging
 
 from specheads import checkpoint
 from specheads.commands.arguments import DTYPES
-from specheads.convert import SpecModel
 from specheads.formats import ENGINES, FORMATS, checks
 from specheads.options import refuse_unknown
+from specheads.spec_model import SpecModel
 
 
 def export(

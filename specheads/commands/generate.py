@@ -11,8 +11,8 @@ from rich.console import Console
 from specheads import console as terminal
 from specheads.accept.named import rule_named
 from specheads.commands.arguments import parse_tree
-from specheads.convert import SpecModel
 from specheads.generation import SpecGenerateOutput
+from specheads.spec_model import SpecModel
 
 
 @dataclass(frozen=True)

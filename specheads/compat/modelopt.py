@@ -11,7 +11,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 import specheads
-from specheads.convert import SpecModel, load_head
+from specheads.convert import load_head
+from specheads.spec_model import SpecModel
 
 # ModelOpt's "eagle" is EAGLE-3 unless its config says otherwise.
 _MODES = {"eagle": "eagle3", "eagle1": "eagle", "medusa": "medusa", "eagle3": "eagle3"}

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
 from specheads import console as terminal
 from specheads import corpus
-from specheads.convert import SpecModel
 from specheads.heads import Eagle3Head
+from specheads.spec_model import SpecModel
 from specheads.trainer import SpecTrainer, SpecTrainingArguments
 
 

@@ -20,10 +20,11 @@ from specheads import console as terminal
 from specheads.bench import decoders, environment, report, runner, shipped
 from specheads.bench.decoders import REFERENCE
 from specheads.bench.prompts import held_out_prompts
-from specheads.convert import SpecModel, convert, load_head
+from specheads.convert import convert, load_head
 from specheads.demo.live import LiveOptions, train_live
 from specheads.demo.restored import show_elsewhere
 from specheads.planner import comb
+from specheads.spec_model import SpecModel
 
 LIVE = "EAGLE-3, just trained"
 DRAFT_VOCAB = 1024  # of the live head: its output matrix is then a third of it, not two thirds

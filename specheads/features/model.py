@@ -8,10 +8,10 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.convert import SpecConfig, SpecModel
 from specheads.features.index import Index
 from specheads.features.kept_base import KeptBase
 from specheads.heads import DraftHead
+from specheads.spec_model import SpecConfig, SpecModel
 from specheads.target import logits_of
 from specheads.teacher import LastHidden, Teacher, TopKTail
 

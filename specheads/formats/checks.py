@@ -14,7 +14,7 @@ from specheads.checkpoint import CheckpointError
 from specheads.formats.files import Files
 
 if TYPE_CHECKING:
-    from specheads.convert import SpecModel
+    from specheads.spec_model import SpecModel
 
 # The module whose presence says that a program is here.
 _MODULES = {

@@ -20,7 +20,7 @@ from specheads.formats.readme import readme
 from specheads.options import refuse_unknown
 
 if TYPE_CHECKING:
-    from specheads.convert import SpecModel
+    from specheads.spec_model import SpecModel
 
 
 def export(

@@ -9,7 +9,7 @@ from specheads.formats.files import read_table
 from specheads.formats.format import Format
 
 if TYPE_CHECKING:
-    from specheads.convert import SpecModel
+    from specheads.spec_model import SpecModel
 
 RESULTS, STATE = "results.json", "trainer_state.json"
 

@@ -23,7 +23,7 @@ from specheads.fingerprint import fingerprint
 from specheads.heads import HEADS, HeadConfig
 from specheads.hub import commit_of, may_be_repository
 from specheads.hub import options as hub_options
-from specheads.joint import JointConfig, attach, is_adapter
+from specheads.joint import JointConfig, attach, detach, is_adapter
 
 if TYPE_CHECKING:
     from specheads.spec_model import SpecConfig, SpecModel
@@ -192,7 +192,11 @@ def load(
     recorded.name_or_path = str(source)
     if recorded.joint is not None:
         attach(base, JointConfig.of(recorded.joint))
-        restore_adapters(base, adapter_tensors(saved.tensors), wanted_dtype, source)
+        try:
+            restore_adapters(base, adapter_tensors(saved.tensors), wanted_dtype, source)
+        except CheckpointError:
+            detach(base)
+            raise
     model = SpecModel(recorded, base, build_head(saved.head, base))
     place = next(model.head.parameters()).device
     # Copied: a tensor read from a safetensors file is a view of the file, which may be written to later.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 Compute = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
 
@@ -26,9 +27,9 @@ def chunked_sum(
     Gradients are taken as each chunk is done, so the graph holds none of its activations, and the backward pass only
     scales them: it can run once. Linear + loss in chunks: Liger Kernel, arXiv:2410.10989.
     """
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *parameters))
-    if wanted and any(hasattr(parameter, "ds_id") for parameter in parameters):
+    if is_deepspeed_zero3_enabled():
         return _recomputed(compute, tensors, chunk)
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *parameters))
     total, *rest = _Chunked.apply(compute, chunk, len(tensors), wanted, *tensors, *parameters)
     return total, tuple(rest)
 
@@ -42,12 +43,25 @@ def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 def _recomputed(compute: Compute, tensors: Sequence[Tensor], chunk: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The same with each chunk computed again in the backward pass, where ZeRO-3 has its parameters whole once more."""
-    done = [
-        checkpoint(compute, rows, *(t[rows] for t in tensors), use_reentrant=False)
-        for rows in _slices(len(tensors[0]), chunk)
-    ]
+    """The same with each chunk computed again in the backward pass, where ZeRO-3 has its parameters whole once more.
+
+    It gathers them whenever a module is called, on all processes together, so all have to call as often: those with
+    fewer rows take empty chunks.
+    """
+    rows = len(tensors[0])
+    slices = _slices(rows, chunk)
+    slices += [slice(rows, rows)] * (_most(len(slices), tensors[0].device) - len(slices))
+    done = [checkpoint(compute, here, *(t[here] for t in tensors), use_reentrant=False) for here in slices]
     return sum((total for total, _ in done[1:]), done[0][0]), _joined([rest for _, rest in done])
+
+
+def _most(count: int, device: torch.device) -> int:
+    """The largest count of any process."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return count
+    counts = torch.tensor(count, device=device)
+    torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
+    return int(counts)
 
 
 class _Chunked(torch.autograd.Function):

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specheads import checkpoint
 from specheads.convert import convert
+from specheads.heads.vocabulary import DraftVocabulary
 from specheads.objective import rows_of_chunk
 from specheads.recipe import Recipe
 from specheads.target import text_config
@@ -58,7 +59,9 @@ class Estimate:
 
 def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device: str | None = None) -> Estimate:
     """processes, distributed: as launch.LaunchConfig has them. device: one of PEAKS, or None for the one here."""
-    if recipe.base is None or recipe.data is None:
+    if processes < 1:
+        raise ValueError(f"processes={processes}: expected at least 1")
+    if recipe.features or not recipe.base or recipe.data is None:
         raise ValueError("a run over saved features is not reckoned: give the base and the data they were saved from")
     config = AutoConfig.from_pretrained(recipe.base)
     with torch.device("meta"):
@@ -80,8 +83,12 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
     hidden, vocab = sizes.hidden_size, sizes.vocab_size
     inner = getattr(sizes, "intermediate_size", None) or 4 * hidden
     taps = len(head.layers)
-    passes = head.passes(length)
-    chunk = rows_of_chunk(vocab, torch.device("cuda"))
+    passes, own = head.passes(length), _output(head)
+    matrices = len(list(head.output_layers())) if isinstance(head, DraftVocabulary) else 0
+    # A matrix a depth is applied once a token, one that all depths share, the head's or the base's, at each of them.
+    projected = own if matrices > 1 else passes * (own or vocab * hidden)
+    logits = vocab + head.scored_depths * (getattr(head.config, "draft_vocab_size", None) or vocab)
+    chunk = rows_of_chunk(logits, torch.device("cuda"))
     memory = {
         "base": frozen * base_bytes / share,
         "head": trained * head_bytes / share,
@@ -90,11 +97,12 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
         # One frozen layer at a time, what is tapped, and what the head keeps for its backward pass: some 14 vectors of
         # the hidden size and 3 of the inner one for each time a token goes through it.
         "activations": tokens * base_bytes * (4 * hidden + 2 * inner + (taps + 1) * hidden)
-        + tokens * passes * base_bytes * (14 * hidden + 3 * inner),
+        + tokens * passes * base_bytes * (14 * hidden + 3 * inner)
+        + _unrolled_attention(head.config, tokens, length),
         # A chunk's logits of target and draft with the tensors of its loss, and the weights' gradients in float32.
-        "loss": 6 * 4 * min(chunk, tokens) * vocab + 4 * _output(head),
+        "loss": 3 * 4 * min(chunk, tokens) * logits + 4 * own,
     }
-    per_token = 2 * frozen + (6 if model.joint is None else 8) * passes * (trained - _output(head)) + 6 * _output(head)
+    per_token = 2 * frozen + (6 if model.joint is None else 8) * passes * (trained - own) + 6 * projected
     if model.joint is not None:  # the gradient goes back through the base, which keeps what every layer needs for it
         per_token += 4 * frozen
         memory["activations"] += tokens * base_bytes * sizes.num_hidden_layers * (14 * hidden + 3 * inner)
@@ -104,6 +112,13 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
         frozen, trained, {part: size / GIB for part, size in memory.items()},
         {"bfloat16": width * 2 / 1e3, "float8": width / 1e3}, name, per_token * 1e6 / speed, processes, distributed,
     )  # fmt: skip
+
+
+def _unrolled_attention(config: Any, tokens: int, length: int) -> float:
+    """Bytes of the attention weights that later steps of a training-time test keep, in float32 and bfloat16."""
+    later = getattr(config, "steps", 1) - 1
+    seen = min(getattr(config, "anchors", None) or length, length)
+    return later * 6 * config.num_attention_heads * tokens * seen if later else 0
 
 
 def _output(head: nn.Module) -> int:

@@ -13,17 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from specheads.chunked import chunked_sum
 from specheads.heads import TapBatch
-from specheads.objective import Asked, Objective
+from specheads.losses import kl, wide
+from specheads.objective import Asked, rows_of_chunk
 from specheads.options import refuse_unknown
+from specheads.target import text_config
 from specheads.teacher import LiveTeacher, Teacher, tapped
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported where it is used: half a second
 
-BASE_LOSSES = {"kl": "kl", "ce": "hard"}
+BASE_LOSSES = ("kl", "ce")
 RAMPS = ("constant", "sine")
 
 
@@ -111,6 +115,11 @@ def attach(base: PreTrainedModel, config: JointConfig) -> None:
         parameter.data = parameter.data.float()
 
 
+def detach(base: PreTrainedModel) -> None:
+    """Take the adapters that `attach` put in out again."""
+    base.delete_adapter("default")
+
+
 def adapters(base: nn.Module) -> list[nn.Parameter]:
     return [parameter for name, parameter in base.named_parameters() if is_adapter(name)]
 
@@ -119,13 +128,18 @@ def base_loss(config: JointConfig, batch: TapBatch, own: LiveTeacher, base: Any,
     """Of the adapted base itself, over the supervised tokens of the batch; own: its law, with gradients."""
     from peft.helpers import rescale_adapter_scale
 
-    asked = Asked.of_the_base(batch.tokens, batch.supervised, batch.documents)
-    reference: Teacher = own
+    asked = Asked.of(batch.tokens, batch.supervised, batch.documents, 1)
+    reference: Teacher | None = None
     if config.base_loss == "kl":
         with torch.no_grad(), rescale_adapter_scale(base, 0.0):
             _, reference = tapped(base, batch.tokens, attention_mask, batch.position_ids, ())
-    objective = Objective(((BASE_LOSSES[config.base_loss], 1.0),), (1.0,))
-    rows = own.rows(asked.positions)
-    vocab_size = own.project(rows[:1].detach()).shape[-1]
-    scores = objective(asked, reference, [rows], lambda part, _: own.project(part), (), None, vocab_size=vocab_size)
-    return scores.total / batch.denominator
+
+    def compute(here: slice, part: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        logits = wide(own.project(part))
+        if reference is None:
+            return cross_entropy(logits, asked.tokens[here], reduction="sum"), ()
+        return kl(logits.log_softmax(-1), reference.law(asked.positions[here], None).log_p).sum(), ()
+
+    chunk = rows_of_chunk(2 * text_config(base).vocab_size, batch.tokens.device)
+    total, _ = chunked_sum(compute, [own.rows(asked.positions)], (), chunk)
+    return total / batch.denominator

@@ -9,7 +9,7 @@ V vocabulary, Vd draft vocabulary, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -51,12 +51,6 @@ class Asked:
         starts = row.unsqueeze(1) * length + back.clamp_min(0)
         weights = (same & (back >= 0)).float()
         return cls(row * length + column, tokens[row, column + 1], starts, depth, weights, batch * length, depths)
-
-    @classmethod
-    def of_the_base(cls, tokens: Tensor, supervised: Tensor, documents: Tensor) -> Asked:
-        """The base itself, which speaks of the token behind a position from there."""
-        asked = cls.of(tokens, supervised, documents, 1)
-        return replace(asked, starts=asked.positions.unsqueeze(1), weights=torch.ones_like(asked.weights))
 
     @property
     def valid(self) -> Tensor:
@@ -124,7 +118,9 @@ class Objective:
         overlaps: bool = False,
     ) -> Scores:
         """rows: of each of the S drafts (R, H); parameters: what `project` is differentiable in besides them."""
-        chunk = rows_of_chunk(vocab_size, rows[0].device)
+        # The base's logits and those of every draft are there at once.
+        width = vocab_size + len(rows) * (vocab_size if draft is None else len(draft.ids))
+        chunk = rows_of_chunk(width, rows[0].device)
         weights = self._weights(asked, rows, project, draft, chunk)
         trained = (weights > 0).any(0).tolist()  # the others are only scored
         hard = dict(self.loss).get(HARD, 0.0)
@@ -142,8 +138,7 @@ class Objective:
                     logits = wide(project(chunk, s))
                     log_q = logits.log_softmax(-1)
                 with torch.no_grad():
-                    own = logits.gather(1, best.clamp_min(0).unsqueeze(1))
-                    ranks.append(torch.where(best < 0, -1, (logits > own).sum(1)))
+                    ranks.append(rank_of(logits, best))
                     if overlaps:
                         # Of the law over the whole vocabulary: what the draft cannot say is rejected.
                         alphas.append(overlap(law.outcomes(log_q), law.log_p + law.mass.log().unsqueeze(1)))
@@ -188,7 +183,16 @@ class Objective:
         return weights * position_weights(asked.laid(chances), self.pace)[asked.starts, asked.depths]
 
 
+def rank_of(logits: Tensor, token: Tensor) -> Tensor:
+    """(R, V) logits, (R,) token → (R,) how many tokens are drafted before it, of equally likely ones those of a lower
+    id, as argmax has it; −1 where token is −1."""
+    own = logits.gather(1, token.clamp_min(0).unsqueeze(1))
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    before = (logits > own) | ((logits == own) & (ids < token.unsqueeze(1)))
+    return torch.where(token < 0, -1, before.sum(1))
+
+
 def rows_of_chunk(width: int, device: torch.device) -> int:
     """Rows whose logits over `width` tokens are worked on at once: enough to keep the matrix products busy, few enough
     to stay in a CPU's cache, or in a small share of a GPU's memory."""
-    return max(64, (1 << 20) // width) if device.type == "cpu" else max(256, (1 << 26) // width)
+    return max(64, (1 << 20) // width) if device.type == "cpu" else max(128, (1 << 26) // width)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import GenerationConfig
 
 from specheads.options import refuse_unknown
 from specheads.outputs import SpecGenerateOutput
@@ -140,13 +141,15 @@ def compare(
     model.eval()
     depths = model.head.scored_depths
     decoded, scored = _Steps(), _Steps()
+    # The base's own may have a penalty or stop words, which training's count knows nothing of.
+    own = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
     try:
         for done, prompt in enumerate(prompts):
             ids = torch.tensor([prompt], device=model.device)
             out = model.generate(
-                ids, tree=chain(depths), max_new_tokens=config.max_new_tokens, do_sample=False, num_beams=1,
-                return_dict_in_generate=True,
-            )  # fmt: skip
+                ids, tree=chain(depths), max_new_tokens=config.max_new_tokens, return_dict_in_generate=True
+            )
             assert isinstance(out, SpecGenerateOutput) and out.steps is not None
             text = out.sequences[0].tolist()
             # The prefill draws the first token, so drafts are of those behind it.
@@ -162,6 +165,7 @@ def compare(
                 report((done + 1) / len(prompts))
     finally:
         model.train(was_training)
+        model.generation_config = own
     if not decoded.steps or not scored.steps:
         return None
     return Parity(decoded.length, scored.length, decoded.steps, config.tolerance)

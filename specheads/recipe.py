@@ -85,8 +85,17 @@ class Recipe:
             raise RecipeError(
                 "lora puts new adapters on a base; with init_from those of that checkpoint are trained on"
             )
+        if self.early_stopping is not None and not self._picks_the_best():
+            raise RecipeError(
+                f"early_stopping={self.early_stopping} needs training.eval_strategy other than no, "
+                "training.metric_for_best_model (accepted_length, say) and training.load_best_model_at_end=true"
+            )
         if not self.training.get("output_dir"):
             raise RecipeError("training.output_dir is missing: give the folder the head is saved to")
+
+    def _picks_the_best(self) -> bool:
+        wanted = ("metric_for_best_model", "load_best_model_at_end")
+        return str(self.training.get("eval_strategy", "no")) != "no" and all(self.training.get(n) for n in wanted)
 
     def to_yaml(self) -> str:
         """The recipe of the same run, without what is left to defaults; rows that no file holds cannot be in it."""
@@ -98,6 +107,7 @@ class Recipe:
 
         options = {**changed(self), "head": None if self.head is None else self.head.to_dict()}
         options |= {name: changed(getattr(self, name)) for name in ("data", "launch", "parity")}
+        options["lora"] = None if self.lora is None else self.lora.to_dict()
         options["training"] = {name: value for name, value in self.training.items() if _plain(value)}
         return yaml.safe_dump({name: value for name, value in options.items() if value}, sort_keys=False)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -68,23 +69,31 @@ class Teacher(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
 class FullLaw:
-    """A law known for every token."""
+    """A law known for every token, from logits (R, V); what nobody asks for is not made."""
 
-    best: Tensor
-    log_p: Tensor
-    mass: Tensor
+    def __init__(self, logits: Tensor, draft: DraftIds | None) -> None:
+        self._logits, self._draft = logits, draft
 
-    @classmethod
-    def of(cls, logits: Tensor, draft: DraftIds | None) -> FullLaw:
-        kept = wide(logits if draft is None else logits[:, draft.ids])
-        share = kept.logsumexp(-1, keepdim=True)
-        if draft is None:
-            mass = share.new_ones(len(share))
-        else:
-            mass = (share - wide(logits).logsumexp(-1, keepdim=True)).squeeze(-1).exp()
-        return cls(logits.argmax(-1), kept - share, mass)
+    @property
+    def best(self) -> Tensor:
+        return self._logits.argmax(-1)
+
+    @cached_property
+    def _kept(self) -> tuple[Tensor, Tensor]:
+        """The logits compared, (R, X), and their log-sum (R, 1)."""
+        kept = wide(self._logits if self._draft is None else self._logits[:, self._draft.ids])
+        return kept, kept.logsumexp(-1, keepdim=True)
+
+    @cached_property
+    def log_p(self) -> Tensor:
+        kept, share = self._kept
+        return kept - share
+
+    @property
+    def mass(self) -> Tensor:
+        share = self._kept[1].squeeze(-1)
+        return torch.ones_like(share) if self._draft is None else (share - wide(self._logits).logsumexp(-1)).exp()
 
     def outcomes(self, log_q: Tensor) -> Tensor:
         return log_q
@@ -106,7 +115,7 @@ class LiveTeacher(ABC):
         return self.project(self.rows(positions))
 
     def law(self, positions: Tensor, draft: DraftIds | None) -> FullLaw:
-        return FullLaw.of(self.logits_at(positions), draft)
+        return FullLaw(self.logits_at(positions), draft)
 
 
 @dataclass(frozen=True, slots=True)

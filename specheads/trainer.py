@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import ProgressCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
-from specheads.checkpoint import CheckpointError
+from specheads.checkpoint import CheckpointError, replacing
 from specheads.faults import STATE, TrainingError, go_on, is_unwritten, refuse_not_finite
 from specheads.joint import is_adapter
 from specheads.metrics import AcceptanceMeter, TrainingMeter
@@ -243,7 +243,10 @@ class SpecTrainer(Trainer):
             "meter": self._training_meter.state(), "loss": float(self._tr_loss),
             "last_logged": self._globalstep_last_logged,
         }  # fmt: skip
-        self._unlogged_file(output_dir).write_text(json.dumps(record), "utf8")
+        with replacing(self._unlogged_file(output_dir)) as path:
+            path.write_text(json.dumps(record), "utf8")
+        # The first process writes trainer_state.json next, which says that the checkpoint is whole.
+        self.accelerator.wait_for_everyone()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)

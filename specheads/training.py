@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -31,6 +32,7 @@ from specheads.convert import convert, load_head
 from specheads.data import Collator, build_datasets, token_counts
 from specheads.faults import STATE, TrainingError, finished, go_on, is_lost_process, last_finished
 from specheads.heads.vocabulary import DraftVocabulary
+from specheads.launch import LaunchError
 from specheads.parity import Parity, ParityConfig, compare, prompts_of
 from specheads.recipe import RECIPE, Recipe, RecipeError
 from specheads.spec_model import SpecModel
@@ -54,34 +56,44 @@ class Run:
         """Train, evaluate where there is something held out, save the head, compare it with real decoding, and return
         the final metrics. TrainingError where it cannot go on; ParityError, with everything saved, where decoding is
         not as training said."""
-        trainer = self.trainer
         try:
-            metrics = self._at_the_end() or trainer.train(resume_from_checkpoint=self.checkpoint).metrics
+            metrics, parity = self._run()
         except RuntimeError as error:
             if not is_lost_process(error):
                 raise
             reason = " ".join(str(error).split())[:200]
             raise TrainingError(
-                f"step {trainer.state.global_step + 1}: another process of this run has ended or does not answer "
-                f"({reason}); {go_on(trainer.args.output_dir)}"
+                f"step {self.trainer.state.global_step + 1}: another process of this run has ended or does not answer "
+                f"({reason}); {go_on(self.trainer.args.output_dir)}"
             ) from error
-        if trainer.eval_dataset is not None:
-            metrics |= trainer.evaluate()
+        if parity is not None:
+            parity.refuse()
+        return metrics
+
+    def _run(self) -> tuple[dict[str, float], Parity | None]:
+        """All of it but the verdict, each part on disk before the next begins."""
+        trainer = self.trainer
+        metrics = self._at_the_end() or trainer.train(resume_from_checkpoint=self.checkpoint).metrics
         assert trainer.args.output_dir is not None
         output = Path(trainer.args.output_dir)
         trainer.save_model(str(output))
         trainer.save_state()
+        if trainer.eval_dataset is not None:
+            metrics |= trainer.evaluate()
+        self._record(output, metrics)
         parity = self._parity()
-        if trainer.is_world_process_zero():
-            if parity is not None:
-                metrics |= {"parity_measured": parity.measured, "parity_simulated": parity.simulated}
+        if parity is not None:
+            metrics |= {"parity_measured": parity.measured, "parity_simulated": parity.simulated}
+            self._record(output, metrics)
+            _log.warning("parity: %s", parity)
+        return metrics, parity
+
+    def _record(self, output: Path, metrics: dict[str, float]) -> None:
+        if self.trainer.is_world_process_zero():
+            self.trainer.save_state()
             (output / RECIPE).write_text(self.recipe.to_yaml(), "utf8")
             (output / RESULTS).write_text(json.dumps(metrics, indent=2, sort_keys=True) + "\n", "utf8")
-            curves.draw(output, trainer.state.log_history)
-        if parity is not None:
-            _log.warning("parity: %s", parity)
-            parity.refuse()
-        return metrics
+            curves.draw(output, self.trainer.state.log_history)
 
     def _at_the_end(self) -> dict[str, float] | None:
         """The metrics of a run that had taken its last step before, with its head restored; transformers (5.23) would
@@ -92,12 +104,13 @@ class Run:
         state = TrainerState.load_from_json(str(Path(self.checkpoint) / STATE))
         if state.global_step < last:
             return None
-        trainer._load_from_checkpoint(self.checkpoint)
+        best = state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+        trainer._load_from_checkpoint(best if best and Path(best).is_dir() else self.checkpoint)
         trainer.state = state
         return {"train_loss": next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), 0.0)}
 
     def _parity(self) -> Parity | None:
-        """On the first process; None on the others, and where nothing can be decoded."""
+        """Decoded on the first process and told to all; None where nothing can be decoded."""
         trainer, kind = self.trainer, launch.kind_of(self.trainer.accelerator)
         parity = None
         if trainer.is_world_process_zero() and self.parity.prompts:
@@ -117,7 +130,7 @@ class Run:
                 parity = compare(model, prompts_of(rows, self.parity), self.parity)
                 if parity is None:
                     _log.warning("parity: not compared, because no text was as long as a draft; give longer rows")
-        trainer.accelerator.wait_for_everyone()
+        (parity,) = broadcast_object_list([parity])
         return parity
 
     def summary(self, metrics: dict[str, float]) -> str:
@@ -144,7 +157,13 @@ def prepare(recipe: Recipe) -> Run:
     trainer = SpecTrainer(
         model, arguments, train_dataset=train, eval_dataset=held_out, data_collator=collator, callbacks=callbacks
     )
-    launch.check(recipe.launch, trainer.accelerator.num_processes, launch.kind_of(trainer.accelerator))
+    kind = launch.kind_of(trainer.accelerator)
+    launch.check(recipe.launch, trainer.accelerator.num_processes, kind)
+    if kind == "zero3" and model.head.config.kind == "parallel":
+        raise LaunchError(
+            "a parallel head runs its layers as often as a batch has anchors, and ZeRO-3 waits for all processes at "
+            "each call: use recipes/accelerate/fsdp2.yaml or zero2.yaml"
+        )
     return Run(trainer, checkpoint, recipe.parity, recipe)
 
 

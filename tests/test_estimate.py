@@ -48,6 +48,17 @@ def test_what_a_launcher_shards_is_divided(material, tmp_path):  # noqa: F811
         estimate(recipe, device="TPU")
 
 
+def test_time_is_the_arithmetic_of_the_docs(material, tmp_path):  # noqa: F811
+    recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2))
+    found, head = estimate(recipe, device="H200"), build_model(recipe, []).head
+    own, rest = head.lm_head.weight.numel(), sum(p.numel() for p in head.parameters()) - head.lm_head.weight.numel()
+    # Two steps, of which each applies the block, the fusing layer and the output matrix.
+    operations = 2 * found.base_parameters + 6 * 2 * rest + 6 * 2 * own
+    assert found.seconds == pytest.approx(1e6 * operations / (0.4 * 989e12))
+    with pytest.raises(ValueError, match="processes=0"):
+        estimate(recipe, 0)
+
+
 def test_a_dry_run_prints_and_starts_nothing(material, tmp_path, capsys):  # noqa: F811
     options = overrides(material, tmp_path / "out", 2)
     recipe = str(ROOT / "recipes" / "eagle3.yaml")

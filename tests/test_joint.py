@@ -123,6 +123,10 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
     model.save_pretrained(tmp_path / "head")
     with pytest.raises(CheckpointError, match="adapters do not fit the base"):
         SpecModel.from_pretrained(tmp_path / "head")
+    mine = tiny_llama(num_hidden_layers=2).double()
+    with pytest.raises(CheckpointError, match="adapters do not fit the base"):
+        SpecModel.from_pretrained(tmp_path / "head", base=mine)
+    assert not adapters(mine), "a base that is refused is left as it was"
     with pytest.raises(CheckpointError, match="does not hold the adapters"):
         model.save_pretrained(
             tmp_path / "x", state_dict={n: t for n, t in model.state_dict().items() if "lora" not in n}

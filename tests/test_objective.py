@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+from conftest import tiny_llama
 from families import FAMILIES, build
-from slow_heads import rows, spec_model
+from slow_heads import DEFAULTS, KINDS, rows, spec_model
 
-from specheads import objective
+from specheads import chunked, objective
 from specheads.bench.memory import LiveMemory
 from specheads.chunked import chunked_sum
+from specheads.convert import convert
 from specheads.data import Collator
 from specheads.losses import HARD, LAW_LOSSES, parse_loss, position_weights
 from specheads.target import concat_taps, kept_states
@@ -63,22 +65,53 @@ def test_a_loss_in_chunks_has_the_value_and_gradients_of_the_plain_form(name, ch
         torch.testing.assert_close(grad, slow, rtol=1e-12, atol=1e-13)
 
 
-def test_parameters_that_are_sharded_are_recomputed_to_the_same_gradients():
+@pytest.mark.parametrize("most", [3, 5])
+def test_under_zero3_chunks_are_recomputed_to_the_same_gradients_and_as_many_as_any_process_has(monkeypatch, most):
     weight = torch.nn.Parameter(torch.randn(VOCAB, HIDDEN, dtype=torch.float64))
     hidden = torch.randn(ROWS, HIDDEN, dtype=torch.float64, requires_grad=True)
+    calls = []
 
-    def compute(_here, part):
+    def compute(here, part):
+        calls.append(len(part))
         loss = (part @ weight.T).logsumexp(-1)
         return loss.sum(), (loss.detach(),)
 
     found = []
     for sharded in (False, True):
-        if sharded:
-            weight.ds_id = 0  # how ZeRO-3 marks a parameter it has cut up
+        monkeypatch.setattr(chunked, "is_deepspeed_zero3_enabled", lambda sharded=sharded: sharded)
+        monkeypatch.setattr(chunked, "_most", lambda count, device: most)
+        calls.clear()
         total, (each,) = chunked_sum(compute, [hidden], [weight], 5)
+        assert calls == [5, 5, 3] + [0] * (most - 3) * sharded
         found.append([total, each, *torch.autograd.grad(total, [hidden, weight])])
     for once, again in zip(*found, strict=True):
         torch.testing.assert_close(once, again)
+
+
+def test_of_equally_likely_drafts_the_first_is_the_one_argmax_takes():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
+    for row, expected in ((0, [3, 0, 1, 2]), (1, [0, 1, 2, 3])):
+        ranks = [int(objective.rank_of(logits[row : row + 1], torch.tensor([t]))) for t in range(4)]
+        assert ranks == expected and ranks.index(0) == int(logits[row].argmax())
+    assert objective.rank_of(logits, torch.tensor([-1, 0])).tolist() == [-1, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_autocast_losses_and_gradients_are_those_of_float32_to_its_rounding(kind, monkeypatch):
+    monkeypatch.setattr(objective, "rows_of_chunk", lambda *_: 3)  # several chunks share autocast's cast weights
+    model = convert(tiny_llama(), kind, **DEFAULTS[kind]).train()
+    batch, found = Collator(0)(rows(9, 7)), []
+    for enabled in (False, True):
+        torch.manual_seed(0)  # of drawn anchors
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            loss = model(**batch).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.head.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(found[1]) > 1
+    assert float(found[1][0]) == pytest.approx(float(found[0][0]), rel=0.02)
+    for plain, cast in zip(*found, strict=True):
+        assert float((plain - cast).norm()) <= 0.1 * float(plain.norm()) + 1e-3
 
 
 @pytest.mark.parametrize(
@@ -196,7 +229,7 @@ def test_a_chunked_loss_takes_an_eighth_of_the_memory_of_the_whole(name):
             loss.backward()
         return memory.peak
 
-    assert peak(objective.rows_of_chunk(131_072, torch.device("cuda"))) * 8 < peak(None)
+    assert peak(objective.rows_of_chunk(2 * 131_072, torch.device("cuda"))) * 8 < peak(None)
 
 
 def test_live_memory_counts_what_is_alive_at_once():

@@ -54,6 +54,14 @@ def test_decoding_accepts_what_training_says_and_a_head_that_drafts_otherwise_fa
         worse.refuse()
 
 
+def test_a_base_with_a_penalty_of_its_own_is_decoded_without_it():
+    model = learnt("medusa")
+    model.base.generation_config.repetition_penalty = 1.8
+    parity = compare(model, PROMPTS, ParityConfig(max_new_tokens=40))
+    assert parity.measured == parity.simulated > 1.15
+    assert model.base.generation_config.repetition_penalty == 1.8
+
+
 def test_prompts_are_what_stands_before_the_first_supervised_token():
     chat = {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, -100, 4, 5]}
     text = {"input_ids": list(range(50)), "labels": [-100, *range(1, 50)]}

@@ -1,5 +1,6 @@
 """Recipes and overrides: what ships is valid, and what is wrong is said in one line before anything loads."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,26 @@ def test_training_options_that_trainer_refuses_are_recipe_errors(tmp_path):
     options = {**LEAST, "training": {"output_dir": str(tmp_path), "optim": "adamm"}}
     with pytest.raises(RecipeError, match=r"^training: .*adamm"):
         training_arguments(Recipe.from_dict(options))
+
+
+def test_the_recipe_a_run_leaves_is_that_run_again(tmp_path):
+    options = {
+        **LEAST, "head": {"kind": "medusa", "num_heads": 3, "loss": "lk"}, "lora": {"r": 4, "base_loss": "ce"},
+        "launch": {"processes": 2}, "parity": {"prompts": 3}, "base_dtype": "float32", "early_stopping": 2,
+        "data": {"train": "d", "max_length": 99},
+        "training": {
+            "output_dir": "o", "learning_rate": 0.5, "eval_strategy": "steps", "load_best_model_at_end": True,
+            "metric_for_best_model": "accepted_length",
+        },
+    }  # fmt: skip
+    recipe = Recipe.from_dict(options)
+    (tmp_path / "again.yaml").write_text(recipe.to_yaml())
+    again = read_recipe(tmp_path / "again.yaml")
+    assert again == recipe
+    named = {field.name for field in dataclasses.fields(Recipe)}
+    assert named - set(options) == {"head_dtype", "attn_implementation", "init_from", "features"}, "leave none out"
+
+
+def test_stopping_early_needs_something_to_stop_on():
+    with pytest.raises(RecipeError, match=r"early_stopping=2 needs training\.eval_strategy"):
+        Recipe.from_dict({**LEAST, "early_stopping": 2})

@@ -52,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrainingError as error:
         print(f"train/heads.py: {error}", file=sys.stderr)
         return 1
+    except ValueError as error:  # a checkpoint that is not this recipe's, say
+        print(f"train/heads.py: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     except ParityError as error:
         print(f"train/heads.py: {error}", file=sys.stderr)
         return 3

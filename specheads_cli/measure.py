@@ -75,7 +75,7 @@ def parity(
 ) -> None:
     """Compare the accepted length of real decoding with what training's own forward says of the same text.
 
-    Training ends with this by itself, where the model is whole on one process. The exit status is 1 where they differ.
+    Training ends with this by itself, where the model is whole on one process. The exit status is 3 where they differ.
 
     \b
     Examples:
@@ -97,7 +97,7 @@ def parity(
     else:
         print(found)
     if not found.holds:
-        raise typer.Exit(1)
+        raise typer.Exit(3)
 
 
 @app.command()

@@ -128,6 +128,25 @@ def test_a_config_that_claims_more_than_the_file_holds_allocates_nothing(base, t
 
 
 @pytest.mark.parametrize(
+    ("heads", "layers", "message"),
+    [(1000, 1, "make up 1000 heads or layers"), (1, 65, "make up 65 heads"), (64, 1, r"0.0.linear.weight has shape")],
+)
+def test_empty_tensors_of_many_heads_are_refused_before_anything_is_copied(
+    heads, layers, message, base, tmp_path, monkeypatch
+):
+    """Heads without output matrices have the base's, a copy each."""
+    empty = {
+        f"{h}.{i}.linear.{what}": torch.zeros(0)
+        for h in range(heads)
+        for i in range(layers)
+        for what in ("weight", "bias")
+    }
+    foreign.write(tmp_path, {"medusa_num_heads": 2}, empty, "medusa_lm_head.safetensors")
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor, **kwargs: pytest.fail("a tensor was copied"))
+    refused(tmp_path, base, message)
+
+
+@pytest.mark.parametrize(
     "text",
     [b"[" * 100_000, b'{"a":' * 100_000, b'{"architectures": ' + b"[" * 100_000, b"\xff\xfe", b"", b"[]", b"null",
      b'{"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": ' + b"9" * 5000 + b"}"],

@@ -129,7 +129,7 @@ class Eagle3(Format):
 
 def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], base: PreTrainedModel) -> dict[str, Any]:
     """Head options out of a config and, where it is nested there, the config of the decoder block."""
-    layers = count(files.shapes, "layers.") + any(name.startswith("midlayer.") for name in files.shapes)
+    layers = count(files, "layers.") + any(name.startswith("midlayer.") for name in files.shapes)
     options = block_options(files, block, base, layers)
     draft = whole(config, "draft_vocab_size", options["vocab_size"])
     if draft > options["vocab_size"]:

@@ -14,8 +14,9 @@ from drafted import assert_drafts, embeddings
 from heads_on_disk import trained
 from safetensors.torch import load_file
 
-from specheads import CheckpointError, SpecModel, corpus
+from specheads import CheckpointError, SpecModel, convert, corpus
 from specheads.formats import ENGINES, FORMATS
+from specheads.formats.exporting import engines_for
 from tests.conftest import tiny_llama
 
 SIZES = {
@@ -245,6 +246,14 @@ REFUSED = [
 def test_what_a_format_cannot_hold_is_refused_with_the_reason_and_what_can(to, kind, options, message, base, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         made(base, kind, **options).export(tmp_path / "out", to)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_head_with_adapters_on_its_base_is_not_exported_without_them(tmp_path):
+    model = convert(tiny_llama(), "eagle3", lora={"r": 2, "lora_alpha": 4}, draft_vocab_size=40)
+    assert engines_for(model) == []
+    with pytest.raises(CheckpointError, match="merge the adapters into the base, save it, and put the head beside"):
+        model.export(tmp_path / "out", "vllm")
     assert not list(tmp_path.iterdir())
 
 

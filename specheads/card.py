@@ -11,7 +11,7 @@ import yaml
 
 from specheads.curves import FILE as CURVES
 from specheads.formats.exporting import engines_for
-from specheads.formats.readme import accepted_length, figures
+from specheads.formats.readme import accepted_length, history, results
 from specheads.hub import may_be_repository
 from specheads.recipe import RECIPE, parse_yaml
 
@@ -57,8 +57,7 @@ def write(model: SpecModel, folder: Path, run: Any = None, *, repo_id: str, lice
 
 def _measured(run: Path) -> list[str]:
     """Accepted length, accuracy by depth, and how they came about."""
-    last, history = figures(run)
-    parts = []
+    last, parts = results(run), []
     if (length := accepted_length(run)) is not None:
         parts.append(f"Accepted length of a greedy chain on held-out rows, bonus token included: **{length:.2f}**.")
     if (measured := last.get("parity_measured")) is not None:
@@ -70,7 +69,7 @@ def _measured(run: Path) -> list[str]:
     if depths:
         head = "| depth | first choice is the base's | of those with every depth before right |\n|---:|---:|---:|"
         parts.append("\n".join([head, *depths]))
-    evaluated = [log for log in history if "eval_accepted_length" in log and "step" in log]
+    evaluated = [log for log in history(run) if "eval_accepted_length" in log and "step" in log]
     if len(evaluated) > 1:
         kept = sorted({round(i * (len(evaluated) - 1) / (_SHOWN - 1)) for i in range(_SHOWN)})
         shown = [

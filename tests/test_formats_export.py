@@ -308,16 +308,27 @@ SERVED = {
 @pytest.mark.parametrize("to", SERVED)
 def test_the_readme_of_an_export_says_how_it_is_served_and_what_to_expect(to, named, tmp_path):
     made(named, "eagle3", draft_vocab_size=40).save_pretrained(tmp_path / "head")
-    history = [{"eval_accepted_length": 1.5}, {"loss": 2.0}, {"eval_accepted_length": 3.28}]
+    history = [{"eval_accepted_length": 1.5}, {"loss": 2.0, "note": "x" * (5 << 20)}, {"eval_accepted_length": 3.28}]
     (tmp_path / "head" / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     model = SpecModel.from_pretrained(tmp_path / "head")
     text = (model.export(tmp_path / "out", to) / "README.md").read_text()
     assert SERVED[to].format(out=tmp_path / "out") in text and model.base.name_or_path in text and "$" not in text
     assert "Written for: " in text and "bonus token included: 3.28" in text
+    (tmp_path / "head" / "results.json").write_text('{"eval_accepted_length": 3.5}')
     (tmp_path / "head" / "trainer_state.json").unlink()
+    assert "bonus token included: 3.50" in (model.export(tmp_path / "out3", to) / "README.md").read_text()
+    (tmp_path / "head" / "results.json").unlink()
     assert "was not recorded" in (model.export(tmp_path / "out2", to) / "README.md").read_text()
     if to == "trtllm":
         assert f"speculative_model: {tmp_path / 'out'}\n" in (tmp_path / "out" / "trtllm.yml").read_text()
+
+
+def test_the_readme_of_a_parallel_head_has_its_whole_block_drafted(base, tmp_path):
+    model = made(base, "parallel", **{**PARALLEL, "draft_depth": 3})
+    text = (model.export(tmp_path / "out", "speculators") / "README.md").read_text()
+    assert '"num_speculative_tokens": 4' in text
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == config["block_size"] == 4
 
 
 @pytest.mark.parametrize(("kind", "to"), [("eagle3", "sglang"), ("eagle", "sglang"), ("medusa", "vllm")])

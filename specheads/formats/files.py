@@ -111,10 +111,11 @@ class Files:
         return unpickled(path)
 
 
-def read_table(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None where the file holds none. CheckpointError where it is larger than any config is."""
-    if (size := path.stat().st_size) > _MOST_JSON:
-        raise CheckpointError(f"{path} has {size:,} bytes; a config has at most {_MOST_JSON:,}")
+def read_table(path: Path, most: int | None = _MOST_JSON) -> dict[str, Any] | None:
+    """A JSON object; None where the file holds none. CheckpointError where it has more bytes than `most`, as no config
+    has; None for a file of our own."""
+    if most is not None and (size := path.stat().st_size) > most:
+        raise CheckpointError(f"{path} has {size:,} bytes; a config has at most {most:,}")
     try:
         table = json.loads(path.read_bytes())
     except (ValueError, RecursionError):  # no JSON, or nested deeper than any config

@@ -301,7 +301,8 @@ SERVED = {
     "vllm": '"method": "eagle3", "model": "{out}", "num_speculative_tokens": 5',
     "sglang": "--speculative-draft-model-path {out} --speculative-num-steps 5",
     "trtllm": "--extra_llm_api_options {out}/trtllm.yml", "llamacpp": "convert_hf_to_gguf.py {out} --target-model-dir",
-    "speculators": "vllm serve {out}", "eagle": 'ea_model_path="{out}"', "modelopt": "speculative_model: {out}",
+    "speculators": "vllm serve {out}", "eagle": 'ea_model_path="{out}"',
+    "modelopt": "--extra_llm_api_options {out}/trtllm.yml",
 }  # fmt: skip
 
 
@@ -319,8 +320,17 @@ def test_the_readme_of_an_export_says_how_it_is_served_and_what_to_expect(to, na
     assert "bonus token included: 3.50" in (model.export(tmp_path / "out3", to) / "README.md").read_text()
     (tmp_path / "head" / "results.json").unlink()
     assert "was not recorded" in (model.export(tmp_path / "out2", to) / "README.md").read_text()
-    if to == "trtllm":
+    if to in ("trtllm", "modelopt"):
         assert f"speculative_model: {tmp_path / 'out'}\n" in (tmp_path / "out" / "trtllm.yml").read_text()
+
+
+@pytest.mark.parametrize("to", ["trtllm", "modelopt"])
+def test_tensorrt_llm_is_told_of_other_layers_in_the_file_it_is_started_with(to, base, tmp_path):
+    lines = "speculative_config:\n  decoding_type: Eagle3\n  max_draft_len: 5\n  speculative_model: {out}\n"
+    for taps, more in (((2, 4, 5), ""), (CUSTOM, "  eagle3_layers_to_capture: [0, 2, 5]\n")):
+        out = tmp_path / str(len(more))
+        made(base, "eagle3", taps=taps).export(out, to)
+        assert (out / "trtllm.yml").read_text() == lines.format(out=out) + more
 
 
 def test_the_readme_of_a_parallel_head_has_its_whole_block_drafted(base, tmp_path):

@@ -22,6 +22,7 @@ from specheads.heads import Eagle3Config, HeadConfig
 from specheads.target import text_config
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+TRTLLM = "trtllm.yml"
 # What a config may ask of an EAGLE-3 head, and what heads here do. Whatever differs is refused by name.
 FLAGS = {
     "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
@@ -123,7 +124,7 @@ class Eagle3(Format):
         if len(head.taps) != 3:
             config["num_aux_hidden_states"] = len(head.taps)
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        texts = {"trtllm.yml": _trtllm_options(head, layers)} if self.engine == "trtllm" else {}
+        texts = {TRTLLM: trtllm_options(head, layers)} if self.engine == "trtllm" else {}
         return Written(config, named | vocabulary.offsets(tensors), texts=texts)
 
 
@@ -148,7 +149,8 @@ def read_vocabulary(files: Files, head: HeadConfig, base: PreTrainedModel) -> tu
     return made, looked_at
 
 
-def _trtllm_options(head: Eagle3Config, num_layers: int) -> str:
+def trtllm_options(head: Eagle3Config, num_layers: int) -> str:
+    """The file that trtllm-serve is started with: the draft length, where the head is, and other layers than usual."""
     assert head.taps
     lines = ["decoding_type: Eagle3", f"max_draft_len: {head.draft_depth}", "speculative_model: {folder}"]
     if head.taps != layer_ids.usual(num_layers):

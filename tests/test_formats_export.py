@@ -69,6 +69,9 @@ CASES = [
     *[(engine, kind, USUAL[kind]) for engine, kind in FORMS],
     *[(engine, "eagle3", {"draft_vocab_size": 97, "taps": CUSTOM}) for engine in EAGLE3 if engine != "eagle"],
     *[("vllm", kind, {"num_layers": 2, "attention_bias": True, "mlp_bias": True}) for kind in ("eagle", "eagle3")],
+    *[(to, "eagle3", {"norm_features": True, "norm_before_residual": True}) for to in ("vllm", "speculators")],
+    *[(to, "eagle3", {"norm_before_fc": True, "norm_output": True}) for to in ("vllm", "speculators")],
+    ("llamacpp", "eagle3", {"norm_before_residual": True}),
     ("speculators", "eagle3", {"num_layers": 3, "attention_bias": True, "taps": (1, 2, 5, 7)}),
     ("eagle", "eagle", {"num_layers": 2, "fc_bias": True}),
     ("sglang", "eagle", {"fc_bias": True}),
@@ -139,6 +142,28 @@ def test_an_exported_eagle3_head_drafts_by_their_forward_what_it_drafts_here(to,
         model,
         lambda s, t, d: foreign.eagle3_logits(tensors, prefix, s, layers, embeddings(base), t, d),
         ids,
+    )
+
+
+NORMS = {
+    "norm_before_residual": "norm_before_residual", "norm_before_fc": "norm_before_fc", "norm_features": "fc_norm",
+    "norm_output": "norm_output",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", NORMS)
+@pytest.mark.parametrize("to", ["vllm", "speculators"])
+def test_an_exported_eagle3_head_with_other_norms_drafts_by_their_forward(to, option, base, tmp_path):
+    model = made(base, "eagle3", draft_vocab_size=40, **{option: True})
+    model.export(tmp_path / "out", to)
+    tensors, config = tensors_in(tmp_path / "out"), json.loads((tmp_path / "out" / "config.json").read_text())
+    flags = [flag for flag in NORMS.values() if config.get(flag)]
+    assert flags == [NORMS[option]]
+    prefix = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
+    assert_drafts(
+        model,
+        lambda s, t, d: foreign.eagle3_logits(tensors, prefix, s, (2, 4, 5), embeddings(base), t, d, flags),
+        torch.arange(40) + tensors["d2t"],
     )
 
 
@@ -235,7 +260,12 @@ REFUSED = [
     ("vllm", "eagle3", {"taps": (5, 4, 2)}, "not in ascending order"),
     ("sglang", "eagle3", {"num_layers": 2}, "2 decoder layers.*formats that can: speculators, vllm$"),
     ("llamacpp", "eagle3", {"mlp_bias": True}, "has biases, which are dropped; formats that can: speculators, vllm$"),
-    ("vllm", "eagle3", {"norm_output": True}, "options norm_output are not written yet; no format can$"),
+    *[
+        (to, "eagle3", {option: True}, f"it has {option}, which its readers do not have; formats that can: .*vllm$")
+        for to in EAGLE3
+        for option in ("norm_features", "norm_before_fc", "norm_before_residual", "norm_output")
+        if to not in ("vllm", "speculators") and (to, option) != ("llamacpp", "norm_before_residual")
+    ],
     ("vllm", "eagle", {"fc_bias": True}, "fc has a bias, which is dropped; formats that can: eagle, sglang$"),
     ("sglang", "eagle", {"num_layers": 2}, "2 decoder layers.*formats that can: eagle, vllm$"),
     ("sglang", "eagle", {"taps": (6,)}, r"reads hidden_states 6.*final norm \(8\); no format can$"),

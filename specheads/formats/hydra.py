@@ -114,6 +114,8 @@ python -m hydra.inference.cli --model $folder
                 wrong.append(f"its prefix layer has {', '.join(other)} of its own, and the base's is read")
             if head.attention_bias or head.mlp_bias:
                 wrong.append("its prefix layer has biases, which are dropped")
+            if (kind := _rope_type(base)) != "default":
+                wrong.append(f"its prefix layer has plain RoPE, and the base's scaled positions ({kind}) are read")
         return wrong
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:

@@ -16,8 +16,17 @@ import foreign_depths
 import pytest
 import torch
 from drafted import embeddings
+from huggingface_hub.errors import GatedRepoError
 
 from specheads import CheckpointError, SpecModel
+
+
+def hydra(folder, base):
+    """Hydra++ in safetensors, which its repository does not write, and which is read too."""
+    tensors = foreign_depths.hydra(folder, prefix=True, base=base)
+    (folder / "hydra_lm_head.pt").unlink()
+    foreign.write(folder, None, tensors)
+
 
 WRITERS = {
     "eagle3": lambda folder, base: foreign.eagle3(folder, "vllm"),
@@ -25,6 +34,8 @@ WRITERS = {
     "eagle": lambda folder, base: foreign.eagle(folder, "sglang", embed=embeddings(base)),
     "medusa": lambda folder, base: foreign_depths.medusa(folder, "trtllm"),
     "vllm medusa": lambda folder, base: foreign_depths.medusa(folder, "vllm", draft=40),
+    "hydra": hydra,
+    "dspark": lambda folder, base: foreign.dspark(folder),
 }  # fmt: skip
 
 
@@ -144,6 +155,23 @@ def test_empty_tensors_of_many_heads_are_refused_before_anything_is_copied(
     foreign.write(tmp_path, {"medusa_num_heads": 2}, empty, "medusa_lm_head.safetensors")
     monkeypatch.setattr(torch.Tensor, "clone", lambda tensor, **kwargs: pytest.fail("a tensor was copied"))
     refused(tmp_path, base, message)
+
+
+def test_a_file_without_a_weight_in_it_is_refused(base, tmp_path):
+    for options in ({"biased": False}, {"shared": True}):
+        tensors = foreign_depths.medusa(tmp_path, "vllm", **options)
+        foreign.write(tmp_path, None, {name: t.long() for name, t in tensors.items()})
+        refused(tmp_path, base, r"none of its \d+ tensors holds floating point numbers")
+
+
+@pytest.mark.parametrize("cause", [PermissionError, GatedRepoError])
+def test_a_file_that_the_hub_does_not_hand_out_is_named(cause, base, monkeypatch):
+    def fails(*args, **kwargs):
+        raise OSError("no access") from cause.__new__(cause)  # whose makers differ between versions of the hub's client
+
+    monkeypatch.setattr("specheads.formats.files.cached_file", fails)
+    with pytest.raises(CheckpointError, match=r"of org/head could not be fetched: no access"):
+        load("org/head", base)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
@@ -51,7 +52,8 @@ class Files:
         return str(self.source)
 
     def find(self, name: str) -> Path | None:
-        """Where one file of the checkpoint is; None where it has none of that name."""
+        """Where one file of the checkpoint is; None where it has none of that name. CheckpointError where the hub
+        does not hand it out, or it cannot be stored."""
         folder = Path(self.source) / self._hub.get("subfolder", "")
         if folder.is_dir():
             return folder / name if (folder / name).is_file() else None
@@ -60,8 +62,11 @@ class Files:
         options = {**hub_options(str(self.source)), **self._hub}
         try:
             path = cached_file(str(self.source), name, _raise_exceptions_for_missing_entries=False, **options)
-        except OSError:
-            return None
+        except OSError as error:
+            absent = EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+            if isinstance(error.__cause__, absent) and not isinstance(error.__cause__, GatedRepoError):
+                return None
+            raise CheckpointError(f"{name} of {self.source} could not be fetched: {error}") from error
         return None if path is None else Path(path)
 
     @cached_property

@@ -87,6 +87,8 @@ class Format(ABC):
 
 def read(form: Format, files: Files, base: PreTrainedModel) -> tuple[HeadConfig, dict[str, Tensor]]:
     """The head in `files` as ours: its config and its tensors. CheckpointError with what is wrong."""
+    if not any(t.is_floating_point() for t in files.shapes.values()):
+        raise CheckpointError(f"{files}: none of its {len(files.shapes)} tensors holds floating point numbers")
     given = form.options(files, base)
     try:
         head = HEADS[form.kind].Config.from_options(given).filled(text_config(base))

@@ -11,7 +11,7 @@ import yaml
 
 from specheads.curves import FILE as CURVES
 from specheads.formats.exporting import engines_for
-from specheads.formats.readme import accepted_length, figures
+from specheads.formats.readme import accepted_length, history, results
 from specheads.hub import may_be_repository
 from specheads.recipe import RECIPE, parse_yaml
 
@@ -27,18 +27,19 @@ def card(model: SpecModel, run: Any = None, *, repo_id: str = "HEAD", license: s
     what is not there is left out. license: of the head, a name the hub knows."""
     folder = Path(str(run or model.config.name_or_path or ""))
     known = folder if str(folder) != "." and folder.is_dir() else None
-    kind, base = model.head.config.kind, model.config.base_model_name_or_path or "its base model"
-    base = base if may_be_repository(base) else Path(base).name  # a path of the machine says nothing elsewhere
+    kind, named = model.head.config.kind, model.config.base_model_name_or_path or "its base model"
+    base = _public(named)
     metadata: dict[str, Any] = {"library_name": "specheads", "tags": ["speculative-decoding", "draft-head", kind]}
-    if may_be_repository(base):
-        metadata["base_model"] = base
+    given = ', base="path/to/the/base"'  # which is not said where it is not on the hub
+    if _on_the_hub(named):
+        metadata["base_model"], given = base, ""
     if license is not None:
         metadata["license"] = license
     parts = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# {_TITLES.get(kind, kind)} draft head for {base}",
         f"It drafts tokens that {base} then verifies: the same text, or under sampling the same law, in fewer passes.",
-        f'```python\nimport specheads\n\nmodel = specheads.SpecModel.from_pretrained("{repo_id}")\n'
+        f'```python\nimport specheads\n\nmodel = specheads.SpecModel.from_pretrained("{repo_id}"{given})\n'
         "model.generate(**inputs, max_new_tokens=100)\n```",
         *(_measured(known) if known else []),
         *(_recipe(known) if known else []),
@@ -57,8 +58,7 @@ def write(model: SpecModel, folder: Path, run: Any = None, *, repo_id: str, lice
 
 def _measured(run: Path) -> list[str]:
     """Accepted length, accuracy by depth, and how they came about."""
-    last, history = figures(run)
-    parts = []
+    last, parts = results(run), []
     if (length := accepted_length(run)) is not None:
         parts.append(f"Accepted length of a greedy chain on held-out rows, bonus token included: **{length:.2f}**.")
     if (measured := last.get("parity_measured")) is not None:
@@ -70,7 +70,7 @@ def _measured(run: Path) -> list[str]:
     if depths:
         head = "| depth | first choice is the base's | of those with every depth before right |\n|---:|---:|---:|"
         parts.append("\n".join([head, *depths]))
-    evaluated = [log for log in history if "eval_accepted_length" in log and "step" in log]
+    evaluated = [log for log in history(run) if "eval_accepted_length" in log and "step" in log]
     if len(evaluated) > 1:
         kept = sorted({round(i * (len(evaluated) - 1) / (_SHOWN - 1)) for i in range(_SHOWN)})
         shown = [
@@ -98,8 +98,16 @@ def _without_paths(value: Any) -> Any:
         return {name: _without_paths(inner) for name, inner in value.items()}
     if isinstance(value, list):
         return [_without_paths(inner) for inner in value]
-    private = isinstance(value, str) and "/" in value and not may_be_repository(value)
-    return Path(value).name if private else value
+    return _public(value) if isinstance(value, str) and "/" in value else value
+
+
+def _on_the_hub(name: str) -> bool:
+    return may_be_repository(name) and not Path(name).exists()
+
+
+def _public(name: str) -> str:
+    """A name of the hub, else the last part of a path: one of this machine says nothing elsewhere."""
+    return name if _on_the_hub(name) else Path(name).name
 
 
 def _serving(model: SpecModel, repo_id: str) -> str:

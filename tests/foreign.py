@@ -113,7 +113,11 @@ def eagle3(folder, form="eagle", *, draft=40, embed=None, **changes):
     if nested:
         config.setdefault("eagle_config", {})["eagle_aux_hidden_state_layer_ids"] = nested
     config = {k: v for k, v in {**config, **changes}.items() if v is not None}
-    tensors = eagle3_tensors(prefix, features, draft)
+    tensors, make = eagle3_tensors(prefix, features, draft), Random(16)
+    if config.get("fc_norm"):
+        tensors |= {f"fc_norm.{i}.weight": make.norm(H) for i in range(features)}
+    if config.get("norm_before_fc"):
+        tensors["input_norm.weight"] = make.norm(features * H)
     if form == "modelopt":
         tensors.pop("t2d", None)
     if embed is not None:
@@ -160,26 +164,33 @@ def mlp(tensors, prefix, x):
     return (torch.nn.functional.silu(x @ w["gate"].T) * (x @ w["up"].T)) @ w["down"].T
 
 
-def eagle3_logits(tensors, prefix, states, layers, embed, tokens, drafted):
+def eagle3_logits(tensors, prefix, states, layers, embed, tokens, drafted, flags=()):
     """Draft logits (Vd,) after the root, and after each drafted token.
 
     states: the base's hidden_states, each (T, H), of the T tokens before the root; layers: which are fused; tokens
-    (T + 1,): those and the root.
+    (T + 1,): those and the root; flags: those of the config that are true.
     """
     attend = Attention(tensors, prefix)
-    hidden = torch.cat([states[i] for i in layers], -1) @ tensors["fc.weight"].T
+    features = [states[i] for i in layers]
+    if "fc_norm" in flags:
+        features = [rms(state, tensors[f"fc_norm.{i}.weight"]) for i, state in enumerate(features)]
+    fused = torch.cat(features, -1)
+    if "norm_before_fc" in flags:
+        fused = rms(fused, tensors["input_norm.weight"])
+    hidden = fused @ tensors["fc.weight"].T
 
     def step(tokens, hidden):
         x = [
             rms(embed[tokens], tensors[f"{prefix}input_layernorm.weight"]),
             rms(hidden, tensors[f"{prefix}hidden_norm.weight"]),
         ]
-        hidden = hidden + attend(torch.cat(x, -1))
+        hidden = (x[1] if "norm_before_residual" in flags else hidden) + attend(torch.cat(x, -1))
         return hidden + mlp(tensors, prefix, rms(hidden, tensors[f"{prefix}post_attention_layernorm.weight"]))
 
     hidden = step(tokens[1:], hidden)[-1:]
     logits = [rms(hidden[-1], tensors["norm.weight"]) @ tensors["lm_head.weight"].T]
     for token in drafted:
+        hidden = rms(hidden, tensors["norm.weight"]) if "norm_output" in flags else hidden
         hidden = step(torch.tensor([token]), hidden)
         logits.append(rms(hidden[-1], tensors["norm.weight"]) @ tensors["lm_head.weight"].T)
     return logits

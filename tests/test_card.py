@@ -46,6 +46,20 @@ def test_the_card_says_what_the_run_left_behind(run):
     assert "/home" not in text and "output_dir" not in text
 
 
+def test_a_relative_path_is_not_taken_for_a_name_of_the_hub(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for path in ("checkpoints/base", "data/chats.jsonl"):
+        (tmp_path / path).mkdir(parents=True)
+    recipe = {**RECIPE, "base": "checkpoints/base", "data": {"train": ["data/chats.jsonl", "org/rows"]}}
+    (run / "recipe.yaml").write_text(Recipe.from_dict(recipe).to_yaml())
+    model = SpecModel.from_pretrained(run)
+    model.config.base_model_name_or_path = "checkpoints/base"
+    text = card(model, repo_id="someone/head")
+    assert "checkpoints" not in text and "data/" not in text and "base_model:" not in text and "org/rows" in text
+    assert "draft head for base\n" in text and "- chats.jsonl" in text
+    assert 'from_pretrained("someone/head", base="path/to/the/base")' in text
+
+
 def test_what_is_not_there_is_left_out(named):
     text = card(trained(named, "medusa", tap=3), repo_id="a/b")
     assert "## Measured" not in text and "## Trained" not in text and "license" not in text

@@ -14,8 +14,9 @@ from drafted import assert_drafts, embeddings
 from heads_on_disk import trained
 from safetensors.torch import load_file
 
-from specheads import CheckpointError, SpecModel, corpus
+from specheads import CheckpointError, SpecModel, convert, corpus
 from specheads.formats import ENGINES, FORMATS
+from specheads.formats.exporting import engines_for
 from tests.conftest import tiny_llama
 
 SIZES = {
@@ -68,6 +69,9 @@ CASES = [
     *[(engine, kind, USUAL[kind]) for engine, kind in FORMS],
     *[(engine, "eagle3", {"draft_vocab_size": 97, "taps": CUSTOM}) for engine in EAGLE3 if engine != "eagle"],
     *[("vllm", kind, {"num_layers": 2, "attention_bias": True, "mlp_bias": True}) for kind in ("eagle", "eagle3")],
+    *[(to, "eagle3", {"norm_features": True, "norm_before_residual": True}) for to in ("vllm", "speculators")],
+    *[(to, "eagle3", {"norm_before_fc": True, "norm_output": True}) for to in ("vllm", "speculators")],
+    ("llamacpp", "eagle3", {"norm_before_residual": True}),
     ("speculators", "eagle3", {"num_layers": 3, "attention_bias": True, "taps": (1, 2, 5, 7)}),
     ("eagle", "eagle", {"num_layers": 2, "fc_bias": True}),
     ("sglang", "eagle", {"fc_bias": True}),
@@ -138,6 +142,28 @@ def test_an_exported_eagle3_head_drafts_by_their_forward_what_it_drafts_here(to,
         model,
         lambda s, t, d: foreign.eagle3_logits(tensors, prefix, s, layers, embeddings(base), t, d),
         ids,
+    )
+
+
+NORMS = {
+    "norm_before_residual": "norm_before_residual", "norm_before_fc": "norm_before_fc", "norm_features": "fc_norm",
+    "norm_output": "norm_output",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", NORMS)
+@pytest.mark.parametrize("to", ["vllm", "speculators"])
+def test_an_exported_eagle3_head_with_other_norms_drafts_by_their_forward(to, option, base, tmp_path):
+    model = made(base, "eagle3", draft_vocab_size=40, **{option: True})
+    model.export(tmp_path / "out", to)
+    tensors, config = tensors_in(tmp_path / "out"), json.loads((tmp_path / "out" / "config.json").read_text())
+    flags = [flag for flag in NORMS.values() if config.get(flag)]
+    assert flags == [NORMS[option]]
+    prefix = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
+    assert_drafts(
+        model,
+        lambda s, t, d: foreign.eagle3_logits(tensors, prefix, s, (2, 4, 5), embeddings(base), t, d, flags),
+        torch.arange(40) + tensors["d2t"],
     )
 
 
@@ -234,7 +260,12 @@ REFUSED = [
     ("vllm", "eagle3", {"taps": (5, 4, 2)}, "not in ascending order"),
     ("sglang", "eagle3", {"num_layers": 2}, "2 decoder layers.*formats that can: speculators, vllm$"),
     ("llamacpp", "eagle3", {"mlp_bias": True}, "has biases, which are dropped; formats that can: speculators, vllm$"),
-    ("vllm", "eagle3", {"norm_output": True}, "options norm_output are not written yet; no format can$"),
+    *[
+        (to, "eagle3", {option: True}, f"it has {option}, which its readers do not have; formats that can: .*vllm$")
+        for to in EAGLE3
+        for option in ("norm_features", "norm_before_fc", "norm_before_residual", "norm_output")
+        if to not in ("vllm", "speculators") and (to, option) != ("llamacpp", "norm_before_residual")
+    ],
     ("vllm", "eagle", {"fc_bias": True}, "fc has a bias, which is dropped; formats that can: eagle, sglang$"),
     ("sglang", "eagle", {"num_layers": 2}, "2 decoder layers.*formats that can: eagle, vllm$"),
     ("sglang", "eagle", {"taps": (6,)}, r"reads hidden_states 6.*final norm \(8\); no format can$"),
@@ -245,6 +276,21 @@ REFUSED = [
 def test_what_a_format_cannot_hold_is_refused_with_the_reason_and_what_can(to, kind, options, message, base, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         made(base, kind, **options).export(tmp_path / "out", to)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_prefix_layer_with_plain_rope_does_not_go_where_scaled_positions_are_read(tmp_path):
+    scaled = tiny_llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0})
+    with pytest.raises(CheckpointError, match=r"the base's scaled positions \(linear\) are read; no format can$"):
+        made(scaled, "hydra", num_heads=2, prefix_layer=True).export(tmp_path / "out", "hydra")
+    made(scaled, "hydra", num_heads=2).export(tmp_path / "out", "hydra")
+
+
+def test_a_head_with_adapters_on_its_base_is_not_exported_without_them(tmp_path):
+    model = convert(tiny_llama(), "eagle3", lora={"r": 2, "lora_alpha": 4}, draft_vocab_size=40)
+    assert engines_for(model) == []
+    with pytest.raises(CheckpointError, match="merge the adapters into the base, save it, and put the head beside"):
+        model.export(tmp_path / "out", "vllm")
     assert not list(tmp_path.iterdir())
 
 
@@ -292,23 +338,44 @@ SERVED = {
     "vllm": '"method": "eagle3", "model": "{out}", "num_speculative_tokens": 5',
     "sglang": "--speculative-draft-model-path {out} --speculative-num-steps 5",
     "trtllm": "--extra_llm_api_options {out}/trtllm.yml", "llamacpp": "convert_hf_to_gguf.py {out} --target-model-dir",
-    "speculators": "vllm serve {out}", "eagle": 'ea_model_path="{out}"', "modelopt": "speculative_model: {out}",
+    "speculators": "vllm serve {out}", "eagle": 'ea_model_path="{out}"',
+    "modelopt": "--extra_llm_api_options {out}/trtllm.yml",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("to", SERVED)
 def test_the_readme_of_an_export_says_how_it_is_served_and_what_to_expect(to, named, tmp_path):
     made(named, "eagle3", draft_vocab_size=40).save_pretrained(tmp_path / "head")
-    history = [{"eval_accepted_length": 1.5}, {"loss": 2.0}, {"eval_accepted_length": 3.28}]
+    history = [{"eval_accepted_length": 1.5}, {"loss": 2.0, "note": "x" * (5 << 20)}, {"eval_accepted_length": 3.28}]
     (tmp_path / "head" / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     model = SpecModel.from_pretrained(tmp_path / "head")
     text = (model.export(tmp_path / "out", to) / "README.md").read_text()
     assert SERVED[to].format(out=tmp_path / "out") in text and model.base.name_or_path in text and "$" not in text
     assert "Written for: " in text and "bonus token included: 3.28" in text
+    (tmp_path / "head" / "results.json").write_text('{"eval_accepted_length": 3.5}')
     (tmp_path / "head" / "trainer_state.json").unlink()
+    assert "bonus token included: 3.50" in (model.export(tmp_path / "out3", to) / "README.md").read_text()
+    (tmp_path / "head" / "results.json").unlink()
     assert "was not recorded" in (model.export(tmp_path / "out2", to) / "README.md").read_text()
-    if to == "trtllm":
+    if to in ("trtllm", "modelopt"):
         assert f"speculative_model: {tmp_path / 'out'}\n" in (tmp_path / "out" / "trtllm.yml").read_text()
+
+
+@pytest.mark.parametrize("to", ["trtllm", "modelopt"])
+def test_tensorrt_llm_is_told_of_other_layers_in_the_file_it_is_started_with(to, base, tmp_path):
+    lines = "speculative_config:\n  decoding_type: Eagle3\n  max_draft_len: 5\n  speculative_model: {out}\n"
+    for taps, more in (((2, 4, 5), ""), (CUSTOM, "  eagle3_layers_to_capture: [0, 2, 5]\n")):
+        out = tmp_path / str(len(more))
+        made(base, "eagle3", taps=taps).export(out, to)
+        assert (out / "trtllm.yml").read_text() == lines.format(out=out) + more
+
+
+def test_the_readme_of_a_parallel_head_has_its_whole_block_drafted(base, tmp_path):
+    model = made(base, "parallel", **{**PARALLEL, "draft_depth": 3})
+    text = (model.export(tmp_path / "out", "speculators") / "README.md").read_text()
+    assert '"num_speculative_tokens": 4' in text
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == config["block_size"] == 4
 
 
 @pytest.mark.parametrize(("kind", "to"), [("eagle3", "sglang"), ("eagle", "sglang"), ("medusa", "vllm")])

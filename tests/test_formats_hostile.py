@@ -16,8 +16,17 @@ import foreign_depths
 import pytest
 import torch
 from drafted import embeddings
+from huggingface_hub.errors import GatedRepoError
 
 from specheads import CheckpointError, SpecModel
+
+
+def hydra(folder, base):
+    """Hydra++ in safetensors, which its repository does not write, and which is read too."""
+    tensors = foreign_depths.hydra(folder, prefix=True, base=base)
+    (folder / "hydra_lm_head.pt").unlink()
+    foreign.write(folder, None, tensors)
+
 
 WRITERS = {
     "eagle3": lambda folder, base: foreign.eagle3(folder, "vllm"),
@@ -25,6 +34,8 @@ WRITERS = {
     "eagle": lambda folder, base: foreign.eagle(folder, "sglang", embed=embeddings(base)),
     "medusa": lambda folder, base: foreign_depths.medusa(folder, "trtllm"),
     "vllm medusa": lambda folder, base: foreign_depths.medusa(folder, "vllm", draft=40),
+    "hydra": hydra,
+    "dspark": lambda folder, base: foreign.dspark(folder),
 }  # fmt: skip
 
 
@@ -128,6 +139,42 @@ def test_a_config_that_claims_more_than_the_file_holds_allocates_nothing(base, t
 
 
 @pytest.mark.parametrize(
+    ("heads", "layers", "message"),
+    [(1000, 1, "make up 1000 heads or layers"), (1, 65, "make up 65 heads"), (64, 1, r"0.0.linear.weight has shape")],
+)
+def test_empty_tensors_of_many_heads_are_refused_before_anything_is_copied(
+    heads, layers, message, base, tmp_path, monkeypatch
+):
+    """Heads without output matrices have the base's, a copy each."""
+    empty = {
+        f"{h}.{i}.linear.{what}": torch.zeros(0)
+        for h in range(heads)
+        for i in range(layers)
+        for what in ("weight", "bias")
+    }
+    foreign.write(tmp_path, {"medusa_num_heads": 2}, empty, "medusa_lm_head.safetensors")
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor, **kwargs: pytest.fail("a tensor was copied"))
+    refused(tmp_path, base, message)
+
+
+def test_a_file_without_a_weight_in_it_is_refused(base, tmp_path):
+    for options in ({"biased": False}, {"shared": True}):
+        tensors = foreign_depths.medusa(tmp_path, "vllm", **options)
+        foreign.write(tmp_path, None, {name: t.long() for name, t in tensors.items()})
+        refused(tmp_path, base, r"none of its \d+ tensors holds floating point numbers")
+
+
+@pytest.mark.parametrize("cause", [PermissionError, GatedRepoError])
+def test_a_file_that_the_hub_does_not_hand_out_is_named(cause, base, monkeypatch):
+    def fails(*args, **kwargs):
+        raise OSError("no access") from cause.__new__(cause)  # whose makers differ between versions of the hub's client
+
+    monkeypatch.setattr("specheads.formats.files.cached_file", fails)
+    with pytest.raises(CheckpointError, match=r"of org/head could not be fetched: no access"):
+        load("org/head", base)
+
+
+@pytest.mark.parametrize(
     "text",
     [b"[" * 100_000, b'{"a":' * 100_000, b'{"architectures": ' + b"[" * 100_000, b"\xff\xfe", b"", b"[]", b"null",
      b'{"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": ' + b"9" * 5000 + b"}"],
@@ -211,10 +258,27 @@ def test_a_pickle_that_runs_code_runs_none(pickled, base, tmp_path):
 
     for content in ({"fc.weight": Bomb()}, Bomb(), [Bomb()]):
         torch.save(content, pickled / "pytorch_model.bin")
-        refused(pickled, base, "is damaged or cut short .UnpicklingError")
+        refused(pickled, base, r"its pickle calls '\w+.mkdir', which plain tensors by name do not need")
     (pickled / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Bomb()}))
     refused(pickled, base, "older than torch 1.6")
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_that_asks_for_memory_gets_none(pickled, base, monkeypatch):
+    class Bomb:
+        def __init__(self, make):
+            self.make = make
+
+        def __reduce__(self):
+            return self.make, (10**11,)
+
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("the pickle was run"))
+    for make in (bytearray, torch.zeros, torch.Size, torch.UntypedStorage):
+        torch.save({"fc.weight": Bomb(make)}, pickled / "pytorch_model.bin")
+        refused(pickled, base, "its pickle calls")
+    for protocol in (4, 5):
+        torch.save({"fc.weight": Bomb(bytearray)}, pickled / "pytorch_model.bin", pickle_protocol=protocol)
+        refused(pickled, base, "its pickle calls 'STACK_GLOBAL'")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +287,7 @@ def test_a_pickle_that_runs_code_runs_none(pickled, base, tmp_path):
         ([torch.zeros(2)], "holds a list, not tensors by name"),
         ({"fc.weight": {"a": torch.zeros(2)}}, "'fc.weight' is not a plain tensor"),
         ({3: torch.zeros(2)}, "'3' is not a plain tensor under a name"),
-        ({"fc.weight": torch.eye(3).to_sparse()}, "'fc.weight' is not a plain tensor"),
+        ({"fc.weight": torch.eye(3).to_sparse()}, "its pickle calls 'torch._utils._rebuild_sparse_tensor'"),
         ({"fc.weight": torch.zeros(1).expand(10**6, 10**6)}, r"shape \(1000000, 1000000\) over fewer values"),
         ({"fc.weight": torch.zeros(3, dtype=torch.complex64)}, "fc.weight is torch.complex64"),
     ],

@@ -45,6 +45,22 @@ def test_an_eagle3_head_drafts_what_its_own_forward_says(case, base, tmp_path, h
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [("norm_before_residual",), ("norm_before_fc",), ("fc_norm",), ("norm_output",), ("fc_norm", "norm_output")],
+)
+@pytest.mark.parametrize("form", ["vllm", "speculators"])
+def test_an_eagle3_head_with_other_norms_drafts_what_its_own_forward_says(form, flags, base, tmp_path):
+    tensors = foreign.eagle3(tmp_path, form, **dict.fromkeys(flags, True))
+    model = SpecModel.from_pretrained(tmp_path, base=base)
+    ids, layers = torch.arange(40) + tensors["d2t"], (2, 4, 5)
+    assert_drafts(
+        model,
+        lambda s, t, d: foreign.eagle3_logits(tensors, "layers.0.", s, layers, embeddings(base), t, d, flags),
+        ids,
+    )
+
+
 @pytest.mark.parametrize(("form", "bias"), [("eagle", True), ("vllm", False), ("sglang", True), ("sglang", False)])
 def test_an_eagle_head_drafts_what_its_own_forward_says(form, bias, base, tmp_path):
     tensors = foreign.eagle(tmp_path / "head", form, embed=embeddings(base), bias=bias)
@@ -178,7 +194,7 @@ def test_an_imported_head_is_one_of_ours(base_dir, tmp_path):
 # --- What no head here can hold ---
 
 
-@pytest.mark.parametrize("name", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"])
+@pytest.mark.parametrize("name", ["parallel_drafting", "embed_requires_grad"])
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
 def test_a_flag_of_other_heads_is_refused_by_name(form, name, base, tmp_path):
     foreign.eagle3(tmp_path, form, **{name: True})
@@ -201,6 +217,10 @@ REFUSED = {
     "part of RoPE": ({"partial_rotary_factor": 0.5}, "rotates 0.5 of each attention head"),
     "a Qwen3 block": ({"model_type": "qwen3"}, "decoder is of type 'qwen3'"),
     "another activation": ({"hidden_act": "gelu"}, "activation is 'gelu'"),
+    "norms before and behind": (
+        {"fc_norm": True, "norm_before_fc": True}, "norm_features and norm_before_fc: give one of them"
+    ),
+    "norms of ModelOpt's place": ({"eagle_config": {"norm_output": True}}, "norm_output=true, which is not read yet"),
     "no fused layers": ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=false"),
     "a draft vocabulary too large": ({"draft_vocab_size": 98}, "draft_vocab_size=98 exceeds the vocabulary of 97"),
     "biases that are not there": ({"attention_bias": True}, r"missing layers.0.self_attn.k_proj.bias"),

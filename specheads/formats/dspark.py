@@ -66,7 +66,7 @@ Where the base is a hub id, `vllm serve $folder` is enough: the config names it.
         taps = wholes(config, _LAYERS) or ()
         if wrong := layer_ids.refusal(taps, layers) or ("" if taps else f"its config has no {_LAYERS}"):
             raise CheckpointError(f"{files}: {wrong}")
-        options = block_options(files, block, base, count(files.shapes, "layers."), "qwen3")
+        options = block_options(files, block, base, count(files, "layers."), "qwen3")
         draft = whole(config, "draft_vocab_size", options["vocab_size"])
         if draft > options["vocab_size"]:
             raise CheckpointError(

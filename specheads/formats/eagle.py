@@ -49,7 +49,7 @@ class Eagle(Format):
         for name, what in _UNKNOWN.items():
             if flag(config, name):
                 raise CheckpointError(f"{files}: its head has {name}=true, {what}, which heads here do not have yet")
-        options = block_options(files, config, base, count(files.shapes, "layers."))
+        options = block_options(files, config, base, count(files, "layers."))
         biased = flag(config, "bias", default=True)
         if not biased and "fc.bias" in files.shapes:
             size = options["hidden_size"]

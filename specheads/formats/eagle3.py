@@ -22,16 +22,18 @@ from specheads.heads import Eagle3Config, HeadConfig
 from specheads.target import text_config
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-# What a config may ask of an EAGLE-3 head, and what heads here do. Whatever differs is refused by name.
-FLAGS = {
-    "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
-    "parallel_drafting": False, "embed_requires_grad": False,
+TRTLLM = "trtllm.yml"
+# Flags of a config that move a norm, and the options of heads here that do.
+NORMS = {
+    "norm_before_residual": "norm_before_residual", "norm_before_fc": "norm_before_fc", "fc_norm": "norm_features",
+    "norm_output": "norm_output",
 }  # fmt: skip
+# What else a config may ask of an EAGLE-3 head, and what heads here do. Whatever differs is refused by name.
+FLAGS = {"parallel_drafting": False, "embed_requires_grad": False}
 EAGLE_FLAGS = {
     "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
-    "use_mtp_layernorm": False, **FLAGS,
+    "use_mtp_layernorm": False, **FLAGS, **dict.fromkeys(NORMS, False),
 }  # fmt: skip
-NORMS = ("norm_features", "norm_before_fc", "norm_before_residual", "norm_output")  # options that move a norm
 _FIRST = ("midlayer.", "layers.0.")  # how the names of the first decoder block begin
 _OWN = {
     "fc.weight": "fc.weight", "norm.weight": "norm.weight", "lm_head.weight": "lm_head.weight",
@@ -49,6 +51,11 @@ def refuse_flags(files: Files, config: dict[str, Any], known: dict[str, bool]) -
 def tensor_names(head: Eagle3Config, first: str) -> dict[str, str]:
     """Ours → theirs, but for the vocabulary; `first` begins the names of decoder block 0."""
     names = {ours: theirs.format(first=first) for ours, theirs in _OWN.items()}
+    if head.norm_features:
+        assert head.taps
+        names |= {name: name for name in (f"fc_norm.{i}.weight" for i in range(len(head.taps)))}
+    if head.norm_before_fc:
+        names["input_norm.weight"] = "input_norm.weight"
     for i in range(head.num_layers):
         names |= block_names(head, i, f"layers.{i}." if i else first)
     return names
@@ -57,14 +64,13 @@ def tensor_names(head: Eagle3Config, first: str) -> dict[str, str]:
 def common_refusals(head: Eagle3Config, base: PreTrainedModel) -> list[str]:
     """What speaks against an EAGLE-3 head in every format."""
     wrong = layer_ids.refusal(head.taps or (), text_config(base).num_hidden_layers)
-    norms = [name for name in NORMS if getattr(head, name)]
-    return [wrong] * bool(wrong) + [f"its options {' and '.join(norms)} are not written yet"] * bool(norms)
+    return [wrong] * bool(wrong)
 
 
 @dataclass(frozen=True)
 class Eagle3(Format):
     """deep: takes several decoder blocks, as the tensors here have them; biased: takes biases in the block;
-    tapped: takes other layers than the usual three."""
+    tapped: takes other layers than the usual three; norms: the options it has that move a norm."""
 
     kind: ClassVar[str] = Eagle3Config.kind
     engine: str
@@ -75,6 +81,7 @@ class Eagle3(Format):
     deep: bool = False
     biased: bool = False
     tapped: bool = True
+    norms: Collection[str] = ()
 
     def recognises(self, files: Files) -> bool:
         config = files.config or {}
@@ -103,6 +110,8 @@ class Eagle3(Format):
             wrong.append(f"it has {head.num_layers} decoder layers, which its readers norm differently or do not read")
         if (head.attention_bias or head.mlp_bias) and not self.biased:
             wrong.append("its decoder has biases, which are dropped")
+        if norms := [ours for ours in NORMS.values() if getattr(head, ours) and ours not in self.norms]:
+            wrong.append(f"it has {' and '.join(norms)}, which its readers do not have")
         if not self.tapped and head.taps != layer_ids.usual(layers):
             wrong.append(
                 f"it reads hidden_states {list(head.taps)}, and {list(layer_ids.usual(layers))} are hard-coded"
@@ -118,24 +127,26 @@ class Eagle3(Format):
         }  # fmt: skip
         if head.attention_bias or head.mlp_bias:
             config |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
+        config |= {theirs: True for theirs, ours in NORMS.items() if getattr(head, ours)}
         if inner := layer_ids.nested(head.taps, layers):
             config["eagle_config"] = inner
         if len(head.taps) != 3:
             config["num_aux_hidden_states"] = len(head.taps)
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        texts = {"trtllm.yml": _trtllm_options(head, layers)} if self.engine == "trtllm" else {}
+        texts = {TRTLLM: trtllm_options(head, layers)} if self.engine == "trtllm" else {}
         return Written(config, named | vocabulary.offsets(tensors), texts=texts)
 
 
 def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], base: PreTrainedModel) -> dict[str, Any]:
     """Head options out of a config and, where it is nested there, the config of the decoder block."""
-    layers = count(files.shapes, "layers.") + any(name.startswith("midlayer.") for name in files.shapes)
+    layers = count(files, "layers.") + any(name.startswith("midlayer.") for name in files.shapes)
     options = block_options(files, block, base, layers)
     draft = whole(config, "draft_vocab_size", options["vocab_size"])
     if draft > options["vocab_size"]:
         raise CheckpointError(f"{files}: draft_vocab_size={draft} exceeds the vocabulary of {options['vocab_size']}")
     taps = layer_ids.taps_of(files, config, text_config(base).num_hidden_layers)
-    return {**options, "draft_vocab_size": draft, "taps": taps}
+    norms = {ours: flag(config, theirs) for theirs, ours in NORMS.items()}
+    return {**options, **norms, "draft_vocab_size": draft, "taps": taps}
 
 
 def read_vocabulary(files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
@@ -148,7 +159,8 @@ def read_vocabulary(files: Files, head: HeadConfig, base: PreTrainedModel) -> tu
     return made, looked_at
 
 
-def _trtllm_options(head: Eagle3Config, num_layers: int) -> str:
+def trtllm_options(head: Eagle3Config, num_layers: int) -> str:
+    """The file that trtllm-serve is started with: the draft length, where the head is, and other layers than usual."""
     assert head.taps
     lines = ["decoding_type: Eagle3", f"max_draft_len: {head.draft_depth}", "speculative_model: {folder}"]
     if head.taps != layer_ids.usual(num_layers):
@@ -174,7 +186,7 @@ model = EaModel.from_pretrained(use_eagle3=True, base_model_path="$base", ea_mod
 vllm serve $base --speculative-config '{"method": "eagle3", "model": "$folder", "num_speculative_tokens": $depth}'
 ```
 """,
-        deep=True, biased=True,
+        deep=True, biased=True, norms=tuple(NORMS.values()),
     ),
     Eagle3(
         "sglang", "EAGLE-3 for SGLang", "SGLang 0.5.23", """\
@@ -202,5 +214,6 @@ python convert_hf_to_gguf.py $folder --target-model-dir $base --outtype bf16 --o
 llama-server -m target.gguf -md draft.gguf --spec-type draft-eagle3
 ```
 """,
+        norms=("norm_before_residual",),
     ),
 )  # fmt: skip

@@ -55,6 +55,11 @@ def form_for(model: SpecModel, to: str) -> Format:
     """The format that holds this head for that engine. ValueError where there is no such engine, CheckpointError
     where it cannot hold the head."""
     refuse_unknown([to], ENGINES, what="format to export to")
+    if model.joint is not None:
+        raise CheckpointError(
+            "this head was trained together with adapters of its base, which no format holds; merge the adapters into "
+            "the base, save it, and put the head beside that"
+        )
     head, able = model.head.config, engines_for(model)
     nearest = f"formats that can: {', '.join(able)}" if able else "no format can"
     form = next((form for form in FORMATS if (form.engine, form.kind) == (to, head.kind)), None)
@@ -66,7 +71,9 @@ def form_for(model: SpecModel, to: str) -> Format:
 
 
 def engines_for(model: SpecModel) -> list[str]:
-    """The engines whose format can hold this head."""
+    """The engines whose format can hold this head; none where its base has adapters, which would be left behind."""
+    if model.joint is not None:
+        return []
     head, tensors = model.head.config, head_tensors(model)
     forms = [form for form in FORMATS if form.kind == head.kind]
     return sorted(form.engine for form in forms if not form.refusals(head, tensors, model.base))

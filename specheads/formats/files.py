@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import math
+import pickletools
+import re
 import zipfile
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
@@ -24,6 +27,11 @@ from specheads.hub import options as hub_options
 SAFE = (WEIGHTS, "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 _MOST_JSON = 4 << 20  # bytes; the configs of heads are of a few thousand
+# What a pickle of plain tensors by name calls. torch.load(weights_only=True) allows more, bytearray(10**11) among it.
+_CALLED = re.compile(
+    r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch (?!Untyped|Typed)\w+Storage"
+)
+_OTHER_CALLS = {"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"}
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "BOOL": torch.bool,
@@ -44,7 +52,8 @@ class Files:
         return str(self.source)
 
     def find(self, name: str) -> Path | None:
-        """Where one file of the checkpoint is; None where it has none of that name."""
+        """Where one file of the checkpoint is; None where it has none of that name. CheckpointError where the hub
+        does not hand it out, or it cannot be stored."""
         folder = Path(self.source) / self._hub.get("subfolder", "")
         if folder.is_dir():
             return folder / name if (folder / name).is_file() else None
@@ -53,8 +62,11 @@ class Files:
         options = {**hub_options(str(self.source)), **self._hub}
         try:
             path = cached_file(str(self.source), name, _raise_exceptions_for_missing_entries=False, **options)
-        except OSError:
-            return None
+        except OSError as error:
+            absent = EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+            if isinstance(error.__cause__, absent) and not isinstance(error.__cause__, GatedRepoError):
+                return None
+            raise CheckpointError(f"{name} of {self.source} could not be fetched: {error}") from error
         return None if path is None else Path(path)
 
     @cached_property
@@ -111,10 +123,11 @@ class Files:
         return unpickled(path)
 
 
-def read_table(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None where the file holds none. CheckpointError where it is larger than any config is."""
-    if (size := path.stat().st_size) > _MOST_JSON:
-        raise CheckpointError(f"{path} has {size:,} bytes; a config has at most {_MOST_JSON:,}")
+def read_table(path: Path, most: int | None = _MOST_JSON) -> dict[str, Any] | None:
+    """A JSON object; None where the file holds none. CheckpointError where it has more bytes than `most`, as no config
+    has; None for a file of our own."""
+    if most is not None and (size := path.stat().st_size) > most:
+        raise CheckpointError(f"{path} has {size:,} bytes; a config has at most {most:,}")
     try:
         table = json.loads(path.read_bytes())
     except (ValueError, RecursionError):  # no JSON, or nested deeper than any config
@@ -132,6 +145,8 @@ def unpickled(path: Path) -> dict[str, Tensor]:
     try:
         with zipfile.ZipFile(path) as archive:
             packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+            inside = [entry for entry in archive.infolist() if entry.filename.lower().endswith("data.pkl")]
+            program = archive.read(inside[0]) if len(inside) == 1 and not packed else b""
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise CheckpointError(
             f"{path} is damaged, cut short, or older than torch 1.6 ({error}); copy it again, or save it again as "
@@ -139,6 +154,7 @@ def unpickled(path: Path) -> dict[str, Tensor]:
         ) from error
     if packed:  # torch.save never packs; what is packed may unfold to any size
         raise CheckpointError(f"{path} holds compressed entries ({packed[0]}), which torch.save() does not write")
+    _refuse_calls(path, program)
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a hostile pickle can fail in any way
@@ -153,6 +169,18 @@ def unpickled(path: Path) -> dict[str, Tensor]:
         if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
             raise CheckpointError(f"{path}: {name} has shape {tuple(tensor.shape)} over fewer values than that")
     return loaded
+
+
+def _refuse_calls(path: Path, program: bytes) -> None:
+    """CheckpointError where a pickle calls anything but what builds tensors by name; nothing of it is run."""
+    try:
+        codes = [(code.name, argument) for code, argument, _ in pickletools.genops(program)]
+    except (ValueError, UnicodeError) as error:
+        raise damaged(path, f"its pickle cannot be read: {error}") from error
+    for name, argument in codes:
+        if name in _OTHER_CALLS or (name == "GLOBAL" and not _CALLED.fullmatch(str(argument))):
+            called = str(argument).replace(" ", ".") if name == "GLOBAL" else name
+            raise CheckpointError(f"{path}: its pickle calls {shown(called)}, which plain tensors by name do not need")
 
 
 def _meta(path: Any, name: str, shape: tuple[int, ...], dtype: Any) -> Tensor:

@@ -23,6 +23,8 @@ from specheads.formats.files import Files
 from specheads.heads import HEADS, HeadConfig
 from specheads.target import text_config
 
+_MOST = 64  # layers, or heads of one depth each
+
 
 @dataclass(frozen=True)
 class Written:
@@ -64,7 +66,10 @@ class Format(ABC):
         there are several ways to name them. What is not the same, `special` translates."""
 
     def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-        """Our tensors that are made from theirs, and the names of theirs that this has looked at."""
+        """Our tensors that are made from theirs, and the names of theirs that this has looked at.
+
+        It runs before the other shapes are compared: it may return one tensor under several names, or the base's own,
+        which are copied behind that."""
         return {}, set()
 
     @abstractmethod
@@ -82,6 +87,8 @@ class Format(ABC):
 
 def read(form: Format, files: Files, base: PreTrainedModel) -> tuple[HeadConfig, dict[str, Tensor]]:
     """The head in `files` as ours: its config and its tensors. CheckpointError with what is wrong."""
+    if not any(t.is_floating_point() for t in files.shapes.values()):
+        raise CheckpointError(f"{files}: none of its {len(files.shapes)} tensors holds floating point numbers")
     given = form.options(files, base)
     try:
         head = HEADS[form.kind].Config.from_options(given).filled(text_config(base))
@@ -91,7 +98,8 @@ def read(form: Format, files: Files, base: PreTrainedModel) -> tuple[HeadConfig,
     made, looked_at = form.special(files, head, base)
     names = {ours: theirs for ours, theirs in form.names(head, files.shapes).items() if ours not in made}
     _check(form, files, own, names, looked_at)
-    tensors = made | {ours: files.tensor(theirs) for ours, theirs in names.items()}
+    tensors = {ours: t.clone() for ours, t in made.items()}
+    tensors |= {ours: files.tensor(theirs) for ours, theirs in names.items()}
     # One dtype for all, or layers could not follow one another: the widest there is, which holds every value exactly.
     dtype = getattr(torch, dtype_of(tensors))
     return head, {name: tensors[name].to(dtype) if own[name].is_floating_point() else tensors[name] for name in own}
@@ -130,10 +138,17 @@ def listed(what: str, names: Iterable[str]) -> list[str]:
     return [f"{what} {', '.join(name[:80] for name in names[:6])}{more}"] if names else []
 
 
-def count(names: Iterable[str], prefix: str) -> int:
-    """How many i there are in names that begin with `{prefix}{i}.`: layers or heads, by the tensors and no config."""
-    found = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
-    return len({int(i) for i in found if i.isascii() and i.isdigit() and len(i) < 6})
+def count(files: Files, prefix: str, part: str = "") -> int:
+    """How many i there are in names that begin with `{prefix}{i}.` and hold `part`: layers or heads, by the tensors
+    and no config. CheckpointError where there are more than any head has."""
+    names = {name.removeprefix(prefix) for name in files.shapes if name.startswith(prefix) and part in name}
+    found = {name.partition(".")[0] for name in names}
+    number = len({int(i) for i in found if i.isascii() and i.isdigit() and len(i) < 6})
+    if number > _MOST:
+        raise CheckpointError(
+            f"{files}: its tensors make up {number} heads or layers ({prefix}0 …); a head has at most {_MOST}"
+        )
+    return number
 
 
 def check_sizes(files: Files, sizes: dict[str, int], base: PreTrainedModel) -> None:

@@ -63,10 +63,10 @@ python -m hydra.inference.cli --model $folder
             raise CheckpointError(
                 f"{files}: its prefix layer has the base's scaled positions ({kind}); here RoPE is plain"
             )
-        heads = count(names, "hydra_mlp.")
+        heads = count(files, "hydra_mlp.")
         own = text_config(base)
         return {
-            "num_heads": heads, "num_layers": count(names, "hydra_mlp.0."), "prefix_layer": prefix,
+            "num_heads": heads, "num_layers": count(files, "hydra_mlp.0."), "prefix_layer": prefix,
             "hidden_size": own.hidden_size, "vocab_size": own.vocab_size, "draft_vocab_size": own.vocab_size,
         }  # fmt: skip
 
@@ -114,6 +114,8 @@ python -m hydra.inference.cli --model $folder
                 wrong.append(f"its prefix layer has {', '.join(other)} of its own, and the base's is read")
             if head.attention_bias or head.mlp_bias:
                 wrong.append("its prefix layer has biases, which are dropped")
+            if (kind := _rope_type(base)) != "default":
+                wrong.append(f"its prefix layer has plain RoPE, and the base's scaled positions ({kind}) are read")
         return wrong
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:

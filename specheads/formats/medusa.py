@@ -66,8 +66,8 @@ class Medusa(Format):
                 "which no other base replaces; save the base alone and the heads, without that prefix, as "
                 "medusa_lm_head.safetensors, and import those with the base"
             )
-        heads = count(names, "")  # the published config of version 1 counts 2 whatever there is
-        layers = len({name.split(".")[1] for name in names if name.startswith("0.") and ".linear." in name})
+        heads = count(files, "")  # the published config of version 1 counts 2 whatever there is
+        layers = count(files, "0.", ".linear.")
         if not heads or not layers:
             raise CheckpointError(f"{files}: no tensors like 0.0.linear.weight, as Medusa heads have them")
         own = text_config(base)
@@ -83,10 +83,10 @@ class Medusa(Format):
 
     def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         assert isinstance(head, MedusaConfig)
-        outputs = [ours for ours in self.names(head) if ours.startswith("lm_heads.")]
+        outputs = {ours: theirs for ours, theirs in self.names(head).items() if ours.startswith("lm_heads.")}
         made: dict[str, Tensor] = {}
-        if not any(self.names(head)[ours] in files.shapes for ours in outputs):
-            made = {ours: output_matrix(files, base).clone() for ours in outputs}
+        if not any(theirs in files.shapes for theirs in outputs.values()):
+            made = dict.fromkeys(outputs, output_matrix(files, base))
         return made | every_token(head), set()
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.formats import eagle3, layer_ids
 from specheads.formats.decoder import block_config
-from specheads.formats.files import Files, table
+from specheads.formats.files import Files
 from specheads.formats.format import Written
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.target import text_config
@@ -25,22 +24,16 @@ class ModelOpt(eagle3.Eagle3):
     embeds: bool | None = None
     serving: str = """\
 ```bash
-trtllm-serve $base --backend pytorch --extra_llm_api_options trtllm.yml
+trtllm-serve $base --backend pytorch --extra_llm_api_options $folder/trtllm.yml
 ```
 
-with `trtllm.yml`: `speculative_config: {decoding_type: Eagle3, max_draft_len: $depth, speculative_model: $folder}`.
+The layers to read are in `trtllm.yml` where they are not the usual ones: TensorRT-LLM takes them from there alone.
 ModelOpt itself does not load its exports back: this form is for what reads them.
 """
 
     def recognises(self, files: Files) -> bool:
         inner = (files.config or {}).get("eagle_config")
         return isinstance(inner, dict) and "use_input_layernorm_in_first_layer" in inner
-
-    def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
-        config = files.config or {}
-        eagle3.refuse_flags(files, config, eagle3.FLAGS)
-        eagle3.refuse_flags(files, table(config, "eagle_config"), eagle3.EAGLE_FLAGS)
-        return eagle3.read_options(files, config, config, base)
 
     def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
         assert isinstance(head, Eagle3Config)
@@ -63,7 +56,7 @@ ModelOpt itself does not load its exports back: this form is for what reads them
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
         if len(tensors["d2t"]) != len(tensors["t2d"]):
             named["d2t"] = tensors["d2t"]
-        return Written(config, named)
+        return Written(config, named, texts={eagle3.TRTLLM: eagle3.trtllm_options(head, layers)})
 
 
 FORMATS = (ModelOpt(),)

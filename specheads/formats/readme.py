@@ -19,7 +19,8 @@ def readme(form: Format, model: SpecModel, base: str, folder: str) -> str:
     import specheads
 
     config: Any = model.head.config
-    depth = config.num_heads if hasattr(config, "num_heads") else config.draft_depth
+    # a parallel head drafts its whole block there, and the first draft_depth of it here
+    depth = next(getattr(config, n) for n in ("num_heads", "block_size", "draft_depth") if hasattr(config, n))
     lines = [
         f"# {form.title}", "",
         f"A draft head of kind {config.kind} for `{base}`, exported by specheads {specheads.__version__}.", "",
@@ -44,13 +45,22 @@ def accepted_length(checkpoint: Any) -> float | None:
     folder = Path(str(checkpoint or ""))
     if not checkpoint or not folder.is_dir():
         return None
-    last, history = figures(folder)
-    lengths = [log.get("eval_accepted_length") for log in (last, *reversed(history))]
+    length = results(folder).get("eval_accepted_length")
+    if isinstance(length, int | float):
+        return float(length)
+    lengths = [log.get("eval_accepted_length") for log in reversed(history(folder))]
     return next((float(length) for length in lengths if isinstance(length, int | float)), None)
 
 
-def figures(run: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The final metrics of a run and its log; {} and [] where its folder has none."""
-    last = (read_table(run / RESULTS) or {}) if (run / RESULTS).is_file() else {}
-    state = (read_table(run / STATE) or {}) if (run / STATE).is_file() else {}
-    return last, [log for log in state.get("log_history") or () if isinstance(log, dict)]
+def results(run: Path) -> dict[str, Any]:
+    """The final metrics of a run; {} where its folder has none."""
+    return _table(run / RESULTS)
+
+
+def history(run: Path) -> list[dict[str, Any]]:
+    """The log of a run, every step of it: some megabytes; [] where its folder has none."""
+    return [log for log in _table(run / STATE).get("log_history") or () if isinstance(log, dict)]
+
+
+def _table(path: Path) -> dict[str, Any]:
+    return (read_table(path, most=None) or {}) if path.is_file() else {}

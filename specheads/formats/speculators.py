@@ -19,7 +19,6 @@ from specheads.heads import Eagle3Config, HeadConfig
 from specheads.heads.feature import FeatureHeadConfig
 
 VERSION = "0.9.0"
-_WRITTEN = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ Where the base is a hub id, `vllm serve $folder` is enough: the config names it.
                 f"{files}: its config does not say norm_before_residual, which vLLM takes for true and others for "
                 "false; write what it was trained with into config.json"
             )
-        eagle3.refuse_flags(files, config, {**eagle3.FLAGS, "embed_requires_grad": False})
+        eagle3.refuse_flags(files, config, eagle3.FLAGS)
         return eagle3.read_options(files, config, table(config, "transformer_layer_config"), base)
 
     def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
@@ -71,7 +70,8 @@ Where the base is a hub id, `vllm serve $folder` is enough: the config names it.
             "architectures": ["Eagle3DraftModel"], "auto_map": {"": "config.Eagle3SpeculatorConfig"},
             "speculators_model_type": "eagle3", "speculators_version": VERSION,
             "draft_vocab_size": head.draft_vocab_size, "target_hidden_size": None,
-            **dict.fromkeys(_WRITTEN, False), KEY: list(head.taps), "tie_word_embeddings": False,
+            **{theirs: getattr(head, ours) for theirs, ours in eagle3.NORMS.items()}, "embed_requires_grad": False,
+            KEY: list(head.taps), "tie_word_embeddings": False,
             **nested_block(head, tensors, base, "llama"),
             "speculators_config": speculators_config("eagle3", head.draft_depth, base),
         }  # fmt: skip

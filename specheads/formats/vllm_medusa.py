@@ -42,8 +42,8 @@ vllm serve $base --speculative-config '{"method": "medusa", "model": "$folder", 
         config, names = files.config or {}, files.shapes
         sizes = {name: whole(config, name) for name in ("hidden_size", "vocab_size")}
         check_sizes(files, sizes, base)
-        heads = count(names, "blocks.")
-        layers = count(names, "blocks.0.layers.")
+        heads = count(files, "blocks.")
+        layers = count(files, "blocks.0.layers.")
         claimed = whole(config, "num_heads", heads), whole(config, "num_hidden_layers", layers)
         if claimed != (heads, layers):
             raise CheckpointError(
@@ -79,7 +79,7 @@ vllm serve $base --speculative-config '{"method": "medusa", "model": "$folder", 
                 )
             made, looked_at = vocabulary.from_ids(files, "token_map", torch.arange(vocab), vocab), set()
         ids = torch.arange(draft) + made["d2t"]
-        shared = flag(files.config or {}, "original_lm_head")
+        shared, read = flag(files.config or {}, "original_lm_head"), dict[str, Tensor]()
         for h in range(head.num_heads):
             own = f"lm_heads.{h}.weight"
             theirs = next((n for n in ("lm_head.weight", "lm_heads.0.weight") if n in found), own) if shared else own
@@ -88,12 +88,15 @@ vllm serve $base --speculative-config '{"method": "medusa", "model": "$folder", 
             # All rows of the vocabulary may be there: vLLM takes those in the map. Other shapes are told later.
             whole_vocabulary = draft != vocab and tuple(found[theirs].shape) == (vocab, head.hidden_size)
             if whole_vocabulary or (shared and tuple(found[theirs].shape) == (draft, head.hidden_size)):
-                rows = files.tensor(theirs)
-                made[own] = rows[ids] if whole_vocabulary else rows
+                if theirs not in read:
+                    rows = files.tensor(theirs)
+                    read[theirs] = rows[ids] if whole_vocabulary else rows
+                made[own] = read[theirs]
                 looked_at.add(theirs)
         if not any(name.endswith(".bias") for name in found):
+            zeros = torch.zeros(head.hidden_size, dtype=getattr(torch, dtype_of(found)))
             made |= {
-                f"blocks.{h}.{layer}.linear.bias": torch.zeros(head.hidden_size, dtype=getattr(torch, dtype_of(found)))
+                f"blocks.{h}.{layer}.linear.bias": zeros
                 for h in range(head.num_heads)
                 for layer in range(head.num_layers)
             }

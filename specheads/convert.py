@@ -58,6 +58,7 @@ def convert(
     config = head_config(head, options).filled(text_config(base))
     module = build_head(config, base)
     module.refuse_unfit(base.eval())
+    module.take_frozen(base)
     if init:
         module.initialise(base)
     module.to(checkpoint.as_dtype(dtype) or torch.float32)

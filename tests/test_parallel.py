@@ -187,3 +187,11 @@ def test_the_base_output_rows_of_a_draft_vocabulary_stay_as_they_are(base, tmp_p
     again = type(model).from_pretrained(tmp_path, base=base)
     assert not again.head.lm_head.weight.requires_grad and torch.equal(again.head.target_ids, torch.arange(57, 97))
     assert torch.equal(again.generate(ids, max_new_tokens=6), model.generate(ids, max_new_tokens=6))
+
+
+def test_the_frozen_output_rows_are_the_bases_whatever_the_head_starts_from(base):
+    head = convert(base, "parallel", draft_vocab_size=40, init=False).head
+    assert torch.equal(head.lm_head.weight, base.lm_head.weight[:40])
+    with pytest.raises(ValueError, match="give the base with the token counts"):
+        head.set_draft_vocabulary(torch.arange(97))
+    assert torch.equal(head.target_ids, torch.arange(40)), "refused before anything changed"

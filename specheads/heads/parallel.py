@@ -144,10 +144,18 @@ class ParallelHead(DraftVocabulary):
                     "not; leave draft_vocab_size out"
                 )
 
-    @torch.no_grad()
-    def initialise(self, base: Any) -> None:
+    def take_frozen(self, base: Any) -> None:
         self.copy_output_rows(base)
+
+    def initialise(self, base: Any) -> None:
         copy_norm(self.norm, final_norm(base))
+
+    def set_draft_vocabulary(self, counts: Tensor, base: Any = None) -> None:
+        if base is None and self.target_ids is not None:
+            raise ValueError(
+                "a parallel head drafts through the base's output rows: give the base with the token counts"
+            )
+        super().set_draft_vocabulary(counts, base)
 
     def output_layers(self) -> list[nn.Linear]:
         return [] if self.target_ids is None else [self.lm_head]

@@ -19,8 +19,8 @@ from specheads.target import UnsupportedModel, lm_head_gives_logits
 @dataclass(frozen=True)
 class EagleConfig(UnrolledConfig):
     """feature_weight and law_weight: of the two losses; noise: half-width of the uniform feature noise; fc_bias: of
-    the fusing layer; steps: drafted steps that training unrolls, 1 as published, more as in HASS (arXiv:2408.15766);
-    metric_steps: those that evaluation unrolls for the joint accepted length."""
+    the fusing layer; steps: 1 as published, more as in HASS (arXiv:2408.15766); metric_steps: those that evaluation
+    unrolls for the joint accepted length."""
 
     kind: ClassVar[str] = "eagle"
 
@@ -28,13 +28,12 @@ class EagleConfig(UnrolledConfig):
     law_weight: float = 0.1
     noise: float = 0.1
     fc_bias: bool = False
-    steps: int = 1
     metric_steps: int = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least(0, "feature_weight", "law_weight", "noise")
-        self._at_least(1, "steps", "metric_steps")
+        self._at_least(1, "metric_steps")
         if self.taps is not None and len(self.taps) != 1:
             raise ValueError(f"an eagle head reads one layer, not taps={self.taps}")
 

@@ -44,9 +44,9 @@ class ParallelConfig(FeatureHeadConfig, DraftVocabularyConfig):
     """block_size: slots of a block, and tokens drafted at most; causal: false lets slots see one another both ways, as
     in DFlash; markov_rank: of the bias, 0 for none; confidence: learn beside each law how likely its draft is accepted;
     mask_token_id: the base's token to read behind the root (default: an embedding of the head's own); anchors: blocks
-    of a row that a training step draws; decay: slot j's loss weighs decay^j, e^(−1/4) as published for blocks of 8,
-    e^(−1/7) for 16. With a draft vocabulary the head keeps the base's output rows of its tokens, frozen. draft_depth:
-    of the default tree."""
+    of a row that a training step draws, of which the accepted length it logs counts each once; decay: slot j's loss
+    weighs decay^j, e^(−1/4) as published for blocks of 8, e^(−1/7) for 16. With a draft vocabulary the head keeps the
+    base's output rows of its tokens, frozen. draft_depth: of the default tree."""
 
     kind: ClassVar[str] = "parallel"
     aliases: ClassVar[dict[str, str]] = {}

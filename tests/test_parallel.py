@@ -96,23 +96,24 @@ def test_every_node_of_a_tree_has_the_law_behind_its_own_parent(causal):
     class Recorded(BestFirstTree):
         def grow(self, root, expand, sampler, vocab_size):
             def noted(tokens, parents):
-                seen.append((tokens, expand(tokens, parents)))
-                return seen[-1][1]
+                scored = expand(tokens, parents)
+                seen.append((tokens, scored, scored.confidence()))
+                return scored
 
             return super().grow(root, noted, sampler, vocab_size)
 
     out = model.generate(**padded(PROMPTS), max_new_tokens=2, do_sample=False, tree=Recorded(12, 3, 3))
     first = padded(PROMPTS)["input_ids"].shape[1]
-    assert [tokens.shape[1] for tokens, _ in seen[:3]] == [1, 3, 9]
+    assert [tokens.shape[1] for tokens, *_ in seen[:3]] == [1, 3, 9]
     count = 4 if not causal else 3
     for b, prompt in enumerate(PROMPTS):
         text = [*prompt, int(out[b, first])]
         block = slow_block(model, text, taps(model, text)[0], len(prompt), count)
-        for level, (tokens, scored) in enumerate(seen[:3]):
+        for level, (tokens, scored, confidence) in enumerate(seen[:3]):
             for i, token in enumerate(tokens[b].tolist()):
                 logits, sure = slow_slot(model, block[level], token)
                 torch.testing.assert_close(scored.logits[b, i], logits, rtol=1e-5, atol=1e-5)
-                assert float(scored.confidence[b, i]) == pytest.approx(sure.sigmoid().item(), rel=1e-5)
+                assert float(confidence[b, i]) == pytest.approx(sure.sigmoid().item(), rel=1e-5)
 
 
 def test_a_block_is_one_pass_whatever_the_tree(monkeypatch):
@@ -153,6 +154,14 @@ def test_a_head_that_is_not_sure_ends_an_adaptive_chain():
 def test_a_wrong_option_is_refused(base, options, message):
     with pytest.raises(ValueError, match=message):
         convert(base, "parallel", **options)
+
+
+def test_the_usual_tree_is_no_deeper_than_its_nodes_reach(base):
+    for options, deep in (({}, {"cpu": 7, "cuda": 8}), ({"block_size": 3}, {"cpu": 3, "cuda": 3})):
+        head = convert(base, "parallel", **options).head
+        for device, depth in deep.items():
+            plan = head.usual_plan(torch.device(device))
+            assert plan.depth == depth == len(plan.level_beams) + 1
 
 
 def test_a_tree_deeper_than_the_block_is_refused(base):

@@ -35,7 +35,9 @@ from specheads.sampling import Sampler
 from specheads.target import UnsupportedModel, lm_head_gives_logits, logits_of
 from specheads.tree import DraftTree
 
-SLOTS_AT_ONCE = 128  # of a training row: their blocks are masked from one another, which costs attention
+# Slots of a training row in one pass: blocks are masked from one another, which wastes attention, but a GPU idles over
+# few.
+SLOTS_AT_ONCE = {"cpu": 128, "cuda": 2048}
 Attend = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -136,7 +138,7 @@ class ParallelHead(DraftVocabulary):
                 "and a parallel head drafts through that matrix alone; use 'eagle3' or 'medusa'"
             )
         output = base.get_output_embeddings()
-        if self.target_ids is not None and not output.weight.is_meta:
+        if self.narrow and not output.weight.is_meta:
             probe = torch.randn(4, output.weight.shape[-1], device=output.weight.device, dtype=output.weight.dtype)
             if not torch.allclose(output(probe), logits_of(base, probe)):
                 raise UnsupportedModel(
@@ -151,14 +153,14 @@ class ParallelHead(DraftVocabulary):
         copy_norm(self.norm, final_norm(base))
 
     def set_draft_vocabulary(self, counts: Tensor, base: Any = None) -> None:
-        if base is None and self.target_ids is not None:
+        if base is None and self.narrow:
             raise ValueError(
                 "a parallel head drafts through the base's output rows: give the base with the token counts"
             )
         super().set_draft_vocabulary(counts, base)
 
     def output_layers(self) -> list[nn.Linear]:
-        return [] if self.target_ids is None else [self.lm_head]
+        return [self.lm_head] if self.narrow else []
 
     def output_parameters(self) -> list[Tensor]:
         markov = [self.markov_lm_head.weight] if self.config.markov_rank else []
@@ -173,7 +175,7 @@ class ParallelHead(DraftVocabulary):
 
     def marginal(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
         """A slot's output (…, H) → its logits (…, Vd), whatever token stands before its own."""
-        return lm_head(hidden) if self.target_ids is None else self.lm_head(hidden)
+        return self.lm_head(hidden) if self.narrow else lm_head(hidden)
 
     # What a block reads and gives
 
@@ -183,8 +185,8 @@ class ParallelHead(DraftVocabulary):
 
     def slots(self, tokens: Tensor, count: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
         """Roots (B, A) → what the first `count` slots of their blocks read, one after another: (B, A · count, H)."""
-        own = self.config.mask_token_id is None
-        mask = self.mask_embed(tokens.new_zeros(1)) if own else embed(tokens.new_tensor([self.config.mask_token_id]))
+        id_ = self.config.mask_token_id  # new_full, where new_tensor would wait for a copy from the host
+        mask = self.mask_embed(tokens.new_zeros(1)) if id_ is None else embed(tokens.new_full((1,), id_))
         root = embed(tokens).to(self.dtype).unsqueeze(2)
         return torch.cat([root, mask.to(self.dtype).expand(*tokens.shape, count - 1, -1)], 2).flatten(1, 2)
 
@@ -213,7 +215,8 @@ class ParallelHead(DraftVocabulary):
         if self.config.causal:
             inside = inside.tril()
         outputs = []
-        for anchors in blocks.anchors.split(max(1, SLOTS_AT_ONCE // size), 1):
+        at_once = SLOTS_AT_ONCE.get(context.device.type, SLOTS_AT_ONCE["cpu"])
+        for anchors in blocks.anchors.split(max(1, at_once // size), 1):
             number = anchors.shape[1]
             same = batch.documents.unsqueeze(1) == batch.documents.gather(1, anchors).unsqueeze(2)
             before = same & (column < anchors.unsqueeze(2))  # (B, A, T)
@@ -252,9 +255,10 @@ class ParallelHead(DraftVocabulary):
     # Drafting
 
     def usual_plan(self, device: torch.device) -> Plan:
-        depth = min(self.config.draft_depth, self.config.block_size)
         # Each beam is a row of logits where there is a bias; on a CPU each node costs the target time as well.
-        return BestFirstTree(128, depth, beams=32) if device.type == "cuda" else BestFirstTree(8, depth)
+        budget, beams = (128, 32) if device.type == "cuda" else (8, None)
+        depth = min(self.config.draft_depth, self.config.block_size, budget - 1)
+        return BestFirstTree(budget, depth, beams=beams)
 
     def read(self, context: Context, scratch: int) -> TreeCache:
         """The head's own cache, with the keys and values of all that stands before the root."""
@@ -301,17 +305,20 @@ class ParallelHead(DraftVocabulary):
 
         x = self.slots(context.root.unsqueeze(1), count, target.embed)
         hidden = self(x, cache.lengths.unsqueeze(1) + slot, attend)
+        ids = self.target_ids
         levels = zip(hidden.split(1, 1), self.marginal(hidden, target.lm_head).split(1, 1), strict=True)
 
         def expand(tokens: Tensor, parents: Tensor | None) -> Scored:
             out, logits = next(levels)  # (B, 1, H), (B, 1, Vd)
             width = tokens.shape[1]
-            rows = self.followed(out.expand(-1, width, -1), tokens)
-            sure = self.confidence(rows).squeeze(2).sigmoid() if config.confidence else None
+
+            def sure() -> Tensor:
+                return self.confidence(self.followed(out.expand(-1, width, -1), tokens)).squeeze(2).sigmoid()
+
+            asked = sure if config.confidence else None
             if not config.markov_rank:
-                return Scored(logits, self.target_ids, width, sure)
-            bias = self.markov_lm_head(rows[..., -config.markov_rank :])
-            return Scored(logits + bias, self.target_ids, confidence=sure)
+                return Scored(logits, ids, width, asked)
+            return Scored(logits + self.markov_lm_head(self.markov_embed(tokens)), ids, confidence=asked)
 
         assert config.vocab_size is not None
         return plan.grow(context.root, expand, sampler, config.vocab_size)

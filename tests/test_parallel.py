@@ -8,6 +8,7 @@ from slow_heads import rows, slow_block, slow_parallel, slow_slot, spec_model, t
 
 from specheads import AdaptiveChain, BestFirstTree, UnsupportedModel, chain, convert
 from specheads.data import Collator, pack
+from specheads.heads import parallel
 from specheads.heads.anchors import AnchoredBlocks
 from specheads.heads.parallel import ParallelConfig
 from specheads.planner import Scored
@@ -86,6 +87,13 @@ def test_a_step_on_drawn_anchors_has_the_loss_of_those_blocks():
     tokens = sum(label != -100 for row in data for label in row["labels"])
     assert loss.item() == pytest.approx(float(slow.detach()) / tokens, rel=1e-6)
     assert model(**batch).loss.item() != loss.item(), "other anchors"
+
+
+def test_the_slots_of_a_pass_do_not_show_in_the_loss(monkeypatch):
+    model, batch = spec_model("parallel").eval(), Collator(0)(rows(12, 9))
+    whole = model(**batch).loss.item()
+    monkeypatch.setitem(parallel.SLOTS_AT_ONCE, "cpu", 6)
+    assert model(**batch).loss.item() == pytest.approx(whole, rel=1e-12)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -13,7 +13,7 @@ from specheads.heads.base import TapBatch
 from specheads.heads.block import copy_layer, decoder_layers, final_norm
 from specheads.heads.feature import FeatureHead, UnrolledConfig
 from specheads.losses import add_uniform_noise, feature_distance
-from specheads.target import UnsupportedModel, lm_head_gives_logits
+from specheads.target import refuse_more_than_lm_head
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,7 @@ class EagleHead(FeatureHead):
         return max(self.config.steps, self.config.metric_steps)
 
     def refuse_unfit(self, base: Any) -> None:
-        if not lm_head_gives_logits(base):
-            raise UnsupportedModel(
-                f"{type(base).__name__} does more than its output matrix between the last hidden state and the logits, "
-                "and an eagle head drafts through that matrix alone; use 'eagle3' or 'medusa'"
-            )
+        refuse_more_than_lm_head(base, self.config.kind)
 
     @torch.no_grad()
     def initialise(self, base: Any) -> None:

@@ -27,12 +27,13 @@ from specheads.heads.anchors import AnchoredBlocks
 from specheads.heads.base import TapBatch
 from specheads.heads.block import RotaryTable, copy_norm, final_norm
 from specheads.heads.context_layer import ContextLayer
+from specheads.heads.decoder import keep_committed
 from specheads.heads.feature import FeatureHeadConfig
 from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
 from specheads.losses import wide
 from specheads.planner import BestFirstTree, Plan, Scored
 from specheads.sampling import Sampler
-from specheads.target import UnsupportedModel, lm_head_gives_logits, logits_of
+from specheads.target import UnsupportedModel, logits_of, refuse_more_than_lm_head
 from specheads.tree import DraftTree
 
 # Slots of a training row in one pass: blocks are masked from one another, which wastes attention, but a GPU idles over
@@ -132,11 +133,7 @@ class ParallelHead(DraftVocabulary):
         return self.config.block_size
 
     def refuse_unfit(self, base: Any) -> None:
-        if not lm_head_gives_logits(base):
-            raise UnsupportedModel(
-                f"{type(base).__name__} does more than its output matrix between the last hidden state and the logits, "
-                "and a parallel head drafts through that matrix alone; use 'eagle3' or 'medusa'"
-            )
+        refuse_more_than_lm_head(base, self.config.kind)
         output = base.get_output_embeddings()
         if self.narrow and not output.weight.is_meta:
             probe = torch.randn(4, output.weight.shape[-1], device=output.weight.device, dtype=output.weight.dtype)
@@ -262,26 +259,14 @@ class ParallelHead(DraftVocabulary):
 
     def read(self, context: Context, scratch: int) -> TreeCache:
         """The head's own cache, with the keys and values of all that stands before the root."""
-        target, memory = context.target, context.memory
         features = self.fuse(context.features)
-        position = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
-        fresh = "cache" not in memory
-        if fresh:
-            memory["cache"] = TreeCache(len(self.decoder), scratch, target.cache.capacity)
-            # A row may overshoot the limit by one path when it ends, and is then fed a path of padding with the rest.
-            self.rotary.ensure(target.limit + 2 * scratch, features)
-        cache, chain = memory["cache"], position
-        if not fresh:
-            cache.open()
-            position = cache.lengths.unsqueeze(1) + chain
-        rotary = self.rotary(position)
-        for i, layer in enumerate(self.decoder):
-            cache.update(*layer.keys_values(features, rotary), i)  # type: ignore[operator]
-        if fresh:
-            cache.settle(context.new, features.shape[1])
-        else:
-            cache.commit(chain, context.new, context.bound)
-        return cache
+
+        def write(cache: TreeCache, position: Tensor, fresh: bool) -> None:
+            rotary = self.rotary(position)
+            for i, layer in enumerate(self.decoder):
+                cache.update(*layer.keys_values(features, rotary), i)  # type: ignore[operator]
+
+        return keep_committed(context, scratch, features, len(self.decoder), self.rotary, write)[1]
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         config, target = self.config, context.target

@@ -77,13 +77,7 @@ def build_head(config: HeadConfig, base: PreTrainedModel) -> DraftHead:
 
 
 def spec_config(config: HeadConfig, base: PreTrainedModel) -> SpecConfig:
-    return SpecConfig(
-        head=config.to_dict(),
-        base_model_name_or_path=getattr(base, "name_or_path", None) or None,
-        base_revision=commit_of(base),
-        base_fingerprint=fingerprint(base),
-        architectures=["SpecModel"],
-    )
+    return SpecConfig.of(config, getattr(base, "name_or_path", None) or None, commit_of(base), fingerprint(base))
 
 
 def load_head(base: PreTrainedModel, directory: Any, **kwargs: Any) -> SpecModel:

@@ -284,8 +284,23 @@ class SavedHead:
 def read(source: Any, **hub: Any) -> SavedHead:
     """A checkpoint without its base, from a directory or hub id; hub: revision, subfolder, token … of a hub id.
 
-    The config in the weights file is the one that counts. Raises CheckpointError with what is wrong and where.
+    The config in the weights file is the one that counts. Raises CheckpointError with what is wrong and where, as for
+    a foreign form, which is read beside its base alone.
     """
+    from specheads.formats.importing import detect
+
+    try:
+        return _read(source, hub)
+    except CheckpointError as error:
+        if (foreign := detect(source, hub)) is None:
+            raise
+        raise CheckpointError(
+            f"{source} holds {foreign.form.title}, which takes its base to be read: write it in our form first, with "
+            f"`specheads import {source} OUT`"
+        ) from error
+
+
+def _read(source: Any, hub: dict[str, Any]) -> SavedHead:
     from specheads.spec_model import SpecConfig
 
     stored = None

@@ -58,6 +58,7 @@ def convert(
     config = head_config(head, options).filled(text_config(base))
     module = build_head(config, base)
     module.refuse_unfit(base.eval())
+    module.take_frozen(base)
     if init:
         module.initialise(base)
     module.to(checkpoint.as_dtype(dtype) or torch.float32)
@@ -76,13 +77,7 @@ def build_head(config: HeadConfig, base: PreTrainedModel) -> DraftHead:
 
 
 def spec_config(config: HeadConfig, base: PreTrainedModel) -> SpecConfig:
-    return SpecConfig(
-        head=config.to_dict(),
-        base_model_name_or_path=getattr(base, "name_or_path", None) or None,
-        base_revision=commit_of(base),
-        base_fingerprint=fingerprint(base),
-        architectures=["SpecModel"],
-    )
+    return SpecConfig.of(config, getattr(base, "name_or_path", None) or None, commit_of(base), fingerprint(base))
 
 
 def load_head(base: PreTrainedModel, directory: Any, **kwargs: Any) -> SpecModel:

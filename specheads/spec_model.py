@@ -43,6 +43,14 @@ class SpecConfig(PreTrainedConfig):
         self.base_fingerprint = base_fingerprint or {}
         self.joint = joint
 
+    @classmethod
+    def of(cls, head: HeadConfig, name: str | None, revision: str | None, fingerprint: dict[str, Any]) -> SpecConfig:
+        """The record of a head of these (filled) options beside the base of that name, revision and fingerprint."""
+        return cls(
+            head=head.to_dict(), base_model_name_or_path=name, base_revision=revision, base_fingerprint=fingerprint,
+            architectures=["SpecModel"],
+        )  # fmt: skip
+
     def head_config(self) -> HeadConfig:
         options = dict(self.head)
         return HEADS[head_kind(options.pop("kind", None))].Config.from_options(options)

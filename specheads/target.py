@@ -291,3 +291,12 @@ def lm_head_gives_logits(base: PreTrainedModel) -> bool:
     hidden = decoder_of(base)(input_ids=ids, use_cache=False).last_hidden_state
     logits, remade = base(input_ids=ids, use_cache=False).logits.float(), logits_of(base, hidden).float()
     return bool((logits - remade.to(logits.device)).abs().max() <= 0.01 * logits.std() + 1e-6)
+
+
+def refuse_more_than_lm_head(base: PreTrainedModel, kind: str) -> None:
+    """UnsupportedModel where a head of that kind, which drafts through the base's output matrix, would not do so."""
+    if not lm_head_gives_logits(base):
+        raise UnsupportedModel(
+            f"{type(base).__name__} does more than its output matrix between the last hidden state and the logits, and "
+            f"a head of kind {kind!r} drafts through that matrix alone; use 'eagle3' or 'medusa'"
+        )

@@ -27,7 +27,8 @@ def trained(base, head, seed=5, **options) -> SpecModel:
         for parameter in model.head.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     if head in ("eagle3", "parallel"):
-        model.head.set_draft_vocabulary(torch.rand(model.head.config.vocab_size, generator=generator))
+        counts = torch.rand(model.head.config.vocab_size, generator=generator)
+        model.head.set_draft_vocabulary(counts, model.base if head == "parallel" else None)
     return model.eval()
 
 

@@ -104,3 +104,14 @@ def test_a_batch_without_a_second_draft_gives_the_full_loss():
         torch.testing.assert_close(some.loss, full.loss, rtol=1e-6, atol=0)
         assert full.loss > 0
         some.loss.backward()
+
+
+def test_passes_over_a_row_are_one_and_those_at_the_anchors():
+    assert (
+        spec_model("eagle3", steps=4).head.passes(100)
+        == spec_model("eagle3", steps=4, anchors=200).head.passes(100)
+        == 4
+    )
+    assert spec_model("eagle3", steps=4, anchors=10).head.passes(100) == 1 + 3 * 10 / 100
+    assert spec_model("eagle", anchors=10).head.passes(100) == 1
+    assert spec_model("parallel", anchors=10, block_size=4).head.passes(100) == 1 + 10 * 4 / 100

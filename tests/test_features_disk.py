@@ -14,8 +14,9 @@ import torch
 from heads_on_disk import in_new_process
 from saved_features import TAPS, dump, material
 from test_launch import run as launched
+from transformers import AutoConfig
 
-from specheads.features import plan, shards
+from specheads.features import kept_base, plan, shards
 from specheads.features.dataset import FeatureDataset
 from specheads.features.index import checked
 from specheads.features.shards import FLOAT8, FeatureError, restored, stored
@@ -238,16 +239,22 @@ def test_the_size_is_told_before_anything_is_written(folder, whole, tmp_path, mo
         len(row["labels"]) for split in ("train", "eval") for row in FeatureDataset(whole, TAPS, split).labels()
     )
     states = 3 * 32 * 4 + 13  # three taps, of which one is the last hidden state, and what is known of a token
-    assert told[0].startswith(f"{tokens:,} tokens, {states:,} bytes each")
+    kept = (whole / "base" / "kept.safetensors").stat().st_size
+    told_of_base = kept_base.kept_bytes(AutoConfig.from_pretrained(whole / "base"), torch.float32)
+    assert kept - 2000 <= told_of_base <= kept
+    assert told[0].startswith(
+        f"{tokens:,} tokens, {states:,} bytes each, and {plan.size_text(told_of_base)} of the base"
+    )
     size = sum(path.stat().st_size for path in whole.glob("*.safetensors"))
     headers = 1000 * len(list(whole.glob("*.safetensors")))
     assert tokens * states <= size <= tokens * states + headers
-    monkeypatch.setattr(plan, "free_bytes", lambda folder: tokens * states - 1)
+    monkeypatch.setattr(plan, "free_bytes", lambda folder: told_of_base + tokens * states - 1)
     with pytest.raises(FeatureError, match="too little room"):
         dump(folder, tmp_path / "no")
     with pytest.raises(FeatureError, match=r"is no folder|other options|too little room"):
         dump(folder, whole, dtype="bfloat16")
-    dump(folder, whole)  # all is there, so that no room is needed
+    saved = dump(folder, whole)  # all is there, so that no room is needed
+    assert saved.bytes == size + kept
 
 
 # --- the command ---

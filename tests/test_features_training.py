@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from families import FAMILIES, build
+from safetensors.torch import load_file
 from saved_features import HEADS, TAPS, dump, material, recipe
 
 from specheads.convert import build_head
@@ -140,6 +141,8 @@ def test_heads_start_from_what_is_kept_as_they_start_beside_the_base(family, tmp
     if getattr(base.get_output_embeddings(), "bias", None) is not None:
         torch.nn.init.normal_(base.get_output_embeddings().bias)  # it is 0 in a new model
     kept_base.keep(base, tmp_path)
+    saved = load_file(tmp_path / "base" / "kept.safetensors")
+    assert kept_base.kept_bytes(base.config, base.dtype) == sum(t.nbytes for t in saved.values())
     kept, start = kept_base.KeptBase(tmp_path, "name"), kept_base.skeleton(tmp_path)
     ids, hidden = torch.arange(20), torch.randn(6, base.get_output_embeddings().weight.shape[1])
     assert torch.equal(kept.get_input_embeddings()(ids), base.get_input_embeddings()(ids))
@@ -152,6 +155,7 @@ def test_heads_start_from_what_is_kept_as_they_start_beside_the_base(family, tmp
             head_of = config.filled(text_config(beside))
             torch.manual_seed(0)
             head = build_head(head_of, beside)
+            head.take_frozen(beside)
             head.initialise(beside)
             made.append(head.state_dict())
         for name, tensor in made[0].items():

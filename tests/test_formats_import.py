@@ -11,7 +11,9 @@ import pytest
 import torch
 from drafted import assert_drafts, embeddings
 
-from specheads import CheckpointError, SpecModel, load_head
+from specheads import CheckpointError, SpecModel, checkpoint, load_head
+from specheads.features.plan import SaveOptions, tapped_layers
+from specheads.recipe import Recipe
 from tests.conftest import tiny_llama
 
 EAGLE3 = {
@@ -189,6 +191,19 @@ def test_an_imported_head_is_one_of_ours(base_dir, tmp_path):
     again = SpecModel.from_pretrained(tmp_path / "ours")
     assert again.head.config == model.head.config and again.config.base_fingerprint == model.config.base_fingerprint
     assert all(torch.equal(t, model.head_state_dict()[name]) for name, t in again.head_state_dict().items())
+
+
+def test_what_reads_a_head_without_its_base_says_how_a_foreign_one_becomes_ours(tmp_path):
+    foreign.eagle3(tmp_path / "theirs", "specforge")
+    recipe = Recipe.from_dict(
+        {
+            "base": "base", "data": {"train": "rows"}, "head": None, "init_from": str(tmp_path / "theirs"),
+            "training": {"output_dir": str(tmp_path)},
+        }
+    )  # fmt: skip
+    for read in (checkpoint.read, lambda head: tapped_layers(recipe, SaveOptions(tmp_path), None)):
+        with pytest.raises(CheckpointError, match="takes its base to be read: write it in our form first"):
+            read(tmp_path / "theirs")
 
 
 # --- What no head here can hold ---

@@ -8,6 +8,7 @@ from slow_heads import rows, slow_block, slow_parallel, slow_slot, spec_model, t
 
 from specheads import AdaptiveChain, BestFirstTree, UnsupportedModel, chain, convert
 from specheads.data import Collator, pack
+from specheads.heads import parallel
 from specheads.heads.anchors import AnchoredBlocks
 from specheads.heads.parallel import ParallelConfig
 from specheads.planner import Scored
@@ -88,6 +89,13 @@ def test_a_step_on_drawn_anchors_has_the_loss_of_those_blocks():
     assert model(**batch).loss.item() != loss.item(), "other anchors"
 
 
+def test_the_slots_of_a_pass_do_not_show_in_the_loss(monkeypatch):
+    model, batch = spec_model("parallel").eval(), Collator(0)(rows(12, 9))
+    whole = model(**batch).loss.item()
+    monkeypatch.setitem(parallel.SLOTS_AT_ONCE, "cpu", 6)
+    assert model(**batch).loss.item() == pytest.approx(whole, rel=1e-12)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_every_node_of_a_tree_has_the_law_behind_its_own_parent(causal):
     model = spec_model("parallel", causal=causal, confidence=True, draft_vocab_size=40, block_size=4).eval()
@@ -96,23 +104,24 @@ def test_every_node_of_a_tree_has_the_law_behind_its_own_parent(causal):
     class Recorded(BestFirstTree):
         def grow(self, root, expand, sampler, vocab_size):
             def noted(tokens, parents):
-                seen.append((tokens, expand(tokens, parents)))
-                return seen[-1][1]
+                scored = expand(tokens, parents)
+                seen.append((tokens, scored, scored.confidence()))
+                return scored
 
             return super().grow(root, noted, sampler, vocab_size)
 
     out = model.generate(**padded(PROMPTS), max_new_tokens=2, do_sample=False, tree=Recorded(12, 3, 3))
     first = padded(PROMPTS)["input_ids"].shape[1]
-    assert [tokens.shape[1] for tokens, _ in seen[:3]] == [1, 3, 9]
+    assert [tokens.shape[1] for tokens, *_ in seen[:3]] == [1, 3, 9]
     count = 4 if not causal else 3
     for b, prompt in enumerate(PROMPTS):
         text = [*prompt, int(out[b, first])]
         block = slow_block(model, text, taps(model, text)[0], len(prompt), count)
-        for level, (tokens, scored) in enumerate(seen[:3]):
+        for level, (tokens, scored, confidence) in enumerate(seen[:3]):
             for i, token in enumerate(tokens[b].tolist()):
                 logits, sure = slow_slot(model, block[level], token)
                 torch.testing.assert_close(scored.logits[b, i], logits, rtol=1e-5, atol=1e-5)
-                assert float(scored.confidence[b, i]) == pytest.approx(sure.sigmoid().item(), rel=1e-5)
+                assert float(confidence[b, i]) == pytest.approx(sure.sigmoid().item(), rel=1e-5)
 
 
 def test_a_block_is_one_pass_whatever_the_tree(monkeypatch):
@@ -155,6 +164,14 @@ def test_a_wrong_option_is_refused(base, options, message):
         convert(base, "parallel", **options)
 
 
+def test_the_usual_tree_is_no_deeper_than_its_nodes_reach(base):
+    for options, deep in (({}, {"cpu": 7, "cuda": 8}), ({"block_size": 3}, {"cpu": 3, "cuda": 3})):
+        head = convert(base, "parallel", **options).head
+        for device, depth in deep.items():
+            plan = head.usual_plan(torch.device(device))
+            assert plan.depth == depth == len(plan.level_beams) + 1
+
+
 def test_a_tree_deeper_than_the_block_is_refused(base):
     model = convert(base, "parallel", block_size=2)
     with pytest.raises(ValueError, match="a tree 3 deep needs a block of as many slots"):
@@ -187,3 +204,11 @@ def test_the_base_output_rows_of_a_draft_vocabulary_stay_as_they_are(base, tmp_p
     again = type(model).from_pretrained(tmp_path, base=base)
     assert not again.head.lm_head.weight.requires_grad and torch.equal(again.head.target_ids, torch.arange(57, 97))
     assert torch.equal(again.generate(ids, max_new_tokens=6), model.generate(ids, max_new_tokens=6))
+
+
+def test_the_frozen_output_rows_are_the_bases_whatever_the_head_starts_from(base):
+    head = convert(base, "parallel", draft_vocab_size=40, init=False).head
+    assert torch.equal(head.lm_head.weight, base.lm_head.weight[:40])
+    with pytest.raises(ValueError, match="give the base with the token counts"):
+        head.set_draft_vocabulary(torch.arange(97))
+    assert torch.equal(head.target_ids, torch.arange(40)), "refused before anything changed"

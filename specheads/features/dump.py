@@ -21,7 +21,16 @@ from specheads.data import build_datasets
 from specheads.features import kept_base
 from specheads.features.index import INDEX, Index, read_index
 from specheads.features.passes import Writer
-from specheads.features.plan import Ask, SaveOptions, agree, bytes_per_token, num_tokens, tapped_layers
+from specheads.features.plan import (
+    Ask,
+    SaveOptions,
+    agree,
+    base_dtype,
+    bytes_per_token,
+    num_tokens,
+    saved_files,
+    tapped_layers,
+)
 from specheads.features.shards import FeatureError, Shard, facts, write
 from specheads.fingerprint import fingerprint
 from specheads.heads import HEADS
@@ -33,7 +42,8 @@ from specheads.training import load_base, padding_id
 
 @dataclass(frozen=True)
 class Saved:
-    """What a run did: tokens and bytes in the folder, files made now, and whether passes ended behind the last tap."""
+    """What a run did: tokens and bytes in the folder, those of the base too, files made now, and whether passes ended
+    behind the last tap."""
 
     folder: Path
     rows: int
@@ -55,7 +65,8 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Ask | None = None) 
         raise FeatureError(f"the recipe has features={recipe.features!r}: saving them takes base and data, without it")
     state, folder = PartialState(cpu=not torch.accelerator.is_available()), options.output
     launch.check(recipe.launch, state.num_processes)
-    config = AutoConfig.from_pretrained(recipe.base).get_text_config(decoder=True)
+    whole = AutoConfig.from_pretrained(recipe.base)
+    config = whole.get_text_config(decoder=True)
     taps = tapped_layers(recipe, options, config)
     tokenizer = AutoTokenizer.from_pretrained(recipe.base)
     with state.main_process_first():
@@ -66,7 +77,7 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Ask | None = None) 
     count = sum(map(len, splits.values()))
     shard_rows = max(1, round(options.shard_mb * 2**20 * count / (tokens * each)))
     if state.is_main_process:
-        agree(folder, tokens, each, ask)
+        agree(folder, tokens, each, kept_base.kept_bytes(whole, base_dtype(config, recipe)), ask)
     base = load_base(recipe).to(state.device).eval()
     index = Index(
         taps, _dtype_name(options.dtype, base), options.law, _last_tap(base, taps), options.batch_size, shard_rows,
@@ -95,8 +106,9 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Ask | None = None) 
         kept = facts(folder / kept_base.FOLDER / kept_base.WEIGHTS)
         replace(index, files=files, kept=kept).write(folder)
     state.wait_for_everyone()
-    sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
-    return Saved(folder, count, tokens, sum(sizes), len(sizes), made, writer.forward.early)
+    size = sum(path.stat().st_size for path in saved_files(folder))
+    number = sum(1 for _ in folder.glob("*.safetensors"))
+    return Saved(folder, count, tokens, size, number, made, writer.forward.early)
 
 
 def _dtype_name(name: str, base: PreTrainedModel) -> str:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from specheads.features.shards import FeatureError, write_tensors
 from specheads.heads.block import decoder_layers, final_norm
@@ -26,12 +26,25 @@ def keep(base: PreTrainedModel, folder: Path) -> None:
     """Write the base's config and what is kept of its weights to folder/base."""
     place = folder / FOLDER
     place.mkdir(exist_ok=True)
+    base.config.save_pretrained(place)
+    write_tensors(place / WEIGHTS, {name: t.detach().cpu().contiguous().clone() for name, t in _kept(base).items()})
+
+
+@torch.no_grad()
+def kept_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """What `keep` will write of a base of this config, loaded in that dtype, by its sizes alone."""
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return sum(t.numel() * t.element_size() for t in _kept(base).values())
+
+
+def _kept(base: PreTrainedModel) -> dict[str, Tensor]:
     embed, lm_head = cast(nn.Embedding, base.get_input_embeddings()), cast(nn.Linear, base.get_output_embeddings())
     layers, norm = decoder_layers(base), final_norm(base)
     ids = torch.arange(len(embed.weight), device=embed.weight.device)
     # What the module gives and not its matrix: some scale it (Gemma).
     tensors = {"embed": torch.cat([embed(part) for part in ids.split(4096)])}
-    if not _same(lm_head.weight, tensors["embed"]):
+    if not _same(lm_head.weight, tensors["embed"], embed):
         tensors["lm_head.weight"] = lm_head.weight
     if getattr(lm_head, "bias", None) is not None:
         tensors["lm_head.bias"] = lm_head.bias
@@ -39,12 +52,13 @@ def keep(base: PreTrainedModel, folder: Path) -> None:
         tensors |= {f"layer.{name}": p for name, p in layers[-1].named_parameters() if p.ndim <= 2}
     if norm is not None:
         tensors |= {f"norm.{name}": p for name, p in norm.named_parameters()}
-    base.config.save_pretrained(place)
-    write_tensors(place / WEIGHTS, {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
+    return tensors
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a, b)
+def _same(matrix: Tensor, embedded: Tensor, embed: nn.Embedding) -> bool:
+    if matrix.is_meta:  # where nothing can be compared; subclasses scale what they embed
+        return matrix is embed.weight and type(embed) is nn.Embedding
+    return matrix.shape == embedded.shape and torch.equal(matrix, embedded)
 
 
 def _read(folder: Path) -> dict[str, Tensor]:

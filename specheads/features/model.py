@@ -39,13 +39,6 @@ class FeatureModel(SpecModel):
 
 def beside_kept_base(folder: Path, index: Index, module: DraftHead) -> FeatureModel:
     """A head and what was kept of its base."""
-    config = module.config
-    base = KeptBase(folder, index.base["name"])
-    record = SpecConfig(
-        head=config.to_dict(),
-        base_model_name_or_path=index.base["name"],
-        base_revision=index.base["revision"],
-        base_fingerprint=index.base["fingerprint"],
-        architectures=["SpecModel"],
-    )
+    name, revision, fingerprint = (index.base[key] for key in ("name", "revision", "fingerprint"))
+    base, record = KeptBase(folder, name), SpecConfig.of(module.config, name, revision, fingerprint)
     return FeatureModel(record, cast(PreTrainedModel, base), module)

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import torch
 
 from specheads import checkpoint
+from specheads.features import kept_base
 from specheads.features.index import free_bytes, kept_tokens
 from specheads.features.shards import FLOAT8, FeatureError
 from specheads.heads import HEADS
@@ -60,22 +61,35 @@ def num_tokens(rows: Any) -> int:
     return sum(pc.sum(pc.list_value_length(batch["input_ids"])).as_py() for batch in batches)
 
 
-def bytes_per_token(config: Any, taps: Sequence[int], options: SaveOptions, recipe: Recipe) -> int:
-    name = options.dtype
-    if name == "auto":
-        name = recipe.base_dtype if recipe.base_dtype != "auto" else str(config.dtype or torch.float32)
+def base_dtype(config: Any, recipe: Recipe) -> torch.dtype:
+    name = recipe.base_dtype if recipe.base_dtype != "auto" else str(config.dtype or torch.float32)
     dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def bytes_per_token(config: Any, taps: Sequence[int], options: SaveOptions, recipe: Recipe) -> int:
+    dtype = base_dtype(config, recipe) if options.dtype == "auto" else getattr(torch, options.dtype)
     states = len(taps) + (options.law == "hidden" and config.num_hidden_layers not in taps)
     kept = min(kept_tokens(options.law) or 0, config.vocab_size)
     law = 8 * kept + 4 if kept else 0
     return 13 + states * (config.hidden_size * dtype.itemsize + 4 * (dtype == FLOAT8)) + law
 
 
-def agree(folder: Path, tokens: int, each: int, ask: Ask | None) -> None:
-    """FeatureError where there is too little room, or whoever is asked does not want it."""
-    whole, free = tokens * each, free_bytes(folder)
-    there = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    plan = f"{tokens:,} tokens, {each:,} bytes each: {size_text(whole)} in {folder}, where {size_text(free)} are free"
+def saved_files(folder: Path) -> list[Path]:
+    """What takes room in a folder of features: its shards, and what is kept of the base."""
+    kept = folder / kept_base.FOLDER / kept_base.WEIGHTS
+    return [*folder.glob("*.safetensors"), *[kept] * kept.exists()]
+
+
+def agree(folder: Path, tokens: int, each: int, kept: int, ask: Ask | None) -> None:
+    """FeatureError where there is too little room, or whoever is asked does not want it. kept: bytes of the base."""
+    whole, free = tokens * each + kept, free_bytes(folder)
+    there = sum(path.stat().st_size for path in saved_files(folder))
+    plan = (
+        f"{tokens:,} tokens, {each:,} bytes each, and {size_text(kept)} of the base: {size_text(whole)} in {folder}, "
+        f"where {size_text(free)} are free"
+    )
     if there:
         plan += f" and {size_text(there)} are saved already"
     if whole - there > free:

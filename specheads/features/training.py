@@ -53,6 +53,7 @@ def new_head(folder: Path, index: Index, head: HeadConfig) -> DraftHead:
     refuse_unfit(folder, index, config)
     module = HEADS[config.kind](config)
     module.refuse_unfit(base)
+    module.take_frozen(base)
     module.initialise(base)
     if isinstance(module, DraftVocabulary) and module.target_ids is not None:
         rows = FeatureDataset(folder, (), index=index).labels()

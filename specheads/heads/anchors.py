@@ -16,8 +16,8 @@ from specheads.objective import Asked
 
 @dataclass(frozen=True, slots=True)
 class AnchoredBlocks:
-    """anchors (B, A): their columns, in order; learnt (B, A, K): is slot j asked for its token? None is where an
-    anchor only fills the row up. weights (B, A): how many blocks each stands for."""
+    """anchors (B, A): their columns, in order; learnt (B, A, K): is slot j asked for its token? An anchor that only
+    fills the row up has no such slot. weights (B, A): how many blocks each stands for."""
 
     anchors: Tensor
     learnt: Tensor

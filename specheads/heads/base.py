@@ -161,6 +161,9 @@ class DraftHead(nn.Module, ABC):
     def refuse_unfit(self, base: Any) -> None:
         """Raise UnsupportedModel where this kind of head cannot learn from this base."""
 
+    def take_frozen(self, base: nn.Module) -> None:
+        """Copy what the head holds of the base and does not train; without it the head would be none."""
+
     def initialise(self, base: nn.Module) -> None:
         """Start from what the base already knows, where the shapes agree."""
 

@@ -1,4 +1,4 @@
-"""The one decoder block of both EAGLE heads: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+"""The one decoder block of all heads that have one: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
 Shapes: B batch rows, T positions, H hidden, d head size, S unrolled steps.
 """

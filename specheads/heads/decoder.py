@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from specheads.heads.base import HeadConfig
 from specheads.heads.block import Block, RotaryTable
 from specheads.planner import Plan
 
+T = TypeVar("T")
 # block, its index, attention input and residual (B, T, H), rotary → output (B, T, H)
 Attend = Callable[[Block, int, Tensor, Tensor, tuple[Tensor, Tensor]], Tensor]
 
@@ -96,27 +97,44 @@ def attend_with(cache: TreeCache, mask: Tensor | None) -> Attend:
     return attend
 
 
-def read_committed(
-    context: Context, plan: Plan, hidden: Tensor, num_layers: int, rotary: RotaryTable,
-    run: Callable[[Attend, Tensor], Tensor],
-) -> tuple[Tensor, TreeCache]:  # fmt: skip
-    """run(attend, positions (B, P)) on hidden (B, P, H), of the positions committed since the last proposal. What it
-    gave, and the head's own cache, which their keys and values have joined; context.memory keeps it."""
+def keep_committed(
+    context: Context, scratch: int, hidden: Tensor, num_layers: int, rotary: RotaryTable,
+    write: Callable[[TreeCache, Tensor, bool], T],
+) -> tuple[T, TreeCache]:  # fmt: skip
+    """write(cache, positions (B, P), fresh) puts keys and values of the positions committed since the last proposal,
+    hidden (B, P, H), into the head's own cache; fresh: into an empty one. What it gave, and the cache, which
+    context.memory keeps."""
     target, memory = context.target, context.memory
     batch, columns, _ = hidden.shape
     chain = torch.arange(columns, device=hidden.device).expand(batch, columns)
     if "cache" not in memory:
-        scratch = max(plan.depth + 1, plan.drafting_slots)
         cache = memory["cache"] = TreeCache(num_layers, scratch, target.cache.capacity)
         # A row may overshoot the limit by one path when it ends, and is then fed a path of padding with the rest.
         rotary.ensure(target.limit + 2 * scratch, hidden)
-        hidden = run(attend_with(cache, None), chain)
+        made = write(cache, chain, True)
         cache.settle(context.new, columns)
     else:
         cache = memory["cache"]
         cache.open()
-        causal = chain.unsqueeze(1) <= chain.unsqueeze(2)
-        seen = visible(causal, chain, cache.lengths, cache.scratch, cache.attended, Reach())
-        hidden = run(attend_with(cache, additive(seen, hidden.dtype)), cache.lengths.unsqueeze(1) + chain)
+        made = write(cache, cache.lengths.unsqueeze(1) + chain, False)
         cache.commit(chain, context.new, context.bound)
-    return hidden, cache
+    return made, cache
+
+
+def read_committed(
+    context: Context, plan: Plan, hidden: Tensor, num_layers: int, rotary: RotaryTable,
+    run: Callable[[Attend, Tensor], Tensor],
+) -> tuple[Tensor, TreeCache]:  # fmt: skip
+    """run(attend, positions (B, P)) on hidden (B, P, H), of the positions committed since the last proposal: what it
+    gave, and the head's own cache with their keys and values."""
+
+    def write(cache: TreeCache, position: Tensor, fresh: bool) -> Tensor:
+        mask = None
+        if not fresh:
+            chain = torch.arange(position.shape[1], device=position.device).expand_as(position)
+            causal = chain.unsqueeze(1) <= chain.unsqueeze(2)
+            seen = visible(causal, chain, cache.lengths, cache.scratch, cache.attended, Reach())
+            mask = additive(seen, hidden.dtype)
+        return run(attend_with(cache, mask), position)
+
+    return keep_committed(context, max(plan.depth + 1, plan.drafting_slots), hidden, num_layers, rotary, write)

@@ -13,14 +13,14 @@ from specheads.heads.base import TapBatch
 from specheads.heads.block import copy_layer, decoder_layers, final_norm
 from specheads.heads.feature import FeatureHead, UnrolledConfig
 from specheads.losses import add_uniform_noise, feature_distance
-from specheads.target import UnsupportedModel, lm_head_gives_logits
+from specheads.target import refuse_more_than_lm_head
 
 
 @dataclass(frozen=True)
 class EagleConfig(UnrolledConfig):
     """feature_weight and law_weight: of the two losses; noise: half-width of the uniform feature noise; fc_bias: of
-    the fusing layer; steps: drafted steps that training unrolls, 1 as published, more as in HASS (arXiv:2408.15766);
-    metric_steps: those that evaluation unrolls for the joint accepted length."""
+    the fusing layer; steps: 1 as published, more as in HASS (arXiv:2408.15766); metric_steps: those that evaluation
+    unrolls for the joint accepted length."""
 
     kind: ClassVar[str] = "eagle"
 
@@ -28,13 +28,12 @@ class EagleConfig(UnrolledConfig):
     law_weight: float = 0.1
     noise: float = 0.1
     fc_bias: bool = False
-    steps: int = 1
     metric_steps: int = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least(0, "feature_weight", "law_weight", "noise")
-        self._at_least(1, "steps", "metric_steps")
+        self._at_least(1, "metric_steps")
         if self.taps is not None and len(self.taps) != 1:
             raise ValueError(f"an eagle head reads one layer, not taps={self.taps}")
 
@@ -57,11 +56,7 @@ class EagleHead(FeatureHead):
         return max(self.config.steps, self.config.metric_steps)
 
     def refuse_unfit(self, base: Any) -> None:
-        if not lm_head_gives_logits(base):
-            raise UnsupportedModel(
-                f"{type(base).__name__} does more than its output matrix between the last hidden state and the logits, "
-                "and an eagle head drafts through that matrix alone; use 'eagle3' or 'medusa'"
-            )
+        refuse_more_than_lm_head(base, self.config.kind)
 
     @torch.no_grad()
     def initialise(self, base: Any) -> None:

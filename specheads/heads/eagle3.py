@@ -35,7 +35,6 @@ class Eagle3Config(UnrolledConfig, DraftVocabularyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least(1, "steps", "draft_vocab_size")
         if not 0 < self.step_decay <= 1:
             raise ValueError(f"eagle3 head option step_decay={self.step_decay} must be above 0 and at most 1")
         if self.norm_features and self.norm_before_fc:

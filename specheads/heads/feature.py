@@ -58,14 +58,17 @@ class FeatureHeadConfig(DecoderConfig, ABC):
 
 @dataclass(frozen=True)
 class UnrolledConfig(FeatureHeadConfig, ABC):
-    """anchors: starts of a row at which a training step unrolls more than the first draft, drawn at random (default:
-    all). Fewer cost less memory and time, and the loss is an unbiased estimate. Evaluation has them all."""
+    """steps: drafted steps that training unrolls. anchors: starts of a row at which a training step unrolls more than
+    the first draft, drawn at random (default: all). Fewer cost less memory and time, and the loss is an unbiased
+    estimate; the accepted length that training logs is of those starts alone, each counted once, so that long rows
+    count for less. Evaluation has them all."""
 
+    steps: int = 1
     anchors: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least(1, "anchors")
+        self._at_least(1, "steps", "anchors")
         if self.anchors is not None and self.dpace is not None:
             raise ValueError(
                 f"{self.kind} head options anchors and dpace: a draft is weighed by its deeper ones, which anchors "
@@ -92,7 +95,7 @@ class FeatureHead(DraftHead):
         return self.config.taps
 
     def passes(self, length: int) -> float:
-        return float(getattr(self.config, "steps", 1))
+        return 1 + (self.config.steps - 1) * min(self.config.anchors or length, length) / length
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:

@@ -27,15 +27,18 @@ from specheads.heads.anchors import AnchoredBlocks
 from specheads.heads.base import TapBatch
 from specheads.heads.block import RotaryTable, copy_norm, final_norm
 from specheads.heads.context_layer import ContextLayer
+from specheads.heads.decoder import keep_committed
 from specheads.heads.feature import FeatureHeadConfig
 from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
 from specheads.losses import wide
 from specheads.planner import BestFirstTree, Plan, Scored
 from specheads.sampling import Sampler
-from specheads.target import UnsupportedModel, lm_head_gives_logits, logits_of
+from specheads.target import UnsupportedModel, logits_of, refuse_more_than_lm_head
 from specheads.tree import DraftTree
 
-SLOTS_AT_ONCE = 128  # of a training row: their blocks are masked from one another, which costs attention
+# Slots of a training row in one pass: blocks are masked from one another, which wastes attention, but a GPU idles over
+# few.
+SLOTS_AT_ONCE = {"cpu": 128, "cuda": 2048}
 Attend = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -44,9 +47,9 @@ class ParallelConfig(FeatureHeadConfig, DraftVocabularyConfig):
     """block_size: slots of a block, and tokens drafted at most; causal: false lets slots see one another both ways, as
     in DFlash; markov_rank: of the bias, 0 for none; confidence: learn beside each law how likely its draft is accepted;
     mask_token_id: the base's token to read behind the root (default: an embedding of the head's own); anchors: blocks
-    of a row that a training step draws; decay: slot j's loss weighs decay^j, e^(−1/4) as published for blocks of 8,
-    e^(−1/7) for 16. With a draft vocabulary the head keeps the base's output rows of its tokens, frozen. draft_depth:
-    of the default tree."""
+    of a row that a training step draws, of which the accepted length it logs counts each once; decay: slot j's loss
+    weighs decay^j, e^(−1/4) as published for blocks of 8, e^(−1/7) for 16. With a draft vocabulary the head keeps the
+    base's output rows of its tokens, frozen. draft_depth: of the default tree."""
 
     kind: ClassVar[str] = "parallel"
     aliases: ClassVar[dict[str, str]] = {}
@@ -130,13 +133,9 @@ class ParallelHead(DraftVocabulary):
         return self.config.block_size
 
     def refuse_unfit(self, base: Any) -> None:
-        if not lm_head_gives_logits(base):
-            raise UnsupportedModel(
-                f"{type(base).__name__} does more than its output matrix between the last hidden state and the logits, "
-                "and a parallel head drafts through that matrix alone; use 'eagle3' or 'medusa'"
-            )
+        refuse_more_than_lm_head(base, self.config.kind)
         output = base.get_output_embeddings()
-        if self.target_ids is not None and not output.weight.is_meta:
+        if self.narrow and not output.weight.is_meta:
             probe = torch.randn(4, output.weight.shape[-1], device=output.weight.device, dtype=output.weight.dtype)
             if not torch.allclose(output(probe), logits_of(base, probe)):
                 raise UnsupportedModel(
@@ -144,13 +143,21 @@ class ParallelHead(DraftVocabulary):
                     "not; leave draft_vocab_size out"
                 )
 
-    @torch.no_grad()
-    def initialise(self, base: Any) -> None:
+    def take_frozen(self, base: Any) -> None:
         self.copy_output_rows(base)
+
+    def initialise(self, base: Any) -> None:
         copy_norm(self.norm, final_norm(base))
 
+    def set_draft_vocabulary(self, counts: Tensor, base: Any = None) -> None:
+        if base is None and self.narrow:
+            raise ValueError(
+                "a parallel head drafts through the base's output rows: give the base with the token counts"
+            )
+        super().set_draft_vocabulary(counts, base)
+
     def output_layers(self) -> list[nn.Linear]:
-        return [] if self.target_ids is None else [self.lm_head]
+        return [self.lm_head] if self.narrow else []
 
     def output_parameters(self) -> list[Tensor]:
         markov = [self.markov_lm_head.weight] if self.config.markov_rank else []
@@ -165,7 +172,7 @@ class ParallelHead(DraftVocabulary):
 
     def marginal(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
         """A slot's output (…, H) → its logits (…, Vd), whatever token stands before its own."""
-        return lm_head(hidden) if self.target_ids is None else self.lm_head(hidden)
+        return self.lm_head(hidden) if self.narrow else lm_head(hidden)
 
     # What a block reads and gives
 
@@ -175,8 +182,8 @@ class ParallelHead(DraftVocabulary):
 
     def slots(self, tokens: Tensor, count: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
         """Roots (B, A) → what the first `count` slots of their blocks read, one after another: (B, A · count, H)."""
-        own = self.config.mask_token_id is None
-        mask = self.mask_embed(tokens.new_zeros(1)) if own else embed(tokens.new_tensor([self.config.mask_token_id]))
+        id_ = self.config.mask_token_id  # new_full, where new_tensor would wait for a copy from the host
+        mask = self.mask_embed(tokens.new_zeros(1)) if id_ is None else embed(tokens.new_full((1,), id_))
         root = embed(tokens).to(self.dtype).unsqueeze(2)
         return torch.cat([root, mask.to(self.dtype).expand(*tokens.shape, count - 1, -1)], 2).flatten(1, 2)
 
@@ -205,7 +212,8 @@ class ParallelHead(DraftVocabulary):
         if self.config.causal:
             inside = inside.tril()
         outputs = []
-        for anchors in blocks.anchors.split(max(1, SLOTS_AT_ONCE // size), 1):
+        at_once = SLOTS_AT_ONCE.get(context.device.type, SLOTS_AT_ONCE["cpu"])
+        for anchors in blocks.anchors.split(max(1, at_once // size), 1):
             number = anchors.shape[1]
             same = batch.documents.unsqueeze(1) == batch.documents.gather(1, anchors).unsqueeze(2)
             before = same & (column < anchors.unsqueeze(2))  # (B, A, T)
@@ -244,32 +252,21 @@ class ParallelHead(DraftVocabulary):
     # Drafting
 
     def usual_plan(self, device: torch.device) -> Plan:
-        depth = min(self.config.draft_depth, self.config.block_size)
         # Each beam is a row of logits where there is a bias; on a CPU each node costs the target time as well.
-        return BestFirstTree(128, depth, beams=32) if device.type == "cuda" else BestFirstTree(8, depth)
+        budget, beams = (128, 32) if device.type == "cuda" else (8, None)
+        depth = min(self.config.draft_depth, self.config.block_size, budget - 1)
+        return BestFirstTree(budget, depth, beams=beams)
 
     def read(self, context: Context, scratch: int) -> TreeCache:
         """The head's own cache, with the keys and values of all that stands before the root."""
-        target, memory = context.target, context.memory
         features = self.fuse(context.features)
-        position = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
-        fresh = "cache" not in memory
-        if fresh:
-            memory["cache"] = TreeCache(len(self.decoder), scratch, target.cache.capacity)
-            # A row may overshoot the limit by one path when it ends, and is then fed a path of padding with the rest.
-            self.rotary.ensure(target.limit + 2 * scratch, features)
-        cache, chain = memory["cache"], position
-        if not fresh:
-            cache.open()
-            position = cache.lengths.unsqueeze(1) + chain
-        rotary = self.rotary(position)
-        for i, layer in enumerate(self.decoder):
-            cache.update(*layer.keys_values(features, rotary), i)  # type: ignore[operator]
-        if fresh:
-            cache.settle(context.new, features.shape[1])
-        else:
-            cache.commit(chain, context.new, context.bound)
-        return cache
+
+        def write(cache: TreeCache, position: Tensor, fresh: bool) -> None:
+            rotary = self.rotary(position)
+            for i, layer in enumerate(self.decoder):
+                cache.update(*layer.keys_values(features, rotary), i)  # type: ignore[operator]
+
+        return keep_committed(context, scratch, features, len(self.decoder), self.rotary, write)[1]
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         config, target = self.config, context.target
@@ -293,17 +290,20 @@ class ParallelHead(DraftVocabulary):
 
         x = self.slots(context.root.unsqueeze(1), count, target.embed)
         hidden = self(x, cache.lengths.unsqueeze(1) + slot, attend)
+        ids = self.target_ids
         levels = zip(hidden.split(1, 1), self.marginal(hidden, target.lm_head).split(1, 1), strict=True)
 
         def expand(tokens: Tensor, parents: Tensor | None) -> Scored:
             out, logits = next(levels)  # (B, 1, H), (B, 1, Vd)
             width = tokens.shape[1]
-            rows = self.followed(out.expand(-1, width, -1), tokens)
-            sure = self.confidence(rows).squeeze(2).sigmoid() if config.confidence else None
+
+            def sure() -> Tensor:
+                return self.confidence(self.followed(out.expand(-1, width, -1), tokens)).squeeze(2).sigmoid()
+
+            asked = sure if config.confidence else None
             if not config.markov_rank:
-                return Scored(logits, self.target_ids, width, sure)
-            bias = self.markov_lm_head(rows[..., -config.markov_rank :])
-            return Scored(logits + bias, self.target_ids, confidence=sure)
+                return Scored(logits, ids, width, asked)
+            return Scored(logits + self.markov_lm_head(self.markov_embed(tokens)), ids, confidence=asked)
 
         assert config.vocab_size is not None
         return plan.grow(context.root, expand, sampler, config.vocab_size)

@@ -60,8 +60,13 @@ class DraftVocabulary(DraftHead):
         return [parameter for layer in self.output_layers() for parameter in layer.parameters()]
 
     @property
+    def narrow(self) -> bool:
+        """Does the draft vocabulary leave tokens out?"""
+        return len(self.d2t) < len(self.t2d)
+
+    @property
     def target_ids(self) -> Tensor | None:
-        if len(self.d2t) == len(self.t2d):
+        if not self.narrow:
             return None
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 

@@ -61,7 +61,7 @@ class AdaptiveChain:
                 token, chance = ids[:, 0], best[:, 0, 0].exp()
                 parents.append(first + len(tokens) - 1)
             if scored.confidence is not None:
-                chance = scored.confidence[:, 0]
+                chance = scored.confidence()[:, 0]
             unsure = unsure | (chance < self.confidence)
             tokens.append(token)
             above = first

@@ -22,14 +22,14 @@ from specheads.tree import DraftTree
 class Scored:
     """Draft logits (B, k, Vd) of the token after each node; ids (Vd,) are their target ids, None if the same.
 
-    logits (B, 1, Vd) with width k: a law that all k nodes share. confidence (B, k): the chance, as the drafter itself
+    logits (B, 1, Vd) with width k: a law that all k nodes share. confidence() (B, k): the chance, as the drafter itself
     sees it, that what it drafts behind a node is accepted; None where it has no such output.
     """
 
     logits: Tensor
     ids: Tensor | None = None
     width: int = 0
-    confidence: Tensor | None = None
+    confidence: Callable[[], Tensor] | None = None
 
     def top(self, count: int) -> tuple[Tensor, Tensor]:
         """The `count` likeliest: log-probabilities (B, k, count) and target ids (B, k, count), best first."""
@@ -79,7 +79,8 @@ class Plan(Protocol):
     def depth(self) -> int: ...
     @property
     def drafting_slots(self) -> int:
-        """KV slots a drafter with a cache of its own needs for the nodes it expands below the root."""
+        """KV slots a drafter with a cache of its own needs for the nodes it expands below the root. It reads a path
+        that was accepted in the same slots, so that they are depth + 1 at least."""
         ...
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree: ...

@@ -59,7 +59,8 @@ def import_(
     dtype: Stored = None,
     as_json: Json = False,
 ) -> None:
-    """Read a head that another program wrote: EAGLE, EAGLE-3, Medusa, speculators, SpecForge, ModelOpt, vLLM.
+    """Read a head that another program wrote: EAGLE, EAGLE-3, Medusa, Hydra, speculators with DSpark, SpecForge,
+    ModelOpt, vLLM.
 
     Its form is recognised by its files. The result decodes, trains on and exports like any head here.
 

@@ -17,8 +17,8 @@ from specheads.spec_model import SpecConfig, SpecModel
 from specheads.target import refuse_unsupported
 
 logger = hf_logging.get_logger(__name__)
-# Forms known by a key of their config, and not read yet.
 _NAMED = ("medusa_", "hydra_")  # weights whose file says what they are
+# Forms known by a key of their config or by an architecture, and not read outside the speculators form.
 _NOT_YET = {"dflash_config": "DFlash", "markov_head": "DSpark"}
 
 

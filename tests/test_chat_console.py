@@ -230,6 +230,14 @@ class Terminal:
         os.write(self.master, keys.encode())
 
 
+@pytest.fixture(autouse=True)
+def heeded():
+    """Ctrl-C as it is in a terminal, though whoever runs the tests in the background of a shell ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_a_second_ctrl_c_does_not_wait_and_the_handler_is_put_back():
     before = signal.getsignal(signal.SIGINT)
     with stoppable() as stop:

@@ -69,7 +69,7 @@ def test_every_loss_and_the_overlap_equal_those_of_the_coarse_law(k, size):
 @pytest.mark.parametrize("size", [None, 9])
 def test_all_tokens_kept_are_the_full_law(size):
     draft, target, drafted = vocabulary(size), logits(1), logits(2, size or V).requires_grad_()
-    law, full = TopKTail.of(target, V).law(torch.arange(ROWS), draft), FullLaw.of(target, draft)
+    law, full = TopKTail.of(target, V).law(torch.arange(ROWS), draft), FullLaw(target, draft)
     torch.testing.assert_close(law.mass, full.mass)
     log_q = drafted.log_softmax(-1)
     for name, loss in LAW_LOSSES.items():
@@ -83,7 +83,7 @@ def test_all_tokens_kept_are_the_full_law(size):
 def test_the_chance_of_acceptance_is_never_underrated(size):
     """Merging outcomes can only hide where two laws differ, and the more tokens are kept the less of that."""
     draft, target, log_q = vocabulary(size), logits(1), logits(2, size or V).log_softmax(-1)
-    full = FullLaw.of(target, draft)
+    full = FullLaw(target, draft)
     exact = overlap(log_q, full.log_p + full.mass.log().unsqueeze(1))
     before = torch.full((ROWS,), 2.0, dtype=torch.float64)
     for k in (1, 3, 8, V):

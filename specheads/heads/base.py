@@ -101,7 +101,8 @@ class TapBatch:
 
     @property
     def denominator(self) -> Tensor | float:
-        return self.supervised.sum().clamp_min(1) if self.num_items is None else self.num_items
+        items = self.supervised.sum() if self.num_items is None else self.num_items
+        return items.clamp_min(1) if isinstance(items, Tensor) else max(items, 1)
 
     def asked(self, depths: int) -> Asked:
         """The supervised positions, and where drafts of so many depths started for each."""

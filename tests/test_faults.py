@@ -215,7 +215,7 @@ def test_a_process_whose_other_is_gone_ends_with_an_error_in_bounded_time(how, f
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    run = options(tmp_path, folder, max_steps=100_000, ddp_timeout=15, save_steps=20, eval_strategy="no")
+    run = options(tmp_path, folder, max_steps=100_000, ddp_timeout=25, save_steps=20, eval_strategy="no")
     (tmp_path / "run.yaml").write_text(run.to_yaml())
     command = [sys.executable, "train/heads.py", str(tmp_path / "run.yaml")]
     known = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
@@ -233,7 +233,7 @@ def test_a_process_whose_other_is_gone_ends_with_an_error_in_bounded_time(how, f
         processes[1].send_signal(how)
         began = time.monotonic()
         assert processes[0].wait(timeout=90) == 1
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 75
     finally:
         for process in processes:
             process.kill()

@@ -18,7 +18,6 @@ from specheads.accept import (
     Unadjusted,
     fuzzy_from,
 )
-from specheads.checkpoint import CheckpointError
 from specheads.convert import convert, load_head
 from specheads.decode import Step, decode
 from specheads.drafters import (
@@ -46,6 +45,7 @@ from specheads.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
 from specheads.patch import patch, unpatch
 from specheads.planner import AdaptiveChain, BestFirstTree, DynamicTree, Plan, SampledTree, StaticTree, chain, comb
 from specheads.sampling import Sampler
+from specheads.saved_head import CheckpointError
 from specheads.spec_model import SpecConfig, SpecModel
 from specheads.target import Target, UnsupportedModel
 from specheads.tree import DraftTree

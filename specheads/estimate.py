@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specheads import checkpoint
+from specheads import saved_head
 from specheads.convert import convert
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.objective import rows_of_chunk
@@ -66,9 +66,9 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
     config = AutoConfig.from_pretrained(recipe.base)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config)
-        options = recipe.head if recipe.init_from is None else checkpoint.read(recipe.init_from).head
+        options = recipe.head if recipe.init_from is None else saved_head.read(recipe.init_from).head
         assert options is not None
-        joint = recipe.lora if recipe.init_from is None else checkpoint.read(recipe.init_from).config.joint
+        joint = recipe.lora if recipe.init_from is None else saved_head.read(recipe.init_from).config.joint
         model = convert(base, options, init=False, lora=joint)
     head, arguments = model.head, recipe.training
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

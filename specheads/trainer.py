@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from transformers import ProgressCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
-from specheads.checkpoint import CheckpointError, replacing
+from specheads.checkpoint import replacing
 from specheads.faults import STATE, TrainingError, go_on, is_unwritten, refuse_not_finite
 from specheads.joint import is_adapter
 from specheads.metrics import AcceptanceMeter, TrainingMeter
 from specheads.optim import MuonAdamW, parameter_groups
 from specheads.planner import StaticTree
+from specheads.saved_head import CheckpointError
 from specheads.spec_model import SpecModel, SpecOutput
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from drafted import assert_drafts, embeddings
 
-from specheads import CheckpointError, SpecModel, checkpoint, load_head
+from specheads import CheckpointError, SpecModel, load_head, saved_head
 from specheads.features.plan import SaveOptions, tapped_layers
 from specheads.recipe import Recipe
 from tests.conftest import tiny_llama
@@ -201,7 +201,7 @@ def test_what_reads_a_head_without_its_base_says_how_a_foreign_one_becomes_ours(
             "training": {"output_dir": str(tmp_path)},
         }
     )  # fmt: skip
-    for read in (checkpoint.read, lambda head: tapped_layers(recipe, SaveOptions(tmp_path), None)):
+    for read in (saved_head.read, lambda head: tapped_layers(recipe, SaveOptions(tmp_path), None)):
         with pytest.raises(CheckpointError, match="takes its base to be read: write it in our form first"):
             read(tmp_path / "theirs")
 

@@ -12,11 +12,11 @@ from peft import LoraConfig
 from slow_heads import DEFAULTS, SLOW, rows
 from test_launch import ROOT, material, overrides  # noqa: F401
 
-from specheads.checkpoint import CheckpointError
 from specheads.convert import convert
 from specheads.data import Collator
 from specheads.joint import JointConfig, adapters
 from specheads.recipe import RecipeError, read_recipe
+from specheads.saved_head import CheckpointError
 from specheads.spec_model import SpecModel
 from specheads.trainer import SpecTrainer, SpecTrainingArguments
 from train import heads

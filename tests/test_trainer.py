@@ -14,11 +14,11 @@ from tqdm import tqdm
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from specheads.checkpoint import CheckpointError
 from specheads.convert import convert
 from specheads.data import Collator
 from specheads.metrics import accepted_length
 from specheads.optim import MuonAdamW, parameter_groups
+from specheads.saved_head import CheckpointError
 from specheads.spec_model import SpecModel
 from specheads.trainer import AcceptanceProgress, SpecTrainer, SpecTrainingArguments
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specheads import checkpoint
 from specheads import console as terminal
+from specheads import saved_head
 from specheads.calibration import calibrated, expected_length, measured_ranks
 from specheads.data import DataConfig, build_datasets
 from specheads.spec_model import SpecModel
@@ -34,7 +34,7 @@ def calibrate(
 def save(model: SpecModel, directory: Path, record: dict[str, Any]) -> None:
     """Make the tree the default of the checkpoint in `directory`, whose tensors stay as they are."""
     model.set_default_tree(record["tree"])
-    model.save_pretrained(directory, state_dict=checkpoint.read(directory).tensors)
+    model.save_pretrained(directory, state_dict=saved_head.read(directory).tensors)
 
 
 def show(record: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specheads import checkpoint, corpus
+from specheads import corpus, saved_head
 from specheads.bench.environment import environment
 from specheads.heads import HEADS
 
@@ -23,8 +23,8 @@ def system_record() -> dict[str, Any]:
 def checkpoint_record(path: Path) -> dict[str, Any]:
     """What the head checkpoint in the directory `path` holds. CheckpointError where it is none."""
     if not path.is_dir():
-        raise checkpoint.CheckpointError(f"{path} is not a directory; give one that save_pretrained() wrote")
-    saved = checkpoint.read(path)
+        raise saved_head.CheckpointError(f"{path} is not a directory; give one that save_pretrained() wrote")
+    saved = saved_head.read(path)
     options = {name: value for name, value in saved.head.to_dict().items() if name != "kind"}
     weights = [t for t in saved.tensors.values() if t.is_floating_point()]
     tap = options.get("tap")

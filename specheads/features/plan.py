@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.compute as pc
 import torch
 
-from specheads import checkpoint
+from specheads import saved_head
 from specheads.features import kept_base
 from specheads.features.index import free_bytes, kept_tokens
 from specheads.features.shards import FLOAT8, FeatureError
@@ -46,7 +46,7 @@ class SaveOptions:
 def tapped_layers(recipe: Recipe, options: SaveOptions, config: Any) -> tuple[int, ...]:
     taps = options.taps
     if taps is None:
-        head = recipe.head if recipe.init_from is None else checkpoint.read(recipe.init_from).head
+        head = recipe.head if recipe.init_from is None else saved_head.read(recipe.init_from).head
         assert head is not None
         with torch.device("meta"):
             taps = HEADS[head.kind](head.filled(config)).layers

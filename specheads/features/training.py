@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specheads import checkpoint
+from specheads import checkpoint, saved_head
 from specheads.data import token_counts
 from specheads.features.dataset import FeatureCollator, FeatureDataset
 from specheads.features.index import Index, checked
@@ -30,7 +30,7 @@ def from_disk(folder: Path, head: HeadConfig | None, init_from: Any = None, dtyp
     """
     index = checked(folder)
     if init_from is not None:
-        saved = checkpoint.read(init_from)
+        saved = saved_head.read(init_from)
         if saved.config.joint:
             raise FeatureError(f"{init_from} was trained with adapters on its base, which {folder} was saved without")
         checkpoint.check_base(saved.config, index.base["fingerprint"], init_from)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specheads.checkpoint import CheckpointError
 from specheads.formats.files import Files
+from specheads.saved_head import CheckpointError
 
 if TYPE_CHECKING:
     from specheads.spec_model import SpecModel

@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
-from specheads.checkpoint import CheckpointError
 from specheads.formats.files import Files, flag, real, shown, table, whole
 from specheads.formats.format import check_sizes, dtype_of
 from specheads.heads.decoder import DecoderConfig
 from specheads.heads.feature import FeatureHeadConfig
+from specheads.saved_head import CheckpointError
 from specheads.target import text_config
 
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")

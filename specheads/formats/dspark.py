@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.checkpoint import CheckpointError
 from specheads.formats import layer_ids, vocabulary
 from specheads.formats.decoder import block_names, block_options
 from specheads.formats.files import Files, flag, shown, table, whole, wholes
 from specheads.formats.format import Format, Written, check_embeddings, count, output_matrix
 from specheads.formats.speculators import VERSION, nested_block, speculators_config
 from specheads.heads import HeadConfig, ParallelConfig
+from specheads.saved_head import CheckpointError
 from specheads.target import text_config
 
 _KINDS = ("dspark", "dflash")

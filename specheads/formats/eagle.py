@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.checkpoint import CheckpointError
 from specheads.formats.decoder import block_config, block_names, block_options
 from specheads.formats.files import Files, flag
 from specheads.formats.format import Format, Written, check_embeddings, count
 from specheads.heads import EagleConfig, HeadConfig
+from specheads.saved_head import CheckpointError
 from specheads.target import text_config
 
 _UNKNOWN = {"add_para_norm": "norms on what fc reads (HASS)", "qkv_bias": "biases on queries, keys and values alone"}

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.checkpoint import CheckpointError
 from specheads.formats import layer_ids, vocabulary
 from specheads.formats.decoder import block_config, block_names, block_options
 from specheads.formats.files import Files, architectures, flag, table, whole
 from specheads.formats.format import Format, Written, check_embeddings, count
 from specheads.heads import Eagle3Config, HeadConfig
+from specheads.saved_head import CheckpointError
 from specheads.target import text_config
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"

@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specheads.checkpoint import CONFIG, CheckpointError, as_dtype
+from specheads.checkpoint import as_dtype
 from specheads.formats import ENGINES, FORMATS
 from specheads.formats.format import Format, Written, embeddings_of
 from specheads.formats.readme import readme
 from specheads.options import refuse_unknown
+from specheads.saved_head import CONFIG, CheckpointError
 
 if TYPE_CHECKING:
     from specheads.spec_model import SpecModel

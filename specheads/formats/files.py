@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
-from specheads.checkpoint import CONFIG, WEIGHTS, CheckpointError
 from specheads.hub import may_be_repository
 from specheads.hub import options as hub_options
+from specheads.saved_head import CONFIG, WEIGHTS, CheckpointError
 
 SAFE = (WEIGHTS, "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")

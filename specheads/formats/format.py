@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.checkpoint import WEIGHTS, CheckpointError
 from specheads.formats.files import Files
 from specheads.heads import HEADS, HeadConfig
+from specheads.saved_head import WEIGHTS, CheckpointError
 from specheads.target import text_config
 
 _MOST = 64  # layers, or heads of one depth each

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.checkpoint import CheckpointError
 from specheads.formats.decoder import block_names
 from specheads.formats.files import Files, flag, shown, whole
 from specheads.formats.format import Format, Written, count
 from specheads.formats.medusa import every_token, tap_refusal
 from specheads.heads import HeadConfig, HydraConfig
+from specheads.saved_head import CheckpointError
 from specheads.target import text_config
 
 _PREFIX = "prefix_embeding_layer."  # sic

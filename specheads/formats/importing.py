@@ -8,11 +8,11 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from specheads.checkpoint import CheckpointError
 from specheads.convert import build_head, spec_config
 from specheads.formats import FORMATS
 from specheads.formats.files import Files, architectures, table
 from specheads.formats.format import Format, read
+from specheads.saved_head import CheckpointError
 from specheads.spec_model import SpecConfig, SpecModel
 from specheads.target import refuse_unsupported
 

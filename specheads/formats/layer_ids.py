@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specheads.checkpoint import CheckpointError
 from specheads.formats.files import Files, table, wholes
+from specheads.saved_head import CheckpointError
 
 KEY = "eagle_aux_hidden_state_layer_ids"
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.checkpoint import CheckpointError
 from specheads.formats.files import Files
 from specheads.formats.format import Format, Written, count, output_matrix
 from specheads.heads import HeadConfig, MedusaConfig
 from specheads.heads.vocabulary import DraftVocabularyConfig
+from specheads.saved_head import CheckpointError
 from specheads.target import text_config
 
 

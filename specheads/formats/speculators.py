@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.checkpoint import CheckpointError
 from specheads.formats import eagle3, vocabulary
 from specheads.formats.decoder import block_config
 from specheads.formats.files import Files, shown, table
@@ -17,6 +16,7 @@ from specheads.formats.format import Format, Written
 from specheads.formats.layer_ids import KEY
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.heads.feature import FeatureHeadConfig
+from specheads.saved_head import CheckpointError
 
 VERSION = "0.9.0"
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.checkpoint import CheckpointError
 from specheads.formats import vocabulary
 from specheads.formats.files import Files, architectures, flag, real, whole
 from specheads.formats.format import Format, Written, check_sizes, count, dtype_of
 from specheads.formats.medusa import block_names, tap_refusal
 from specheads.heads import HeadConfig, MedusaConfig
+from specheads.saved_head import CheckpointError
 
 
 @dataclass(frozen=True)

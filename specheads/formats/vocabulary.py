@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specheads.checkpoint import CheckpointError
 from specheads.formats.files import Files
+from specheads.saved_head import CheckpointError
 
 
 def from_offsets(files: Files, vocab: int, draft: int) -> tuple[dict[str, Tensor], set[str]]:

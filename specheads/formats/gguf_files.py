@@ -46,14 +46,14 @@ def outtype(dtype: torch.dtype) -> str:
     return _OUTTYPES[dtype]
 
 
-def write(script: Path, head: Path, name: str, base: Path, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """target.gguf and draft.gguf into `head`, an export for llama.cpp that will be called `name`.
+def write(script: Path, head: Path, base: Path, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """target.gguf and draft.gguf into `head`, an export for llama.cpp.
 
     dtypes: of the base and of the head. CheckpointError with the converter's last word where it fails.
     """
     target, draft = map(outtype, dtypes)
     _run(script, base, "--outtype", target, "--outfile", head / TARGET)
-    _run(script, head, "--target-model-dir", base, "--outtype", draft, "--outfile", head / DRAFT, "--model-name", name)
+    _run(script, head, "--target-model-dir", base, "--outtype", draft, "--outfile", head / DRAFT)
 
 
 def _run(script: Path, model: Path, *options: Path | str) -> None:

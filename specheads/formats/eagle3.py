@@ -211,7 +211,7 @@ The layers to read are in `trtllm.yml` where they are not the usual ones: Tensor
 """,
     ),
     Eagle3(
-        "llamacpp", "EAGLE-3 for llama.cpp", "llama.cpp b11434", """\
+        "llamacpp", "EAGLE-3 for llama.cpp", "llama.cpp b11434 and b11549", """\
 ```bash
 python convert_hf_to_gguf.py $base --outtype bf16 --outfile $folder/target.gguf
 python convert_hf_to_gguf.py $folder --target-model-dir $base --outtype bf16 --outfile $folder/draft.gguf

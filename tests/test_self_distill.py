@@ -16,7 +16,7 @@ from specheads.convert import convert
 from specheads.data import DataConfig, build_datasets
 from specheads.self_distill.questions import Continued, passes, windows
 from tests.conftest import tiny_llama
-from tests.small_chat import messages, save_base, write
+from tests.small_chat import TEMPLATE, messages, save_base, write
 from train import self_distill
 
 NEW = 12
@@ -167,6 +167,55 @@ def test_more_rows_than_turns_are_sampled_and_differ(make):
     assert [prompts.count(p) for p in prompts] == [3] * 6 and len({str(row) for row in rows}) == 6
 
 
+def test_a_mix_of_temperatures_is_greedy_on_its_share_and_goes_on_as_it_would_have(make, loaded, tmp_path):
+    rows = [{"prompt": f"{i} is"} for i in range(7)]
+    ask = (rows, "--temperature", 0, 1.5, "--top_k", 200, "--batch_size", 2, "--num_rows", 14, "--seed", 1)
+    mixed = make(*ask)
+    whole = (tmp_path / "own.jsonl").read_bytes()
+    cold = [row == {**row, "input_ids": greedy(loaded, answered(row)[0])} for row in mixed]
+    # Two passes: each question once greedily and once not; 12 sampled tokens are the greedy ones at well under 1e-6.
+    assert sum(cold) == 7 and sum(cold[:7]) == 4
+    assert len({str(answered(row)[0]) for row, is_cold in zip(mixed, cold, strict=True) if is_cold}) == 7
+    for cut in (1, 6, 9):
+        lines = whole.splitlines(keepends=True)[: cut + 1]
+        (tmp_path / "cut.jsonl").write_bytes(b"".join(lines)[:-5])
+        make(*ask, output="cut.jsonl")
+        assert (tmp_path / "cut.jsonl").read_bytes() == whole
+
+
+def test_top_k_of_one_is_greedy(make):
+    rows = [{"prompt": f"{i} is"} for i in range(3)]
+    assert make(rows, "--temperature", 2, "--top_k", 1) == make(rows, output="greedy.jsonl")
+
+
+def test_the_same_question_is_asked_once_and_no_line_is_written_twice(make, capsys, tmp_path):
+    rows = [{"prompt": text} for text in ("a", "b", "a", "b", "b")]
+    made = make(rows, "--temperature", 1, "--top_k", 1, "--num_rows", 9, "--batch_size", 1)
+    assert len(made) == 2 and made[0] != made[1]
+    err = capsys.readouterr().err
+    assert "asked once: 3 of 5 rows" in err and "2 lines of the 9 asked for" in err and "same lines again" in err
+    with pytest.raises(AssertionError):
+        make(rows, "--num_rows", 3, output="more.jsonl")
+    assert "has 2 turns" in capsys.readouterr().err
+    chats = [{"messages": messages(("user", "u"), ("assistant", text), ("user", "v"))} for text in "xy"]
+    assert len(make([*chats, {"messages": messages(("user", " u"), ("user", "v"))}], output="chats.jsonl")) == 2
+    # Chats that begin alike: the line they share is there once
+    chats = [{"messages": messages(("user", "u"), ("user", text))} for text in "vw"]
+    assert len(make(chats, "--num_rows", 4, output="alike.jsonl")) == 3
+
+
+def test_variables_and_tools_reach_the_template(tmp_path_factory, tmp_path, cache_in_tmp):
+    template = "{% if thinking is false %}no{% endif %}{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+    folder = save_base(tmp_path_factory.mktemp("base"), template + TEMPLATE)
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    source = write(tmp_path / "rows.jsonl", [{"messages": messages(("user", "u")), "tools": tools}])
+    words = ["--base", folder, "--source", source, "--output", tmp_path / "own.jsonl", "--max_new_tokens", 3]
+    words += ["--chat_template_kwargs", '{"thinking": false}']
+    assert self_distill.main(list(map(str, words))) == 0
+    row = json.loads((tmp_path / "own.jsonl").read_text())
+    assert AutoTokenizer.from_pretrained(folder).decode(answered(row)[0]) == "no[look]<user>u<assistant>"
+
+
 def test_the_rows_go_through_build_datasets_unchanged(make, loaded, tmp_path):
     made = make([{"messages": messages(*chat)} for chat in CHATS])
     train, _ = build_datasets(DataConfig(train=str(tmp_path / "own.jsonl")), loaded[1])
@@ -215,6 +264,18 @@ def test_evaluate_runs_on_the_same_files(loaded, tmp_path, folder, capsys):
         ([{"prompt": "a"}], "--max_length 12 --max_new_tokens 12", "--max_length 12"),
         ([{"prompt": "a"}], "--max_length 9000 --max_new_tokens 600", "512 tokens"),
         ([{"prompt": "a"}], "--dtype int7", "int7"),
+        ([{"prompt": "a"}], "--temperature 0 inf", "--temperature inf"),
+        ([{"prompt": "a"}], "--top_p 0.9", "--top_p 0.9 changes nothing"),
+        ([{"prompt": "a"}], "--temperature 1 --top_p 0", "--top_p 0"),
+        ([{"prompt": "a"}], "--temperature 1 --top_k 0", "--top_k 0"),
+        ([{"prompt": "a"}], "--temperature 1 --min_p 2", "--min_p 2"),
+        ([{"prompt": "a"}], "--model m", "--model m is for a --server"),
+        ([{"prompt": "a"}], "--server localhost:8000", "http://localhost:8000/v1"),
+        ([{"prompt": "a"}], "--server http://localhost:1/v1 --retries 0", "no answer in 1 tries"),
+        ([{"prompt": "a"}], "--server http://a --retries -1", "--retries -1"),
+        ([{"prompt": "a"}], "--server http://a --timeout 0", "--timeout 0"),
+        ([{"prompt": "a"}], "--server http://a --extra_body [1]", "--extra_body [1]"),
+        ([{"prompt": "a"}], "--chat_template_kwargs {{", "is not JSON"),
         ([{"prompt": "a"}], "--split all", "--split all"),
         ([{"prompt": "a"}], "--what 1", "--what"),
         ([{"prompt": "a"}], "--source {tmp}/absent.jsonl", "absent.jsonl"),

@@ -69,9 +69,10 @@ class RowsFile:
         self._seen = set(digests[: self.lines])
         if self.path.exists():
             os.truncate(self.path, ends[self.lines])
-        if kept != left_out:
+        records = "".join(_record(number, why) for number, why in sorted(kept.items())).encode()
+        if self.left_out_path.exists() and self.left_out_path.read_bytes() != records:
             new = self.left_out_path.with_name(self.left_out_path.name + ".new")
-            new.write_text("".join(_record(number, why) for number, why in sorted(kept.items())), "utf8")
+            new.write_bytes(records)
             os.replace(new, self.left_out_path)
         return asks
 
@@ -140,5 +141,10 @@ def _digest(line: bytes) -> bytes:
 
 
 def _append(path: Path, content: bytes) -> None:
-    with path.open("ab") as file:
-        file.write(content)
+    try:
+        with path.open("ab") as file:
+            file.write(content)
+    except OSError as error:
+        raise OSError(
+            f"{path}: {error.strerror}; what was written is kept: start again with the same options"
+        ) from error

@@ -20,6 +20,7 @@ setup(
         "accelerate>=1.10",
         "safetensors>=0.5",
         "datasets>=4.0",
+        "httpx2>=2.0",
         "peft>=0.18",
         "pyyaml>=6.0",
         "rich>=13.0",

@@ -1,10 +1,11 @@
-"""What a row asks a model: the user's turns of a chat, each as the token ids that stand in front of its answer."""
+"""What a row asks a model: the places of a chat where the assistant speaks, and the token ids in front of each."""
 
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import TemplateError
@@ -12,39 +13,54 @@ from jinja2 import TemplateError
 from specheads.rows import without_none
 
 Message = dict[str, Any]
+TOOL_ROLES = frozenset({"tool", "function", "ipython", "observation"})  # what a tool returned, by template
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat without its answers. turns: the messages in front of each answer, the last of them the user's."""
+    """A chat without its answers. turns: the messages in front of each answer, the last of them a user's or a tool's.
+
+    A turn that begins with the assistant's own messages puts them in the place of the answer before it.
+    template: further variables of the chat template, such as {"enable_thinking": False}.
+    """
 
     turns: tuple[tuple[Message, ...], ...]
     tools: list[Any] | None = None
+    template: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, messages: Any, tools: Any = None) -> Conversation:
-        """Of a row's columns, whose assistant messages are left out; no turns where the user says nothing.
+        """Of a row's columns: the assistant is asked after each message of the user and after each run of tool results.
 
-        Ends in front of the first tool message: the model that is asked may not have made the call it answers.
+        What it says in the row is left out, but for messages that tool results follow: those stay, calls, reasoning and
+        all, because the results are those of this call, and nobody can run the tools of a data set again. The model is
+        still asked in their place, so that its own call can be learnt; the chat then goes on with the call of the row.
         Raises ValueError for what are no messages.
         """
         if not isinstance(messages, (list, tuple)) or not messages:
             raise ValueError(f"messages={messages!r:.80}: expected a list of {{'role': …, 'content': …}}")
         turns: list[tuple[Message, ...]] = []
         turn: list[Message] = []
+        said: list[Message] = []  # by the assistant, since the last of the others
         for message in without_none(messages):
             if not isinstance(message, Mapping) or "role" not in message:
                 raise ValueError(f"message {message!r:.80}: expected a dict with 'role'")
-            if message["role"] == "tool":
-                break
+            is_result = message["role"] in TOOL_ROLES
+            if turn and turn[-1]["role"] in TOOL_ROLES and not is_result:
+                turns.append(tuple(turn))
+                turn = []
             if message["role"] == "assistant":
+                said.append(dict(message))
                 continue
             if "content" not in message:
                 raise ValueError(f"message {message!r:.80}: expected a dict with 'role' and 'content'")
-            turn.append(dict(message))
+            turn += [*said, dict(message)] if is_result else [dict(message)]
+            said = []
             if message["role"] == "user":
                 turns.append(tuple(turn))
                 turn = []
+        if turn and turn[-1]["role"] in TOOL_ROLES:
+            turns.append(tuple(turn))
         return cls(tuple(turns), without_none(json.loads(tools) if isinstance(tools, str) else tools) or None)
 
     @classmethod
@@ -56,21 +72,76 @@ class Conversation:
     def num_turns(self) -> int:
         return len(self.turns)
 
+    @property
+    def key(self) -> str:
+        """The same for conversations that ask the same: Unicode's composed form, without white space at the ends."""
+        return json.dumps([_normal(self.turns), _normal(self.tools)], sort_keys=True, default=str)
+
+    def with_template(self, template: Mapping[str, Any] | None) -> Conversation:
+        return replace(self, template=template)
+
+    def keeps_call(self, turn: int) -> bool:
+        """Does the row's own message stand in the place of the answer to this turn, in front of the next one?"""
+        return turn + 1 < len(self.turns) and self.turns[turn + 1][0]["role"] == "assistant"
+
+    def messages(self, answers: Sequence[str]) -> list[Message]:
+        """What stands in front of the next answer, where the earlier turns got `answers`."""
+        messages: list[Message] = []
+        for turn, answer in enumerate(answers):
+            messages += self.turns[turn]
+            if not self.keeps_call(turn):
+                messages.append({"role": "assistant", "content": answer})
+        return [*messages, *self.turns[len(answers)]]
+
+    def text(self, messages: Sequence[Message], tokenizer: Any, *, generation_prompt: bool) -> str:
+        """The messages through the chat template. ValueError where there is none, or it refuses them."""
+        if not tokenizer.chat_template:
+            raise ValueError(f"the tokenizer {tokenizer.name_or_path!r} has no chat template: give rows of 'prompt'")
+        try:
+            return str(
+                tokenizer.apply_chat_template(
+                    [_with_parsed_calls(message) for message in messages],
+                    tools=self.tools,
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
+                    **(self.template or {}),
+                )
+            )
+        except TemplateError as error:
+            said = f"{messages[0]!r:.80}, …" if len(messages) > 1 else f"{messages[0]!r:.80}"
+            raise ValueError(f"the chat template refuses {said}: {error}") from error
+
     def prompt(self, answers: Sequence[str], tokenizer: Any) -> list[int]:
         """Token ids in front of the next answer, where the earlier turns got `answers`, generation prompt included.
 
         Raises ValueError where the tokenizer has no chat template, or one that refuses these messages.
         """
-        if not tokenizer.chat_template:
-            raise ValueError(f"the tokenizer {tokenizer.name_or_path!r} has no chat template: give rows of 'prompt'")
-        messages: list[Message] = []
-        for turn, answer in zip(self.turns, answers, strict=False):
-            messages += [*turn, {"role": "assistant", "content": answer}]
-        messages += self.turns[len(answers)]
-        try:
-            text = tokenizer.apply_chat_template(messages, tools=self.tools, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            said = f"{messages[0]!r:.80}, …" if len(messages) > 1 else f"{messages[0]!r:.80}"
-            raise ValueError(f"the chat template refuses {said}: {error}") from error
+        text = self.text(self.messages(answers), tokenizer, generation_prompt=True)
         # The template writes the special tokens: a second bos would be none the model has seen.
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _with_parsed_calls(message: Message) -> Message:
+    """OpenAI's format and most data have a call's arguments as JSON in a string; templates write that string quoted."""
+    if not isinstance(calls := message.get("tool_calls"), list):
+        return message
+    parsed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(text := function.get("arguments"), str):
+            try:
+                arguments = json.loads(text)
+            except json.JSONDecodeError:
+                arguments = text
+            if isinstance(arguments, dict):
+                call = {**call, "function": {**function, "arguments": arguments}}
+        parsed.append(call)
+    return {**message, "tool_calls": parsed}
+
+
+def _normal(value: Any) -> Any:
+    if isinstance(value, str):
+        return unicodedata.normalize("NFC", value).strip()
+    if isinstance(value, Mapping):
+        return {key: _normal(item) for key, item in value.items()}
+    return [_normal(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -8,58 +8,30 @@ from itertools import islice
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specheads_cli as cli
 from specheads.bench.prompts import prompts_from
 from specheads.convert import convert
 from specheads.data import DataConfig, build_datasets
+from specheads.self_distill.questions import Continued, passes, windows
 from tests.conftest import tiny_llama
+from tests.small_chat import TEMPLATE, messages, save_base, write
 from train import self_distill
 
 NEW = 12
-TEMPLATE = (
-    "{% for m in messages %}{% if m['content'] == 'refuse' %}{{ raise_exception('not that') }}{% endif %}"
-    "<{{ m['role'] }}>{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 CHATS = [
     [("system", "be short"), ("user", "hi"), ("assistant", "HELLO"), ("user", "and now?")],
     [("user", "a rather long question, much longer than the others")],
     [("user", "one"), ("assistant", "ONE"), ("user", "two"), ("assistant", "TWO"), ("user", "three")],
-    [("user", "look it up"), ("assistant", "CALL"), ("tool", "42"), ("user", "so?")],
+    [("user", "look it up"), ("assistant", "CALL"), ("tool", "42"), ("assistant", "SO"), ("user", "so?")],
 ]
-TURNS = 7  # of the user in CHATS, those behind a tool's message left out
-
-
-def messages(*turns):
-    return [{"role": role, "content": content} for role, content in turns]
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf8")
-    return path
+TURNS = 9  # of the user and of tools in CHATS
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny random base with a tokenizer of bytes; some of its answers end by themselves, some do not."""
-    folder = tmp_path_factory.mktemp("base")
-    special = ["<|end|>", "<|pad|>"]
-    vocab = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    bytes_only = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_only.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bytes_only, bos_token=special[0], eos_token=special[0], pad_token=special[1]
-    )
-    tokenizer.chat_template = TEMPLATE
-    ends = [0, *range(40, 60)]  # a random model seldom writes one certain token
-    tiny = tiny_llama(vocab_size=len(vocab), num_hidden_layers=3, eos_token_id=ends, bos_token_id=0, pad_token_id=1)
-    tiny.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")
@@ -103,17 +75,17 @@ def test_every_turn_of_a_chat_gets_the_bases_own_answer_and_it_alone_is_supervis
     wanted = []
     for chat in CHATS:
         text = ""
-        for role, content in chat:
-            if role == "tool":
-                break
+        for place, (role, content) in enumerate(chat):
             if role == "assistant":
                 continue
             text += f"<{role}>{content}"
-            if role == "user":
+            if role in ("user", "tool"):
                 prompt = tokenizer(text + "<assistant>")["input_ids"]
                 row = greedy(loaded, prompt)
                 wanted.append({"input_ids": row, "labels": [-100] * len(prompt) + row[len(prompt) :]})
                 answer = tokenizer.decode(row[len(prompt) :], skip_special_tokens=True)
+                if chat[place + 2 : place + 3] == [("tool", "42")]:
+                    answer = "CALL"  # whose result follows
                 text += f"<assistant>{answer}<|end|>"
     made = make([{"messages": messages(*chat)} for chat in CHATS], "--batch_size", 3)
     assert len(made) == TURNS and by_prompt(made) == by_prompt(wanted)
@@ -166,11 +138,26 @@ def test_a_run_that_was_stopped_makes_the_same_file(temperature, cut, make, tmp_
     assert make(*ask, "--num_rows", 3, output="three.jsonl") == [json.loads(line) for line in lines[:3]]
 
 
-def test_every_row_is_asked_once_before_any_is_asked_again(tmp_path):
-    rows = [self_distill.Continued([i]) for i in range(5)]
-    for seed in range(4):
-        asked, done = self_distill.go_on(tmp_path / "absent.jsonl", self_distill.passes(rows, seed), 5)
-        assert done == 0 and sorted(one.ids[0] for one in islice(asked, 5)) == [0, 1, 2, 3, 4]
+@pytest.mark.parametrize("seed", range(4))
+def test_every_row_is_asked_once_before_any_is_asked_again_and_temperatures_share_each_pass(seed):
+    rows, temperatures = [Continued([i]) for i in range(6)], (0.0, 0.7, 0.7)
+    asks = list(islice(passes(rows, seed, temperatures), 6 + 4 + 4))  # greedily each once
+    drawn = [[one.question.ids[0] for one in asks[a:b]] for a, b in ((0, 6), (6, 12), (12, 14))]
+    assert sorted(drawn[0]) == list(range(6)) and drawn[0] == [
+        one.question.ids[0] for one in islice(passes(rows, seed), 6)
+    ]
+    assert [one.temperature for one in asks[:6]].count(0.7) == 4
+    pairs = [(one.question.ids[0], one.temperature) for one in islice(passes(rows, seed, temperatures), 18)]
+    assert sorted(pairs) == sorted([(i, t) for i in range(6) for t in temperatures])  # three passes, evenly
+    more = list(islice(passes(rows, seed, temperatures), 18, 18 + 12))
+    assert all(one.temperature == 0.7 for one in more), "nothing is greedily asked twice"
+    assert len(list(passes(rows, seed))) == 6
+
+
+def test_a_window_is_greedily_drawn_once_and_then_none_is_left():
+    rows = [list(range(10)), list(range(20, 26))]
+    drawn = [tuple(one.question.ids) for one in windows(rows, 4, 0)]
+    assert sorted(drawn) == sorted(tuple(row[i : i + 4]) for row in rows for i in range(len(row) - 3))
 
 
 def test_more_rows_than_turns_are_sampled_and_differ(make):
@@ -178,6 +165,53 @@ def test_more_rows_than_turns_are_sampled_and_differ(make):
     prompts = [answered(row)[0] for row in rows]
     # Two answers of 12 tokens at temperature 2 are the same with a chance of well under 1e-6; the seed is fixed too.
     assert [prompts.count(p) for p in prompts] == [3] * 6 and len({str(row) for row in rows}) == 6
+
+
+def test_a_mix_of_temperatures_is_greedy_on_its_share_and_goes_on_as_it_would_have(make, loaded, tmp_path):
+    rows = [{"prompt": f"{i} is"} for i in range(7)]
+    ask = (rows, "--temperature", 0, 1.5, "--top_k", 200, "--batch_size", 2, "--num_rows", 14, "--seed", 1)
+    mixed = make(*ask)
+    whole = (tmp_path / "own.jsonl").read_bytes()
+    cold = [row == {**row, "input_ids": greedy(loaded, answered(row)[0])} for row in mixed]
+    # Two passes: each question once greedily and once not; 12 sampled tokens are the greedy ones at well under 1e-6.
+    assert sum(cold) == 7 and sum(cold[:7]) == 4
+    assert len({str(answered(row)[0]) for row, is_cold in zip(mixed, cold, strict=True) if is_cold}) == 7
+    (tmp_path / "cut.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:9])[:-5])
+    make(*ask, output="cut.jsonl")
+    assert (tmp_path / "cut.jsonl").read_bytes() == whole
+
+
+def test_top_k_of_one_is_greedy(make):
+    rows = [{"prompt": f"{i} is"} for i in range(3)]
+    assert make(rows, "--temperature", 2, "--top_k", 1) == make(rows, output="greedy.jsonl")
+
+
+def test_the_same_question_is_asked_once_and_no_line_is_written_twice(make, capsys, tmp_path):
+    rows = [{"prompt": text} for text in ("a", "b", "a", "b", "b")]
+    made = make(rows, "--temperature", 1, "--top_k", 1, "--num_rows", 9, "--batch_size", 1)
+    assert len(made) == 2 and made[0] != made[1]
+    err = capsys.readouterr().err
+    assert "asked once: 3 of 5 rows" in err and "2 lines of the 9 asked for" in err and "same lines again" in err
+    with pytest.raises(AssertionError):
+        make(rows, "--num_rows", 3, output="more.jsonl")
+    assert "has 2 turns" in capsys.readouterr().err
+    chats = [{"messages": messages(("user", "u"), ("assistant", text), ("user", "v"))} for text in "xy"]
+    assert len(make([*chats, {"messages": messages(("user", " u"), ("user", "v"))}], output="chats.jsonl")) == 2
+    # Chats that begin alike: the line they share is there once
+    chats = [{"messages": messages(("user", "u"), ("user", text))} for text in "vw"]
+    assert len(make(chats, "--num_rows", 4, output="alike.jsonl")) == 3
+
+
+def test_variables_and_tools_reach_the_template(tmp_path_factory, tmp_path, cache_in_tmp):
+    template = "{% if thinking is false %}no{% endif %}{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+    folder = save_base(tmp_path_factory.mktemp("base"), template + TEMPLATE)
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    source = write(tmp_path / "rows.jsonl", [{"messages": messages(("user", "u")), "tools": tools}])
+    words = ["--base", folder, "--source", source, "--output", tmp_path / "own.jsonl", "--max_new_tokens", 3]
+    words += ["--chat_template_kwargs", '{"thinking": false}']
+    assert self_distill.main(list(map(str, words))) == 0
+    row = json.loads((tmp_path / "own.jsonl").read_text())
+    assert AutoTokenizer.from_pretrained(folder).decode(answered(row)[0]) == "no[look]<user>u<assistant>"
 
 
 def test_the_rows_go_through_build_datasets_unchanged(make, loaded, tmp_path):
@@ -228,6 +262,18 @@ def test_evaluate_runs_on_the_same_files(loaded, tmp_path, folder, capsys):
         ([{"prompt": "a"}], "--max_length 12 --max_new_tokens 12", "--max_length 12"),
         ([{"prompt": "a"}], "--max_length 9000 --max_new_tokens 600", "512 tokens"),
         ([{"prompt": "a"}], "--dtype int7", "int7"),
+        ([{"prompt": "a"}], "--temperature 0 inf", "--temperature inf"),
+        ([{"prompt": "a"}], "--top_p 0.9", "--top_p 0.9 changes nothing"),
+        ([{"prompt": "a"}], "--temperature 1 --top_p 0", "--top_p 0"),
+        ([{"prompt": "a"}], "--temperature 1 --top_k 0", "--top_k 0"),
+        ([{"prompt": "a"}], "--temperature 1 --min_p 2", "--min_p 2"),
+        ([{"prompt": "a"}], "--model m", "--model m is for a --server"),
+        ([{"prompt": "a"}], "--server localhost:8000", "http://localhost:8000/v1"),
+        ([{"prompt": "a"}], "--server http://localhost:1/v1 --retries 0", "no answer in 1 tries"),
+        ([{"prompt": "a"}], "--server http://a --retries -1", "--retries -1"),
+        ([{"prompt": "a"}], "--server http://a --timeout 0", "--timeout 0"),
+        ([{"prompt": "a"}], "--server http://a --extra_body [1]", "--extra_body [1]"),
+        ([{"prompt": "a"}], "--chat_template_kwargs {{", "is not JSON"),
         ([{"prompt": "a"}], "--split all", "--split all"),
         ([{"prompt": "a"}], "--what 1", "--what"),
         ([{"prompt": "a"}], "--source {tmp}/absent.jsonl", "absent.jsonl"),
@@ -262,7 +308,7 @@ def test_the_help_has_an_example_of_each_kind(capsys):
     command = [sys.executable, "train/self_distill.py", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "."}, check=True)
     examples = [line.split()[2:] for line in done.stdout.splitlines() if line.startswith("    python ")]
-    assert len(examples) == 3
+    assert len(examples) == 5
     for words in examples:
         parser = self_distill._Parser([self_distill.Options])
         parser.parse_args_into_dataclasses(words)  # raises on an option that does not exist

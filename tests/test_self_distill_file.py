@@ -1,0 +1,115 @@
+"""Claims about specheads/self_distill/rows_file.py: what is written, and that no moment to be killed at changes it."""
+
+import json
+from itertools import count, islice
+
+import pytest
+
+from specheads.self_distill import rows_file
+from specheads.self_distill.questions import Ask, Continued, Stream
+from specheads.self_distill.rows_file import SAME, RowsFile
+
+TURNS = (2, 1, 3, 1, 2, 1, 1, 2)
+
+
+class Question(Continued):
+    """Asked several times over."""
+
+    def __init__(self, num_turns):
+        self.__dict__["num_turns"] = num_turns
+
+
+def answer(number):
+    """Of the answers the 4th, 8th, … are the same line, and the 6th, 13th, … are none."""
+    if number % 7 == 5:
+        return f"no answer {number}"
+    value = 0 if number % 4 == 3 else number
+    return {"input_ids": [value], "labels": [-100]}
+
+
+def fill(path, wanted=12, cycle=100, round_size=3, num_asks=40):
+    """Everything that is still to be asked, in rounds, as run() does."""
+    asks = (Ask(Question(TURNS[i % len(TURNS)]), 0.0) for i in (count() if num_asks is None else range(num_asks)))
+    file = RowsFile(path, Stream(asks, wanted, cycle))
+
+    def size(room):
+        return min(round_size, room)
+
+    rest, rounds = file.go_on(size), 0
+    while not file.finished and (asked := list(islice(rest, size(wanted - file.lines)))):
+        numbers = iter(range(file.answers, 10**6))
+        file.add(asked, [[answer(next(numbers)) for _ in range(one.num_turns)] for one in asked])
+        rounds += 1
+    return file, rounds
+
+
+def left_out(path):
+    return path.with_name(path.name + ".left_out")
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [({"wanted": 8}, 1), ({"wanted": 20, "round_size": 1}, 7), ({"wanted": 99, "num_asks": 7}, 7)],
+)
+def test_a_run_that_is_killed_after_any_byte_goes_on_to_the_same_two_files(options, step, tmp_path, monkeypatch):
+    written = []
+    append = rows_file._append
+    monkeypatch.setattr(
+        rows_file, "_append", lambda path, content: (written.append((path, content)), append(path, content))
+    )
+    whole = tmp_path / "whole.jsonl"
+    fill(whole, **options)
+    monkeypatch.setattr(rows_file, "_append", append)
+    numbers = [json.loads(line)["input_ids"][0] for line in whole.read_text().splitlines()]
+    assert numbers == list(dict.fromkeys(0 if n % 4 == 3 else n for n in range(99) if n % 7 != 5))[: len(numbers)]
+    assert left_out(whole).exists() and len(written) > 3
+    path, operations = tmp_path / "cut.jsonl", [(p == whole, content) for p, content in written]
+    done = [b"", b""]
+    for is_main, content in operations:
+        for stop in range(0, len(content), step):
+            state = list(done)
+            state[is_main] += content[:stop]
+            for target, held in ((left_out(path), state[0]), (path, state[1])):
+                target.write_bytes(held)
+            fill(path, **options)
+            assert path.read_bytes() == whole.read_bytes(), (is_main, stop)
+            assert left_out(path).read_bytes() == left_out(whole).read_bytes()
+        done[is_main] += content
+    _, rounds = fill(path, **options)
+    assert rounds == 0 and path.read_bytes() == whole.read_bytes(), "a finished file stays as it is"
+
+
+def test_a_file_may_be_made_longer_and_a_longer_one_is_left_alone(tmp_path):
+    whole, path = tmp_path / "whole.jsonl", tmp_path / "own.jsonl"
+    fill(whole, wanted=25)
+    for wanted in (4, 5, 11, 25):
+        fill(path, wanted=wanted)
+        assert path.read_bytes() == b"".join(whole.read_bytes().splitlines(keepends=True)[:wanted])
+    path.write_bytes(path.read_bytes() + b'{"input')
+    before = left_out(path).read_bytes()
+    file, rounds = fill(path, wanted=7)
+    assert rounds == 0 and file.lines == 25
+    assert path.read_bytes() == whole.read_bytes() and left_out(path).read_bytes() == before
+
+
+def test_nothing_new_in_a_whole_cycle_ends_the_run_and_the_next_one_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "test_self_distill_file.answer", lambda number: {"input_ids": [min(number, 4)], "labels": [-100]}
+    )
+    path = tmp_path / "own.jsonl"
+    file, rounds = fill(path, wanted=50, cycle=6, round_size=1, num_asks=None)
+    assert file.lines == 5 and rounds == 3 + 6, "the third question brings the last new line"
+    assert file.left_out == {SAME: file.answers - 5}
+    assert "5 lines of the 50 asked for" in file.summary()
+    again, rounds = fill(path, wanted=50, cycle=6, round_size=1, num_asks=None)
+    assert rounds == 0 and again.summary() == file.summary()
+
+
+def test_the_summary_counts_what_is_left_out(tmp_path):
+    file, _ = fill(tmp_path / "own.jsonl", wanted=12)
+    records = [json.loads(line) for line in left_out(file.path).read_text().splitlines()]
+    same = [record["answer"] for record in records if record["why"] == SAME]
+    others = [record["answer"] for record in records if record["why"] != SAME]
+    assert all(number % 4 == 3 for number in same) and all(number % 7 == 5 for number in others)
+    assert f"left out {len(same)} answers that were the same" in file.summary()
+    assert f"left out {len(others)} answers (" in file.summary() and "no answer 5" in file.summary()

@@ -110,7 +110,7 @@ THEIRS = [
     ("sglang", "eagle3", {"form": "sglang", "draft": 97}),
     ("speculators", "eagle3", {"form": "speculators", "top": [2, 3, 4]}),
     ("modelopt", "eagle3", {"form": "modelopt"}), ("medusa", "medusa", {"form": "v1"}),
-    ("trtllm", "medusa", {"form": "trtllm", "layers": 2}), ("vllm", "medusa", {"form": "vllm", "draft": 40}),
+    ("trtllm", "medusa", {"form": "trtllm", "layers": 2}), ("vllm", "medusa", {"form": "vllm"}),
     ("eagle", "eagle", {"form": "eagle"}), ("sglang", "eagle", {"form": "sglang", "bias": False}),
     ("hydra", "hydra", {"layers": 3}), ("speculators", "parallel", {}),
 ]  # fmt: skip
@@ -178,12 +178,31 @@ def test_an_exported_eagle_head_drafts_by_their_forward_what_it_drafts_here(to, 
 
 @pytest.mark.parametrize("to", [engine for engine, kind in FORMS if kind == "medusa"])
 def test_an_exported_medusa_head_drafts_by_their_forward_what_it_drafts_here(to, base, tmp_path):
-    model = made(base, "medusa", num_heads=3, **({"draft_vocab_size": 40} if to == "vllm" else {}))
+    model = made(base, "medusa", num_heads=3)
     model.export(tmp_path / "out", to)
     tensors = tensors_in(tmp_path / "out")
-    assert_drafts(
-        model, lambda s, t, d: foreign_depths.medusa_logits(tensors, s[-1][-1], None), tensors.get("token_map")
-    )  # fmt: skip
+    assert_drafts(model, lambda s, t, d: foreign_depths.medusa_logits(tensors, s[-1][-1], None))
+
+
+def test_vllm_drafts_of_all_rows_the_tokens_of_a_medusa_heads_draft_vocabulary(base, tmp_path):
+    """vLLM 0.32 fails on shorter output matrices, and reads a map only where truncated_vocab_size is below V."""
+    model = made(base, "medusa", num_heads=3, draft_vocab_size=40)
+    with torch.no_grad():
+        model.head.blocks[1][0].linear.bias.fill_(50)
+        model.head.lm_heads[1].weight.abs_().neg_()  # its logits are all below 0, which rows of zeros would give
+    model.export(tmp_path / "out", "vllm")
+    tensors, config = tensors_in(tmp_path / "out"), json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["truncated_vocab_size"] == config["vocab_size"] == len(tensors["lm_heads.0.weight"]) == 97
+
+    def forward(states, tokens, drafted):
+        logits = foreign_depths.medusa_logits(tensors, states[-1][-1], None)
+        assert logits[1][tensors["token_map"]].max() < 0
+        for own in logits:
+            best = own.argmax()
+            assert best in tensors["token_map"] and own[best] > own.sort().values[-2]
+        return [own[tensors["token_map"]] for own in logits]
+
+    assert_drafts(model, forward, tensors["token_map"])
 
 
 @pytest.mark.parametrize("prefix", [False, True])
@@ -236,7 +255,7 @@ def test_the_configs_are_those_of_the_tables(base, tmp_path):
 
     medusa = config_of(made(base, "medusa", num_heads=3, draft_vocab_size=40), "vllm", tmp_path / "m")
     assert medusa.items() >= {
-        "model_type": "medusa", "truncated_vocab_size": 40, "num_heads": 3, "num_hidden_layers": 1,
+        "model_type": "medusa", "truncated_vocab_size": 97, "num_heads": 3, "num_hidden_layers": 1,
         "medusa_fc_bias": True, "original_lm_head": False,
     }.items()  # fmt: skip
     trtllm = config_of(made(base, "medusa", num_heads=3), "trtllm", tmp_path / "t")

@@ -30,7 +30,7 @@ class VllmMedusa(Format):
     engine: str = "vllm"
     title: str = "vLLM Medusa"
     embeds: bool | None = None
-    versions: str = "vLLM up to 0.32; 0.33 dropped Medusa"
+    versions: str = "vLLM up to 0.32, with which it was run; 0.33 dropped Medusa"
     serving: str = """\
 ```bash
 vllm serve $base --speculative-config '{"method": "medusa", "model": "$folder", "num_speculative_tokens": $depth}'

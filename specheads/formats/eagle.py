@@ -115,7 +115,7 @@ model = EaModel.from_pretrained(use_eagle3=False, base_model_path="$base", ea_mo
         deep=True,
     ),
     Eagle(
-        "vllm", "EAGLE-1 for vLLM", "vLLM 0.28 to 0.33", """\
+        "vllm", "EAGLE-1 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", """\
 ```bash
 vllm serve $base --speculative-config '{"method": "eagle", "model": "$folder", "num_speculative_tokens": $depth}'
 ```

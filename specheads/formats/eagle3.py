@@ -175,7 +175,7 @@ def trtllm_options(head: Eagle3Config, num_layers: int) -> str:
 FORMATS = (
     Eagle3(
         "eagle", "EAGLE-3 (the EAGLE repository's form, which SpecForge and the servers share)",
-        "SafeAILab/EAGLE (main, transformers 4.53), OpenVINO GenAI 2026.4 with --embeddings", """\
+        "SafeAILab/EAGLE (main, transformers 4.53); run with OpenVINO GenAI 2026.4, told of its layers", """\
 ```python
 from eagle.model.ea_model import EaModel
 
@@ -185,7 +185,7 @@ model = EaModel.from_pretrained(use_eagle3=True, base_model_path="$base", ea_mod
         tapped=False,
     ),
     Eagle3(
-        "vllm", "EAGLE-3 for vLLM", "vLLM 0.28 to 0.33", """\
+        "vllm", "EAGLE-3 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", """\
 ```bash
 vllm serve $base --speculative-config '{"method": "eagle3", "model": "$folder", "num_speculative_tokens": $depth}'
 ```

@@ -4,7 +4,8 @@ Ours are Hugging Face's hidden_states: hs[0] the embeddings, hs[i] the input of 
   top level   eagle_aux_hidden_state_layer_ids: i is hs[i]       vLLM, speculators, llama.cpp
   nested      in eagle_config, under the same name: i is hs[i+1] SGLang, SpecForge, ModelOpt
   argument    eagle3_layers_to_capture: i is hs[i+1]             TensorRT-LLM
-Without any, all of them and the EAGLE repository take hs[2], hs[n // 2], hs[n − 3] of n layers.
+Without any, all of them and the EAGLE repository take hs[2], hs[n // 2], hs[n − 3] of n layers; OpenVINO GenAI takes
+hs[3], hs[n // 2 + 1], hs[n − 2], unless hidden_layers_list in its converted model says others (i is hs[i+1]).
 """
 
 from __future__ import annotations

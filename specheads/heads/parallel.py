@@ -236,8 +236,6 @@ class ParallelHead(DraftVocabulary):
         config = self.config
         most = config.anchors if self.training else None
         blocks = AnchoredBlocks.of(batch.supervised, batch.documents, config.block_size, most)
-        if not calls_of_all(blocks.anchors.numel(), batch.features.device):
-            return batch.features.new_zeros(()), {}
         asked = blocks.asked(batch.tokens)
         rows = self.followed(self.outputs(batch, blocks)[blocks.learnt], batch.tokens.flatten()[asked.positions])
         weights = tuple(config.decay**j for j in range(config.block_size))

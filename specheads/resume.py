@@ -60,23 +60,27 @@ class Unlogged:
     def save(self, folder: str, process: int, writers: Writers) -> None:
         with replacing(_file(folder, process)) as path:
             path.write_text(json.dumps({**asdict(self), **asdict(writers)}), "utf8")
+        if process == 0:
+            for left in Path(folder).glob("unlogged_*.json"):  # of more processes that were at this step before
+                if left not in [_file(folder, i) for i in range(writers.processes)]:
+                    left.unlink()
 
     @classmethod
     def load(cls, folder: str, process: int, processes: int) -> Unlogged:
         """For one of so many processes: what it had summed itself. Where others wrote, the first goes on from the
         meters of all, and each from the mean of their losses, as the Trainer logs the mean of its processes."""
-        records = [_read(_file(folder, i)) for i in range(_read(_file(folder, 0))["processes"])]
-        if len(records) == processes:
-            records, meters = [records[process]], records[process]["meters"]
-        else:
-            meters = [meter for record in records for meter in record["meters"]] if process == 0 else []
+        writers = writers_of(folder, process)
+        assert writers is not None
+        same = writers.processes == processes  # whose files may lie on machines of their own
+        records = [_read(_file(folder, i)) for i in ([process] if same else range(writers.processes))]
+        meters = [meter for record in records for meter in record["meters"]] if same or process == 0 else []
         return cls(meters, sum(record["loss"] for record in records) / len(records), records[0]["last_logged"])
 
 
-def writers_of(folder: str | Path) -> Writers | None:
-    """Those of a checkpoint; None where it does not say."""
-    path = _file(folder, 0)
-    if not path.is_file() or "processes" not in (record := _read(path)):
+def writers_of(folder: str | Path, process: int = 0) -> Writers | None:
+    """Those of a checkpoint, as the process finds it; None where it does not say."""
+    own = next((path for path in (_file(folder, process), _file(folder, 0)) if path.is_file()), None)
+    if own is None or "processes" not in (record := _read(own)):
         return None
     return Writers(record["processes"], record["rows"], record["kind"])
 

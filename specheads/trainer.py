@@ -242,7 +242,7 @@ class SpecTrainer(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
-        writers = None if checkpoint is None else writers_of(checkpoint)
+        writers = None if checkpoint is None else writers_of(checkpoint, self.args.process_index)
         if checkpoint is None or writers is None:
             return
         if writers.processes != self.args.world_size:
@@ -266,7 +266,7 @@ class SpecTrainer(Trainer):
             found = (
                 get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
             )
-            if found is not None and (written := writers_of(found)) is not None:
+            if found is not None and (written := writers_of(found, self.args.process_index)) is not None:
                 self._writers().refuse(written, Path(found), other_rows=self.args.ignore_data_skip)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 

@@ -12,7 +12,7 @@ from runs_of_two import KINDS, SAVED, run
 from safetensors.torch import load_file
 from test_launch import RUNNING_UNDER
 
-from specheads.resume import ResumeError, Writers
+from specheads.resume import ResumeError, Unlogged, Writers
 
 HERE = Path(__file__).parent
 
@@ -65,6 +65,18 @@ def test_a_step_of_other_rows_is_refused_unless_the_data_begin_anew(runs, tmp_pa
         run(tmp_path, "medusa", 1, checkpoint, per_device_train_batch_size=3)
     resumed = run(tmp_path, "medusa", 1, checkpoint, per_device_train_batch_size=3, ignore_data_skip=True)
     assert resumed.state.global_step == 6
+
+
+def test_sums_of_processes_that_are_no_more_are_not_taken_over(tmp_path):
+    two, one = Writers(2, 4, "ddp"), Writers(1, 4, "no")
+    for process in (1, 0):
+        Unlogged([{"tokens": [process]}], 2.0 + process, 3).save(str(tmp_path), process, two)
+    assert Unlogged.load(str(tmp_path), 1, 2) == Unlogged([{"tokens": [1]}], 3.0, 3)
+    assert Unlogged.load(str(tmp_path), 0, 1) == Unlogged([{"tokens": [0]}, {"tokens": [1]}], 2.5, 3)
+    assert Unlogged.load(str(tmp_path), 2, 3) == Unlogged([], 2.5, 3)
+    Unlogged([{"tokens": [5]}], 1.0, 4).save(str(tmp_path), 0, one)
+    assert Unlogged.load(str(tmp_path), 0, 2) == Unlogged([{"tokens": [5]}], 1.0, 4)
+    assert Unlogged.load(str(tmp_path), 1, 2) == Unlogged([], 1.0, 4)
 
 
 @pytest.mark.parametrize(

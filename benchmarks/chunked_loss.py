@@ -22,7 +22,7 @@ from torch import Tensor
 
 from specheads.bench import environment, report
 from specheads.bench.memory import LiveMemory
-from specheads.chunked import chunked_sum
+from specheads.chunked import Steps, chunked_sum
 from specheads.losses import LAW_LOSSES
 from specheads.objective import rows_of_chunk
 
@@ -32,12 +32,13 @@ ROWS, VOCAB, HIDDEN = 8192, 131_072, 256
 def loss_of(name: str, given: list[Tensor], chunk: int | None) -> Tensor:
     hidden, weight, target_hidden, target_weight = given
 
-    def compute(here: slice, part: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def compute(here: slice, part: Tensor) -> Steps:
         log_p = (target_hidden[here] @ target_weight.T).log_softmax(-1)
-        return LAW_LOSSES[name]((part @ weight.T).log_softmax(-1), log_p).sum(), ()
+        yield LAW_LOSSES[name]((part @ weight.T).log_softmax(-1), log_p).sum()
+        return ()
 
     if chunk is None:
-        return compute(slice(None), hidden)[0]
+        return next(compute(slice(None), hidden))
     return chunked_sum(compute, [hidden], [weight], chunk)[0]
 
 

@@ -88,7 +88,7 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
     matrices = len(list(head.output_layers())) if isinstance(head, DraftVocabulary) else 0
     # A matrix a depth is applied once a token, one that all depths share, the head's or the base's, at each of them.
     projected = own if matrices > 1 else passes * (own or vocab * hidden)
-    logits = vocab + head.scored_depths * (getattr(head.config, "draft_vocab_size", None) or vocab)
+    logits = vocab + (getattr(head.config, "draft_vocab_size", None) or vocab)
     chunk = rows_of_chunk(logits, torch.device("cuda"))
     memory = {
         "base": _base_bytes(model.base, recipe.bits, base_bytes) / share,
@@ -100,7 +100,7 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
         "activations": tokens * base_bytes * (4 * hidden + 2 * inner + (taps + 1) * hidden)
         + tokens * passes * base_bytes * (14 * hidden + 3 * inner)
         + _unrolled_attention(head.config, tokens, length),
-        # A chunk's logits of target and draft with the tensors of its loss, and the weights' gradients in float32.
+        # A chunk's logits of target and one draft with the tensors of the loss, and the weights' gradients in float32.
         "loss": 3 * 4 * min(chunk, tokens) * logits + 4 * own,
     }
     per_token = 2 * frozen + (6 if model.joint is None else 8) * passes * (trained - own) + 6 * projected

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from specheads.chunked import chunked_sum
+from specheads.chunked import Steps, chunked_sum
 from specheads.heads import TapBatch
 from specheads.losses import kl, wide
 from specheads.objective import Asked, rows_of_chunk
@@ -134,11 +134,13 @@ def base_loss(config: JointConfig, batch: TapBatch, own: LiveTeacher, base: Any,
         with torch.no_grad(), rescale_adapter_scale(base, 0.0):
             _, reference = tapped(base, batch.tokens, attention_mask, batch.position_ids, ())
 
-    def compute(here: slice, part: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def compute(here: slice, part: Tensor) -> Steps:
         logits = wide(own.project(part))
         if reference is None:
-            return cross_entropy(logits, asked.tokens[here], reduction="sum"), ()
-        return kl(logits.log_softmax(-1), reference.law(asked.positions[here], None).log_p).sum(), ()
+            yield cross_entropy(logits, asked.tokens[here], reduction="sum")
+        else:
+            yield kl(logits.log_softmax(-1), reference.law(asked.positions[here], None).log_p).sum()
+        return ()
 
     chunk = rows_of_chunk(2 * text_config(base).vocab_size, batch.tokens.device)
     total, _ = chunked_sum(compute, [own.rows(asked.positions)], (), chunk)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specheads.chunked import chunked_sum
+from specheads.chunked import Steps, chunked_sum
 from specheads.losses import HARD, LAW_LOSSES, overlap, position_weights, wide
-from specheads.teacher import DraftIds, Teacher
+from specheads.teacher import DraftIds, Law, Teacher
 
 Project = Callable[[Tensor, int], Tensor]  # rows of depth s (C, H) → draft logits (C, Vd)
 
@@ -117,9 +117,8 @@ class Objective:
         overlaps: bool = False,
     ) -> Scores:
         """rows: of each of the S drafts (R, H); parameters: what `project` is differentiable in besides them."""
-        # The base's logits and those of every draft are there at once.
-        width = vocab_size + len(rows) * (vocab_size if draft is None else len(draft.ids))
-        chunk = rows_of_chunk(width, rows[0].device)
+        # The base's logits and those of one draft are there at once.
+        chunk = rows_of_chunk(vocab_size + (vocab_size if draft is None else len(draft.ids)), rows[0].device)
         weights = self._weights(asked, rows, project, draft, chunk)
         # The others are only scored. Not by what a batch has rows of: launchers add up the gradients of all processes
         # in the order they come in, and want those of the same parameters from each.
@@ -128,34 +127,37 @@ class Objective:
         hard = dict(self.loss).get(HARD, 0.0)
         soft = [(LAW_LOSSES[name], weight) for name, weight in self.loss if name != HARD]
 
-        def compute(here: slice, *chunks: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        def scored(here: slice, s: int, chunk: Tensor, law: Law, best: Tensor, token: Tensor) -> tuple[Tensor, ...]:
+            """Of one draft: its loss, the rank of `best` and, where it is asked for, α; (C,) each."""
+            learnt = trained[s]
+            with torch.set_grad_enabled(learnt and torch.is_grad_enabled()):
+                logits = wide(project(chunk, s))
+                log_q = logits.log_softmax(-1)
+            with torch.no_grad():
+                rank = rank_of(logits, best)
+                # Of the law over the whole vocabulary: what the draft cannot say is rejected.
+                alpha = (overlap(law.outcomes(log_q), law.log_p + law.mass.log().unsqueeze(1)),) if overlaps else ()
+            loss = torch.zeros_like(weights[here, s])
+            if learnt and hard:
+                term = -log_q.gather(1, token.clamp_min(0).unsqueeze(1)).squeeze(1)
+                loss = loss + hard * torch.where(token >= 0, term, 0)
+            if learnt and soft:
+                mapped = law.outcomes(log_q)
+                terms = torch.stack([weight * function(mapped, law.log_p) for function, weight in soft])
+                loss = loss + torch.where(best >= 0, terms.sum(0), 0)
+            return loss, rank, *alpha
+
+        def compute(here: slice, *chunks: Tensor) -> Steps:
             law = teacher.law(asked.positions[here], draft)
             best, token = law.best, asked.tokens[here]
             if draft is not None:
                 best, token = draft.place[best], draft.place[token]
-            total = chunks[0].new_zeros((), dtype=weights.dtype)
-            losses, ranks, alphas = [], [], []
-            for s, (chunk, learnt) in enumerate(zip(chunks, trained, strict=True)):
-                with torch.set_grad_enabled(learnt and torch.is_grad_enabled()):
-                    logits = wide(project(chunk, s))
-                    log_q = logits.log_softmax(-1)
-                with torch.no_grad():
-                    ranks.append(rank_of(logits, best))
-                    if overlaps:
-                        # Of the law over the whole vocabulary: what the draft cannot say is rejected.
-                        alphas.append(overlap(law.outcomes(log_q), law.log_p + law.mass.log().unsqueeze(1)))
-                loss = torch.zeros_like(weights[here, s])
-                if learnt and hard:
-                    term = -log_q.gather(1, token.clamp_min(0).unsqueeze(1)).squeeze(1)
-                    loss = loss + hard * torch.where(token >= 0, term, 0)
-                if learnt and soft:
-                    mapped = law.outcomes(log_q)
-                    terms = torch.stack([weight * function(mapped, law.log_p) for function, weight in soft])
-                    loss = loss + torch.where(best >= 0, terms.sum(0), 0)
-                total = total + (loss * weights[here, s]).sum()
-                losses.append(loss.detach())
-            stacked = (torch.stack(alphas, 1),) if overlaps else ()
-            return total, (torch.stack(losses, 1), torch.stack(ranks, 1), *stacked)
+            found = []
+            for s, chunk in enumerate(chunks):
+                loss, *more = scored(here, s, chunk, law, best, token)
+                yield (loss * weights[here, s]).sum()
+                found.append((loss.detach(), *more))
+            return tuple(torch.stack(of_drafts, 1) for of_drafts in zip(*found, strict=True))
 
         total, (losses, ranks, *more) = chunked_sum(compute, rows, parameters, chunk)
         alphas = more[0] if more else None
@@ -173,12 +175,13 @@ class Objective:
             return weights
         token = asked.tokens if draft is None else draft.place[asked.tokens]
 
-        def chance(here: slice, *chunks: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        def chance(here: slice, *chunks: Tensor) -> Steps:
             found = [
                 wide(project(chunk, s)).softmax(-1).gather(1, token[here].clamp_min(0).unsqueeze(1)).squeeze(1)
                 for s, chunk in enumerate(chunks)
             ]
-            return chunks[0].new_zeros(()), (torch.stack(found, 1) * (token[here] >= 0).unsqueeze(1),)
+            yield chunks[0].new_zeros(())
+            return (torch.stack(found, 1) * (token[here] >= 0).unsqueeze(1),)
 
         _, (chances,) = chunked_sum(chance, rows, (), chunk)
         # By start: depth j of a draft weighs what all its deeper ones stand to gain.
@@ -189,12 +192,16 @@ def rank_of(logits: Tensor, token: Tensor) -> Tensor:
     """(R, V) logits, (R,) token → (R,) how many tokens are drafted before it, of equally likely ones those of a lower
     id, as argmax has it; −1 where token is −1."""
     own = logits.gather(1, token.clamp_min(0).unsqueeze(1))
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    before = (logits > own) | ((logits == own) & (ids < token.unsqueeze(1)))
-    return torch.where(token < 0, -1, before.sum(1))
+    # Comparisons written as floats are summed several times faster than booleans; exact below 2^24 tokens.
+    flags = torch.empty_like(logits)
+    before = torch.gt(logits, own, out=flags).sum(1).long()
+    if logits.device.type != "cpu" or bool((torch.eq(logits, own, out=flags).sum(1) > 1).any()):
+        ids = torch.arange(logits.shape[1], device=logits.device)
+        before += ((logits == own) & (ids < token.unsqueeze(1))).sum(1)
+    return torch.where(token < 0, -1, before)
 
 
 def rows_of_chunk(width: int, device: torch.device) -> int:
-    """Rows whose logits over `width` tokens are worked on at once: enough to keep the matrix products busy, few enough
-    to stay in a CPU's cache, or in a small share of a GPU's memory."""
-    return max(64, (1 << 20) // width) if device.type == "cpu" else max(128, (1 << 26) // width)
+    """Rows whose logits over `width` tokens are worked on at once: as fit a CPU's cache or a small share of a GPU's
+    memory, but enough that the gradient of the output matrix, added up once a chunk, is not what takes the time."""
+    return max(256, (1 << 21) // width) if device.type == "cpu" else max(512, (1 << 26) // width)

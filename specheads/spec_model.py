@@ -294,14 +294,17 @@ class SpecModel(PreTrainedModel):
             card.write(self, folder, run, repo_id=repo_id, license=license)
             return upload(folder, repo_id, **options)
 
-    def export(self, out: Any, to: str, *, dtype: torch.dtype | str | None = None, embeddings: bool = False) -> Path:
+    def export(
+        self, out: Any, to: str, *, dtype: torch.dtype | str | None = None, embeddings: bool = False,
+        gguf: Path | str | None = None,
+    ) -> Path:  # fmt: skip
         """Write the head into the directory `out` in the form of another program, with a README that serves it.
 
         to: vllm, sglang, trtllm, llamacpp, speculators, eagle, medusa, modelopt or hydra. See formats.exporting.export.
         """
         from specheads.formats.exporting import export
 
-        return export(self, out, to, dtype=dtype, embeddings=embeddings)
+        return export(self, out, to, dtype=dtype, embeddings=embeddings, gguf=gguf)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> SpecModel:

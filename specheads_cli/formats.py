@@ -24,6 +24,10 @@ def export(
     embeddings: Annotated[
         bool, typer.Option("--embeddings", help="Store the base's embeddings too where the format leaves that open.")
     ] = False,
+    gguf: Annotated[
+        Path | None,
+        typer.Option(help="llama.cpp's checkout or converter: write the GGUF files of base and head too (llamacpp)."),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Load the result with that program's own code where it is installed.")
     ] = False,
@@ -36,12 +40,12 @@ def export(
     \b
     Examples:
       specheads export out/head served --to vllm
-      specheads export checkpoints/eagle3 gguf-in --to llamacpp --dtype float16
+      specheads export checkpoints/eagle3 served --to llamacpp --gguf llama.cpp
       specheads export checkpoints/medusa out/medusa --to vllm --base my/model
     """
     from specheads.commands import formats
 
-    record = formats.export(model, out, to, base=base, dtype=dtype, embeddings=embeddings, check=check)
+    record = formats.export(model, out, to, base=base, dtype=dtype, embeddings=embeddings, gguf=gguf, check=check)
     if as_json:
         emit(record)
     else:

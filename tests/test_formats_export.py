@@ -71,7 +71,7 @@ CASES = [
     *[("vllm", kind, {"num_layers": 2, "attention_bias": True, "mlp_bias": True}) for kind in ("eagle", "eagle3")],
     *[(to, "eagle3", {"norm_features": True, "norm_before_residual": True}) for to in ("vllm", "speculators")],
     *[(to, "eagle3", {"norm_before_fc": True, "norm_output": True}) for to in ("vllm", "speculators")],
-    ("llamacpp", "eagle3", {"norm_before_residual": True}),
+    ("llamacpp", "eagle3", {"norm_before_residual": True, "norm_before_fc": True}),
     ("speculators", "eagle3", {"num_layers": 3, "attention_bias": True, "taps": (1, 2, 5, 7)}),
     ("eagle", "eagle", {"num_layers": 2, "fc_bias": True}),
     ("sglang", "eagle", {"fc_bias": True}),
@@ -259,12 +259,14 @@ REFUSED = [
     ("hydra", "hydra", {"draft_vocab_size": 40}, "drafts 40 of 97 tokens"),
     ("vllm", "eagle3", {"taps": (5, 4, 2)}, "not in ascending order"),
     ("sglang", "eagle3", {"num_layers": 2}, "2 decoder layers.*formats that can: speculators, vllm$"),
+    ("llamacpp", "eagle3", {"taps": (1, 2, 3, 4)}, "reads 4 layers, and its readers take 3; .*: modelopt, s.*vllm$"),
     ("llamacpp", "eagle3", {"mlp_bias": True}, "has biases, which are dropped; formats that can: speculators, vllm$"),
     *[
         (to, "eagle3", {option: True}, f"it has {option}, which its readers do not have; formats that can: .*vllm$")
         for to in EAGLE3
         for option in ("norm_features", "norm_before_fc", "norm_before_residual", "norm_output")
-        if to not in ("vllm", "speculators") and (to, option) != ("llamacpp", "norm_before_residual")
+        if to not in ("vllm", "speculators")
+        and (to, option) not in (("llamacpp", "norm_before_residual"), ("llamacpp", "norm_before_fc"))
     ],
     ("vllm", "eagle", {"fc_bias": True}, "fc has a bias, which is dropped; formats that can: eagle, sglang$"),
     ("sglang", "eagle", {"num_layers": 2}, "2 decoder layers.*formats that can: eagle, vllm$"),

@@ -15,14 +15,15 @@ from specheads.spec_model import SpecModel
 
 
 def export(
-    source: str, out: Path, to: str, *, base: str | None, dtype: str | None, embeddings: bool, check: bool
-) -> dict[str, Any]:
+    source: str, out: Path, to: str, *, base: str | None, dtype: str | None, embeddings: bool, gguf: Path | None,
+    check: bool,
+) -> dict[str, Any]:  # fmt: skip
     """Where the export is, in which form, and what a check of it found."""
     refuse_unknown([to], ENGINES, what="format for --to")
     _known(dtype)
     hf_logging.disable_progress_bar()
     model: Any = SpecModel.from_pretrained(source, base=base)
-    folder = model.export(out, to, dtype=dtype, embeddings=embeddings)
+    folder = model.export(out, to, dtype=dtype, embeddings=embeddings, gguf=gguf)
     form = next(form for form in FORMATS if (form.engine, form.kind) == (to, model.head.config.kind))
     record = {
         "written": str(folder), "form": form.title, "written_for": form.versions,

@@ -70,7 +70,8 @@ def common_refusals(head: Eagle3Config, base: PreTrainedModel) -> list[str]:
 @dataclass(frozen=True)
 class Eagle3(Format):
     """deep: takes several decoder blocks, as the tensors here have them; biased: takes biases in the block;
-    tapped: takes other layers than the usual three; norms: the options it has that move a norm."""
+    tapped: takes other layers than the usual three; three: takes no other number of them; norms: the options it has
+    that move a norm."""
 
     kind: ClassVar[str] = Eagle3Config.kind
     engine: str
@@ -81,6 +82,7 @@ class Eagle3(Format):
     deep: bool = False
     biased: bool = False
     tapped: bool = True
+    three: bool = False
     norms: Collection[str] = ()
 
     def recognises(self, files: Files) -> bool:
@@ -116,6 +118,8 @@ class Eagle3(Format):
             wrong.append(
                 f"it reads hidden_states {list(head.taps)}, and {list(layer_ids.usual(layers))} are hard-coded"
             )
+        if self.three and len(head.taps) != 3:
+            wrong.append(f"it reads {len(head.taps)} layers, and its readers take 3")
         return wrong
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
@@ -207,13 +211,15 @@ The layers to read are in `trtllm.yml` where they are not the usual ones: Tensor
 """,
     ),
     Eagle3(
-        "llamacpp", "EAGLE-3 for llama.cpp", "llama.cpp b11434", """\
+        "llamacpp", "EAGLE-3 for llama.cpp", "llama.cpp b11434 and b11549", """\
 ```bash
-python convert_hf_to_gguf.py $base --outtype bf16 --outfile target.gguf
-python convert_hf_to_gguf.py $folder --target-model-dir $base --outtype bf16 --outfile draft.gguf
-llama-server -m target.gguf -md draft.gguf --spec-type draft-eagle3
+python convert_hf_to_gguf.py $base --outtype bf16 --outfile $folder/target.gguf
+python convert_hf_to_gguf.py $folder --target-model-dir $base --outtype bf16 --outfile $folder/draft.gguf
+llama-server -m $folder/target.gguf -md $folder/draft.gguf --spec-type draft-eagle3 --spec-draft-n-max $depth
 ```
+
+The first two are done where target.gguf and draft.gguf are here: by `specheads export --gguf`.
 """,
-        norms=("norm_before_residual",),
+        norms=("norm_before_residual", "norm_before_fc"), three=True,
     ),
 )  # fmt: skip

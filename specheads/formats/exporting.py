@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specheads.checkpoint import as_dtype
-from specheads.formats import ENGINES, FORMATS
+from specheads.formats import ENGINES, FORMATS, gguf_files
 from specheads.formats.format import Format, Written, embeddings_of
 from specheads.formats.readme import readme
 from specheads.options import refuse_unknown
@@ -25,15 +26,19 @@ if TYPE_CHECKING:
 
 
 def export(
-    model: SpecModel, out: Any, to: str, *, dtype: torch.dtype | str | None = None, embeddings: bool = False
-) -> Path:
+    model: SpecModel, out: Any, to: str, *, dtype: torch.dtype | str | None = None, embeddings: bool = False,
+    gguf: Path | str | None = None,
+) -> Path:  # fmt: skip
     """Write the head of `model` into the directory `out` as `to` reads it, whole or not at all; returns `out`.
 
     to: one of ENGINES. dtype: of the weights (default: as they are). embeddings: put the base's into the file too,
-    where the format leaves that open. CheckpointError where the format cannot hold the head, with the reason and the
-    nearest that can; where `out` holds files already; where the base is not in memory and the format wants of it.
+    where the format leaves that open. gguf: llama.cpp's checkout or converter, for llamacpp: write the GGUF files of
+    base and head too, with the weights of both in `dtype` then.
+    CheckpointError where the format cannot hold the head, with the reason and the nearest that can; where `out` holds
+    files already; where the base is not in memory and the format wants of it; where the converter fails.
     """
     form, folder = form_for(model, to), Path(out)
+    make_gguf = _gguf(model, to, as_dtype(dtype), gguf) if gguf is not None else None
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not an empty directory; give a new one to export into")
     tensors = head_tensors(model, as_dtype(dtype))
@@ -48,8 +53,20 @@ def export(
     texts = {CONFIG: json.dumps(written.config, indent=2) + "\n", **written.texts}
     texts = {name: text.replace("{folder}", str(folder)) for name, text in texts.items()}
     texts["README.md"] = readme(form, model, base, str(folder))
-    _write(folder, written, named, texts)
+    _write(folder, written, named, texts, make_gguf)
     return folder
+
+
+def _gguf(model: SpecModel, to: str, dtype: torch.dtype | None, gguf: Path | str) -> Callable[[Path], None]:
+    """What writes the GGUF files into the folder of an export; everything it needs is looked for first."""
+    if to != "llamacpp":
+        raise ValueError(f"GGUF files are for llamacpp alone, not for {to}")
+    script = gguf_files.converter(gguf)
+    base = gguf_files.folder_of(model.config.base_model_name_or_path, model.config.base_revision)
+    dtypes = (dtype or model.base.dtype, dtype or model.head.dtype)
+    for each in dtypes:
+        gguf_files.outtype(each)
+    return lambda folder: gguf_files.write(script, folder, base, dtypes)
 
 
 def form_for(model: SpecModel, to: str) -> Format:
@@ -88,11 +105,17 @@ def head_tensors(model: SpecModel, dtype: torch.dtype | None = None) -> dict[str
     return {name: t.to(dtype) if dtype is not None and t.is_floating_point() else t for name, t in state.items()}
 
 
-def _write(folder: Path, written: Written, tensors: dict[str, Tensor], texts: dict[str, str]) -> None:
-    """All files into a directory beside it, which then takes its place: a crash leaves nothing under that name."""
+def _write(
+    folder: Path, written: Written, tensors: dict[str, Tensor], texts: dict[str, str],
+    more: Callable[[Path], None] | None,
+) -> None:  # fmt: skip
+    """All files into a directory that then takes its place: a crash leaves nothing under that name.
+
+    more: adds files made of the others; llama.cpp's converter writes the name of their directory into its own."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-    temporary.mkdir()
+    around = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    temporary = around / folder.name
+    temporary.mkdir(parents=True)
     try:
         if written.weights.endswith(".safetensors"):
             save_file(tensors, temporary / written.weights, metadata={"format": "pt"})
@@ -100,6 +123,8 @@ def _write(folder: Path, written: Written, tensors: dict[str, Tensor], texts: di
             torch.save(tensors, temporary / written.weights)
         for name, text in texts.items():
             (temporary / name).write_text(text, "utf8")
+        if more is not None:
+            more(temporary)
         mode = (temporary / CONFIG).stat().st_mode
         for path in temporary.iterdir():
             path.chmod(mode)  # what the umask allows; safetensors would leave the file to its owner alone
@@ -107,4 +132,4 @@ def _write(folder: Path, written: Written, tensors: dict[str, Tensor], texts: di
                 os.fsync(file.fileno())
         os.rename(temporary, folder)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(around, ignore_errors=True)

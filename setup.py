@@ -28,6 +28,7 @@ setup(
     ],
     extras_require={
         "deepspeed": ["deepspeed>=0.18"],
+        "qlora": ["bitsandbytes>=0.46"],
         "sweep": ["matplotlib>=3.8"],
         "plots": ["matplotlib>=3.8"],
         "dev": ["pytest>=8.0", "pytest-xdist>=3.5", "ruff>=0.9", "mypy>=1.15", "pre-commit>=4.0", "types-PyYAML"],

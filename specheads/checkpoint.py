@@ -20,6 +20,7 @@ from specheads.fingerprint import fingerprint
 from specheads.hub import commit_of
 from specheads.hub import options as hub_options
 from specheads.joint import JointConfig, attach, detach, is_adapter
+from specheads.quantized import quantization_of, restored
 from specheads.saved_head import CONFIG, WEIGHTS, CheckpointError, adapter_tensors, head_tensors, misfits, read
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ def load(
     recorded.base_model_name_or_path = getattr(base, "name_or_path", None) or _resolved(recorded, saved.folder)
     recorded.base_revision = commit_of(base) or (recorded.base_revision if as_recorded else None)
     recorded.base_fingerprint = fingerprint(base)
+    recorded.base_quantization = quantization_of(base)
     recorded.name_or_path = str(source)
     if recorded.joint is not None:
         attach(base, JointConfig.of(recorded.joint))
@@ -222,6 +224,8 @@ def _load_base(
     options = hub_options(name) | shared
     revision = {"revision": config.base_revision} if base is None and config.base_revision else {}
     try:
+        if base is None and "quantization_config" not in kwargs:
+            kwargs |= restored(config.base_quantization, name, **revision, **options)
         return AutoModelForCausalLM.from_pretrained(name, **revision, **options, **kwargs)
     except OSError as error:
         raise CheckpointError(

@@ -57,10 +57,7 @@ def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 def _recomputed(compute: Compute, tensors: Sequence[Tensor], chunk: int) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The same with each chunk computed again in the backward pass, where ZeRO-3 has its parameters whole once more.
-
-    It gathers them whenever a module is called, on all processes together, so all have to call as often: those with
-    fewer rows take empty chunks.
-    """
+    A process with fewer rows than others takes empty chunks."""
 
     def summed(*given: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         values: list[Tensor] = []
@@ -69,14 +66,15 @@ def _recomputed(compute: Compute, tensors: Sequence[Tensor], chunk: int) -> tupl
 
     rows = len(tensors[0])
     slices = _slices(rows, chunk)
-    slices += [slice(rows, rows)] * (_most(len(slices), tensors[0].device) - len(slices))
+    slices += [slice(rows, rows)] * (calls_of_all(len(slices), tensors[0].device) - len(slices))
     done = [checkpoint(summed, here, *(t[here] for t in tensors), use_reentrant=False) for here in slices]
     return sum((total for total, _ in done[1:]), done[0][0]), _joined([rest for _, rest in done])
 
 
-def _most(count: int, device: torch.device) -> int:
-    """The largest count of any process."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+def calls_of_all(count: int, device: torch.device) -> int:
+    """How often a process calls a module that its own data call `count` times: under ZeRO-3 as often as any other,
+    since parameters are gathered at each call, on all processes together."""
+    if not is_deepspeed_zero3_enabled() or not torch.distributed.is_initialized():
         return count
     counts = torch.tensor(count, device=device)
     torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)

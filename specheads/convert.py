@@ -15,6 +15,7 @@ from specheads.heads import HEADS, DraftHead, HeadConfig
 from specheads.heads.naming import head_config
 from specheads.hub import commit_of
 from specheads.joint import JointConfig, attach
+from specheads.quantized import quantization_of
 from specheads.spec_model import SpecConfig, SpecModel
 from specheads.target import UnsupportedModel, refuse_unsupported, text_config
 
@@ -55,6 +56,10 @@ def convert(
     """
     base = unwrapped(AutoModelForCausalLM.from_pretrained(base) if isinstance(base, str | os.PathLike) else base)
     refuse_unsupported(base)
+    if not base.get_output_embeddings().weight.is_floating_point():
+        raise UnsupportedModel(
+            "the base's output matrix is quantised, which heads read: load it with llm_int8_skip_modules=['lm_head']"
+        )
     config = head_config(head, options).filled(text_config(base))
     module = build_head(config, base)
     module.refuse_unfit(base.eval())
@@ -77,7 +82,8 @@ def build_head(config: HeadConfig, base: PreTrainedModel) -> DraftHead:
 
 
 def spec_config(config: HeadConfig, base: PreTrainedModel) -> SpecConfig:
-    return SpecConfig.of(config, getattr(base, "name_or_path", None) or None, commit_of(base), fingerprint(base))
+    name = getattr(base, "name_or_path", None) or None
+    return SpecConfig.of(config, name, commit_of(base), fingerprint(base), quantization_of(base))
 
 
 def load_head(base: PreTrainedModel, directory: Any, **kwargs: Any) -> SpecModel:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specheads import saved_head
 from specheads.convert import convert
+from specheads.heads.block import decoder_layers
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.objective import rows_of_chunk
 from specheads.recipe import Recipe
@@ -90,7 +91,7 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
     logits = vocab + (getattr(head.config, "draft_vocab_size", None) or vocab)
     chunk = rows_of_chunk(logits, torch.device("cuda"))
     memory = {
-        "base": frozen * base_bytes / share,
+        "base": _base_bytes(model.base, recipe.bits, base_bytes) / share,
         "head": trained * head_bytes / share,
         "gradients": trained * head_bytes / (processes if distributed in ("zero2", "zero3", "fsdp", "fsdp2") else 1),
         "optimizer": 2 * trained * 4 / (1 if distributed in ("no", "ddp") else processes),
@@ -130,6 +131,16 @@ def _bytes(name: str, saved: Any) -> int:
     dtype = saved if name == "auto" else getattr(torch, name)
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
     return torch.empty((), dtype=dtype).element_size()
+
+
+def _base_bytes(base: Any, bits: int | None, each: float) -> float:
+    """Of the frozen weights: matrices of quantised layers, with a scale for 64 weights or a row, and all others."""
+    frozen = sum(p.numel() for p in base.parameters() if not p.requires_grad)
+    layers = decoder_layers(base)
+    if bits is None or layers is None:
+        return frozen * each
+    quantised = sum(p.numel() for p in layers.parameters() if p.ndim == 2 and not p.requires_grad)
+    return (frozen - quantised) * each + quantised * (bits / 8 + (1 / 64 if bits == 4 else 0))
 
 
 def _device(wanted: str | None) -> tuple[str, float]:

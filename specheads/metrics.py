@@ -157,27 +157,28 @@ class TrainingMeter:
         }
 
     @classmethod
-    def of_state(cls, state: dict[str, list[float]], device: torch.device) -> TrainingMeter:
-        """The meter whose `state()` that is."""
-        terms = {key.removeprefix("term "): value[0] for key, value in state.items() if key.startswith("term ")}
-        sums = {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in terms.items()}
-        return cls(_acceptance(state, device), sums, torch.tensor(state["tokens"][0], device=device))
+    def of_states(cls, states: list[dict[str, list[float]]], device: torch.device) -> TrainingMeter:
+        """The meter that has counted all that the meters of these `state()`s had."""
+        meter = cls()
+        for state in states:
+            meter.acceptance.merge(_acceptance(state, device))
+            tokens = torch.tensor(state["tokens"][0], device=device)
+            meter.tokens = tokens if meter.tokens is None else meter.tokens + tokens
+            for key in (key for key in state if key.startswith("term ")):
+                name, more = key.removeprefix("term "), torch.tensor(state[key][0], dtype=torch.float64, device=device)
+                meter.sums[name] = meter.sums[name] + more if name in meter.sums else more
+        return meter
 
     @staticmethod
     def combined(states: list[dict[str, list[float]]], tree: StaticTree | None = None) -> dict[str, float]:
         """The report over the states of all processes, whose meters counted that tree; without acceptance where no
         position was scored."""
-        acceptance = AcceptanceMeter(tree)
-        sums: dict[str, float] = {}
-        tokens = 0.0
-        for state in states:
-            acceptance.merge(_acceptance(state, torch.device("cpu")))
-            tokens += state["tokens"][0]
-            for key in sorted(key for key in state if key.startswith("term ")):
-                name = key.removeprefix("term ")
-                sums[name] = sums.get(name, 0.0) + state[key][0]
+        meter = TrainingMeter.of_states(states, torch.device("cpu"))
+        acceptance, tokens = meter.acceptance, 0 if meter.tokens is None else int(meter.tokens)
+        acceptance.tree = tree
         scored = acceptance.counts is not None and bool(acceptance.counts[0])
-        return {**(acceptance.compute() if scored else {}), **{k: v / max(tokens, 1) for k, v in sums.items()}}
+        terms = {name: float(meter.sums[name]) / max(tokens, 1) for name in sorted(meter.sums)}
+        return {**(acceptance.compute() if scored else {}), **terms}
 
 
 def _acceptance(state: dict[str, list[float]], device: torch.device) -> AcceptanceMeter:

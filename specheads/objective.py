@@ -86,13 +86,12 @@ class Scores:
     overlaps: Tensor | None
     alphas: Tensor | None
 
-    def terms(self, denominator: Tensor | float, whole: bool = True) -> dict[str, Tensor]:
-        """What DraftHead.loss reports of them; whole: are these all the depths the head drafts?"""
+    def terms(self, denominator: Tensor | float) -> dict[str, Tensor]:
+        """What DraftHead.loss reports of them."""
         terms = {f"loss_depth_{k}": loss / denominator for k, loss in enumerate(self.depths, 1)}
-        if whole:
-            terms["ranks"] = self.ranks
-            if self.overlaps is not None:
-                terms["overlaps"] = self.overlaps
+        terms["ranks"] = self.ranks
+        if self.overlaps is not None:
+            terms["overlaps"] = self.overlaps
         return terms
 
 
@@ -121,7 +120,10 @@ class Objective:
         # The base's logits and those of one draft are there at once.
         chunk = rows_of_chunk(vocab_size + (vocab_size if draft is None else len(draft.ids)), rows[0].device)
         weights = self._weights(asked, rows, project, draft, chunk)
-        trained = (weights > 0).any(0).tolist()  # the others are only scored
+        # The others are only scored. Not by what a batch has rows of: launchers add up the gradients of all processes
+        # in the order they come in, and want those of the same parameters from each.
+        learns = [weight > 0 for weight in self.depth_weights]
+        trained = learns if len(rows) == len(learns) else [any(learns)] * len(rows)
         hard = dict(self.loss).get(HARD, 0.0)
         soft = [(LAW_LOSSES[name], weight) for name, weight in self.loss if name != HARD]
 

@@ -42,8 +42,9 @@ class Recipe:
     """What one run of train/heads.py does.
 
     base: path or hub id; base_dtype and head_dtype: "auto", "float32", "bfloat16" or "float16" ("auto" is what the
-    base was saved in); attn_implementation: of the base. features: a folder of saved features, which takes the place of
-    base, data and their options: those are not read then. head: {kind: …, options}. init_from: a head checkpoint to go
+    base was saved in); load_in_4bit, load_in_8bit: the base quantised by bitsandbytes (with lora: QLoRA);
+    attn_implementation: of the base. features: a folder of saved features, which takes the place of base, data and
+    their options: those are not read then. head: {kind: …, options}. init_from: a head checkpoint to go
     on from, instead of a new head. training: SpecTrainingArguments by name; resume_from_checkpoint: auto is the last
     one in output_dir, if any. early_stopping: evaluations without a better training.metric_for_best_model before the
     run ends. launch: what the launcher is expected to have started. parity: the comparison with real decoding that
@@ -57,6 +58,8 @@ class Recipe:
     head: HeadConfig | None = None
     base_dtype: str = "auto"
     head_dtype: str = "float32"
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
     attn_implementation: str | None = None
     init_from: str | None = None
     early_stopping: int | None = None
@@ -76,6 +79,8 @@ class Recipe:
         for name in ("base_dtype", "head_dtype"):
             if getattr(self, name) not in DTYPES:
                 raise RecipeError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(DTYPES)}")
+        if self.load_in_4bit and self.load_in_8bit:
+            raise RecipeError("load_in_4bit and load_in_8bit are both true: give one of them")
         if (self.head is None) == (self.init_from is None):
             raise RecipeError(
                 "give either head (a new one: head.kind=eagle3) or init_from (a head checkpoint to go on from), not "
@@ -110,6 +115,11 @@ class Recipe:
         options["lora"] = None if self.lora is None else self.lora.to_dict()
         options["training"] = {name: value for name, value in self.training.items() if _plain(value)}
         return yaml.safe_dump({name: value for name, value in options.items() if value}, sort_keys=False)
+
+    @property
+    def bits(self) -> int | None:
+        """Of each weight of the base's layers, where it is quantised."""
+        return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Recipe:

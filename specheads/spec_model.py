@@ -22,8 +22,8 @@ from specheads.teacher import LiveTeacher, Teacher, packed_mask, tapped
 
 
 class SpecConfig(PreTrainedConfig):
-    """What config.json of a head checkpoint holds: the head's options, which base it was trained for, and where
-    adapters were trained with it (joint), their options."""
+    """What config.json of a head checkpoint holds: the head's options, which base it was trained for and how that was
+    quantised, and where adapters were trained with it (joint), their options."""
 
     model_type = "specheads"
 
@@ -34,6 +34,7 @@ class SpecConfig(PreTrainedConfig):
         base_revision: str | None = None,
         base_fingerprint: dict[str, Any] | None = None,
         joint: dict[str, Any] | None = None,
+        base_quantization: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -42,13 +43,17 @@ class SpecConfig(PreTrainedConfig):
         self.base_revision = base_revision
         self.base_fingerprint = base_fingerprint or {}
         self.joint = joint
+        self.base_quantization = base_quantization
 
     @classmethod
-    def of(cls, head: HeadConfig, name: str | None, revision: str | None, fingerprint: dict[str, Any]) -> SpecConfig:
+    def of(
+        cls, head: HeadConfig, name: str | None, revision: str | None, fingerprint: dict[str, Any],
+        quantization: dict[str, Any] | None = None,
+    ) -> SpecConfig:  # fmt: skip
         """The record of a head of these (filled) options beside the base of that name, revision and fingerprint."""
         return cls(
             head=head.to_dict(), base_model_name_or_path=name, base_revision=revision, base_fingerprint=fingerprint,
-            architectures=["SpecModel"],
+            base_quantization=quantization, architectures=["SpecModel"],
         )  # fmt: skip
 
     def head_config(self) -> HeadConfig:
@@ -190,10 +195,6 @@ class SpecModel(PreTrainedModel):
             own = base_loss(self.joint, batch, teacher, self.base, mask)
             loss = own + self.joint.weight(self.progress) * loss
             terms["base"] = own.detach()
-        if not loss.requires_grad and torch.is_grad_enabled():
-            # Rows of one or two tokens have nothing to draft: a loss of 0, whose gradient a trainer still asks for.
-            trained = [p.sum() for p in self.parameters() if p.requires_grad]
-            loss = loss + sum(trained, torch.zeros_like(loss)) * 0
         return SpecOutput(loss, terms.pop("ranks", None), terms.pop("overlaps", None), terms)
 
     def seen(

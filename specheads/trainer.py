@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -18,15 +18,17 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import ProgressCallback, Trainer, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
+from transformers import ProgressCallback, Trainer, TrainingArguments, set_seed
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, get_last_checkpoint
 
-from specheads.checkpoint import replacing
 from specheads.faults import STATE, TrainingError, go_on, is_unwritten, refuse_not_finite
 from specheads.joint import is_adapter
+from specheads.launch import kind_of
 from specheads.metrics import AcceptanceMeter, TrainingMeter
 from specheads.optim import MuonAdamW, parameter_groups
 from specheads.planner import StaticTree
+from specheads.repeats import without_repeats
+from specheads.resume import Unlogged, Writers, writers_of
 from specheads.saved_head import CheckpointError
 from specheads.spec_model import SpecModel, SpecOutput
 
@@ -135,6 +137,11 @@ class SpecTrainer(Trainer):
         self._training_meter.add(outputs.ranks, outputs.terms or {}, divisor, tokens)
         return (loss, outputs) if return_outputs else loss
 
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        state = self.accelerator.gradient_state
+        own = (without_repeats(batch, state) for batch in epoch_iterator)
+        return super().get_batch_samples(own, num_batches, device)
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         # Trainer counts labels only; a batch may name its tokens by loss_mask instead.
         if batch_samples and "labels" not in batch_samples[0] and "loss_mask" in batch_samples[0]:
@@ -169,7 +176,7 @@ class SpecTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        inputs = self._without_repeats(self._prepare_inputs(inputs))
+        inputs = without_repeats(self._prepare_inputs(inputs), self.accelerator.gradient_state)
         tokens = supervised_tokens(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             outputs: SpecOutput = model(**inputs)
@@ -178,17 +185,6 @@ class SpecTrainer(Trainer):
         terms = {"loss": loss, **(outputs.terms or {})}
         self._evaluation_meter.add(outputs.ranks, terms, tokens.clamp_min(1), tokens, outputs.overlaps)
         return loss, None, None
-
-    def _without_repeats(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The rows that a sharded loader repeats to fill the last batch, no longer supervised."""
-        state, processes = self.accelerator.gradient_state, self.accelerator.num_processes
-        if processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
-            return inputs
-        rows = len(inputs["input_ids"])
-        kept = min(rows, max(0, state.remainder - rows * self.accelerator.process_index))
-        name, nothing = ("labels", -100) if "labels" in inputs else ("loss_mask", 0)
-        mask = torch.arange(rows, device=inputs[name].device).unsqueeze(1) < kept
-        return {**inputs, name: torch.where(mask, inputs[name], nothing)}
 
     # Optimizer
 
@@ -239,28 +235,40 @@ class SpecTrainer(Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        # What each process has summed since the last log, so that a resumed run logs what an uninterrupted one does.
-        record = {
-            "meter": self._training_meter.state(), "loss": float(self._tr_loss),
-            "last_logged": self._globalstep_last_logged,
-        }  # fmt: skip
-        with replacing(self._unlogged_file(output_dir)) as path:
-            path.write_text(json.dumps(record), "utf8")
+        unlogged = Unlogged([self._training_meter.state()], float(self._tr_loss), self._globalstep_last_logged)
+        unlogged.save(output_dir, self.args.process_index, self._writers())
         # The first process writes trainer_state.json next, which says that the checkpoint is whole.
         self.accelerator.wait_for_everyone()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
-        if checkpoint is None or not (path := self._unlogged_file(checkpoint)).is_file():
+        writers = None if checkpoint is None else writers_of(checkpoint, self.args.process_index)
+        if checkpoint is None or writers is None:
             return
-        record = json.loads(path.read_text("utf8"))
-        self._training_meter = TrainingMeter.of_state(record["meter"], self.args.device)
-        self._tr_loss.fill_(record["loss"])
-        self._total_loss_scalar = -record["loss"]  # train_loss stays the mean over the steps since the resumption
-        self._globalstep_last_logged = record["last_logged"]
+        if writers.processes != self.args.world_size:
+            # transformers goes on with the numbers that the run began with, which would draw the same noise once more.
+            set_seed(self.args.seed + self.state.global_step)
+        unlogged = Unlogged.load(checkpoint, self.args.process_index, self.args.world_size)
+        self._training_meter = TrainingMeter.of_states(unlogged.meters, self.args.device)
+        self._tr_loss.fill_(unlogged.loss)
+        self._total_loss_scalar = -unlogged.loss  # train_loss stays the mean over the steps since the resumption
+        self._globalstep_last_logged = unlogged.last_logged
 
-    def _unlogged_file(self, folder: str) -> Path:
-        return Path(folder) / f"unlogged_{self.args.process_index}.json"
+    def _writers(self) -> Writers:
+        """This run as its checkpoints tell of it."""
+        rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        return Writers(self.args.world_size, rows * self.args.world_size, kind_of(self.accelerator))
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """transformers' own. ResumeError, a ValueError, for a checkpoint that this run would not go on from as the one
+        that wrote it."""
+        if resume_from_checkpoint:
+            found = (
+                get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+            )
+            if found is not None and (written := writers_of(found, self.args.process_index)) is not None:
+                self._writers().refuse(written, Path(found), other_rows=self.args.ignore_data_skip)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The head alone; a launcher that shards parameters passes what it gathered."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     EarlyStoppingCallback,
@@ -34,6 +35,7 @@ from specheads.faults import STATE, TrainingError, finished, go_on, is_lost_proc
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.launch import LaunchError
 from specheads.parity import Parity, ParityConfig, compare, prompts_of
+from specheads.quantized import quantization
 from specheads.recipe import RECIPE, Recipe, RecipeError
 from specheads.spec_model import SpecModel
 from specheads.trainer import SpecTrainer, SpecTrainingArguments
@@ -159,10 +161,9 @@ def prepare(recipe: Recipe) -> Run:
     )
     kind = launch.kind_of(trainer.accelerator)
     launch.check(recipe.launch, trainer.accelerator.num_processes, kind)
-    if kind == "zero3" and model.head.config.kind == "parallel":
+    if kind in SHARDED and getattr(model.base, "is_quantized", False):
         raise LaunchError(
-            "a parallel head runs its layers as often as a batch has anchors, and ZeRO-3 waits for all processes at "
-            "each call: use recipes/accelerate/fsdp2.yaml or zero2.yaml"
+            f"{kind} would cut up a quantised base, whose weights are no matrices: use ddp, zero1 or zero2"
         )
     return Run(trainer, checkpoint, recipe.parity, recipe)
 
@@ -244,6 +245,11 @@ def load_base(recipe: Recipe) -> PreTrainedModel:
     options: dict[str, Any] = {"dtype": recipe.base_dtype if recipe.base_dtype == "auto" else _dtype(recipe.base_dtype)}
     if recipe.attn_implementation is not None:
         options["attn_implementation"] = recipe.attn_implementation
+    if recipe.bits is not None:
+        dtype = options["dtype"]
+        if dtype == "auto":
+            dtype = getattr(AutoConfig.from_pretrained(recipe.base), "dtype", None) or torch.float32
+        options["quantization_config"] = quantization(recipe.bits, dtype)
     return AutoModelForCausalLM.from_pretrained(recipe.base, **options)
 
 

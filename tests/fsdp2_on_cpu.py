@@ -9,6 +9,7 @@ from unittest import mock
 
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
@@ -20,6 +21,8 @@ accelerate_makes_state = AcceleratorState.__init__
 def make_state(self, *args, fsdp_plugin=None, **kwargs):
     accelerate_makes_state(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
     if fsdp_plugin is not None:
+        if isinstance(fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+            fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # it is pinned for a GPU
         self.fsdp_plugin = fsdp_plugin
         self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 

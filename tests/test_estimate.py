@@ -48,6 +48,16 @@ def test_what_a_launcher_shards_is_divided(material, tmp_path):  # noqa: F811
         estimate(recipe, device="TPU")
 
 
+def test_a_quantised_base_takes_its_bits_and_a_scale_for_64_weights(material, tmp_path):  # noqa: F811
+    def base(*more):
+        recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2, *more))
+        return estimate(recipe, device="H200").memory["base"] * GIB
+
+    layers = 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32)  # q and o, k and v, the three of the MLP
+    assert base() - base("load_in_4bit=true") == pytest.approx(layers * (4 - 0.5 - 1 / 64))
+    assert base() - base("load_in_8bit=true") == pytest.approx(layers * (4 - 1))
+
+
 def test_time_is_the_arithmetic_of_the_docs(material, tmp_path):  # noqa: F811
     recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2))
     found, head = estimate(recipe, device="H200"), build_model(recipe, []).head

@@ -40,3 +40,23 @@ def test_every_head_learns_to_draft(kind):
         optimizer.step()
     after = accepted_length(model.eval()(**batch).ranks)
     assert before < 1.3 and after > 1.6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_of_the_same_parameters_whatever_a_batch_holds(kind):
+    """Launchers add up the gradients of processes that were given other rows, and take them to be of the same
+    parameters in the same order."""
+    model = spec_model(kind).train()
+    trained, order = {n: p for n, p in model.head.named_parameters() if p.requires_grad}, {}
+    for name, parameter in trained.items():
+        parameter.register_hook(lambda _, name=name: order.setdefault(name))
+    model(**Collator(0)(rows(12, 7))).loss.backward()
+    usual = list(order)
+    assert set(usual) == set(trained)
+    for lengths, supervised in (((9,), False), ((1,), True), ((2, 2), True), ((3,), True), ((3,), False)):
+        order.clear()
+        batch = Collator(0)(rows(*lengths))
+        if not supervised:
+            batch["labels"].fill_(-100)
+        model(**batch).loss.backward()
+        assert list(order) == usual, (lengths, supervised)

@@ -229,32 +229,36 @@ def test_accelerate_reads_every_shipped_configuration(path):
     from accelerate.commands.config.config_args import load_config_from_file
 
     config = load_config_from_file(str(path))
-    kinds = {"cpu": "MULTI_GPU", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
-    assert config.distributed_type == kinds[path.stem] and config.num_processes >= 2
+    kind, offload = path.stem.removesuffix("_offload"), path.stem.endswith("_offload")
+    kinds = {"cpu": "MULTI_GPU", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}
+    assert config.distributed_type == kinds.get(kind, "DEEPSPEED") and config.num_processes >= 2
     options = yaml.safe_load(path.read_text())
-    if path.stem == "zero3":
-        assert options["deepspeed_config"]["zero3_save_16bit_model"] is True
-    if path.stem.startswith("zero"):
-        assert options["deepspeed_config"]["zero_stage"] == int(path.stem[-1])
-    if path.stem == "fsdp2":
+    if kind.startswith("zero"):
+        zero = options["deepspeed_config"]
+        assert zero["zero_stage"] == int(kind[-1]) and zero.get("zero3_save_16bit_model", False) is (kind == "zero3")
+        assert zero["offload_optimizer_device"] == ("cpu" if offload else "none")
+        assert zero["offload_param_device"] == ("cpu" if offload and kind == "zero3" else "none")
+    if kind == "fsdp2":
         assert options["fsdp_config"]["fsdp_version"] == 2
+        assert options["fsdp_config"]["fsdp_offload_params"] is offload
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["zero2", "zero3", "fsdp2"])
-def test_sharded_processes_train_resume_and_save_the_head_of_one_process(kind, material, tmp_path):
+@pytest.mark.parametrize("named", [path.stem for path in ACCELERATE if path.stem not in ("cpu", "ddp")])
+def test_sharded_processes_train_resume_and_save_the_head_of_one_process(named, material, tmp_path):
+    kind = named.removesuffix("_offload")
     if kind != "fsdp2":
         pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
     steps = ["training.save_steps=2", "training.lr_scheduler_type=constant"]
     recipe = ROOT / "recipes" / "eagle3.yaml"
     prepare(read_recipe(recipe, overrides(material, tmp_path / "one", 2, *steps))).train()
-    text = (ROOT / "recipes" / "accelerate" / f"{kind}.yaml").read_text()
+    text = (ROOT / "recipes" / "accelerate" / f"{named}.yaml").read_text()
     config = tmp_path / "accelerate.yaml"
     config.write_text(text.replace("gpu_ids: all", "use_cpu: true"))
     command = ["accelerate.commands.launch", "--config_file", str(config), "--num_processes", "2"]
     script = "tests/fsdp2_on_cpu.py" if kind == "fsdp2" else "train/heads.py"
     options = overrides(material, tmp_path / "two", 1, "launch.processes=2", f"launch.distributed={kind}", *steps)
-    if kind == "zero2":
+    if named == "zero2":
         done = run([*command, "--main_process_port", "0", script, str(recipe), *options, "training.muon=true"])
         assert "train/heads.py: muon=true steps on whole matrices, which DeepSpeed flattens" in done.stderr
     for more in (["training.max_steps=2"], []):  # the second resumes: resume_from_checkpoint is auto in the recipe

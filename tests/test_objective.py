@@ -83,7 +83,7 @@ def test_under_zero3_chunks_are_recomputed_to_the_same_gradients_and_as_many_as_
     found = []
     for sharded in (False, True):
         monkeypatch.setattr(chunked, "is_deepspeed_zero3_enabled", lambda sharded=sharded: sharded)
-        monkeypatch.setattr(chunked, "_most", lambda count, device: most)
+        monkeypatch.setattr(chunked, "calls_of_all", lambda count, device: most)
         calls.clear()
         total, (each,) = chunked_sum(compute, [hidden], [weight], 5)
         assert calls == [5, 5, 3] + [0] * (most - 3) * sharded

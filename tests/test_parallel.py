@@ -212,3 +212,26 @@ def test_the_frozen_output_rows_are_the_bases_whatever_the_head_starts_from(base
     with pytest.raises(ValueError, match="give the base with the token counts"):
         head.set_draft_vocabulary(torch.arange(97))
     assert torch.equal(head.target_ids, torch.arange(40)), "refused before anything changed"
+
+
+@pytest.mark.parametrize("learnt", [True, False])
+def test_a_process_with_fewer_blocks_than_others_runs_its_layers_as_often_and_learns_the_same(learnt, monkeypatch):
+    model = spec_model("parallel", block_size=3, markov_rank=4, confidence=True)
+    model.train()
+    batch = Collator(0)(rows(9, 6))
+    if not learnt:
+        batch["labels"].fill_(-100)
+    calls, results = [], []
+    model.head.norm.register_forward_hook(lambda *_: calls.append(1))
+    for of_all in (lambda count, device: count, lambda count, device: max(count, 3)):
+        monkeypatch.setattr(parallel, "calls_of_all", of_all)
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        grads = {name: p.grad for name, p in model.head.named_parameters() if p.requires_grad and p.grad is not None}
+        results.append((loss.detach(), grads, len(calls)))
+        calls.clear()
+    (alone, own, _), (beside, padded_grads, count) = results
+    assert count == 3 and torch.equal(alone, beside) and (alone > 0) == learnt and own.keys() == padded_grads.keys()
+    for name, grad in own.items():
+        torch.testing.assert_close(padded_grads[name], grad, msg=name)

@@ -35,6 +35,7 @@ from specheads.features.shards import FeatureError, Shard, facts, write
 from specheads.fingerprint import fingerprint
 from specheads.heads import HEADS
 from specheads.hub import commit_of
+from specheads.quantized import quantization_of
 from specheads.recipe import Recipe
 from specheads.target import decoder_of, text_config
 from specheads.training import load_base, padding_id
@@ -78,7 +79,9 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Ask | None = None) 
     shard_rows = max(1, round(options.shard_mb * 2**20 * count / (tokens * each)))
     if state.is_main_process:
         agree(folder, tokens, each, kept_base.kept_bytes(whole, base_dtype(config, recipe)), ask)
-    base = load_base(recipe).to(state.device).eval()
+    base = load_base(recipe).eval()
+    if recipe.bits is None:  # else it was loaded to where it belongs
+        base = base.to(state.device)
     index = Index(
         taps, _dtype_name(options.dtype, base), options.law, _last_tap(base, taps), options.batch_size, shard_rows,
         padding_id(tokenizer), _record(base), {name: len(rows) for name, rows in splits.items()}, {}, {},
@@ -132,6 +135,7 @@ def _record(base: PreTrainedModel) -> dict[str, Any]:
     return {
         "name": str(Path(name).resolve()) if Path(name).is_dir() else name, "revision": commit_of(base),
         "fingerprint": fingerprint(base), "dtype": str(base.dtype).removeprefix("torch."), "unfit": _unfit(base),
+        "quantization": quantization_of(base),
     }  # fmt: skip
 
 

@@ -40,5 +40,8 @@ class FeatureModel(SpecModel):
 def beside_kept_base(folder: Path, index: Index, module: DraftHead) -> FeatureModel:
     """A head and what was kept of its base."""
     name, revision, fingerprint = (index.base[key] for key in ("name", "revision", "fingerprint"))
-    base, record = KeptBase(folder, name), SpecConfig.of(module.config, name, revision, fingerprint)
+    base, record = (
+        KeptBase(folder, name),
+        SpecConfig.of(module.config, name, revision, fingerprint, index.base.get("quantization")),
+    )
     return FeatureModel(record, cast(PreTrainedModel, base), module)

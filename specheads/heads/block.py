@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specheads.cache import TreeCache
+from specheads.quantized import matrix
 from specheads.target import decoder_of, text_config
 
 
@@ -131,11 +132,18 @@ def copy_layer(block: Block, layer: nn.Module, columns: slice) -> bool:
 
     A matrix with a wider input takes the base's in `columns` and is zero elsewhere. Returns whether anything agreed.
     """
-    source = {".".join(name.split(".")[-2:]): p for name, p in layer.named_parameters() if p.ndim == 2}
+    source: dict[str, tuple[str, Tensor]] = {
+        ".".join(name.split(".")[-2:]): (name, p) for name, p in layer.named_parameters() if p.ndim == 2
+    }
+    dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32)
     copied = False
     for name, own in block.named_parameters():
-        given = source.get(name)
-        if given is None or given.is_meta or given.shape[0] != own.shape[0] or not given.is_floating_point():
+        if name not in source:
+            continue
+        path, stored = source[name]
+        quantised = not stored.is_floating_point()
+        given = matrix(layer.get_submodule(path.rpartition(".")[0]), dtype) if quantised else stored
+        if given is None or given.is_meta or given.shape[0] != own.shape[0]:
             continue
         with torch.no_grad():
             if given.shape == own.shape:

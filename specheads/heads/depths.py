@@ -102,13 +102,10 @@ class DepthHeads(DraftVocabulary):
 
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
-        depths = min(config.num_heads, max(0, batch.tokens.shape[1] - 2))
-        if not depths:
-            return batch.features.new_zeros(()), {}
-        asked = batch.asked(depths)
-        rows = self.rows(batch, asked, depths)
-        scores = self.score(batch, asked, rows, tuple(config.decay**i for i in range(depths)))
-        return scores.total / batch.denominator, scores.terms(batch.denominator, whole=depths == config.num_heads)
+        asked = batch.asked(config.num_heads)
+        rows = self.rows(batch, asked, config.num_heads)
+        scores = self.score(batch, asked, rows, tuple(config.decay**i for i in range(config.num_heads)))
+        return scores.total / batch.denominator, scores.terms(batch.denominator)
 
     def usual_plan(self, device: torch.device) -> Plan:
         return default_static(64 if device.type == "cuda" else 8, self.config.num_heads)

@@ -112,9 +112,6 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
 
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
-        steps = min(config.steps, max(0, batch.tokens.shape[1] - 2))
-        if not steps:
-            return batch.features.new_zeros(()), {}
-        asked, rows = self.drafts(batch, steps)
-        scores = self.score(batch, asked, rows, tuple(config.step_decay**s for s in range(steps)))
-        return scores.total / batch.denominator, scores.terms(batch.denominator, whole=steps == config.steps)
+        asked, rows = self.drafts(batch, config.steps)
+        scores = self.score(batch, asked, rows, tuple(config.step_decay**s for s in range(config.steps)))
+        return scores.total / batch.denominator, scores.terms(batch.denominator)

@@ -134,7 +134,7 @@ class HydraHead(DepthHeads):
 
         def made(i: int) -> Tensor:
             start = asked.starts[:, i]
-            read = [asked.rows(hidden, i), *(flat[start + 1 + j] for j in range(i + 1))]
+            read = [asked.rows(hidden, i), *(flat[(start + 1 + j) % len(flat)] for j in range(i + 1))]
             return self.blocks[i](torch.cat(read, -1))
 
         return [self.recomputed(made, i) for i in range(depths)]

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specheads.cache import Reach, TreeCache, additive, visible
+from specheads.chunked import calls_of_all
 from specheads.drafters.base import Context
 from specheads.heads.anchors import AnchoredBlocks
 from specheads.heads.base import TapBatch
@@ -213,7 +214,9 @@ class ParallelHead(DraftVocabulary):
             inside = inside.tril()
         outputs = []
         at_once = SLOTS_AT_ONCE.get(context.device.type, SLOTS_AT_ONCE["cpu"])
-        for anchors in blocks.anchors.split(max(1, at_once // size), 1):
+        parts = list(blocks.anchors.split(max(1, at_once // size), 1))
+        parts += [blocks.anchors[:, :0]] * (calls_of_all(len(parts), context.device) - len(parts))
+        for anchors in parts:
             number = anchors.shape[1]
             same = batch.documents.unsqueeze(1) == batch.documents.gather(1, anchors).unsqueeze(2)
             before = same & (column < anchors.unsqueeze(2))  # (B, A, T)
@@ -233,8 +236,6 @@ class ParallelHead(DraftVocabulary):
         config = self.config
         most = config.anchors if self.training else None
         blocks = AnchoredBlocks.of(batch.supervised, batch.documents, config.block_size, most)
-        if not blocks.anchors.numel():
-            return batch.features.new_zeros(()), {}
         asked = blocks.asked(batch.tokens)
         rows = self.followed(self.outputs(batch, blocks)[blocks.learnt], batch.tokens.flatten()[asked.positions])
         weights = tuple(config.decay**j for j in range(config.block_size))

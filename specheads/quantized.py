@@ -1,0 +1,49 @@
+"""Bases that bitsandbytes keeps in 4 or 8 bits, as for QLoRA (arXiv:2305.14314): loaded, named in checkpoints, read.
+
+Only a frozen base is quantised; heads and adapters stay in floating point.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, BitsAndBytesConfig
+from transformers.quantizers.auto import AutoQuantizationConfig
+from transformers.utils import is_bitsandbytes_available
+
+
+def quantization(bits: int, dtype: torch.dtype) -> BitsAndBytesConfig:
+    """bits 4: NF4, computed in `dtype`; 8: LLM.int8. ImportError where bitsandbytes is missing."""
+    if not is_bitsandbytes_available():
+        raise ImportError(f"load_in_{bits}bit needs bitsandbytes: pip install bitsandbytes")
+    if bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=True
+    )
+
+
+def quantization_of(base: Any) -> dict[str, Any] | None:
+    """How a base is quantised, as its config has it; None where it is not."""
+    found = getattr(base.config, "quantization_config", None)
+    return found if found is None or isinstance(found, dict) else found.to_dict()
+
+
+def restored(recorded: dict[str, Any] | None, name: str, **options: Any) -> dict[str, Any]:
+    """What loads the base `name` quantised as it was, unless its own files say so already. options: of AutoConfig."""
+    if recorded is None or getattr(AutoConfig.from_pretrained(name, **options), "quantization_config", None):
+        return {}
+    return {"quantization_config": AutoQuantizationConfig.from_dict(recorded)}
+
+
+@torch.no_grad()
+def matrix(linear: nn.Module, dtype: torch.dtype) -> Tensor | None:
+    """The weights (out, in) that a linear layer applies, whatever it keeps them as; None for another layer."""
+    size, weight = getattr(linear, "in_features", None), getattr(linear, "weight", None)
+    if size is None or not isinstance(weight, Tensor) or weight.is_meta:
+        return None
+    out = linear(torch.eye(size, device=weight.device, dtype=dtype))  # the identity comes out as the weights
+    bias = getattr(linear, "bias", None)
+    return (out if bias is None else out - bias).T

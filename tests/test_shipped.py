@@ -1,5 +1,6 @@
 """What ships works: the heads in checkpoints/ load without complaint, decode to the base's own text, and are small."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def test_a_shipped_folder_is_small_and_has_a_card(name, most):
     folder = CHECKPOINTS / name
     assert 0 < sum(path.stat().st_size for path in folder.rglob("*")) <= most * MEGABYTE
     assert (folder / "README.md").read_text("utf8").strip()
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_an_export_of_a_shipped_head_says_what_to_expect_of_it(name, shipped_base, tmp_path):
+    SpecModel.from_pretrained(CHECKPOINTS / name, base=shipped_base).export(tmp_path / "served", "vllm")
+    said = re.search(r"Expected accepted length .*: (\d\.\d\d)", (tmp_path / "served" / "README.md").read_text("utf8"))
+    assert said and f"| accepted length of the best chain, bonus token included | {said[1]} |" in (
+        CHECKPOINTS / name / "README.md"
+    ).read_text("utf8")
 
 
 def test_the_recipes_of_the_shipped_heads_are_valid():

@@ -59,5 +59,5 @@ def is_unwritten(error: BaseException) -> bool:
 
 def is_lost_process(error: BaseException) -> bool:
     """Did another process of this run end, or not answer in time?"""
-    signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
+    signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "timeout caused pair closure")
     return isinstance(error, torch.distributed.DistError) or any(sign in str(error) for sign in signs)

@@ -7,6 +7,7 @@ GPU and without use_cpu starts runs that do not know of one another.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -83,6 +84,18 @@ def kind_of(accelerator: Any) -> str:
     if name == "FSDP":
         return "fsdp2" if getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) == 2 else "fsdp"
     return "ddp" if name.startswith("MULTI_") else name.lower()
+
+
+def wait_for_all(state: Any) -> None:
+    """Until every process is here, and the group can be destroyed. state: an Accelerator or a PartialState.
+
+    A process that ends before others may abort at exit, and the launcher then stops one that still writes. And gloo's
+    thread takes the interpreter's lock to let go of the barrier, while destroying the group waits for that thread with
+    the lock held: for ever, where the thread has had no time to take it.
+    """
+    state.wait_for_everyone()
+    if state.num_processes > 1:
+        time.sleep(0.1)
 
 
 def from_environment(environment: Mapping[str, str]) -> LaunchConfig:

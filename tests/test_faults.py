@@ -20,6 +20,7 @@ from saved_features import dump, material, recipe
 from specheads import checkpoint, faults
 from specheads.faults import TrainingError, finished, last_finished
 from specheads.training import prepare, resume_point
+from tests.forked import fork
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
 ROOT = Path(__file__).parent.parent
@@ -151,7 +152,7 @@ def test_a_checkpoint_that_is_written_over_is_unfinished_until_it_is_whole(folde
     prepare(options(tmp_path, folder, max_steps=2)).train()
     again = prepare(options(tmp_path, folder, max_steps=2, resume_from_checkpoint=None))
     monkeypatch.setattr(type(again.trainer), "save_model", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
-    if (child := os.fork()) == 0:
+    if (child := fork()) == 0:
         again.train()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -176,7 +177,7 @@ def killed_again_and_again(folder, output, times):
     prepare(options(folder / "warm", folder, save_steps=1, max_steps=12)).train()
     for _ in range(int(times)):
         step += draw.randint(1, 3)
-        if (child := os.fork()) == 0:
+        if (child := fork()) == 0:
             prepare(options(output, folder, save_steps=1, max_steps=12)).train()
             os._exit(0)
         while not (output / f"checkpoint-{step}").exists() and os.waitpid(child, os.WNOHANG) == (0, 0):

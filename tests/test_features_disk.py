@@ -16,10 +16,12 @@ from saved_features import TAPS, dump, material
 from test_launch import run as launched
 from transformers import AutoConfig
 
+from specheads.features import dump as of_dump
 from specheads.features import kept_base, plan, shards
 from specheads.features.dataset import FeatureDataset
 from specheads.features.index import checked
 from specheads.features.shards import FLOAT8, FeatureError, restored, stored
+from tests.forked import fork
 from tests.program import run
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
@@ -70,12 +72,14 @@ def killed_again_and_again(folder, output, times):
     draw, count = random.Random(5), 0
     for _ in range(int(times)):
         count += draw.randint(0, 3)
-        if (child := os.fork()) == 0:
+        if (child := fork()) == 0:
+            real = of_dump.write
+            of_dump.write = lambda *given: (time.sleep(0.02), real(*given))  # so that a file takes a while
             dump(folder, output)
             os._exit(0)
         while len(list(output.glob("*.safetensors"))) < count and os.waitpid(child, os.WNOHANG) == (0, 0):
             time.sleep(0.001)
-        time.sleep(draw.uniform(0, 0.02))  # about what a file takes
+        time.sleep(draw.uniform(0, 0.03))
         with contextlib.suppress(ProcessLookupError, ChildProcessError):  # where it was done sooner
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -98,7 +102,7 @@ def test_a_run_killed_at_random_moments_goes_on_to_the_same_files_bit_for_bit(fo
 @pytest.mark.parametrize("step", ["touch", "save_file", "fsync", "replace"])
 def test_a_run_killed_at_any_step_of_a_write_leaves_files_that_are_whole(step, folder, whole):
     output = folder / f"killed at {step}"
-    if (child := os.fork()) == 0:
+    if (child := fork()) == 0:
         owner = {"touch": Path, "save_file": shards, "fsync": os, "replace": os}[step]
         real, calls = getattr(owner, step), iter(range(1000))
 

@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specheads.self_distill import server
+from tests.forked import fork
 from tests.openai_server import DROP, chat, of_model, serving
 from tests.small_chat import messages, save_base, write
 from train import self_distill
@@ -397,7 +398,7 @@ def test_a_process_that_is_killed_and_started_again_makes_the_same_file(seed, as
 
     with serving(slow) as url:
         options = (rows, "--server", url, "--concurrency", 4)
-        if (child := os.fork()) == 0:
+        if (child := fork()) == 0:
             try:
                 ask(*options, output="killed.jsonl")
             finally:

@@ -19,7 +19,7 @@ from accelerate import PartialState
 
 from specheads.commands.features import run, summary
 from specheads.features.plan import DTYPES, SaveOptions
-from specheads.launch import LaunchError
+from specheads.launch import LaunchError, wait_for_all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if PartialState().is_main_process:
         print(summary(saved))
+    wait_for_all(PartialState())
     PartialState().destroy_process_group()
     return 0
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from specheads.estimate import estimate
 from specheads.faults import TrainingError
-from specheads.launch import KINDS, LaunchError
+from specheads.launch import KINDS, LaunchError, wait_for_all
 from specheads.parity import ParityError
 from specheads.recipe import read_recipe
 from specheads.training import prepare
@@ -60,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 3
     if run.trainer.is_world_process_zero():
         print(run.summary(metrics))
-    # Else a process that ends first may abort at exit, and the launcher then stops the one that still writes.
-    run.trainer.accelerator.wait_for_everyone()
+    wait_for_all(run.trainer.accelerator)
     run.trainer.accelerator.end_training()
     return 0
 

@@ -105,16 +105,10 @@ def measured(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[st
         "sampled chain": {"do_sample": True, "tree": SampledTree((1,) * DEPTH), "seed": 0},
         "sampled tree": {"do_sample": True, "tree": SampledTree((3, 2, 1)), "seed": 0},
     }
-    found = {}
-    for name, given in asked.items():
-        tokens = steps = 0
-        for batch in batches:
-            out = model.generate(**batch, max_new_tokens=options.max_new_tokens, return_dict_in_generate=True, **given)
-            for step in out.steps[1:]:
-                steps += sum(bool(row) for row in step.tokens)
-                tokens += sum(len(row) for row in step.tokens)
-        found[name] = tokens / steps
-    return found
+    return {
+        name: decoders.accepted_length(model, batches, max_new_tokens=options.max_new_tokens, **given)
+        for name, given in asked.items()
+    }
 
 
 def main() -> int:

@@ -98,15 +98,8 @@ def accepted_length(folder: Path, options: argparse.Namespace, depth: int) -> fl
     base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32)
     model = SpecModel.from_pretrained(folder, base=base).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.base)
-    tokens = steps = 0
-    for batch in decoders.batches(tokenizer, held_out_prompts(tokenizer, options.num_prompts), model.device):
-        out = model.generate(
-            **batch, max_new_tokens=64, do_sample=False, tree=chain(depth), return_dict_in_generate=True
-        )
-        for step in out.steps[1:]:
-            steps += sum(bool(row) for row in step.tokens)
-            tokens += sum(len(row) for row in step.tokens)
-    return tokens / steps
+    prompts = decoders.batches(tokenizer, held_out_prompts(tokenizer, options.num_prompts), model.device)
+    return decoders.accepted_length(model, prompts, max_new_tokens=64, do_sample=False, tree=chain(depth))
 
 
 def main() -> int:

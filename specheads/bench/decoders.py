@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -41,6 +41,15 @@ def batches(
             "input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)
         })  # fmt: skip
     return made
+
+
+def accepted_length(model: SpecModel, batches: Iterable[dict[str, Tensor]], **options: Any) -> float:
+    """Tokens that a step yields, the prefill's left out. options: of generate()."""
+    yielded = []
+    for batch in batches:
+        out = model.generate(**batch, return_dict_in_generate=True, **options)
+        yielded += [len(row) for step in out.steps[1:] for row in step.tokens if row]
+    return sum(yielded) / len(yielded)
 
 
 def transformers_generate(base: PreTrainedModel, max_new_tokens: int, **options: Any) -> Decoder:

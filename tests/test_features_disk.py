@@ -69,12 +69,16 @@ def killed_again_and_again(folder, output, times):
     """In a process of its own: start, kill at a random moment behind some file, start again, …, and once to the end.
     Prints how many files each run left."""
     folder, output = Path(folder), Path(output)
-    draw, count = random.Random(5), 0
+    draw, count, real = random.Random(5), 0, of_dump.write
+
+    def slowly(*given):
+        time.sleep(0.02)
+        real(*given)
+
     for _ in range(int(times)):
         count += draw.randint(0, 3)
         if (child := fork()) == 0:
-            real = of_dump.write
-            of_dump.write = lambda *given: (time.sleep(0.02), real(*given))  # so that a file takes a while
+            of_dump.write = slowly
             dump(folder, output)
             os._exit(0)
         while len(list(output.glob("*.safetensors"))) < count and os.waitpid(child, os.WNOHANG) == (0, 0):

@@ -43,7 +43,7 @@ def batches(
     return made
 
 
-def accepted_length(model: SpecModel, batches: Iterable[dict[str, Tensor]], **options: Any) -> float:
+def accepted_length(model: SpecModel, batches: Iterable[dict[str, Any]], **options: Any) -> float:
     """Tokens that a step yields, the prefill's left out. options: of generate()."""
     yielded = []
     for batch in batches:

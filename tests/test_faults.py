@@ -1,6 +1,5 @@
 """A run that cannot go on says why in one line, keeps what it had saved, and goes on from there as if nothing was."""
 
-import contextlib
 import json
 import os
 import random
@@ -16,6 +15,7 @@ import torch
 from heads_on_disk import in_new_process
 from safetensors.torch import load_file
 from saved_features import dump, material, recipe
+from transformers import TrainerCallback
 
 from specheads import checkpoint, faults
 from specheads.faults import TrainingError, finished, last_finished
@@ -170,23 +170,37 @@ def test_a_run_that_is_started_again_after_its_end_takes_no_step(folder, uninter
     assert losses(uninterrupted)[:-1] == before
 
 
+class DiesSoon(TrainerCallback):
+    """Behind the first checkpoint from `step` on, this process has `seconds` to live: then the kernel ends it."""
+
+    def __init__(self, step, seconds):
+        self.step, self.seconds = step, seconds
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step >= self.step and self.seconds:
+            signal.setitimer(signal.ITIMER_REAL, self.seconds)  # SIGALRM has no handler: its default is to terminate
+            self.seconds = 0
+
+
 def killed_again_and_again(folder, output, times):
-    """In a process of its own: train, kill at a random moment behind some step, go on, …, and once to the end."""
+    """In a process of its own: train, die at a random moment behind some step, go on, …, and once to the end.
+
+    What each one left goes to a file: the standard output of one that dies may end in the middle of a line.
+    """
     folder, output = Path(folder), Path(output)
     draw, step = random.Random(7), 0
     prepare(options(folder / "warm", folder, save_steps=1, max_steps=12)).train()
-    for _ in range(int(times)):
-        step += draw.randint(1, 3)
-        if (child := fork()) == 0:
-            prepare(options(output, folder, save_steps=1, max_steps=12)).train()
-            os._exit(0)
-        while not (output / f"checkpoint-{step}").exists() and os.waitpid(child, os.WNOHANG) == (0, 0):
-            time.sleep(0.001)
-        time.sleep(draw.uniform(0, 0.06))  # a step with its checkpoint takes about 0.06 seconds
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # where it was done sooner
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        print("left", last_finished(output))
+    with (folder / "left").open("w", buffering=1) as left:
+        for _ in range(int(times)):
+            step += draw.randint(1, 3)
+            seconds = draw.uniform(0.001, 0.06)  # a step with its checkpoint takes about 0.06 seconds
+            if (child := fork()) == 0:
+                run = prepare(options(output, folder, save_steps=1, max_steps=12))
+                run.trainer.add_callback(DiesSoon(step, seconds))
+                run.train()
+                os._exit(0)
+            died = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            left.write(f"{signal.Signals(-died).name} {last_finished(output).name.removeprefix('checkpoint-')}\n")
     prepare(options(output, folder, save_steps=1, max_steps=12)).train()
 
 
@@ -196,9 +210,10 @@ def test_a_run_killed_at_random_moments_ends_as_the_uninterrupted_one(folder):
         "killed_again_and_again(*sys.argv[2:])"
     )
     output = folder / "killed"
-    lines = in_new_process(script, str(Path(__file__).parent), str(folder), str(output), "4")
-    left = [line.split()[1] for line in lines if line.startswith("left")]
-    assert len(left) == 4 and len(set(left)) > 1
+    in_new_process(script, str(Path(__file__).parent), str(folder), str(output), "4")
+    died, left = zip(*(line.split() for line in (folder / "left").read_text().splitlines()), strict=True)
+    assert set(died) == {"SIGALRM"} and len(died) == 4
+    assert sorted(map(int, left)) == list(map(int, left)) and 2 <= int(left[0]) < int(left[-1]) < 12
     assert losses(output) == losses(folder / "warm")
     whole, resumed = (load_file(place / "model.safetensors") for place in (folder / "warm", output))
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())

@@ -1,6 +1,5 @@
 """Saved features on disk: killed, damaged, full, asked about, and written by several processes."""
 
-import contextlib
 import json
 import os
 import random
@@ -66,29 +65,32 @@ def test_an_entry_comes_back_from_eight_bits_within_the_stated_bound():
 
 
 def killed_again_and_again(folder, output, times):
-    """In a process of its own: start, kill at a random moment behind some file, start again, …, and once to the end.
-    Prints how many files each run left."""
+    """In a process of its own: start, die at a random moment behind some file, start again, …, and once to the end.
+
+    What there was each time goes to a file: the standard output of one that dies may end in the middle of a line.
+    """
     folder, output = Path(folder), Path(output)
     draw, count, real = random.Random(5), 0, of_dump.write
+    with (folder / "left").open("w", buffering=1) as left:
+        for _ in range(int(times)):
+            count += draw.randint(1, 3)
+            seconds = draw.uniform(0.001, 0.03)
+            if (child := fork()) == 0:
 
-    def slowly(*given):
-        time.sleep(0.02)
-        real(*given)
+                def slowly(*given, count=count, seconds=seconds):
+                    if len(list(output.glob("*.safetensors"))) >= count and not any(
+                        signal.getitimer(signal.ITIMER_REAL)
+                    ):
+                        signal.setitimer(signal.ITIMER_REAL, seconds)  # its default is to terminate
+                    time.sleep(0.02)
+                    real(*given)
 
-    for _ in range(int(times)):
-        count += draw.randint(0, 3)
-        if (child := fork()) == 0:
-            of_dump.write = slowly
-            dump(folder, output)
-            os._exit(0)
-        while len(list(output.glob("*.safetensors"))) < count and os.waitpid(child, os.WNOHANG) == (0, 0):
-            time.sleep(0.001)
-        time.sleep(draw.uniform(0, 0.03))
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # where it was done sooner
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        print("left", len(list(output.glob("*.safetensors"))))
-    print("made", dump(folder, output).made)
+                of_dump.write = slowly
+                dump(folder, output)
+                os._exit(0)
+            died = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            left.write(f"{signal.Signals(-died).name} {len(list(output.glob('*.safetensors')))}\n")
+    dump(folder, output)
 
 
 def test_a_run_killed_at_random_moments_goes_on_to_the_same_files_bit_for_bit(folder, whole):
@@ -97,9 +99,11 @@ def test_a_run_killed_at_random_moments_goes_on_to_the_same_files_bit_for_bit(fo
         "killed_again_and_again(*sys.argv[2:])"
     )
     output = folder / "killed"
-    lines = in_new_process(script, str(Path(__file__).parent), str(folder), str(output), "4")
-    counts = [int(line.split()[1]) for line in lines if line.startswith("left")]
-    assert len(counts) == 4 and counts == sorted(counts) and len(set(counts)) > 1  # what is there stays
+    in_new_process(script, str(Path(__file__).parent), str(folder), str(output), "3")
+    died, counts = zip(*(line.split() for line in (folder / "left").read_text().splitlines()), strict=True)
+    assert set(died) == {"SIGALRM"} and len(died) == 3
+    counts = [int(count) for count in counts]
+    assert counts == sorted(counts) and counts[0] < counts[-1]  # what is there stays
     assert contents(output) == contents(whole)
 
 

@@ -389,11 +389,13 @@ def test_a_process_that_is_killed_and_started_again_makes_the_same_file(seed, as
     with serving(echo) as url:
         ask(rows, "--server", url)
     whole, out = (tmp_path / "own.jsonl").read_bytes(), tmp_path / "killed.jsonl"
-    draw = random.Random(seed)
+    draw, killed = random.Random(seed), threading.Event()
     until = draw.uniform(0.05, 0.9) * len(whole)
 
     def slow(*request):
         time.sleep(0.003)
+        if out.exists() and out.stat().st_size >= until:
+            killed.wait()  # so that it cannot be done before
         return echo(*request)
 
     with serving(slow) as url:
@@ -407,6 +409,7 @@ def test_a_process_that_is_killed_and_started_again_makes_the_same_file(seed, as
             time.sleep(draw.uniform(0, 0.01))
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        killed.set()
         assert whole.startswith(out.read_bytes()) and out.read_bytes() != whole
         assert ask(*options, output="killed.jsonl")[0] == 0
     assert out.read_bytes() == whole and whole.count(b"\n") == 13 + 30

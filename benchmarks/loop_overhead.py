@@ -60,6 +60,7 @@ def timing(model: Any) -> Iterator[ForwardTimer]:
     base, head = model.base, model.head
     patched = [(base, "forward", "base")]
     patched += [(module, "forward", "head") for module in head.modules() if not isinstance(module, torch.nn.ModuleList)]
+    patched += [(head, name, "head") for name in ("fuse", "draft_logits") if hasattr(head, name)]
     patched += [(module, "cached", "head") for module in head.modules() if hasattr(module, "cached")]
     patched += [(base.get_input_embeddings(), "forward", "head"), (base.get_output_embeddings(), "forward", "head")]
     with ExitStack() as stack:

@@ -8,6 +8,7 @@ path is one gather and one scatter for all of them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -69,6 +70,7 @@ class TreeCache(Cache):
         self.write_at = 0
         self.attended = 0
         self.stacks: list[Tensor] = []  # (layers, B, heads, scratch + size, d), one for all layers of one shape
+        self.first_slots: list[Tensor] = []  # (layers, B, heads, 1) of each stack: where slot 0 is, in slots
         self.views: list[list[tuple[TreeLayer, str]]] = []  # whose keys or values each entry of a stack is
         self.lengths: Tensor
         self.bound = 0
@@ -91,6 +93,7 @@ class TreeCache(Cache):
                 stack[i, :, :, self.scratch : self.scratch + bound] = getattr(layer, name)
                 setattr(layer, name, stack[i])
             self.stacks.append(stack)
+            self.first_slots.append(first_slots(stack))
             self.views.append(members)
         self.settled, self.lengths, self.bound = True, lengths, bound
 
@@ -109,7 +112,7 @@ class TreeCache(Cache):
             larger[:, :, :, : stack.shape[3]] = stack
             for i, (layer, name) in enumerate(members):
                 setattr(layer, name, larger[i])
-            self.stacks[n] = larger
+            self.stacks[n], self.first_slots[n] = larger, first_slots(larger)
         self.size = size
 
     def commit(self, path: Tensor, length: Tensor, bound: int) -> None:
@@ -121,13 +124,21 @@ class TreeCache(Cache):
         if bound > self.capacity:
             raise ValueError(f"{bound} tokens do not fit a cache made for {self.capacity}; ask for more at prefill")
         self.bound = bound
-        rows = torch.arange(path.shape[0], device=path.device).unsqueeze(1)
         target = self.scratch + self.lengths.unsqueeze(1) + torch.arange(path.shape[1], device=path.device)
         target = target.clamp(max=self.scratch + self.size - 1)
-        for stack in self.stacks:
-            r, t, p = rows.to(stack.device), target.to(stack.device), path.to(stack.device)
-            stack[:, r, :, t] = stack[:, r, :, p]
+        both = torch.stack([path, target]).unsqueeze(2)  # (2, B, 1, P)
+        for stack, first in zip(self.stacks, self.first_slots, strict=True):
+            # By rows of one matrix: on a CPU indexing two dimensions of the stack takes twice the time and more.
+            slots = stack.view(-1, stack.shape[-1])
+            source, place = (first.unsqueeze(0) + both.to(first.device).unsqueeze(1)).flatten(1)
+            slots.index_copy_(0, place, slots.index_select(0, source))
         self.lengths = self.lengths + length
+
+
+def first_slots(stack: Tensor) -> Tensor:
+    """(layers, B, heads, slots, d) → (layers, B, heads, 1): how many slots stand before each head's own."""
+    *shape, slots, _ = stack.shape
+    return (torch.arange(math.prod(shape), device=stack.device) * slots).view(*shape, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +190,15 @@ class Levels:
         unwritten = torch.full((batch, 1, 1, cache.scratch), torch.finfo(dtype).min, dtype=dtype, device=lengths.device)
         # (B, 1, k, attended) what to add to the scores of the newest level in layers that see everything
         self.seen = torch.cat([unwritten, additive((slot < lengths).unsqueeze(1), dtype)], -1)
-        self.position, self.written = lengths - 1, 0
+        # Cut up at once, which costs less than to count up level by level.
+        self.positions = (lengths - 1 + torch.arange(cache.scratch + 1, device=lengths.device)).split(1, 1)
+        self.columns = self.seen.narrow(-1, 0, cache.scratch).split(1, -1)
+        self.written = 0
         self.widths: list[int] = []
+
+    @property
+    def position(self) -> Tensor:
+        return self.positions[len(self.widths)]
 
     def descend(self, parents: Tensor) -> None:
         """Open the cache for the children of nodes parents (B, k) of the newest level (of the root, at first)."""
@@ -188,10 +206,10 @@ class Levels:
         if stop > self.cache.scratch:
             raise ValueError(f"a tree of {stop} nodes below the root needs as many scratch slots: {self.cache.scratch}")
         self.cache.open(write_at=start)
-        self.position, self.written = self.position + 1, stop
+        self.written = stop
         self.widths.append(stop - start)
-        if stop - start == self.seen.shape[2] == 1:  # in a chain the one row goes on as it is
-            self.seen.narrow(-1, start, 1).zero_()
+        if stop == len(self.widths):  # in a chain the one row goes on as it is
+            self.columns[start].zero_()
         else:
             self.seen = rows_of(self.seen.squeeze(1), parents).unsqueeze(1).contiguous()
             self.seen[..., start:stop].diagonal(dim1=2, dim2=3).zero_()

@@ -41,7 +41,7 @@ class Scored:
         if count > 1 or self.width > 1:
             return self._top(count)[1].flatten(1)
         index = self.logits.argmax(-1)  # a fraction of topk's time
-        return index if self.ids is None else self.ids[index]
+        return index if self.ids is None else self.ids.take(index)  # as self.ids[index], in half the time
 
     def chance(self, tokens: Tensor) -> Tensor:
         """(B, k) the probability of target ids tokens (B, k); 0 outside the draft vocabulary."""

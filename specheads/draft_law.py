@@ -29,14 +29,11 @@ class DraftLogits:
     vocab_size: int
 
     def at(self, row: Tensor, node: Tensor) -> Tensor:
-        """Nodes (R,) of batch rows (R,) → (R, V), −inf outside the draft vocabulary."""
-        return self._over_target(self.logits[row, self.place[row, node]])
+        """Nodes (R,) of batch rows (R,) → (R, Vd)."""
+        return self.logits.flatten(0, 1).index_select(0, row * self.logits.shape[1] + self.place[row, node])
 
-    def every(self) -> Tensor:
-        """(B, M, V), as `place` numbers them."""
-        return self._over_target(self.logits)
-
-    def _over_target(self, logits: Tensor) -> Tensor:
+    def over_target(self, logits: Tensor) -> Tensor:
+        """(…, Vd) → (…, V), −inf outside the draft vocabulary."""
         if self.ids is None:
             return logits
         return logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf).index_copy_(-1, self.ids, logits)

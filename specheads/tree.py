@@ -57,6 +57,16 @@ class Shape:
         return ((self.parents.unsqueeze(1) == self.parents.unsqueeze(2)) & before).sum(-1)
 
     @cached_property
+    def children(self) -> Tensor:
+        """(B, N, N) True where node j is a child of node i."""
+        return self.parents.unsqueeze(1) == torch.arange(self.parents.shape[1], device=self.parents.device).unsqueeze(1)
+
+    @cached_property
+    def most_siblings(self) -> int:
+        """The most children a node has. A host integer: where the shape is new, asking waits for the device."""
+        return int(self.children.sum(2).max())
+
+    @cached_property
     def drafted(self) -> Tensor:
         """(B, N) False at the root and at unused slots."""
         return self.parents >= 0

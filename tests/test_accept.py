@@ -115,19 +115,31 @@ class Scalar(LevelRule):
     subtract_q: bool = True
     drop_x: bool = True
 
-    def choose(self, level, sampler):
-        p, q = level.p[0].tolist(), level.q[0].tolist()
-        for node in level.is_child[0].nonzero().flatten().tolist():
-            x = int(level.tokens[0, node])
-            if sampler.coin(torch.tensor([min(1.0, p[x] / q[x])], dtype=torch.float64)).item():
-                return torch.tensor([node]), torch.tensor([x])
+    def _judged(self, level, row):
+        """{child: how likely it is kept}, and what is left of p."""
+        p, q, waiting, chances = level.p[row].tolist(), level.q[row].tolist(), 1.0, {}
+        for node in level.is_child[row].nonzero().flatten().tolist():
+            x = int(level.tokens[row, node])
+            kept = min(1.0, p[x] / q[x])
+            chances[node], waiting = waiting * kept, waiting * (1 - kept)
             if self.subtract_q:
                 excess = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
-                p = [value / sum(excess) for value in excess]
+                p = [value / sum(excess) for value in excess] if sum(excess) else p
             if self.drop_x:
                 rest = [0.0 if i == x else value for i, value in enumerate(q)]
                 q = [value / (sum(rest) or 1.0) for value in rest]
-        return torch.tensor([-1]), sampler.draw(torch.tensor([p], dtype=torch.float64))
+        return chances, p
+
+    def chances(self, level, sampler):
+        made = torch.zeros(level.tokens.shape, dtype=torch.float64)
+        for row in range(len(made)):
+            for node, chance in self._judged(level, row)[0].items():
+                made[row, node] = chance
+        return made
+
+    def rest(self, level, sampler):
+        rows = [self._judged(level, row)[1] for row in range(len(level.tokens))]
+        return torch.tensor(rows, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("plan", [SampledTree((2,)), SampledTree((2, 1)), SampledTree((3,))], ids=repr)
@@ -172,8 +184,8 @@ def test_enumeration_notices_a_wrong_q(plan):
 
 def test_enumeration_notices_a_draft_in_place_of_the_target():
     class AcceptAll(Exact):
-        def choose(self, level, sampler):
-            return level.followed(level.first, lambda: sampler.draw(level.p))
+        def chances(self, level, sampler):
+            return level.is_child.double()
 
     target, draft = Table(3, 1), Table(3, 2)
     law = output_law(target, draft, chain(1), [(0, 1)], 3, accept=AcceptAll())

@@ -60,6 +60,19 @@ def test_every_divergence_is_what_numpy_makes_of_it(name, holes):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_law_of_some_tokens_alone_is_as_one_that_gives_the_others_no_chance(name):
+    ids, q, p = torch.tensor([1, 4, 5, 11]), laws(30, 4, seed=1), laws(30, 12, holes=0.3, seed=2)
+    p[:5, [0, 2, 3, 6, 7, 8, 9, 10]] = 0  # and some that stand within them
+    p /= p.sum(1, keepdims=True)
+    log_q, log_p = torch.from_numpy(q).log(), torch.from_numpy(p).log()
+    whole = torch.full_like(log_p, -torch.inf).index_copy_(1, ids, log_q)
+    options = {"k": 3, "top_p": 0.8}
+    torch.testing.assert_close(
+        divergence(name, log_q, log_p, **options, ids=ids), divergence(name, whole, log_p, **options)
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_divergence_of_equal_laws_is_0(name):
     law = torch.from_numpy(laws(20, 30)).log()
     assert divergence(name, law, law, k=5, top_p=0.8).tolist() == pytest.approx([0] * 20, abs=1e-12)

@@ -80,9 +80,13 @@ def test_where_no_law_is_near_each_token_is_drawn_from_p(plan):
 class Published(Fuzzy):
     """As the paper's code: behind a refusal the step ends."""
 
-    def choose(self, level, sampler):
-        near = self.distance(level, sampler) <= self.threshold
-        return level.followed(torch.where(near, level.first, -1), lambda: sampler.draw(level.p))
+    def chances(self, level, sampler):
+        near = (self.distance(level, sampler) <= self.threshold) & (level.first >= 0)
+        first = torch.zeros_like(level.tokens, dtype=torch.float64)
+        return first.scatter(1, level.first.clamp_min(0).unsqueeze(1), near.double().unsqueeze(1))
+
+    def rest(self, level, sampler):
+        return level.p
 
 
 @pytest.mark.parametrize("plan", PLANS)

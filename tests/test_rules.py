@@ -28,7 +28,8 @@ from specheads import (
     chain,
     convert,
 )
-from specheads.accept import walk
+from specheads.accept import Ensemble, walk
+from specheads.accept.paths import descend
 from specheads.draft_law import DraftLogits, LawKept
 
 V = 12
@@ -176,6 +177,21 @@ def test_a_lenient_token_is_emitted_as_often_as_the_formula_says(leniency):
     assert all(first[x] <= p[x] / leniency + 1e-12 for x in range(4))
 
 
+LEVEL_RULES = [
+    Exact(), Lenient(0.5), Unadjusted(), Ensemble(0.6), Fuzzy(0.1), Fuzzy(0.1, "tv", mode="rescue"),
+    Fuzzy(0.4, "top_p_kl", processed=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", [chain(2), StaticTree(((0,), (1,), (0, 0))), SampledTree((1, 1)), SampledTree((3,))])
+@pytest.mark.parametrize("rule", LEVEL_RULES, ids=repr)
+def test_judging_all_nodes_at_once_and_going_down_level_by_level_give_one_law(rule, plan, monkeypatch):
+    tables = Table(3, 1, holes=True), Table(3, 2)
+    at_once = step_law(*tables, plan, rule, (0, 1))
+    monkeypatch.setattr("specheads.accept.paths.at_once", descend)
+    assert distance(at_once, step_law(*tables, plan, rule, (0, 1))) < 1e-12
+
+
 @pytest.mark.parametrize("leniency", [0.4, 1.0])
 @pytest.mark.parametrize("plan", [chain(1), StaticTree(((0,), (1,)))], ids=repr)
 def test_a_point_mass_is_a_one_hot_law(plan, leniency):
@@ -183,7 +199,12 @@ def test_a_point_mass_is_a_one_hot_law(plan, leniency):
     tokens = torch.tensor([[0, 1, 3]])[:, : plan.num_nodes]
     tree = DraftTree(tokens, torch.tensor([[-1, 0, 0]])[:, : plan.num_nodes], 1)
     logits = torch.tensor(p, dtype=torch.float64).log().expand(1, plan.num_nodes, -1)
-    law = law_of(lambda sampler: int(walk(tree, logits, Lenient(leniency), sampler).path[0, 1]))
+
+    def end(sampler):
+        verdict = walk(tree, logits, Lenient(leniency), sampler)
+        return int(verdict.path[0, verdict.last])
+
+    law = law_of(end)
     first = 0.1 / leniency
     second = (1 - first) * (0.3 / 0.9) / leniency if plan.num_nodes == 3 else 0
     assert law.get(1, 0) == pytest.approx(first, abs=1e-12) and law.get(2, 0) == pytest.approx(second, abs=1e-12)

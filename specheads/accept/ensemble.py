@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specheads.accept.exact import Exact, towards
+from specheads.accept.exact import chances_towards, left_of
 from specheads.accept.rule import Level, LevelRule
 from specheads.sampling import Sampler
 
@@ -38,9 +38,16 @@ class Ensemble(LevelRule):
     def needs_draft_law(self) -> bool:
         return not self.lossless
 
-    def choose(self, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
+    def chances(self, level: Level, sampler: Sampler) -> Tensor:
+        return chances_towards(self.law(level, sampler), level)
+
+    def rest(self, level: Level, sampler: Sampler) -> Tensor:
+        return left_of(self.law(level, sampler), level)
+
+    def law(self, level: Level, sampler: Sampler) -> Tensor:
+        """(R, V) what the token that follows each node is drawn from."""
         if self.lossless or level.tokens.shape[1] == 1:
-            return Exact().choose(level, sampler)
+            return level.p
         if level.draft is None:
             raise ValueError("Ensemble mixes the draft's law with the target's, and this tree was drafted without one")
         p = level.soft
@@ -48,5 +55,4 @@ class Ensemble(LevelRule):
         v = torch.where(level.scores > -torch.inf, v, 0)  # what a processor rules out stays out
         v = v / v.sum(-1, keepdim=True)
         law = v if sampler.do_sample else torch.zeros_like(v).scatter_(-1, v.argmax(-1, keepdim=True), 1.0)
-        drafted = level.is_child.any(1, keepdim=True)
-        return towards(torch.where(drafted, law, level.p), level, sampler)
+        return torch.where(level.is_child.any(1, keepdim=True), law, level.p)

@@ -5,13 +5,14 @@ p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabular
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from specheads.accept.rule import Level, LevelRule, known_all
+from specheads.accept.rule import Level, LevelRule
 from specheads.sampling import Sampler
 
 
@@ -27,41 +28,60 @@ class Exact(LevelRule):
     lossless: ClassVar[bool] = True
     descends_on_draw: ClassVar[bool] = True
 
-    def choose(self, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
-        return towards(level.p, level, sampler)
+    def chances(self, level: Level, sampler: Sampler) -> Tensor:
+        return chances_towards(level.p, level)
+
+    def rest(self, level: Level, sampler: Sampler) -> Tensor:
+        return left_of(level.p, level)
 
 
-def towards(p: Tensor, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
-    """The child and token as `choose`, such that the token has the law p (R, V), the target's or another."""
-    if level.q is not None:
-        return judged_in_order(p, level, sampler)
-    token = sampler.draw(p)
-    found, child = (level.is_child & (level.tokens == token.unsqueeze(1))).max(1)
-    return torch.where(found, child, -1), token
+def chances_towards(p: Tensor, level: Level) -> Tensor:
+    """(R, N) as `LevelRule.chances`, such that the token that follows has the law p (R, V), the target's or another."""
+    return p.gather(1, level.tokens) * level.is_child if level.q is None else chances_in_order(p, level)
 
 
-def judged_in_order(p: Tensor, level: Level, sampler: Sampler, leniency: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Sibling after sibling, x kept with probability min(1, p(x) / (leniency · q(x))); the child and token as `choose`.
+def chances_in_order(p: Tensor, level: Level, leniency: float = 1.0) -> Tensor:
+    """(R, N): sibling after sibling, x kept with probability min(1, p(x) / (leniency · q(x))).
 
     A refusal leaves p as norm((p − q)₊) and q without x. The law of a point mass is one-hot at each x.
     """
-    q = level.q
-    child = torch.full_like(level.tokens[:, 0], -1)
-    order = level.is_child.cumsum(1) * level.is_child  # 1 for the first sibling, 2 for the second …
-    for rank in range(1, int(order.max()) + 1):
-        judged, node = (order == rank).max(1)
-        judged = judged & (child < 0)
-        x = level.tokens.gather(1, node.unsqueeze(1))
+    bar = (leniency * level.q_of_tokens).clamp_min(torch.finfo(p.dtype).tiny)
+    made = (p.gather(1, level.tokens) / bar).clamp(max=1) * level.is_child
+    if level.laws.tree.shape.most_siblings < 2:
+        return made
+    waiting = torch.ones_like(p[:, :1])
+    for found, node, left, law in siblings(p, level):
+        x = level.tokens.gather(1, node)
+        bar = (leniency * law.gather(1, x)).clamp_min(torch.finfo(law.dtype).tiny)
+        kept = (left.gather(1, x) / bar).clamp(max=1) * found
+        made.scatter_(1, node, torch.where(found, waiting * kept, made.gather(1, node)))
+        waiting = waiting * (1 - kept)
+    return made
+
+
+def left_of(p: Tensor, level: Level) -> Tensor:
+    """(R, V) what is left of p when all children have been refused: `LevelRule.rest` towards p."""
+    if level.q is None:  # p without their tokens
+        drafted = torch.zeros_like(p).scatter_add_(1, level.tokens, level.is_child.to(p.dtype))
+        return residual(p, p * drafted)
+    for found, _, left, law in siblings(p, level):
+        p = torch.where(found, residual(left, law), left)
+    return p
+
+
+def siblings(p: Tensor, level: Level) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The children of each node in draft order, each behind the refusal of those before it: is there one (R, 1), which
+    (R, 1), what is left of p (R, V), and the law it was drawn from (R, V)."""
+    q, order = level.q, level.is_child.cumsum(1) * level.is_child  # 1 for the first sibling, 2 for the second …
+    most = level.laws.tree.shape.most_siblings
+    for rank in range(1, most + 1):
+        found, node = (order == rank).max(1, keepdim=True)
+        x = level.tokens.gather(1, node)
         law = torch.zeros_like(p).scatter(1, x, 1) if q is None else q
-        chance = p.gather(1, x) / (leniency * law.gather(1, x)).clamp_min(torch.finfo(law.dtype).tiny)
-        kept = sampler.coin(torch.where(judged, chance.squeeze(1).clamp(max=1), 0))
-        child = torch.where(kept, node, child)
-        if known_all(child >= 0):
-            break
-        refused = (judged & ~kept).unsqueeze(1)
-        p = torch.where(refused, residual(p, law), p)
-        q = q if q is None else torch.where(refused, normalised(q.scatter(1, x, 0)), q)
-    return level.followed(child, lambda: sampler.draw(p))
+        yield found, node, p, law
+        if rank < most:
+            p = torch.where(found, residual(p, law), p)
+            q = q if q is None else torch.where(found, normalised(q.scatter(1, x, 0)), q)
 
 
 def normalised(weights: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specheads.accept.divergences import NAMES, divergence
 from specheads.accept.exact import Exact
-from specheads.accept.rule import Acceptance, Level, LevelRule, known_all
+from specheads.accept.rule import Acceptance, Level, LevelRule
 from specheads.options import refuse_unknown
 from specheads.sampling import Sampler
 
@@ -62,33 +62,35 @@ class Fuzzy(LevelRule):
     def needs_draft_law(self) -> bool:
         return self.divergence != "random" and not self.lossless
 
-    def choose(self, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
+    def chances(self, level: Level, sampler: Sampler) -> Tensor:
+        exact = Exact().chances(level, sampler)
         if self.lossless or level.tokens.shape[1] == 1:
-            return Exact().choose(level, sampler)
-        if self.mode == "rescue":
-            child, token = Exact().choose(level, sampler)
-            if known_all(child >= 0):
-                return child, token
-            near = (child < 0) & (self.distance(level, sampler) < self.threshold)
-            return level.followed(torch.where(near, level.first, child), lambda: token)
-        near = (self.distance(level, sampler) <= self.threshold) & (level.first >= 0)
-        if known_all(near):
-            return level.followed(level.first, lambda: level.first)
-        child, token = Exact().choose(level, sampler)
-        return level.followed(torch.where(near, level.first, child), lambda: token)
+            return exact
+        distance, first = self.distance(level, sampler), level.first.unsqueeze(1)
+        near = (distance < self.threshold) if self.mode == "rescue" else (distance <= self.threshold)
+        near = near.unsqueeze(1) & (first >= 0)
+        place = first.clamp_min(0)
+        if self.mode == "rescue":  # what Exact keeps stays, and where it would keep none the first stands
+            return exact.scatter_add(1, place, near * (1 - exact.sum(1, keepdim=True)).clamp_min(0))
+        return torch.where(near, torch.zeros_like(exact).scatter(1, place, 1), exact)
+
+    def rest(self, level: Level, sampler: Sampler) -> Tensor:
+        return Exact().rest(level, sampler)
 
     def distance(self, level: Level, sampler: Sampler) -> Tensor:
-        """(B,) D(q, p) at the node; without meaning where it has no child."""
+        """(R,) D(q, p) at the node; without meaning where it has no child."""
         if self.divergence == "random":
             return sampler.uniform(level.logits)
-        if level.draft is None:
+        kept, ids = level.laws.tree.logits, None
+        if kept is None:
             raise ValueError("Fuzzy compares the draft's law with the target's, and this tree was drafted without one")
-        if self.processed:
-            log_q, log_p = sampler.draft_law(level.draft).log(), level.scores.log_softmax(-1)
+        draft = kept.at(level.row, level.node)
+        if self.processed:  # processors know tokens by their target ids
+            log_q, log_p = sampler.draft_law(kept.over_target(draft)).log(), level.scores.log_softmax(-1)
         else:
-            wide = torch.promote_types(level.logits.dtype, torch.float32)
-            log_q, log_p = (logits.to(wide).log_softmax(-1) for logits in (level.draft, level.logits))
-        return divergence(self.divergence, log_q, log_p, k=self.k, top_p=self.top_p)
+            wide, ids = torch.promote_types(level.logits.dtype, torch.float32), kept.ids
+            log_q, log_p = (logits.to(wide).log_softmax(-1) for logits in (draft, level.logits))
+        return divergence(self.divergence, log_q, log_p, k=self.k, top_p=self.top_p, ids=ids)
 
 
 def fuzzy_from(

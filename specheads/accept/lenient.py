@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specheads.accept.exact import Exact, judged_in_order
+from specheads.accept.exact import Exact, chances_in_order, left_of
 from specheads.accept.rule import Level, LevelRule
 from specheads.sampling import Sampler
 
@@ -30,7 +30,10 @@ class Lenient(LevelRule):
     def lossless(self) -> bool:
         return self.leniency == 1
 
-    def choose(self, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
-        return (
-            Exact().choose(level, sampler) if self.lossless else judged_in_order(level.p, level, sampler, self.leniency)
-        )
+    def chances(self, level: Level, sampler: Sampler) -> Tensor:
+        if self.lossless:
+            return Exact().chances(level, sampler)
+        return chances_in_order(level.p, level, self.leniency)
+
+    def rest(self, level: Level, sampler: Sampler) -> Tensor:
+        return left_of(level.p, level)

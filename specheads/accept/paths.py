@@ -33,18 +33,31 @@ def walk(
     laws = Laws(tree, logits, sampler, history)
     if isinstance(accept, PathRule):
         verdict = accept.judge(laws, sampler)
-        if not keep_scores:
-            return verdict
-        return replace(verdict, scores=tuple((laws.raw_at(node), laws.scores_at(node)) for node in verdict.path.T))
-    assert isinstance(accept, LevelRule)
-    if sampler.do_sample or sampler.needs_prefix or keep_scores:
-        return descend(laws, accept, sampler, keep_scores=keep_scores)
-    # Without chance, judging where no path leads costs no more than a level loop: judge every node, then read it off.
-    if tree.probs is None and accept.descends_on_draw:
-        return drawn_path(tree, sampler.draw(laws.scores))
-    child, token = (chosen.view_as(tree.tokens) for chosen in accept.choose(laws.every_level(), sampler))
-    node = torch.arange(tree.num_nodes, device=child.device)
-    return path_along(tree, child.gather(1, tree.shape.above) == node, token)
+    else:
+        assert isinstance(accept, LevelRule)
+        if sampler.needs_prefix:
+            verdict = descend(laws, accept, sampler)
+        elif accept.descends_on_draw and tree.probs is None and not sampler.do_sample:
+            verdict = drawn_path(tree, sampler.draw(laws.scores))
+        else:
+            verdict = at_once(laws, accept, sampler)
+    if not keep_scores:
+        return verdict
+    return replace(verdict, scores=tuple((laws.raw_at(node), laws.scores_at(node)) for node in verdict.path.T))
+
+
+def at_once(laws: Laws, rule: LevelRule, sampler: Sampler) -> Verdict:
+    """Every node judged, whether or not a path leads there: then two draws, the node it ends at and the token behind.
+
+    The work is a few operations on all nodes' laws, whatever the depth.
+    """
+    tree, shape = laws.tree, laws.tree.shape
+    batch, num = tree.tokens.shape
+    chance = rule.chances(laws.every_level(), sampler).view(batch, num, num)  # from each node to each
+    own = chance.sum(1, keepdim=True)  # (B, 1, N) of each node at its parent
+    reached = torch.where(shape.unneeded, 1, own).prod(-1)
+    end = sampler.draw(reached * (1 - chance.sum(2)).clamp_min(0))
+    return Verdict(*path_to(tree, end), sampler.draw(rule.rest(laws.level(end), sampler)))
 
 
 def drawn_path(tree: DraftTree, drawn: Tensor) -> Verdict:
@@ -76,24 +89,21 @@ def path_to(tree: DraftTree, end: Tensor) -> tuple[Tensor, Tensor]:
     return path, on_path.sum(1)
 
 
-def descend(laws: Laws, rule: LevelRule, sampler: Sampler, *, keep_scores: bool = False) -> Verdict:
-    """Level by level, from each node to the child that the rule keeps."""
+def descend(laws: Laws, rule: LevelRule, sampler: Sampler) -> Verdict:
+    """Level by level, so that logits processors which depend on the prefix are asked for one node of each row alone."""
     tree = laws.tree
     node = torch.zeros_like(tree.tokens[:, 0])
-    alive = torch.ones_like(node, dtype=torch.bool)
-    path, bonus, length = [node], node, torch.ones_like(node)
-    kept_scores: list[tuple[Tensor, Tensor]] = []
-    for depth in range(tree.max_depth + 1):
-        level = laws.level(node, alive)
-        if keep_scores:
-            kept_scores.append((level.logits, level.scores))
-        child, token = rule.choose(level, sampler)
-        bonus = torch.where(alive, token, bonus)
-        alive = alive & (child >= 0)
-        if depth == tree.max_depth or known_all(~alive):
+    going = torch.ones_like(node, dtype=torch.bool)
+    path, length = [node], torch.ones_like(node)
+    for _ in range(tree.max_depth):
+        chance = rule.chances(laws.level(node), sampler)
+        stop = (1 - chance.sum(1, keepdim=True)).clamp_min(0)
+        child = sampler.draw(torch.cat([chance, stop], 1))
+        going = going & (child < tree.num_nodes)
+        if known_all(~going):
             break
-        node = torch.where(alive, child, node)
-        length = length + alive
+        node = torch.where(going, child, node)
+        length = length + going
         path.append(node)
     path += [node] * (tree.max_depth + 1 - len(path))
-    return Verdict(torch.stack(path, 1), length, bonus, tuple(kept_scores))
+    return Verdict(torch.stack(path, 1), length, sampler.draw(rule.rest(laws.level(node), sampler)))

@@ -6,7 +6,7 @@ p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabular
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -93,22 +93,20 @@ class Laws:
         """(B,) → (B, V) the law at one node of each row."""
         return self.sampler.law_of(self.scores[self._rows, node])
 
-    def level(self, node: Tensor, alive: Tensor) -> Level:
-        """One node (B,) of each row; a row that is not alive has no children."""
-        raw = self.raw_at(node)
-        scores = self.sampler.scores(raw, lambda: self.prefixes(node))
-        is_child = (self.tree.parents == node.unsqueeze(1)) & alive.unsqueeze(1)
-        return Level(self, (self._rows, node), raw, scores, self.tree.tokens, is_child)
+    def level(self, node: Tensor) -> Level:
+        """One node (B,) of each row."""
+        known = "scores" in self.__dict__  # of every node
+        scores = self.scores[self._rows, node] if known else self.scores_at(node)
+        is_child = self.tree.shape.children[self._rows, node]
+        return Level(self, self._rows, node, self.raw_at(node), scores, self.tree.tokens, is_child)
 
     def every_level(self) -> Level:
         """All nodes of all rows, (B · N) of them, row by row."""
-        num, tree = self.tree.num_nodes, self.tree
+        batch, num = self.tree.tokens.shape
+        node = torch.arange(num, device=self.logits.device).repeat(batch)
+        tokens, is_child = self.tree.tokens.repeat_interleave(num, 0), self.tree.shape.children.flatten(0, 1)
         row = self._rows.repeat_interleave(num)
-        node = torch.arange(num, device=row.device).repeat(len(self._rows))
-        is_child = tree.parents[row] == node.unsqueeze(1)
-        return Level(
-            self, (row, node), self.logits.flatten(0, 1), self.scores.flatten(0, 1), tree.tokens[row], is_child
-        )
+        return Level(self, row, node, self.logits.flatten(0, 1), self.scores.flatten(0, 1), tokens, is_child)
 
     def at_parent(self, values: Tensor) -> Tensor:
         """(B, N) → (B, N): of each node, its parent's."""
@@ -124,13 +122,14 @@ class Laws:
 class Level:
     """Some nodes of a verified tree, one a row, and their children; the laws there are made when a rule reads them.
 
-    at: the batch row and the place of each node, (R,) both.
+    row, node (R,): the batch row and the place of each.
     logits (R, V): the target's own, before any processor; scores (R, V): the processed ones.
     tokens (R, N) of the whole tree; is_child (R, N) marks the node's children.
     """
 
     laws: Laws
-    at: tuple[Tensor, Tensor]
+    row: Tensor
+    node: Tensor
     logits: Tensor
     scores: Tensor
     tokens: Tensor
@@ -145,13 +144,23 @@ class Level:
     def q(self) -> Tensor | None:
         """(R, V) the law the children were drawn from; None where they are a point mass."""
         probs = self.laws.tree.probs
-        return None if probs is None else probs[self.at[0], self.is_child.int().argmax(1)]
+        if probs is None:
+            return None
+        return probs.flatten(0, 1).index_select(0, self.row * probs.shape[1] + self.is_child.int().argmax(1))
+
+    @property
+    def q_of_tokens(self) -> Tensor:
+        """(R, N) the chance each child was drawn with; 1 where they are a point mass."""
+        probs, tokens = self.laws.tree.probs, self.laws.tree.tokens
+        if probs is None:
+            return torch.ones_like(self.tokens, dtype=self.logits.dtype)
+        return probs.gather(2, tokens.unsqueeze(2)).squeeze(2)[self.row]
 
     @cached_property
     def draft(self) -> Tensor | None:
         """(R, V) the draft's own logits there, where they were kept; −inf outside a draft vocabulary."""
         kept = self.laws.tree.logits
-        return None if kept is None else kept.at(*self.at)
+        return None if kept is None else kept.over_target(kept.at(self.row, self.node))
 
     @property
     def soft(self) -> Tensor:
@@ -163,13 +172,6 @@ class Level:
         """(R,) the first child in draft order whose token no processor rules out; −1 for none."""
         allowed, child = (self.is_child & (self.scores.gather(1, self.tokens) > -torch.inf)).max(1)
         return torch.where(allowed, child, -1)
-
-    def followed(self, child: Tensor, bonus: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        """child (R,), and the token that follows: the child's, or the bonus (R,) where child is −1."""
-        own = self.tokens.gather(1, child.clamp_min(0).unsqueeze(1)).squeeze(1)
-        if known_all(child >= 0):
-            return child, own
-        return child, torch.where(child < 0, bonus(), own)
 
 
 def known_all(marks: Tensor) -> bool:
@@ -222,14 +224,19 @@ class Acceptance(ABC):
 
 
 class LevelRule(Acceptance):
-    """A rule that judges the children of each node by themselves, and goes on from the one it keeps."""
+    """A rule that judges the children of each node by themselves: how likely it goes on to each, and what follows
+    where it goes on to none. Whoever walks the tree draws."""
 
-    # Without q the child kept is the one that carries a token drawn from p, and no other.
+    # Without q a token is drawn from p, and the child that carries it is kept: at temperature 0 the tree is read off.
     descends_on_draw: ClassVar[bool] = False
 
     @abstractmethod
-    def choose(self, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
-        """The kept child (R,), −1 for none, and the token that follows (R,): the child's, or the bonus."""
+    def chances(self, level: Level, sampler: Sampler) -> Tensor:
+        """(R, N) how likely each child is kept, together at most 1; 0 for nodes that are none."""
+
+    @abstractmethod
+    def rest(self, level: Level, sampler: Sampler) -> Tensor:
+        """(R, V) the law of the token that follows where no child is kept."""
 
 
 class PathRule(Acceptance):

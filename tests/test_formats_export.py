@@ -301,13 +301,6 @@ def test_what_a_format_cannot_hold_is_refused_with_the_reason_and_what_can(to, k
     assert not list(tmp_path.iterdir())
 
 
-def test_a_prefix_layer_with_plain_rope_does_not_go_where_scaled_positions_are_read(tmp_path):
-    scaled = tiny_llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0})
-    with pytest.raises(CheckpointError, match=r"the base's scaled positions \(linear\) are read; no format can$"):
-        made(scaled, "hydra", num_heads=2, prefix_layer=True).export(tmp_path / "out", "hydra")
-    made(scaled, "hydra", num_heads=2).export(tmp_path / "out", "hydra")
-
-
 def test_a_head_with_adapters_on_its_base_is_not_exported_without_them(tmp_path):
     model = convert(tiny_llama(), "eagle3", lora={"r": 2, "lora_alpha": 4}, draft_vocab_size=40)
     assert engines_for(model) == []

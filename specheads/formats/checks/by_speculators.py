@@ -1,0 +1,20 @@
+"""speculators' from_pretrained, and every tensor it then holds against the file."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specheads.formats.checks.held import compare
+
+if TYPE_CHECKING:
+    from specheads.spec_model import SpecModel
+
+
+def check(folder: Path, model: SpecModel) -> str:
+    from speculators import SpeculatorModel
+
+    program = f"speculators {version('speculators')}"
+    loaded = SpeculatorModel.from_pretrained(str(folder), attn_implementation="eager")
+    return f"{program} loads it, with the values of all {compare(program, folder, loaded.state_dict())} tensors"

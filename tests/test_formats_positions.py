@@ -1,5 +1,5 @@
-"""Claims about scaled rotary positions in foreign heads: read as each program spells them, drafted with, written as each
-reads them, and refused where it does not have them."""
+"""Claims about scaled rotary positions in foreign heads: read as each program spells them, drafted with, written as
+each reads them, and refused where it does not have them."""
 
 from __future__ import annotations
 

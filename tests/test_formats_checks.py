@@ -189,6 +189,8 @@ def gguf(monkeypatch, scaled, tmp_path):
             tensor = tensor.view(heads[part], 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
         written[by_gguf._renamed(name, names)] = tensor.clone()
     del written["t2d"]
+    written["d2t"] = written["d2t"] + torch.arange(40)
+    written["rope_freqs.weight"] = frequencies(8, {**LLAMA3, "rope_type": "default"})[0] / frequencies(8, LLAMA3)[0]
     fields = {
         "target_layers": [1, 3, 6], "embedding_length": 32, "feed_forward_length": 48, "block_count": 1,
         "vocab_size": 97, "attention.head_count": 4, "attention.head_count_kv": 2, "rope.freq_base": 500.0,
@@ -221,6 +223,8 @@ def test_a_gguf_file_is_read_back_whole(gguf, scaled):
         (lambda g: g.tensors["blk.0.attn_k.weight"].data[0].add_(1), "did not read midlayer.self_attn.k_proj.weight"),
         (lambda g: g.tensors["blk.0.attn_q.weight"].set_(g.tensors["blk.0.attn_q.weight"].flip(0)), "q_proj.weight"),
         (lambda g: g.tensors.pop("d2t"), "did not read d2t of"),
+        (lambda g: g.tensors.pop("rope_freqs.weight"), "other angles in rope_freqs than llama3's"),
+        (lambda g: g.tensors["rope_freqs.weight"].fill_(1), "other angles in rope_freqs"),
     ],
 )
 def test_what_a_gguf_file_holds_otherwise_is_an_error(change, said, gguf, scaled):

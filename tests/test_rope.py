@@ -110,7 +110,7 @@ def test_heads_saved_before_positions_could_be_scaled_are_read_as_they_were():
     assert Eagle3Config.from_options(saved) == config
 
 
-LLAMA3 = SCALED["llama3"]
+LLAMA3, LINEAR = SCALED["llama3"], SCALED["linear"]
 REFUSED = {
     "length": ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' has frequencies that change with the length"),
     "two tables": ({"rope_type": "longrope"}, "'longrope' has frequencies that change with the length of the text"),
@@ -118,13 +118,14 @@ REFUSED = {
     "no name": ({"rope_type": ["yarn"]}, r"unknown rope_type=\['yarn'\]"),
     "a slip": ({"rope_type": "linear", "factr": 2.0}, "unknown option of rope_type='linear' 'factr'; did you mean"),
     "another type's": ({"rope_type": "linear", "factor": 2.0, "beta_fast": 32}, "unknown option .* 'beta_fast'"),
-    "missing": ({"rope_type": "llama3", "factor": 8.0}, "needs low_freq_factor, high_freq_factor, original_max"),
-    "a small factor": ({"rope_type": "linear", "factor": 0.5}, "factor=0.5; expected a number from 1 on"),
-    "no number": ({"rope_type": "linear", "factor": "2"}, "factor='2'; expected a number"),
-    "a truth": ({"rope_type": "linear", "factor": True}, "factor=True; expected a number"),
-    "endless": ({"rope_type": "linear", "factor": float("inf")}, "factor=inf; expected"),
-    "not a number": ({"rope_type": "linear", "factor": float("nan")}, "factor=nan; expected"),
-    "huge": ({"rope_type": "linear", "factor": 10**400}, "factor=1000.*; expected"),
+    "missing": ({"rope_type": "llama3", "factor": 8.0}, "needs rope_theta, low_freq_factor, high_freq_factor, or"),
+    "no theta": ({"rope_type": "linear", "factor": 2.0}, "needs rope_theta"),
+    "a small factor": ({**LINEAR, "factor": 0.5}, "factor=0.5; expected a number from 1 on"),
+    "no number": ({**LINEAR, "factor": "2"}, "factor='2'; expected a number"),
+    "a truth": ({**LINEAR, "factor": True}, "factor=True; expected a number"),
+    "endless": ({**LINEAR, "factor": float("inf")}, "factor=inf; expected"),
+    "not a number": ({**LINEAR, "factor": float("nan")}, "factor=nan; expected"),
+    "huge": ({**LINEAR, "factor": 10**400}, "factor=1000.*; expected"),
     "half a position": ({**LLAMA3, "original_max_position_embeddings": 8.5}, "8.5; expected a whole number from 1"),
     "crossed": ({**LLAMA3, "low_freq_factor": 4.0}, "low_freq_factor=4.0 must be below high_freq_factor=4.0"),
     "betas crossed": ({**SCALED["yarn"], "beta_slow": 64}, "beta_slow=64.0 must be below beta_fast=32.0"),

@@ -50,8 +50,7 @@ def checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
     needed, possible = _OPTIONS[kind]
     names = ("rope_theta", *needed, *possible)
     refuse_unknown(given, names, what=f"option of rope_type={kind!r}")
-    given.setdefault("rope_theta", USUAL_THETA)
-    if missing := [name for name in needed if name not in given]:
+    if missing := [name for name in ("rope_theta", *needed) if name not in given]:
         raise ValueError(f"rope_type={kind!r} needs {', '.join(missing)}")
     made = {"rope_type": kind, **{name: _value(name, given[name]) for name in names if name in given}}
     for less, more in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
@@ -101,6 +100,8 @@ def rope_of(base_config: Any) -> dict[str, Any]:
     made = completed(found, longest)
     if (share := made.get("partial_rotary_factor")) not in (None, 1):
         raise ValueError(f"partial_rotary_factor={share!r:.80} rotates a part of each attention head; heads rotate all")
+    if made.get("rope_theta") is None:
+        made["rope_theta"] = USUAL_THETA
     known = _OPTIONS.get(made["rope_type"], ((), ()))
     names = {"rope_type", "rope_theta", *known[0], *known[1]}
     return checked({name: value for name, value in made.items() if name in names})
@@ -113,7 +114,7 @@ def inherited(base_config: Any) -> dict[str, Any]:
         return rope_of(base_config)
     except ValueError:
         found = getattr(base_config, "rope_parameters", None) or {}
-        theta = (found.get("full_attention") or found).get("rope_theta")
+        theta = (found.get("full_attention") or found).get("rope_theta") or USUAL_THETA
         return checked({"rope_type": "default", "rope_theta": theta})
 
 
@@ -122,9 +123,10 @@ def frequencies(head_dim: int, parameters: Mapping[str, Any]) -> tuple[Tensor, f
     kind, theta = parameters["rope_type"], parameters["rope_theta"]
     if kind == "default":  # which is not among transformers' functions
         return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim), 1.0
+    reach = int(parameters.get("original_max_position_embeddings", 2048) * parameters["factor"])
     config = LlamaConfig(
         hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters=dict(parameters),
-        max_position_embeddings=parameters.get("original_max_position_embeddings", 2048),
+        max_position_embeddings=reach,  # of no effect here; a config that disagrees with itself is warned about
     )  # fmt: skip
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
 

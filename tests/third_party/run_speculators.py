@@ -33,7 +33,7 @@ CASES = {
     "draft vocabulary": {"draft_vocab_size": 40},
     "all tokens, other layers": {"draft_vocab_size": 97, "taps": (1, 3, 4, 6)},
     "three layers with biases": {"draft_vocab_size": 40, "num_layers": 3, "attention_bias": True, "mlp_bias": True},
-    **{f"{name} positions": {"draft_vocab_size": 40, "rope_parameters": rope} for name, rope in SCALED.items()},
+    **{f"positions: {name}": {"draft_vocab_size": 40, "rope_parameters": rope} for name, rope in SCALED.items()},
 }  # fmt: skip
 
 

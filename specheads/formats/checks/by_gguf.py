@@ -11,6 +11,8 @@ from torch import Tensor
 from specheads.formats.checks.held import compare, compare_values
 from specheads.formats.files import Files
 from specheads.formats.gguf_files import DRAFT
+from specheads.heads.rope import frequencies
+from specheads.saved_head import CheckpointError
 
 if TYPE_CHECKING:
     from specheads.spec_model import SpecModel
@@ -38,8 +40,20 @@ def check(folder: Path, model: SpecModel) -> str:
             turned = {"q_proj": head.num_attention_heads, "k_proj": head.num_key_value_heads}
             heads = next((count for part, count in turned.items() if part in name), None)
             found[name] = held[theirs] if heads is None else _halves(held[theirs], heads)
+    if "d2t" in found:  # the target's ids there, in the file how far they are from the draft's
+        found["d2t"] = found["d2t"] - torch.arange(len(found["d2t"]))
     count = compare("gguf", folder, found, unread=("t2d",))  # which the converter leaves out
+    if head.rope_parameters["rope_type"] == "llama3":
+        _compare_llama3(folder, head, held.get("rope_freqs.weight"))
     return f"gguf reads {DRAFT}: {len(wanted)} values of its metadata, the values of {count} tensors"
+
+
+def _compare_llama3(folder: Path, head: Any, divisors: Tensor | None) -> None:
+    """Llama 3.1's positions are no metadata there: a tensor (d / 2,) has by what each plain angle is divided."""
+    own = frequencies(head.head_dim, head.rope_parameters)[0]
+    plain = frequencies(head.head_dim, {**head.rope_parameters, "rope_type": "default"})[0]
+    if divisors is None or divisors.shape != own.shape or not torch.allclose(plain / divisors, own, rtol=1e-5):
+        raise CheckpointError(f"gguf reads of {folder / DRAFT} other angles in rope_freqs than llama3's of the head")
 
 
 def _wanted(head: Any, taps: list[int]) -> dict[str, Any]:

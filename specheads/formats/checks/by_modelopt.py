@@ -13,8 +13,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from specheads.formats.checks.by_transformers import llama
-from specheads.formats.checks.held import compare
+from specheads.formats.checks.held import compare, compare_values
 from specheads.formats.files import Files
+from specheads.formats.layer_ids import KEY
 from specheads.saved_head import CheckpointError
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def check(folder: Path, model: SpecModel) -> str:
     options: dict[str, Any] = dict(files.config or {})
     inner = options.pop("eagle_config", None) or {}
     config = LlamaConfig(**{**options, **inner, "has_lm_head": True, "eagle_decoder_type": "llama"})
+    read = {"layers, numbered by their outputs,": getattr(config, KEY, None)}
+    compare_values(program, folder, read, {name: [tap - 1 for tap in model.head.layers] for name in read})
     module = EagleModule(config, LlamaDecoderLayer)
     try:
         module.load_state_dict({name: files.tensor(name) for name in files.shapes}, strict=True)
@@ -40,6 +43,6 @@ def check(folder: Path, model: SpecModel) -> str:
         raise CheckpointError(f"{program} cannot load {folder}: {error}") from error
     count = compare(program, folder, module.state_dict())
     return (
-        f"{program} fills its EAGLE module with it: the values of all {count} tensors under its exporter's names, "
+        f"{program} fills its EAGLE module with it: the values of all {count} tensors under its exporter's names, hidden states {list(model.head.layers)}, "
         f"{llama(program, folder, config, model.head.config)}"
     )

@@ -6,6 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specheads.formats.checks.by_transformers import llama
 from specheads.formats.checks.held import compare
 
 if TYPE_CHECKING:
@@ -17,4 +18,7 @@ def check(folder: Path, model: SpecModel) -> str:
 
     program = f"speculators {version('speculators')}"
     loaded = SpeculatorModel.from_pretrained(str(folder), attn_implementation="eager")
-    return f"{program} loads it, with the values of all {compare(program, folder, loaded.state_dict())} tensors"
+    found = f"{program} loads it, with the values of all {compare(program, folder, loaded.state_dict())} tensors"
+    if model.head.config.kind != "eagle3":  # whose block is a Qwen3's
+        return found
+    return f"{found}, {llama(program, folder, loaded.config.transformer_layer_config, model.head.config)}"

@@ -69,6 +69,15 @@ def test_what_transformers_reads_otherwise_is_an_error(change, said, scaled, tmp
         checks.by_transformers.check(tmp_path / "out", scaled)
 
 
+@pytest.mark.parametrize("to", ["vllm", "modelopt", "llamacpp", "speculators"])
+def test_a_program_that_is_here_is_asked(to, scaled, tmp_path, monkeypatch):
+    folder, (module, run) = scaled.export(tmp_path / "out", to), checks._CHECKS[to]
+    assert run is not None
+    installed(monkeypatch, module)
+    monkeypatch.setitem(checks._CHECKS, to, (module, lambda given, model: f"asked of {given.name}"))
+    assert checks.check(folder, to, scaled).startswith("asked of out")
+
+
 # --- vLLM ---
 
 

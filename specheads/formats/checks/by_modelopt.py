@@ -43,6 +43,6 @@ def check(folder: Path, model: SpecModel) -> str:
         raise CheckpointError(f"{program} cannot load {folder}: {error}") from error
     count = compare(program, folder, module.state_dict())
     return (
-        f"{program} fills its EAGLE module with it: the values of all {count} tensors under its exporter's names, hidden states {list(model.head.layers)}, "
-        f"{llama(program, folder, config, model.head.config)}"
+        f"{program} fills its EAGLE module with it: the values of all {count} tensors under its exporter's names, "
+        f"hidden states {list(model.head.layers)}, {llama(program, folder, config, model.head.config)}"
     )

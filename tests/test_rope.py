@@ -15,6 +15,7 @@ from tests.conftest import tiny_llama
 
 PLAIN = {"rope_type": "default", "rope_theta": 500.0}
 EVERY = {"default": PLAIN, **SCALED}
+KIMI = {**SCALED["yarn"], "beta_fast": 1.0, "beta_slow": 1.0}  # as Kimi K2's
 DIM = 12
 
 
@@ -25,10 +26,10 @@ def table(rope, positions, head_dim=DIM):
     return cos[:, 0], sin[:, 0]
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [*EVERY, "Kimi"])
 @pytest.mark.parametrize(("head_dim", "theta"), [(DIM, 500.0), (128, 500_000.0)])
 def test_the_table_is_that_of_transformers_also_far_behind_the_original_length(name, head_dim, theta):
-    rope = {**EVERY[name], "rope_theta": theta}
+    rope = {**EVERY.get(name, KIMI), "rope_theta": theta}
     if head_dim == 128 and "original_max_position_embeddings" in rope:
         rope["original_max_position_embeddings"] = 8192
     config = LlamaConfig(
@@ -114,6 +115,7 @@ LLAMA3, LINEAR = SCALED["llama3"], SCALED["linear"]
 REFUSED = {
     "length": ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' has frequencies that change with the length"),
     "two tables": ({"rope_type": "longrope"}, "'longrope' has frequencies that change with the length of the text"),
+    "a name alone": ("llama3", "'llama3'; expected a table with rope_type, rope_theta and what the type needs"),
     "unknown": ({"rope_type": "ntk"}, "unknown rope_type='ntk'; known: default, linear, llama3, yarn"),
     "no name": ({"rope_type": ["yarn"]}, r"unknown rope_type=\['yarn'\]"),
     "a slip": ({"rope_type": "linear", "factr": 2.0}, "unknown option of rope_type='linear' 'factr'; did you mean"),
@@ -128,7 +130,7 @@ REFUSED = {
     "huge": ({**LINEAR, "factor": 10**400}, "factor=1000.*; expected"),
     "half a position": ({**LLAMA3, "original_max_position_embeddings": 8.5}, "8.5; expected a whole number from 1"),
     "crossed": ({**LLAMA3, "low_freq_factor": 4.0}, "low_freq_factor=4.0 must be below high_freq_factor=4.0"),
-    "betas crossed": ({**SCALED["yarn"], "beta_slow": 64}, "beta_slow=64.0 must be below beta_fast=32.0"),
+    "betas crossed": ({**SCALED["yarn"], "beta_slow": 64}, "beta_slow=64.0 must not be above beta_fast=32.0"),
     "no truth": ({**SCALED["yarn"], "truncate": 1}, "truncate=1; expected true or false"),
     "no rotation": ({"rope_type": "default", "rope_theta": 1}, "rope_theta=1; expected a number above 1"),
 }  # fmt: skip

@@ -38,6 +38,8 @@ def rope_type(parameters: Mapping[str, Any]) -> Any:
 
 def checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Rope parameters in one order, numbers as floats, without what is None. ValueError where no head can have them."""
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"{parameters!r:.80}; expected a table with rope_type, rope_theta and what the type needs")
     given = {name: value for name, value in parameters.items() if value is not None}
     kind = given.pop("rope_type", "default")
     if kind in _BY_LENGTH:
@@ -53,11 +55,13 @@ def checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
     if missing := [name for name in ("rope_theta", *needed) if name not in given]:
         raise ValueError(f"rope_type={kind!r} needs {', '.join(missing)}")
     made = {"rope_type": kind, **{name: _value(name, given[name]) for name in names if name in given}}
-    for less, more in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-        usual = {"beta_slow": 1.0, "beta_fast": 32.0}
-        low, high = (made.get(name, usual.get(name)) for name in (less, more))
-        if low is not None and high is not None and low >= high:
-            raise ValueError(f"{less}={low} must be below {more}={high}")
+    slow, fast = made.get("beta_slow", 1.0), made.get("beta_fast", 32.0)
+    if slow > fast:
+        raise ValueError(f"beta_slow={slow} must not be above beta_fast={fast}")
+    if kind == "llama3" and made["low_freq_factor"] >= made["high_freq_factor"]:
+        raise ValueError(
+            f"low_freq_factor={made['low_freq_factor']} must be below high_freq_factor={made['high_freq_factor']}"
+        )
     return made
 
 

@@ -38,6 +38,7 @@ from specheads.bench.shipped import LABELS, held_out_names
 from specheads.corpus import checkpoints_dir
 
 NUM_PROMPTS, NEW_TOKENS, DRAFTED = 12, 64, 5
+SCALED_TYPES = ("linear", "llama3", "yarn")  # of rotary positions, on the shipped EAGLE-3 head's weights
 COUNTER = "vllm:spec_decode_num_"
 
 
@@ -122,24 +123,22 @@ def main() -> None:
     lines, wrong = [], []
     for method, label in LABELS.items():
         model = SpecModel.from_pretrained(checkpoints_dir() / method, dtype=torch.float32)
-        ours, exports = decoded(model, prompts), {label: model.export(folder / method, "vllm")}
-        wanted = dict.fromkeys(exports, ours)
+        heads = {label: model}
         if method == "eagle3":
-            wrongly = f"{label}, each layer one too low"
-            exports[wrongly], wanted[wrongly] = misnumbered(model, folder / "misnumbered"), ours
-            for kind in ("linear", "llama3", "yarn"):
-                name, other = f"{label}, {kind} positions", repositioned(model, SCALED[kind])
-                exports[name], wanted[name] = other.export(folder / kind, "vllm"), decoded(other, prompts)
-        for name, out in exports.items():
+            heads[f"{label}, each layer one too low"] = model
+            heads |= {f"{label}, {kind} positions": repositioned(model, SCALED[kind]) for kind in SCALED_TYPES}
+        for name, each in heads.items():
             if given.only and not any(part in name for part in given.only):
                 continue
+            misled = name.endswith("too low")
+            out = misnumbered(each, folder / name) if misled else each.export(folder / name, "vllm")
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
                 theirs = alone.submit(served, base, out, method, prompts).result()
-            own = wanted[name]
-            lines.append(row(name, theirs, own))
+            ours = decoded(each, prompts)
+            lines.append(row(name, theirs, ours))
             print(" | ".join(lines[-1]), flush=True)
-            counted = theirs["steps"] == own["steps"] and theirs["by_depth"] == own["by_depth"]
-            if theirs["texts"] != own["texts"] or counted == name.endswith("too low"):
+            counted = theirs["steps"] == ours["steps"] and theirs["by_depth"] == ours["by_depth"]
+            if theirs["texts"] != ours["texts"] or counted == misled:
                 wrong.append(name)
     head = ("head", "same text", "steps", "accepted a step", "accepted by depth")
     print(f"{NUM_PROMPTS} held-out prompts × {NEW_TOKENS} tokens, chains of {DRAFTED}; vLLM's figure first, then ours")

@@ -54,17 +54,22 @@ def _dtype(folder: Path) -> str:
 
 def _by_file(folder: Path, held: dict[str, Tensor]) -> dict[str, Tensor]:
     """vLLM's tensors under the file's names: what it stacks apart again, and no rows that pad a vocabulary."""
-    found = {}
-    for name, shape in Files(folder).shapes.items():
-        theirs = "draft_id_to_target_id" if name == "d2t" else name.replace("midlayer.", "layers.0.")
-        stack = next(((whole, parts) for whole, parts in _STACKED.items() for part in parts if part in theirs), None)
-        start = 0
-        if stack is not None:
-            whole, parts = stack
-            part = next(part for part in parts if part in theirs)
-            before = [name.replace(part, other) for other in parts[: parts.index(part)]]
-            start, theirs = sum(len(Files(folder).shapes[n]) for n in before), theirs.replace(part, whole)
+    found, shapes = {}, Files(folder).shapes
+    for name, shape in shapes.items():
+        theirs, start = _place(name, shapes)
         own = next((t for n, t in held.items() if n == theirs or n.endswith(f".{theirs}")), None)
         if own is not None:
             found[name] = own[start : start + len(shape)]
     return found
+
+
+def _place(name: str, shapes: dict[str, Tensor]) -> tuple[str, int]:
+    """How the names that vLLM has for a tensor of the file end, and the row of its own at which that begins."""
+    if name == "d2t":
+        return "draft_id_to_target_id", 0
+    theirs = name.replace("midlayer.", "layers.0.")
+    for whole, parts in _STACKED.items():
+        for i, part in enumerate(parts):
+            if part in theirs:
+                return theirs.replace(part, whole), sum(len(shapes[name.replace(part, other)]) for other in parts[:i])
+    return theirs, 0

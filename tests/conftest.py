@@ -12,7 +12,7 @@ from specheads import convert
 
 # They assert too, and pytest rewrites the asserts of test files alone.
 pytest.register_assert_rewrite(
-    "chats", "drafted", "enumeration", "heads_on_disk", "replay", "seq2seq_models", "slow_heads"
+    "chats", "drafted", "enumeration", "heads_on_disk", "replay", "seq2seq_models", "slow_heads", "tests.asked"
 )
 
 

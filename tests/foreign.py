@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 
 import torch
+from foreign_rope import frequencies
 from safetensors.torch import save_file
 
 V, H, N = 97, 32, 8  # those of conftest.tiny_llama
@@ -129,11 +130,15 @@ def rms(x, weight):
     return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * weight
 
 
-def rotated(x, position):
+PLAIN = {"rope_type": "default", "rope_theta": THETA}
+
+
+def rotated(x, position, rope=PLAIN):
     """x (heads, T, d) in Llama's halves at positions (T,)."""
     half = HEAD_DIM // 2
-    angle = position.float().unsqueeze(1) * THETA ** (-torch.arange(half) / half)
-    cos, sin = angle.cos(), angle.sin()
+    angles, factor = frequencies(rope, HEAD_DIM)
+    angle = position.float().unsqueeze(1) * torch.tensor(angles)
+    cos, sin = angle.cos() * factor, angle.sin() * factor
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
@@ -141,19 +146,20 @@ def rotated(x, position):
 class Attention:
     """One layer that remembers keys and values of the chain so far."""
 
-    def __init__(self, tensors, prefix):
+    def __init__(self, tensors, prefix, rope=PLAIN):
         self.w = {m: tensors[f"{prefix}self_attn.{m}_proj.weight"] for m in "qkvo"}
+        self.rope = rope
         self.keys, self.values, self.length = [], [], 0
 
     def __call__(self, x):
         """x (T, width): T more positions, each seeing those before it and itself → (T, H)."""
         position = torch.arange(self.length, self.length + len(x))
         heads = {m: (x @ self.w[m].T).view(len(x), -1, HEAD_DIM).transpose(0, 1) for m in "qkv"}
-        self.keys.append(rotated(heads["k"], position))
+        self.keys.append(rotated(heads["k"], position, self.rope))
         self.values.append(heads["v"])
         self.length += len(x)
         keys, values = torch.cat(self.keys, 1)[0], torch.cat(self.values, 1)[0]  # one KV head for all
-        scores = rotated(heads["q"], position) @ keys.T / HEAD_DIM**0.5
+        scores = rotated(heads["q"], position, self.rope) @ keys.T / HEAD_DIM**0.5
         seen = torch.arange(self.length) <= position.unsqueeze(1)
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         return (weights @ values).transpose(0, 1).flatten(1) @ self.w["o"].T
@@ -164,13 +170,13 @@ def mlp(tensors, prefix, x):
     return (torch.nn.functional.silu(x @ w["gate"].T) * (x @ w["up"].T)) @ w["down"].T
 
 
-def eagle3_logits(tensors, prefix, states, layers, embed, tokens, drafted, flags=()):
+def eagle3_logits(tensors, prefix, states, layers, embed, tokens, drafted, flags=(), rope=PLAIN):
     """Draft logits (Vd,) after the root, and after each drafted token.
 
     states: the base's hidden_states, each (T, H), of the T tokens before the root; layers: which are fused; tokens
-    (T + 1,): those and the root; flags: those of the config that are true.
+    (T + 1,): those and the root; flags: those of the config that are true; rope: its positions.
     """
-    attend = Attention(tensors, prefix)
+    attend = Attention(tensors, prefix, rope)
     features = [states[i] for i in layers]
     if "fc_norm" in flags:
         features = [rms(state, tensors[f"fc_norm.{i}.weight"]) for i, state in enumerate(features)]
@@ -215,9 +221,9 @@ def eagle(folder, form="eagle", *, embed, bias=True, **changes):
     return write(folder, {k: v for k, v in {**config, **changes}.items() if v is not None}, tensors, name)
 
 
-def eagle_logits(tensors, states, embed, lm_head, tokens, drafted):
+def eagle_logits(tensors, states, embed, lm_head, tokens, drafted, rope=PLAIN):
     """As eagle3_logits: the base's output matrix (V, H) on one block without norms at its two ends."""
-    attend, prefix = Attention(tensors, "layers.0."), "layers.0."
+    attend, prefix = Attention(tensors, "layers.0.", rope), "layers.0."
     hidden = states[-1]  # behind the final norm
 
     def step(tokens, hidden):
@@ -287,7 +293,7 @@ def dspark(folder, *, draft=40, rank=6, confidence=True, layers=2, **changes):
     return write(folder, {k: v for k, v in {**config, **changes}.items() if v is not None}, tensors)
 
 
-def dspark_logits(tensors, states, embed, lm_head, tokens, drafted):
+def dspark_logits(tensors, states, embed, lm_head, tokens, drafted, rope=PLAIN):
     """Of each slot of the block behind the tokens before the root, which see all of it and all of one another."""
     context = rms(torch.cat([states[i] for i in (1, 4, 6)], -1) @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
     x = embed[torch.tensor([int(tokens[-1]), *[MASK] * (BLOCK - 1)])]
@@ -299,8 +305,8 @@ def dspark_logits(tensors, states, embed, lm_head, tokens, drafted):
         norms = {m: tensors[f"{prefix}self_attn.{m}_norm.weight"] for m in "qk"}
         read = rms(x, tensors[f"{prefix}input_layernorm.weight"])
         both = torch.cat([context, read])
-        queries = rotated(rms((read @ w["q"].T).view(BLOCK, HEADS, HEAD_DIM), norms["q"]).transpose(0, 1), here)
-        keys = rotated(rms(both @ w["k"].T, norms["k"]).unsqueeze(0), torch.arange(len(both)))[0]
+        queries = rotated(rms((read @ w["q"].T).view(BLOCK, HEADS, HEAD_DIM), norms["q"]).transpose(0, 1), here, rope)
+        keys = rotated(rms(both @ w["k"].T, norms["k"]).unsqueeze(0), torch.arange(len(both)), rope)[0]
         weights = (queries @ keys.T / HEAD_DIM**0.5).softmax(-1)
         x = x + (weights @ (both @ w["v"].T)).transpose(0, 1).flatten(1) @ w["o"].T
         x = x + mlp(tensors, prefix, rms(x, tensors[f"{prefix}post_attention_layernorm.weight"]))

@@ -6,7 +6,7 @@ from pathlib import Path
 from unittest import mock
 
 from conftest import tiny_llama
-from test_trainer import rows, trainer_of
+from trainers import rows, trainer_of
 
 from specheads.convert import convert
 from specheads.heads import parallel

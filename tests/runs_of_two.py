@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
-from test_trainer import model_of, rows, trainer_of
+from trainers import model_of, rows, trainer_of
 
 STEPS, SAVED = 6, 3
 KINDS = ("medusa", "eagle3")

@@ -51,7 +51,7 @@ def test_sizes_left_out_come_from_the_base():
     assert (config.hidden_size, config.intermediate_size, config.vocab_size) == (48, 80, 61)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (6, 3, 8)
     assert config.draft_vocab_size == 61
-    assert config.rope_theta == wide.config.rope_parameters["rope_theta"]
+    assert config.rope_parameters == wide.config.rope_parameters
     assert config.rms_norm_eps == wide.config.rms_norm_eps
     assert convert(wide, "eagle").head.config.taps == (8,)
     assert convert(wide, "medusa").head.config.tap == 8

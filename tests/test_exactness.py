@@ -7,7 +7,7 @@ from enumeration import distance, law_of
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from specheads import BestFirstTree, DynamicTree, Exact, SampledTree, StaticTree, Target, chain, convert, decode
-from specheads.heads.block import RotaryTable
+from specheads.heads.rope import RotaryTable
 
 HEADS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
 PAD = 0

@@ -228,7 +228,6 @@ REFUSED = {
     "another vocabulary": ({"vocab_size": 128}, "made for another base: vocab_size is 97, not 128"),
     "another stream": ({"target_hidden_size": 64}, "target_hidden_size"),
     "more layers": ({"num_hidden_layers": 2}, "says 2 decoder layers, and its tensors make up 1"),
-    "scaled positions": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type='llama3'"),
     "part of RoPE": ({"partial_rotary_factor": 0.5}, "rotates 0.5 of each attention head"),
     "a Qwen3 block": ({"model_type": "qwen3"}, "decoder is of type 'qwen3'"),
     "another activation": ({"hidden_act": "gelu"}, "activation is 'gelu'"),

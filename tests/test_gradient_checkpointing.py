@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from slow_heads import KINDS, rows, spec_model
-from test_trainer import model_of, same, trainer_of, weights
+from trainers import model_of, same, trainer_of, weights
 
 from specheads.convert import convert
 from specheads.data import Collator

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from foreign_rope import SCALED
 from replay import PROMPTS, padded
 from slow_heads import KINDS, spec_model, taps
 
@@ -54,6 +55,9 @@ class Forced:
         ("eagle3", {"num_layers": 2}), ("eagle3", {"norm_features": True, "norm_output": True}),
         ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
         ("parallel", {"causal": False, "mask_token_id": 5, "draft_vocab_size": 40, "block_size": 4}),
+        ("eagle3", {"rope_parameters": SCALED["yarn"]}), ("eagle", {"rope_parameters": SCALED["linear"]}),
+        ("hydra", {"prefix_layer": True, "rope_parameters": SCALED["llama3"]}),
+        ("parallel", {"rope_parameters": SCALED["llama3"]}),
     ],
 )  # fmt: skip
 def test_each_row_drafts_with_the_logits_of_the_training_unroll(kind, options):

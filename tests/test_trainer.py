@@ -1,75 +1,18 @@
 """SpecTrainer: the loss of a global batch however it is cut, exact resume, checkpoints of the head alone."""
 
-import io
-import json
-from typing import ClassVar
-
 import datasets
 import pytest
 import torch
 from conftest import tiny_llama
 from safetensors.torch import load_file
-from torch.optim import AdamW
-from tqdm import tqdm
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from trainers import OPTIONS, logged, model_of, rows, same, trainer_of, weights
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
-from specheads.convert import convert
 from specheads.data import Collator
 from specheads.metrics import accepted_length
-from specheads.optim import MuonAdamW, parameter_groups
 from specheads.saved_head import CheckpointError
 from specheads.spec_model import SpecModel
-from specheads.trainer import AcceptanceProgress, SpecTrainer, SpecTrainingArguments
-
-OPTIONS = {
-    "medusa": {"num_heads": 2}, "hydra": {"num_heads": 2, "prefix_layer": True}, "eagle": {"metric_steps": 2},
-    "eagle3": {"steps": 2, "draft_vocab_size": 60},
-    "parallel": {"block_size": 2, "markov_rank": 4, "anchors": 3, "confidence": True, "draft_vocab_size": 60},
-}  # fmt: skip
-
-
-def model_of(kind="eagle3", seed=0, **options):
-    base = tiny_llama(num_hidden_layers=3)
-    torch.manual_seed(seed)
-    return convert(base, kind, **{**OPTIONS[kind], **options})
-
-
-def rows(count=12, seed=0, lengths=(4, 14)):
-    """Rows of unequal lengths, so that a mean of means would show."""
-    generator = torch.Generator().manual_seed(seed)
-    made = []
-    for _ in range(count):
-        length = int(torch.randint(*lengths, (1,), generator=generator))
-        ids = torch.randint(3, 97, (length,), generator=generator).tolist()
-        made.append({"input_ids": ids, "labels": [-100, *ids[1:]]})
-    return datasets.Dataset.from_list(made)
-
-
-def trainer_of(folder, model=None, evaluation=None, callbacks=None, data=None, **options):
-    settings = {
-        "use_cpu": True, "max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1,
-        "disable_tqdm": True, "report_to": "none", "save_strategy": "no", "seed": 5, "lr_scheduler_type": "linear",
-    }  # fmt: skip
-    arguments = SpecTrainingArguments(output_dir=str(folder), **{**settings, **options})
-    return SpecTrainer(
-        model or model_of(), arguments, train_dataset=data or rows(), eval_dataset=evaluation,
-        data_collator=Collator(0), callbacks=callbacks,
-    )  # fmt: skip
-
-
-def logged(trainer, *names):
-    """What was logged in training: a dict for each log, without times."""
-    kept = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return [{k: v for k, v in entry.items() if not names or k in names} for entry in kept]
-
-
-def weights(model):
-    return {name: tensor.clone() for name, tensor in model.head.state_dict().items()}
-
-
-def same(first, second):
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+from specheads.trainer import SpecTrainer
 
 
 @pytest.mark.parametrize("named", ["labels", "loss_mask"])
@@ -190,29 +133,6 @@ def test_evaluation_is_exact_whatever_the_batches(kind, size, tmp_path):
         assert metrics[f"eval_accuracy_depth_{depth + 1}"] == pytest.approx(accuracy, abs=1e-12)
 
 
-def test_logs_cover_every_step_since_the_last_log(tmp_path):
-    each = trainer_of(tmp_path, logging_steps=1)
-    both = trainer_of(tmp_path, logging_steps=2)
-    seen = []
-    add = type(each._training_meter).add
-
-    def spy(meter, ranks, terms, num_items, tokens):
-        seen.append((ranks, {k: v.clone() for k, v in terms.items()}, int(tokens)))
-        add(meter, ranks, terms, num_items, tokens)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(each._training_meter), "add", spy)
-        each.train()
-    both.train()
-    assert len(seen) == 4
-    for i, entry in enumerate(logged(both)):
-        pair = seen[2 * i : 2 * i + 2]
-        assert entry["accepted_length"] == pytest.approx(accepted_length(torch.cat([ranks for ranks, _, _ in pair])))
-        summed = sum(float(terms["loss_depth_1"]) * tokens for _, terms, tokens in pair)
-        mean = summed / sum(tokens for *_, tokens in pair)
-        assert entry["loss_depth_1"] == pytest.approx(mean, rel=1e-6)
-
-
 def test_accepted_length_chooses_the_best_checkpoint_and_stops_early(tmp_path):
     trainer = trainer_of(
         tmp_path, evaluation=rows(4, 1, (6, 12)), max_steps=12, save_strategy="steps", save_steps=1, learning_rate=0.0,
@@ -230,78 +150,6 @@ def test_accepted_length_chooses_the_best_checkpoint_and_stops_early(tmp_path):
     trainer.train()
     assert trainer.state.global_step == 4  # 1.9 was not beaten twice
     assert trainer.state.best_metric == 1.9 and trainer.state.best_model_checkpoint.endswith("checkpoint-2")
-
-
-def test_learning_rates_go_by_parameter_name(tmp_path):
-    model = model_of()
-    before = weights(model)
-    trainer = trainer_of(
-        tmp_path, model, head_lr_groups={"lm_head": 0.0, r"norm": 4.0}, weight_decay=0.1, lr_scheduler_type="constant"
-    )
-    trainer.train()
-    rates = {}
-    names = {id(p): name for name, p in model.named_parameters()}
-    for group in trainer.optimizer.param_groups:
-        for parameter in group["params"]:
-            rates[names[id(parameter)]] = (group["lr"], group["weight_decay"])
-    assert rates["head.lm_head.weight"] == (0.0, 0.1)
-    assert rates["head.norm.weight"] == (pytest.approx(4e-2), 0.0)
-    assert rates["head.fc.weight"] == (1e-2, 0.1)
-    assert len(rates) == len(list(model.head.parameters()))
-    after = weights(model)
-    assert torch.equal(after["lm_head.weight"], before["lm_head.weight"])
-    assert not torch.equal(after["fc.weight"], before["fc.weight"])
-
-
-def test_learning_rate_options_that_cannot_work_say_why(tmp_path):
-    with pytest.raises(ValueError, match="'lm_haed' is found in no parameter; the head's are head"):
-        trainer_of(tmp_path, head_lr_groups={"lm_haed": 2.0}).create_optimizer()
-    with pytest.raises(ValueError, match="is no regular expression"):
-        trainer_of(tmp_path, head_lr_groups={"(": 2.0})
-    with pytest.raises(ValueError, match="factor -1"):
-        trainer_of(tmp_path, head_lr_groups={"fc": -1})
-    with pytest.raises(ValueError, match="muon=true goes with"):
-        trainer_of(tmp_path, muon=True, optim="sgd")
-    assert trainer_of(tmp_path, head_lr_groups=json.dumps({"fc": 2})).args.lr_multipliers == {"fc": 2}
-
-
-def two_layers():
-    torch.manual_seed(0)
-    return torch.nn.ModuleDict({"hidden": torch.nn.Linear(6, 4), "lm_head": torch.nn.Linear(4, 5, bias=False)})
-
-
-def grouped(module):
-    return parameter_groups(
-        module.named_parameters(), learning_rate=0.1, weight_decay=0.01, decayed=["hidden.weight", "lm_head.weight"],
-        multipliers={},
-    )  # fmt: skip
-
-
-def test_muon_and_adamw_step_as_they_do_apart():
-    ours, apart = two_layers(), two_layers()
-    optimizer = MuonAdamW(grouped(ours))
-    muon = torch.optim.Muon([apart["hidden"].weight], lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-    decayed = {"params": [apart["lm_head"].weight], "weight_decay": 0.01}
-    adamw = AdamW([decayed, {"params": [apart["hidden"].bias], "weight_decay": 0.0}], lr=0.1)
-    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (optimizer, muon, adamw)]
-    for step in range(5):
-        if step == 2:  # the state goes through a file, as in a resumed run
-            kept = optimizer.state_dict()
-            optimizer = MuonAdamW(grouped(ours))
-            buffer = io.BytesIO()
-            torch.save(kept, buffer)
-            buffer.seek(0)
-            optimizer.load_state_dict(torch.load(buffer, weights_only=True))
-            schedulers[0].optimizer = optimizer
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(3, 6, generator=generator)
-        for module in (ours, apart):
-            module.zero_grad()
-            module["lm_head"](module["hidden"](x)).square().sum().backward()
-        for each in (optimizer, muon, adamw, *schedulers):
-            each.step()
-    for (name, mine), theirs in zip(ours.named_parameters(), apart.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -335,57 +183,6 @@ def test_a_packed_batch_is_refused_where_attention_ignores_its_mask():
     model.base.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match=r"flash_attention_2 .* packing=false, or attn_implementation=sdpa"):
         model(ids, labels=ids, document_ids=documents)
-
-
-class Tracker(TrainerCallback):
-    """What a tracker is sent, and what it is told of the run at the start."""
-
-    made: ClassVar = []
-
-    def __init__(self):
-        self.sent, self.run = [], None
-        self.made.append(self)
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.run = {**args.to_dict(), **model.config.to_dict()}  # what wandb and tensorboard record of it
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.sent.append((state.global_step, dict(logs)))
-
-
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_a_tracker_is_sent_accepted_length_and_accuracy_by_depth(kind, tmp_path, monkeypatch):
-    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "tensorboard", Tracker)  # as report_to finds an installed one
-    monkeypatch.setattr(Tracker, "made", [])
-    more = {"steps": 2} if kind == "eagle" else {}  # it is trained on one depth, unless told
-    trainer = trainer_of(
-        tmp_path, model_of(kind, **more), rows(4, 1, (6, 12)), report_to="tensorboard", max_steps=6, logging_steps=2,
-        eval_strategy="steps", eval_steps=3,
-    )  # fmt: skip
-    trainer.train()
-    (tracker,) = Tracker.made
-    assert json.dumps(tracker.run["head"]) and tracker.run["head"]["kind"] == kind
-    training = [(step, logs) for step, logs in tracker.sent if "loss" in logs]
-    evaluation = [(step, logs) for step, logs in tracker.sent if "eval_loss" in logs]
-    assert [step for step, _ in training] == [2, 4, 6] and [step for step, _ in evaluation] == [3, 6]
-    for prefix, sent in (("", training), ("eval_", evaluation)):
-        for _, logs in sent:
-            numbers = [logs[prefix + "accepted_length"], *(logs[f"{prefix}accuracy_depth_{k}"] for k in (1, 2))]
-            assert all(isinstance(number, float) for number in numbers)
-            assert 1 <= numbers[0] <= 1 + sum(numbers[1:])
-            assert any(name.startswith(prefix + start) for name in logs for start in ("loss_depth_", "law"))
-    assert [logs for _, logs in training] == [
-        {k: v for k, v in entry.items() if k != "step"} for entry in logged(trainer)
-    ]  # fmt: skip
-
-
-def test_the_progress_bar_shows_the_accepted_length(tmp_path):
-    trainer = trainer_of(tmp_path, disable_tqdm=False)
-    (callback,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, AcceptanceProgress)]
-    shown = io.StringIO()
-    callback.training_bar = tqdm(total=4, file=shown)
-    callback.on_log(trainer.args, trainer.state, trainer.control, logs={"loss": 2.0, "accepted_length": 1.75})
-    assert "accepted=1.75" in shown.getvalue() and "loss=2" in shown.getvalue()
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path):

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
-from specheads.formats.files import Files, flag, real, shown, table, whole
+from specheads.formats import positions
+from specheads.formats.files import Files, flag, real, shown, whole
 from specheads.formats.format import check_sizes, dtype_of
 from specheads.heads.decoder import DecoderConfig
 from specheads.heads.feature import FeatureHeadConfig
@@ -60,23 +61,10 @@ def block_options(
         "num_key_value_heads": whole(config, "num_key_value_heads", heads if kind == "llama" else 32),
         "head_dim": whole(config, "head_dim", max(1, hidden // heads) if kind == "llama" else usual.head_dim),
         "intermediate_size": whole(config, "intermediate_size", usual.intermediate_size),
-        "rms_norm_eps": real(config, "rms_norm_eps", usual.rms_norm_eps), "rope_theta": _rope_theta(files, config),
+        "rms_norm_eps": real(config, "rms_norm_eps", usual.rms_norm_eps),
+        "rope_parameters": positions.read(files, config),
         "attention_bias": flag(config, "attention_bias"), "mlp_bias": flag(config, "mlp_bias"),
     }  # fmt: skip
-
-
-def _rope_theta(files: Files, config: dict[str, Any]) -> float:
-    """10000 where there is none: consumers do not take the target's. CheckpointError for scaled positions."""
-    parameters = table(config, "rope_parameters")
-    for place in (parameters, table(config, "rope_scaling")):
-        kind = place.get("rope_type", place.get("type", "default"))
-        if kind != "default":
-            raise CheckpointError(
-                f"{files}: its positions are scaled (rope_type={shown(kind)}); heads here have plain RoPE"
-            )
-    if (share := config.get("partial_rotary_factor", parameters.get("partial_rotary_factor"))) not in (None, 1, 1.0):
-        raise CheckpointError(f"{files}: it rotates {shown(share)} of each attention head; heads here rotate all of it")
-    return real(config | parameters, "rope_theta", 10_000.0)
 
 
 def block_config(head: FeatureHeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
@@ -88,7 +76,7 @@ def block_config(head: FeatureHeadConfig, tensors: dict[str, Tensor], base: PreT
         "num_hidden_layers": head.num_layers, "num_attention_heads": head.num_attention_heads,
         "num_key_value_heads": head.num_key_value_heads, "head_dim": head.head_dim,
         "intermediate_size": head.intermediate_size, "hidden_act": "silu", "rms_norm_eps": head.rms_norm_eps,
-        "rope_theta": head.rope_theta, "max_position_embeddings": getattr(own, "max_position_embeddings", None) or 2048,
+        **positions.written(head), "max_position_embeddings": getattr(own, "max_position_embeddings", None) or 2048,
         "tie_word_embeddings": False, "torch_dtype": dtype_of(tensors),
         **{name: value for name, value in ids.items() if value is not None},
     }  # fmt: skip

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from specheads.formats.decoder import block_config, block_names, block_options
 from specheads.formats.files import Files, flag
 from specheads.formats.format import Format, Written, check_embeddings, count
+from specheads.formats.positions import EVERY, LINEAR, SGLANG, Positions
 from specheads.heads import EagleConfig, HeadConfig
 from specheads.saved_head import CheckpointError
 from specheads.target import text_config
@@ -27,7 +28,8 @@ _UNKNOWN = {"add_para_norm": "norms on what fc reads (HASS)", "qkv_bias": "biase
 
 @dataclass(frozen=True)
 class Eagle(Format):
-    """architecture: what its server calls the class; fc_bias: heeds that bias; zeros: wants it even if it is none."""
+    """architecture: what its server calls the class; fc_bias: heeds that bias; zeros: wants it even if it is none;
+    positions: the scaled ones it has."""
 
     kind: ClassVar[str] = EagleConfig.kind
     engine: str
@@ -40,6 +42,7 @@ class Eagle(Format):
     zeros: bool = False
     deep: bool = False
     biased: bool = False
+    positions: Positions = EVERY
 
     def recognises(self, files: Files) -> bool:
         return self.engine == "eagle" and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(files.shapes)
@@ -87,7 +90,7 @@ class Eagle(Format):
             wrong.append(f"it has {head.num_layers} decoder layers, and one is known to be read right")
         if (head.attention_bias or head.mlp_bias) and not self.biased:
             wrong.append("its decoder has biases, which are dropped")
-        return wrong
+        return wrong + self.positions.refusals(head)
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
         assert isinstance(head, EagleConfig)
@@ -112,7 +115,7 @@ from eagle.model.ea_model import EaModel
 model = EaModel.from_pretrained(use_eagle3=False, base_model_path="$base", ea_model_path="$folder")
 ```
 """,
-        deep=True,
+        deep=True, positions=LINEAR,
     ),
     Eagle(
         "vllm", "EAGLE-1 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", """\
@@ -131,5 +134,6 @@ python -m sglang.launch_server --model-path $base --speculative-algorithm EAGLE 
 ```
 """,
         architecture="LlamaForCausalLMEagle", zeros=True,
+        positions=SGLANG,
     ),
 )  # fmt: skip

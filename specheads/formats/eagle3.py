@@ -17,6 +17,7 @@ from specheads.formats import layer_ids, vocabulary
 from specheads.formats.decoder import block_config, block_names, block_options
 from specheads.formats.files import Files, architectures, flag, table, whole
 from specheads.formats.format import Format, Written, check_embeddings, count
+from specheads.formats.positions import EVERY, LINEAR, SGLANG, USUAL, Positions
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.saved_head import CheckpointError
 from specheads.target import text_config
@@ -71,7 +72,7 @@ def common_refusals(head: Eagle3Config, base: PreTrainedModel) -> list[str]:
 class Eagle3(Format):
     """deep: takes several decoder blocks, as the tensors here have them; biased: takes biases in the block;
     tapped: takes other layers than the usual three; three: takes no other number of them; norms: the options it has
-    that move a norm."""
+    that move a norm; positions: the scaled ones it has."""
 
     kind: ClassVar[str] = Eagle3Config.kind
     engine: str
@@ -84,6 +85,7 @@ class Eagle3(Format):
     tapped: bool = True
     three: bool = False
     norms: Collection[str] = ()
+    positions: Positions = USUAL
 
     def recognises(self, files: Files) -> bool:
         config = files.config or {}
@@ -120,7 +122,7 @@ class Eagle3(Format):
             )
         if self.three and len(head.taps) != 3:
             wrong.append(f"it reads {len(head.taps)} layers, and its readers take 3")
-        return wrong
+        return wrong + self.positions.refusals(head)
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
         assert isinstance(head, Eagle3Config) and head.taps
@@ -182,7 +184,7 @@ from eagle.model.ea_model import EaModel
 model = EaModel.from_pretrained(use_eagle3=True, base_model_path="$base", ea_model_path="$folder")
 ```
 """,
-        tapped=False,
+        tapped=False, positions=LINEAR,
     ),
     Eagle3(
         "vllm", "EAGLE-3 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", """\
@@ -190,7 +192,7 @@ model = EaModel.from_pretrained(use_eagle3=True, base_model_path="$base", ea_mod
 vllm serve $base --speculative-config '{"method": "eagle3", "model": "$folder", "num_speculative_tokens": $depth}'
 ```
 """,
-        deep=True, biased=True, norms=tuple(NORMS.values()),
+        deep=True, biased=True, norms=tuple(NORMS.values()), positions=EVERY,
     ),
     Eagle3(
         "sglang", "EAGLE-3 for SGLang", "SGLang 0.5.23", """\
@@ -200,6 +202,7 @@ python -m sglang.launch_server --model-path $base --speculative-algorithm EAGLE3
   --speculative-eagle-topk 1 --speculative-num-draft-tokens $nodes
 ```
 """,
+        positions=SGLANG,
     ),
     Eagle3(
         "trtllm", "EAGLE-3 for TensorRT-LLM", "TensorRT-LLM with the PyTorch backend", """\

@@ -19,12 +19,16 @@ from specheads.formats.decoder import block_names
 from specheads.formats.files import Files, flag, shown, whole
 from specheads.formats.format import Format, Written, count
 from specheads.formats.medusa import every_token, tap_refusal
+from specheads.formats.positions import LINEAR
 from specheads.heads import HeadConfig, HydraConfig
+from specheads.heads.rope import rope_of
 from specheads.saved_head import CheckpointError
 from specheads.target import text_config
 
 _PREFIX = "prefix_embeding_layer."  # sic
-_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "rope_theta")
+_SIZES = (
+    "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "rope_parameters",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,8 @@ python -m hydra.inference.cli --model $folder
                 f"{files}: hidden_state_offset={offset}; heads of this form are read where they are fed what comes "
                 "behind the final norm, which is 0"
             )
-        if prefix and (kind := _rope_type(base)) != "default":
-            raise CheckpointError(
-                f"{files}: its prefix layer has the base's scaled positions ({kind}); here RoPE is plain"
-            )
+        if prefix and (wrong := _positions(base)):
+            raise CheckpointError(f"{files}: {wrong}")
         heads = count(files, "hydra_mlp.")
         own = text_config(base)
         return {
@@ -114,8 +116,7 @@ python -m hydra.inference.cli --model $folder
                 wrong.append(f"its prefix layer has {', '.join(other)} of its own, and the base's is read")
             if head.attention_bias or head.mlp_bias:
                 wrong.append("its prefix layer has biases, which are dropped")
-            if (kind := _rope_type(base)) != "default":
-                wrong.append(f"its prefix layer has plain RoPE, and the base's scaled positions ({kind}) are read")
+            wrong += [unread] if (unread := _positions(base)) else LINEAR.refusals(head)
         return wrong
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
@@ -129,8 +130,13 @@ python -m hydra.inference.cli --model $folder
         return Written(config, named, weights="hydra_lm_head.pt")
 
 
-def _rope_type(base: PreTrainedModel) -> str:
-    return (getattr(text_config(base), "rope_parameters", None) or {}).get("rope_type", "default")
+def _positions(base: PreTrainedModel) -> str:
+    """Why no prefix layer here has the base's positions, which those of this form have; "" where one can."""
+    try:
+        rope_of(text_config(base))
+    except ValueError as error:
+        return f"its prefix layer is read with the base's positions, which heads here cannot have: {error}"
+    return ""
 
 
 FORMATS = (Hydra(),)

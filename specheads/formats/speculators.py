@@ -84,10 +84,11 @@ def nested_block(
 ) -> dict[str, Any]:
     """The dtype, and the config of the decoder as it is nested."""
     block = block_config(head, tensors, base) | {"model_type": model_type}
-    dtype, theta = block.pop("torch_dtype"), block.pop("rope_theta")
+    dtype = block.pop("torch_dtype")
+    for name in ("rope_theta", "rope_scaling"):
+        block.pop(name, None)
     block |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
-    block["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
-    return {"dtype": dtype, "transformer_layer_config": block}
+    return {"dtype": dtype, "transformer_layer_config": block | {"rope_parameters": head.rope_parameters}}
 
 
 def speculators_config(algorithm: str, depth: int, base: PreTrainedModel) -> dict[str, Any]:

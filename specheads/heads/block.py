@@ -12,38 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specheads.cache import TreeCache
+from specheads.heads.rope import rotate
 from specheads.quantized import matrix
 from specheads.target import decoder_of, text_config
-
-
-class RotaryTable(nn.Module):
-    """cos and sin of every position, made once and grown when a longer one is asked for."""
-
-    def __init__(self, head_dim: int, theta: float) -> None:
-        super().__init__()
-        self.head_dim, self.theta = head_dim, theta
-        self._table: Tensor | None = None
-
-    def ensure(self, positions: int, like: Tensor) -> None:
-        table = self._table
-        if table is None or table.shape[1] < positions or table.device != like.device or table.dtype != like.dtype:
-            size = max(64, 1 << (positions - 1).bit_length())
-            exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=like.device) / self.head_dim
-            angle = torch.outer(torch.arange(size, dtype=torch.float32, device=like.device), self.theta**-exponent)
-            both = torch.cat([angle, angle], -1)
-            self._table = torch.stack([both.cos(), both.sin()]).to(like.dtype)
-
-    def forward(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T) positions → cos and sin (B, 1, T, d). Call `ensure` first."""
-        assert self._table is not None
-        cos, sin = self._table[:, position].unsqueeze(2)
-        return cos, sin
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to (B, heads, T, d), in Llama's half-split order."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-right, left], -1) * sin
 
 
 class Block(nn.Module):

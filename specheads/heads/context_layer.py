@@ -12,7 +12,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specheads.heads.block import Block, rotate
+from specheads.heads.block import Block
+from specheads.heads.rope import rotate
 
 
 class ContextLayer(Block):

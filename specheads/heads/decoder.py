@@ -15,7 +15,8 @@ from torch import Tensor
 from specheads.cache import Reach, TreeCache, additive, visible
 from specheads.drafters.base import Context
 from specheads.heads.base import HeadConfig
-from specheads.heads.block import Block, RotaryTable
+from specheads.heads.block import Block
+from specheads.heads.rope import RotaryTable, checked, inherited
 from specheads.planner import Plan
 
 T = TypeVar("T")
@@ -25,14 +26,15 @@ Attend = Callable[[Block, int, Tensor, Tensor, tuple[Tensor, Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class DecoderConfig(HeadConfig):
-    """Sizes of the head's decoder blocks; those left None are the base's own."""
+    """Sizes of the head's decoder blocks; those left None are the base's own. rope_parameters: as in a config of
+    transformers 5, of rope_type default, linear, llama3 or yarn; rope_theta alone means default, of that base."""
 
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     intermediate_size: int | None = None
     rms_norm_eps: float | None = None
-    rope_theta: float | None = None
+    rope_parameters: dict[str, Any] | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
 
@@ -44,6 +46,21 @@ class DecoderConfig(HeadConfig):
             raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={shared}")
         if self.head_dim and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even, for RoPE")
+        if self.rope_parameters is not None:
+            try:
+                object.__setattr__(self, "rope_parameters", checked(self.rope_parameters))
+            except ValueError as error:
+                raise ValueError(f"{self.kind} head option rope_parameters: {error}") from error
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> Self:
+        # rope_theta is how heads were saved before positions could be scaled.
+        plain = {name: value for name, value in options.items() if name != "rope_theta"}
+        if (theta := options.get("rope_theta")) is not None:
+            if plain.get("rope_parameters") is not None:
+                raise ValueError(f"{cls.kind} head options rope_theta and rope_parameters: give theta in the latter")
+            plain["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+        return super().from_options(plain)
 
     def filled(self, base_config: Any) -> Self:
         config = super().filled(base_config)
@@ -54,8 +71,6 @@ class DecoderConfig(HeadConfig):
         own_head_dim = getattr(base_config, "head_dim", None) or config.hidden_size // heads
         key_value = config.num_key_value_heads or getattr(base_config, "num_key_value_heads", None) or heads
         inner = getattr(base_config, "intermediate_size", None) or getattr(base_config, "ffn_hidden_size", None)
-        rope = getattr(base_config, "rope_parameters", None) or {}
-        theta = rope.get("rope_theta") if "rope_theta" in rope else None
         return replace(
             config,
             num_attention_heads=heads,
@@ -63,7 +78,7 @@ class DecoderConfig(HeadConfig):
             head_dim=config.head_dim or own_head_dim + own_head_dim % 2,
             intermediate_size=config.intermediate_size or inner or 4 * config.hidden_size,
             rms_norm_eps=config.rms_norm_eps or getattr(base_config, "rms_norm_eps", None) or 1e-6,
-            rope_theta=config.rope_theta or theta or 10_000.0,
+            rope_parameters=config.rope_parameters or inherited(base_config),
         )
 
     def block(self, input_size: int) -> Block:
@@ -77,8 +92,8 @@ class DecoderConfig(HeadConfig):
         )  # fmt: skip
 
     def rotary(self) -> RotaryTable:
-        assert self.head_dim and self.rope_theta
-        return RotaryTable(self.head_dim, self.rope_theta)
+        assert self.head_dim and self.rope_parameters
+        return RotaryTable(self.head_dim, self.rope_parameters)
 
 
 def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:

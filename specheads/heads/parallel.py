@@ -26,7 +26,7 @@ from specheads.chunked import calls_of_all
 from specheads.drafters.base import Context
 from specheads.heads.anchors import AnchoredBlocks
 from specheads.heads.base import TapBatch
-from specheads.heads.block import RotaryTable, copy_norm, final_norm
+from specheads.heads.block import copy_norm, final_norm
 from specheads.heads.context_layer import ContextLayer
 from specheads.heads.decoder import keep_committed
 from specheads.heads.feature import FeatureHeadConfig
@@ -95,7 +95,7 @@ class ParallelHead(DraftVocabulary):
         super().__init__(config)
         c = config
         assert c.hidden_size and c.vocab_size and c.draft_vocab_size and c.taps and c.num_attention_heads and c.head_dim
-        assert c.num_key_value_heads and c.intermediate_size and c.rope_theta and c.rms_norm_eps
+        assert c.num_key_value_heads and c.intermediate_size and c.rms_norm_eps
         size, rank, drafted = c.hidden_size, c.markov_rank, c.draft_vocab_size
         self.fc = nn.Linear(len(c.taps) * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=c.rms_norm_eps)
@@ -108,7 +108,7 @@ class ParallelHead(DraftVocabulary):
             for _ in range(c.num_layers)
         )  # fmt: skip
         self.norm = nn.RMSNorm(size, eps=c.rms_norm_eps)
-        self.rotary = RotaryTable(c.head_dim, c.rope_theta)
+        self.rotary = c.rotary()
         if c.mask_token_id is None:
             self.mask_embed = nn.Embedding(1, size)  # a module, whose weight ZeRO-3 gathers where it is called
             nn.init.normal_(self.mask_embed.weight, std=0.02)

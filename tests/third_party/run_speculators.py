@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from conftest import tiny_llama
 from drafted import assert_drafts
+from foreign_rope import SCALED
 from heads_on_disk import trained
 from speculators import SpeculatorModel
 from speculators.convert import convert_model
@@ -32,6 +33,7 @@ CASES = {
     "draft vocabulary": {"draft_vocab_size": 40},
     "all tokens, other layers": {"draft_vocab_size": 97, "taps": (1, 3, 4, 6)},
     "three layers with biases": {"draft_vocab_size": 40, "num_layers": 3, "attention_bias": True, "mlp_bias": True},
+    **{f"positions: {name}": {"draft_vocab_size": 40, "rope_parameters": rope} for name, rope in SCALED.items()},
 }  # fmt: skip
 
 
@@ -82,7 +84,12 @@ def dspark(folder, base):
         "taps": (1, 4, 6),
         "confidence": True,
     }
-    for name, more in {"DSpark": {"draft_vocab_size": 40}, "DSpark, all tokens": {}}.items():
+    cases = {
+        "DSpark": {"draft_vocab_size": 40}, "DSpark, all tokens": {},
+        "DSpark, llama3 positions": {"rope_parameters": SCALED["llama3"]},
+        "DSpark, yarn positions": {"rope_parameters": SCALED["yarn"]},
+    }  # fmt: skip
+    for name, more in cases.items():
         model = scaled(trained(base, "parallel", **options, markov_rank=6, **more))
         out = model.export(folder / name, "speculators")
         config = DSparkSpeculatorConfig.from_pretrained(str(out))
@@ -138,13 +145,15 @@ def main() -> None:
 
 def converted(folder, base):
     """Its converter, which reads the form that all servers share."""
-    model = scaled(trained(base, "eagle3", draft_vocab_size=40))
-    for to in ("eagle", "vllm", "sglang", "llamacpp"):
-        out = model.export(folder / to, to, embeddings=True)  # without, its loader leaves random ones (0.9.0)
-        convert_model(str(out), str(folder / "base"), "eagle3", str(folder / f"{to}-converted"))
-        theirs = loaded(folder / f"{to}-converted")
-        assert_drafts(model, forward_of(theirs, model.head.layers), target_ids(theirs))
-        print(f"{to}: after its converter its forward gives our draft logits")
+    for name, engines in {"default": ("eagle", "vllm", "sglang", "llamacpp"), "llama3": ("vllm",)}.items():
+        rope = {} if name == "default" else {"rope_parameters": SCALED[name]}
+        model = scaled(trained(base, "eagle3", draft_vocab_size=40, **rope))
+        for to in engines:
+            out = model.export(folder / f"{to}-{name}", to, embeddings=True)  # without, its loader leaves random ones
+            convert_model(str(out), str(folder / "base"), "eagle3", str(folder / f"{to}-{name}-converted"))
+            theirs = loaded(folder / f"{to}-{name}-converted")
+            assert_drafts(model, forward_of(theirs, model.head.layers), target_ids(theirs))
+            print(f"{to}, {name} positions: after its converter its forward gives our draft logits")
 
 
 if __name__ == "__main__":

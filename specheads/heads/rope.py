@@ -1,0 +1,165 @@
+"""Rotary positions of a head: what its options may say, what its base has, and the table of cos and sin.
+
+Spelled as transformers 5 spells them, `rope_parameters`, with the frequencies that its own functions give.
+Shapes: B batch rows, T positions, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from specheads.options import refuse_unknown
+
+USUAL_THETA = 10_000.0
+# The options of each type that must be there, and those that may be.
+_OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+_BY_LENGTH = ("dynamic", "longrope")
+_LEAST = {"factor": 1.0, "original_max_position_embeddings": 1, "rope_theta": 1.0}
+
+
+def rope_type(parameters: Mapping[str, Any]) -> Any:
+    """The type that a config's table names, under today's key or the one before it."""
+    return parameters.get("rope_type", parameters.get("type", "default"))
+
+
+def checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Rope parameters in one order, numbers as floats, without what is None. ValueError where no head can have them."""
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"{parameters!r:.80}; expected a table with rope_type, rope_theta and what the type needs")
+    given = {name: value for name, value in parameters.items() if value is not None}
+    kind = given.pop("rope_type", "default")
+    if kind in _BY_LENGTH:
+        raise ValueError(
+            f"rope_type={kind!r} has frequencies that change with the length of the text, and the keys in a head's "
+            f"cache are not rotated again; known: {', '.join(_OPTIONS)}"
+        )
+    if not isinstance(kind, str) or kind not in _OPTIONS:
+        raise ValueError(f"unknown rope_type={kind!r:.80}; known: {', '.join(_OPTIONS)}")
+    needed, possible = _OPTIONS[kind]
+    names = ("rope_theta", *needed, *possible)
+    refuse_unknown(given, names, what=f"option of rope_type={kind!r}")
+    if missing := [name for name in ("rope_theta", *needed) if name not in given]:
+        raise ValueError(f"rope_type={kind!r} needs {', '.join(missing)}")
+    made = {"rope_type": kind, **{name: _value(name, given[name]) for name in names if name in given}}
+    slow, fast = made.get("beta_slow", 1.0), made.get("beta_fast", 32.0)
+    if slow > fast:
+        raise ValueError(f"beta_slow={slow} must not be above beta_fast={fast}")
+    if kind == "llama3" and made["low_freq_factor"] >= made["high_freq_factor"]:
+        raise ValueError(
+            f"low_freq_factor={made['low_freq_factor']} must be below high_freq_factor={made['high_freq_factor']}"
+        )
+    return made
+
+
+def _value(name: str, value: Any) -> Any:
+    if name == "truncate":
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r:.80}; expected true or false")
+        return value
+    whole, least = name == "original_max_position_embeddings", _LEAST.get(name, 0.0)
+    fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool) and least <= value < 2**40
+    if not fits or (name == "rope_theta" and value == 1):
+        bound = f"above {least:g}" if name == "rope_theta" else f"from {least:g} on"
+        raise ValueError(f"{name}={value!r:.80}; expected a {'whole ' if whole else ''}number {bound}")
+    return value if whole else float(value)
+
+
+def completed(parameters: Mapping[str, Any], longest: int) -> dict[str, Any]:
+    """A config's table with what transformers takes from beside it: longest is its max_position_embeddings."""
+    made = {name: value for name, value in parameters.items() if name not in ("type", "rope_type")}
+    made["rope_type"] = rope_type(parameters)
+    if made["rope_type"] in ("llama3", "yarn"):
+        if made.get("original_max_position_embeddings") is None:
+            made["original_max_position_embeddings"] = longest
+        original = made["original_max_position_embeddings"]
+        if made["rope_type"] == "yarn" and made.get("factor") is None and isinstance(original, int) and original > 0:
+            made["factor"] = longest / original
+    return made
+
+
+def rope_of(base_config: Any) -> dict[str, Any]:
+    """The rope parameters that a base's text config says; those of its full attention where its layers differ.
+
+    ValueError where no head can have them: they change with the length, rotate a part of each head, or are unknown.
+    """
+    found = getattr(base_config, "rope_parameters", None) or {}
+    found = {**(found.get("full_attention") or found)}
+    longest = getattr(base_config, "max_position_embeddings", None) or 2048
+    if (original := getattr(base_config, "original_max_position_embeddings", None)) is not None:
+        found["original_max_position_embeddings"] = original  # Phi-3's place for it, which comes first
+    made = completed(found, longest)
+    if (share := made.get("partial_rotary_factor")) not in (None, 1):
+        raise ValueError(f"partial_rotary_factor={share!r:.80} rotates a part of each attention head; heads rotate all")
+    if made.get("rope_theta") is None:
+        made["rope_theta"] = USUAL_THETA
+    known = _OPTIONS.get(made["rope_type"], ((), ()))
+    names = {"rope_type", "rope_theta", *known[0], *known[1]}
+    return checked({name: value for name, value in made.items() if name in names})
+
+
+def inherited(base_config: Any) -> dict[str, Any]:
+    """What a new head has: its base's positions, so that both reach as far; plain ones of the same theta where no head
+    can have them."""
+    try:
+        return rope_of(base_config)
+    except ValueError:
+        found = getattr(base_config, "rope_parameters", None) or {}
+        theta = (found.get("full_attention") or found).get("rope_theta") or USUAL_THETA
+        return checked({"rope_type": "default", "rope_theta": theta})
+
+
+def frequencies(head_dim: int, parameters: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """(d / 2,) float32 angles a position, and the factor of cos and sin."""
+    kind, theta = parameters["rope_type"], parameters["rope_theta"]
+    if kind == "default":  # which is not among transformers' functions
+        return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim), 1.0
+    reach = int(parameters.get("original_max_position_embeddings", 2048) * parameters["factor"])
+    config = LlamaConfig(
+        hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters=dict(parameters),
+        max_position_embeddings=reach,  # of no effect here; a config that disagrees with itself is warned about
+    )  # fmt: skip
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+
+
+class RotaryTable(nn.Module):
+    """cos and sin of every position, made once and grown when a longer one is asked for."""
+
+    def __init__(self, head_dim: int, rope: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.head_dim, self.rope = head_dim, rope
+        self._table: Tensor | None = None
+
+    def ensure(self, positions: int, like: Tensor) -> None:
+        table = self._table
+        if table is None or table.shape[1] < positions or table.device != like.device or table.dtype != like.dtype:
+            size = max(64, 1 << (positions - 1).bit_length())
+            angles, factor = frequencies(self.head_dim, self.rope)
+            angle = torch.outer(torch.arange(size, dtype=torch.float32, device=like.device), angles.to(like.device))
+            both = torch.cat([angle, angle], -1)
+            self._table = (torch.stack([both.cos(), both.sin()]) * factor).to(like.dtype)
+
+    def forward(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T) positions → cos and sin (B, 1, T, d). Call `ensure` first."""
+        assert self._table is not None
+        cos, sin = self._table[:, position].unsqueeze(2)
+        return cos, sin
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE to (B, heads, T, d), in Llama's half-split order."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-right, left], -1) * sin

@@ -49,7 +49,7 @@ HERE = Path(__file__).resolve().parent
 DEPTHS = {"eagle3": 4, "medusa": 4}
 SIDES = {
     "eagle3": ("specheads", "specheads anchored", "modelopt", "modelopt compiled", "speculators"),
-    "medusa": ("specheads", "modelopt"),
+    "medusa": ("specheads", "specheads anchored", "modelopt"),
 }
 
 

@@ -13,6 +13,8 @@ HEADS = [
     ("eagle3", {"draft_vocab_size": 60, "norm_output": True}),
     ("eagle", {"steps": 3}),
     ("eagle3", {"num_layers": 2}),
+    ("medusa", {"draft_vocab_size": 60}),
+    ("hydra", {"prefix_layer": True}),
 ]
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from specheads.chunked import Steps, chunked_sum
+from specheads.law import DraftIds, Law
 from specheads.losses import HARD, LAW_LOSSES, LawLoss, overlap, position_weights, wide
-from specheads.teacher import DraftIds, Law, Teacher
+from specheads.teacher import Teacher
 
 Project = Callable[[Tensor, int], Tensor]  # rows of depth s (C, H) → draft logits (C, Vd)
 

@@ -8,8 +8,9 @@ from specheads import chunked
 from specheads.chunked import chunked_sum
 from specheads.data import Collator
 from specheads.heads.anchored_starts import AnchoredStarts
+from specheads.law import likeliest
 from specheads.objective import Asked
-from specheads.teacher import LastHidden, likeliest
+from specheads.teacher import LastHidden
 
 ROWS, HIDDEN, VOCAB = 11, 5, 7
 

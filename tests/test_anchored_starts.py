@@ -91,7 +91,8 @@ def test_later_steps_run_at_the_anchors_alone_and_evaluation_everywhere():
 
 @pytest.mark.parametrize(("kind", "options"), HEADS)
 def test_ranks_in_training_are_those_of_the_anchored_starts_and_in_evaluation_of_all(kind, options):
-    model, batch = spec_model(kind, anchors=6, **options), batch_of(30, 20)
+    data = [{**row, "labels": [-100, *row["input_ids"][1:]]} for row in rows(30, 20)]
+    model, batch = spec_model(kind, anchors=6, **options), Collator(0)(data)
     if kind == "eagle":
         model.head.config = dataclasses.replace(model.head.config, noise=0.0)
     torch.manual_seed(0)

@@ -40,7 +40,7 @@ def specheads_side(job: Job, counts: Tensor) -> tuple[Any, Loss, Callable[[Path]
 
     base = base_model(job)
     if job["head"] == "medusa":
-        model = specheads.convert(base, "medusa", num_heads=job["depth"])
+        model = specheads.convert(base, "medusa", num_heads=job["depth"], anchors=job["anchors"])
     else:
         size, anchors = job["draft_vocab_size"], job["anchors"]
         model = specheads.convert(base, "eagle3", steps=job["depth"], draft_vocab_size=size, anchors=anchors)

@@ -17,8 +17,8 @@ and the rows come from the base itself:
         --out docs/benchmarks
 
 All sides: the same base, head size, draft vocabulary, batches, steps, AdamW and schedule, float32, one thread; loss,
-its decay by depth and initial weights are each program's own. "specheads anchored" unrolls the deeper drafts of
-training-time test from one position in eight. The trained heads are read here by `specheads import`
+its decay by depth and initial weights are each program's own. "specheads anchored" makes the drafts behind the first at
+one position in eight. The trained heads are read here by `specheads import`
 and decode held-out prompts through the same loop. A second base of random weights with --wide-vocab tokens shows speed
 and memory at a vocabulary of today's size. Speed is tokens a second of CPU time, median of the steps, the base's
 forward included; memory is the peak of one step beyond all weights, counted tensor by tensor.
@@ -49,7 +49,7 @@ HERE = Path(__file__).resolve().parent
 DEPTHS = {"eagle3": 4, "medusa": 4}
 SIDES = {
     "eagle3": ("specheads", "specheads anchored", "modelopt", "modelopt compiled", "speculators"),
-    "medusa": ("specheads", "modelopt"),
+    "medusa": ("specheads", "specheads anchored", "modelopt"),
 }
 
 

@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specheads import saved_head
 from specheads.convert import convert
 from specheads.heads.block import decoder_layers
-from specheads.heads.vocabulary import DraftVocabulary
 from specheads.objective import rows_of_chunk
 from specheads.recipe import Recipe
 from specheads.target import text_config
@@ -85,9 +84,8 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
     inner = getattr(sizes, "intermediate_size", None) or 4 * hidden
     taps = len(head.layers)
     passes, own = head.passes(length), _output(head)
-    matrices = len(list(head.output_layers())) if isinstance(head, DraftVocabulary) else 0
-    # A matrix a depth is applied once a token, one that all depths share, the head's or the base's, at each of them.
-    projected = own if matrices > 1 else passes * (own or vocab * hidden)
+    # Of a matrix a depth `passes` is the share of tokens, of one that all depths share how often it is applied.
+    projected = passes * (own or vocab * hidden)
     logits = vocab + (getattr(head.config, "draft_vocab_size", None) or vocab)
     chunk = rows_of_chunk(logits, torch.device("cuda"))
     memory = {

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from specheads.chunked import Steps, chunked_sum
-from specheads.losses import HARD, LAW_LOSSES, overlap, position_weights, wide
-from specheads.teacher import DraftIds, Law, Teacher
+from specheads.law import DraftIds, Law
+from specheads.losses import HARD, LAW_LOSSES, LawLoss, overlap, position_weights, wide
+from specheads.teacher import Teacher
 
 Project = Callable[[Tensor, int], Tensor]  # rows of depth s (C, H) → draft logits (C, Vd)
 
@@ -26,8 +27,8 @@ class Asked:
     """The supervised positions of a batch and where their drafts started.
 
     positions (R,), tokens (R,) the one asked for, starts (R, S) and depths (R, S) of its drafts, weights (R, S): how
-    many drafts each stands for, 0 where none of that depth started in the same document. Positions and starts are
-    indices into the batch laid flat, of `size` = B · T positions. num_depths: D.
+    many drafts each stands for, 0 where none of that depth started in the same document, or it was not drawn. Positions
+    and starts are indices into the batch laid flat, of `size` = B · T positions. num_depths: D.
     """
 
     positions: Tensor
@@ -57,14 +58,27 @@ class Asked:
         """(R, S) is there such a draft?"""
         return self.weights > 0
 
-    def rows(self, values: Tensor, depth: int) -> Tensor:
-        """(B, T, …) by the position where drafts start → (R, …) by the position they speak of."""
-        return values.flatten(0, 1)[self.starts[:, depth]]
+    def places(self, draft: int) -> Tensor:
+        """(R_s,) of which positions there is draft s, ascending."""
+        return self.valid[:, draft].nonzero().squeeze(1)
+
+    def starts_of(self, draft: int) -> Tensor:
+        """(R_s,) where they started."""
+        return self.starts[self.valid[:, draft], draft]
+
+    def rows(self, values: Tensor, draft: int) -> Tensor:
+        """(B, T, …) by the position where drafts start → (R_s, …) of draft s, by the position spoken of."""
+        return values.flatten(0, 1)[self.starts_of(draft)]
+
+    @property
+    def whole(self) -> Tensor:
+        """(R, S) of a start all of whose D drafts are asked for?"""
+        filled = self.laid(self.valid).all(1)
+        return filled[self.starts] & self.valid
 
     def by_start(self, values: Tensor) -> Tensor:
         """(R, S) by the position spoken of → (R', D): one row for each start all of whose D drafts are asked for."""
-        filled = self.laid(torch.ones_like(values, dtype=torch.bool))
-        return self.laid(values)[filled.all(1)]
+        return self.laid(values)[self.laid(self.valid).all(1)]
 
     def laid(self, values: Tensor) -> Tensor:
         """(R, S) by the position spoken of → (B · T, D) by start; 0 where no such draft is asked for."""
@@ -116,7 +130,7 @@ class Objective:
         vocab_size: int,
         overlaps: bool = False,
     ) -> Scores:
-        """rows: of each of the S drafts (R, H); parameters: what `project` is differentiable in besides them."""
+        """rows: of each draft s (R_s, H); parameters: what `project` is differentiable in besides them."""
         # The base's logits and those of one draft are there at once.
         chunk = rows_of_chunk(vocab_size + (vocab_size if draft is None else len(draft.ids)), rows[0].device)
         weights = self._weights(asked, rows, project, draft, chunk)
@@ -124,45 +138,65 @@ class Objective:
         # in the order they come in, and want those of the same parameters from each.
         learns = [weight > 0 for weight in self.depth_weights]
         trained = learns if len(rows) == len(learns) else [any(learns)] * len(rows)
-        hard = dict(self.loss).get(HARD, 0.0)
         soft = [(LAW_LOSSES[name], weight) for name, weight in self.loss if name != HARD]
+        # Ranks are of starts with all their drafts; where nothing else needs the base's law, it is made for them alone.
+        whole = asked.whole
+        heard = (asked.valid if soft or overlaps else whole).any(1).nonzero().squeeze(1)
+        places = [asked.places(s) for s in range(len(rows))]
+        ranked = [whole[:, s].nonzero().squeeze(1) for s in range(len(rows))]
 
-        def scored(here: slice, s: int, chunk: Tensor, law: Law, best: Tensor, token: Tensor) -> tuple[Tensor, ...]:
-            """Of one draft: its loss, the rank of `best` and, where it is asked for, α; (C,) each."""
-            learnt = trained[s]
-            with torch.set_grad_enabled(learnt and torch.is_grad_enabled()):
-                logits = wide(project(chunk, s))
-                log_q = logits.log_softmax(-1)
-            with torch.no_grad():
-                rank = rank_of(logits, best)
-                # Of the law over the whole vocabulary: what the draft cannot say is rejected.
-                alpha = (overlap(law.outcomes(log_q), law.log_p + law.mass.log().unsqueeze(1)),) if overlaps else ()
-            loss = torch.zeros_like(weights[here, s])
-            if learnt and hard:
-                term = -log_q.gather(1, token.clamp_min(0).unsqueeze(1)).squeeze(1)
-                loss = loss + hard * torch.where(token >= 0, term, 0)
-            if learnt and soft:
-                mapped = law.outcomes(log_q)
-                terms = torch.stack([weight * function(mapped, law.log_p) for function, weight in soft])
-                loss = loss + torch.where(best >= 0, terms.sum(0), 0)
-            return loss, rank, *alpha
+        def compute(here: slice, _: Tensor, heard: Tensor, *given: Tensor) -> Steps:
+            law = law_at(teacher, asked, heard, draft)
+            size, count = here.stop - here.start, len(rows)
+            losses, alphas = weights.new_zeros(size, count), weights.new_zeros(size, count)
+            ranks = torch.full((size, count), -1, device=losses.device)
+            drafts = zip(given[:count], given[count:-count], given[-count:], strict=True)
+            for s, (place, ranked, chunk) in enumerate(drafts):
+                graded = trained[s] and torch.is_grad_enabled()
+                with torch.set_grad_enabled(graded):
+                    logits = wide(project(chunk, s))
+                with torch.no_grad():
+                    asked_for = logits if len(ranked) == len(place) else logits[torch.searchsorted(place, ranked)]
+                    best = in_draft(part_of(law, heard, ranked).best, draft)
+                    ranks[ranked - here.start, s] = rank_of(asked_for, best)
+                if not trained[s] and not overlaps:
+                    continue
+                with torch.set_grad_enabled(graded):
+                    log_q = logits.log_softmax(-1)
+                own = part_of(law, heard, place) if soft or overlaps else None
+                if overlaps:
+                    assert own is not None
+                    with torch.no_grad():  # of the law over all tokens: what the draft cannot say is rejected
+                        alpha = overlap(own.outcomes(log_q), own.log_p + own.mass.log().unsqueeze(1))
+                    alphas[place - here.start, s] = alpha
+                if trained[s]:
+                    loss = self._losses(log_q, in_draft(asked.tokens[place], draft), own, soft, draft)
+                    yield (loss * weights[place, s]).sum()
+                    losses[place - here.start, s] = loss.detach()
+            return losses, ranks, alphas
 
-        def compute(here: slice, *chunks: Tensor) -> Steps:
-            law = teacher.law(asked.positions[here], draft)
-            best, token = law.best, asked.tokens[here]
-            if draft is not None:
-                best, token = draft.place[best], draft.place[token]
-            found = []
-            for s, chunk in enumerate(chunks):
-                loss, *more = scored(here, s, chunk, law, best, token)
-                yield (loss * weights[here, s]).sum()
-                found.append((loss.detach(), *more))
-            return tuple(torch.stack(of_drafts, 1) for of_drafts in zip(*found, strict=True))
-
-        total, (losses, ranks, *more) = chunked_sum(compute, rows, parameters, chunk)
-        alphas = more[0] if more else None
+        everything = torch.arange(len(asked.positions), device=rows[0].device)
+        total, (losses, ranks, alphas) = chunked_sum(
+            compute, [everything, heard, *places, *ranked, *rows], parameters, chunk, [heard, *places, *ranked, *places]
+        )
         depths = asked.laid(losses * asked.weights).sum(0)
-        return Scores(total, depths, asked.by_start(ranks), None if alphas is None else asked.by_start(alphas), alphas)
+        found = asked.by_start(alphas) if overlaps else None
+        return Scores(total, depths, asked.by_start(ranks), found, alphas if overlaps else None)
+
+    def _losses(
+        self, log_q: Tensor, token: Tensor, law: Law | None, soft: Sequence[tuple[LawLoss, float]],
+        draft: DraftIds | None,
+    ) -> Tensor:  # fmt: skip
+        """(C,) of drafts log_q (C, Vd), of the text's tokens (C,), −1 outside the draft vocabulary, and the law."""
+        loss = log_q.new_zeros(len(log_q))
+        if hard := dict(self.loss).get(HARD, 0.0):
+            term = -log_q.gather(1, token.clamp_min(0).unsqueeze(1)).squeeze(1)
+            loss = loss + hard * torch.where(token >= 0, term, 0)
+        if law is not None and soft:
+            mapped = law.outcomes(log_q)
+            terms = torch.stack([weight * function(mapped, law.log_p) for function, weight in soft])
+            loss = loss + torch.where(in_draft(law.best, draft) >= 0, terms.sum(0), 0)
+        return loss
 
     @torch.no_grad()
     def _weights(
@@ -173,19 +207,41 @@ class Objective:
         weights = asked.weights * of_depth[asked.depths]
         if self.pace is None:
             return weights
-        token = asked.tokens if draft is None else draft.place[asked.tokens]
+        token = in_draft(asked.tokens, draft)
+        places = [asked.places(s) for s in range(len(rows))]
 
-        def chance(here: slice, *chunks: Tensor) -> Steps:
-            found = [
-                wide(project(chunk, s)).softmax(-1).gather(1, token[here].clamp_min(0).unsqueeze(1)).squeeze(1)
-                for s, chunk in enumerate(chunks)
-            ]
-            yield chunks[0].new_zeros(())
-            return (torch.stack(found, 1) * (token[here] >= 0).unsqueeze(1),)
+        def chance(here: slice, _: Tensor, *given: Tensor) -> Steps:
+            found = weights.new_zeros(here.stop - here.start, len(rows))
+            for s, (place, chunk) in enumerate(zip(given[: len(rows)], given[len(rows) :], strict=True)):
+                own = token[place]
+                chances = wide(project(chunk, s)).softmax(-1).gather(1, own.clamp_min(0).unsqueeze(1)).squeeze(1)
+                found[place - here.start, s] = chances * (own >= 0)
+            yield weights.new_zeros(())
+            return (found,)
 
-        _, (chances,) = chunked_sum(chance, rows, (), chunk)
+        everything = torch.arange(len(asked.positions), device=rows[0].device)
+        _, (chances,) = chunked_sum(chance, [everything, *places, *rows], (), chunk, [*places, *places])
         # By start: depth j of a draft weighs what all its deeper ones stand to gain.
         return weights * position_weights(asked.laid(chances), self.pace)[asked.starts, asked.depths]
+
+
+def law_at(teacher: Teacher, asked: Asked, rows: Tensor, draft: DraftIds | None) -> Law:
+    """The base's law at some of the R positions; one that several rows ask for is looked at once."""
+    positions = asked.positions[rows]
+    if asked.num_depths == asked.starts.shape[1]:
+        return teacher.law(positions, draft)
+    positions, place = positions.unique(return_inverse=True)
+    return teacher.law(positions, draft).at(place)
+
+
+def part_of(law: Law, rows: Tensor, some: Tensor) -> Law:
+    """Of the law at rows (R,) that at some of them, both ascending."""
+    return law if len(some) == len(rows) else law.at(torch.searchsorted(rows, some))
+
+
+def in_draft(tokens: Tensor, draft: DraftIds | None) -> Tensor:
+    """Ids of the base → of the draft vocabulary, −1 outside."""
+    return tokens if draft is None else draft.place[tokens]
 
 
 def rank_of(logits: Tensor, token: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
-"""Training-time test at a sample of starts: all of them give the full loss, fewer its unbiased estimate."""
+"""Deeper drafts at a sample of starts: all of them give the full loss, fewer its unbiased estimate."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -13,6 +14,8 @@ HEADS = [
     ("eagle3", {"draft_vocab_size": 60, "norm_output": True}),
     ("eagle", {"steps": 3}),
     ("eagle3", {"num_layers": 2}),
+    ("medusa", {"draft_vocab_size": 60}),
+    ("hydra", {"prefix_layer": True}),
 ]
 
 
@@ -86,17 +89,34 @@ def test_later_steps_run_at_the_anchors_alone_and_evaluation_everywhere():
     assert torch.equal(evaluated.loss, full.loss) and torch.equal(evaluated.ranks, full.ranks)
 
 
+@pytest.mark.parametrize(("kind", "options"), HEADS)
+def test_ranks_in_training_are_those_of_the_anchored_starts_and_in_evaluation_of_all(kind, options):
+    data = [{**row, "labels": [-100, *row["input_ids"][1:]]} for row in rows(30, 20)]
+    model, batch = spec_model(kind, anchors=6, **options), Collator(0)(data)
+    if kind == "eagle":
+        model.head.config = dataclasses.replace(model.head.config, noise=0.0)
+    torch.manual_seed(0)
+    some = model.train()(**batch).ranks.tolist()
+    full = spec_model(kind, **options)
+    full.load_state_dict(model.state_dict())
+    every = model.eval()(**batch).ranks
+    assert torch.equal(every, full.eval()(**batch).ranks)
+    every = [row[:3] for row in every.tolist()]
+    assert 3 <= len(some) <= 12 < len(every) and all(row in every for row in some)
+
+
 def test_options_that_do_not_go_with_anchors_are_refused():
     with pytest.raises(ValueError, match="anchors=0 must be at least 1"):
         spec_model("eagle", anchors=0)
-    with pytest.raises(ValueError, match="eagle3 head options anchors and dpace"):
-        spec_model("eagle3", anchors=2, dpace=0.5)
+    for kind in ("eagle3", "medusa", "hydra"):
+        with pytest.raises(ValueError, match=f"{kind} head options anchors and dpace"):
+            spec_model(kind, anchors=2, dpace=0.5)
 
 
 def test_a_batch_without_a_second_draft_gives_the_full_loss():
     ids = rows(12)[0]["input_ids"]
     mask = torch.arange(12).unsqueeze(0) == 2  # the first token that is drafted, and by the first draft alone
-    for kind, options in (("eagle3", {"draft_vocab_size": 97}), ("eagle", {"steps": 3})):
+    for kind, options in (("eagle3", {"draft_vocab_size": 97}), ("eagle", {"steps": 3}), ("medusa", {})):
         full, some = (
             spec_model(kind, **options, **more).train()(torch.tensor([ids]), loss_mask=mask)
             for more in ({}, {"anchors": 2})
@@ -106,12 +126,13 @@ def test_a_batch_without_a_second_draft_gives_the_full_loss():
         some.loss.backward()
 
 
-def test_passes_over_a_row_are_one_and_those_at_the_anchors():
+def test_passes_over_a_row_are_those_of_the_first_draft_and_those_at_the_anchors():
     assert (
         spec_model("eagle3", steps=4).head.passes(100)
         == spec_model("eagle3", steps=4, anchors=200).head.passes(100)
         == 4
     )
     assert spec_model("eagle3", steps=4, anchors=10).head.passes(100) == 1 + 3 * 10 / 100
-    assert spec_model("eagle", anchors=10).head.passes(100) == 1
+    assert spec_model("eagle", anchors=10).head.passes(100) == spec_model("medusa").head.passes(100) == 1
+    assert spec_model("medusa", num_heads=4, anchors=10).head.passes(100) == (1 + 3 * 10 / 100) / 4
     assert spec_model("parallel", anchors=10, block_size=4).head.passes(100) == 1 + 10 * 4 / 100

@@ -118,7 +118,7 @@ def hydra_logits(model, text):
         for i, drafts in enumerate(rows(batch, asked, depths)):
             logits = model.head.draft_logits(drafts, i).detach()
             by_start = logits.new_zeros(asked.size, logits.shape[1])
-            by_start[asked.starts[:, i][asked.valid[:, i]]] = logits[asked.valid[:, i]]
+            by_start[asked.starts_of(i)] = logits
             made.append(by_start)
         return rows(batch, asked, depths)
 

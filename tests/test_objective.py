@@ -158,8 +158,7 @@ def test_overlaps_are_of_the_law_over_the_whole_vocabulary():
     for start in range(len(out.overlaps)):
         for s in range(3):
             q = torch.zeros(97, dtype=law.dtype)
-            # Rows are by the position asked for: the first, position 0, has no draft of any depth.
-            q[drafted] = seen[s][start + 1 + s].softmax(-1)
+            q[drafted] = seen[s][start].softmax(-1)
             assert out.overlaps[start, s].item() == pytest.approx(torch.minimum(law[start + 1 + s], q).sum().item())
     assert (out.overlaps < 1).all() and model.train()(**batch).overlaps is None
 

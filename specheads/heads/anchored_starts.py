@@ -1,6 +1,7 @@
-"""Where a training-time test goes on behind its first step: at a sample of each row's starts, weighed to stand for all.
+"""Deeper drafts at a sample of each row's starts, weighed to stand for all: fewer matrix products, the same gradient in
+expectation.
 
-Shapes: B batch rows, T positions, A anchored starts of a row, R supervised positions, M drafts.
+Shapes: B batch rows, T positions, A anchored starts of a row, S drafts of a position.
 """
 
 from __future__ import annotations
@@ -10,7 +11,30 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from specheads.heads.base import HeadConfig
 from specheads.objective import Asked
+
+
+@dataclass(frozen=True)
+class AnchoredStartsConfig(HeadConfig):
+    """anchors: starts of a row at which a training step asks for more than the first draft, drawn at random (default:
+    all). Fewer cost less memory and time, and the loss is an unbiased estimate; the accepted length that training logs
+    is of those starts alone, each counted once, so that long rows count for less. Evaluation has them all."""
+
+    anchors: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "anchors")
+        if self.anchors is not None and self.dpace is not None:
+            raise ValueError(
+                f"{self.kind} head options anchors and dpace: a draft is weighed by its deeper ones, which anchors "
+                "leave out; give one of them"
+            )
+
+    def share(self, length: int) -> float:
+        """Of the starts of a row of so many tokens that have deeper drafts in training."""
+        return min(self.anchors or length, length) / length
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +57,21 @@ class AnchoredStarts:
         columns = order.topk(min(most, int(count.max())), 1).indices
         return cls(columns, wanted.gather(1, columns) * (count / count.clamp(1, most)))
 
-    def drafts(self, asked: Asked) -> tuple[Asked, list[Tensor]]:
-        """Every first draft and the anchored starts' deeper ones, each by itself (S = 1) and depth by depth; and where
-        each stands in the outputs of its depth laid flat, (B · T) of the first and (B · A) of the others."""
+    def drafts(self, asked: Asked) -> Asked:
+        """Every first draft, and the deeper ones of the anchored starts."""
+        place = torch.arange(len(self.columns), device=self.columns.device).unsqueeze(1) * self._length(asked)
+        standing = self.weights.new_zeros(asked.size)
+        standing[(place + self.columns)[self.weights > 0]] = self.weights[self.weights > 0]
+        weights = torch.cat([asked.weights[:, :1], asked.weights[:, 1:] * standing[asked.starts[:, 1:]]], 1)
+        return replace(asked, weights=weights)
+
+    def slots(self, asked: Asked) -> Tensor:
+        """(B · T,) where what is made of the columns alone, (B · A, …), has each start."""
         batch, number = self.columns.shape
-        place = torch.arange(batch, device=self.columns.device).unsqueeze(1) * (asked.size // batch) + self.columns
-        slot = torch.full((asked.size,), -1, device=place.device)
-        used = self.weights > 0
-        slot[place[used]] = torch.arange(batch * number, device=place.device).view_as(place)[used]
-        rows, depths, outputs, weights = [], [], [], []
-        for depth in range(asked.num_depths):
-            at = slot[asked.starts[:, depth]] if depth else asked.starts[:, depth]
-            row = (asked.valid[:, depth] & (at >= 0)).nonzero().squeeze(1)
-            rows.append(row)
-            depths.append(torch.full_like(row, depth))
-            outputs.append(at[row])
-            weights.append(asked.weights[row, depth] * (self.weights.flatten()[at[row]] if depth else 1))
-        row, of = torch.cat(rows), torch.cat(depths)
-        single = replace(
-            asked, positions=asked.positions[row], tokens=asked.tokens[row],
-            starts=asked.starts[row, of].unsqueeze(1), depths=of.unsqueeze(1),
-            weights=torch.cat(weights).unsqueeze(1),
-        )  # fmt: skip
-        return single, outputs
+        rows = torch.arange(batch, device=self.columns.device).unsqueeze(1)
+        slot = torch.zeros(asked.size, dtype=torch.long, device=rows.device)
+        slot[rows * self._length(asked) + self.columns] = rows * number + torch.arange(number, device=rows.device)
+        return slot
+
+    def _length(self, asked: Asked) -> int:
+        return asked.size // len(self.columns)

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specheads.drafters.base import Context
+from specheads.law import DraftIds
 from specheads.losses import parse_loss
 from specheads.objective import Asked, Objective, Scores
 from specheads.options import refuse_unknown
 from specheads.planner import Plan, StaticTree
 from specheads.sampling import Sampler
-from specheads.teacher import DraftIds, Teacher
+from specheads.teacher import Teacher
 from specheads.tree import DraftTree
 
 T = TypeVar("T")

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specheads.drafters.base import Context
+from specheads.heads.anchored_starts import AnchoredStarts, AnchoredStartsConfig
 from specheads.heads.base import TapBatch
 from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
 from specheads.objective import Asked
@@ -23,7 +24,7 @@ from specheads.tree import DraftTree
 
 
 @dataclass(frozen=True)
-class DepthHeadsConfig(DraftVocabularyConfig):
+class DepthHeadsConfig(AnchoredStartsConfig, DraftVocabularyConfig):
     """num_heads: depths drafted; num_layers: blocks a head; decay: head i's loss weighs decay^i; tap: the layer read
     (default: the last, after the final norm)."""
 
@@ -83,6 +84,9 @@ class DepthHeads(DraftVocabulary):
     def scored_depths(self) -> int:
         return self.config.num_heads
 
+    def passes(self, length: int) -> float:
+        return (1 + (self.config.num_heads - 1) * self.config.share(length)) / self.config.num_heads
+
     def output_layers(self) -> list[nn.Linear]:
         return list(self.lm_heads)  # type: ignore[arg-type]
 
@@ -94,7 +98,7 @@ class DepthHeads(DraftVocabulary):
 
     @abstractmethod
     def rows(self, batch: TapBatch, asked: Asked, depths: int) -> list[Tensor]:
-        """What the first `depths` heads make at the starts of the drafts asked for: each (R, H)."""
+        """What the first `depths` heads make at the starts of the drafts asked for: each (R_s, H)."""
 
     @abstractmethod
     def expander(self, context: Context, plan: Plan) -> Expand:
@@ -103,6 +107,8 @@ class DepthHeads(DraftVocabulary):
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
         asked = batch.asked(config.num_heads)
+        if self.training and config.anchors is not None and config.num_heads > 1:
+            asked = AnchoredStarts.drawn(asked, len(batch.tokens), config.anchors).drafts(asked)
         rows = self.rows(batch, asked, config.num_heads)
         scores = self.score(batch, asked, rows, tuple(config.decay**i for i in range(config.num_heads)))
         return scores.total / batch.denominator, scores.terms(batch.denominator)

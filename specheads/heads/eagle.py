@@ -99,11 +99,10 @@ class EagleHead(FeatureHead):
         asked, rows = self.drafts(batch, steps, features)
         scores = self.score(batch, asked, rows, (1.0,) * config.steps + (0.0,) * (steps - config.steps))
         aim = batch.features.detach().flatten(0, 1)[asked.positions]  # which a base that learns too moves away from
-        weights = asked.weights * (asked.depths < config.steps)
         distances = []
-        for predicted, weight in zip(rows, weights.unbind(1), strict=True):
-            learnt = weight > 0
-            distances.append((feature_distance(predicted[learnt], aim[learnt]) * weight[learnt]).sum())
+        for s, predicted in enumerate(rows[: config.steps]):
+            place = asked.places(s)
+            distances.append((feature_distance(predicted, aim[place]) * asked.weights[place, s]).sum())
         distance, law = torch.stack(distances).sum() / batch.denominator, scores.total / batch.denominator
         total = config.feature_weight * distance + config.law_weight * law
         return total, {"feature": distance.detach(), "law": law.detach(), **scores.terms(batch.denominator)}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specheads.cache import Levels, Reach, rows_of
 from specheads.drafters.base import Context
-from specheads.heads.anchored_starts import AnchoredStarts
+from specheads.heads.anchored_starts import AnchoredStarts, AnchoredStartsConfig
 from specheads.heads.base import DraftHead, TapBatch
 from specheads.heads.block import Block
 from specheads.heads.decoder import Attend, DecoderConfig, attend_with, document_mask, read_committed
@@ -57,23 +57,14 @@ class FeatureHeadConfig(DecoderConfig, ABC):
 
 
 @dataclass(frozen=True)
-class UnrolledConfig(FeatureHeadConfig, ABC):
-    """steps: drafted steps that training unrolls. anchors: starts of a row at which a training step unrolls more than
-    the first draft, drawn at random (default: all). Fewer cost less memory and time, and the loss is an unbiased
-    estimate; the accepted length that training logs is of those starts alone, each counted once, so that long rows
-    count for less. Evaluation has them all."""
+class UnrolledConfig(AnchoredStartsConfig, FeatureHeadConfig, ABC):
+    """steps: drafted steps that training unrolls."""
 
     steps: int = 1
-    anchors: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least(1, "steps", "anchors")
-        if self.anchors is not None and self.dpace is not None:
-            raise ValueError(
-                f"{self.kind} head options anchors and dpace: a draft is weighed by its deeper ones, which anchors "
-                "leave out; give one of them"
-            )
+        self._at_least(1, "steps")
 
 
 class FeatureHead(DraftHead):
@@ -95,7 +86,7 @@ class FeatureHead(DraftHead):
         return self.config.taps
 
     def passes(self, length: int) -> float:
-        return 1 + (self.config.steps - 1) * min(self.config.anchors or length, length) / length
+        return 1 + (self.config.steps - 1) * self.config.share(length)
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
@@ -126,14 +117,15 @@ class FeatureHead(DraftHead):
 
     def drafts(self, batch: TapBatch, steps: int, features: Tensor | None = None) -> tuple[Asked, list[Tensor]]:
         """The drafts of so many steps that the batch asks for, or in training those of the anchored starts: what is
-        asked, and what the head made for it, (R, H) of each of the S drafts."""
+        asked, and what the head made for it, (R_s, H) of each draft s."""
         asked, anchors = batch.asked(steps), self.config.anchors
         if anchors is None or steps == 1 or not self.training:
             return asked, [asked.rows(out, s) for s, out in enumerate(self.unroll(batch, steps, features))]
         anchored = AnchoredStarts.drawn(asked, len(batch.tokens), anchors)
-        asked, places = anchored.drafts(asked)
-        outputs = self.unroll(batch, steps, features, anchored.columns)
-        return asked, [torch.cat([out.flatten(0, 1)[place] for out, place in zip(outputs, places, strict=True)])]
+        asked, slots = anchored.drafts(asked), anchored.slots(asked)
+        first, *deeper = self.unroll(batch, steps, features, anchored.columns)
+        made = [out.flatten(0, 1)[slots[asked.starts_of(s)]] for s, out in enumerate(deeper, 1)]
+        return asked, [asked.rows(first, 0), *made]
 
     def unroll(
         self, batch: TapBatch, steps: int, features: Tensor | None = None, anchored: Tensor | None = None

@@ -133,7 +133,7 @@ class HydraHead(DepthHeads):
         flat = embedded.flatten(0, 1)
 
         def made(i: int) -> Tensor:
-            start = asked.starts[:, i]
+            start = asked.starts_of(i)
             read = [asked.rows(hidden, i), *(flat[(start + 1 + j) % len(flat)] for j in range(i + 1))]
             return self.blocks[i](torch.cat(read, -1))
 

@@ -54,6 +54,8 @@ class Forced:
         ("eagle3", {"num_layers": 2}), ("eagle3", {"norm_features": True, "norm_output": True}),
         ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
         ("parallel", {"causal": False, "mask_token_id": 5, "draft_vocab_size": 40, "block_size": 4}),
+        ("parallel", {"sample_from_anchor": False, "block_size": 5}),
+        ("parallel", {"sample_from_anchor": False, "block_size": 5, "causal": False, "markov_rank": 0}),
     ],
 )  # fmt: skip
 def test_each_row_drafts_with_the_logits_of_the_training_unroll(kind, options):
@@ -188,5 +190,5 @@ def block_logits(model, text):
     ids, anchors = torch.tensor(text), blocks.anchors[0]
     return [
         head.draft_logits(head.followed(out[0, :, j], ids[(anchors + j).clamp(max=len(text) - 1)]), 0, batch.lm_head)
-        for j in range(head.config.block_size)
+        for j in range(head.scored_depths)
     ][:3]

@@ -24,7 +24,7 @@ SIZES = {
     "num_attention_heads": foreign.HEADS, "num_key_value_heads": foreign.KV_HEADS, "head_dim": foreign.HEAD_DIM,
     "intermediate_size": foreign.INNER, "rms_norm_eps": foreign.EPS, "rope_theta": foreign.THETA,
 }  # fmt: skip
-FORMS = [(form.engine, form.kind) for form in FORMATS]
+FORMS = [(form.engine, form.kind) for form in FORMATS if form.kind != "parallel"]  # those: test_formats_blocks.py
 EAGLE3 = [engine for engine, kind in FORMS if kind == "eagle3"]
 CUSTOM = (1, 3, 6)  # layers other than the usual 2, 4, 5 of a base with 8
 
@@ -39,14 +39,7 @@ def made(base, kind, **options):
     return model
 
 
-PARALLEL = {
-    "causal": False, "mask_token_id": 9, "block_size": 4, "draft_depth": 4, "taps": (1, 4, 6), "markov_rank": 6,
-    "confidence": True,
-}  # fmt: skip
-USUAL = {
-    "eagle3": {"draft_vocab_size": 40}, "medusa": {"num_heads": 3}, "hydra": {"num_layers": 2}, "parallel": PARALLEL,
-    "eagle": {},
-}  # fmt: skip
+USUAL = {"eagle3": {"draft_vocab_size": 40}, "medusa": {"num_heads": 3}, "hydra": {"num_layers": 2}, "eagle": {}}
 
 
 def imported(folder, base):
@@ -79,13 +72,16 @@ CASES = [
     ("vllm", "medusa", {"num_heads": 2, "num_layers": 2, "draft_vocab_size": 30}),
     ("trtllm", "medusa", {"num_heads": 2, "num_layers": 3}),
     ("hydra", "hydra", {"prefix_layer": True, "num_heads": 2}),
-    ("speculators", "parallel", {**PARALLEL, "markov_rank": 0, "draft_vocab_size": 40, "num_layers": 1}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("to", "kind", "options"), CASES)
 def test_export_then_import_is_identity(to, kind, options, base, tmp_path):
-    model = made(base, kind, **options)
+    assert_comes_back(made(base, kind, **options), to, base, tmp_path)
+
+
+def assert_comes_back(model, to, base, tmp_path):
+    """Bit for bit through export and import, and the files through import and export."""
     model.export(tmp_path / "a", to)
     again = imported(tmp_path / "a", base)
     assert same(again.head_state_dict(), model.head_state_dict())
@@ -103,8 +99,7 @@ def test_export_then_import_is_identity(to, kind, options, base, tmp_path):
 
 
 WRITERS = {
-    "eagle3": foreign.eagle3, "eagle": foreign.eagle, "parallel": foreign.dspark, "medusa": foreign_depths.medusa,
-    "hydra": foreign_depths.hydra,
+    "eagle3": foreign.eagle3, "eagle": foreign.eagle, "medusa": foreign_depths.medusa, "hydra": foreign_depths.hydra,
 }  # fmt: skip
 THEIRS = [
     ("eagle", "eagle3", {"form": "eagle"}), ("vllm", "eagle3", {"form": "specforge", "nested": [0, 2, 5]}),
@@ -113,7 +108,7 @@ THEIRS = [
     ("modelopt", "eagle3", {"form": "modelopt"}), ("medusa", "medusa", {"form": "v1"}),
     ("trtllm", "medusa", {"form": "trtllm", "layers": 2}), ("vllm", "medusa", {"form": "vllm"}),
     ("eagle", "eagle", {"form": "eagle"}), ("sglang", "eagle", {"form": "sglang", "bias": False}),
-    ("hydra", "hydra", {"layers": 3}), ("speculators", "parallel", {}),
+    ("hydra", "hydra", {"layers": 3}),
 ]  # fmt: skip
 
 
@@ -271,9 +266,6 @@ REFUSED = [
     ("vllm", "medusa", {"tap": 7}, r"reads hidden_states 7.*final norm \(8\); no format can$"),
     ("eagle", "eagle3", {"taps": CUSTOM}, r"\[1, 3, 6\], and \[2, 4, 5\] are hard-coded; .*: llamacpp, modelopt"),
     ("vllm", "eagle3", {"taps": (2, 4, 8)}, r"reads hidden_states \[8\], and servers capture.*; no format can$"),
-    ("speculators", "parallel", {**PARALLEL, "causal": True}, r"see only those before them \(causal\).*no format can"),
-    ("speculators", "parallel", {**PARALLEL, "mask_token_id": None}, "embedding of its own behind the root"),
-    ("vllm", "parallel", PARALLEL, "vllm has no form for a head of kind parallel; formats that can: speculators$"),
     ("hydra", "hydra", {"num_layers": 3}, "later blocks of a head differ"),
     ("hydra", "hydra", {"prefix_layer": True, "head_dim": 6}, "prefix layer has head_dim of its own"),
     ("hydra", "hydra", {"draft_vocab_size": 40}, "drafts 40 of 97 tokens"),
@@ -319,7 +311,7 @@ def test_a_head_with_adapters_on_its_base_is_not_exported_without_them(tmp_path)
 def test_an_unknown_engine_is_refused_by_name(base, tmp_path):
     with pytest.raises(ValueError, match="unknown format to export to 'vlm'; did you mean 'vllm'"):
         made(base, "eagle3").export(tmp_path / "out", "vlm")
-    assert len(ENGINES) == 9
+    assert len(ENGINES) == 12
 
 
 def test_an_export_is_whole_or_not_there(base, tmp_path, monkeypatch):
@@ -390,14 +382,6 @@ def test_tensorrt_llm_is_told_of_other_layers_in_the_file_it_is_started_with(to,
         out = tmp_path / str(len(more))
         made(base, "eagle3", taps=taps).export(out, to)
         assert (out / "trtllm.yml").read_text() == lines.format(out=out) + more
-
-
-def test_the_readme_of_a_parallel_head_has_its_whole_block_drafted(base, tmp_path):
-    model = made(base, "parallel", **{**PARALLEL, "draft_depth": 3})
-    text = (model.export(tmp_path / "out", "speculators") / "README.md").read_text()
-    assert '"num_speculative_tokens": 4' in text
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == config["block_size"] == 4
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm", "speculators": "speculators", "eagle": "eagle",
     "medusa": "medusa", "hydra": "hydra", "modelopt": "modelopt", "llamacpp": "gguf",
+    "dflash": "dflash", "jetspec": "jetspec", "deepspec": "deepspec",
 }  # fmt: skip
 
 

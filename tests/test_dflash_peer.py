@@ -56,4 +56,4 @@ def test_transformers_dflash_decoding_accepts_as_much_in_every_step(tmp_path, mo
     assert torch.equal(theirs, ours.sequences)
     # Its first two calls stand before anything is drafted, and the last step of both is cut by the limit.
     steps = [step.accepted[0] for step in ours.steps[1:-1]]
-    assert accepted[2 : 2 + len(steps)] == steps and max(steps) >= 3 and sum(steps) > len(steps)
+    assert accepted[2 : 2 + len(steps)] == steps and max(steps) >= 3 and sum(steps) >= 8

@@ -108,8 +108,11 @@ def read_options(
 ) -> dict[str, Any]:  # fmt: skip
     """Options of a head without marks: of its config, the (nested) one of its decoder, the hidden_states it reads, the
     mask token and the slots of a block. CheckpointError for what no head here can hold."""
-    if "sliding_attention" in str(block.get("layer_types")):
-        raise CheckpointError(f"{files}: it has sliding_attention layers; those of heads here see everything")
+    kinds = block.get("layer_types")
+    if kinds is None and flag(block, "use_sliding_window"):
+        kinds = "sliding_attention"
+    if kinds is not None and kinds != ["full_attention"] * len(kinds if isinstance(kinds, list) else "?"):
+        raise CheckpointError(f"{files}: its layers are {shown(kinds)}; those of heads here see everything")
     if wrong := layer_ids.refusal(taps, text_config(base).num_hidden_layers):
         raise CheckpointError(f"{files}: {wrong}")
     options = block_options(files, block, base, count(files, "layers."), "qwen3")

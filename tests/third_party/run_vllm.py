@@ -146,6 +146,7 @@ def main() -> None:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
                 theirs = alone.submit(served, base, out, method, prompts, drafted).result()
             lines.append(row(name, theirs, ours))
+            print("; ".join(lines[-1]), flush=True)
             counted = theirs["steps"] == ours["steps"] and theirs["by_depth"] == ours["by_depth"]
             if theirs["texts"] != ours["texts"] or counted != (name != wrong):
                 failed.append(name)

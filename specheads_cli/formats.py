@@ -17,7 +17,11 @@ def export(
     model: Model,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory for the export.")],
     to: Annotated[
-        str, typer.Option(help="vllm, sglang, trtllm, llamacpp, speculators, eagle, medusa, modelopt or hydra.")
+        str,
+        typer.Option(
+            help="vllm, sglang, trtllm, llamacpp, speculators, dflash, jetspec, deepspec, eagle, medusa, modelopt or "
+            "hydra."
+        ),
     ],
     base: Base = None,
     dtype: Stored = None,
@@ -63,8 +67,8 @@ def import_(
     dtype: Stored = None,
     as_json: Json = False,
 ) -> None:
-    """Read a head that another program wrote: EAGLE, EAGLE-3, Medusa, Hydra, speculators with DSpark, SpecForge,
-    ModelOpt, vLLM.
+    """Read a head that another program wrote: EAGLE, EAGLE-3, Medusa, Hydra, DFlash, JetSpec, DSpark, speculators,
+    SpecForge, ModelOpt, vLLM.
 
     Its form is recognised by its files. The result decodes, trains on and exports like any head here.
 

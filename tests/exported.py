@@ -16,7 +16,7 @@ SIZES = {
     "num_attention_heads": foreign.HEADS, "num_key_value_heads": foreign.KV_HEADS, "head_dim": foreign.HEAD_DIM,
     "intermediate_size": foreign.INNER, "rms_norm_eps": foreign.EPS, "rope_theta": foreign.THETA,
 }  # fmt: skip
-FORMS = [(form.engine, form.kind) for form in FORMATS]
+FORMS = [(form.engine, form.kind) for form in FORMATS if form.kind != "parallel"]  # those: test_formats_blocks.py
 EAGLE3 = [engine for engine, kind in FORMS if kind == "eagle3"]
 CUSTOM = (1, 3, 6)  # layers other than the usual 2, 4, 5 of a base with 8
 
@@ -31,14 +31,7 @@ def made(base, kind, **options):
     return model
 
 
-PARALLEL = {
-    "causal": False, "mask_token_id": 9, "block_size": 4, "draft_depth": 4, "taps": (1, 4, 6), "markov_rank": 6,
-    "confidence": True,
-}  # fmt: skip
-USUAL = {
-    "eagle3": {"draft_vocab_size": 40}, "medusa": {"num_heads": 3}, "hydra": {"num_layers": 2}, "parallel": PARALLEL,
-    "eagle": {},
-}  # fmt: skip
+USUAL = {"eagle3": {"draft_vocab_size": 40}, "medusa": {"num_heads": 3}, "hydra": {"num_layers": 2}, "eagle": {}}
 
 
 def imported(folder, base):

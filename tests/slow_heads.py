@@ -290,7 +290,9 @@ def slow_parallel(model, row, anchors=None):
     for anchor in range(1, len(ids) - 1) if anchors is None else anchors:
         if labels[anchor + 1] == -100:
             continue
-        for j, hidden in enumerate(slow_block(model, ids, features, anchor, config.block_size)):
+        slots = slow_block(model, ids, features, anchor, config.block_size)
+        # Slot j stands at position anchor + j, of which it speaks itself, or of the one behind.
+        for j, hidden in enumerate(slots if config.sample_from_anchor else slots[1:]):
             if anchor + 1 + j >= len(ids) or labels[anchor + 1 + j] == -100:
                 break
             logits, sure = slow_slot(model, hidden, ids[anchor + j])

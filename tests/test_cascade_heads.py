@@ -41,9 +41,11 @@ class Compared(Cascade):
         return tree
 
 
-@pytest.fixture(scope="module", params=["medusa", "hydra", "eagle3", "parallel"])
+@pytest.fixture(scope="module", params=["medusa", "hydra", "eagle3", "parallel", "dflash"])
 def headed(request):
-    return convert(tiny_llama(num_hidden_layers=3), request.param)
+    dflash = {"sample_from_anchor": False, "causal": False, "markov_rank": 0}
+    kind, options = ("parallel", dflash) if request.param == "dflash" else (request.param, {})
+    return convert(tiny_llama(num_hidden_layers=3), kind, **options)
 
 
 @pytest.mark.parametrize("leniency", [1, 1e30])

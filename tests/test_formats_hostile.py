@@ -12,6 +12,7 @@ import struct
 import zipfile
 
 import foreign
+import foreign_blocks
 import foreign_depths
 import pytest
 import torch
@@ -35,7 +36,9 @@ WRITERS = {
     "medusa": lambda folder, base: foreign_depths.medusa(folder, "trtllm"),
     "vllm medusa": lambda folder, base: foreign_depths.medusa(folder, "vllm", draft=40),
     "hydra": hydra,
-    "dspark": lambda folder, base: foreign.dspark(folder),
+    "dspark": lambda folder, base: foreign_blocks.head(folder, "dspark", draft=40),
+    "dflash": lambda folder, base: foreign_blocks.head(folder, "z-lab"),
+    "deepspec": lambda folder, base: foreign_blocks.head(folder, "deepspec", base=base),
 }  # fmt: skip
 
 

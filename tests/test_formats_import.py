@@ -122,46 +122,6 @@ def test_a_hydra_head_that_cannot_be_held_is_refused(changes, message, base, tmp
         SpecModel.from_pretrained(tmp_path, base=base, allow_pickle=True)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"draft": 97, "rank": 0, "confidence": False}, {"draft": 97, "layers": 1}, {"confidence": False}]
-)
-def test_a_dspark_head_drafts_what_its_own_forward_says(options, base, tmp_path):
-    tensors = foreign.dspark(tmp_path / "head", **options)
-    model = SpecModel.from_pretrained(tmp_path / "head", base=base)
-    assert model.head.layers == (1, 4, 6) and model.head.config.block_size == 4 and not model.head.config.causal
-    lm_head, ids = tensors.get("lm_head.weight"), None
-    if lm_head is None:
-        lm_head = base.get_output_embeddings().weight.detach()
-    else:
-        ids = torch.arange(40) + tensors["d2t"]
-    assert_drafts(
-        model, lambda s, t, d: foreign.dspark_logits(tensors, s, embeddings(base), lm_head, t, d), ids
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sample_from_anchor": False}, "sample_from_anchor=false, as DFlash has it"),
-        (
-            {"speculators_model_type": "dflash", "sample_from_anchor": None},
-            "sample_from_anchor=false, as DFlash has it",
-        ),
-        ({"markov_head_type": "rnn"}, "markov_head_type='rnn'"),
-        ({"confidence_head_with_markov": False}, "confidence_head_with_markov=false"),
-        ({"aux_hidden_state_layer_ids": None}, "its config has no aux_hidden_state_layer_ids"),
-        ({"mask_token_id": None}, "mask_token_id=None; expected a whole number"),
-        ({"mask_token_id": 97}, "mask_token_id=97 is no token"),
-        ({"block_size": 2**20}, "block_size=1048576 is more than any draft"),
-        ({"markov_rank": 4}, "markov_head.markov_w1.weight has shape"),
-    ],
-)
-def test_a_dspark_head_that_cannot_be_held_is_refused(changes, message, base, tmp_path):
-    foreign.dspark(tmp_path, **changes)
-    with pytest.raises(CheckpointError, match=message):
-        SpecModel.from_pretrained(tmp_path, base=base)
-
-
 def test_rows_of_the_whole_vocabulary_are_taken_by_the_map(base, tmp_path):
     """vLLM takes them so where the matrix has more rows than the map."""
     tensors = foreign_depths.medusa(tmp_path / "a", "vllm", draft=40)
@@ -323,15 +283,6 @@ def test_medusa_2_is_refused_with_what_to_do(base, tmp_path):
     foreign.write(tmp_path / "b", {"medusa_num_heads": 3}, {f"medusa_head.{n}": t for n, t in tensors.items()})
     with pytest.raises(CheckpointError, match=r"is a Medusa-2 model: .* as medusa_lm_head.safetensors"):
         SpecModel.from_pretrained(tmp_path / "b", base=base)
-
-
-@pytest.mark.parametrize(
-    ("config", "name"), [({"markov_head": {}}, "DSpark"), ({"architectures": ["DFlashDraftModel"]}, "DFlash")]
-)
-def test_heads_of_kinds_that_are_not_here_are_named(config, name, base, tmp_path):
-    foreign.write(tmp_path, config, {"x": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=f"is a {name} head in a form that is not read yet"):
-        SpecModel.from_pretrained(tmp_path, base=base)
 
 
 def test_too_few_layers_for_the_usual_choice_are_refused(tmp_path):

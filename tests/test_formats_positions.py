@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 
 import foreign
+import foreign_blocks
 import foreign_depths
 import pytest
 import torch
@@ -79,9 +80,11 @@ def test_eagle_and_dspark_heads_draft_with_their_own_positions(name, base, tmp_p
     model = SpecModel.from_pretrained(tmp_path / "e", base=base)
     assert_drafts(model, lambda s, t, d: foreign.eagle_logits(eagle, s, embeddings(base), lm_head, t, d, rope))
     inner = layer(rope)["transformer_layer_config"] | {"model_type": "qwen3", "num_hidden_layers": 2}
-    spark = foreign.dspark(tmp_path / "d", draft=97, transformer_layer_config=inner)
+    spark = foreign_blocks.head(tmp_path / "d", "dspark", transformer_layer_config=inner)
     model = SpecModel.from_pretrained(tmp_path / "d", base=base)
-    assert_drafts(model, lambda s, t, d: foreign.dspark_logits(spark, s, embeddings(base), lm_head, t, d, rope))
+    assert_drafts(
+        model, lambda s, t, d: foreign_blocks.logits(spark, "dspark", s, embeddings(base), lm_head, t, d, rope=rope)
+    )
 
 
 @pytest.mark.parametrize("name", ["linear", "llama3", "yarn"])

@@ -8,7 +8,7 @@ import json
 import foreign
 import pytest
 import torch
-from exported import CUSTOM, EAGLE3, PARALLEL, config_of, imported, made, tensors_in
+from exported import CUSTOM, EAGLE3, config_of, imported, made, tensors_in
 
 from specheads import CheckpointError, SpecModel, convert
 from specheads.formats import ENGINES
@@ -68,9 +68,6 @@ REFUSED = [
     ("vllm", "medusa", {"tap": 7}, r"reads hidden_states 7.*final norm \(8\); no format can$"),
     ("eagle", "eagle3", {"taps": CUSTOM}, r"\[1, 3, 6\], and \[2, 4, 5\] are hard-coded; .*: llamacpp, modelopt"),
     ("vllm", "eagle3", {"taps": (2, 4, 8)}, r"reads hidden_states \[8\], and servers capture.*; no format can$"),
-    ("speculators", "parallel", {**PARALLEL, "causal": True}, r"see only those before them \(causal\).*no format can"),
-    ("speculators", "parallel", {**PARALLEL, "mask_token_id": None}, "embedding of its own behind the root"),
-    ("vllm", "parallel", PARALLEL, "vllm has no form for a head of kind parallel; formats that can: speculators$"),
     ("hydra", "hydra", {"num_layers": 3}, "later blocks of a head differ"),
     ("hydra", "hydra", {"prefix_layer": True, "head_dim": 6}, "prefix layer has head_dim of its own"),
     ("hydra", "hydra", {"draft_vocab_size": 40}, "drafts 40 of 97 tokens"),
@@ -109,7 +106,7 @@ def test_a_head_with_adapters_on_its_base_is_not_exported_without_them(tmp_path)
 def test_an_unknown_engine_is_refused_by_name(base, tmp_path):
     with pytest.raises(ValueError, match="unknown format to export to 'vlm'; did you mean 'vllm'"):
         made(base, "eagle3").export(tmp_path / "out", "vlm")
-    assert len(ENGINES) == 9
+    assert len(ENGINES) == 12
 
 
 def test_an_export_is_whole_or_not_there(base, tmp_path, monkeypatch):
@@ -180,11 +177,3 @@ def test_tensorrt_llm_is_told_of_other_layers_in_the_file_it_is_started_with(to,
         out = tmp_path / str(len(more))
         made(base, "eagle3", taps=taps).export(out, to)
         assert (out / "trtllm.yml").read_text() == lines.format(out=out) + more
-
-
-def test_the_readme_of_a_parallel_head_has_its_whole_block_drafted(base, tmp_path):
-    model = made(base, "parallel", **{**PARALLEL, "draft_depth": 3})
-    text = (model.export(tmp_path / "out", "speculators") / "README.md").read_text()
-    assert '"num_speculative_tokens": 4' in text
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == config["block_size"] == 4

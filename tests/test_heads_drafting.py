@@ -58,6 +58,8 @@ class Forced:
         ("eagle3", {"rope_parameters": SCALED["yarn"]}), ("eagle", {"rope_parameters": SCALED["linear"]}),
         ("hydra", {"prefix_layer": True, "rope_parameters": SCALED["llama3"]}),
         ("parallel", {"rope_parameters": SCALED["llama3"]}),
+        ("parallel", {"sample_from_anchor": False, "block_size": 5}),
+        ("parallel", {"sample_from_anchor": False, "block_size": 5, "causal": False, "markov_rank": 0}),
     ],
 )  # fmt: skip
 def test_each_row_drafts_with_the_logits_of_the_training_unroll(kind, options):
@@ -192,5 +194,5 @@ def block_logits(model, text):
     ids, anchors = torch.tensor(text), blocks.anchors[0]
     return [
         head.draft_logits(head.followed(out[0, :, j], ids[(anchors + j).clamp(max=len(text) - 1)]), 0, batch.lm_head)
-        for j in range(head.config.block_size)
+        for j in range(head.scored_depths)
     ][:3]

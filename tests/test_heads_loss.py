@@ -23,6 +23,8 @@ HEADS = [
     ("parallel", {}),
     ("parallel", {"causal": False, "markov_rank": 0, "num_layers": 1, "mask_token_id": 5}),
     ("parallel", {"confidence": True, "draft_vocab_size": 40}),
+    ("parallel", {"sample_from_anchor": False, "block_size": 4, "causal": False, "mask_token_id": 5, "markov_rank": 0}),
+    ("parallel", {"sample_from_anchor": False, "block_size": 4, "confidence": True}),
 ]
 
 

@@ -17,6 +17,7 @@ from specheads import Block, DraftModel, Exact, NGram, NGramStorage, SampledTree
 from specheads.decode import decode
 
 PROMPTS = [(1,), (1, 0, 1, 0), (0, 1, 1)]
+DFLASH = {"sample_from_anchor": False, "causal": False, "markov_rank": 0, "block_size": 3}
 
 
 def drafter_of(name, base, vocab_size):
@@ -25,7 +26,8 @@ def drafter_of(name, base, vocab_size):
         return DraftModel(near(base, 0.3))
     if name == "n-grams":
         return NGram(2, storage=NGramStorage(3, vocab_size), filler_top_k=2)
-    head = convert(base, name, dtype=base.dtype).head
+    kind, options = ("parallel", DFLASH) if name == "dflash" else (name, {})
+    head = convert(base, kind, dtype=base.dtype, **options).head
     for parameter in head.parameters():  # away from the base's own weights, so that q is unlike p
         torch.nn.init.normal_(parameter, std=0.5)
     return head
@@ -42,6 +44,7 @@ def drafter_of(name, base, vocab_size):
         ("eagle", SampledTree((1,)), Block()),
         ("eagle3", SampledTree((1,)), Traversal()),
         ("parallel", SampledTree((1,)), Exact()),
+        ("dflash", SampledTree((1,)), Exact()),
         ("draft model", SampledTree((1,)), Traversal()),
         ("n-grams", chain(1), Exact()),
     ],

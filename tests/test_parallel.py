@@ -96,9 +96,11 @@ def test_the_slots_of_a_pass_do_not_show_in_the_loss(monkeypatch):
     assert model(**batch).loss.item() == pytest.approx(whole, rel=1e-12)
 
 
+@pytest.mark.parametrize("behind", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
-def test_every_node_of_a_tree_has_the_law_behind_its_own_parent(causal):
-    model = spec_model("parallel", causal=causal, confidence=True, draft_vocab_size=40, block_size=4).eval()
+def test_every_node_of_a_tree_has_the_law_behind_its_own_parent(causal, behind):
+    options = {"causal": causal, "sample_from_anchor": behind, "block_size": 4 if behind else 5}
+    model = spec_model("parallel", confidence=True, draft_vocab_size=40, **options).eval()
     seen = []
 
     class Recorded(BestFirstTree):
@@ -113,10 +115,9 @@ def test_every_node_of_a_tree_has_the_law_behind_its_own_parent(causal):
     out = model.generate(**padded(PROMPTS), max_new_tokens=2, do_sample=False, tree=Recorded(12, 3, 3))
     first = padded(PROMPTS)["input_ids"].shape[1]
     assert [tokens.shape[1] for tokens, *_ in seen[:3]] == [1, 3, 9]
-    count = 4 if not causal else 3
     for b, prompt in enumerate(PROMPTS):
         text = [*prompt, int(out[b, first])]
-        block = slow_block(model, text, taps(model, text)[0], len(prompt), count)
+        block = slow_block(model, text, taps(model, text)[0], len(prompt), options["block_size"])[0 if behind else 1 :]
         for level, (tokens, scored, confidence) in enumerate(seen[:3]):
             for i, token in enumerate(tokens[b].tolist()):
                 logits, sure = slow_slot(model, block[level], token)
@@ -124,8 +125,9 @@ def test_every_node_of_a_tree_has_the_law_behind_its_own_parent(causal):
                 assert float(confidence[b, i]) == pytest.approx(sure.sigmoid().item(), rel=1e-5)
 
 
-def test_a_block_is_one_pass_whatever_the_tree(monkeypatch):
-    model = spec_model("parallel").eval()
+@pytest.mark.parametrize(("behind", "slots"), [(True, 3), (False, 4)])
+def test_a_block_is_one_pass_of_no_more_slots_than_the_tree_has_levels(behind, slots, monkeypatch):
+    model = spec_model("parallel", sample_from_anchor=behind, block_size=6).eval()
     passes, forward = [], type(model.head).forward
     monkeypatch.setattr(
         type(model.head), "forward", lambda self, x, *rest: passes.append(x.shape[1]) or forward(self, x, *rest)
@@ -133,7 +135,7 @@ def test_a_block_is_one_pass_whatever_the_tree(monkeypatch):
     out = model.generate(
         **padded(PROMPTS), max_new_tokens=9, tree=BestFirstTree(20, 3, 3), return_dict_in_generate=True
     )
-    assert passes == [3] * (len(out.steps) - 1)
+    assert passes == [slots] * (len(out.steps) - 1)
 
 
 def test_a_head_that_is_not_sure_ends_an_adaptive_chain():
@@ -154,6 +156,7 @@ def test_a_head_that_is_not_sure_ends_an_adaptive_chain():
     ("options", "message"),
     [
         ({"block_size": 0}, "block_size=0 must be at least 1"),
+        ({"block_size": 1, "sample_from_anchor": False}, "a block of one slot, the root's, drafts nothing"),
         ({"decay": 0}, "decay=0 must be above 0"),
         ({"mask_token_id": 97}, "mask_token_id=97 is no token of a vocabulary of 97"),
         ({"taps": [9]}, "tapped layer 9 does not exist"),
@@ -165,17 +168,23 @@ def test_a_wrong_option_is_refused(base, options, message):
 
 
 def test_the_usual_tree_is_no_deeper_than_its_nodes_reach(base):
-    for options, deep in (({}, {"cpu": 7, "cuda": 8}), ({"block_size": 3}, {"cpu": 3, "cuda": 3})):
+    own = {"sample_from_anchor": False}
+    for options, deep in (
+        ({}, {"cpu": 7, "cuda": 8}), ({"block_size": 3}, {"cpu": 3, "cuda": 3}), (own, {"cpu": 7, "cuda": 7}),
+        ({"block_size": 3, **own}, {"cpu": 2, "cuda": 2}),
+    ):  # fmt: skip
         head = convert(base, "parallel", **options).head
         for device, depth in deep.items():
             plan = head.usual_plan(torch.device(device))
             assert plan.depth == depth == len(plan.level_beams) + 1
 
 
-def test_a_tree_deeper_than_the_block_is_refused(base):
-    model = convert(base, "parallel", block_size=2)
-    with pytest.raises(ValueError, match="a tree 3 deep needs a block of as many slots"):
-        model.generate(torch.tensor([[5]]), tree=chain(3), max_new_tokens=4)
+@pytest.mark.parametrize(("behind", "most"), [(True, 3), (False, 2)])
+def test_a_tree_deeper_than_the_block_drafts_is_refused(behind, most, base):
+    model = convert(base, "parallel", block_size=3, sample_from_anchor=behind)
+    with pytest.raises(ValueError, match=rf"a tree {most + 1} deep needs .* drafts {most} \(block_size=3\)"):
+        model.generate(torch.tensor([[5]]), tree=chain(most + 1), max_new_tokens=4)
+    assert model.generate(torch.tensor([[5]]), tree=chain(most), max_new_tokens=4).shape == (1, 5)
 
 
 def test_taps_are_spread_evenly_and_fit_small_bases():

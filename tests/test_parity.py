@@ -18,14 +18,15 @@ from train import heads
 PROMPTS = [[5, 6, 7, 8], [50, 9], [33, 34, 35, 36, 37, 38, 39]]
 
 
-def learnt(kind):
+def learnt(kind, **options):
     """A head that is often right on what its base writes behind PROMPTS."""
     base = tiny_llama(num_hidden_layers=2)
     with torch.no_grad():  # a base that repeats itself less
         for parameter in base.parameters():
             parameter.mul_(1.5) if parameter.ndim > 1 else None
     texts = [base.generate(torch.tensor([p]), max_new_tokens=40, do_sample=False)[0] for p in PROMPTS]
-    model = convert(base, kind, **{**DEFAULTS[kind], **({"draft_vocab_size": 97} if kind == "eagle3" else {})})
+    narrow = {"draft_vocab_size": 97} if kind == "eagle3" else {}
+    model = convert(base, kind, **{**DEFAULTS[kind], **narrow, **options})
     optimizer = torch.optim.AdamW(model.head.parameters(), lr=1e-2)
     model.train()
     for step in range(90):
@@ -36,9 +37,11 @@ def learnt(kind):
     return model
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_decoding_accepts_what_training_says_and_a_head_that_drafts_otherwise_fails(kind):
-    model, config = learnt(kind), ParityConfig(max_new_tokens=40)
+@pytest.mark.parametrize(
+    ("kind", "options"), [*((kind, {}) for kind in KINDS), ("parallel", {"sample_from_anchor": False, "block_size": 4})]
+)
+def test_decoding_accepts_what_training_says_and_a_head_that_drafts_otherwise_fails(kind, options):
+    model, config = learnt(kind, **options), ParityConfig(max_new_tokens=40)
     parity = compare(model, PROMPTS, config)
     assert parity.measured == parity.simulated > 1.15, parity
     assert parity.holds and model.training

@@ -9,7 +9,8 @@ from transformers.utils import logging as hf_logging
 
 from specheads import checkpoint
 from specheads.commands.arguments import DTYPES
-from specheads.formats import ENGINES, FORMATS, checks
+from specheads.formats import ENGINES, checks
+from specheads.formats.exporting import form_for
 from specheads.options import refuse_unknown
 from specheads.spec_model import SpecModel
 
@@ -24,7 +25,7 @@ def export(
     hf_logging.disable_progress_bar()
     model: Any = SpecModel.from_pretrained(source, base=base)
     folder = model.export(out, to, dtype=dtype, embeddings=embeddings, gguf=gguf)
-    form = next(form for form in FORMATS if (form.engine, form.kind) == (to, model.head.config.kind))
+    form = form_for(model, to)
     record = {
         "written": str(folder), "form": form.title, "written_for": form.versions,
         "files": sorted(path.name for path in folder.iterdir()), "read_next": str(folder / "README.md"),

@@ -80,12 +80,15 @@ def form_for(model: SpecModel, to: str) -> Format:
         )
     head, able = model.head.config, engines_for(model)
     nearest = f"formats that can: {', '.join(able)}" if able else "no format can"
-    form = next((form for form in FORMATS if (form.engine, form.kind) == (to, head.kind)), None)
-    if form is None:
+    forms = [form for form in FORMATS if (form.engine, form.kind) == (to, head.kind)]
+    if not forms:
         raise CheckpointError(f"{to} has no form for a head of kind {head.kind}; {nearest}")
-    if wrong := form.refusals(head, head_tensors(model), model.base):
-        raise CheckpointError(f"{form.title} cannot hold this head: {'; '.join(wrong)}; {nearest}")
-    return form
+    tensors, told = head_tensors(model), []
+    for form in forms:
+        if not (wrong := form.refusals(head, tensors, model.base)):
+            return form
+        told.append(f"{form.title} cannot hold this head: {'; '.join(wrong)}")
+    raise CheckpointError("; ".join([*told, nearest]))
 
 
 def engines_for(model: SpecModel) -> list[str]:
@@ -94,7 +97,7 @@ def engines_for(model: SpecModel) -> list[str]:
         return []
     head, tensors = model.head.config, head_tensors(model)
     forms = [form for form in FORMATS if form.kind == head.kind]
-    return sorted(form.engine for form in forms if not form.refusals(head, tensors, model.base))
+    return sorted({form.engine for form in forms if not form.refusals(head, tensors, model.base)})
 
 
 def head_tensors(model: SpecModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

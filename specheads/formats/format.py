@@ -173,15 +173,16 @@ def embeddings_of(base: PreTrainedModel) -> Tensor:
     return weight.detach()
 
 
-def output_matrix(files: Files, base: PreTrainedModel) -> Tensor:
-    """The base's output matrix (V, H), for a file that drafts through it. CheckpointError where that is not usable."""
+def output_matrix(user: Files | str, base: PreTrainedModel) -> Tensor:
+    """The base's output matrix (V, H), for a file or form that drafts through it. CheckpointError where that is not
+    usable."""
     layer = base.get_output_embeddings()
     weight = layer.weight
     assert isinstance(weight, Tensor)
     if getattr(layer, "bias", None) is not None or weight.shape[-1] != text_config(base).hidden_size:
-        raise CheckpointError(f"{files} uses the base's output layer, which is more than a matrix over the hidden size")
+        raise CheckpointError(f"{user} uses the base's output layer, which is more than a matrix over the hidden size")
     if weight.is_meta or not weight.numel():
-        raise CheckpointError(f"{files} uses the base's output matrix, which is not in memory; load the base whole")
+        raise CheckpointError(f"{user} uses the base's output matrix, which is not in memory; load the base whole")
     return weight.detach().to("cpu")
 
 

@@ -12,14 +12,11 @@ from specheads.convert import build_head, spec_config
 from specheads.formats import FORMATS
 from specheads.formats.files import Files, architectures, table
 from specheads.formats.format import Format, read
-from specheads.saved_head import CheckpointError
 from specheads.spec_model import SpecConfig, SpecModel
 from specheads.target import refuse_unsupported
 
 logger = hf_logging.get_logger(__name__)
 _NAMED = ("medusa_", "hydra_")  # weights whose file says what they are
-# Forms known by a key of their config or by an architecture, and not read outside the speculators form.
-_NOT_YET = {"dflash_config": "DFlash", "markov_head": "DSpark"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class Found:
 def detect(source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = False) -> Found | None:
     """The form of a foreign checkpoint; None where the files are none: one of ours, a base model, or nothing at all.
 
-    CheckpointError for a head in a form that is not read, for damaged files, and for a pickle unless allowed.
+    CheckpointError for damaged files, and for a pickle unless allowed.
     """
     files = Files(source, hub, allow_pickle)
     config = files.config or {}
@@ -64,10 +61,6 @@ def detect(source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = 
         return None
     if not config and not files.weights.name.startswith(_NAMED):
         return None  # a config that is missing or garbled is told where checkpoints of ours are read
-    if "speculators_model_type" not in config:
-        for key, name in _NOT_YET.items():
-            if key in config or any(arch.startswith(name) for arch in architectures(config)):
-                raise CheckpointError(f"{files} is a {name} head in a form that is not read yet")
     if files.pickled and not allow_pickle and not _calls_itself_a_head(files, config):
         return None
     form = next((form for form in FORMATS if form.recognises(files)), None)
@@ -77,7 +70,10 @@ def detect(source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = 
 def _calls_itself_a_head(files: Files, config: dict[str, Any]) -> bool:
     """By its config and file names alone: one decoder layer is no base model."""
     assert files.weights is not None
-    keys = {"draft_vocab_size", "hydra_num_heads", "medusa_num_heads", "num_medusa_heads", "speculators_model_type"}
+    keys = {
+        "draft_vocab_size", "hydra_num_heads", "medusa_num_heads", "num_medusa_heads", "speculators_model_type",
+        "dflash_config", "markov_rank",
+    }  # fmt: skip
     return bool(
         keys & config.keys() or files.weights.name.startswith(_NAMED) or config.get("num_hidden_layers") == 1
         or config.get("model_type") == "medusa" or any("Eagle" in arch for arch in architectures(config))

@@ -1,11 +1,14 @@
-"""Which layers of the target an EAGLE-3 head reads, as each consumer numbers them.
+"""Which layers of the target an EAGLE-3 or parallel head reads, as each consumer numbers them.
 
-Ours are Hugging Face's hidden_states: hs[0] the embeddings, hs[i] the input of layer i. Three forms exist:
+Ours are Hugging Face's hidden_states: hs[0] the embeddings, hs[i] the input of layer i. Of EAGLE-3 three forms exist:
   top level   eagle_aux_hidden_state_layer_ids: i is hs[i]       vLLM, speculators, llama.cpp
   nested      in eagle_config, under the same name: i is hs[i+1] SGLang, SpecForge, ModelOpt
   argument    eagle3_layers_to_capture: i is hs[i+1]             TensorRT-LLM
 Without any, all of them and the EAGLE repository take hs[2], hs[n // 2], hs[n − 3] of n layers; OpenVINO GenAI takes
 hs[3], hs[n // 2 + 1], hs[n − 2], unless hidden_layers_list in its converted model says others (i is hs[i+1]).
+Of parallel heads two, which are always written out:
+  top level   aux_hidden_state_layer_ids: i is hs[i]             speculators, vLLM for what speculators wrote
+  outputs     target_layer_ids, in dflash_config or at the top: i is hs[i+1]  z-lab, JetSpec, DeepSpec, ModelOpt, vLLM
 """
 
 from __future__ import annotations
@@ -63,5 +66,12 @@ def nested(taps: tuple[int, ...], num_layers: int) -> dict[str, Any]:
 
 
 def captured(taps: tuple[int, ...]) -> list[int]:
-    """As TensorRT-LLM's eagle3_layers_to_capture has them."""
+    """By their outputs, as TensorRT-LLM's eagle3_layers_to_capture and DFlash's target_layer_ids have them."""
     return [tap - 1 for tap in taps]
+
+
+def from_outputs(files: Files, config: dict[str, Any], key: str) -> tuple[int, ...]:
+    """The hidden_states that a config names by the layers they are outputs of. CheckpointError where it has none."""
+    if not (ids := wholes(config, key)):
+        raise CheckpointError(f"{files}: its config has no {key}, the layers of the target that it reads")
+    return tuple(i + 1 for i in ids)

@@ -20,7 +20,7 @@ def readme(form: Format, model: SpecModel, base: str, folder: str) -> str:
 
     config: Any = model.head.config
     # a parallel head drafts its whole block there, and the first draft_depth of it here
-    depth = next(getattr(config, n) for n in ("num_heads", "block_size", "draft_depth") if hasattr(config, n))
+    depth = next(getattr(config, n) for n in ("num_heads", "num_drafted", "draft_depth") if hasattr(config, n))
     lines = [
         f"# {form.title}", "",
         f"A draft head of kind {config.kind} for `{base}`, exported by specheads {specheads.__version__}.", "",

@@ -43,7 +43,7 @@ Where the base is a hub id, `vllm serve $folder` is enough: the config names it.
         config = files.config or {}
         if (kind := config.get("speculators_model_type")) != "eagle3":
             raise CheckpointError(
-                f"{files} is a speculators head of type {shown(kind)}; eagle3 and dspark ones are read here"
+                f"{files} is a speculators head of type {shown(kind)}; eagle3, dflash and dspark ones are read here"
             )
         if "norm_before_residual" not in config:
             raise CheckpointError(

@@ -1,7 +1,7 @@
 """Which blocks a parallel head is trained on: anchors drawn from the rows of a batch, and what their slots are asked.
 
-Slot j of a block anchored at token a speaks of token a + 1 + j. Shapes: B batch rows, T positions, A anchors of a row,
-K slots of a block.
+The draft at depth j of a block anchored at token a is of token a + 1 + j, whichever slot speaks of it. Shapes: B batch
+rows, T positions, A anchors of a row, D tokens that a block drafts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from specheads.objective import Asked
 
 @dataclass(frozen=True, slots=True)
 class AnchoredBlocks:
-    """anchors (B, A): their columns, in order; learnt (B, A, K): is slot j asked for its token? An anchor that only
-    fills the row up has no such slot. weights (B, A): how many blocks each stands for."""
+    """anchors (B, A): their columns, in order; learnt (B, A, D): is the token at depth j asked for? An anchor
+    that only fills the row up has none. weights (B, A): how many blocks each stands for."""
 
     anchors: Tensor
     learnt: Tensor
@@ -25,18 +25,18 @@ class AnchoredBlocks:
 
     @classmethod
     def of(cls, supervised: Tensor, documents: Tensor, size: int, most: int | None = None) -> AnchoredBlocks:
-        """Blocks of `size` slots: every one that has something to learn, or of each row `most` of them drawn at random,
-        which then stand for all.
+        """Blocks that draft `size` tokens: every one that has something to learn, or of each row `most` of them drawn
+        at random, which then stand for all.
 
-        supervised (by the token that is predicted) and documents (B, T). Slots are asked for up to the first token that
-        is not supervised, or of another document. In front of an anchor stands a token of its document at least, whose
+        supervised (by the token that is predicted) and documents (B, T). A block is asked up to the first token that is
+        not supervised, or of another document. In front of an anchor stands a token of its document at least, whose
         features the block reads; whether the anchor itself is supervised is not asked, as with other heads' starts.
         """
         batch, length = supervised.shape
         follows = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] > 0)  # (B, T − 1) token t + 1 token t
         none = supervised.new_zeros(batch, 1, dtype=torch.bool)
         answered = torch.cat([supervised[:, 1:].bool() & follows, none.expand(-1, size)], 1)  # by the token before
-        run = answered.unfold(1, size, 1).long().cumprod(2).bool()  # (B, T, K) by the anchor
+        run = answered.unfold(1, size, 1).long().cumprod(2).bool()  # (B, T, D) by the anchor
         run = run & torch.cat([none, follows], 1).unsqueeze(2)
         able = run[:, :, 0]
         count = able.sum(1, keepdim=True)
@@ -47,7 +47,7 @@ class AnchoredBlocks:
         return cls(anchors, run.gather(1, anchors.unsqueeze(2).expand(-1, -1, size)), weights)
 
     def asked(self, tokens: Tensor) -> Asked:
-        """The slots that are asked, one by one: a single draft of each position (S = 1). tokens (B, T)."""
+        """The drafts that are asked, one by one: a single one of each position (S = 1). tokens (B, T)."""
         length, size = tokens.shape[1], self.learnt.shape[2]
         row, block, slot = self.learnt.nonzero(as_tuple=True)
         starts = row * length + self.anchors[row, block] - 1  # a draft starts where its root is the token behind

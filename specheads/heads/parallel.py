@@ -5,17 +5,18 @@ position before the root and, causally, the block itself; the base's own output 
 low-rank bias adds what the token drafted before each slot makes likely. DFlash (arXiv:2602.06036: bidirectional inside
 the block), DSpark (arXiv:2607.05147: the bias, the confidence), JetSpec (arXiv:2606.18394: causal, best-first trees).
 
-Slot j speaks of the token j + 1 places behind the root, as in DSpark, since the root is known: K slots draft K tokens.
-In DFlash and JetSpec a slot speaks of its own place, so their slot j + 1 is our slot j, and their blocks of K + 1 draft
-as much. Shapes: B batch rows, T positions, F tapped features, H hidden, A anchors of a row, K slots of a block, M slots
-of several blocks, r Markov rank, Vd draft vocabulary.
+With sample_from_anchor a slot speaks of the token behind its place, as in DSpark: K slots draft K tokens. Without, a
+slot speaks of its own place, as in DFlash and JetSpec: the root's drafts nothing, but is read by the others, so that K
+slots draft K − 1 tokens.
+
+Shapes: B batch rows, T positions, F tapped features, H hidden, A anchors of a row, K slots of a block, D tokens it
+drafts, M slots of several blocks, r Markov rank, Vd draft vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +30,8 @@ from specheads.heads.base import TapBatch
 from specheads.heads.block import copy_norm, final_norm
 from specheads.heads.context_layer import ContextLayer
 from specheads.heads.decoder import keep_committed
-from specheads.heads.feature import FeatureHeadConfig
-from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
+from specheads.heads.parallel_config import ParallelConfig
+from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses import wide
 from specheads.planner import BestFirstTree, Plan, Scored
 from specheads.sampling import Sampler
@@ -41,50 +42,6 @@ from specheads.tree import DraftTree
 # few.
 SLOTS_AT_ONCE = {"cpu": 128, "cuda": 2048}
 Attend = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class ParallelConfig(FeatureHeadConfig, DraftVocabularyConfig):
-    """block_size: slots of a block, and tokens drafted at most; causal: false lets slots see one another both ways, as
-    in DFlash; markov_rank: of the bias, 0 for none; confidence: learn beside each law how likely its draft is accepted;
-    mask_token_id: the base's token to read behind the root (default: an embedding of the head's own); anchors: blocks
-    of a row that a training step draws, of which the accepted length it logs counts each once; decay: slot j's loss
-    weighs decay^j, e^(−1/4) as published for blocks of 8, e^(−1/7) for 16. With a draft vocabulary the head keeps the
-    base's output rows of its tokens, frozen. draft_depth: of the default tree."""
-
-    kind: ClassVar[str] = "parallel"
-    aliases: ClassVar[dict[str, str]] = {}
-
-    loss: str = "kl"
-    num_layers: int = 2
-    block_size: int = 8
-    causal: bool = True
-    markov_rank: int = 256
-    confidence: bool = False
-    mask_token_id: int | None = None
-    anchors: int = 512
-    decay: float = 0.78
-    draft_depth: int = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._at_least(1, "block_size", "anchors")
-        self._at_least(0, "markov_rank", "mask_token_id")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"parallel head option decay={self.decay} must be above 0 and at most 1")
-
-    def filled(self, base_config: Any) -> ParallelConfig:
-        config = super().filled(base_config)
-        assert config.vocab_size is not None
-        if config.mask_token_id is not None and config.mask_token_id >= config.vocab_size:
-            raise ValueError(f"mask_token_id={config.mask_token_id} is no token of a vocabulary of {config.vocab_size}")
-        return config
-
-    @classmethod
-    def default_taps(cls, num_layers: int) -> tuple[int, ...]:
-        """Five layers, evenly from the second's output to the last but two's."""
-        first, last = (2, num_layers - 2) if num_layers > 5 else (min(1, num_layers), num_layers)
-        return tuple(sorted({round(first + i * (last - first) / 4) for i in range(5)}))
 
 
 class ParallelHead(DraftVocabulary):
@@ -131,7 +88,7 @@ class ParallelHead(DraftVocabulary):
 
     @property
     def scored_depths(self) -> int:
-        return self.config.block_size
+        return self.config.num_drafted
 
     def refuse_unfit(self, base: Any) -> None:
         refuse_more_than_lm_head(base, self.config.kind)
@@ -203,7 +160,8 @@ class ParallelHead(DraftVocabulary):
     # Training
 
     def outputs(self, batch: TapBatch, blocks: AnchoredBlocks) -> Tensor:
-        """(B, A, K, H) of every slot. A block sees itself and what stands before its anchor in the same document."""
+        """(B, A, D, H) of the slots that draft. A block sees itself, and what stands before its anchor in the same
+        document."""
         size, context = self.config.block_size, self.fuse(batch.features)
         self.rotary.ensure(int(batch.position_ids.max()) + size, context)
         rotary = self.rotary(batch.position_ids)
@@ -229,16 +187,16 @@ class ParallelHead(DraftVocabulary):
 
             position = (batch.position_ids.gather(1, anchors).unsqueeze(2) + slot).flatten(1)
             x = self.slots(batch.tokens.gather(1, anchors), size, batch.embed)
-            outputs.append(self(x, position, attend).unflatten(1, (number, size)))
+            outputs.append(self(x, position, attend).unflatten(1, (number, size))[:, :, self.config.silent_slots :])
         return torch.cat(outputs, 1)
 
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
         most = config.anchors if self.training else None
-        blocks = AnchoredBlocks.of(batch.supervised, batch.documents, config.block_size, most)
+        blocks = AnchoredBlocks.of(batch.supervised, batch.documents, config.num_drafted, most)
         asked = blocks.asked(batch.tokens)
         rows = self.followed(self.outputs(batch, blocks)[blocks.learnt], batch.tokens.flatten()[asked.positions])
-        weights = tuple(config.decay**j for j in range(config.block_size))
+        weights = tuple(config.decay**j for j in range(config.num_drafted))
         scores = self.score(batch, asked, [rows], weights, overlaps=config.confidence)
         total, terms = scores.total / batch.denominator, scores.terms(batch.denominator)
         if config.confidence:
@@ -255,7 +213,7 @@ class ParallelHead(DraftVocabulary):
     def usual_plan(self, device: torch.device) -> Plan:
         # Each beam is a row of logits where there is a bias; on a CPU each node costs the target time as well.
         budget, beams = (128, 32) if device.type == "cuda" else (8, None)
-        depth = min(self.config.draft_depth, self.config.block_size, budget - 1)
+        depth = min(self.config.draft_depth, self.config.num_drafted, budget - 1)
         return BestFirstTree(budget, depth, beams=beams)
 
     def read(self, context: Context, scratch: int) -> TreeCache:
@@ -271,12 +229,13 @@ class ParallelHead(DraftVocabulary):
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         config, target = self.config, context.target
-        if plan.depth > config.block_size:
+        if plan.depth > config.num_drafted:
             raise ValueError(
-                f"a tree {plan.depth} deep needs a block of as many slots; this parallel head has block_size="
-                f"{config.block_size}"
+                f"a tree {plan.depth} deep needs a block that drafts as many tokens; this parallel head's drafts "
+                f"{config.num_drafted} (block_size={config.block_size})"
             )
-        count = plan.depth if config.causal else config.block_size  # what stands behind does not show in causal slots
+        # What stands behind does not show in causal slots.
+        count = plan.depth + config.silent_slots if config.causal else config.block_size
         cache = self.read(context, max(plan.depth + 1, plan.drafting_slots, count))
         cache.open()
         slot = torch.arange(count, device=cache.lengths.device).expand(len(cache.lengths), -1)
@@ -290,7 +249,7 @@ class ParallelHead(DraftVocabulary):
             return *cache.update(k, v, i), mask
 
         x = self.slots(context.root.unsqueeze(1), count, target.embed)
-        hidden = self(x, cache.lengths.unsqueeze(1) + slot, attend)
+        hidden = self(x, cache.lengths.unsqueeze(1) + slot, attend)[:, config.silent_slots :]
         ids = self.target_ids
         levels = zip(hidden.split(1, 1), self.marginal(hidden, target.lm_head).split(1, 1), strict=True)
 

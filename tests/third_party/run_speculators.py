@@ -22,6 +22,7 @@ from foreign_rope import SCALED
 from heads_on_disk import trained
 from speculators import SpeculatorModel
 from speculators.convert import convert_model
+from speculators.models.dflash import DFlashSpeculatorConfig
 from speculators.models.dspark import DSparkSpeculatorConfig
 from speculators.models.eagle3 import Eagle3SpeculatorConfig
 from transformers import AutoModelForCausalLM
@@ -74,53 +75,73 @@ def scaled(model):
     return model
 
 
-def dspark(folder, base):
+BLOCK = {"causal": False, "mask_token_id": 9, "block_size": 4, "draft_depth": 4, "taps": (1, 4, 6)}
+DFLASH = {**BLOCK, "sample_from_anchor": False, "markov_rank": 0}
+BLOCKS = {
+    "DSpark": {**BLOCK, "markov_rank": 6, "confidence": True, "draft_vocab_size": 40},
+    "DSpark, all tokens": {**BLOCK, "markov_rank": 6, "confidence": True},
+    "DSpark, llama3 positions": {**BLOCK, "markov_rank": 6, "rope_parameters": SCALED["llama3"]},
+    "DSpark, yarn positions": {**BLOCK, "markov_rank": 6, "rope_parameters": SCALED["yarn"]},
+    "DSpark, slots of their own place": {**BLOCK, "markov_rank": 6, "confidence": True, "sample_from_anchor": False},
+    "DFlash": DFLASH, "DFlash, draft vocabulary": {**DFLASH, "draft_vocab_size": 40},
+    "DFlash, three layers with biases": {**DFLASH, "num_layers": 3, "attention_bias": True},
+}  # fmt: skip
+CONFIGS = {"dspark": DSparkSpeculatorConfig, "dflash": DFlashSpeculatorConfig}
+
+
+def loaded_block(folder, kind):
+    config = CONFIGS[kind].from_pretrained(str(folder))
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs = SpeculatorModel.from_pretrained(str(folder), config=config).eval()
+    assert type(theirs).__name__.lower().startswith(kind)
+    return theirs
+
+
+def block_of(theirs):
     """The backbone and the Markov bias that its training forward is made of, at one anchor: the root."""
-    options = {
-        "causal": False,
-        "mask_token_id": 9,
-        "block_size": 4,
-        "draft_depth": 4,
-        "taps": (1, 4, 6),
-        "confidence": True,
-    }
-    cases = {
-        "DSpark": {"draft_vocab_size": 40}, "DSpark, all tokens": {},
-        "DSpark, llama3 positions": {"rope_parameters": SCALED["llama3"]},
-        "DSpark, yarn positions": {"rope_parameters": SCALED["yarn"]},
-    }  # fmt: skip
-    for name, more in cases.items():
-        model = scaled(trained(base, "parallel", **options, markov_rank=6, **more))
-        out = model.export(folder / name, "speculators")
-        config = DSparkSpeculatorConfig.from_pretrained(str(out))
-        config.transformer_layer_config._attn_implementation = "eager"
-        theirs = SpeculatorModel.from_pretrained(str(out), config=config).eval()
 
-        def forward(states, tokens, drafted, theirs=theirs):
-            anchor, rest = len(tokens) - 1, 2 * theirs.block_size
-            features = torch.cat([states[tap] for tap in (1, 4, 6)], -1)
-            features = torch.cat([features, torch.zeros(1 + rest, features.shape[1])]).unsqueeze(0)
-            ids = torch.tensor([*tokens.tolist(), *drafted, *[0] * (rest - len(drafted))]).unsqueeze(0)
-            asked = torch.zeros(ids.shape, dtype=torch.long)
-            asked[0, anchor] = 1
-            hidden, logits, *_ = theirs._backbone_forward(
-                features,
-                ids,
-                asked,
-                torch.zeros(1, ids.shape[1], theirs.hidden_size),
-                torch.zeros_like(ids),
-                max_anchors=1,
-            )
-            before = ids[:, anchor : anchor + theirs.block_size]
+    def forward(states, tokens, drafted):
+        anchor, rest, size = len(tokens) - 1, 2 * theirs.block_size, theirs.block_size
+        features = torch.cat([states[tap] for tap in (1, 4, 6)], -1)
+        features = torch.cat([features, torch.zeros(1 + rest, features.shape[1])]).unsqueeze(0)
+        ids = torch.tensor([*tokens.tolist(), *drafted, *[0] * (rest - len(drafted))]).unsqueeze(0)
+        asked = torch.zeros(ids.shape, dtype=torch.long)
+        asked[0, anchor] = 1
+        hidden, logits, *_ = theirs._backbone_forward(
+            features, ids, asked, torch.zeros(1, ids.shape[1], theirs.hidden_size), torch.zeros_like(ids), max_anchors=1
+        )
+        behind = theirs.config.sample_from_anchor
+        if getattr(theirs, "markov_head", None) is not None:
+            block = ids[:, anchor : anchor + size]
+            before = block if behind else torch.cat([block[:, :1], block[:, :-1]], 1)
             logits = logits + theirs.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden)
-            return list(logits[0, : 1 + len(drafted)])
+        return list(logits[0, 0 if behind else 1 :][: 1 + len(drafted)])
 
-        assert_drafts(model, forward, target_ids(theirs))
-        print(f"{name}: its backbone and Markov head give our draft logits; {checks.check(out, 'speculators', model)}")
+    return forward
+
+
+def blocks(folder, base):
+    """DSpark and DFlash, there and back."""
+    for name, options in BLOCKS.items():
+        model, kind = scaled(trained(base, "parallel", **options)), name[:6].lower()
+        out = model.export(folder / name, "speculators")
+        theirs = loaded_block(out, kind)
+        assert_drafts(model, block_of(theirs), target_ids(theirs) if model.head.narrow else None)
+        print(
+            f"{name}: its backbone (and Markov head) give our draft logits; {checks.check(out, 'speculators', model)}"
+        )
         theirs.save_pretrained(folder / f"{name}-saved")
         again = SpecModel.from_pretrained(folder / f"{name}-saved", base=base)
+        assert again.head.config.sample_from_anchor == model.head.config.sample_from_anchor
         assert all(torch.equal(t, again.head_state_dict()[key]) for key, t in model.head_state_dict().items())
         print(f"{name}: what it saves is read here, bit for bit")
+    for to in ("dflash", "vllm"):
+        model = scaled(trained(base, "parallel", **DFLASH))
+        convert_model(
+            str(model.export(folder / f"block-{to}", to)), str(folder / "base"), "dflash", str(folder / f"block-{to}-c")
+        )
+        assert_drafts(model, block_of(loaded_block(folder / f"block-{to}-c", "dflash")))
+        print(f"DFlash as {to}: after its converter its backbone gives our draft logits")
 
 
 def main() -> None:
@@ -140,7 +161,7 @@ def main() -> None:
         assert all(torch.equal(t, again.head_state_dict()[key]) for key, t in model.head_state_dict().items())
         print(f"{name}: what it saves is read here, bit for bit")
     converted(folder, base)
-    dspark(folder, base)
+    blocks(folder, base)
 
 
 def converted(folder, base):

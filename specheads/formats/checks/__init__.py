@@ -19,6 +19,7 @@ _CHECKS: dict[str, tuple[str, Check | None]] = {
     "vllm": ("vllm", by_vllm.check), "sglang": ("sglang", None), "trtllm": ("tensorrt_llm", None),
     "speculators": ("speculators", by_speculators.check), "eagle": ("eagle", None), "medusa": ("medusa", None),
     "hydra": ("hydra", None), "modelopt": ("modelopt", by_modelopt.check), "llamacpp": ("gguf", by_gguf.check),
+    "dflash": ("dflash", None), "jetspec": ("jetspec", None), "deepspec": ("deepspec", None),
 }  # fmt: skip
 
 

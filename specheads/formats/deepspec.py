@@ -1,0 +1,70 @@
+"""DSpark as DeepSpec writes it and vLLM reads it: its keys in a Qwen3 config, and copies of the base's matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.formats import layer_ids, parallel
+from specheads.formats.decoder import block_config
+from specheads.formats.files import Files, architectures, shown, whole
+from specheads.formats.format import Written, output_matrix
+from specheads.heads import HeadConfig, ParallelConfig
+from specheads.saved_head import CheckpointError
+from specheads.target import text_config
+
+ARCHITECTURE = "Qwen3DSparkModel"
+_LAYERS = "target_layer_ids"
+
+
+@dataclass(frozen=True)
+class DeepSpec(parallel.Parallel):
+    engine: str = "deepspec"
+    title: str = "DSpark in DeepSpec's form"
+    versions: str = "deepseek-ai/DeepSpec (main), vLLM 0.32"
+    serving: str = """\
+```bash
+vllm serve $base --speculative-config '{"method": "dspark", "model": "$folder", "num_speculative_tokens": $depth}'
+```
+"""
+    embeds: bool | None = True
+    marked: bool = True
+    behind: bool | None = True
+
+    def recognises(self, files: Files) -> bool:
+        config = files.config or {}
+        named = any("DSpark" in name for name in architectures(config))
+        return "speculators_model_type" not in config and (named or "markov_rank" in config)
+
+    def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
+        config = files.config or {}
+        if (found := architectures(config)) != [ARCHITECTURE]:
+            raise CheckpointError(
+                f"{files} is a DSpark head of the class {shown(found)}; [{ARCHITECTURE!r}] is read here"
+            )
+        options = parallel.read_options(
+            files, config, config, base, layer_ids.from_outputs(files, config, _LAYERS),
+            whole(config, "mask_token_id", least=0), whole(config, "block_size"),
+        )  # fmt: skip
+        return {**options, **parallel.read_marks(files, config, behind=True)}
+
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+        assert isinstance(head, ParallelConfig) and head.taps
+        config = {
+            "architectures": [ARCHITECTURE], **block_config(head, tensors, base), "model_type": "qwen3",
+            "attention_bias": head.attention_bias, "block_size": head.block_size,
+            "layer_types": ["full_attention"] * head.num_layers,
+            "num_target_layers": text_config(base).num_hidden_layers, "mask_token_id": head.mask_token_id,
+            _LAYERS: layer_ids.captured(head.taps), "num_anchors": head.anchors, "sample_from_anchor": True,
+            "markov_rank": head.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": head.confidence,
+            "confidence_head_with_markov": head.markov_rank > 0,
+        }  # fmt: skip
+        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
+        matrix = output_matrix(self.title, base)
+        return Written(config, named | {"lm_head.weight": matrix.to(tensors["fc.weight"].dtype)})
+
+
+FORMATS = (DeepSpec(),)

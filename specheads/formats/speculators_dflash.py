@@ -1,0 +1,51 @@
+"""DFlash in the `speculators` form: a block drafted at once, whose slots speak of their own place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.formats import parallel, vocabulary
+from specheads.formats.dspark import nested_config, nested_options
+from specheads.formats.files import Files, flag
+from specheads.formats.format import Written
+from specheads.formats.speculators import VERSION
+from specheads.heads import HeadConfig, ParallelConfig
+
+
+@dataclass(frozen=True)
+class SpeculatorsDFlash(parallel.Parallel):
+    """Heads with sample_from_anchor are read too, and written as DSpark's, by whose method alone vLLM takes them."""
+
+    engine: str = "speculators"
+    title: str = "speculators DFlash"
+    versions: str = f"speculators {VERSION}, vLLM 0.32 and 0.33"
+    serving: str = """\
+```bash
+vllm serve $base --speculative-config '{"method": "dflash", "model": "$folder", "num_speculative_tokens": $depth}'
+```
+
+Give that number, which is what the head was trained to draft at once: with fewer its slots see fewer of one another.
+Where the base is a hub id, `vllm serve $folder` is enough: the config names it.
+"""
+    narrow: bool = True
+    behind: bool | None = False
+
+    def recognises(self, files: Files) -> bool:
+        return (files.config or {}).get("speculators_model_type") == "dflash"
+
+    def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
+        behind = flag(files.config or {}, "sample_from_anchor")
+        return {**nested_options(files, base), "sample_from_anchor": behind}
+
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+        assert isinstance(head, ParallelConfig)
+        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
+        config = nested_config("dflash", "DFlash", head, tensors, base, {})
+        return Written(config, named | vocabulary.offsets(tensors))
+
+
+FORMATS = (SpeculatorsDFlash(),)

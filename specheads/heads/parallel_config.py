@@ -1,0 +1,67 @@
+"""Options of the parallel block head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from specheads.heads.feature import FeatureHeadConfig
+from specheads.heads.vocabulary import DraftVocabularyConfig
+
+
+@dataclass(frozen=True)
+class ParallelConfig(FeatureHeadConfig, DraftVocabularyConfig):
+    """block_size: slots of a block, the root's among them; sample_from_anchor: true lets slots draft the token behind
+    their place, false that of their own, as in DFlash and JetSpec; causal: false lets slots see one another both ways,
+    as in DFlash; markov_rank: of the bias, 0 for none; confidence: learn beside each law how likely its draft is
+    accepted; mask_token_id: the base's token to read behind the root (default: an embedding of the head's own);
+    anchors: blocks of a row that a training step draws, of which the accepted length it logs counts each once; decay:
+    the loss of the draft at depth j weighs decay^j, e^(−1/4) as published for blocks of 8, e^(−1/7) for 16. With a
+    draft vocabulary the head keeps the base's output rows of its tokens, frozen. draft_depth: of the default tree."""
+
+    kind: ClassVar[str] = "parallel"
+    aliases: ClassVar[dict[str, str]] = {}
+
+    loss: str = "kl"
+    num_layers: int = 2
+    block_size: int = 8
+    sample_from_anchor: bool = True
+    causal: bool = True
+    markov_rank: int = 256
+    confidence: bool = False
+    mask_token_id: int | None = None
+    anchors: int = 512
+    decay: float = 0.78
+    draft_depth: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "block_size", "anchors")
+        self._at_least(0, "markov_rank", "mask_token_id")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"parallel head option decay={self.decay} must be above 0 and at most 1")
+        if not self.num_drafted:
+            raise ValueError("a block of one slot, the root's, drafts nothing where sample_from_anchor is false")
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that a block drafts, and the depth of the deepest."""
+        return self.block_size - self.silent_slots
+
+    @property
+    def silent_slots(self) -> int:
+        """Slots at the front of a block that draft nothing: the root's, where slots speak of their own place."""
+        return 0 if self.sample_from_anchor else 1
+
+    def filled(self, base_config: Any) -> ParallelConfig:
+        config = super().filled(base_config)
+        assert config.vocab_size is not None
+        if config.mask_token_id is not None and config.mask_token_id >= config.vocab_size:
+            raise ValueError(f"mask_token_id={config.mask_token_id} is no token of a vocabulary of {config.vocab_size}")
+        return config
+
+    @classmethod
+    def default_taps(cls, num_layers: int) -> tuple[int, ...]:
+        """Five layers, evenly from the second's output to the last but two's."""
+        first, last = (2, num_layers - 2) if num_layers > 5 else (min(1, num_layers), num_layers)
+        return tuple(sorted({round(first + i * (last - first) / 4) for i in range(5)}))

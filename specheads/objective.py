@@ -260,4 +260,4 @@ def rank_of(logits: Tensor, token: Tensor) -> Tensor:
 def rows_of_chunk(width: int, device: torch.device) -> int:
     """Rows whose logits over `width` tokens are worked on at once: as fit a CPU's cache or a small share of a GPU's
     memory, but enough that the gradient of the output matrix, added up once a chunk, is not what takes the time."""
-    return max(256, (1 << 21) // width) if device.type == "cpu" else max(512, (1 << 26) // width)
+    return max(256, (1 << 22) // width) if device.type == "cpu" else max(512, (1 << 26) // width)

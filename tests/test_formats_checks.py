@@ -28,14 +28,21 @@ def scaled(base):
     return trained(base, "eagle3", draft_vocab_size=40, taps=(1, 3, 6), rope_parameters=LLAMA3)
 
 
+DFLASH = {"sample_from_anchor": False, "causal": False, "markov_rank": 0, "mask_token_id": 9, "block_size": 4}
+BLOCKS = {
+    "dflash": DFLASH, "jetspec": {**DFLASH, "causal": True},
+    "deepspec": {**DFLASH, "sample_from_anchor": True, "markov_rank": 6},
+}  # fmt: skip
+
+
 def installed(monkeypatch, *names):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name in names else None)
 
 
 @pytest.mark.parametrize("to", sorted(ENGINES))
 def test_where_its_program_is_missing_that_is_said_in_one_line(to, tmp_path, monkeypatch, base):
-    kind = {"medusa": "medusa", "hydra": "hydra"}.get(to, "eagle3")
-    model = trained(base, kind)
+    kind = {"medusa": "medusa", "hydra": "hydra", **dict.fromkeys(BLOCKS, "parallel")}.get(to, "eagle3")
+    model = trained(base, kind, **BLOCKS.get(to, {}))
     model.export(tmp_path / "out", to)
     installed(monkeypatch)
     found = checks.check(tmp_path / "out", to, model)

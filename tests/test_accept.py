@@ -184,6 +184,8 @@ def test_enumeration_notices_a_wrong_q(plan):
 
 def test_enumeration_notices_a_draft_in_place_of_the_target():
     class AcceptAll(Exact):
+        descends_on_draw = False
+
         def chances(self, level, sampler):
             return level.is_child.double()
 

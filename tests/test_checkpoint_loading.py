@@ -92,7 +92,7 @@ def changed_options(head: str) -> dict:
         "rope_parameters": {"rope_type": "linear", "rope_theta": 77.0, "factor": 2.0},
         "taps": (4,) if head == "eagle" else (1, 4, 6), "tree": ((0,), (1,), (0, 0)), "loss": "lk",
         "decay": 0.5, "mask_token_id": 7, "anchors": 3,
-        "dpace": None if "eagle" in head else 0.5, "norm_before_fc": False,  # which do not go with others here
+        "dpace": 0.5 if head == "parallel" else None, "norm_before_fc": False,  # which do not go with others here
     }  # fmt: skip
     for option in dataclasses.fields(HEADS[head].Config):
         if option.name not in given:

@@ -24,7 +24,7 @@ def assistant(tensors, head):
         hidden_size=head.hidden_size, intermediate_size=head.intermediate_size, num_hidden_layers=head.num_layers,
         num_attention_heads=head.num_attention_heads, num_key_value_heads=head.num_key_value_heads,
         head_dim=head.head_dim, rms_norm_eps=head.rms_norm_eps, block_size=head.block_size,
-        rope_parameters={"rope_type": "default", "rope_theta": head.rope_theta}, mask_token_id=head.mask_token_id,
+        rope_parameters=head.rope_parameters, mask_token_id=head.mask_token_id,
         layer_types=["full_attention"] * head.num_layers, target_layer_ids=[tap - 1 for tap in head.taps],
         max_position_embeddings=512,
     )  # fmt: skip

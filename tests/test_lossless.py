@@ -33,6 +33,7 @@ from specheads import (
     chain,
 )
 from specheads.accept import walk
+from specheads.accept.paths import sample_walk
 
 V, LENGTH = 3, 3
 ALONE = [(0, 1, 0)]
@@ -213,6 +214,13 @@ def test_a_wrong_residual_a_wrong_q_and_a_stop_that_anticipates_are_noticed(draf
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_point_mass_that_is_drawn_for_twice_is_noticed(drafter_of, monkeypatch, drafter, rule):
     """Where the token drawn is no child, another is drawn: what n-gram drafting published elsewhere does."""
+
+    def twice(laws, sampler):
+        verdict = sample_walk(laws, sampler)
+        last = verdict.path.gather(1, verdict.last.unsqueeze(1)).squeeze(1)
+        return replace(verdict, bonus=sampler.draw(laws.p_at(last)))
+
+    monkeypatch.setattr("specheads.accept.paths.sample_walk", twice)
     monkeypatch.setattr(Exact, "rest", lambda self, level, sampler: level.p)
     assert error(partial(drafter_of, drafter), RULES[rule], SHAPES["chain"], ALONE, steps=1) > 1e-3
 

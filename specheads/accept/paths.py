@@ -35,15 +35,37 @@ def walk(
         verdict = accept.judge(laws, sampler)
     else:
         assert isinstance(accept, LevelRule)
-        if sampler.needs_prefix:
+        if accept.descends_on_draw and tree.probs is None:
+            greedy = not (sampler.do_sample or sampler.needs_prefix)
+            verdict = drawn_path(tree, sampler.draw(laws.scores)) if greedy else sample_walk(laws, sampler)
+        elif sampler.needs_prefix:
             verdict = descend(laws, accept, sampler)
-        elif accept.descends_on_draw and tree.probs is None and not sampler.do_sample:
-            verdict = drawn_path(tree, sampler.draw(laws.scores))
         else:
             verdict = at_once(laws, accept, sampler)
     if not keep_scores:
         return verdict
     return replace(verdict, scores=tuple((laws.raw_at(node), laws.scores_at(node)) for node in verdict.path.T))
+
+
+def sample_walk(laws: Laws, sampler: Sampler) -> Verdict:
+    """Token after token drawn from p, as long as a child carries it: the draws of decoding without drafts, in their
+    order, so that the same seed gives the same text."""
+    tree = laws.tree
+    node = token = torch.zeros_like(tree.tokens[:, 0])
+    going = torch.ones_like(node, dtype=torch.bool)
+    path, length = [node], torch.ones_like(node)
+    for depth in range(tree.max_depth + 1):
+        level = laws.level(node)
+        drawn = sampler.draw(level.p)
+        token = torch.where(going, drawn, token)
+        found, child = (level.is_child & (level.tokens == drawn.unsqueeze(1))).max(1)
+        going = going & found
+        if depth == tree.max_depth or known_all(~going):
+            break
+        node = torch.where(going, child, node)
+        length = length + going
+        path.append(node)
+    return Verdict(padded(path, tree), length, token)
 
 
 def at_once(laws: Laws, rule: LevelRule, sampler: Sampler) -> Verdict:
@@ -105,5 +127,9 @@ def descend(laws: Laws, rule: LevelRule, sampler: Sampler) -> Verdict:
         node = torch.where(going, child, node)
         length = length + going
         path.append(node)
-    path += [node] * (tree.max_depth + 1 - len(path))
-    return Verdict(torch.stack(path, 1), length, sampler.draw(rule.rest(laws.level(node), sampler)))
+    return Verdict(padded(path, tree), length, sampler.draw(rule.rest(laws.level(node), sampler)))
+
+
+def padded(path: list[Tensor], tree: DraftTree) -> Tensor:
+    """Nodes (B,) level by level → (B, P)."""
+    return torch.stack(path + path[-1:] * (tree.max_depth + 1 - len(path)), 1)

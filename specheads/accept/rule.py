@@ -227,7 +227,7 @@ class LevelRule(Acceptance):
     """A rule that judges the children of each node by themselves: how likely it goes on to each, and what follows
     where it goes on to none. Whoever walks the tree draws."""
 
-    # Without q a token is drawn from p, and the child that carries it is kept: at temperature 0 the tree is read off.
+    # Without q it is as good to draw a token from p and keep the child that carries it.
     descends_on_draw: ClassVar[bool] = False
 
     @abstractmethod

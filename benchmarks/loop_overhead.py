@@ -40,8 +40,8 @@ class ForwardTimer:
     def timed(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)  # transformers looks at forward's parameters
         def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()  # first, so that what timing takes is not the loop's
             self.depth += 1
-            began = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:

@@ -85,6 +85,7 @@ def nucleus(log_q: Tensor, log_p: Tensor, top_p: float) -> tuple[Tensor, Tensor]
 
 
 WHOLE: dict[str, Divergence] = {"kl": kl, "kl_reversed": kl_reversed, "js": js, "tv": tv, "js_paper": js_paper}
+INFINITE = ("kl_reversed", "js_paper")  # where p has any chance outside q's tokens
 REDUCED = ("kl", "js", "tv")  # those with a top_k_ and a top_p_ form
 NAMES = (*WHOLE, *(form + name for form in ("top_k_", "top_p_") for name in REDUCED))
 
@@ -97,8 +98,12 @@ def divergence(name: str, log_q: Tensor, log_p: Tensor, *, k: int, top_p: float,
     outside = log_p.new_zeros(())
     if name in WHOLE:
         if ids is not None:  # a smaller draft vocabulary spares the rest of the larger one
-            outside = log_p.index_fill(-1, ids, -torch.inf).logsumexp(-1).exp()
-            log_p = log_p.index_select(-1, ids)
+            inside = log_p.index_select(-1, ids)
+            if name in INFINITE:
+                outside = log_p.index_fill(-1, ids, -torch.inf).logsumexp(-1).exp()
+            else:  # to rounding, without another look at the whole vocabulary
+                outside = (1 - inside.exp().sum(-1)).clamp_min(0)
+            log_p = inside
         return WHOLE[name](log_q, log_p, outside)
     if ids is not None:
         log_q = torch.full_like(log_p, -torch.inf).index_copy_(-1, ids, log_q)

@@ -37,7 +37,9 @@ class Exact(LevelRule):
 
 def chances_towards(p: Tensor, level: Level) -> Tensor:
     """(R, N) as `LevelRule.chances`, such that the token that follows has the law p (R, V), the target's or another."""
-    return p.gather(1, level.tokens) * level.is_child if level.q is None else chances_in_order(p, level)
+    if level.laws.tree.probs is None:  # level.q would be rows of V numbers
+        return p.gather(1, level.tokens) * level.is_child
+    return chances_in_order(p, level)
 
 
 def chances_in_order(p: Tensor, level: Level, leniency: float = 1.0) -> Tensor:

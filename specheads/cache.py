@@ -38,11 +38,16 @@ class TreeLayer(CacheLayerMixin):
         if not self.cache.settled:
             self.keys, self.values, self.is_initialized = key_states, value_states, True
             return key_states, value_states
-        start, stop = self.cache.write_at, self.cache.write_at + key_states.shape[2]
         end = self.cache.attended
         assert self.keys is not None and self.values is not None
-        self.keys[:, :, start:stop] = key_states
-        self.values[:, :, start:stop] = value_states
+        if (places := self.cache.places) is not None:
+            places = places.to(key_states.device)
+            self.keys.scatter_(2, places.expand_as(key_states), key_states)
+            self.values.scatter_(2, places.expand_as(value_states), value_states)
+        else:
+            start, stop = self.cache.write_at, self.cache.write_at + key_states.shape[2]
+            self.keys[:, :, start:stop] = key_states
+            self.values[:, :, start:stop] = value_states
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     # The mask and the positions come from outside, so the model must not derive either from the cache.
@@ -60,6 +65,7 @@ class TreeCache(Cache):
     """KV of every layer for B rows. `scratch` tree slots, then up to `capacity` committed slots, `size` of them made.
 
     lengths (B,) int64 on the device: committed tokens per row. bound: a host integer no row's length exceeds.
+    positions (attended,): which position each slot of a pass holds; of scratch slots one that no text reaches.
     """
 
     def __init__(self, num_layers: int, scratch: int, capacity: int) -> None:
@@ -68,7 +74,11 @@ class TreeCache(Cache):
         self.scratch, self.capacity, self.size = scratch, capacity, 0
         self.settled = False
         self.write_at = 0
+        self.places: Tensor | None = (
+            None  # (B, 1, P, 1) the slots a pass writes, where they are not the same in all rows
+        )
         self.attended = 0
+        self.positions: Tensor
         self.stacks: list[Tensor] = []  # (layers, B, heads, scratch + size, d), one for all layers of one shape
         self.first_slots: list[Tensor] = []  # (layers, B, heads, 1) of each stack: where slot 0 is, in slots
         self.views: list[list[tuple[TreeLayer, str]]] = []  # whose keys or values each entry of a stack is
@@ -97,12 +107,35 @@ class TreeCache(Cache):
             self.views.append(members)
         self.settled, self.lengths, self.bound = True, lengths, bound
 
-    def open(self, write_at: int = 0) -> None:
-        """Prepare a pass that writes from scratch slot `write_at` on and attends all that is committed."""
-        self.write_at = write_at
+    def open(self) -> None:
+        """Prepare a pass that writes from scratch slot `write_at` = 0 on and attends all that is committed."""
+        self.write_at, self.places = 0, None
+        self._attend(self.bound + self.scratch)  # a commit moves `scratch` rows at most
+
+    def append(self, columns: int, length: Tensor, bound: int) -> Tensor:
+        """Prepare a pass that writes the next `columns` tokens of each row where they are to stay; their positions
+        (B, columns). Of each row the first length (B,) are committed by it; the others the next pass overwrites. bound:
+        as in `commit`."""
+        position = self.lengths.unsqueeze(1) + torch.arange(columns, device=self.lengths.device)
+        self._bind(bound)
+        self._attend(self.bound + columns)
+        self.places = (position + self.scratch).clamp(max=self.scratch + self.size - 1)[:, None, :, None]
+        self.lengths = self.lengths + length
+        return position
+
+    def _bind(self, bound: int) -> None:
+        if bound > self.capacity:
+            raise ValueError(f"{bound} tokens do not fit a cache made for {self.capacity}; ask for more at prefill")
+        self.bound = bound
+
+    def _attend(self, needed: int) -> None:
+        """Attend all that is committed, with room for `needed` committed slots."""
         attended = min(self.capacity, -(-self.bound // BUCKET) * BUCKET)
-        self.attended = self.scratch + attended
-        needed = min(self.capacity, max(attended, self.bound + self.scratch))  # a commit moves `scratch` rows at most
+        if self.attended != self.scratch + attended:
+            self.attended = self.scratch + attended
+            self.positions = torch.arange(-self.scratch, attended, device=self.lengths.device)
+            self.positions[: self.scratch] = torch.iinfo(torch.long).max
+        needed = min(self.capacity, max(attended, needed))
         if needed > self.size:
             self._grow(min(self.capacity, max(needed, 2 * self.size)))
 
@@ -121,9 +154,7 @@ class TreeCache(Cache):
         All P are moved; those behind `length` are overwritten by the next commit and masked until then. bound: a
         host integer that no row's length now exceeds; ValueError where it exceeds the capacity.
         """
-        if bound > self.capacity:
-            raise ValueError(f"{bound} tokens do not fit a cache made for {self.capacity}; ask for more at prefill")
-        self.bound = bound
+        self._bind(bound)
         target = self.scratch + self.lengths.unsqueeze(1) + torch.arange(path.shape[1], device=path.device)
         target = target.clamp(max=self.scratch + self.size - 1)
         both = torch.stack([path, target]).unsqueeze(2)  # (2, B, 1, P)
@@ -185,28 +216,25 @@ class Levels:
     def __init__(self, cache: TreeCache, dtype: torch.dtype) -> None:
         cache.open()
         self.cache = cache
-        batch, lengths = len(cache.lengths), cache.lengths.unsqueeze(1)
-        slot = torch.arange(cache.attended - cache.scratch, device=lengths.device)
-        unwritten = torch.full((batch, 1, 1, cache.scratch), torch.finfo(dtype).min, dtype=dtype, device=lengths.device)
+        lengths = cache.lengths.unsqueeze(1)
         # (B, 1, k, attended) what to add to the scores of the newest level in layers that see everything
-        self.seen = torch.cat([unwritten, additive((slot < lengths).unsqueeze(1), dtype)], -1)
+        self.seen = additive((cache.positions < lengths).unsqueeze(1), dtype)
         # Cut up at once, which costs less than to count up level by level.
-        self.positions = (lengths - 1 + torch.arange(cache.scratch + 1, device=lengths.device)).split(1, 1)
+        self.levels = (lengths - 1 + torch.arange(cache.scratch + 1, device=lengths.device)).split(1, 1)
         self.columns = self.seen.narrow(-1, 0, cache.scratch).split(1, -1)
         self.written = 0
         self.widths: list[int] = []
 
     @property
     def position(self) -> Tensor:
-        return self.positions[len(self.widths)]
+        return self.levels[len(self.widths)]
 
     def descend(self, parents: Tensor) -> None:
         """Open the cache for the children of nodes parents (B, k) of the newest level (of the root, at first)."""
         start, stop = self.written, self.written + parents.shape[1]
         if stop > self.cache.scratch:
             raise ValueError(f"a tree of {stop} nodes below the root needs as many scratch slots: {self.cache.scratch}")
-        self.cache.open(write_at=start)
-        self.written = stop
+        self.cache.write_at, self.written = start, stop
         self.widths.append(stop - start)
         if stop == len(self.widths):  # in a chain the one row goes on as it is
             self.columns[start].zero_()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from specheads.law import DraftIds
 from specheads.planner import Expand, Plan, Scored
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree
@@ -31,6 +32,15 @@ class DraftLogits:
     def at(self, row: Tensor, node: Tensor) -> Tensor:
         """Nodes (R,) of batch rows (R,) → (R, Vd)."""
         return self.logits.flatten(0, 1).index_select(0, row * self.logits.shape[1] + self.place[row, node])
+
+    def chance(self, place: Tensor, tokens: Tensor) -> Tensor:
+        """(B, N) the probability of tokens (B, N) in the laws place (B, N); 0 outside a draft vocabulary."""
+        row = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
+        laws = self.logits.float().softmax(-1)
+        if self.ids is None:
+            return laws[row, place, tokens]
+        own = DraftIds.of(self.ids, self.vocab_size).place[tokens]
+        return laws[row, place, own.clamp_min(0)] * (own >= 0)
 
     def over_target(self, logits: Tensor) -> Tensor:
         """(…, Vd) → (…, V), −inf outside the draft vocabulary."""

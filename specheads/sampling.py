@@ -5,6 +5,7 @@ Shapes: R rows (one node of each batch row), V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,17 @@ Prefixes = Callable[[], Sequence[Sequence[int]]]
 def _no_prefix(scores: Tensor) -> Any:
     """The empty ids (R, 0) that a prefix-free processor is given."""
     return torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
+
+
+def likeliest(logits: Tensor, block: int = 128) -> Tensor:
+    """argmax over the last of (…, V), the first of equals."""
+    if logits.device.type != "cpu" or logits.shape[-1] % block or logits.numel() < 256 * block:
+        return logits.argmax(-1)
+    # The largest of each block first: on a CPU a maximum alone is found several times faster than its place.
+    blocks = logits.unflatten(-1, (-1, block))
+    which = blocks.amax(-1).argmax(-1, keepdim=True)
+    within = blocks.gather(-2, which.unsqueeze(-1).expand(*which.shape, block)).argmax(-1)
+    return (which * block + within).squeeze(-1)
 
 
 class Sampler:
@@ -84,7 +96,7 @@ class Sampler:
         """(R, V) processed scores → p (R, V)."""
         if self.do_sample:
             return scores.softmax(-1)
-        return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        return torch.zeros_like(scores).scatter_(-1, likeliest(scores).unsqueeze(-1), 1.0)
 
     def draft_law(self, logits: Tensor) -> Tensor:
         """(R, V) draft logits → a q (R, V) near the target's law: temperature and truncation applied, no prefix.
@@ -103,17 +115,18 @@ class Sampler:
         At temperature 0 of any shape (…, V).
         """
         if not self.do_sample:
-            return p.argmax(-1)
+            return likeliest(p)
         if p.device.type != "cpu":
             return torch.multinomial(p, 1, generator=self.generator).squeeze(-1)
         # On a CPU multinomial draws V numbers a row; one number and the running sums take a tenth of the time.
         below = p.cumsum(-1, dtype=torch.float64)
         total = below[:, -1:]
-        if not bool((total > 0).all() & total.isfinite().all()):
-            raise ValueError(f"a law sums to {total.flatten().tolist()}: the model's logits are not finite numbers")
-        place = torch.rand(total.shape, generator=self.generator, dtype=torch.float64) * total
-        place = torch.where(place < total, place, 0)  # rounding may reach the end, behind which nothing is
-        return torch.searchsorted(below, place, right=True).squeeze(-1)
+        wholes = total.flatten().tolist()
+        if not all(0 < whole < math.inf for whole in wholes):
+            raise ValueError(f"a law sums to {wholes}: the model's logits are not finite numbers")
+        # Above 0, where a token without a chance may stand, and at most the whole sum, behind which nothing does.
+        place = (1 - torch.rand(total.shape, generator=self.generator, dtype=torch.float64)) * total
+        return torch.searchsorted(below, place).squeeze(-1)
 
     def coin(self, chance: Tensor) -> Tensor:
         """(R,) probabilities → (R,) bool; certain ones come true, and at temperature 0 those above one half."""

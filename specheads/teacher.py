@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from specheads.cache import additive
 from specheads.law import NEVER, DraftIds, FullLaw, Law, TopKTailLaw
 from specheads.losses import wide
+from specheads.sampling import likeliest
 from specheads.target import (
     MASKED_ATTENTION,
     concat_taps,
@@ -101,7 +102,7 @@ class TopKTail:
         total = full.logsumexp(-1)
         kept, ids = full.topk(min(k, full.shape[-1]), dim=-1)
         # Of equally likely tokens topk puts any first; the best is the one that argmax names.
-        best = logits.argmax(-1, keepdim=True)
+        best = likeliest(logits).unsqueeze(-1)
         ids = ids.scatter(-1, (ids == best).long().argmax(-1, keepdim=True), ids[:, :1])
         ids[:, :1] = best
         rest = full.scatter(-1, ids, -torch.inf).logsumexp(-1)

@@ -34,6 +34,11 @@ def ancestors(parents: Tensor, max_depth: int | None = None) -> Tensor:
     return reach > 0.5
 
 
+def known_all(marks: Tensor) -> bool:
+    """Are all marks true, as far as asking costs nothing? False elsewhere than on a CPU, where it would wait."""
+    return marks.device.type == "cpu" and bool(marks.all())
+
+
 @dataclass(frozen=True)
 class Shape:
     """What the parents of a tree imply. A static plan makes it once for all its trees.
@@ -51,10 +56,20 @@ class Shape:
         return cls(parents, mask, mask.sum(-1) - 1)
 
     @cached_property
+    def elder(self) -> Tensor:
+        """(B, N, N) True where node j is a sibling of node i and stands before it."""
+        before = torch.ones_like(self.ancestors[:1]).tril(-1)
+        return (self.parents.unsqueeze(1) == self.parents.unsqueeze(2)) & before
+
+    @cached_property
     def ranks(self) -> Tensor:
         """(B, N) how many siblings stand before each node."""
-        before = torch.ones_like(self.ancestors[:1]).tril(-1)
-        return ((self.parents.unsqueeze(1) == self.parents.unsqueeze(2)) & before).sum(-1)
+        return self.elder.sum(-1)
+
+    @cached_property
+    def first(self) -> Tensor:
+        """(B, N) True at drafted nodes before which no sibling stands."""
+        return self.drafted & (self.ranks == 0)
 
     @cached_property
     def children(self) -> Tensor:
@@ -65,6 +80,59 @@ class Shape:
     def most_siblings(self) -> int:
         """The most children a node has. A host integer: where the shape is new, asking waits for the device."""
         return int(self.children.sum(2).max())
+
+    @cached_property
+    def inner(self) -> Tensor:
+        """(I,) the nodes that have children, counted over all rows: node i of row b is b · N + i. On a GPU, where
+        looking for them would wait, all nodes."""
+        every = self.children.any(2).flatten()
+        return every.nonzero().squeeze(1) if every.device.type == "cpu" else torch.arange(len(every)).to(every.device)
+
+    @cached_property
+    def families(self) -> tuple[Tensor, Tensor]:
+        """Where siblings are: the nodes (F,) with two children or more, and the children (F, most) of each in order,
+        both counted over all rows; behind the last child 0. Where the shape is new, asking waits for the device."""
+        num = self.parents.shape[1]
+        above = (self.children.sum(2).flatten() > 1).nonzero().squeeze(1)
+        mine = self.children.flatten(0, 1)[above]  # (F, N)
+        order = torch.where(mine, mine.cumsum(1) - 1, self.most_siblings)
+        table = torch.zeros(len(above), self.most_siblings + 1, dtype=torch.long, device=above.device)
+        place = torch.arange(num, device=above.device) + (above // num * num).unsqueeze(1)
+        return above, table.scatter_(1, order, place)[:, :-1]
+
+    @cached_property
+    def falls(self) -> list[tuple[Tensor, Tensor, bool]]:
+        """What happens where no node stands, as (nodes (F,), a child of each (F,), is it the first): every node has
+        lost a child for each time it is named, and none before it has lost one itself. Counted and waiting as in
+        `families`."""
+        num, depth, rank = self.parents.shape[1], self.depth.flatten(), self.ranks.flatten()
+        child = self.drafted.flatten().nonzero().squeeze(1)
+        above = child // num * num + self.parents.flatten()[child]
+        order = (depth * num + rank)[child]
+        return [(above[order == one], child[order == one], one % num == 0) for one in sorted(set(order.tolist()))]
+
+    @cached_property
+    def leaves_first(self) -> Tensor:
+        """(B, N) the nodes of each row as they are met when each comes behind all below it and its elder siblings with
+        all below these; unused slots last. Asking waits as for `families`."""
+        rows = []
+        for parents in self.parents.tolist():
+            below: dict[int, list[int]] = {}
+            for node, above in enumerate(parents):
+                if node:
+                    below.setdefault(above, []).append(node)
+
+            def met(node: int, below: dict[int, list[int]] = below) -> list[int]:
+                return [*(one for child in below.get(node, ()) for one in met(child)), node]
+
+            rows.append([*met(0), *below.get(-1, ())])
+        return torch.tensor(rows, device=self.parents.device)
+
+    @cached_property
+    def in_line(self) -> bool:
+        """Is each drafted node the child of the one before it, in every row? Asking waits as for `families`."""
+        before = torch.arange(-1, self.parents.shape[1] - 1, device=self.parents.device)
+        return not bool((self.drafted & (self.parents != before)).any())
 
     @cached_property
     def drafted(self) -> Tensor:
@@ -132,3 +200,8 @@ class DraftTree:
     @property
     def num_nodes(self) -> int:
         return self.tokens.shape[1]
+
+    @property
+    def is_chain(self) -> bool:
+        """Has each node the one before it for a parent, in every row?"""
+        return self.num_nodes <= self.max_depth + 1 and self.shape.in_line

@@ -115,11 +115,13 @@ class Scalar(LevelRule):
     subtract_q: bool = True
     drop_x: bool = True
 
-    def _judged(self, level, row):
+    def _judged(self, laws, row, node):
         """{child: how likely it is kept}, and what is left of p."""
-        p, q, waiting, chances = level.p[row].tolist(), level.q[row].tolist(), 1.0, {}
-        for node in level.is_child[row].nonzero().flatten().tolist():
-            x = int(level.tokens[row, node])
+        p, waiting, chances = laws.p[row, node].tolist(), 1.0, {}
+        children = [i for i, above in enumerate(laws.tree.parents[row].tolist()) if above == node]
+        q = laws.tree.probs[row, children[0]].tolist() if children else None
+        for node in children:
+            x = int(laws.tree.tokens[row, node])
             kept = min(1.0, p[x] / q[x])
             chances[node], waiting = waiting * kept, waiting * (1 - kept)
             if self.subtract_q:
@@ -130,15 +132,16 @@ class Scalar(LevelRule):
                 q = [value / (sum(rest) or 1.0) for value in rest]
         return chances, p
 
-    def chances(self, level, sampler):
-        made = torch.zeros(level.tokens.shape, dtype=torch.float64)
+    def chances(self, laws):
+        made = torch.zeros(laws.tree.tokens.shape, dtype=torch.float64)
         for row in range(len(made)):
-            for node, chance in self._judged(level, row)[0].items():
-                made[row, node] = chance
+            for above in range(laws.tree.num_nodes):
+                for node, chance in self._judged(laws, row, above)[0].items():
+                    made[row, node] = chance
         return made
 
-    def rest(self, level, sampler):
-        rows = [self._judged(level, row)[1] for row in range(len(level.tokens))]
+    def rest(self, laws, node):
+        rows = [self._judged(laws, row, place)[1] for row, place in enumerate(node.tolist())]
         return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -184,10 +187,11 @@ def test_enumeration_notices_a_wrong_q(plan):
 
 def test_enumeration_notices_a_draft_in_place_of_the_target():
     class AcceptAll(Exact):
-        descends_on_draw = False
+        def is_exact(self, sampler):
+            return False
 
-        def chances(self, level, sampler):
-            return level.is_child.double()
+        def chances(self, laws):
+            return laws.tree.shape.drafted.double()
 
     target, draft = Table(3, 1), Table(3, 2)
     law = output_law(target, draft, chain(1), [(0, 1)], 3, accept=AcceptAll())

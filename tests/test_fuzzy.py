@@ -80,13 +80,11 @@ def test_where_no_law_is_near_each_token_is_drawn_from_p(plan):
 class Published(Fuzzy):
     """As the paper's code: behind a refusal the step ends."""
 
-    def chances(self, level, sampler):
-        near = (self.distance(level, sampler) <= self.threshold) & (level.first >= 0)
-        first = torch.zeros_like(level.tokens, dtype=torch.float64)
-        return first.scatter(1, level.first.clamp_min(0).unsqueeze(1), near.double().unsqueeze(1))
+    def chances(self, laws):
+        return (laws.first_allowed & (laws.at_parent(self.distance(laws)) <= self.threshold)).double()
 
-    def rest(self, level, sampler):
-        return level.p
+    def rest(self, laws, node):
+        return laws.p_at(node)
 
 
 @pytest.mark.parametrize("plan", PLANS)

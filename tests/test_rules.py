@@ -28,8 +28,8 @@ from specheads import (
     chain,
     convert,
 )
-from specheads.accept import Ensemble, walk
-from specheads.accept.paths import descend
+from specheads.accept import Ensemble, Verdict, walk
+from specheads.accept.paths import path_to
 from specheads.draft_law import DraftLogits, LawKept
 
 V = 12
@@ -188,7 +188,18 @@ LEVEL_RULES = [
 def test_judging_all_nodes_at_once_and_going_down_level_by_level_give_one_law(rule, plan, monkeypatch):
     tables = Table(3, 1, holes=True), Table(3, 2)
     at_once = step_law(*tables, plan, rule, (0, 1))
-    monkeypatch.setattr("specheads.accept.paths.at_once", descend)
+
+    def level_by_level(laws, rule, sampler):
+        chance, node = rule.chances(laws), torch.tensor([0])
+        for _ in range(laws.tree.max_depth):
+            on = chance * laws.tree.shape.children[0, node]
+            child = int(sampler.draw(torch.cat([on, 1 - on.sum(1, keepdim=True)], 1)))
+            if child == laws.tree.num_nodes:
+                break
+            node = torch.tensor([child])
+        return Verdict(*path_to(laws.tree, node), sampler.draw(rule.rest(laws, node)))
+
+    monkeypatch.setattr("specheads.accept.paths.at_once", level_by_level)
     assert distance(at_once, step_law(*tables, plan, rule, (0, 1))) < 1e-12
 
 

@@ -15,7 +15,6 @@ from specheads.accept.exact import Exact, residual
 from specheads.accept.paths import walk
 from specheads.accept.rule import Laws, PathRule, Verdict
 from specheads.sampling import Sampler
-from specheads.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Block(PathRule):
             return walk(tree, laws.logits, Exact(), sampler, laws.history)
         drafted = tree.shape.drafted
         node = torch.arange(tree.num_nodes, device=drafted.device)
-        if not is_chain(tree):
+        if not tree.is_chain:
             raise ValueError("Block judges chains, and this sampled tree branches; accept by Traversal() or Exact()")
         p, q = laws.p, tree.probs
         share = laws.of_tokens(p) / q.gather(2, tree.tokens.unsqueeze(2)).squeeze(2)
@@ -53,14 +52,6 @@ class Block(PathRule):
         bonus = residual(chance[row, last].unsqueeze(1) * p[row, last], ahead[row, last])
         path = torch.minimum(node, last.unsqueeze(1))[:, : tree.max_depth + 1]
         return Verdict(path, last + 1, sampler.draw(bonus))
-
-
-def is_chain(tree: DraftTree) -> bool:
-    """Has each node the one before it for a parent, in every row?"""
-    if tree.num_nodes > tree.max_depth + 1:
-        return False
-    above = torch.arange(-1, tree.num_nodes - 1, device=tree.parents.device)
-    return not bool((tree.shape.drafted & (tree.parents != above)).any())
 
 
 def stop_chance(left: Tensor, reached: Tensor) -> Tensor:

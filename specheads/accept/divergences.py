@@ -13,11 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specheads.accept.rule import known_all
+from specheads.law import DraftIds
 
 # log q, log p (R, n), and the part of p (R,) or () that stands where q has none, left out of both
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
-NUCLEI = (64, 512)  # tokens looked at before a whole vocabulary is sorted
+NUCLEI = (64, 512)  # tokens looked at before a whole vocabulary is
 
 
 def kl(log_q: Tensor, log_p: Tensor, outside: Tensor) -> Tensor:
@@ -53,35 +53,47 @@ def tv(log_q: Tensor, log_p: Tensor, outside: Tensor) -> Tensor:
     return ((log_q.exp() - log_p.exp()).abs().sum(-1) + outside) / 2
 
 
-def top_k_and_rest(log_q: Tensor, log_p: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Both laws over the target's k likeliest tokens and, as one more, all the others together: (R, k + 1)."""
-    ids = log_p.topk(min(k, log_p.shape[-1]), dim=-1).indices
+def over_top_k(whole: Divergence, log_q: Tensor, log_p: Tensor, ids: Tensor | None, k: int) -> Tensor:
+    """(R,) over the target's k likeliest tokens and, as one more, all the others together."""
+    best, top = log_p.topk(min(k, log_p.shape[-1]), dim=-1)
+    chosen = torch.zeros_like(log_p, dtype=torch.bool).scatter_(-1, top, True)
+    rest_p = log_p.masked_fill(chosen, -torch.inf).logsumexp(-1, keepdim=True)
+    chosen = chosen if ids is None else chosen.index_select(-1, ids)
+    rest_q = log_q.masked_fill(chosen, -torch.inf).logsumexp(-1, keepdim=True)
+    q = of_tokens(log_q, top, ids, log_p.shape[-1])
+    return whole(torch.cat([q, rest_q], -1), torch.cat([best, rest_p], -1), log_p.new_zeros(()))
 
-    def merged(log_law: Tensor) -> Tensor:
-        rest = log_law.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
-        return torch.cat([log_law.gather(-1, ids), rest], -1)
 
-    return merged(log_q), merged(log_p)
+def over_top_p(whole: Divergence, log_q: Tensor, log_p: Tensor, ids: Tensor | None, top_p: float) -> Tensor:
+    """(R,) over the fewest of the target's likeliest tokens that hold `top_p` of it, renormalised; infinite where q
+    gives those no chance at all."""
+    size = log_p.shape[-1]
+    # Most nuclei are small, and to sort a whole vocabulary takes long; a GPU would wait to be told which are.
+    widths = [width for width in NUCLEI if width < size] if log_p.device.type == "cpu" else []
+    rows, made = torch.arange(len(log_p), device=log_p.device), log_p.new_empty(len(log_p))
+    for width in [*widths, size]:
+        best, top = log_p[rows].topk(width, dim=-1)
+        share = best.exp()
+        beyond = (share.cumsum(-1) - share >= top_p) | (share == 0)
+        p, q = (
+            law.masked_fill(beyond, -torch.inf).log_softmax(-1)
+            for law in (best, of_tokens(log_q[rows], top, ids, size))
+        )
+        apart = q.isnan().any(-1)  # q gives the nucleus no chance
+        made[rows] = torch.where(apart, torch.inf, whole(q, p, log_p.new_zeros(())))
+        if width < size:
+            rows = rows[share.sum(-1) < top_p]
+            if not len(rows):
+                break
+    return made
 
 
-def nucleus(log_q: Tensor, log_p: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Both laws over the fewest of the target's likeliest tokens that hold `top_p` of it, renormalised: (R, n).
-
-    n is as wide as the widest nucleus or wider. Where q gives those no chance at all its row is NaN.
-    """
-    for width in NUCLEI:
-        best, ids = log_p.topk(min(width, log_p.shape[-1]), dim=-1)
-        if known_all(best.exp().sum(-1) >= top_p):
-            break
-    else:  # a wide nucleus somewhere
-        best, ids = log_p.sort(-1, descending=True)
-    share = best.exp()
-    outside = (share.cumsum(-1) - share >= top_p) | (share == 0)
-
-    def renormalised(log_law: Tensor) -> Tensor:
-        return log_law.masked_fill(outside, -torch.inf).log_softmax(-1)
-
-    return renormalised(log_q.gather(-1, ids)), renormalised(best)
+def of_tokens(log_q: Tensor, tokens: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
+    """(R, n) log q (R, Vd), of the tokens ids (Vd,) alone, at tokens (R, n)."""
+    if ids is None:
+        return log_q.gather(-1, tokens)
+    place = DraftIds.of(ids, vocab_size).place[tokens]
+    return log_q.gather(-1, place.clamp_min(0)).masked_fill_(place < 0, -torch.inf)
 
 
 WHOLE: dict[str, Divergence] = {"kl": kl, "kl_reversed": kl_reversed, "js": js, "tv": tv, "js_paper": js_paper}
@@ -105,11 +117,7 @@ def divergence(name: str, log_q: Tensor, log_p: Tensor, *, k: int, top_p: float,
                 outside = (1 - inside.exp().sum(-1)).clamp_min(0)
             log_p = inside
         return WHOLE[name](log_q, log_p, outside)
-    if ids is not None:
-        log_q = torch.full_like(log_p, -torch.inf).index_copy_(-1, ids, log_q)
     form, whole = name[: len("top_k_")], WHOLE[name[len("top_k_") :]]
     if form == "top_k_":
-        return whole(*top_k_and_rest(log_q, log_p, k), outside)
-    log_q, log_p = nucleus(log_q, log_p, top_p)
-    apart = log_q.isnan().any(-1)  # q gives the nucleus no chance at all
-    return torch.where(apart, torch.inf, whole(log_q, log_p, outside))
+        return over_top_k(whole, log_q, log_p, ids, k)
+    return over_top_p(whole, log_q, log_p, ids, top_p)

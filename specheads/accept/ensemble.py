@@ -1,6 +1,6 @@
 """Ensemble: drafts are judged by a mixture of the target's law and the draft's.
 
-p is the target's law, q the draft's. Shapes: B batch rows, V vocabulary.
+p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabulary, R nodes looked at.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specheads.accept.exact import chances_towards, left_of
-from specheads.accept.rule import Level, LevelRule
-from specheads.sampling import Sampler
+from specheads.accept.exact import chances_in_order, left_of
+from specheads.accept.rule import Laws, LevelRule
+from specheads.sampling import Sampler, likeliest
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,35 @@ class Ensemble(LevelRule):
     def needs_draft_law(self) -> bool:
         return not self.lossless
 
-    def chances(self, level: Level, sampler: Sampler) -> Tensor:
-        return chances_towards(self.law(level, sampler), level)
+    def is_exact(self, sampler: Sampler) -> bool:
+        return self.lossless
 
-    def rest(self, level: Level, sampler: Sampler) -> Tensor:
-        return left_of(self.law(level, sampler), level)
+    def chances(self, laws: Laws) -> Tensor:
+        tree = laws.tree
+        law = (
+            torch.zeros_like(laws.scores)
+            .flatten(0, 1)
+            .index_copy(0, tree.shape.inner, self.law(laws, tree.shape.inner))
+        )
+        law = law.view_as(laws.scores)
+        if tree.probs is None:
+            return laws.of_tokens(law) * tree.shape.drafted
+        return chances_in_order(laws, law)
 
-    def law(self, level: Level, sampler: Sampler) -> Tensor:
-        """(R, V) what the token that follows each node is drawn from."""
-        if self.lossless or level.tokens.shape[1] == 1:
-            return level.p
-        if level.draft is None:
+    def rest(self, laws: Laws, node: Tensor) -> Tensor:
+        place = node + torch.arange(len(node), device=node.device) * laws.tree.num_nodes
+        leaf = ~laws.at(laws.tree.shape.children, node).any(1, keepdim=True)
+        return left_of(torch.where(leaf, laws.p_at(node), self.law(laws, place)), laws, node)
+
+    def law(self, laws: Laws, place: Tensor) -> Tensor:
+        """(R, V) what the token that follows is drawn from at nodes place (R,), counted over all rows, which have
+        children."""
+        kept, num = laws.tree.logits, laws.tree.num_nodes
+        if kept is None:
             raise ValueError("Ensemble mixes the draft's law with the target's, and this tree was drafted without one")
-        p = level.soft
-        v = self.weight * p + (1 - self.weight) * sampler.draft_law(level.draft).to(p.dtype)
-        v = torch.where(level.scores > -torch.inf, v, 0)  # what a processor rules out stays out
+        scores = laws.scores.flatten(0, 1).index_select(0, place)
+        p, q = scores.softmax(-1), laws.sampler.draft_law(kept.over_target(kept.at(place // num, place % num)))
+        v = self.weight * p + (1 - self.weight) * q.to(p.dtype)
+        v = torch.where(scores > -torch.inf, v, 0)  # what a processor rules out stays out
         v = v / v.sum(-1, keepdim=True)
-        law = v if sampler.do_sample else torch.zeros_like(v).scatter_(-1, v.argmax(-1, keepdim=True), 1.0)
-        return torch.where(level.is_child.any(1, keepdim=True), law, level.p)
+        return v if laws.sampler.do_sample else torch.zeros_like(v).scatter_(-1, likeliest(v).unsqueeze(-1), 1.0)

@@ -1,18 +1,17 @@
 """Exact: what is emitted has the target's law, judged token by token.
 
-p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabulary.
+p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabulary, F nodes with siblings below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from specheads.accept.rule import Level, LevelRule
+from specheads.accept.rule import Laws, LevelRule
 from specheads.sampling import Sampler
 
 
@@ -26,72 +25,90 @@ class Exact(LevelRule):
     """
 
     lossless: ClassVar[bool] = True
-    descends_on_draw: ClassVar[bool] = True
 
-    def chances(self, level: Level, sampler: Sampler) -> Tensor:
-        return chances_towards(level.p, level)
+    def is_exact(self, sampler: Sampler) -> bool:
+        return True
 
-    def rest(self, level: Level, sampler: Sampler) -> Tensor:
-        return left_of(level.p, level)
+    def chances(self, laws: Laws) -> Tensor:
+        if laws.tree.probs is None or not laws.sampler.do_sample:
+            return laws.chance * laws.tree.shape.drafted
+        return chances_in_order(laws, laws.p)
 
-
-def chances_towards(p: Tensor, level: Level) -> Tensor:
-    """(R, N) as `LevelRule.chances`, such that the token that follows has the law p (R, V), the target's or another."""
-    if level.laws.tree.probs is None:  # level.q would be rows of V numbers
-        return p.gather(1, level.tokens) * level.is_child
-    return chances_in_order(p, level)
+    def rest(self, laws: Laws, node: Tensor) -> Tensor:
+        return left_of(laws.p_at(node), laws, node)
 
 
-def chances_in_order(p: Tensor, level: Level, leniency: float = 1.0) -> Tensor:
-    """(R, N): sibling after sibling, x kept with probability min(1, p(x) / (leniency · q(x))).
+def chances_in_order(laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
+    """(B, N): sibling after sibling, x kept with probability min(1, p(x) / (leniency · q(x))), by laws p (B, N, V).
 
     A refusal leaves p as norm((p − q)₊) and q without x. The law of a point mass is one-hot at each x.
     """
-    bar = (leniency * level.q_of_tokens).clamp_min(torch.finfo(p.dtype).tiny)
-    made = (p.gather(1, level.tokens) / bar).clamp(max=1) * level.is_child
-    if level.laws.tree.shape.most_siblings < 2:
-        return made
-    waiting = torch.ones_like(p[:, :1])
-    for found, node, left, law in siblings(p, level):
-        x = level.tokens.gather(1, node)
-        bar = (leniency * law.gather(1, x)).clamp_min(torch.finfo(law.dtype).tiny)
-        kept = (left.gather(1, x) / bar).clamp(max=1) * found
-        made.scatter_(1, node, torch.where(found, waiting * kept, made.gather(1, node)))
-        waiting = waiting * (1 - kept)
-    return made
+    tree, shape = laws.tree, laws.tree.shape
+    own, siblings = laws.of_tokens(p), shape.most_siblings > 1
+    if tree.probs is None:
+        kept = own / leniency
+        if siblings:  # p has lost their tokens
+            kept = kept / (1 - (shape.elder * own.unsqueeze(1)).sum(2)).clamp_min(tiny(p))
+    else:
+        kept = own / (leniency * tree.probs.gather(2, tree.tokens.unsqueeze(2)).squeeze(2)).clamp_min(tiny(p))
+        if siblings:
+            kept = with_younger(kept, laws, p, leniency)
+    kept = kept.clamp(max=1) * shape.drafted
+    if not siblings:
+        return kept
+    return kept * torch.where(shape.elder, 1 - kept.unsqueeze(1), 1).prod(2)
 
 
-def left_of(p: Tensor, level: Level) -> Tensor:
-    """(R, V) what is left of p when all children have been refused: `LevelRule.rest` towards p."""
-    if level.q is None:  # p without their tokens
-        drafted = torch.zeros_like(p).scatter_add_(1, level.tokens, level.is_child.to(p.dtype))
+def with_younger(kept: Tensor, laws: Laws, p: Tensor, leniency: float) -> Tensor:
+    """kept (B, N) with p(x) / (leniency · q(x)) at those that have siblings before them, by what the refusal of these
+    leaves of p (B, N, V) and q."""
+    tree, (above, children) = laws.tree, laws.tree.shape.families
+    assert tree.probs is not None
+    tokens = tree.tokens.flatten()[children]  # (F, most)
+    left, law = p.flatten(0, 1)[above], tree.probs.flatten(0, 1)[children[:, 0]]  # (F, V)
+    made = kept.flatten().clone()
+    for rank in range(1, children.shape[1]):
+        left, law = refused(left, law, tokens[:, rank - 1 : rank])
+        x = tokens[:, rank : rank + 1]
+        share = left.gather(1, x) / (leniency * law.gather(1, x)).clamp_min(tiny(law))
+        made.index_copy_(0, children[:, rank], share.squeeze(1))  # where there is no child, to a root: not asked for
+    return made.view_as(kept)
+
+
+def left_of(p: Tensor, laws: Laws, node: Tensor) -> Tensor:
+    """(B, V) what is left of p (B, V) when all children of node (B,) have been refused: `LevelRule.rest` towards p."""
+    tree = laws.tree
+    is_child = laws.at(tree.shape.children, node)  # (B, N)
+    if tree.probs is None:  # p without their tokens
+        drafted = torch.zeros_like(p).scatter_add_(1, tree.tokens, is_child.to(p.dtype))
         return residual(p, p * drafted)
-    for found, _, left, law in siblings(p, level):
-        p = torch.where(found, residual(left, law), left)
+    law = laws.at(tree.probs, is_child.int().argmax(1))
+    if tree.shape.most_siblings < 2:
+        return torch.where(is_child.any(1, keepdim=True), residual(p, law), p)
+    order = is_child.cumsum(1) * is_child  # 1 for the first sibling, 2 for the second …
+    for rank in range(1, tree.shape.most_siblings + 1):
+        found, child = (order == rank).max(1, keepdim=True)
+        left, law = refused(p, law, tree.tokens.gather(1, child))
+        p = torch.where(found, left, p)
     return p
 
 
-def siblings(p: Tensor, level: Level) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """The children of each node in draft order, each behind the refusal of those before it: is there one (R, 1), which
-    (R, 1), what is left of p (R, V), and the law it was drawn from (R, V)."""
-    q, order = level.q, level.is_child.cumsum(1) * level.is_child  # 1 for the first sibling, 2 for the second …
-    most = level.laws.tree.shape.most_siblings
-    for rank in range(1, most + 1):
-        found, node = (order == rank).max(1, keepdim=True)
-        x = level.tokens.gather(1, node)
-        law = torch.zeros_like(p).scatter(1, x, 1) if q is None else q
-        yield found, node, p, law
-        if rank < most:
-            p = torch.where(found, residual(p, law), p)
-            q = q if q is None else torch.where(found, normalised(q.scatter(1, x, 0)), q)
+def refused(p: Tensor, law: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What the refusal of x (R, 1), drawn from law (R, V), leaves of p (R, V) and of the law."""
+    return residual(p, law), normalised(law.scatter(1, x, 0))
+
+
+def tiny(like: Tensor) -> float:
+    return torch.finfo(like.dtype).tiny
 
 
 def normalised(weights: Tensor) -> Tensor:
     """Rows scaled to sum 1; an all-zero row stays zero."""
-    return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+    return weights / weights.sum(-1, keepdim=True).clamp_min(tiny(weights))
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """norm((p − q)₊), the law of the token after a refusal; p where p = q, which is never refused."""
-    excess = (p - q).clamp_min(0)
-    return torch.where(excess.sum(-1, keepdim=True) > 0, normalised(excess), p)
+    excess = (p - q).clamp_min_(0)
+    total = excess.sum(-1, keepdim=True)
+    return torch.where(total > 0, excess.div_(total.clamp_min(tiny(p))), p)

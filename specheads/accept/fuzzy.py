@@ -1,6 +1,6 @@
 """Fuzzy: drafts stand where the draft's law is near the target's.
 
-p is the target's law, q the draft's. Shapes: B batch rows, V vocabulary.
+p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specheads.accept.divergences import NAMES, divergence
 from specheads.accept.exact import Exact
-from specheads.accept.rule import Acceptance, Level, LevelRule
+from specheads.accept.rule import Acceptance, Laws, LevelRule
 from specheads.options import refuse_unknown
 from specheads.sampling import Sampler
 
@@ -62,35 +62,37 @@ class Fuzzy(LevelRule):
     def needs_draft_law(self) -> bool:
         return self.divergence != "random" and not self.lossless
 
-    def chances(self, level: Level, sampler: Sampler) -> Tensor:
-        exact = Exact().chances(level, sampler)
-        if self.lossless or level.tokens.shape[1] == 1:
-            return exact
-        distance, first = self.distance(level, sampler), level.first.unsqueeze(1)
-        near = (distance < self.threshold) if self.mode == "rescue" else (distance <= self.threshold)
-        near = near.unsqueeze(1) & (first >= 0)
-        place = first.clamp_min(0)
+    def is_exact(self, sampler: Sampler) -> bool:
+        return self.lossless
+
+    def chances(self, laws: Laws) -> Tensor:
+        exact, first = Exact().chances(laws), laws.first_allowed
+        distance = laws.at_parent(self.distance(laws))
         if self.mode == "rescue":  # what Exact keeps stays, and where it would keep none the first stands
-            return exact.scatter_add(1, place, near * (1 - exact.sum(1, keepdim=True)).clamp_min(0))
-        return torch.where(near, torch.zeros_like(exact).scatter(1, place, 1), exact)
+            none = 1 - torch.zeros_like(exact).scatter_add_(1, laws.tree.shape.above, exact)
+            return exact + laws.at_parent(none).clamp_min(0) * (first & (distance < self.threshold))
+        return torch.where(distance <= self.threshold, first.to(exact.dtype), exact)
 
-    def rest(self, level: Level, sampler: Sampler) -> Tensor:
-        return Exact().rest(level, sampler)
+    def rest(self, laws: Laws, node: Tensor) -> Tensor:
+        return Exact().rest(laws, node)
 
-    def distance(self, level: Level, sampler: Sampler) -> Tensor:
-        """(R,) D(q, p) at the node; without meaning where it has no child."""
+    def distance(self, laws: Laws) -> Tensor:
+        """(B, N) D(q, p) at each node; without meaning where it has no child."""
+        tree = laws.tree
         if self.divergence == "random":
-            return sampler.uniform(level.logits)
-        kept, ids = level.laws.tree.logits, None
+            return laws.sampler.uniform(tree.tokens.flatten()).view_as(tree.tokens)
+        kept, place, ids = tree.logits, tree.shape.inner, None
         if kept is None:
             raise ValueError("Fuzzy compares the draft's law with the target's, and this tree was drafted without one")
-        draft = kept.at(level.row, level.node)
+        target = (laws.scores if self.processed else laws.logits).flatten(0, 1).index_select(0, place)
+        draft = kept.at(place // tree.num_nodes, place % tree.num_nodes)
         if self.processed:  # processors know tokens by their target ids
-            log_q, log_p = sampler.draft_law(kept.over_target(draft)).log(), level.scores.log_softmax(-1)
+            log_q = laws.sampler.draft_law(kept.over_target(draft)).log()
         else:
-            wide, ids = torch.promote_types(level.logits.dtype, torch.float32), kept.ids
-            log_q, log_p = (logits.to(wide).log_softmax(-1) for logits in (draft, level.logits))
-        return divergence(self.divergence, log_q, log_p, k=self.k, top_p=self.top_p, ids=ids)
+            wide, ids = torch.promote_types(target.dtype, torch.float32), kept.ids
+            target, log_q = target.to(wide), draft.to(wide).log_softmax(-1)
+        made = divergence(self.divergence, log_q, target.log_softmax(-1), k=self.k, top_p=self.top_p, ids=ids)
+        return torch.zeros_like(tree.tokens, dtype=made.dtype).view(-1).index_copy_(0, place, made).view_as(tree.tokens)
 
 
 def fuzzy_from(

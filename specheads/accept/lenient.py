@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specheads.accept.exact import Exact, chances_in_order
-from specheads.accept.rule import Level, LevelRule
+from specheads.accept.exact import chances_in_order, left_of
+from specheads.accept.rule import Laws, LevelRule
 from specheads.sampling import Sampler
 
 
@@ -30,10 +30,11 @@ class Lenient(LevelRule):
     def lossless(self) -> bool:
         return self.leniency == 1
 
-    def chances(self, level: Level, sampler: Sampler) -> Tensor:
-        if self.lossless:
-            return Exact().chances(level, sampler)
-        return chances_in_order(level.p, level, self.leniency)
+    def is_exact(self, sampler: Sampler) -> bool:
+        return self.lossless or not sampler.do_sample
 
-    def rest(self, level: Level, sampler: Sampler) -> Tensor:
-        return Exact().rest(level, sampler)
+    def chances(self, laws: Laws) -> Tensor:
+        return chances_in_order(laws, laws.p, self.leniency)
+
+    def rest(self, laws: Laws, node: Tensor) -> Tensor:
+        return left_of(laws.p_at(node), laws, node)

@@ -11,9 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specheads.accept.rule import Acceptance, Laws, LevelRule, PathRule, Verdict, known_all
+from specheads.accept.exact import Exact
+from specheads.accept.rule import Acceptance, Laws, LevelRule, PathRule, Verdict
 from specheads.sampling import Sampler
-from specheads.tree import DraftTree
+from specheads.tree import DraftTree, known_all
 
 
 def walk(
@@ -35,16 +36,17 @@ def walk(
         verdict = accept.judge(laws, sampler)
     else:
         assert isinstance(accept, LevelRule)
-        if accept.descends_on_draw and tree.probs is None:
-            greedy = not (sampler.do_sample or sampler.needs_prefix)
-            verdict = drawn_path(tree, sampler.draw(laws.scores)) if greedy else sample_walk(laws, sampler)
-        elif sampler.needs_prefix:
-            verdict = descend(laws, accept, sampler)
-        else:
+        if accept.is_exact(sampler) or tree.num_nodes == 1:
+            accept = Exact()
+        if accept != Exact() or (tree.probs is not None and sampler.do_sample):
             verdict = at_once(laws, accept, sampler)
+        elif sampler.do_sample or sampler.needs_prefix:
+            verdict = sample_walk(laws, sampler)
+        else:
+            verdict = drawn_path(tree, laws.likeliest)
     if not keep_scores:
         return verdict
-    return replace(verdict, scores=tuple((laws.raw_at(node), laws.scores_at(node)) for node in verdict.path.T))
+    return replace(verdict, scores=tuple((laws.at(logits, node), laws.scores_at(node)) for node in verdict.path.T))
 
 
 def sample_walk(laws: Laws, sampler: Sampler) -> Verdict:
@@ -55,17 +57,17 @@ def sample_walk(laws: Laws, sampler: Sampler) -> Verdict:
     going = torch.ones_like(node, dtype=torch.bool)
     path, length = [node], torch.ones_like(node)
     for depth in range(tree.max_depth + 1):
-        level = laws.level(node)
-        drawn = sampler.draw(level.p)
+        drawn = sampler.draw(laws.p_at(node))
         token = torch.where(going, drawn, token)
-        found, child = (level.is_child & (level.tokens == drawn.unsqueeze(1))).max(1)
+        found, child = (laws.at(tree.shape.children, node) & (tree.tokens == drawn.unsqueeze(1))).max(1)
         going = going & found
         if depth == tree.max_depth or known_all(~going):
             break
         node = torch.where(going, child, node)
         length = length + going
         path.append(node)
-    return Verdict(padded(path, tree), length, token)
+    path += path[-1:] * (tree.max_depth + 1 - len(path))
+    return Verdict(torch.stack(path, 1), length, token)
 
 
 def at_once(laws: Laws, rule: LevelRule, sampler: Sampler) -> Verdict:
@@ -74,12 +76,15 @@ def at_once(laws: Laws, rule: LevelRule, sampler: Sampler) -> Verdict:
     The work is a few operations on all nodes' laws, whatever the depth.
     """
     tree, shape = laws.tree, laws.tree.shape
-    batch, num = tree.tokens.shape
-    chance = rule.chances(laws.every_level(), sampler).view(batch, num, num)  # from each node to each
-    own = chance.sum(1, keepdim=True)  # (B, 1, N) of each node at its parent
-    reached = torch.where(shape.unneeded, 1, own).prod(-1)
-    end = sampler.draw(reached * (1 - chance.sum(2)).clamp_min(0))
-    return Verdict(*path_to(tree, end), sampler.draw(rule.rest(laws.level(end), sampler)))
+    chance = rule.chances(laws)
+    if tree.is_chain:
+        reached = torch.cat([torch.ones_like(chance[:, :1]), chance[:, 1:]], 1).cumprod(1)
+        on = chance.roll(-1, 1)  # of the root, where nothing is: 0
+    else:
+        reached = torch.where(shape.unneeded, 1, chance.unsqueeze(1)).prod(-1)
+        on = torch.zeros_like(chance).scatter_add_(1, shape.above, chance)
+    end = sampler.draw(reached * (1 - on).clamp_min(0))
+    return Verdict(*path_to(tree, end), sampler.draw(rule.rest(laws, end)))
 
 
 def drawn_path(tree: DraftTree, drawn: Tensor) -> Verdict:
@@ -104,32 +109,9 @@ def standing(tree: DraftTree, kept: Tensor) -> Tensor:
 
 def path_to(tree: DraftTree, end: Tensor) -> tuple[Tensor, Tensor]:
     """The nodes (B, P) from the root to end (B,), and how many there are, (B,)."""
-    row = torch.arange(len(end), device=end.device)
-    on_path = tree.shape.ancestors[row, end]
     node = torch.arange(tree.num_nodes, device=end.device)
+    if tree.is_chain:
+        return torch.minimum(node, end.unsqueeze(1)), end + 1
+    on_path = tree.shape.ancestors[torch.arange(len(end), device=end.device), end]
     path = torch.where(on_path, node, tree.num_nodes - 1).sort(1).values[:, : tree.max_depth + 1]
     return path, on_path.sum(1)
-
-
-def descend(laws: Laws, rule: LevelRule, sampler: Sampler) -> Verdict:
-    """Level by level, so that logits processors which depend on the prefix are asked for one node of each row alone."""
-    tree = laws.tree
-    node = torch.zeros_like(tree.tokens[:, 0])
-    going = torch.ones_like(node, dtype=torch.bool)
-    path, length = [node], torch.ones_like(node)
-    for _ in range(tree.max_depth):
-        chance = rule.chances(laws.level(node), sampler)
-        stop = (1 - chance.sum(1, keepdim=True)).clamp_min(0)
-        child = sampler.draw(torch.cat([chance, stop], 1))
-        going = going & (child < tree.num_nodes)
-        if known_all(~going):
-            break
-        node = torch.where(going, child, node)
-        length = length + going
-        path.append(node)
-    return Verdict(padded(path, tree), length, sampler.draw(rule.rest(laws.level(node), sampler)))
-
-
-def padded(path: list[Tensor], tree: DraftTree) -> Tensor:
-    """Nodes (B,) level by level → (B, P)."""
-    return torch.stack(path + path[-1:] * (tree.max_depth + 1 - len(path)), 1)

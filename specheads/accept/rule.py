@@ -1,6 +1,6 @@
 """The two forms a rule takes, what each is given, and what it says.
 
-p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabulary, P = depth + 1, R nodes looked at.
+p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabulary, P = depth + 1.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from specheads.sampling import Sampler
+from specheads.sampling import Sampler, likeliest
 from specheads.tree import DraftTree
 
 
@@ -50,13 +49,15 @@ class Laws:
             made.append([*row, *reversed(drafted)])
         return made
 
-    def raw_at(self, node: Tensor) -> Tensor:
-        """(B,) → (B, V) the target's logits at one node of each row."""
-        return self.logits[self._rows, node]
+    def at(self, values: Tensor, node: Tensor) -> Tensor:
+        """Values (B, N, …) of one node (B,) of each row: (B, …)."""
+        return values[self._rows, node]
 
     def scores_at(self, node: Tensor) -> Tensor:
         """(B,) → (B, V) the processed scores at one node of each row."""
-        return self.sampler.scores(self.raw_at(node), lambda: self.prefixes(node))
+        if "scores" in self.__dict__:  # of every node
+            return self.at(self.scores, node)
+        return self.sampler.scores(self.at(self.logits, node), lambda: self.prefixes(node))
 
     @cached_property
     def scores(self) -> Tensor:
@@ -86,27 +87,24 @@ class Laws:
 
     @cached_property
     def soft(self) -> Tensor:
-        """(B, N, V) as `Level.soft`, at every node."""
+        """(B, N, V) the law at every node under all processors, before temperature 0 makes a one-hot p of it."""
         return self.scores.softmax(-1)
+
+    @cached_property
+    def likeliest(self) -> Tensor:
+        """(B, N) the likeliest token behind each node."""
+        return likeliest(self.scores)
+
+    @cached_property
+    def chance(self) -> Tensor:
+        """(B, N) the probability of each node's token in the law at its parent."""
+        if self.sampler.do_sample:
+            return self.of_tokens(self.p)
+        return (self.at_parent(self.likeliest) == self.tree.tokens).to(self.scores.dtype)
 
     def p_at(self, node: Tensor) -> Tensor:
         """(B,) → (B, V) the law at one node of each row."""
-        return self.sampler.law_of(self.scores[self._rows, node])
-
-    def level(self, node: Tensor) -> Level:
-        """One node (B,) of each row."""
-        known = "scores" in self.__dict__  # of every node
-        scores = self.scores[self._rows, node] if known else self.scores_at(node)
-        is_child = self.tree.shape.children[self._rows, node]
-        return Level(self, self._rows, node, self.raw_at(node), scores, self.tree.tokens, is_child)
-
-    def every_level(self) -> Level:
-        """All nodes of all rows, (B · N) of them, row by row."""
-        batch, num = self.tree.tokens.shape
-        node = torch.arange(num, device=self.logits.device).repeat(batch)
-        tokens, is_child = self.tree.tokens.repeat_interleave(num, 0), self.tree.shape.children.flatten(0, 1)
-        row = self._rows.repeat_interleave(num)
-        return Level(self, row, node, self.logits.flatten(0, 1), self.scores.flatten(0, 1), tokens, is_child)
+        return self.at(self.p, node) if "p" in self.__dict__ else self.sampler.law_of(self.scores_at(node))
 
     def at_parent(self, values: Tensor) -> Tensor:
         """(B, N) → (B, N): of each node, its parent's."""
@@ -117,66 +115,14 @@ class Laws:
         place = self.tree.shape.above if place is None else place
         return laws[self._rows.unsqueeze(1), place, self.tree.tokens]
 
-
-@dataclass(frozen=True)
-class Level:
-    """Some nodes of a verified tree, one a row, and their children; the laws there are made when a rule reads them.
-
-    row, node (R,): the batch row and the place of each.
-    logits (R, V): the target's own, before any processor; scores (R, V): the processed ones.
-    tokens (R, N) of the whole tree; is_child (R, N) marks the node's children.
-    """
-
-    laws: Laws
-    row: Tensor
-    node: Tensor
-    logits: Tensor
-    scores: Tensor
-    tokens: Tensor
-    is_child: Tensor
-
     @cached_property
-    def p(self) -> Tensor:
-        """(R, V) the target's law there."""
-        return self.laws.sampler.law_of(self.scores)
-
-    @cached_property
-    def q(self) -> Tensor | None:
-        """(R, V) the law the children were drawn from; None where they are a point mass."""
-        probs = self.laws.tree.probs
-        if probs is None:
-            return None
-        return probs.flatten(0, 1).index_select(0, self.row * probs.shape[1] + self.is_child.int().argmax(1))
-
-    @property
-    def q_of_tokens(self) -> Tensor:
-        """(R, N) the chance each child was drawn with; 1 where they are a point mass."""
-        probs, tokens = self.laws.tree.probs, self.laws.tree.tokens
-        if probs is None:
-            return torch.ones_like(self.tokens, dtype=self.logits.dtype)
-        return probs.gather(2, tokens.unsqueeze(2)).squeeze(2)[self.row]
-
-    @cached_property
-    def draft(self) -> Tensor | None:
-        """(R, V) the draft's own logits there, where they were kept; −inf outside a draft vocabulary."""
-        kept = self.laws.tree.logits
-        return None if kept is None else kept.over_target(kept.at(self.row, self.node))
-
-    @property
-    def soft(self) -> Tensor:
-        """(R, V) the law under all processors before temperature 0 makes a one-hot p of it."""
-        return self.scores.softmax(-1)
-
-    @cached_property
-    def first(self) -> Tensor:
-        """(R,) the first child in draft order whose token no processor rules out; −1 for none."""
-        allowed, child = (self.is_child & (self.scores.gather(1, self.tokens) > -torch.inf)).max(1)
-        return torch.where(allowed, child, -1)
-
-
-def known_all(marks: Tensor) -> bool:
-    """Are all marks true, as far as asking costs nothing? False elsewhere than on a CPU, where it would wait."""
-    return marks.device.type == "cpu" and bool(marks.all())
+    def first_allowed(self) -> Tensor:
+        """(B, N) True at the first child, in draft order, of each node whose token no processor rules out."""
+        shape = self.tree.shape
+        if not self.sampler.processors:
+            return shape.first
+        allowed = shape.drafted & (self.of_tokens(self.scores) > -torch.inf)
+        return allowed & ~(shape.elder & allowed.unsqueeze(1)).any(2)
 
 
 @dataclass(frozen=True)
@@ -227,16 +173,17 @@ class LevelRule(Acceptance):
     """A rule that judges the children of each node by themselves: how likely it goes on to each, and what follows
     where it goes on to none. Whoever walks the tree draws."""
 
-    # Without q it is as good to draw a token from p and keep the child that carries it.
-    descends_on_draw: ClassVar[bool] = False
+    def is_exact(self, sampler: Sampler) -> bool:
+        """Does it judge as `Exact` does, which then stands in for it?"""
+        return False
 
     @abstractmethod
-    def chances(self, level: Level, sampler: Sampler) -> Tensor:
-        """(R, N) how likely each child is kept, together at most 1; 0 for nodes that are none."""
+    def chances(self, laws: Laws) -> Tensor:
+        """(B, N) how likely each node is kept where its parent is, siblings together at most 1."""
 
     @abstractmethod
-    def rest(self, level: Level, sampler: Sampler) -> Tensor:
-        """(R, V) the law of the token that follows where no child is kept."""
+    def rest(self, laws: Laws, node: Tensor) -> Tensor:
+        """(B, V) the law of the token that follows node (B,) of each row where none of its children is kept."""
 
 
 class PathRule(Acceptance):

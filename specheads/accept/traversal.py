@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import torch
 
-from specheads.accept.block import Block, is_chain, stop_chance
-from specheads.accept.exact import Exact, normalised, residual
+from specheads.accept.block import Block, stop_chance
+from specheads.accept.exact import Exact, refused, tiny
 from specheads.accept.paths import path_to, walk
 from specheads.accept.rule import Laws, PathRule, Verdict
 from specheads.sampling import Sampler
@@ -31,38 +31,24 @@ class Traversal(PathRule):
     lossless: ClassVar[bool] = True
 
     def judge(self, laws: Laws, sampler: Sampler) -> Verdict:
-        tree, parents = laws.tree, laws.tree.parents
+        tree, shape = laws.tree, laws.tree.shape
         if tree.probs is None:
             return walk(tree, laws.logits, Exact(), sampler, laws.history)
-        if is_chain(tree):
+        if tree.is_chain:
             return Block().judge(laws, sampler)
-        row = torch.arange(len(parents), device=parents.device)
-        first_child = (parents.unsqueeze(1) == torch.arange(tree.num_nodes, device=row.device).unsqueeze(1)).max(2)
-        p, q = laws.p.clone(), tree.probs[row.unsqueeze(1), first_child.indices]  # q of each node's children
-        reached = torch.ones_like(p[..., 0])  # (B, N) the P of each node
-        waiting = tree.shape.drafted.clone()
-        node, settled = torch.zeros_like(row), torch.zeros_like(row, dtype=torch.bool)
-        # Each round a row goes down to a child or judges a leaf, which goes if it falls: each node at most once.
-        for _ in range(2 * tree.num_nodes - 1):
-            inner, child = (waiting & (parents == node.unsqueeze(1))).max(1)
-            token = tree.tokens[row, child]
-            share = p[row, node, token] / q[row, node, token].clamp_min(torch.finfo(q.dtype).tiny)
-            below = (reached[row, node] * share).clamp(max=1)
-            reached[row, child] = torch.where(inner, below, reached[row, child])
-            leaf = ~inner & ~settled
-            stands = sampler.coin(torch.where(leaf, reached[row, node], 0)) & leaf
-            falls, above = leaf & ~stands, tree.shape.above[row, node]
-            settled = settled | stands
-            on_cpu = falls.device.type == "cpu"  # where asking costs nothing
-            if on_cpu and settled.all():
-                break
-            if not on_cpu or falls.any():
-                part, gone = falls.unsqueeze(1), tree.tokens[row, node].unsqueeze(1)
-                mass, law = reached[row, above].unsqueeze(1) * p[row, above], q[row, above]
-                left = stop_chance((mass - law).clamp_min(0).sum(1), reached[row, above])
-                p[row, above] = torch.where(part, residual(mass, law), p[row, above])
-                q[row, above] = torch.where(part, normalised(law.scatter(1, gone, 0)), law)
-                reached[row, above] = torch.where(falls, left, reached[row, above])
-                waiting[row, node] = waiting[row, node] & ~falls
-            node = torch.where(settled, node, torch.where(inner, child, torch.where(falls, above, node)))
-        return Verdict(*path_to(tree, node), sampler.draw(p[row, node]))
+        # A node is judged when all before it have fallen, and what it then stands with depends on nothing drawn: each
+        # node's p, q and P after the fall of its children, the upper levels first, and one draw says which node stands.
+        tokens, every = tree.tokens.flatten().unsqueeze(1), tree.probs.flatten(0, 1)
+        p = laws.p.flatten(0, 1).clone()
+        q, reached = torch.empty_like(p), torch.ones_like(p[:, :1])
+        for above, child, eldest in shape.falls:
+            law, mass = every[child] if eldest else q[above], reached[above] * p[above]
+            x = tokens[child]
+            reached[child] = (mass.gather(1, x) / law.gather(1, x).clamp_min(tiny(p))).clamp(max=1)
+            left = (mass - law).clamp_min(0).sum(1, keepdim=True)
+            reached[above] = stop_chance(left, reached[above])
+            p[above], q[above] = refused(mass, law, x)
+        stands = reached.view_as(tree.tokens).gather(1, shape.leaves_first)  # the root for sure, unused slots behind it
+        fallen = torch.cat([torch.ones_like(stands[:, :1]), (1 - stands)[:, :-1]], 1).cumprod(1)
+        end = shape.leaves_first.gather(1, sampler.draw(stands * fallen).unsqueeze(1)).squeeze(1)
+        return Verdict(*path_to(tree, end), sampler.draw(laws.at(p.view_as(laws.p), end)))

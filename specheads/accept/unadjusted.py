@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from specheads.accept.exact import chances_in_order
-from specheads.accept.rule import Level, LevelRule
+from specheads.accept.rule import Laws, LevelRule
 from specheads.sampling import Sampler
 
 
@@ -22,8 +22,11 @@ class Unadjusted(LevelRule):
 
     lossless: ClassVar[bool] = False
 
-    def chances(self, level: Level, sampler: Sampler) -> Tensor:
-        return chances_in_order(level.p, level)
+    def is_exact(self, sampler: Sampler) -> bool:
+        return not sampler.do_sample
 
-    def rest(self, level: Level, sampler: Sampler) -> Tensor:
-        return level.p
+    def chances(self, laws: Laws) -> Tensor:
+        return chances_in_order(laws, laws.p)
+
+    def rest(self, laws: Laws, node: Tensor) -> Tensor:
+        return laws.p_at(node)

@@ -5,8 +5,9 @@ Shapes: B batch rows, P new positions, F features, K top tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from specheads.planner import Plan
 from specheads.sampling import Sampler
 from specheads.target import Target
 from specheads.tree import DraftTree
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,12 @@ class Context:
     def newest(self, values: Tensor) -> Tensor:
         """(B, P, …) → (B, …) at the column `last`."""
         return values[torch.arange(len(values), device=values.device), self.last]
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """What make() gave at the first proposal, where alone it is called."""
+        if name not in self.memory:
+            self.memory[name] = make()
+        return self.memory[name]
 
     def haystack(self, row: int, ids: list[int]) -> list[int]:
         """What an n-gram of `ids`, the text of batch row `row`, is looked for in: its source, where it has one, and

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from specheads.cache import Reach, TreeCache, additive, visible
+from specheads.cache import TreeCache, additive
 from specheads.drafters.base import Context
 from specheads.heads.base import HeadConfig
 from specheads.heads.block import Block
@@ -121,18 +121,14 @@ def keep_committed(
     context.memory keeps."""
     target, memory = context.target, context.memory
     batch, columns, _ = hidden.shape
-    chain = torch.arange(columns, device=hidden.device).expand(batch, columns)
-    if "cache" not in memory:
-        cache = memory["cache"] = TreeCache(num_layers, scratch, target.cache.capacity)
-        # A row may overshoot the limit by one path when it ends, and is then fed a path of padding with the rest.
-        rotary.ensure(target.limit + 2 * scratch, hidden)
-        made = write(cache, chain, True)
-        cache.settle(context.new, columns)
-    else:
+    if "cache" in memory:
         cache = memory["cache"]
-        cache.open()
-        made = write(cache, cache.lengths.unsqueeze(1) + chain, False)
-        cache.commit(chain, context.new, context.bound)
+        return write(cache, cache.append(columns, context.new, context.bound), False), cache
+    cache = memory["cache"] = TreeCache(num_layers, scratch, target.cache.capacity)
+    # A row may overshoot the limit by one path when it ends, and is then fed a path of padding with the rest.
+    rotary.ensure(target.limit + 2 * scratch, hidden)
+    made = write(cache, torch.arange(columns, device=hidden.device).expand(batch, columns), True)
+    cache.settle(context.new, columns)
     return made, cache
 
 
@@ -144,12 +140,7 @@ def read_committed(
     gave, and the head's own cache with their keys and values."""
 
     def write(cache: TreeCache, position: Tensor, fresh: bool) -> Tensor:
-        mask = None
-        if not fresh:
-            chain = torch.arange(position.shape[1], device=position.device).expand_as(position)
-            causal = chain.unsqueeze(1) <= chain.unsqueeze(2)
-            seen = visible(causal, chain, cache.lengths, cache.scratch, cache.attended, Reach())
-            mask = additive(seen, hidden.dtype)
+        mask = None if fresh else additive(cache.positions <= position.unsqueeze(-1), hidden.dtype)
         return run(attend_with(cache, mask), position)
 
     return keep_committed(context, max(plan.depth + 1, plan.drafting_slots), hidden, num_layers, rotary, write)

@@ -161,7 +161,8 @@ class FeatureHead(DraftHead):
         return outputs
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
-        target, dtype = context.target, self.dtype
+        target = context.target
+        dtype, ids = context.once("head", lambda: (self.dtype, self.target_ids))
         # First the positions committed since last time, with the target's true features.
         fused, embedded = self.fuse(context.features.to(dtype)), target.embed(context.following).to(dtype)
         hidden, cache = read_committed(
@@ -169,7 +170,7 @@ class FeatureHead(DraftHead):
             lambda attend, position: self(attend, embedded, fused, position),
         )  # fmt: skip
         # Then the tree, level by level, in the scratch slots.
-        levels, level, ids = Levels(cache, dtype), context.newest(hidden).unsqueeze(1), self.target_ids  # (B, k, H)
+        levels, level = Levels(cache, dtype), context.newest(hidden).unsqueeze(1)  # (B, k, H)
 
         def expand(tokens: Tensor, parents: Tensor | None) -> Scored:
             nonlocal level

@@ -140,7 +140,9 @@ class HydraHead(DepthHeads):
         return [self.recomputed(made, i) for i in range(depths)]
 
     def expander(self, context: Context, plan: Plan) -> Expand:
-        target, hidden = context.target, context.features.to(self.dtype)
+        target = context.target
+        dtype, ids = context.once("head", lambda: (self.dtype, self.target_ids))
+        hidden = context.features.to(dtype)
         prefix = self.prefix
         if prefix is not None:
             given = hidden
@@ -148,13 +150,13 @@ class HydraHead(DepthHeads):
                 context, plan, given, 1, prefix.rotary, lambda attend, position: prefix(attend, given, position)
             )
         path = context.newest(hidden).unsqueeze(1)  # (B, k, (i + 2) H): what each node of the level is scored from
-        depths, ids = zip(self.blocks, self.lm_heads, strict=True), self.target_ids
+        depths = zip(self.blocks, self.lm_heads, strict=True)
 
         def expand(tokens: Tensor, parents: Tensor | None) -> Scored:
             nonlocal path
             block, lm_head = next(depths)
             above = path if parents is None else rows_of(path, parents)
-            path = torch.cat([above, target.embed(tokens).to(self.dtype)], -1)
+            path = torch.cat([above, target.embed(tokens).to(dtype)], -1)
             return Scored(lm_head(block(path)), ids)
 
         return expand

@@ -40,8 +40,9 @@ class MedusaHead(DepthHeads):
         return [self.recomputed(self.blocks[i], asked.rows(features, i)) for i in range(depths)]
 
     def expander(self, context: Context, plan: Plan) -> Expand:
-        hidden = context.newest(context.features).to(self.dtype)
-        depths, ids = zip(self.blocks, self.lm_heads, strict=True), self.target_ids
+        dtype, ids = context.once("head", lambda: (self.dtype, self.target_ids))
+        hidden = context.newest(context.features).to(dtype)
+        depths = zip(self.blocks, self.lm_heads, strict=True)
 
         def expand(tokens: Tensor, parents: Tensor | None) -> Scored:
             block, lm_head = next(depths)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specheads.planner.plan import Expand, positive
 from specheads.sampling import Sampler
-from specheads.tree import DraftTree
+from specheads.tree import DraftTree, Shape, known_all
 
 
 @dataclass(frozen=True)
@@ -68,4 +68,14 @@ class SampledTree:
             start, level, above = start + width, children.clamp_min(0), own
             tokens.append(level)
         probs = torch.cat([laws[0][:, :1], *laws], 1)  # the root's entry is never read
-        return DraftTree(torch.cat(tokens, 1), torch.cat(parents, 1), self.depth, probs)
+        above = torch.cat(parents, 1)
+        shape = self._whole(above) if known_all(above[:, 1:] >= 0) else Shape.of(above, self.depth)
+        return DraftTree(torch.cat(tokens, 1), above, self.depth, probs, shape=shape)
+
+    def _whole(self, parents: Tensor) -> Shape:
+        """The shape of every tree in which no slot is empty, made once per batch size and device."""
+        made = self.__dict__.setdefault("_made", {})
+        key = len(parents), parents.device
+        if key not in made:
+            made[key] = Shape.of(parents, self.depth)
+        return made[key]

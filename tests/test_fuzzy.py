@@ -81,7 +81,8 @@ class Published(Fuzzy):
     """As the paper's code: behind a refusal the step ends."""
 
     def chances(self, laws):
-        return (laws.first_allowed & (laws.at_parent(self.distance(laws)) <= self.threshold)).double()
+        distance = laws.at_parent(self.distance(laws, laws.tree.shape.inner))
+        return (laws.first_allowed & (distance <= self.threshold)).double()
 
     def rest(self, laws, node):
         return laws.p_at(node)

@@ -67,7 +67,7 @@ class Fuzzy(LevelRule):
 
     def chances(self, laws: Laws) -> Tensor:
         exact, first = Exact().chances(laws), laws.first_allowed
-        distance = laws.at_parent(self.distance(laws))
+        distance = laws.at_parent(self.distance(laws, self.in_doubt(laws, first & (exact < 1))))
         if self.mode == "rescue":  # what Exact keeps stays, and where it would keep none the first stands
             none = 1 - torch.zeros_like(exact).scatter_add_(1, laws.tree.shape.above, exact)
             return exact + laws.at_parent(none).clamp_min(0) * (first & (distance < self.threshold))
@@ -76,12 +76,22 @@ class Fuzzy(LevelRule):
     def rest(self, laws: Laws, node: Tensor) -> Tensor:
         return Exact().rest(laws, node)
 
-    def distance(self, laws: Laws) -> Tensor:
-        """(B, N) D(q, p) at each node; without meaning where it has no child."""
+    @staticmethod
+    def in_doubt(laws: Laws, unsure: Tensor) -> Tensor:
+        """(R,) the nodes above those that are unsure (B, N), counted over all rows; on a GPU, which would wait to be
+        told them, all that have children."""
+        if unsure.device.type != "cpu":
+            return laws.tree.shape.inner
+        child = unsure.flatten().nonzero().squeeze(1)
+        return child - child % unsure.shape[1] + laws.tree.shape.above.flatten()[child]
+
+    def distance(self, laws: Laws, place: Tensor) -> Tensor:
+        """(B, N) D(q, p) at nodes place (R,), counted over all rows; −1 at others, where `Exact` may keep the first
+        child for sure, or there is none."""
         tree = laws.tree
         if self.divergence == "random":
             return laws.sampler.uniform(tree.tokens.flatten()).view_as(tree.tokens)
-        kept, place, ids = tree.logits, tree.shape.inner, None
+        kept, ids = tree.logits, None
         if kept is None:
             raise ValueError("Fuzzy compares the draft's law with the target's, and this tree was drafted without one")
         target = (laws.scores if self.processed else laws.logits).flatten(0, 1).index_select(0, place)
@@ -92,7 +102,8 @@ class Fuzzy(LevelRule):
             wide, ids = torch.promote_types(target.dtype, torch.float32), kept.ids
             target, log_q = target.to(wide), draft.to(wide).log_softmax(-1)
         made = divergence(self.divergence, log_q, target.log_softmax(-1), k=self.k, top_p=self.top_p, ids=ids)
-        return torch.zeros_like(tree.tokens, dtype=made.dtype).view(-1).index_copy_(0, place, made).view_as(tree.tokens)
+        none = torch.full(tree.tokens.shape, -1, dtype=made.dtype, device=made.device)
+        return none.view(-1).index_copy_(0, place, made).view_as(none)
 
 
 def fuzzy_from(

@@ -108,7 +108,7 @@ def describe(model: SpecModel, out: Console) -> None:
     out.print(
         f"base: {type(model.base).__name__}, {model.base.num_parameters() / 1e6:.1f}M parameters, frozen\n"
         f"head: EAGLE-3 on layers {layers}, {sum(p.numel() for p in model.head.parameters()) / 1e6:.1f}M parameters, "
-        "started from the base's last layer and output matrix"
+        "started from the base's output matrix"
     )
 
 

@@ -98,11 +98,8 @@ def decoder_layers(base: Any) -> nn.ModuleList | None:
     return next((m for m in decoder_of(base).modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
 
 
-def copy_layer(block: Block, layer: nn.Module, columns: slice) -> bool:
-    """Start a block from a decoder layer of the base: each matrix whose name and shape agree, and the norm.
-
-    A matrix with a wider input takes the base's in `columns` and is zero elsewhere. Returns whether anything agreed.
-    """
+def copy_layer(block: Block, layer: nn.Module) -> None:
+    """Start a block from a decoder layer of the base: each matrix whose name and shape agree, and the norm."""
     source: dict[str, tuple[str, Tensor]] = {
         ".".join(name.split(".")[-2:]): (name, p) for name, p in layer.named_parameters() if p.ndim == 2
     }
@@ -114,20 +111,13 @@ def copy_layer(block: Block, layer: nn.Module, columns: slice) -> bool:
         path, stored = source[name]
         quantised = not stored.is_floating_point()
         given = matrix(layer.get_submodule(path.rpartition(".")[0]), dtype) if quantised else stored
-        if given is None or given.is_meta or given.shape[0] != own.shape[0]:
+        if given is None or given.is_meta or given.shape != own.shape:
             continue
         with torch.no_grad():
-            if given.shape == own.shape:
-                own.copy_(given)
-            elif own[:, columns].shape == given.shape:
-                own.zero_()
-                own[:, columns].copy_(given)
-            else:
-                continue
+            own.copy_(given)
         copied = True
     if copied:
         copy_norm(block.post_attention_layernorm, getattr(layer, "post_attention_layernorm", None))
-    return copied
 
 
 def copy_norm(norm: nn.RMSNorm, source: nn.Module | None) -> None:

@@ -65,7 +65,7 @@ class EagleHead(FeatureHead):
         behind the final norm. So the first guess is the feature again, whatever the scales of the base are."""
         layers, block, size = decoder_layers(base), self.blocks[0], len(self.fc.weight)
         if layers is not None:
-            copy_layer(block, layers[-1], slice(None))  # type: ignore[arg-type]
+            copy_layer(block, layers[-1])  # type: ignore[arg-type]
         for silent in (block.o_proj, block.down_proj):
             silent.weight.zero_()  # type: ignore[operator, union-attr]
         self.fc.weight[:, size:].copy_(torch.eye(size))

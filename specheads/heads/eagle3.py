@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from specheads.heads.base import TapBatch
-from specheads.heads.block import copy_layer, copy_norm, decoder_layers, final_norm
+from specheads.heads.block import copy_norm, final_norm
 from specheads.heads.feature import FeatureHead, UnrolledConfig
 from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
 
@@ -77,16 +77,10 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
         return [self.lm_head]
 
     def initialise(self, base: Any) -> None:
-        """lm_head and final norm from the base's; the block from its last layer; fc passing the highest tap through."""
-        assert self.config.hidden_size is not None
+        """lm_head and final norm from the base's. The rest starts at random, as published: with the base's last layer
+        for a block, or fc passing the highest tap through, it learns more slowly (docs/LOG.md)."""
         self.copy_output_rows(base)
-        size = self.config.hidden_size
         copy_norm(self.norm, final_norm(base))
-        layers = decoder_layers(base)
-        if layers is not None and copy_layer(self.blocks[0], layers[-1], slice(size, None)):  # type: ignore[arg-type]
-            copy_norm(self.hidden_norm, getattr(layers[-1], "input_layernorm", None))
-            with torch.no_grad():
-                self.fc.weight.zero_()[:, -size:].copy_(torch.eye(size))
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.fc_norm is not None:

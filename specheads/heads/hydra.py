@@ -86,7 +86,7 @@ class PrefixLayer(nn.Module):
         """The base's last layer, silent, between norms that keep the scale of what comes in: what goes out at first."""
         layers = decoder_layers(base)
         if layers is not None:
-            copy_layer(self.block, layers[-1], slice(None))
+            copy_layer(self.block, layers[-1])
         self.block.o_proj.weight.zero_()
         self.block.down_proj.weight.zero_()
         copy_norm(self.norm, final_norm(base))

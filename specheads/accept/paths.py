@@ -79,7 +79,7 @@ def at_once(laws: Laws, rule: LevelRule, sampler: Sampler) -> Verdict:
     chance = rule.chances(laws)
     if tree.is_chain:
         reached = torch.cat([torch.ones_like(chance[:, :1]), chance[:, 1:]], 1).cumprod(1)
-        on = chance.roll(-1, 1)  # of the root, where nothing is: 0
+        on = chance.roll(-1, 1)  # behind the last node the root's, which is 0
     else:
         reached = torch.where(shape.unneeded, 1, chance.unsqueeze(1)).prod(-1)
         on = torch.zeros_like(chance).scatter_add_(1, shape.above, chance)
@@ -89,17 +89,17 @@ def at_once(laws: Laws, rule: LevelRule, sampler: Sampler) -> Verdict:
 
 def drawn_path(tree: DraftTree, drawn: Tensor) -> Verdict:
     """The path along which each node carries the token drawn (B, N) at its parent; the bonus is the last one drawn."""
-    return path_along(tree, drawn.gather(1, tree.shape.above) == tree.tokens, drawn)
+    end = furthest(tree, drawn.gather(1, tree.shape.above) == tree.tokens)
+    return Verdict(*path_to(tree, end), drawn.gather(1, end.unsqueeze(1)).squeeze(1))
 
 
-def path_along(tree: DraftTree, kept: Tensor, drawn: Tensor) -> Verdict:
-    """The path of kept (B, N) nodes, of each node's children one at most; the bonus is what its last node drew."""
-    whole = standing(tree, kept & tree.shape.drafted)
-    node = torch.arange(tree.num_nodes, device=drawn.device)
-    # Parents stand before their children, so the nodes of a path in ascending order are the path.
-    path = torch.where(whole, node, tree.num_nodes - 1).sort(1).values[:, : tree.max_depth + 1]
-    length = whole.sum(1)
-    return Verdict(path, length, drawn.gather(1, path.gather(1, length.unsqueeze(1) - 1)).squeeze(1))
+def furthest(tree: DraftTree, kept: Tensor) -> Tensor:
+    """(B,) the end of the path along which all drafted nodes are kept (B, N), of each node's children one at most."""
+    kept = kept & tree.shape.drafted
+    if tree.is_chain:
+        return kept[:, 1:].long().cumprod(1).sum(1)
+    node = torch.arange(tree.num_nodes, device=kept.device)
+    return torch.where(standing(tree, kept), node, 0).amax(1)  # parents stand before their children
 
 
 def standing(tree: DraftTree, kept: Tensor) -> Tensor:

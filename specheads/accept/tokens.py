@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specheads.accept.paths import path_to, standing
+from specheads.accept.paths import furthest, path_to, standing
 from specheads.accept.rule import Laws, PathRule, Verdict
 from specheads.sampling import Sampler
 
@@ -33,11 +33,13 @@ class TokenRule(PathRule):
         tree, shape = laws.tree, laws.tree.shape
         chance = laws.of_tokens(laws.soft)
         kept = self.stands(laws, chance) & (chance > 0) & shape.drafted
-        whole = standing(tree, kept)
-        length = torch.where(whole, shape.depth, -1)
-        longest = length == length.max(1, keepdim=True).values
-        likelihood = (shape.ancestors * torch.where(kept, chance.log(), 0).unsqueeze(1)).sum(-1)
-        end = torch.where(longest, likelihood, -torch.inf).argmax(1)
+        if tree.is_chain:
+            end = furthest(tree, kept)
+        else:
+            length = torch.where(standing(tree, kept), shape.depth, -1)
+            longest = length == length.max(1, keepdim=True).values
+            likelihood = (shape.ancestors * torch.where(kept, chance.log(), 0).unsqueeze(1)).sum(-1)
+            end = torch.where(longest, likelihood, -torch.inf).argmax(1)
         return Verdict(*path_to(tree, end), sampler.draw(laws.p_at(end)))
 
 

@@ -114,7 +114,7 @@ class Shape:
     @cached_property
     def leaves_first(self) -> Tensor:
         """(B, N) the nodes of each row as they are met when each comes behind all below it and its elder siblings with
-        all below these; unused slots last. Asking waits as for `families`."""
+        all below these; what nothing reaches last. Asking waits as for `families`."""
         rows = []
         for parents in self.parents.tolist():
             below: dict[int, list[int]] = {}
@@ -125,7 +125,8 @@ class Shape:
             def met(node: int, below: dict[int, list[int]] = below) -> list[int]:
                 return [*(one for child in below.get(node, ()) for one in met(child)), node]
 
-            rows.append([*met(0), *below.get(-1, ())])
+            order = met(0)
+            rows.append([*order, *sorted(set(range(len(parents))) - set(order))])
         return torch.tensor(rows, device=self.parents.device)
 
     @cached_property

@@ -41,6 +41,7 @@ TREES = {
     "one child, 2 below": (SampledTree((1, 2)), 3),
     "2 and 2": (SampledTree((2, 2)), 2),
     "2, 1 and 1": (SampledTree((2, 1, 1)), 2),
+    "one below a slot left empty": (SampledTree((3, 1)), 2),
 }
 PROMPT = (0, 1)
 

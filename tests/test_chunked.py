@@ -8,7 +8,6 @@ from specheads import chunked
 from specheads.chunked import chunked_sum
 from specheads.data import Collator
 from specheads.heads.anchored_starts import AnchoredStarts
-from specheads.law import likeliest
 from specheads.objective import Asked
 from specheads.teacher import LastHidden
 
@@ -85,14 +84,6 @@ def test_an_output_matrix_has_its_gradient_added_up_in_place_where_no_rounding_i
     for one, other in zip(*found, strict=True):
         assert one.dtype == dtype
         torch.testing.assert_close(one, other, rtol=1e-5 if in_place else 0.05, atol=1e-6 if in_place else 0.05)
-
-
-def test_the_likeliest_token_found_by_blocks_is_the_one_argmax_names():
-    generator = torch.Generator().manual_seed(0)
-    for width, block in ((12, 4), (13, 4), (256, 128), (4, 4)):
-        logits = torch.randint(0, 3, (200, width), generator=generator).float()  # many ties
-        assert torch.equal(likeliest(logits, block), logits.argmax(-1))
-    assert torch.equal(likeliest(logits[:0]), logits[:0].argmax(-1))
 
 
 @pytest.mark.parametrize(("kind", "options", "everywhere"), [

@@ -9,6 +9,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from specheads import Exact, SampledTree, Sampler, convert
+from specheads.sampling import likeliest
 
 # --- The law ---
 
@@ -215,3 +216,12 @@ def test_the_g_test_notices_a_residual_that_returns_p(tiny, monkeypatch):
     law = joint(tiny, PROMPT, 3, **OPTIONS)
     samples = draws_of(model, 4000, seed=0, tree=SampledTree((2, 1)), accept=Exact())
     assert g_test([text[1:3] for text in samples], pairs(law, 1)) < 1e-12
+
+
+@pytest.mark.parametrize("shape", [(3, 8192), (2, 5, 4096), (1, 128 * 300), (2, 4097), (0, 8192), (2, 128)])
+def test_the_likeliest_token_found_by_blocks_is_the_one_argmax_names(shape):
+    logits = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(2).round()  # many are alike
+    logits[..., 5:9] = -torch.inf
+    assert torch.equal(likeliest(logits), logits.argmax(-1))
+    logits[..., 77] = torch.nan
+    assert torch.equal(likeliest(logits), logits.argmax(-1))

@@ -58,6 +58,49 @@ def test_ranks_count_the_siblings_before():
         assert ranks[b].tolist() == expected
 
 
+def test_families_list_the_children_of_nodes_that_have_several():
+    parents = random_parents(torch.Generator().manual_seed(2), 4, 12)
+    above, children = Shape.of(parents).families
+    found = {int(node): [int(one) for one in row if one] for node, row in zip(above, children, strict=True)}
+    expected = {}
+    for b, row in enumerate(parents.tolist()):
+        for i, parent in enumerate(row):
+            if parent >= 0:
+                expected.setdefault(12 * b + parent, []).append(12 * b + i)
+    assert found == {node: nodes for node, nodes in expected.items() if len(nodes) > 1}
+
+
+def test_where_nothing_stands_each_node_falls_behind_all_below_it_and_its_elder_siblings():
+    parents = random_parents(torch.Generator().manual_seed(3), 4, 12)
+    shape = Shape.of(parents)
+    for b, row in enumerate(parents.tolist()):
+        place = {node: at for at, node in enumerate(shape.leaves_first[b].tolist())}
+        assert sorted(place) == list(range(12))
+        reached = [i for i in range(12) if climb(row, i)[-1] == 0]
+        for i in reached:
+            assert place[i] < len(reached) and all(place[i] <= place[above] for above in climb(row, i))
+            for j in range(i):
+                if row[i] == row[j] >= 0:  # all below the elder, too
+                    below = [k for k in range(12) if j in climb(row, k)]
+                    assert all(place[k] < place[m] for k in below for m in range(12) if i in climb(row, m))
+    lost = []
+    for above, child, eldest in shape.falls:
+        for node, one in zip(above.tolist(), child.tolist(), strict=True):
+            assert parents.flatten()[one] + one // 12 * 12 == node and one not in [before for before, _ in lost]
+            assert eldest == (node not in [before for before, _ in lost])
+        lost += zip(above.tolist(), child.tolist(), strict=True)
+    assert sorted(child for _, child in lost) == (parents.flatten() >= 0).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("parents", "expected"),
+    [([-1, 0, 1, 2], True), ([-1, 0, 1, -1], True), ([-1, 0, 0, 1], False), ([-1, -1, 0, 2], False)],
+)
+def test_a_chain_is_known_by_its_parents(parents, expected):
+    both = torch.tensor([[-1, 0, 1, 2], parents])
+    assert DraftTree(torch.zeros_like(both), both, 3).is_chain is expected
+
+
 def test_root_only_is_one_node_at_depth_0():
     tree = DraftTree.root_only(torch.tensor([5, 7]))
     assert tree.tokens.tolist() == [[5], [7]] and tree.parents.tolist() == [[-1], [-1]]

@@ -29,9 +29,13 @@ class DraftLogits:
     ids: Tensor | None
     vocab_size: int
 
-    def at(self, row: Tensor, node: Tensor) -> Tensor:
-        """Nodes (R,) of batch rows (R,) → (R, Vd)."""
-        return self.logits.flatten(0, 1).index_select(0, row * self.logits.shape[1] + self.place[row, node])
+    def at(self, place: Tensor) -> Tensor:
+        """Nodes place (R,), counted over all rows, → (R, Vd)."""
+        batch, num = self.place.shape
+        law = self.place.flatten().index_select(0, place)
+        if batch > 1:
+            law = law + place // num * self.logits.shape[1]
+        return self.logits.flatten(0, 1).index_select(0, law)
 
     def chance(self, place: Tensor, tokens: Tensor) -> Tensor:
         """(B, N) the probability of tokens (B, N) in the laws place (B, N); 0 outside a draft vocabulary."""

@@ -35,7 +35,7 @@ def test_each_node_with_children_keeps_the_drafts_logits(name, batch, ids):
         nodes = [node for node in inner_nodes(tree, row) if paths[node] is not None]
         assert nodes
         for node in nodes:
-            own = tree.logits.over_target(tree.logits.at(torch.arange(batch), torch.full((batch,), node)))[row]
+            own = tree.logits.over_target(tree.logits.at(torch.arange(batch) * tree.num_nodes + node))[row]
             wanted = torch.full((vocab_size,), -torch.inf)
             wanted[ids or slice(None)] = draft.logits(row, paths[node])
             assert torch.equal(own, wanted)
@@ -56,7 +56,7 @@ def test_a_law_that_a_level_shares_is_kept_for_all_its_nodes(name):
         for node in inner_nodes(tree, row):
             at = int(tree.shape.depth[row, node])
             assert torch.equal(
-                tree.logits.over_target(tree.logits.at(torch.arange(2), torch.full((2,), node)))[row], laws[row, at]
+                tree.logits.over_target(tree.logits.at(torch.arange(2) * tree.num_nodes + node))[row], laws[row, at]
             )
 
 
@@ -68,7 +68,7 @@ def test_slots_left_unused_by_an_exhausted_law_disturb_no_other():
         paths = paths_of(tree, row)
         for node in (n for n in inner_nodes(tree, row) if paths[n] is not None):
             assert torch.equal(
-                tree.logits.over_target(tree.logits.at(torch.arange(2), torch.full((2,), node)))[row],
+                tree.logits.over_target(tree.logits.at(torch.arange(2) * tree.num_nodes + node))[row],
                 draft.logits(row, paths[node]),
             )
 

@@ -15,42 +15,52 @@ from torch import Tensor
 
 from specheads.law import DraftIds
 
-# log q, log p (R, n), and the part of p (R,) or () that stands where q has none, left out of both
-Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
+# log q, log p (R, n), and whether p has a part beyond, where q has none
+Divergence = Callable[[Tensor, Tensor, bool], Tensor]
 NUCLEI = (64, 512)  # tokens looked at before a whole vocabulary is
 
 
-def kl(log_q: Tensor, log_p: Tensor, outside: Tensor) -> Tensor:
+def kl(log_q: Tensor, log_p: Tensor, beyond: bool = False) -> Tensor:
     """KL(q‖p) = Σ q log(q / p)."""
     return terms(log_q.exp(), log_q, log_p).clamp_min(0)
 
 
 def terms(q: Tensor, log_q: Tensor, log_p: Tensor) -> Tensor:
     """Σ q log(q / p), unclamped."""
-    return (q * (log_q - log_p)).nansum(-1)  # NaN where q = 0, and nowhere else: such terms are 0
+    return (log_q - log_p).mul_(q).nansum(-1)  # NaN where q = 0, and nowhere else: such terms are 0
 
 
-def kl_reversed(log_q: Tensor, log_p: Tensor, outside: Tensor) -> Tensor:
-    """KL(p‖q)."""
-    return kl(log_p, log_q, outside).masked_fill(outside > 0, torch.inf)
+def kl_reversed(log_q: Tensor, log_p: Tensor, beyond: bool = False) -> Tensor:
+    """KL(p‖q), of the tokens given alone."""
+    return kl(log_p, log_q)
 
 
-def js(log_q: Tensor, log_p: Tensor, outside: Tensor) -> Tensor:
+def js(log_q: Tensor, log_p: Tensor, beyond: bool = False) -> Tensor:
     """Jensen-Shannon, ½KL(q‖m) + ½KL(p‖m), m = (q + p) / 2: at most log 2."""
     q, p = log_q.exp(), log_p.exp()
-    m = ((q + p) / 2).log()
-    return (terms(q, log_q, m) + terms(p, log_p, m) + outside * math.log(2)).clamp_min(0) / 2
+    m = (q + p).div_(2).log_()
+    both = terms(q, log_q, m) + terms(p, log_p, m)
+    return (both + missing(p) * math.log(2) if beyond else both).clamp_min(0) / 2
 
 
-def js_paper(log_q: Tensor, log_p: Tensor, outside: Tensor) -> Tensor:
-    """½KL(m‖q) + ½KL(m‖p), which the official code computes in place of Jensen-Shannon; it has no bound."""
+def js_paper(log_q: Tensor, log_p: Tensor, beyond: bool = False) -> Tensor:
+    """½KL(m‖q) + ½KL(m‖p), of the tokens given alone, which the official code computes in place of Jensen-Shannon; it
+    has no bound."""
     m = torch.logaddexp(log_q, log_p) - math.log(2)
-    return ((kl(m, log_q, outside) + kl(m, log_p, outside)) / 2).masked_fill(outside > 0, torch.inf)
+    weight = m.exp()
+    return (terms(weight, m, log_q).clamp_min(0) + terms(weight, m, log_p).clamp_min(0)) / 2
 
 
-def tv(log_q: Tensor, log_p: Tensor, outside: Tensor) -> Tensor:
+def tv(log_q: Tensor, log_p: Tensor, beyond: bool = False) -> Tensor:
     """Total variation ½Σ|q − p|, at most 1."""
-    return ((log_q.exp() - log_p.exp()).abs().sum(-1) + outside) / 2
+    q, p = log_q.exp(), log_p.exp()
+    apart = (q - p).abs_().sum(-1)
+    return (apart + missing(p) if beyond else apart) / 2
+
+
+def missing(p: Tensor) -> Tensor:
+    """(R, n) → (R,) what p lacks of 1, to rounding, without another look at a whole vocabulary."""
+    return (1 - p.sum(-1)).clamp_min(0)
 
 
 def over_top_k(whole: Divergence, log_q: Tensor, log_p: Tensor, ids: Tensor | None, k: int) -> Tensor:
@@ -61,7 +71,7 @@ def over_top_k(whole: Divergence, log_q: Tensor, log_p: Tensor, ids: Tensor | No
     chosen = chosen if ids is None else chosen.index_select(-1, ids)
     rest_q = log_q.masked_fill(chosen, -torch.inf).logsumexp(-1, keepdim=True)
     q = of_tokens(log_q, top, ids, log_p.shape[-1])
-    return whole(torch.cat([q, rest_q], -1), torch.cat([best, rest_p], -1), log_p.new_zeros(()))
+    return whole(torch.cat([q, rest_q], -1), torch.cat([best, rest_p], -1), False)
 
 
 def over_top_p(whole: Divergence, log_q: Tensor, log_p: Tensor, ids: Tensor | None, top_p: float) -> Tensor:
@@ -80,7 +90,7 @@ def over_top_p(whole: Divergence, log_q: Tensor, log_p: Tensor, ids: Tensor | No
             for law in (best, of_tokens(log_q[rows], top, ids, size))
         )
         apart = q.isnan().any(-1)  # q gives the nucleus no chance
-        made[rows] = torch.where(apart, torch.inf, whole(q, p, log_p.new_zeros(())))
+        made[rows] = torch.where(apart, torch.inf, whole(q, p, False))
         if width < size:
             rows = rows[share.sum(-1) < top_p]
             if not len(rows):
@@ -107,16 +117,14 @@ def divergence(name: str, log_q: Tensor, log_p: Tensor, *, k: int, top_p: float,
 
     ids (Vd,): log_q (R, Vd) is of these tokens alone, and all others have no chance there.
     """
-    outside = log_p.new_zeros(())
-    if name in WHOLE:
-        if ids is not None:  # a smaller draft vocabulary spares the rest of the larger one
-            inside = log_p.index_select(-1, ids)
-            if name in INFINITE:
-                outside = log_p.index_fill(-1, ids, -torch.inf).logsumexp(-1).exp()
-            else:  # to rounding, without another look at the whole vocabulary
-                outside = (1 - inside.exp().sum(-1)).clamp_min(0)
-            log_p = inside
-        return WHOLE[name](log_q, log_p, outside)
+    if name in WHOLE and ids is None:
+        return WHOLE[name](log_q, log_p, False)
+    if name in WHOLE:  # a smaller draft vocabulary spares the rest of the larger one
+        assert ids is not None
+        made = WHOLE[name](log_q, log_p.index_select(-1, ids), True)
+        if name not in INFINITE:
+            return made
+        return made.masked_fill(log_p.index_fill(-1, ids, -torch.inf).amax(-1).exp() > 0, torch.inf)
     form, whole = name[: len("top_k_")], WHOLE[name[len("top_k_") :]]
     if form == "top_k_":
         return over_top_k(whole, log_q, log_p, ids, k)

@@ -61,11 +61,11 @@ class Ensemble(LevelRule):
     def law(self, laws: Laws, place: Tensor) -> Tensor:
         """(R, V) what the token that follows is drawn from at nodes place (R,), counted over all rows, which have
         children."""
-        kept, num = laws.tree.logits, laws.tree.num_nodes
+        kept = laws.tree.logits
         if kept is None:
             raise ValueError("Ensemble mixes the draft's law with the target's, and this tree was drafted without one")
         scores = laws.scores.flatten(0, 1).index_select(0, place)
-        p, q = scores.softmax(-1), laws.sampler.draft_law(kept.over_target(kept.at(place // num, place % num)))
+        p, q = scores.softmax(-1), laws.sampler.draft_law(kept.over_target(kept.at(place)))
         v = self.weight * p + (1 - self.weight) * q.to(p.dtype)
         v = torch.where(scores > -torch.inf, v, 0)  # what a processor rules out stays out
         v = v / v.sum(-1, keepdim=True)

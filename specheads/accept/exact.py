@@ -35,6 +35,8 @@ class Exact(LevelRule):
         return chances_in_order(laws, laws.p)
 
     def rest(self, laws: Laws, node: Tensor) -> Tensor:
+        if not laws.sampler.do_sample:  # a child with the likeliest token would have been kept
+            return laws.scores_at(node)
         return left_of(laws.p_at(node), laws, node)
 
 
@@ -50,7 +52,8 @@ def chances_in_order(laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
         if siblings:  # p has lost their tokens
             kept = kept / (1 - (shape.elder * own.unsqueeze(1)).sum(2)).clamp_min(tiny(p))
     else:
-        kept = own / (leniency * tree.probs.gather(2, tree.tokens.unsqueeze(2)).squeeze(2)).clamp_min(tiny(p))
+        q = tree.probs.gather(2, tree.tokens.unsqueeze(2)).squeeze(2)
+        kept = own / (q if leniency == 1 else leniency * q).clamp_min(tiny(p))
         if siblings:
             kept = with_younger(kept, laws, p, leniency)
     kept = kept.clamp(max=1) * shape.drafted

@@ -95,7 +95,7 @@ class Fuzzy(LevelRule):
         if kept is None:
             raise ValueError("Fuzzy compares the draft's law with the target's, and this tree was drafted without one")
         target = (laws.scores if self.processed else laws.logits).flatten(0, 1).index_select(0, place)
-        draft = kept.at(place // tree.num_nodes, place % tree.num_nodes)
+        draft = kept.at(place)
         if self.processed:  # processors know tokens by their target ids
             log_q = laws.sampler.draft_law(kept.over_target(draft)).log()
         else:

@@ -77,9 +77,12 @@ def at_once(laws: Laws, rule: LevelRule, sampler: Sampler) -> Verdict:
     """
     tree, shape = laws.tree, laws.tree.shape
     chance = rule.chances(laws)
+    if not sampler.do_sample:  # all is certain
+        end = furthest(tree, chance > 0.5)
+        return Verdict(*path_to(tree, end), sampler.draw(rule.rest(laws, end)))
     if tree.is_chain:
-        reached = torch.cat([torch.ones_like(chance[:, :1]), chance[:, 1:]], 1).cumprod(1)
         on = chance.roll(-1, 1)  # behind the last node the root's, which is 0
+        reached = torch.cat([chance.new_ones(len(chance), 1), chance[:, 1:]], 1).cumprod(1)
     else:
         reached = torch.where(shape.unneeded, 1, chance.unsqueeze(1)).prod(-1)
         on = torch.zeros_like(chance).scatter_add_(1, shape.above, chance)

@@ -83,7 +83,7 @@ class Laws:
     @cached_property
     def p(self) -> Tensor:
         """(B, N, V) the law at every node."""
-        return self.sampler.law_of(self.scores)
+        return self.soft if self.sampler.do_sample else self.sampler.law_of(self.scores)
 
     @cached_property
     def soft(self) -> Tensor:
@@ -104,7 +104,12 @@ class Laws:
 
     def p_at(self, node: Tensor) -> Tensor:
         """(B,) → (B, V) the law at one node of each row."""
-        return self.at(self.p, node) if "p" in self.__dict__ else self.sampler.law_of(self.scores_at(node))
+        known = self.sampler.do_sample and "soft" in self.__dict__  # of every node
+        return self.at(self.soft, node) if known else self.sampler.law_of(self.scores_at(node))
+
+    def draw_at(self, node: Tensor) -> Tensor:
+        """(B,) tokens drawn from the laws at one node (B,) of each row."""
+        return self.sampler.draw(self.p_at(node) if self.sampler.do_sample else self.scores_at(node))
 
     def at_parent(self, values: Tensor) -> Tensor:
         """(B, N) → (B, N): of each node, its parent's."""
@@ -183,7 +188,8 @@ class LevelRule(Acceptance):
 
     @abstractmethod
     def rest(self, laws: Laws, node: Tensor) -> Tensor:
-        """(B, V) the law of the token that follows node (B,) of each row where none of its children is kept."""
+        """(B, V) the law of the token that follows node (B,) of each row where none of its children is kept; at
+        temperature 0 any numbers of which that token has the largest."""
 
 
 class PathRule(Acceptance):

@@ -40,7 +40,7 @@ class TokenRule(PathRule):
             longest = length == length.max(1, keepdim=True).values
             likelihood = (shape.ancestors * torch.where(kept, chance.log(), 0).unsqueeze(1)).sum(-1)
             end = torch.where(longest, likelihood, -torch.inf).argmax(1)
-        return Verdict(*path_to(tree, end), sampler.draw(laws.p_at(end)))
+        return Verdict(*path_to(tree, end), laws.draw_at(end))
 
 
 def num_likelier(laws: Laws, chance: Tensor) -> Tensor:

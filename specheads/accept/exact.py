@@ -85,14 +85,14 @@ def left_of(p: Tensor, laws: Laws, node: Tensor) -> Tensor:
     if tree.probs is None:  # p without their tokens
         drafted = torch.zeros_like(p).scatter_add_(1, tree.tokens, is_child.to(p.dtype))
         return residual(p, p * drafted)
-    law = laws.at(tree.probs, is_child.int().argmax(1))
-    if tree.shape.most_siblings < 2:
-        return torch.where(is_child.any(1, keepdim=True), residual(p, law), p)
-    order = is_child.cumsum(1) * is_child  # 1 for the first sibling, 2 for the second …
-    for rank in range(1, tree.shape.most_siblings + 1):
-        found, child = (order == rank).max(1, keepdim=True)
-        left, law = refused(p, law, tree.tokens.gather(1, child))
-        p = torch.where(found, left, p)
+    count = is_child.sum(1, keepdim=True)
+    most = int(count.max()) if count.device.type == "cpu" else tree.shape.most_siblings
+    law, order = laws.at(tree.probs, is_child.int().argmax(1)), is_child.cumsum(1)
+    for rank in range(1, most + 1):
+        p = torch.where(count >= rank, residual(p, law), p)
+        if rank < most:  # the draft loses the sibling refused
+            child = (order < rank).sum(1, keepdim=True).clamp(max=tree.num_nodes - 1)
+            law = normalised(law.scatter(1, tree.tokens.gather(1, child), 0))
     return p
 
 

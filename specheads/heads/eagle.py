@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from specheads.heads.base import TapBatch
-from specheads.heads.block import copy_layer, decoder_layers, final_norm
 from specheads.heads.feature import FeatureHead, UnrolledConfig
 from specheads.losses import add_uniform_noise, feature_distance
 from specheads.target import refuse_more_than_lm_head
@@ -57,26 +56,6 @@ class EagleHead(FeatureHead):
 
     def refuse_unfit(self, base: Any) -> None:
         refuse_more_than_lm_head(base, self.config.kind)
-
-    @torch.no_grad()
-    def initialise(self, base: Any) -> None:
-        """fc passing the feature through and beside it the token, at a third of its scale, and the block from the
-        base's last layer but silent: what it would add is on the scale of the residual stream, and features stand
-        behind the final norm. So the first guess is the feature again, whatever the scales of the base are."""
-        layers, block, size = decoder_layers(base), self.blocks[0], len(self.fc.weight)
-        if layers is not None:
-            copy_layer(block, layers[-1])  # type: ignore[arg-type]
-        for silent in (block.o_proj, block.down_proj):
-            silent.weight.zero_()  # type: ignore[operator, union-attr]
-        self.fc.weight[:, size:].copy_(torch.eye(size))
-        embeddings, norm = base.get_input_embeddings(), final_norm(base)
-        place = embeddings.weight.device
-        if place.type != "meta" and embeddings.weight.numel():
-            tokens = embeddings(torch.arange(min(256, len(embeddings.weight)), device=place)).float()
-            noise = torch.randn(256, size, device=place, dtype=embeddings.weight.dtype)
-            features = (noise if norm is None else norm(noise)).float()
-            scale = features.square().mean().sqrt() / (3 * tokens.square().mean().sqrt().clamp_min(1e-6))
-            self.fc.weight[:, :size].copy_(torch.eye(size) * float(scale))
 
     def fuse(self, features: Tensor) -> Tensor:
         return features

@@ -86,7 +86,9 @@ class Shape:
         """(I,) the nodes that have children, counted over all rows: node i of row b is b · N + i. On a GPU, where
         looking for them would wait, all nodes."""
         every = self.children.any(2).flatten()
-        return every.nonzero().squeeze(1) if every.device.type == "cpu" else torch.arange(len(every)).to(every.device)
+        return (
+            every.nonzero().squeeze(1) if every.device.type == "cpu" else torch.arange(len(every), device=every.device)
+        )
 
     @cached_property
     def families(self) -> tuple[Tensor, Tensor]:

@@ -73,8 +73,9 @@ def test_a_run_resumed_between_two_logs_logs_what_the_uninterrupted_one_does(acc
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{saved}"))
         assert logged(resumed) == logged(whole)
         assert same(weights(resumed.model), weights(whole.model))
-        own = losses[saved:]  # the run's own figure is of the steps it took itself
-        assert resumed.state.log_history[-1]["train_loss"] == pytest.approx(sum(own) / len(own), rel=1e-5)
+        # The run's own figure is of the losses it saw itself, which transformers 5.17 divides by all steps.
+        own, found = sum(losses[saved:]), resumed.state.log_history[-1]["train_loss"]
+        assert found == pytest.approx(own / (7 - saved), rel=1e-5) or found == pytest.approx(own / 7, rel=1e-5)
 
 
 def test_a_checkpoint_holds_the_head_and_the_trainer_state_only(tmp_path):

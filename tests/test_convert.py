@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,12 @@ def test_casting_a_model_casts_base_and_head(cast):
     assert model.dtype == model.head.dtype != torch.float32
     assert model.device == model.base.device == torch.device("cpu")
     assert model.generate(IDS, max_new_tokens=3).shape == (2, 27)
+
+
+def test_eagle3_starts_with_the_bases_output_rows_and_final_norm(base):
+    base = copy.deepcopy(base)
+    with torch.no_grad():
+        base.model.norm.weight.copy_(torch.linspace(0.5, 2, len(base.model.norm.weight)))
+    head = convert(base, "eagle3", draft_vocab_size=40).head
+    assert torch.equal(head.lm_head.weight, base.lm_head.weight[head.target_ids])
+    assert torch.equal(head.norm.weight, base.model.norm.weight)

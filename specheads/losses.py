@@ -90,11 +90,6 @@ def feature_distance(predicted: Tensor, features: Tensor) -> Tensor:
     return F.smooth_l1_loss(wide(predicted), wide(features), reduction="none").mean(-1)
 
 
-def add_uniform_noise(features: Tensor, width: float) -> Tensor:
-    """features + U(−width, width). EAGLE, arXiv:2401.15077."""
-    return features + torch.empty_like(features).uniform_(-width, width) if width else features
-
-
 def position_weights(chances: Tensor, floor: float) -> Tensor:
     """D-PACE: (R, S) chance of each depth's token in the draft → (R, S) weights w_j = Σ_{m ≥ j} Π_{i ≤ m} q̃_i with
     q̃ = (1 − floor) q + floor: how many accepted tokens hang on depth j. arXiv:2605.18810."""

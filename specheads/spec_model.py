@@ -86,6 +86,7 @@ class SpecModel(PreTrainedModel):
         self.head = head
         self.joint = None if config.joint is None else JointConfig.of(config.joint)
         self.progress = 1.0  # share of the run that is done, which a trainer tells
+        self.draw_seed: int | None = None  # TapBatch.seed, which it tells too
         if self.joint is not None:
             for adapter in adapters(base):
                 adapter.requires_grad_(True)
@@ -187,6 +188,7 @@ class SpecModel(PreTrainedModel):
             embed=self.base.get_input_embeddings(),
             lm_head=lambda hidden: logits_of(self.base, hidden),
             num_items=num_items_in_batch,
+            seed=self.draw_seed,
         )
         loss, terms = self.head.loss(batch)
         if self.joint is not None:

@@ -130,7 +130,8 @@ class SpecTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:  # fmt: skip
         tokens = supervised_tokens(inputs)
-        self.accelerator.unwrap_model(model).progress = self.state.global_step / max(1, self.state.max_steps)
+        told, step = self.accelerator.unwrap_model(model), self.state.global_step
+        told.progress, told.draw_seed = step / max(1, self.state.max_steps), self.args.seed << 32 | step
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         refuse_not_finite(loss.detach(), "loss", self.state.global_step + 1, self.args.output_dir)
         divisor = tokens.clamp_min(1) if num_items_in_batch is None else num_items_in_batch
@@ -246,7 +247,7 @@ class SpecTrainer(Trainer):
         if checkpoint is None or writers is None:
             return
         if writers.processes != self.args.world_size:
-            # transformers goes on with the numbers that the run began with, which would draw the same noise once more.
+            # transformers goes on with the numbers the run began with, which would drop the same weights once more.
             set_seed(self.args.seed + self.state.global_step)
         unlogged = Unlogged.load(checkpoint, self.args.process_index, self.args.world_size)
         self._training_meter = TrainingMeter.of_states(unlogged.meters, self.args.device)

@@ -8,7 +8,11 @@ import torch
 from trainers import model_of, rows, trainer_of
 
 STEPS, SAVED = 6, 3
-KINDS = ("medusa", "eagle3")
+KINDS = ("medusa", "eagle3", "eagle", "parallel")
+DRAWING = {  # heads that learn of what is drawn at random: noise, or a few of a row's starts
+    "medusa": {}, "eagle3": {"draft_vocab_size": None, "anchors": 4}, "eagle": {"noise": 0.2},
+    "parallel": {"draft_vocab_size": None, "anchors": 3},
+}  # fmt: skip
 
 
 def run(folder, kind, processes, checkpoint=None, **options):
@@ -18,8 +22,7 @@ def run(folder, kind, processes, checkpoint=None, **options):
         "max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED, "logging_steps": 2, "seed": 5,
         "per_device_train_batch_size": 2 // processes, "gradient_accumulation_steps": 2,
     }  # fmt: skip
-    options_of_kind = {"draft_vocab_size": None} if kind == "eagle3" else {}
-    model = model_of(kind, seed=9 if checkpoint else 0, **options_of_kind)
+    model = model_of(kind, seed=9 if checkpoint else 0, **DRAWING[kind])
     trainer = trainer_of(folder, model, data=rows(7), **{**settings, **options})
     torch.manual_seed(123)
     trainer.train(resume_from_checkpoint=checkpoint)

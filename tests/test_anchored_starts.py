@@ -48,12 +48,12 @@ def test_the_mean_over_every_draw_of_anchors_is_the_full_loss(kind, options, mon
     model = spec_model(kind, anchors=2, **options).train()
     starts, drawn = [], AnchoredStarts.drawn
 
-    def every(asked, number, most):
-        found = drawn(asked, number, 1000)
+    def every(asked, keys, most):
+        found = drawn(asked, keys, 1000)
         starts[:] = [
             columns[weights > 0].tolist() for columns, weights in zip(found.columns, found.weights, strict=True)
         ]
-        return drawn(asked, number, most)
+        return drawn(asked, keys, most)
 
     monkeypatch.setattr(AnchoredStarts, "drawn", every)
     model(**batch)
@@ -64,7 +64,7 @@ def test_the_mean_over_every_draw_of_anchors_is_the_full_loss(kind, options, mon
         order = torch.zeros(3, 9)
         for row, columns in enumerate(chosen):
             order[row, list(columns)] = 0.9
-        monkeypatch.setattr(torch, "rand", lambda *_, order=order, **__: order)
+        monkeypatch.setattr("specheads.heads.draws.uniform", lambda _, order=order: order)
         found.append(value_and_gradients(model, batch)[0])
         monkeypatch.undo()
     assert len({float(each[0]) for each in found}) > 10, "the draws hardly differ"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from specheads.heads import draws
 from specheads.heads.base import HeadConfig
 from specheads.objective import Asked
 
@@ -45,15 +46,15 @@ class AnchoredStarts:
     weights: Tensor
 
     @classmethod
-    def drawn(cls, asked: Asked, batch: int, most: int) -> AnchoredStarts:
-        """Of each of `batch` rows, `most` of the starts that are asked for a draft behind their first, or all of them.
-        Each is as likely as any other, so that a weighed sum over them is unbiased."""
+    def drawn(cls, asked: Asked, keys: Tensor, most: int) -> AnchoredStarts:
+        """Of each row, `most` of the starts that are asked for a draft behind their first, or all of them. Each is as
+        likely as any other, so that a weighed sum over them is unbiased. keys (B, T): see TapBatch.keys."""
         deeper = asked.valid[:, 1:]
         wanted = torch.zeros(asked.size, dtype=torch.bool, device=deeper.device)
         wanted[asked.starts[:, 1:][deeper]] = True
-        wanted = wanted.view(batch, -1)
+        wanted = wanted.view(keys.shape)
         count = wanted.sum(1, keepdim=True)
-        order = torch.rand(wanted.shape, device=wanted.device).masked_fill(~wanted, -1)
+        order = draws.uniform(keys).masked_fill(~wanted, -1)
         columns = order.topk(min(most, int(count.max())), 1).indices
         return cls(columns, wanted.gather(1, columns) * (count / count.clamp(1, most)))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specheads.heads import draws
 from specheads.objective import Asked
 
 
@@ -24,9 +25,11 @@ class AnchoredBlocks:
     weights: Tensor
 
     @classmethod
-    def of(cls, supervised: Tensor, documents: Tensor, size: int, most: int | None = None) -> AnchoredBlocks:
+    def of(
+        cls, supervised: Tensor, documents: Tensor, size: int, most: int | None = None, keys: Tensor | None = None
+    ) -> AnchoredBlocks:
         """Blocks that draft `size` tokens: every one that has something to learn, or of each row `most` of them drawn
-        at random, which then stand for all.
+        by keys (B, T), see TapBatch.keys, which then stand for all.
 
         supervised (by the token that is predicted) and documents (B, T). A block is asked up to the first token that is
         not supervised, or of another document. In front of an anchor stands a token of its document at least, whose
@@ -41,7 +44,7 @@ class AnchoredBlocks:
         able = run[:, :, 0]
         count = able.sum(1, keepdim=True)
         drawn = length if most is None else most
-        order = torch.rand(able.shape, device=able.device).masked_fill(~able, -1)
+        order = (able.float() if keys is None else draws.uniform(keys)).masked_fill(~able, -1)
         anchors = order.topk(min(drawn, int(count.max())), 1).indices.sort(1).values
         weights = (count / count.clamp(1, drawn)).expand(-1, anchors.shape[1])
         return cls(anchors, run.gather(1, anchors.unsqueeze(2).expand(-1, -1, size)), weights)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specheads.drafters.base import Context
+from specheads.heads import draws
 from specheads.law import DraftIds
 from specheads.losses import parse_loss
 from specheads.objective import Asked, Objective, Scores
@@ -87,7 +88,8 @@ class TapBatch:
     tokens (B, T); features (B, T, F) the tapped layers; teacher: the base's law, that at t being of token t + 1;
     supervised (B, T) bool, indexed by the predicted token; documents (B, T) ids, 0 at padding; position_ids (B, T).
     embed and lm_head are the base's, frozen. num_items: what to divide summed losses by, if it is not this batch's
-    own count of supervised tokens (gradient accumulation, several processes).
+    own count of supervised tokens (gradient accumulation, several processes). seed: of what is drawn at random, one for
+    each step of a run; None takes one from torch's generator.
     """
 
     tokens: Tensor
@@ -99,6 +101,7 @@ class TapBatch:
     embed: Callable[[Tensor], Tensor]
     lm_head: Callable[[Tensor], Tensor]
     num_items: Tensor | float | None = None
+    seed: int | None = None
 
     @property
     def denominator(self) -> Tensor | float:
@@ -108,6 +111,11 @@ class TapBatch:
     def asked(self, depths: int) -> Asked:
         """The supervised positions, and where drafts of so many depths started for each."""
         return Asked.of(self.tokens, self.supervised, self.documents, depths)
+
+    def keys(self) -> Tensor:
+        """(B, T) int64 what `draws` makes random numbers of, each row's its own in whichever batch it lies."""
+        seed = int(torch.randint(2**62, ())) if self.seed is None else self.seed
+        return draws.keys(self.tokens, self.documents, seed)
 
 
 class DraftHead(nn.Module, ABC):

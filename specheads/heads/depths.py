@@ -108,7 +108,7 @@ class DepthHeads(DraftVocabulary):
         config = self.config
         asked = batch.asked(config.num_heads)
         if self.training and config.anchors is not None and config.num_heads > 1:
-            asked = AnchoredStarts.drawn(asked, len(batch.tokens), config.anchors).drafts(asked)
+            asked = AnchoredStarts.drawn(asked, batch.keys(), config.anchors).drafts(asked)
         rows = self.rows(batch, asked, config.num_heads)
         scores = self.score(batch, asked, rows, tuple(config.decay**i for i in range(config.num_heads)))
         return scores.total / batch.denominator, scores.terms(batch.denominator)

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from specheads.heads import draws
 from specheads.heads.base import TapBatch
 from specheads.heads.feature import FeatureHead, UnrolledConfig
-from specheads.losses import add_uniform_noise, feature_distance
+from specheads.losses import feature_distance
 from specheads.target import refuse_more_than_lm_head
 
 
@@ -72,7 +73,8 @@ class EagleHead(FeatureHead):
 
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
-        features = add_uniform_noise(batch.features, config.noise) if self.training else batch.features
+        noisy = self.training and config.noise > 0
+        features = with_noise(batch.features, batch.keys(), config.noise) if noisy else batch.features
         # Evaluation unrolls as far as the accepted length of a chain wants to know.
         steps = config.steps if self.training else self.scored_depths
         asked, rows = self.drafts(batch, steps, features)
@@ -85,3 +87,9 @@ class EagleHead(FeatureHead):
         distance, law = torch.stack(distances).sum() / batch.denominator, scores.total / batch.denominator
         total = config.feature_weight * distance + config.law_weight * law
         return total, {"feature": distance.detach(), "law": law.detach(), **scores.terms(batch.denominator)}
+
+
+def with_noise(features: Tensor, keys: Tensor, width: float) -> Tensor:
+    """features (B, T, F) + U(−width, width), drawn from keys (B, T)."""
+    drawn = [draws.uniform(row).mul_(2 * width).sub_(width) for row in draws.of_positions(keys, features.shape[2])]
+    return features + torch.stack(drawn).to(features.dtype)

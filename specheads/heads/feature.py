@@ -121,7 +121,7 @@ class FeatureHead(DraftHead):
         asked, anchors = batch.asked(steps), self.config.anchors
         if anchors is None or steps == 1 or not self.training:
             return asked, [asked.rows(out, s) for s, out in enumerate(self.unroll(batch, steps, features))]
-        anchored = AnchoredStarts.drawn(asked, len(batch.tokens), anchors)
+        anchored = AnchoredStarts.drawn(asked, batch.keys(), anchors)
         asked, slots = anchored.drafts(asked), anchored.slots(asked)
         first, *deeper = self.unroll(batch, steps, features, anchored.columns)
         made = [out.flatten(0, 1)[slots[asked.starts_of(s)]] for s, out in enumerate(deeper, 1)]

@@ -192,8 +192,8 @@ class ParallelHead(DraftVocabulary):
 
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
-        most = config.anchors if self.training else None
-        blocks = AnchoredBlocks.of(batch.supervised, batch.documents, config.num_drafted, most)
+        drawn = (config.anchors, batch.keys()) if self.training and config.anchors is not None else ()
+        blocks = AnchoredBlocks.of(batch.supervised, batch.documents, config.num_drafted, *drawn)
         asked = blocks.asked(batch.tokens)
         rows = self.followed(self.outputs(batch, blocks)[blocks.learnt], batch.tokens.flatten()[asked.positions])
         weights = tuple(config.decay**j for j in range(config.num_drafted))

@@ -29,7 +29,8 @@ def sweep(
     top_k: Annotated[str | None, typer.Option(help="Sample among so many tokens: 1,50; 1 is greedy.")] = None,
     temperature: Annotated[str | None, typer.Option(help="0,1; 0 is greedy.")] = None,
     task: Annotated[
-        str | None, typer.Option(help="signatures (shipped), mmlu, gsm8k, csqa, humaneval, or prompts (no answers).")
+        str | None,
+        typer.Option(help="signatures or syntax (shipped), mmlu, gsm8k, csqa, humaneval, or prompts (no answers)."),
     ] = None,
     data: Annotated[list[str] | None, typer.Option(help="Files with the task's rows (default: the hub).")] = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Questions asked.")] = None,

@@ -1,12 +1,13 @@
 """Tasks: the published prompts, answers parsed from worked text, and a task of shipped data, the same each time."""
 
+import dataclasses
 import json
 
 import pytest
 from transformers import AutoTokenizer
 
 from specheads import corpus
-from specheads.sweep import signatures
+from specheads.sweep import signatures, syntax
 from specheads.sweep.programs import completed, passes
 from specheads.sweep.tasks import choice_of, load_task, number_of
 
@@ -122,3 +123,55 @@ def test_signature_questions_are_the_same_each_time_and_only_of_held_out_files()
         assert signatures.plain(head) + answer in held_out
     with pytest.raises(ValueError, match="signatures asked for"):
         signatures.signature_questions(tokenizer, 10**6)
+
+
+@pytest.mark.parametrize(
+    ("completion", "right"),
+    [
+        ("        return x\n", True), ("        return x\n    def g(self):\n        pass\n", True),
+        ("        return (x,\n", True), ('        """Of\nany ( text\n', True), ("        if x:\n", True),
+        ("        return x)", True),  # a line that is not whole
+        ("        return x)\n", False), ("        if x\n            y\n", False), ("      return x\n", False),
+        ("        return x\n   def g():\n", False), ("        return 'x\n", False), ("        break\n", False),
+        ("        x = '\\d'\n", True), ("        \0\n", False),
+        ("        return " + "(" * 300 + "\n", False),
+    ],
+)  # fmt: skip
+def test_a_completion_is_right_where_python_can_parse_its_whole_lines(completion, right):
+    assert syntax.parses("    def f(self, x):\n        y = 1\n", completion, syntax.blocks(4)) == right
+
+
+def test_a_prompt_of_syntax_ends_behind_a_whole_statement():
+    words = str.split
+
+    def tokenizer(text): return {"input_ids": words(text)}  # fmt: skip
+
+    short, body = ["def f(x):\n", "    y = x\n"], ["    z = y\n"] * 40
+    assert syntax.beginning(tokenizer, [*short, *body], "") == "".join([*short, *body[:19]])  # 5 + 19 · 3 tokens
+    assert syntax.beginning(tokenizer, short, "") is None, "nothing is left to write"
+    assert syntax.beginning(tokenizer, [short[0], "    y = " + "x " * 80 + "\n"], "") is None, "the definition alone"
+    text = ["def f(x):\n", '    """' + "a " * 57 + "\n", "    " + "b " * 20 + "\n", '    """\n']
+    assert syntax.beginning(tokenizer, text, "") is None, "inside a text"
+    call = ["def f(x):\n", "    g(\n", "        " + "a, " * 70 + "\n", "    )\n"]
+    assert syntax.beginning(tokenizer, call, "") is None, "inside brackets"
+    method = ["    def f(self):\n", "        y = 1\n", "        z = " + "y + " * 70 + "y\n"]
+    assert syntax.beginning(tokenizer, method, syntax.blocks(4)) == "".join(method[:2])
+
+
+def test_syntax_questions_are_the_same_each_time_and_right_as_they_stand():
+    tokenizer = AutoTokenizer.from_pretrained(corpus.checkpoints_dir() / "base")
+    made = load_task("syntax", tokenizer, count=24)
+    assert made == dataclasses.replace(load_task("syntax", tokenizer, count=24), correct=made.correct)
+    held_out = dict(corpus.texts("held_out"))
+    for question in made.questions:
+        (rest,) = {text.split(question.prompt, 1)[1] for text in held_out.values() if question.prompt in text}
+        assert len(tokenizer(question.prompt)["input_ids"]) <= syntax.SHOWN and made.correct("", question)
+        own = rest[: rest.find("\n", 200) + 1]
+        assert made.correct(own, question), "as the file goes on"
+        assert not made.correct(")\n" + own, question)
+    inner = [question for question in made.questions if question.answer]
+    assert 4 < len(inner) and all(question.prompt.startswith("    ") for question in inner), "methods too"
+    with pytest.raises(ValueError, match="functions asked for"):
+        load_task("syntax", tokenizer, count=10**6)
+    with pytest.raises(ValueError, match="the task syntax is made of shipped data"):
+        load_task("syntax", tokenizer, data=["x.jsonl"])

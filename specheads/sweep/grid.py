@@ -16,7 +16,7 @@ from specheads.planner import tree_named
 from specheads.recipe import RecipeError, parse_yaml
 
 PLAIN = "none"  # the drafter that drafts nothing
-TASKS = ("signatures", "mmlu", "gsm8k", "csqa", "humaneval", "prompts")
+TASKS = ("signatures", "syntax", "mmlu", "gsm8k", "csqa", "humaneval", "prompts")
 COSTS = ("measured", "model_parameters", "previous_work")
 CLOCKS = ("wall", "cpu")
 LAWLESS = ("lookup", "ngram", "maxgram", "cascade")  # what they write is a point mass, without a law
@@ -61,11 +61,11 @@ class Sweep:
     rules by name; a comma in a part stands for several, `fuzzy:js,tv:0.1,0.2`. thresholds: of each lossy rule in
     accept, in place of its own. k_matrices: of cascades, lists of rows; leniency, notation: of `Cascade`; cost: of a
     pass, measured here, or model_parameters or previous_work. trees: as on the command line; gamma: chains of so many
-    tokens. top_k shapes sampling; 1 is greedy, as is temperature 0. task: signatures, mmlu, gsm8k, csqa, humaneval, or
-    prompts without answers; data: files of its rows, else the hub or what is shipped. batch_size: prompts judged at
-    once; speed_prompts: the first so many also give the speed, one by one, `repeats` times, by the clock `wall` or
-    `cpu`: the time this process computes, for a CPU that others use too. max_new_tokens: None as the task has it.
-    run_code: let HumanEval run what the model wrote.
+    tokens. top_k shapes sampling; 1 is greedy, as is temperature 0. task: signatures, syntax, mmlu, gsm8k, csqa,
+    humaneval, or prompts without answers; data: files of its rows, else the hub or what is shipped. batch_size: prompts
+    judged at once; speed_prompts: the first so many also give the speed, one by one, `repeats` times, by the clock
+    `wall` or `cpu`: the time this process computes, for a CPU that others use too. max_new_tokens: None as the task has
+    it. run_code: let HumanEval run what the model wrote.
     """
 
     drafters: tuple[str, ...]

@@ -16,6 +16,7 @@ from specheads.options import refuse_unknown
 from specheads.sweep.grid import TASKS
 from specheads.sweep.programs import passes
 from specheads.sweep.signatures import signature_questions, signature_written
+from specheads.sweep.syntax import parses, syntax_questions
 
 LETTERS = "ABCDEFGHIJ"
 
@@ -109,19 +110,28 @@ SOURCES = {
     "humaneval": Source("openai/openai_humaneval", None, "test", "entry_point", humaneval, lambda text: text, 384),
 }
 # What an answer takes where the sweep does not say.
-LENGTHS = {"signatures": 24, "prompts": 128, **{name: source.max_new_tokens for name, source in SOURCES.items()}}
+LENGTHS = {
+    "signatures": 24, "syntax": 96, "prompts": 128, **{name: source.max_new_tokens for name, source in SOURCES.items()},
+}  # fmt: skip
 SHIPPED_QUESTIONS = 64
 
 
 def load_task(
     name: str, tokenizer: Any, *, data: Sequence[str] = (), count: int | None = None, run_code: bool = False
 ) -> Task:
-    """The first `count` questions of a task, or evenly spaced ones of `signatures`. ValueError or OSError, with the
-    reason, for rows that are not the task's; ValueError for HumanEval unless run_code allows to run what is written."""
+    """The first `count` questions of a task, or evenly spaced ones of `signatures` and `syntax`. ValueError or OSError,
+    with the reason, for rows that are not the task's; ValueError for HumanEval unless run_code allows to run what is
+    written."""
     refuse_unknown([name], TASKS, "task")
+    if name in ("signatures", "syntax") and data:
+        raise ValueError(f"the task {name} is made of shipped data and takes no data")
+    if name == "syntax":
+        begun = syntax_questions(tokenizer, count or SHIPPED_QUESTIONS)
+        return Task(
+            name, [Question(shown, around) for shown, around in begun], LENGTHS[name],
+            lambda text, asked: isinstance(asked.prompt, str) and parses(asked.prompt, text, asked.answer),
+        )  # fmt: skip
     if name == "signatures":
-        if data:
-            raise ValueError("the task signatures is made of shipped data and takes no data")
         made = signature_questions(tokenizer, count or SHIPPED_QUESTIONS)
         questions = [Question(ids, answer) for ids, answer in made]
         return Task(name, questions, LENGTHS[name], lambda text, asked: signature_written(text) == asked.answer)

@@ -76,7 +76,7 @@ def test_a_yaml_file_gives_the_same_sweep_as_options_which_go_over_it(tmp_path):
 
 def test_every_shipped_sweep_is_valid_and_short():
     recipes = sorted((Path(__file__).parent.parent / "recipes").glob("sweep_*.yaml"))
-    assert len(recipes) == 2
+    assert len(recipes) == 3
     for recipe in recipes:
         assert len(recipe.read_text("utf8").splitlines()) <= 30 and len(read_sweep(recipe, {}).settings()) > 8
 

@@ -170,7 +170,7 @@ def test_syntax_questions_are_the_same_each_time_and_right_as_they_stand():
         assert made.correct(own, question), "as the file goes on"
         assert not made.correct(")\n" + own, question)
     inner = [question for question in made.questions if question.answer]
-    assert 4 < len(inner) and all(question.prompt.startswith("    ") for question in inner), "methods too"
+    assert len(inner) > 4 and all(question.prompt.startswith("    ") for question in inner), "methods too"
     with pytest.raises(ValueError, match="functions asked for"):
         load_task("syntax", tokenizer, count=10**6)
     with pytest.raises(ValueError, match="the task syntax is made of shipped data"):

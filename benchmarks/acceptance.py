@@ -1,9 +1,11 @@
 """What accepting costs: the share of a step that each rule takes to walk the verified tree.
 
     python benchmarks/acceptance.py --out docs/benchmarks
+    python benchmarks/acceptance.py --small out/small --out docs/benchmarks/draft_model
 
-EAGLE-3, float32, batch 1, greedy and at temperature 1, every rule on the same prompt and on a chain and a branching
-tree. Timed around walk(); keeping the draft's law, where a rule needs it, counts as drafting. Medians over all steps.
+EAGLE-3, or a draft model, float32, batch 1, greedy and at temperature 1, every rule on the same prompts and on chains
+and branching trees. Timed around walk(); keeping the draft's law, where a rule needs it, counts as drafting. Medians
+over all steps.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,6 +55,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoints", type=Path, help="the folder of base/ and the head (default: shipped)")
     parser.add_argument("--head", default="eagle3", help="which of them")
+    parser.add_argument("--small", type=Path, help="a draft model to draft in place of a head")
     parser.add_argument("--out", type=Path, required=True, help="the folder for acceptance.md and .json")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--num-prompts", type=int, default=4)
@@ -60,7 +65,12 @@ def main() -> int:
     hf_logging.disable_progress_bar()
     folder = shipped.find_base(options.checkpoints)
     base, tokenizer = shipped.load_base(folder, "cpu")
-    (model,) = shipped.load_heads(base, folder.parent, [options.head]).values()
+    if options.small:
+        small, _ = shipped.load_base(options.small, "cpu")
+        run, drafts = partial(specheads.generate, base, drafter=specheads.DraftModel(small)), "a draft model"
+    else:
+        (model,) = shipped.load_heads(base, folder.parent, [options.head]).values()
+        run, drafts = model.generate, options.head
     prompts = held_out_prompts(tokenizer, options.num_prompts, 64, shipped.held_out_names(folder))
     batches = decoders.batches(tokenizer, prompts, base.device)
     record: dict[str, dict[str, float | None]] = {}
@@ -74,7 +84,7 @@ def main() -> int:
                 {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
             )
             ask = {"max_new_tokens": options.max_new_tokens, "tree": plan, "accept": accept, "seed": 0, **sampling}
-            record[rule][tree] = share(model, batches, ask)
+            record[rule][tree] = share(run, batches, ask)
     where = environment.environment()
     command = "python benchmarks/acceptance.py " + " ".join(sys.argv[1:])
     rows = [
@@ -83,7 +93,7 @@ def main() -> int:
     ]
     text = "\n".join([
         "# What accepting costs\n", f"`{command}`\n", f"{environment.line(where)}.\n",
-        f"Share of a step, {options.head}, vocabulary {base.config.vocab_size:,}, float32, batch 1; medians over the "
+        f"Share of a step, {drafts}, vocabulary {base.config.vocab_size:,}, float32, batch 1; medians over the "
         "steps.\n", report.markdown(("rule", *TREES), rows),
     ])  # fmt: skip
     report.write(options.out, "acceptance", text, {"command": command, "environment": where, "shares": record})
@@ -91,7 +101,7 @@ def main() -> int:
     return int(options.require and max(one for shares in record.values() for one in shares.values() if one) > 0.03)
 
 
-def share(model: Any, batches: list[dict[str, Any]], ask: dict[str, Any]) -> float:
+def share(run: Callable[..., Any], batches: list[dict[str, Any]], ask: dict[str, Any]) -> float:
     """walk()'s median share of a step."""
     shares = []
     for batch in [batches[0], *batches]:  # the first once more, as a warm-up
@@ -104,9 +114,9 @@ def share(model: Any, batches: list[dict[str, Any]], ask: dict[str, Any]) -> flo
             return verdict
 
         with mock.patch("specheads.decode.walk", timed):
-            steps = model.generate(**batch, **ask, return_dict_in_generate=True).steps
+            steps = run(**batch, **ask, return_dict_in_generate=True).steps
         shares.append([own / step.seconds for own, step in zip(walked, steps[1:], strict=True)])
-    return median(one for run in shares[1:] for one in run)
+    return median(one for batch in shares[1:] for one in batch)
 
 
 if __name__ == "__main__":

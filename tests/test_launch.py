@@ -50,7 +50,8 @@ def overrides(material, output, batch_size, *more):
     return [
         f"base={material / 'base'}", f"data.train={material / 'train.jsonl'}", f"data.eval={material / 'eval.jsonl'}",
         "data.eval_fraction=0", "data.split=train", "data.max_length=32", "base_dtype=float32", "head.steps=2",
-        "head.draft_vocab_size=60", f"training.output_dir={output}", "training.bf16=false", "training.max_steps=4",
+        "head.draft_vocab_size=60", "head.anchors=3", f"training.output_dir={output}", "training.bf16=false",
+        "training.max_steps=4",
         f"training.per_device_train_batch_size={batch_size}", "training.per_device_eval_batch_size=2",
         "training.gradient_accumulation_steps=2", "training.learning_rate=1e-2", "training.logging_steps=1",
         "training.eval_steps=4", "training.save_steps=4", "training.disable_tqdm=true", "training.use_cpu=true", *more,

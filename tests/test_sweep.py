@@ -112,7 +112,12 @@ def test_progress_never_goes_back_and_ends_at_1(tmp_path):
 
 def test_rows_say_what_generate_does_and_two_workers_say_the_same(shipped, questions, tmp_path, cache_in_tmp):
     sweep = asked(shipped, questions)
-    rows = run(sweep, tmp_path / "one", tell=quiet)
+    told = []
+    rows = run(sweep, tmp_path / "one", tell=lambda part, note: told.append((part, note)))
+    parts = [part for part, _ in told]
+    assert parts == sorted(parts) and parts[-1] == 1
+    judging = [part for part, note in told if note.startswith("0 of 4 done; judging none")]
+    assert len(judging) == 3 and 0.1 < judging[0] < judging[1] < judging[2] < 0.25, "a batch of 2 rows of 5 each"
     exact = next(row for row in rows if row["accept"] == "exact")
     lossy = next(row for row in rows if row["accept"] == "fuzzy:js:0.7")
     plain = rows[0]

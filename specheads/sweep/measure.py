@@ -71,12 +71,23 @@ def measure(
     racers = {own: decoder(bench, sweep, setting, length)}
     racers[other] = racers.get(other) or decoder(bench, sweep, setting.reference, length)
     batches = decoders.batches(bench.tokenizer, prompts[: sweep.speed_prompts], bench.base.device)
-    race = runner.race(racers, batches, repeats=sweep.repeats, report=report, clock=CLOCKS[sweep.clock])
+    runs = len(batches) * len(racers) * sweep.repeats  # beside them, a batch that is judged counts as one
+    raced = runs / (runs + len(prompts) / sweep.batch_size)
+
+    def racing(part: float, name: str) -> None:
+        if report:
+            report(part * raced, name)
+
+    def judging(part: float) -> None:
+        if report:
+            report(raced + part * (1 - raced), f"judging {own}")
+
+    race = runner.race(racers, batches, repeats=sweep.repeats, report=racing, clock=CLOCKS[sweep.clock])
     return {
         **setting_columns(setting),
         "lossless": setting.lossless,
         "reference": None if other == own else other,
-        **judged(bench, sweep, task, setting, prompts, racers[own]),
+        **judged(bench, sweep, task, setting, prompts, racers[own], judging),
         "seconds": median(sum(run.seconds for run in repeat) for repeat in race.runs[own]),
         "tokens_per_second": race.tokens_per_second(own),
         "speed_up": race.speed_up(own, other),
@@ -85,7 +96,8 @@ def measure(
 
 
 def judged(
-    bench: Bench, sweep: Sweep, task: Task, setting: Setting, prompts: list[list[int]], run: runner.Decoder
+    bench: Bench, sweep: Sweep, task: Task, setting: Setting, prompts: list[list[int]], run: runner.Decoder,
+    report: Callable[[float], None],
 ) -> Row:  # fmt: skip
     """What the setting writes on all prompts: drafts accepted, right answers, distance from the target's law."""
     drafter = bench.drafter(setting.drafter, setting.k_matrix)
@@ -93,6 +105,7 @@ def judged(
     size = 1 if isinstance(drafter, Cascade) else sweep.batch_size
     far, right, outputs, passes = Distance(), 0, [], []
     for start in range(0, len(prompts), size):
+        report(start / len(prompts))
         taken = prompts[start : start + size]
         output = run(decoders.batches(bench.tokenizer, taken, bench.base.device, len(taken))[0], None)
         outputs.append(output.statistics)

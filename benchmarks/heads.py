@@ -1,5 +1,7 @@
 """Every head, and every loss on EAGLE-3, after the same training: how many tokens a step they yield, and their cost.
 
+EAGLE-3 has `norm_before_residual` but where it is called as published.
+
     python train/self_distill.py --base checkpoints/base --output runs/own.jsonl --num_rows 864 --batch_size 96 \\
         --max_new_tokens 112 --dtype float32
     python benchmarks/heads.py --data runs/own.jsonl --out docs/benchmarks
@@ -36,18 +38,21 @@ from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses import LAW_LOSSES
 
 DEPTH, NODES, VOCAB = 5, 16, 2048
+EAGLE3 = {"steps": DEPTH, "draft_vocab_size": VOCAB}
+NORMED = {**EAGLE3, "norm_before_residual": True}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("medusa", {"num_heads": DEPTH, "draft_vocab_size": VOCAB}),
     "eagle": ("eagle", {"steps": 3, "noise": 0.0}),
     "hydra": ("hydra", {"num_heads": DEPTH, "draft_vocab_size": VOCAB}),
     "hydra++": ("hydra", {"num_heads": DEPTH, "draft_vocab_size": VOCAB, "prefix_layer": True}),
-    "eagle3": ("eagle3", {"steps": DEPTH, "draft_vocab_size": VOCAB}),
+    "eagle3, as published": ("eagle3", EAGLE3),
+    "eagle3": ("eagle3", NORMED),
     "parallel": ("parallel", {"block_size": DEPTH, "draft_vocab_size": VOCAB, "anchors": 64}),
     **{
-        f"eagle3, {name}": ("eagle3", {"steps": DEPTH, "draft_vocab_size": VOCAB, "loss": name})
+        f"eagle3, {name}": ("eagle3", {**NORMED, "loss": name})
         for name in LAW_LOSSES if name not in ("ce", "kl")  # whose gradients are the same
     },
-    "eagle3, D-PACE": ("eagle3", {"steps": DEPTH, "draft_vocab_size": VOCAB, "dpace": 0.5}),
+    "eagle3, D-PACE": ("eagle3", {**NORMED, "dpace": 0.5}),
 }  # fmt: skip
 
 

@@ -28,6 +28,23 @@ HEADS = [
 ]
 
 
+def test_over_large_features_eagle3s_block_is_heard_only_with_norm_before_residual():
+    batch = Collator(0)(rows(9, 7))
+    for normed in (True, False):
+        model = spec_model("eagle3", norm_before_residual=normed, steps=1).eval().requires_grad_(False)
+        usual = model(**batch).loss.item()
+        model.head.fc.weight.mul_(1000)  # as of a base whose residual stream is so much larger
+        large = model(**batch).loss.item()
+        for block in model.head.blocks:
+            block.o_proj.weight.zero_()
+            block.down_proj.weight.zero_()
+        silent = model(**batch).loss.item()
+        if normed:
+            assert large == pytest.approx(usual, rel=1e-6) and abs(large - silent) > 0.02
+        else:
+            assert large == pytest.approx(silent, abs=1e-4) and abs(large - usual) > 5e-3
+
+
 @pytest.mark.parametrize(("kind", "options"), HEADS)
 @pytest.mark.parametrize("training", [True, False])
 def test_loss_and_gradients_equal_the_slow_implementation(kind, options, training):

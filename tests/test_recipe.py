@@ -28,7 +28,7 @@ def test_the_published_hyperparameters_are_in_the_recipes():
     medusa, eagle, eagle3 = (yaml.safe_load((RECIPES / f"{n}.yaml").read_text()) for n in ("medusa", "eagle", "eagle3"))
     assert medusa["training"]["lr_scheduler_type"] == "cosine" and medusa["training"]["warmup_steps"] == 0.1
     assert eagle["training"]["warmup_steps"] == 2000 and eagle["training"]["max_grad_norm"] == 0.5
-    assert eagle3["head"]["steps"] == 7
+    assert eagle3["head"]["steps"] == 7 and eagle3["head"]["norm_before_residual"] is True  # not as published
 
 
 def test_overrides_have_dots_and_yaml_types():

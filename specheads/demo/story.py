@@ -62,7 +62,9 @@ def run(options: DemoOptions, out: Console) -> dict[str, Any]:
     heading(out, "1  A frozen base model gets a draft head")
     draft_vocab = min(DRAFT_VOCAB, base.config.vocab_size)
     # A head of two minutes is often right at its second guess, and seldom two tokens on.
-    model = convert(base, "eagle3", steps=STEPS, draft_vocab_size=draft_vocab, tree=comb(2).choices)
+    model = convert(
+        base, "eagle3", steps=STEPS, draft_vocab_size=draft_vocab, norm_before_residual=True, tree=comb(2).choices
+    )
     describe(model, out)
 
     heading(out, f"2  {options.minutes:g} minutes of training on the standard library's source")

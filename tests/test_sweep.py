@@ -269,6 +269,31 @@ def test_json_csv_and_markdown_say_the_same_and_pictures_are_drawn(tmp_path):
     assert png.startswith(b"\x89PNG") and len(png) > 20_000 and "![sweep.png](sweep.png)" in markdown
 
 
+def test_a_sweep_of_lossless_rules_is_drawn_against_what_is_drafted(tmp_path):
+    pytest.importorskip("matplotlib")
+    from specheads.sweep import plots
+
+    chains = [
+        row_of(Setting("head", tree=f"chain:{n}", temperature=t, top_k=k), speed_up=n / 2 + t, accepted_length=1.0 + n)
+        for n in (7, 3, 10) for t, k in ((0.0, 0), (1.0, 50))
+    ]  # fmt: skip
+    speed, length = plots.by_tree([MADE[0], *chains]).axes
+    for panel, values in ((speed, {"head": (1.5, 3.5, 5), "head T=1 k=50": (2.5, 4.5, 6)}), (length, None)):
+        drawn = [line for line in panel.get_lines() if len(line.get_xdata()) == 3]
+        assert [list(line.get_xdata()) for line in drawn] == [[3, 7, 10]] * 2 and "γ" in panel.get_xlabel()
+        if values:
+            assert {line.get_label(): tuple(line.get_ydata()) for line in drawn} == values
+        else:
+            assert [list(line.get_ydata()) for line in drawn] == [[4, 8, 11]] * 2
+    trees = [row_of(Setting("head", "block", tree)) for tree in ("chain:3", None, "dynamic:16,4,4")]
+    (panel, _) = plots.by_tree(trees).axes
+    assert [tick.get_text() for tick in panel.get_xticklabels()] == ["chain:3", "its own", "dynamic:16,4,4"]
+    (legend,) = panel.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["head block"]
+    (file,) = plots.draw(tmp_path, [MADE[0], *chains])
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_fastest_rule_that_keeps_accuracy_is_named_or_that_there_is_none():
     (found,) = report.kept_98(MADE)
     assert found["accept"] == "fuzzy:js:0.1" and found["faster"] and found["speed_up_over_exact"] == 1.25

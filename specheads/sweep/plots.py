@@ -1,4 +1,5 @@
-"""The curves of a sweep as PNG: speed and accepted length against accuracy and against distance from the target."""
+"""The curves of a sweep as PNG: speed and accepted length against accuracy and against distance from the target, or,
+where every rule is lossless, against what is drafted."""
 
 from __future__ import annotations
 
@@ -16,16 +17,29 @@ AXES = {
     "accuracy": "accuracy (share of right answers)",
     "surprisal_excess": "nats a token from the target (at T = 0 mean KL)",
     "over_exact": "speed over the exact rule", "accepted_length": "accepted length (tokens a step)",
+    "speed_up": "speed over no drafts",
 }  # fmt: skip
 MARKERS = "osv^D<>pP*Xhd"
 
 
 def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
-    """sweep.png: four panels, a curve a rule and drafter, its points in the order of the threshold."""
+    """sweep.png: a curve a rule and drafter, its points in the order of the threshold; without a lossy rule a curve a
+    drafter, its points its trees."""
     require_matplotlib()
     import matplotlib
 
     matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure = by_tree(rows) if all(row["lossless"] for row in rows) else by_threshold(rows)
+    path = folder / "sweep.png"
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return [path]
+
+
+def by_threshold(rows: Sequence[Row]) -> Any:
+    """Two or four panels: speed and accepted length, against distance from the target and against accuracy."""
     from matplotlib import pyplot
 
     across = ["surprisal_excess", *(["accuracy"] if any(row["accuracy"] is not None for row in rows) else [])]
@@ -50,11 +64,45 @@ def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
             panel.set_xlabel(AXES[along])
             panel.set_ylabel(AXES[up])
             panel.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
-    path = folder / "sweep.png"
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return [path]
+    legend(figure, list(curves), 6.4 * len(across))
+    return figure
+
+
+def by_tree(rows: Sequence[Row]) -> Any:
+    """Two panels: speed and accepted length, against the length of chains, or tree by tree."""
+    from matplotlib import pyplot
+
+    drafted = [row for row in rows if row["drafter"] != PLAIN]
+    trees = list(dict.fromkeys(row["tree"] or "its own" for row in drafted))
+    chains = all(tree.startswith("chain:") for tree in trees)
+    place = {tree: int(tree.partition(":")[2]) if chains else i for i, tree in enumerate(trees)}
+    curves: dict[str, list[Row]] = {}
+    for row in drafted:
+        law = f"T={row['temperature']:g}" if row["temperature"] else ""
+        top = f"k={row['top_k']}" if row["top_k"] else ""
+        rule = "" if row["accept"] == "exact" else row["accept"]
+        name = " ".join(part for part in (row["drafter"], row["k_matrix"], rule, law, top) if part)
+        curves.setdefault(name, []).append(row)
+    figure, panels = pyplot.subplots(2, 1, figsize=(6.4, 9.6), layout="constrained")
+    for panel, up in zip(panels, ("speed_up", "accepted_length"), strict=True):
+        for number, points in enumerate(curves.values()):
+            shown = sorted((place[p["tree"] or "its own"], p[up]) for p in points if p[up] is not None)
+            panel.plot([x for x, _ in shown], [y for _, y in shown], marker=MARKERS[number % len(MARKERS)])
+        panel.set_xticks(list(place.values()), None if chains else trees)
+        panel.set_xlabel("γ: tokens of a chain" if chains else "tree")
+        panel.set_ylabel(AXES[up])
+        panel.grid(alpha=0.3)
+    panels[0].axhline(1, color="grey", linewidth=1, linestyle="--")
+    for line, name in zip(panels[0].get_lines(), curves, strict=False):
+        line.set_label(name)
+    legend(figure, list(curves), 6.4)
+    return figure
+
+
+def legend(figure: Any, names: Sequence[str], inches: float) -> None:
+    """Below all panels, in as many columns as fit."""
+    longest = 0.09 * max(map(len, names)) + 0.6  # inches
+    figure.legend(loc="outside lower center", ncols=max(1, int(inches / longest)), fontsize=8)
 
 
 def require_matplotlib() -> None:

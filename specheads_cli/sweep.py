@@ -34,7 +34,7 @@ def sweep(
     ] = None,
     data: Annotated[list[str] | None, typer.Option(help="Files with the task's rows (default: the hub).")] = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Questions asked.")] = None,
-    speed_prompts: Annotated[int | None, typer.Option(min=1, help="The first so many give the speed too.")] = None,
+    speed_prompts: Annotated[int | None, typer.Option(min=1, help="So many of them give the speed too.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Questions judged at once.")] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of an answer (default: the task's).")

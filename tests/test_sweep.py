@@ -138,6 +138,17 @@ def test_rows_say_what_generate_does_and_two_workers_say_the_same(shipped, quest
     assert (tmp_path / "two" / "results.jsonl").read_bytes() == before
 
 
+def test_speed_is_of_prompts_spaced_over_the_task(shipped, questions, tmp_path, cache_in_tmp, monkeypatch):
+    asked_for, batches = [], measuring.decoders.batches
+    monkeypatch.setattr(
+        measuring.decoders, "batches", lambda t, prompts, *more: asked_for.append(prompts) or batches(t, prompts, *more)
+    )
+    run(asked(shipped, questions, accept="exact", max_new_tokens=2), tmp_path, tell=quiet)
+    timed, *judged = asked_for[: len(asked_for) // 2]  # of no drafts; the exact rule's are the same
+    every = [prompt for batch in judged for prompt in batch]
+    assert len(every) == 5 and timed == [every[0], every[2]]
+
+
 def test_a_greedy_text_s_distance_is_the_log_ratio_to_the_argmax_and_a_sampled_one_s_has_mean_0():
     base = tiny_llama()
     prompts, texts = [[5, 6, 7], [9]], [[11, 12], [3, 4, 5, 90]]

@@ -43,6 +43,7 @@ class AnchoredBlocks:
         run = run & torch.cat([none, follows], 1).unsqueeze(2)
         able = run[:, :, 0]
         count = able.sum(1, keepdim=True)
+        assert (most is None) == (keys is None), "what is left out is drawn"
         drawn = length if most is None else most
         order = (able.float() if keys is None else draws.uniform(keys)).masked_fill(~able, -1)
         anchors = order.topk(min(drawn, int(count.max())), 1).indices.sort(1).values

@@ -63,9 +63,9 @@ class Sweep:
     pass, measured here, or model_parameters or previous_work. trees: as on the command line; gamma: chains of so many
     tokens. top_k shapes sampling; 1 is greedy, as is temperature 0. task: signatures, syntax, mmlu, gsm8k, csqa,
     humaneval, or prompts without answers; data: files of its rows, else the hub or what is shipped. batch_size: prompts
-    judged at once; speed_prompts: the first so many also give the speed, one by one, `repeats` times, by the clock
-    `wall` or `cpu`: the time this process computes, for a CPU that others use too. max_new_tokens: None as the task has
-    it. run_code: let HumanEval run what the model wrote.
+    judged at once; speed_prompts: so many of them, evenly spaced, also give the speed, one by one, `repeats` times,
+    by the clock `wall` or `cpu`: the time this process computes, for a CPU that others use too. max_new_tokens: None as
+    the task has it. run_code: let HumanEval run what the model wrote.
     """
 
     drafters: tuple[str, ...]

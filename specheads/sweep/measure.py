@@ -64,13 +64,15 @@ def measure(
     bench: Bench, sweep: Sweep, task: Task, setting: Setting, *,
     report: Callable[[float, str], None] | None = None,
 ) -> Row:  # fmt: skip
-    """The setting's row. Text is judged on all prompts, in batches; speed on the first `speed_prompts` one by one, in
-    turn with the setting's reference, as a ratio to it in the same repeat."""
+    """The setting's row. Text is judged on all prompts, in batches; speed on `speed_prompts` of them, evenly
+    spaced, one by one, in turn with the setting's reference, as a ratio to it in the same repeat."""
     prompts, length = prompts_of(bench, sweep, task), sweep.max_new_tokens or task.max_new_tokens
     own, other = str(setting), str(setting.reference)
     racers = {own: decoder(bench, sweep, setting, length)}
     racers[other] = racers.get(other) or decoder(bench, sweep, setting.reference, length)
-    batches = decoders.batches(bench.tokenizer, prompts[: sweep.speed_prompts], bench.base.device)
+    timed = min(sweep.speed_prompts, len(prompts))
+    spaced = [prompts[i * len(prompts) // timed] for i in range(timed)]  # a task's first may be out of one file
+    batches = decoders.batches(bench.tokenizer, spaced, bench.base.device)
     runs = len(batches) * len(racers) * sweep.repeats  # beside them, a batch that is judged counts as one
     raced = runs / (runs + len(prompts) / sweep.batch_size)
 

@@ -98,7 +98,8 @@ def test_adapters_are_saved_restored_and_decode(tmp_path):
     assert again.joint == model.joint and len(adapters(again.base)) == len(adapters(model.base)) == 28
     batch = Collator(0)(rows(9, 7))
     with torch.no_grad():
-        assert torch.equal(again(**batch).loss, model(**batch).loss)
+        # Bit for bit on some CPUs, whose products do not hang on where in memory a matrix lies.
+        torch.testing.assert_close(again(**batch).loss, model(**batch).loss, rtol=1e-12, atol=0)
     ids = torch.tensor([rows(6)[0]["input_ids"]])
     text = again.generate(ids, max_new_tokens=12, do_sample=False)
     assert torch.equal(text, model.base.generate(ids, max_new_tokens=12, do_sample=False))

@@ -23,7 +23,7 @@ from specheads.bench.prompts import held_out_prompts
 from specheads.convert import convert, load_head
 from specheads.demo.live import LiveOptions, train_live
 from specheads.demo.restored import show_elsewhere
-from specheads.planner import comb
+from specheads.planner import chain
 from specheads.spec_model import SpecModel
 
 LIVE = "EAGLE-3, just trained"
@@ -61,9 +61,8 @@ def run(options: DemoOptions, out: Console) -> dict[str, Any]:
 
     heading(out, "1  A frozen base model gets a draft head")
     draft_vocab = min(DRAFT_VOCAB, base.config.vocab_size)
-    # A head of two minutes is often right at its second guess, and seldom two tokens on.
     model = convert(
-        base, "eagle3", steps=STEPS, draft_vocab_size=draft_vocab, norm_before_residual=True, tree=comb(2).choices
+        base, "eagle3", steps=STEPS, draft_vocab_size=draft_vocab, norm_before_residual=True, tree=chain(4).choices
     )
     describe(model, out)
 

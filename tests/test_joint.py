@@ -96,6 +96,8 @@ def test_adapters_are_saved_restored_and_decode(tmp_path):
     model.save_pretrained(tmp_path / "head")
     again = SpecModel.from_pretrained(tmp_path / "head", dtype=torch.float64)
     assert again.joint == model.joint and len(adapters(again.base)) == len(adapters(model.base)) == 28
+    saved, restored = ({n: p for n, p in m.named_parameters() if p.requires_grad} for m in (model, again))
+    assert saved.keys() == restored.keys() and all(torch.equal(saved[name], restored[name]) for name in saved)
     batch = Collator(0)(rows(9, 7))
     with torch.no_grad():
         # Bit for bit on some CPUs, whose products do not hang on where in memory a matrix lies.

@@ -171,15 +171,19 @@ def test_a_run_that_is_started_again_after_its_end_takes_no_step(folder, uninter
 
 
 class DiesSoon(TrainerCallback):
-    """Behind the first checkpoint from `step` on, this process has `seconds` to live: then the kernel ends it."""
+    """Behind the first checkpoint from `step` on, this process has `seconds` to live: then the kernel ends it, where
+    the machine is fast behind the next checkpoint."""
 
     def __init__(self, step, seconds):
         self.step, self.seconds = step, seconds
 
     def on_save(self, args, state, control, **kwargs):
-        if state.global_step >= self.step and self.seconds:
-            signal.setitimer(signal.ITIMER_REAL, self.seconds)  # SIGALRM has no handler: its default is to terminate
-            self.seconds = 0
+        if state.global_step < self.step:
+            return
+        if not self.seconds:
+            signal.raise_signal(signal.SIGALRM)  # without a handler: its default is to terminate
+        signal.setitimer(signal.ITIMER_REAL, self.seconds)
+        self.seconds = 0
 
 
 def killed_again_and_again(folder, output, times):

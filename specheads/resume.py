@@ -34,11 +34,6 @@ class Writers:
                 f"{checkpoint} was written by a run of the kind {written.kind!r}, whose optimizer state one of the "
                 f"kind {self.kind!r} cannot read: go on with {written.kind!r}, {anew}"
             )
-        if self.kind.startswith("zero") and self.processes != written.processes:
-            raise ResumeError(
-                f"{checkpoint} holds the optimizer state in {written.processes} parts, and DeepSpeed reads them with "
-                f"as many processes, not {self.processes}: go on with {written.processes}, {anew}"
-            )
         if self.rows != written.rows and not other_rows:
             raise ResumeError(
                 f"{checkpoint} was written by a run with {written.rows} rows a step ({written.processes} processes); "

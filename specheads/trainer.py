@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import ProgressCallback, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, get_last_checkpoint
 
+from specheads import zero
 from specheads.faults import STATE, TrainingError, go_on, is_unwritten, refuse_not_finite
 from specheads.joint import is_adapter
 from specheads.launch import kind_of
@@ -208,6 +209,12 @@ class SpecTrainer(Trainer):
             groups = [{key: value for key, value in group.items() if key != "names"} for group in groups]
             self.optimizer = kind(groups, **options)
         return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        # Between making the engine and reading a checkpoint with it, transformers asks for nothing else.
+        if self.is_deepspeed_enabled:
+            zero.attend(self.accelerator.deepspeed_engine_wrapped.engine)
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)

@@ -83,7 +83,7 @@ def main() -> int:
         }
         print(name, rows[name])
     where = environment.environment()
-    command = f"python benchmarks/chunked_loss.py --repeats {options.repeats}"
+    command = f"python benchmarks/chunked_loss.py --repeats {options.repeats} --out {options.out}"
     lines = [
         "# Losses over a large vocabulary, whole and in chunks", "",
         f"{ROWS:,} rows × {VOCAB:,} tokens, hidden size {HIDDEN}, float32: peak GiB beyond the inputs, gradients "

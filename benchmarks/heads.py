@@ -1,6 +1,7 @@
 """Every head, and every loss on EAGLE-3, after the same training: how many tokens a step they yield, and their cost.
 
-EAGLE-3 has `norm_before_residual` but where it is called as published.
+Where they are not called as published, EAGLE-3 has `norm_before_residual`, and EAGLE-1 learns without noise from three
+steps of its own drafts, as in HASS (arXiv:2408.15766).
 
     python train/self_distill.py --base checkpoints/base --output runs/own.jsonl --num_rows 864 --batch_size 96 \\
         --max_new_tokens 112 --dtype float32
@@ -42,12 +43,14 @@ EAGLE3 = {"steps": DEPTH, "draft_vocab_size": VOCAB}
 NORMED = {**EAGLE3, "norm_before_residual": True}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("medusa", {"num_heads": DEPTH, "draft_vocab_size": VOCAB}),
+    "eagle, as published": ("eagle", {"steps": 1, "noise": 0.1}),
     "eagle": ("eagle", {"steps": 3, "noise": 0.0}),
     "hydra": ("hydra", {"num_heads": DEPTH, "draft_vocab_size": VOCAB}),
     "hydra++": ("hydra", {"num_heads": DEPTH, "draft_vocab_size": VOCAB, "prefix_layer": True}),
     "eagle3, as published": ("eagle3", EAGLE3),
     "eagle3": ("eagle3", NORMED),
     "parallel": ("parallel", {"block_size": DEPTH, "draft_vocab_size": VOCAB, "anchors": 64}),
+    "parallel, every anchor": ("parallel", {"block_size": DEPTH, "draft_vocab_size": VOCAB}),
     **{
         f"eagle3, {name}": ("eagle3", {**NORMED, "loss": name})
         for name in LAW_LOSSES if name not in ("ce", "kl")  # whose gradients are the same
@@ -152,7 +155,7 @@ def main() -> int:
         with replacing(path) as partial:
             partial.write_text(json.dumps(record, indent=2) + "\n", "utf8")
         print(json.dumps(record), flush=True)
-    show(folder, options)
+    show(folder, options, len(rows))
     return 0
 
 
@@ -161,7 +164,7 @@ def budget(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def show(folder: Path, options: argparse.Namespace) -> None:
+def show(folder: Path, options: argparse.Namespace, rows: int) -> None:
     """heads.md and heads.json of all variants that are there."""
     found = {
         record["variant"]: record for path in folder.glob("*.json") for record in [json.loads(path.read_text("utf8"))]
@@ -181,8 +184,8 @@ def show(folder: Path, options: argparse.Namespace) -> None:
     command = f"python benchmarks/heads.py --data {' '.join(options.data)} --out {options.out} --steps {spent['steps']}"
     text = "\n".join([
         "# Every head and every loss after the same training\n", f"`{command}`\n", f"{environment.line(where)}.\n",
-        f"{spent['steps']} steps of {spent['batch_size']} rows of at most {spent['max_length']} tokens which the base "
-        f"wrote itself; accepted length (tokens a step) on {spent['num_prompts']} prompts of held-out files × "
+        f"{spent['steps']} steps of {spent['batch_size']} rows of at most {spent['max_length']} tokens, of {rows} that "
+        f"the base wrote itself; accepted length (tokens a step) on {spent['num_prompts']} prompts of held-out files × "
         f"{spent['max_new_tokens']} tokens.\n",
         report.markdown(("head", "parameters", *shapes, "training tokens/s", "peak memory"), table),
     ])  # fmt: skip

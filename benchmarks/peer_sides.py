@@ -43,7 +43,10 @@ def specheads_side(job: Job, counts: Tensor) -> tuple[Any, Loss, Callable[[Path]
         model = specheads.convert(base, "medusa", num_heads=job["depth"], anchors=job["anchors"])
     else:
         size, anchors = job["draft_vocab_size"], job["anchors"]
-        model = specheads.convert(base, "eagle3", steps=job["depth"], draft_vocab_size=size, anchors=anchors)
+        model = specheads.convert(
+            base, "eagle3", steps=job["depth"], draft_vocab_size=size, anchors=anchors,
+            norm_before_residual=job["normed"],
+        )  # fmt: skip
         model.head.set_draft_vocabulary(counts, base)
 
     def loss(ids: Tensor) -> Tensor:
@@ -112,8 +115,9 @@ def speculators_side(job: Job, counts: Tensor) -> tuple[Any, Loss, Callable[[Pat
     layers = base.config.num_hidden_layers
     taps = (2, layers // 2, layers - 3)
     model = Eagle3DraftModel.from_training_args(
-        block, t2d=t2d, d2t=kept - torch.arange(len(kept)), draft_vocab_size=len(kept), norm_before_residual=False,
-        ttt_steps=job["depth"], verifier_name_or_path=job["base"], target_layer_ids=list(taps), draft_attn_impl="sdpa",
+        block, t2d=t2d, d2t=kept - torch.arange(len(kept)), draft_vocab_size=len(kept),
+        norm_before_residual=job["normed"], ttt_steps=job["depth"], verifier_name_or_path=job["base"],
+        target_layer_ids=list(taps), draft_attn_impl="sdpa",
     ).float()  # fmt: skip
     losses = resolve_loss_config("kl_div", "eager")  # the fused kernels are for GPUs
     seen: dict[int, Tensor] = {}

@@ -63,6 +63,8 @@ def _measured(run: Path) -> list[str]:
         parts.append(f"Accepted length of a greedy chain on held-out rows, bonus token included: **{length:.2f}**.")
     if (measured := last.get("parity_measured")) is not None:
         parts.append(f"The same in real decoding at the end of the run: {measured:.2f}.")
+    if (served := last.get("parity_served")) is not None:
+        parts.append(f"With the tree that it drafts by default: {served:.2f}.")
     depths: list[str] = []
     while (share := last.get(f"eval_accuracy_depth_{len(depths) + 1}")) is not None:
         behind = last.get(f"eval_conditional_accuracy_depth_{len(depths) + 1}")

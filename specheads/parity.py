@@ -2,7 +2,8 @@
 
 Held-out prompts are decoded with the real loop, greedily, by a chain as deep as training scores. Then training's own
 forward scores the drafts on the text that came out. The base's next token is the same in both, so the loop's steps can
-be told from the ranks: any difference is one between the head that was trained and the head that is served.
+be told from the ranks: any difference is one between the head that was trained and the head that is served. The same
+prompts are decoded with the tree that will be used too, which may choose its nodes by more than ranks.
 """
 
 from __future__ import annotations
@@ -54,10 +55,12 @@ class ParityConfig:
 
 @dataclass(frozen=True)
 class Parity:
-    """measured and simulated: tokens a step, by the loop and by training's ranks, over the same `steps` steps."""
+    """measured and simulated: tokens a step, by the loop and by training's ranks, over the same `steps` steps; served:
+    tokens a step of the loop with the head's default tree."""
 
     measured: float
     simulated: float
+    served: float
     steps: int
     tolerance: float
 
@@ -68,8 +71,12 @@ class Parity:
     def __str__(self) -> str:
         return (
             f"accepted length {self.measured:.3f} in decoding, {self.simulated:.3f} by training's own forward on the "
-            f"same text ({self.steps} steps)"
+            f"same text ({self.steps} steps); {self.served:.3f} with the tree that generate() drafts by default"
         )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {f"parity_{name}": getattr(self, name) for name in ("measured", "simulated", "served")}
 
     def refuse(self) -> None:
         """ParityError unless they agree within the tolerance."""
@@ -129,6 +136,12 @@ def _jumps(runs: list[int]) -> Iterator[int]:
         place += 1 + runs[place]
 
 
+def _decoded(out: Any) -> tuple[list[int], list[int]]:
+    """The tokens that each step of a loop gained behind the prefill's, and the text with its prompt."""
+    assert isinstance(out, SpecGenerateOutput) and out.steps is not None
+    return [len(step.tokens[0]) for step in out.steps[1:]], out.sequences[0].tolist()
+
+
 @torch.no_grad()
 def compare(
     model: SpecModel, prompts: list[list[int]], config: ParityConfig, report: Callable[[float], None] | None = None
@@ -140,18 +153,15 @@ def compare(
     was_training = model.training
     model.eval()
     depths = model.head.scored_depths
-    decoded, scored = _Steps(), _Steps()
+    decoded, scored, served = _Steps(), _Steps(), _Steps()
     # The base's own may have a penalty or stop words, which training's count knows nothing of.
     own = model.generation_config
     model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
     try:
         for done, prompt in enumerate(prompts):
             ids = torch.tensor([prompt], device=model.device)
-            out = model.generate(
-                ids, tree=chain(depths), max_new_tokens=config.max_new_tokens, return_dict_in_generate=True
-            )
-            assert isinstance(out, SpecGenerateOutput) and out.steps is not None
-            text = out.sequences[0].tolist()
+            asked: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "return_dict_in_generate": True}
+            gains, text = _decoded(model.generate(ids, tree=chain(depths), **asked))
             # The prefill draws the first token, so drafts are of those behind it.
             labels = [*[IGNORED] * (len(prompt) + 1), *text[len(prompt) + 1 :]]
             batch = Collator(0)([{"input_ids": text, "labels": labels}])
@@ -159,8 +169,9 @@ def compare(
             if ranks is not None and len(ranks):
                 runs = (ranks == 0).long().cumprod(1).sum(1).tolist()  # of the draft behind each token
                 # At the last place the text may end before the bonus token of a whole draft.
-                decoded.add((len(step.tokens[0]) for step in out.steps[1:]), len(runs) - 1)
+                decoded.add(gains, len(runs) - 1)
                 scored.add(_jumps(runs), len(runs) - 1)
+                served.add(_decoded(model.generate(ids, **asked))[0], len(runs) - 1)
             if report:
                 report((done + 1) / len(prompts))
     finally:
@@ -168,4 +179,4 @@ def compare(
         model.generation_config = own
     if not decoded.steps or not scored.steps:
         return None
-    return Parity(decoded.length, scored.length, decoded.steps, config.tolerance)
+    return Parity(decoded.length, scored.length, served.length, decoded.steps, config.tolerance)

@@ -23,6 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, Tr
 
 from specheads import zero
 from specheads.faults import STATE, TrainingError, go_on, is_unwritten, refuse_not_finite
+from specheads.fsdp import trained_alone
 from specheads.joint import is_adapter
 from specheads.launch import kind_of
 from specheads.metrics import AcceptanceMeter, TrainingMeter
@@ -240,6 +241,18 @@ class SpecTrainer(Trainer):
             raise TrainingError(
                 f"{folder} could not be written ({reason}); {go_on(self.args.output_dir)}, once there is room"
             ) from error
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with trained_alone(self.accelerator):
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with trained_alone(self.accelerator):
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        with trained_alone(self.accelerator):
+            super()._load_best_model()
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

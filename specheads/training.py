@@ -85,7 +85,7 @@ class Run:
         self._record(output, metrics)
         parity = self._parity()
         if parity is not None:
-            metrics |= {"parity_measured": parity.measured, "parity_simulated": parity.simulated}
+            metrics |= parity.metrics
             self._record(output, metrics)
             _log.warning("parity: %s", parity)
         return metrics, parity

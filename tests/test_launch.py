@@ -275,6 +275,9 @@ def test_sharded_processes_train_resume_and_save_the_head_of_one_process(named, 
     for name, tensor in whole.items():
         torch.testing.assert_close(saved[name], tensor, rtol=1e-3, atol=1e-4)
     SpecModel.from_pretrained(tmp_path / "two")
+    if kind == "fsdp2":
+        kept = torch.load(tmp_path / "two" / "checkpoint-4" / "pytorch_model_fsdp.bin")
+        assert kept.keys() == whole.keys()  # not the base
 
 
 def test_models_are_loaded_whole_where_zero3_is_configured():

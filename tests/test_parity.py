@@ -12,6 +12,7 @@ from specheads import training
 from specheads.convert import convert
 from specheads.curves import series
 from specheads.parity import Parity, ParityConfig, ParityError, compare, prompts_of
+from specheads.planner import chain
 from specheads.recipe import RecipeError, read_recipe
 from train import heads
 
@@ -65,6 +66,17 @@ def test_a_base_with_a_penalty_of_its_own_is_decoded_without_it():
     assert model.base.generation_config.repetition_penalty == 1.8
 
 
+def test_what_the_tree_to_be_served_accepts_is_told_too():
+    model, config = learnt("medusa"), ParityConfig(max_new_tokens=40)
+    model.set_default_tree(chain(model.head.scored_depths).choices)
+    one = compare(model, PROMPTS, config)
+    assert one.served == one.measured
+    model.set_default_tree(((0,), (1,)))
+    short = compare(model, PROMPTS, config)
+    assert short.measured == one.measured > 2 >= short.served > 1.5
+    assert short.metrics["parity_served"] == short.served and f"; {short.served:.3f} with the tree" in str(short)
+
+
 def test_prompts_are_what_stands_before_the_first_supervised_token():
     chat = {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, -100, 4, 5]}
     text = {"input_ids": list(range(50)), "labels": [-100, *range(1, 50)]}
@@ -86,13 +98,13 @@ def test_a_run_ends_with_the_comparison_and_fails_loudly_with_the_head_saved(mat
     options = overrides(material, tmp_path / "good", 4, "parity.prompts=2", "parity.max_new_tokens=12")
     assert heads.main([recipe, *options]) == 0
     results = json.loads((tmp_path / "good" / "results.json").read_text())
-    assert results["parity_measured"] == results["parity_simulated"] >= 1
+    assert results["parity_measured"] == results["parity_simulated"] >= 1 <= results["parity_served"]
     assert (tmp_path / "good" / "curves.png").read_bytes().startswith(b"\x89PNG")
     history = json.loads((tmp_path / "good" / "trainer_state.json").read_text())["log_history"]
     assert {name: len(found) for name, found in series(history).items()} == {
         "loss": 2, "accepted length": 3, "accuracy by depth": 4,
     }  # fmt: skip
-    monkeypatch.setattr(training, "compare", lambda *_: Parity(1.1, 2.2, 30, 0.02))
+    monkeypatch.setattr(training, "compare", lambda *_: Parity(1.1, 2.2, 1.5, 30, 0.02))
     options = overrides(material, tmp_path / "bad", 4)
     assert heads.main([recipe, *options]) == 3
     assert "1.100 in decoding, 2.200 by training" in capsys.readouterr().err

@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from trainers import model_of, rows, trainer_of
+from transformers import TrainerCallback
 
 STEPS, SAVED = 6, 3
 KINDS = ("medusa", "eagle3", "eagle", "parallel")
@@ -15,7 +17,21 @@ DRAWING = {  # heads that learn of what is drawn at random: noise, or a few of a
 }  # fmt: skip
 
 
-def run(folder, kind, processes, checkpoint=None, **options):
+class Reductions(TrainerCallback):
+    """In which step each sum of gradients over the processes was made."""
+
+    def __init__(self):
+        self.steps, self.trainer = [], None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        def counted(_, bucket):
+            self.steps.append(state.global_step)
+            return allreduce_hook(None, bucket)
+
+        self.trainer.model_wrapped.register_comm_hook(None, counted)
+
+
+def run(folder, kind, processes, checkpoint=None, callback=None, **options):
     """4 rows a step, of 7: the last step of an epoch has 3, and checkpoint-3 is in the middle of the second epoch and
     between two logs."""
     settings = {
@@ -24,6 +40,9 @@ def run(folder, kind, processes, checkpoint=None, **options):
     }  # fmt: skip
     model = model_of(kind, seed=9 if checkpoint else 0, **DRAWING[kind])
     trainer = trainer_of(folder, model, data=rows(7), **{**settings, **options})
+    if callback is not None:
+        callback.trainer = trainer
+        trainer.add_callback(callback)
     torch.manual_seed(123)
     trainer.train(resume_from_checkpoint=checkpoint)
     return trainer
@@ -32,7 +51,9 @@ def run(folder, kind, processes, checkpoint=None, **options):
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     for kind in KINDS:
-        run(folder / f"{kind}-by-two", kind, 2)
+        reductions = Reductions()
+        run(folder / f"{kind}-by-two", kind, 2, callback=reductions)
+        (folder / f"{kind}-reductions.json").write_text(json.dumps(reductions.steps))
         resumed = run(
             folder / f"{kind}-resumed-by-two", kind, 2, str(folder / f"{kind}-by-one" / f"checkpoint-{SAVED}")
         )

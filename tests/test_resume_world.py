@@ -59,6 +59,11 @@ def test_two_processes_go_on_where_one_stopped(runs, kind):
     assert_same_run(whole[kind], log, load_file(folder / f"{kind}-resumed-by-two" / "model.safetensors"))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_summed_over_processes_once_a_step_whatever_it_accumulates(runs, kind):
+    assert json.loads((runs[1] / f"{kind}-reductions.json").read_text()) == list(range(6))
+
+
 def test_a_step_of_other_rows_is_refused_unless_the_data_begin_anew(runs, tmp_path):
     checkpoint = str(runs[1] / "medusa-by-two" / f"checkpoint-{SAVED}")
     with pytest.raises(ResumeError, match=r"4 rows a step \(2 processes\); this one has 6 \(1 processes\)"):

@@ -19,6 +19,7 @@ from specheads.convert import convert
 from specheads.heads.block import decoder_layers
 from specheads.objective import rows_of_chunk
 from specheads.recipe import Recipe
+from specheads.spec_model import SpecModel
 from specheads.target import text_config
 
 GIB = 1 << 30
@@ -30,7 +31,8 @@ PEAKS = {  # dense bf16 operations a second, from the vendor's data sheets
 
 @dataclass(frozen=True)
 class Estimate:
-    """Counts of parameters; GiB of each process by part; GB of disk and seconds of one process a million tokens."""
+    """Counts of parameters; GiB of each process by part; GB of disk and seconds of one process a million tokens;
+    loading: GiB of the machine's own memory that each process fills before it is cut up or moved."""
 
     base_parameters: int
     trained_parameters: int
@@ -40,6 +42,7 @@ class Estimate:
     seconds: float
     processes: int
     distributed: str
+    loading: float
 
     def record(self) -> dict[str, Any]:
         return {**vars(self), "memory_total": sum(self.memory.values())}
@@ -52,6 +55,7 @@ class Estimate:
             f"base: {self.base_parameters:,} parameters, frozen; trained: {self.trained_parameters:,}",
             f"memory of each of {self.processes} processes ({self.distributed}): {sum(self.memory.values()):.2f} GiB "
             f"({parts})",
+            f"memory of the machine while the base is loaded, whole in each process: {self.loading:.2f} GiB a process",
             f"features on disk, a million tokens: {disk}",
             f"time, a million tokens: {self.seconds / self.processes:,.0f} s on {self.processes} × {self.device}",
         ]
@@ -102,6 +106,8 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
         "loss": 3 * 4 * min(chunk, tokens) * logits + 4 * own,
     }
     per_token = 2 * frozen + (6 if model.joint is None else 8) * passes * (trained - own) + 6 * projected
+    if not whole:
+        memory["gathered"] = _gathered(model, base_bytes, trained * head_bytes, distributed)
     if model.joint is not None:  # the gradient goes back through the base, which keeps what every layer needs for it
         per_token += 4 * frozen
         memory["activations"] += tokens * base_bytes * sizes.num_hidden_layers * (14 * hidden + 3 * inner)
@@ -110,7 +116,20 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
     return Estimate(
         frozen, trained, {part: size / GIB for part, size in memory.items()},
         {"bfloat16": width * 2 / 1e3, "float8": width / 1e3}, name, per_token * 1e6 / speed, processes, distributed,
+        _base_bytes(model.base, recipe.bits, base_bytes) / GIB,
     )  # fmt: skip
+
+
+def _gathered(model: SpecModel, base_bytes: int, head: float, distributed: str) -> float:
+    """Bytes of what is whole for a while where everything is cut up. accelerate (1.15) puts a head into FSDP2's root,
+    which stays whole from forward to backward as the output matrix does, and layers come one ahead; of ZeRO-3's as many
+    parameters as its `stage3_max_live_parameters`, 10⁹ by default."""
+    if distributed == "zero3":
+        return min(sum(p.numel() for p in model.parameters()), 10**9) * base_bytes
+    layers = decoder_layers(model.base) or ()
+    largest = max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0)
+    output = sum(p.numel() for p in model.get_output_embeddings().parameters())
+    return head + (output + 2 * largest) * base_bytes
 
 
 def _unrolled_attention(config: Any, tokens: int, length: int) -> float:

@@ -44,6 +44,13 @@ def test_what_a_launcher_shards_is_divided(material, tmp_path):  # noqa: F811
     assert estimate(recipe, device="A100").seconds / estimate(recipe, device="H200").seconds == pytest.approx(
         PEAKS["H200"] / PEAKS["A100"]
     )
+    model = build_model(recipe, [])
+    layer = sum(p.numel() for p in model.base.model.layers[0].parameters())
+    every = sum(p.numel() for p in model.parameters())
+    gathered = {kind: estimate(recipe, 4, kind, "H200").memory.get("gathered") for kind in ("ddp", "zero3", "fsdp2")}
+    assert gathered["ddp"] is None and gathered["zero3"] * GIB == pytest.approx(4 * every)
+    assert gathered["fsdp2"] == pytest.approx(alone["head"] + 4 * (97 * 32 + 2 * layer) / GIB)
+    assert estimate(recipe, 4, "fsdp2", "H200").loading == pytest.approx(alone["base"])
     with pytest.raises(ValueError, match="'TPU' is not known; give one of H200"):
         estimate(recipe, device="TPU")
 

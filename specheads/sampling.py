@@ -110,7 +110,7 @@ class Sampler:
         return scores.softmax(-1).nan_to_num(0)
 
     def draw(self, p: Tensor) -> Tensor:
-        """(R, V) laws → (R,) one index from each row: all that decoding draws at random is drawn here.
+        """(R, V) laws, each but for a factor → (R,) one index from each row: all that decoding draws is drawn here.
 
         At temperature 0 of any shape (…, V).
         """
@@ -121,8 +121,7 @@ class Sampler:
         # On a CPU multinomial draws V numbers a row; one number and the running sums take a tenth of the time.
         below = p.cumsum(-1, dtype=torch.float64)
         total = below[:, -1:]
-        least, most = map(float, total.aminmax())
-        if not 0 < least <= most < math.inf:
+        if not all(0 < own < math.inf for (own,) in total.tolist()):
             raise ValueError(f"a law sums to {total.flatten().tolist()}: the model's logits are not finite numbers")
         # Above 0, where a token without a chance may stand, and at most the whole sum, behind which nothing does.
         place = (1 - torch.rand(total.shape, generator=self.generator, dtype=torch.float64)) * total

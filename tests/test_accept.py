@@ -1,12 +1,14 @@
 """Losslessness by exact enumeration: the joint law of what decode() emits is the target's, to 1e-12."""
 
+import itertools
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from enumeration import Table, TableDrafter, TableTarget, distance, law_of, output_law, true_law
 
-from specheads.accept import Exact, LevelRule, residual, walk
+from specheads.accept import Exact, Lenient, LevelRule, residual, walk
+from specheads.accept.rule import Laws
 from specheads.decode import decode
 from specheads.planner import DynamicTree, SampledTree, StaticTree, chain
 from specheads.sampling import Sampler
@@ -230,7 +232,25 @@ def test_a_sampled_child_is_kept_with_chance_sum_of_min():
 
 def test_residual_is_what_p_has_beyond_q():
     p, q = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.9, 0.0]]), torch.tensor([[0.2, 0.7, 0.1], [0.1, 0.9, 0.0]])
-    torch.testing.assert_close(residual(p, q), torch.tensor([[0.6, 0.0, 0.4], [0.1, 0.9, 0.0]]))
+    torch.testing.assert_close(residual(p, q), torch.tensor([[0.3, 0.0, 0.2], [0.1, 0.9, 0.0]]))
+
+
+@pytest.mark.parametrize("accept", [Exact(), Lenient(1.0)])
+def test_what_three_refused_siblings_leave_completes_the_law(accept):
+    """Over six tokens, so that several are left behind the last of them."""
+    generator = torch.Generator().manual_seed(3)
+    p, q = torch.rand(2, 6, generator=generator, dtype=torch.float64).pow(2).softmax(-1)
+    emitted, sampler = torch.zeros_like(p), Sampler(do_sample=True)
+    for drawn in itertools.permutations(range(6), 3):
+        chance, left = 1.0, 1.0
+        for token in drawn:
+            chance, left = chance * float(q[token]) / left, left - float(q[token])
+        tree = DraftTree(torch.tensor([[0, *drawn]]), torch.tensor([[-1, 0, 0, 0]]), 1, q.expand(1, 4, -1))
+        laws = Laws(tree, p.log().expand(1, 4, -1), sampler)
+        kept, rest = accept.chances(laws)[0, 1:], accept.rest(laws, torch.tensor([0]))[0]
+        emitted.index_add_(0, torch.tensor(drawn), chance * kept)
+        emitted += chance * (1 - kept.sum()) * rest / rest.sum()
+    torch.testing.assert_close(emitted, p, rtol=0, atol=1e-12)
 
 
 # --- walk() ---

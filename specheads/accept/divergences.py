@@ -66,11 +66,15 @@ def missing(p: Tensor) -> Tensor:
 def over_top_k(whole: Divergence, log_q: Tensor, log_p: Tensor, ids: Tensor | None, k: int) -> Tensor:
     """(R,) over the target's k likeliest tokens and, as one more, all the others together."""
     best, top = log_p.topk(min(k, log_p.shape[-1]), dim=-1)
-    chosen = torch.zeros_like(log_p, dtype=torch.bool).scatter_(-1, top, True)
-    rest_p = log_p.masked_fill(chosen, -torch.inf).logsumexp(-1, keepdim=True)
-    chosen = chosen if ids is None else chosen.index_select(-1, ids)
-    rest_q = log_q.masked_fill(chosen, -torch.inf).logsumexp(-1, keepdim=True)
-    q = of_tokens(log_q, top, ids, log_p.shape[-1])
+    rest_p = log_p.scatter(-1, top, -torch.inf).logsumexp(-1, keepdim=True)
+    if ids is None:
+        q, others = log_q.gather(-1, top), log_q.scatter(-1, top, -torch.inf)
+    else:
+        place = DraftIds.of(ids, log_p.shape[-1]).place[top]
+        beyond, place = place < 0, place.clamp_min(0)
+        q = log_q.gather(-1, place).masked_fill_(beyond, -torch.inf)
+        others = log_q.scatter_reduce(-1, place, torch.full_like(q, -torch.inf).masked_fill_(beyond, torch.inf), "amin")
+    rest_q = others.logsumexp(-1, keepdim=True)
     return whole(torch.cat([q, rest_q], -1), torch.cat([best, rest_p], -1), False)
 
 

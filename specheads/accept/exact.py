@@ -83,22 +83,25 @@ def left_of(p: Tensor, laws: Laws, node: Tensor) -> Tensor:
     tree = laws.tree
     is_child = laws.at(tree.shape.children, node)  # (B, N)
     if tree.probs is None:  # p without their tokens
-        drafted = torch.zeros_like(p).scatter_add_(1, tree.tokens, is_child.to(p.dtype))
-        return residual(p, p * drafted)
-    count = is_child.sum(1, keepdim=True)
+        left = p.scatter_reduce(1, tree.tokens, (~is_child).to(p.dtype), "prod")
+        return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
+    any_child, eldest = is_child.max(1)
+    law = laws.at(tree.probs, eldest)
+    p = torch.where(any_child.unsqueeze(1), residual(p, law), p)
+    if tree.is_chain:
+        return p
+    count, order = is_child.sum(1, keepdim=True), is_child.cumsum(1)
     most = int(count.max()) if count.device.type == "cpu" else tree.shape.most_siblings
-    law, order = laws.at(tree.probs, is_child.int().argmax(1)), is_child.cumsum(1)
-    for rank in range(1, most + 1):
-        p = torch.where(count >= rank, residual(p, law), p)
-        if rank < most:  # the draft loses the sibling refused
-            child = (order < rank).sum(1, keepdim=True).clamp(max=tree.num_nodes - 1)
-            law = normalised(law.scatter(1, tree.tokens.gather(1, child), 0))
+    for rank in range(2, most + 1):  # the draft has lost the sibling before
+        before = (order < rank - 1).sum(1, keepdim=True).clamp(max=tree.num_nodes - 1)
+        law = normalised(law.scatter(1, tree.tokens.gather(1, before), 0))
+        p = torch.where(count >= rank, residual(normalised(p), law), p)
     return p
 
 
 def refused(p: Tensor, law: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """What the refusal of x (R, 1), drawn from law (R, V), leaves of p (R, V) and of the law."""
-    return residual(p, law), normalised(law.scatter(1, x, 0))
+    return normalised(residual(p, law)), normalised(law.scatter(1, x, 0))
 
 
 def tiny(like: Tensor) -> float:
@@ -111,7 +114,6 @@ def normalised(weights: Tensor) -> Tensor:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm((p − q)₊), the law of the token after a refusal; p where p = q, which is never refused."""
+    """(p − q)₊, the law of the token after a refusal but for a factor; p where p = q, which is never refused."""
     excess = (p - q).clamp_min_(0)
-    total = excess.sum(-1, keepdim=True)
-    return torch.where(total > 0, excess.div_(total.clamp_min(tiny(p))), p)
+    return torch.where(excess.sum(-1, keepdim=True) > 0, excess, p)

@@ -67,7 +67,7 @@ class Fuzzy(LevelRule):
 
     def chances(self, laws: Laws) -> Tensor:
         exact, first = Exact().chances(laws), laws.first_allowed
-        distance = laws.at_parent(self.distance(laws, self.in_doubt(laws, first & (exact < 1))))
+        distance = laws.at_parent(self.distance(laws, self.in_doubt(laws, first, exact)))
         if self.mode == "rescue":  # what Exact keeps stays, and where it would keep none the first stands
             none = 1 - torch.zeros_like(exact).scatter_add_(1, laws.tree.shape.above, exact)
             return exact + laws.at_parent(none).clamp_min(0) * (first & (distance < self.threshold))
@@ -77,11 +77,12 @@ class Fuzzy(LevelRule):
         return Exact().rest(laws, node)
 
     @staticmethod
-    def in_doubt(laws: Laws, unsure: Tensor) -> Tensor:
-        """(R,) the nodes above those that are unsure (B, N), counted over all rows; on a GPU, which would wait to be
-        told them, all that have children."""
-        if unsure.device.type != "cpu":
+    def in_doubt(laws: Laws, first: Tensor, exact: Tensor) -> Tensor:
+        """(R,) the nodes whose first child `Exact` may refuse, counted over all rows. All that have children where it
+        may do so nearly everywhere, at a temperature, and on a GPU, which would wait to be told them."""
+        if laws.sampler.do_sample or exact.device.type != "cpu":
             return laws.tree.shape.inner
+        unsure = first & (exact < 1)
         child = unsure.flatten().nonzero().squeeze(1)
         return child - child % unsure.shape[1] + laws.tree.shape.above.flatten()[child]
 

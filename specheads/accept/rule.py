@@ -188,8 +188,8 @@ class LevelRule(Acceptance):
 
     @abstractmethod
     def rest(self, laws: Laws, node: Tensor) -> Tensor:
-        """(B, V) the law of the token that follows node (B,) of each row where none of its children is kept; at
-        temperature 0 any numbers of which that token has the largest."""
+        """(B, V) the law of the token that follows node (B,) of each row where none of its children is kept, but for a
+        factor a row; at temperature 0 any numbers of which that token has the largest."""
 
 
 class PathRule(Acceptance):

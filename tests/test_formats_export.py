@@ -169,7 +169,11 @@ def test_an_exported_hydra_head_drafts_by_their_forward_what_it_drafts_here(pref
 
 @pytest.mark.parametrize(
     ("kind", "engines", "least"),
-    [("eagle3", EAGLE3, 2.5), ("eagle", ["eagle", "vllm", "sglang"], 2.5), ("medusa", ["vllm"], 1.3)],
+    [
+        ("eagle3", ["llamacpp", "speculators", "vllm"], 2.5),
+        ("eagle", ["eagle", "vllm", "sglang"], 2.5),
+        ("medusa", ["vllm"], 1.3),
+    ],
 )
 def test_a_trained_head_accepts_as_much_when_it_comes_back(kind, engines, least, tmp_path):
     """Through every format that holds the shipped one, draft for draft."""

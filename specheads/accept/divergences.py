@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from specheads.law import DraftIds
 
 # log q, log p (R, n), and whether p has a part beyond, where q has none
 Divergence = Callable[[Tensor, Tensor, bool], Tensor]
-NUCLEI = (64, 512)  # tokens looked at before a whole vocabulary is
+NUCLEUS = 512  # tokens looked at before a whole vocabulary is
 
 
 def kl(log_q: Tensor, log_p: Tensor, beyond: bool = False) -> Tensor:
@@ -79,20 +80,22 @@ def over_top_k(whole: Divergence, log_q: Tensor, log_p: Tensor, ids: Tensor | No
 
 
 def over_top_p(whole: Divergence, log_q: Tensor, log_p: Tensor, ids: Tensor | None, top_p: float) -> Tensor:
-    """(R,) over the fewest of the target's likeliest tokens that hold `top_p` of it, renormalised; infinite where q
-    gives those no chance at all."""
+    """(R,) over the fewest of the target's likeliest tokens that hold `top_p` of it, and those as likely as the last of
+    these, renormalised; infinite where q gives them no chance at all."""
     size = log_p.shape[-1]
     # Most nuclei are small, and to sort a whole vocabulary takes long; a GPU would wait to be told which are.
-    widths = [width for width in NUCLEI if width < size] if log_p.device.type == "cpu" else []
+    widths = [NUCLEUS] if log_p.device.type == "cpu" and size > NUCLEUS else []
     rows, made = torch.arange(len(log_p), device=log_p.device), log_p.new_empty(len(log_p))
     for width in [*widths, size]:
-        best, top = log_p[rows].topk(width, dim=-1)
-        share = best.exp()
-        beyond = (share.cumsum(-1) - share >= top_p) | (share == 0)
-        p, q = (
-            law.masked_fill(beyond, -torch.inf).log_softmax(-1)
-            for law in (best, of_tokens(log_q[rows], top, ids, size))
-        )
+        own, law = log_p[rows], log_q[rows]
+        if width < size:
+            own, tokens = own.topk(width, dim=-1, sorted=False)
+            law = of_tokens(law, tokens, ids, size)
+        elif ids is not None:
+            law = torch.full_like(own, -torch.inf).index_copy_(-1, ids, law)
+        share = own.exp()
+        beyond = (share < nucleus_floor(share, top_p)) | (share == 0)
+        p, q = (one.masked_fill(beyond, -torch.inf).log_softmax(-1) for one in (own, law))
         apart = q.isnan().any(-1)  # q gives the nucleus no chance
         made[rows] = torch.where(apart, torch.inf, whole(q, p, False))
         if width < size:
@@ -100,6 +103,16 @@ def over_top_p(whole: Divergence, log_q: Tensor, log_p: Tensor, ids: Tensor | No
             if not len(rows):
                 break
     return made
+
+
+def nucleus_floor(share: Tensor, top_p: float) -> Tensor:
+    """(R, 1) the probability of the last of the fewest likeliest tokens of share (R, n) that hold `top_p`."""
+    if share.device.type == "cpu":  # numpy sorts several times faster than torch, which also finds the places
+        ordered = torch.from_numpy(np.sort(share.numpy(), -1)).flip(-1)
+    else:
+        ordered = share.sort(-1, descending=True).values
+    inside = ordered.cumsum(-1) - ordered < top_p
+    return ordered.gather(-1, inside.sum(-1, keepdim=True) - 1)
 
 
 def of_tokens(log_q: Tensor, tokens: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:

@@ -120,7 +120,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="the folder for peers.md and peers.json")
     parser.add_argument("--compiled", action="store_true", help="ModelOpt with its torch.compile too")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--wide-steps", type=int, default=6)
+    parser.add_argument("--wide-steps", type=int, default=12)
     parser.add_argument("--wide-vocab", type=int, nargs="*", default=[32768])
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-length", type=int, default=176)

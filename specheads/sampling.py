@@ -121,7 +121,8 @@ class Sampler:
         # On a CPU multinomial draws V numbers a row; one number and the running sums take a tenth of the time.
         below = p.cumsum(-1, dtype=torch.float64)
         total = below[:, -1:]
-        if not all(0 < own < math.inf for (own,) in total.tolist()):
+        least, most = map(float, total.aminmax())
+        if not 0 < least <= most < math.inf:
             raise ValueError(f"a law sums to {total.flatten().tolist()}: the model's logits are not finite numbers")
         # Above 0, where a token without a chance may stand, and at most the whole sum, behind which nothing does.
         place = (1 - torch.rand(total.shape, generator=self.generator, dtype=torch.float64)) * total

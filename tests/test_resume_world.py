@@ -17,19 +17,23 @@ from specheads.resume import ResumeError, Unlogged, Writers
 HERE = Path(__file__).parent
 
 
+def launched(processes, script, *arguments):
+    clean = {name: value for name, value in os.environ.items() if name not in RUNNING_UNDER}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes),
+         str(HERE / script), *map(str, arguments)],
+        capture_output=True, text=True, timeout=540,
+        env={**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """By kind: the whole run of one process; and the folder with those of two."""
     folder = tmp_path_factory.mktemp("runs")
     whole = {kind: run(folder / f"{kind}-by-one", kind, 1) for kind in KINDS}
-    clean = {name: value for name, value in os.environ.items() if name not in RUNNING_UNDER}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-         str(HERE / "runs_of_two.py"), str(folder)],
-        capture_output=True, text=True, timeout=300,
-        env={**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    launched(2, "runs_of_two.py", folder)
     return whole, folder
 
 

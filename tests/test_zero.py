@@ -2,10 +2,6 @@
 another number of them."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,14 +10,11 @@ from heads_by_two import HEADS, trained
 from runs_of_two import SAVED
 from runs_of_two import run as run_alone
 from safetensors.torch import load_file
-from test_launch import RUNNING_UNDER
-from test_resume_world import assert_same_run
+from test_resume_world import assert_same_run, launched
 from zero_runs import OPTIONS
 
 from specheads import zero
 from specheads.resume import ResumeError, Unlogged, Writers
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -29,17 +22,6 @@ def alone(tmp_path_factory):
     """By head: the log of one process, and the file it saved."""
     folder = tmp_path_factory.mktemp("alone")
     return {name: (trained(name, folder / name, 1).state.log_history, folder / name) for name in HEADS}
-
-
-def launched(processes, script, *arguments):
-    clean = {name: value for name, value in os.environ.items() if name not in RUNNING_UNDER}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes),
-         str(HERE / script), *map(str, arguments)],
-        capture_output=True, text=True, timeout=540,
-        env={**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow

@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from specheads import host
+
 # What these compute from the scores does not depend on the prefix; any other processor, a subclass of these included,
 # is given each node's own.
 _PREFIX_FREE = (
@@ -116,20 +118,20 @@ class Sampler:
         """
         if not self.do_sample:
             return likeliest(p)
-        if p.device.type != "cpu":
+        if not host.reads(p):
             return torch.multinomial(p, 1, generator=self.generator).squeeze(-1)
         # On a CPU multinomial draws V numbers a row; one number and the running sums take a tenth of the time.
         below = p.cumsum(-1, dtype=torch.float64)
-        total = below[:, -1:]
-        least, most = map(float, total.aminmax())
-        if not 0 < least <= most < math.inf:
-            raise ValueError(f"a law sums to {total.flatten().tolist()}: the model's logits are not finite numbers")
+        sums = below[:, -1].tolist()
+        if not all(0 < total < math.inf for total in sums):
+            raise ValueError(f"a law sums to {sums}: the model's logits are not finite numbers")
+        drawn = torch.rand(len(sums), generator=self.generator, dtype=torch.float64).tolist()
         # Above 0, where a token without a chance may stand, and at most the whole sum, behind which nothing does.
-        place = (1 - torch.rand(total.shape, generator=self.generator, dtype=torch.float64)) * total
-        return torch.searchsorted(below, place).squeeze(-1)
+        places = [[(1 - one) * total] for one, total in zip(drawn, sums, strict=True)]
+        return torch.searchsorted(below, torch.tensor(places, dtype=torch.float64)).view(-1)
 
     def coin(self, chance: Tensor) -> Tensor:
-        """(R,) probabilities → (R,) bool; certain ones come true, and at temperature 0 those above one half."""
+        """Probabilities → bool, in their shape; certain ones come true, and at temperature 0 those above one half."""
         if not self.do_sample:
             return chance > 0.5
         return torch.rand(chance.shape, generator=self.generator, device=chance.device, dtype=chance.dtype) < chance

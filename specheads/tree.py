@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specheads import host
+
 if TYPE_CHECKING:
     from specheads.draft_law import DraftLogits
 
@@ -36,7 +38,7 @@ def ancestors(parents: Tensor, max_depth: int | None = None) -> Tensor:
 
 def known_all(marks: Tensor) -> bool:
     """Are all marks true, as far as asking costs nothing? False elsewhere than on a CPU, where it would wait."""
-    return marks.device.type == "cpu" and bool(marks.all())
+    return host.reads(marks) and bool(marks.all())
 
 
 @dataclass(frozen=True)
@@ -79,39 +81,45 @@ class Shape:
     @cached_property
     def most_siblings(self) -> int:
         """The most children a node has. A host integer: where the shape is new, asking waits for the device."""
-        return int(self.children.sum(2).max())
+        return 1 if self.in_line else int(self.children.sum(2).max())
+
+    @cached_property
+    def kids(self) -> Tensor:
+        """(B · N, most) the children of each node in order, counted over all rows; 0, which is a root, behind the last.
+        Asking waits as for `most_siblings`."""
+        batch, num = self.parents.shape
+        place = torch.arange(batch * num, device=self.parents.device).view(batch, num)
+        if self.in_line:
+            return torch.where(self.drafted.roll(-1, 1), place + 1, 0).view(-1, 1)
+        order = torch.where(self.children, self.children.cumsum(2) - 1, self.most_siblings)
+        table = place.new_zeros(batch, num, self.most_siblings + 1)
+        return table.scatter_(2, order, place.unsqueeze(1).expand_as(order))[:, :, :-1].flatten(0, 1)
 
     @cached_property
     def inner(self) -> Tensor:
         """(I,) the nodes that have children, counted over all rows: node i of row b is b · N + i. On a GPU, where
         looking for them would wait, all nodes."""
         every = self.children.any(2).flatten()
-        return (
-            every.nonzero().squeeze(1) if every.device.type == "cpu" else torch.arange(len(every), device=every.device)
-        )
+        return every.nonzero().squeeze(1) if host.reads(every) else torch.arange(len(every), device=every.device)
 
     @cached_property
     def families(self) -> tuple[Tensor, Tensor]:
-        """Where siblings are: the nodes (F,) with two children or more, and the children (F, most) of each in order,
-        both counted over all rows; behind the last child 0. Where the shape is new, asking waits for the device."""
-        num = self.parents.shape[1]
-        above = (self.children.sum(2).flatten() > 1).nonzero().squeeze(1)
-        mine = self.children.flatten(0, 1)[above]  # (F, N)
-        order = torch.where(mine, mine.cumsum(1) - 1, self.most_siblings)
-        table = torch.zeros(len(above), self.most_siblings + 1, dtype=torch.long, device=above.device)
-        place = torch.arange(num, device=above.device) + (above // num * num).unsqueeze(1)
-        return above, table.scatter_(1, order, place)[:, :-1]
+        """Where siblings are: the nodes (F,) with two children or more, counted over all rows, and the `kids` (F, most)
+        of each. Where the shape is new, asking waits for the device."""
+        above = ((self.kids > 0).sum(1) > 1).nonzero().squeeze(1)
+        return above, self.kids[above]
 
     @cached_property
-    def falls(self) -> list[tuple[Tensor, Tensor, bool]]:
-        """What happens where no node stands, as (nodes (F,), a child of each (F,), is it the first): every node has
-        lost a child for each time it is named, and none before it has lost one itself. Counted and waiting as in
-        `families`."""
+    def falls(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """What happens where no node stands, as (nodes (F,), a child of each (F,), that one's elder siblings (F, r)):
+        every node has lost a child for each time it is named, and none before it has lost one itself. Counted over all
+        rows, and waiting, as in `families`."""
         num, depth, rank = self.parents.shape[1], self.depth.flatten(), self.ranks.flatten()
         child = self.drafted.flatten().nonzero().squeeze(1)
         above = child // num * num + self.parents.flatten()[child]
         order = (depth * num + rank)[child]
-        return [(above[order == one], child[order == one], one % num == 0) for one in sorted(set(order.tolist()))]
+        turns = [(order == one, one % num) for one in sorted(set(order.tolist()))]
+        return [(above[now], child[now], self.kids[above[now], :elder]) for now, elder in turns]
 
     @cached_property
     def leaves_first(self) -> Tensor:
@@ -141,6 +149,11 @@ class Shape:
     def drafted(self) -> Tensor:
         """(B, N) False at the root and at unused slots."""
         return self.parents >= 0
+
+    @cached_property
+    def ceiling(self) -> Tensor:
+        """(B, N) the most that the chance of a node can be: 1 where it was drafted, else 0."""
+        return self.drafted.float()
 
     @cached_property
     def num_drafted(self) -> Tensor:
@@ -208,3 +221,7 @@ class DraftTree:
     def is_chain(self) -> bool:
         """Has each node the one before it for a parent, in every row?"""
         return self.num_nodes <= self.max_depth + 1 and self.shape.in_line
+
+    def eldest(self, marked: Tensor) -> Tensor:
+        """(B, N) bool → (B, N): of siblings that are marked the first alone."""
+        return marked if self.is_chain else marked & ~(self.shape.elder & marked.unsqueeze(1)).any(2)

@@ -49,7 +49,8 @@ class Enumerating(Sampler):
         return torch.tensor(chosen)
 
     def coin(self, chance):
-        return self.draw(torch.stack([1 - chance, chance], dim=-1)).bool()
+        sides = torch.stack([1 - chance.flatten(), chance.flatten()], dim=-1)
+        return self.draw(sides).bool().view_as(chance)
 
     def advance(self):
         while self.script and self.script[-1][0] + 1 == self.script[-1][1]:

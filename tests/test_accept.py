@@ -118,14 +118,13 @@ class Scalar(LevelRule):
     drop_x: bool = True
 
     def _judged(self, laws, row, node):
-        """{child: how likely it is kept}, and what is left of p."""
-        p, waiting, chances = laws.p[row, node].tolist(), 1.0, {}
+        """{child: how likely it is kept behind the refusal of those before it}, and what is left of p."""
+        p, chances = laws.p[row, node].tolist(), {}
         children = [i for i, above in enumerate(laws.tree.parents[row].tolist()) if above == node]
         q = laws.tree.probs[row, children[0]].tolist() if children else None
         for node in children:
             x = int(laws.tree.tokens[row, node])
-            kept = min(1.0, p[x] / q[x])
-            chances[node], waiting = waiting * kept, waiting * (1 - kept)
+            chances[node] = min(1.0, p[x] / q[x])
             if self.subtract_q:
                 excess = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
                 p = [value / sum(excess) for value in excess] if sum(excess) else p
@@ -247,9 +246,11 @@ def test_what_three_refused_siblings_leave_completes_the_law(accept):
             chance, left = chance * float(q[token]) / left, left - float(q[token])
         tree = DraftTree(torch.tensor([[0, *drawn]]), torch.tensor([[-1, 0, 0, 0]]), 1, q.expand(1, 4, -1))
         laws = Laws(tree, p.log().expand(1, 4, -1), sampler)
-        kept, rest = accept.chances(laws)[0, 1:], accept.rest(laws, torch.tensor([0]))[0]
-        emitted.index_add_(0, torch.tensor(drawn), chance * kept)
-        emitted += chance * (1 - kept.sum()) * rest / rest.sum()
+        for token, kept in zip(drawn, accept.chances(laws)[0, 1:].tolist(), strict=True):
+            emitted[token] += chance * kept
+            chance *= 1 - kept
+        rest = accept.rest(laws, torch.tensor([0]))[0]
+        emitted += chance * rest / rest.sum()
     torch.testing.assert_close(emitted, p, rtol=0, atol=1e-12)
 
 

@@ -102,6 +102,15 @@ def test_bounds():
         assert float(divergence(name, *disjoint, k=1, top_p=1)) == math.inf
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_nucleus_ends_with_the_token_that_fills_it(reads, monkeypatch):
+    """Exactly: ½ of the law is one token's, and the next is not looked at."""
+    monkeypatch.setattr("specheads.host.reads", lambda values: reads)
+    q, p = torch.tensor([[0.125, 0.125, 0.5, 0.25]]).log(), torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log()
+    apart = [float(divergence("top_p_tv", q, p, k=1, top_p=top_p)) for top_p in (0.25, 0.5, 0.5 + 1e-6, 1.0)]
+    assert apart == pytest.approx([0, 0, 5 / 12, 5 / 12], abs=1e-6)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_far_apart_give_numbers_and_no_nan(name):
     """In float32, where the probability of a token 200 below the best is no longer a number."""

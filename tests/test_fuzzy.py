@@ -20,10 +20,10 @@ from enumeration import (
 from replay import BATCHES, Replay
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor, TemperatureLogitsWarper
 
-from specheads import DynamicTree, Exact, Fuzzy, SampledTree, Sampler, StaticTree, chain, convert, fuzzy_from
+from specheads import DraftTree, DynamicTree, Exact, Fuzzy, SampledTree, Sampler, StaticTree, chain, convert, fuzzy_from
 from specheads.accept import walk
 from specheads.accept.divergences import NAMES, divergence
-from specheads.draft_law import LawKept
+from specheads.draft_law import DraftLogits, LawKept
 
 STATIC = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 PLANS = {"chain": chain(2), "static": STATIC, "dynamic": DynamicTree(4, 2, 2), "sampled": SampledTree((2, 1))}
@@ -80,9 +80,8 @@ def test_where_no_law_is_near_each_token_is_drawn_from_p(plan):
 class Published(Fuzzy):
     """As the paper's code: behind a refusal the step ends."""
 
-    def chances(self, laws):
-        distance = laws.at_parent(self.distance(laws, laws.tree.shape.inner))
-        return (laws.first_allowed & (distance <= self.threshold)).double()
+    def kept(self, laws):
+        return laws.first_allowed & self.near(laws, laws.tree.shape.above.flatten()).view_as(laws.tree.tokens)
 
     def rest(self, laws, node):
         return laws.p_at(node)
@@ -162,6 +161,19 @@ def test_rescue_leaves_alone_what_exact_keeps():
     assert found
 
 
+def test_rescue_is_not_put_off_by_a_root_that_is_likely_to_come_again():
+    """The likeliest token behind the root is the root's own, which is no child of it: the first child is rescued."""
+    logits = torch.tensor([[[5.0, 4.0, 0.0], [5.0, 4.0, 0.0]]], dtype=torch.float64)
+    tree = DraftTree(
+        torch.tensor([[0, 1]]),
+        torch.tensor([[-1, 0]]),
+        1,
+        logits=DraftLogits(logits, torch.zeros(1, 2).long(), None, 3),
+    )
+    assert walk(tree, logits, Exact(), Sampler()).length.tolist() == [1]
+    assert walk(tree, logits, Fuzzy(0.1, mode="rescue"), Sampler()).length.tolist() == [2]
+
+
 @pytest.mark.parametrize("mode", ["divergence", "rescue"])
 def test_a_token_that_a_processor_rules_out_never_stands(mode):
     target, draft = Table(6, 1), Table(6, 2)
@@ -178,7 +190,7 @@ def test_random_is_a_uniform_number_under_the_threshold_even_when_greedy():
     target, draft = Table(6, 1), Table(6, 2)
     tree, logits = grown(target, draft, chain(1), Sampler(), rows=[(0, 1)] * 200)
     sampler = Sampler(generator=torch.Generator().manual_seed(0))
-    drawn = torch.rand(400, generator=torch.Generator().manual_seed(0))[::2]  # one for each of two nodes a row
+    drawn = torch.rand(200, generator=torch.Generator().manual_seed(0))  # one a row, where Exact keeps no child
     wanted = drawn <= 0.3
     assert torch.equal(walk(tree, logits, rule, sampler).length == 2, wanted)
     for threshold, length in ((0, 1), (1, 2)):

@@ -10,7 +10,17 @@ from conftest import tiny_llama
 from replay import BATCHES, PAD, Replay, V
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specheads import SampledTree, convert
+from specheads import (
+    CSLeniency,
+    Ensemble,
+    Exact,
+    Fuzzy,
+    Lenient,
+    SampledTree,
+    TopN,
+    Typical,
+    convert,
+)
 from specheads.outputs import step_record
 
 
@@ -84,6 +94,12 @@ def test_a_step_becomes_plain_json(model):
     assert records[0]["tokens"] == [[int(row)] for row in out.sequences[:, BATCHES["ragged"]["input_ids"].shape[1]]]
 
 
+RULES = [  # all but Traversal, which reads the shape of a tree that is new
+    Exact(), Lenient(0.5), Typical(), TopN(), CSLeniency(2), Ensemble(0.7), Fuzzy(0.3),
+    Fuzzy(0.3, "top_p_js", mode="rescue"), Fuzzy(0.3, "top_k_kl", processed=True), Fuzzy(0.5, "random"),
+]  # fmt: skip
+
+
 class Reads(TorchDispatchMode):
     """How many values Python reads at a time from tensors, by how it reads them: on a GPU each is a copy to the host.
 
@@ -139,12 +155,15 @@ def test_every_way_of_reading_one_number_is_seen(read, monkeypatch):
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("tree", [None, SampledTree((3, 2, 1))], ids=["default", "sampled"])
-def test_no_vocabulary_wide_tensor_goes_to_the_host(model, monkeypatch, do_sample, tree):
-    """Of what is copied, nothing is as large as one row's laws; each step copies once."""
+@pytest.mark.parametrize("accept", RULES, ids=repr)
+def test_no_vocabulary_wide_tensor_goes_to_the_host(model, monkeypatch, do_sample, tree, accept):
+    """Of what is copied, nothing is as large as one row's laws; each step copies once. As it goes on a GPU."""
+    monkeypatch.setattr("specheads.host.reads", lambda values: False)
     with monkeypatch.context() as patch, Reads(patch) as reads:
         out = model.generate(
-            **BATCHES["ragged"], do_sample=do_sample, max_new_tokens=30, seed=0, tree=tree, return_dict_in_generate=True
-        )
+            **BATCHES["ragged"], do_sample=do_sample, max_new_tokens=30, seed=0, tree=tree, accept=accept,
+            return_dict_in_generate=True,
+        )  # fmt: skip
     sizes = {name: [size for size in found if size > 1] for name, found in reads.sizes.items()}
     del sizes["to"], sizes["lookup"]
     assert max(itertools.chain.from_iterable(reads.sizes.values())) < V

@@ -179,8 +179,17 @@ def test_a_lenient_token_is_emitted_as_often_as_the_formula_says(leniency):
 
 LEVEL_RULES = [
     Exact(), Lenient(0.5), Unadjusted(), Ensemble(0.6), Fuzzy(0.1), Fuzzy(0.1, "tv", mode="rescue"),
-    Fuzzy(0.4, "top_p_kl", processed=True),
+    Fuzzy(0.9, "tv", mode="rescue"), Fuzzy(0.4, "top_p_kl", processed=True),
 ]  # fmt: skip
+
+
+def first_near(rule, laws, children):
+    """The first of one node's children that a fuzzy rule may keep whatever the coins say, None elsewhere."""
+    allowed = [child for child in children if laws.first_allowed[0, child]]
+    if not isinstance(rule, Fuzzy) or not allowed:
+        return None
+    distance = float(rule.distance(laws, laws.tree.parents[0, allowed]))
+    return allowed[0] if distance <= rule.threshold else None
 
 
 @pytest.mark.parametrize("plan", [chain(2), StaticTree(((0,), (1,), (0, 0))), SampledTree((1, 1)), SampledTree((3,))])
@@ -190,17 +199,36 @@ def test_judging_all_nodes_at_once_and_going_down_level_by_level_give_one_law(ru
     at_once = step_law(*tables, plan, rule, (0, 1))
 
     def level_by_level(laws, rule, sampler):
-        chance, node = rule.chances(laws), torch.tensor([0])
-        for _ in range(laws.tree.max_depth):
-            on = chance * laws.tree.shape.children[0, node]
-            child = int(sampler.draw(torch.cat([on, 1 - on.sum(1, keepdim=True)], 1)))
-            if child == laws.tree.num_nodes:
-                break
-            node = torch.tensor([child])
-        return Verdict(*path_to(laws.tree, node), sampler.draw(rule.rest(laws, node)))
+        parents, node, going = laws.tree.parents[0].tolist(), 0, True
+        chances = rule.chances(laws)[0]
+        while going:
+            children = [child for child, parent in enumerate(parents) if parent == node]
+            near = first_near(rule, laws, children)
+            kept = next((child for child in children if bool(sampler.coin(chances[child : child + 1]))), None)
+            if near is not None and (kept is None or rule.mode == "divergence"):
+                kept = near
+            going = kept is not None
+            node = kept if going else node
+        end = torch.tensor([node])
+        return Verdict(*path_to(laws.tree, end), sampler.draw(rule.rest(laws, end)))
 
     monkeypatch.setattr("specheads.accept.paths.at_once", level_by_level)
     assert distance(at_once, step_law(*tables, plan, rule, (0, 1))) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [chain(2), StaticTree(((0,), (1,), (0, 0))), DynamicTree(4, 2, 2), SampledTree((1, 1)), SampledTree((2, 1))],
+    ids=repr,
+)
+@pytest.mark.parametrize("rule", [*LEVEL_RULES, Block(), Traversal(), Typical(), TopN(), Margin(0.5)], ids=repr)
+def test_what_is_done_where_python_may_not_look_at_numbers_gives_the_same_law(rule, plan, monkeypatch):
+    if isinstance(rule, Block) and plan == SampledTree((2, 1)):
+        pytest.skip("it judges chains")
+    tables = Table(2, 1, holes=True) if plan.depth < 2 else Table(2, 1), Table(2, 2)
+    here = step_law(*tables, plan, rule, (0, 1))
+    monkeypatch.setattr("specheads.host.reads", lambda values: False)
+    assert distance(here, step_law(*tables, plan, rule, (0, 1))) < 1e-12
 
 
 @pytest.mark.parametrize("leniency", [0.4, 1.0])

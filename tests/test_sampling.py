@@ -117,6 +117,12 @@ def test_a_certain_coin_is_certain_and_greedy_coins_are_thresholds():
         assert sampler.coin(torch.ones(1000)).all() and not sampler.coin(torch.zeros(1000)).any()
 
 
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
+def test_a_token_without_a_chance_is_not_drawn_by_the_first_or_last_number(number, monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda *size, **kwargs: torch.full(size, number, dtype=torch.float64))
+    assert Sampler(do_sample=True).draw(torch.tensor([[0.0, 0.7, 0.0], [0.0, 0.0, 3.0]])).tolist() == [1, 2]
+
+
 # --- Statistics of generate() ---
 
 

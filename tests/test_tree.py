@@ -84,10 +84,10 @@ def test_where_nothing_stands_each_node_falls_behind_all_below_it_and_its_elder_
                     below = [k for k in range(12) if j in climb(row, k)]
                     assert all(place[k] < place[m] for k in below for m in range(12) if i in climb(row, m))
     lost = []
-    for above, child, eldest in shape.falls:
-        for node, one in zip(above.tolist(), child.tolist(), strict=True):
-            assert parents.flatten()[one] + one // 12 * 12 == node and one not in [before for before, _ in lost]
-            assert eldest == (node not in [before for before, _ in lost])
+    for above, child, elder in shape.falls:
+        for node, one, before in zip(above.tolist(), child.tolist(), elder.tolist(), strict=True):
+            assert parents.flatten()[one] + one // 12 * 12 == node and one not in [fallen for fallen, _ in lost]
+            assert before == [younger for fallen, younger in lost if fallen == node]
         lost += zip(above.tolist(), child.tolist(), strict=True)
     assert sorted(child for _, child in lost) == (parents.flatten() >= 0).nonzero().flatten().tolist()
 

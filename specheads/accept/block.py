@@ -46,7 +46,7 @@ class Block(PathRule):
         # Behind the last node nothing was drafted, so all of P p is left over.
         ahead = torch.cat([q[:, 1:] * drafted[:, 1:].unsqueeze(2), torch.zeros_like(q[:, :1])], 1)
         left = (chance.unsqueeze(2) * p - ahead).clamp_min(0).sum(2)
-        coins = sampler.coin(stop_chance(left, chance).flatten()).view_as(chance)
+        coins = sampler.coin(stop_chance(left, chance))
         last = torch.where(coins, node, 0).max(1).values
         row = torch.arange(len(last), device=last.device)
         bonus = residual(chance[row, last].unsqueeze(1) * p[row, last], ahead[row, last])
@@ -58,4 +58,4 @@ def stop_chance(left: Tensor, reached: Tensor) -> Tensor:
     """S / (S + 1 − P): how likely a path that is reached with P stands by itself, where S is left over of P p behind
     what was drafted there. 1 where S = 0 and P = 1: what was drafted then never falls."""
     rest = left + (1 - reached)  # in this order, so that P = 1 gives exactly 1
-    return torch.where(rest > 0, left / rest.clamp_min(torch.finfo(rest.dtype).tiny), 1)
+    return (left / rest).nan_to_num(nan=1)

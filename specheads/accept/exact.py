@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from specheads import host
 from specheads.accept.rule import Laws, LevelRule
 from specheads.sampling import Sampler
 
@@ -30,9 +31,9 @@ class Exact(LevelRule):
         return True
 
     def chances(self, laws: Laws) -> Tensor:
-        if laws.tree.probs is None or not laws.sampler.do_sample:
-            return laws.chance * laws.tree.shape.drafted
-        return chances_in_order(laws, laws.p)
+        if laws.sampler.do_sample:
+            return chances_in_order(laws, laws.p)
+        return laws.chance * laws.tree.shape.drafted
 
     def rest(self, laws: Laws, node: Tensor) -> Tensor:
         if not laws.sampler.do_sample:  # a child with the likeliest token would have been kept
@@ -45,63 +46,61 @@ def chances_in_order(laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
 
     A refusal leaves p as norm((p − q)₊) and q without x. The law of a point mass is one-hot at each x.
     """
-    tree, shape = laws.tree, laws.tree.shape
-    own, siblings = laws.of_tokens(p), shape.most_siblings > 1
+    tree, own, siblings = laws.tree, laws.of_tokens(p), not laws.tree.is_chain
     if tree.probs is None:
-        kept = own / leniency
+        share = own / leniency
         if siblings:  # p has lost their tokens
-            kept = kept / (1 - (shape.elder * own.unsqueeze(1)).sum(2)).clamp_min(tiny(p))
+            share = share / (1 - (tree.shape.elder * own.unsqueeze(1)).sum(2)).clamp_min(tiny(p))
     else:
         q = tree.probs.gather(2, tree.tokens.unsqueeze(2)).squeeze(2)
-        kept = own / (q if leniency == 1 else leniency * q).clamp_min(tiny(p))
+        share = own / (q if leniency == 1 else leniency * q).clamp_min(tiny(p))
         if siblings:
-            kept = with_younger(kept, laws, p, leniency)
-    kept = kept.clamp(max=1) * shape.drafted
-    if not siblings:
-        return kept
-    return kept * torch.where(shape.elder, 1 - kept.unsqueeze(1), 1).prod(2)
+            share = with_younger(share, laws, p, leniency)
+    return torch.minimum(share, tree.shape.ceiling)
 
 
-def with_younger(kept: Tensor, laws: Laws, p: Tensor, leniency: float) -> Tensor:
-    """kept (B, N) with p(x) / (leniency · q(x)) at those that have siblings before them, by what the refusal of these
-    leaves of p (B, N, V) and q."""
+def with_younger(share: Tensor, laws: Laws, p: Tensor, leniency: float) -> Tensor:
+    """share (B, N), p(x) / (leniency · q(x)), with that of those that have siblings before them, by what the refusal of
+    these leaves of p (B, N, V) and q."""
     tree, (above, children) = laws.tree, laws.tree.shape.families
     assert tree.probs is not None
-    tokens = tree.tokens.flatten()[children]  # (F, most)
-    left, law = p.flatten(0, 1)[above], tree.probs.flatten(0, 1)[children[:, 0]]  # (F, V)
-    made = kept.flatten().clone()
-    for rank in range(1, children.shape[1]):
-        left, law = refused(left, law, tokens[:, rank - 1 : rank])
-        x = tokens[:, rank : rank + 1]
-        share = left.gather(1, x) / (leniency * law.gather(1, x)).clamp_min(tiny(law))
-        made.index_copy_(0, children[:, rank], share.squeeze(1))  # where there is no child, to a root: not asked for
-    return made.view_as(kept)
+    tokens = tree.tokens.take(children)  # (F, most)
+    left = p.flatten(0, 1).index_select(0, above)  # (F, V)
+    law = tree.probs.flatten(0, 1).index_select(0, children[:, 0])
+    made, most = share.flatten(), children.shape[1]
+    for rank in range(1, most):
+        x, y = tokens[:, rank - 1 : rank], tokens[:, rank : rank + 1]  # the one refused and the next
+        left, left_mass = surplus(left, law)
+        law.scatter_(1, x, 0)
+        law_mass = law.sum(1, keepdim=True)
+        own, drawn = left.gather(1, y) * law_mass, left_mass * (leniency * law.gather(1, y))
+        # Where there is no child it goes to a root, which nobody asks for.
+        made = made.index_copy(0, children[:, rank], (own / drawn.clamp_min(tiny(law))).squeeze(1))
+        if rank + 1 < most:
+            left.div_(left_mass.clamp_min(tiny(law)))
+            law.div_(law_mass.clamp_min(tiny(law)))
+    return made.view_as(share)
 
 
 def left_of(p: Tensor, laws: Laws, node: Tensor) -> Tensor:
     """(B, V) what is left of p (B, V) when all children of node (B,) have been refused: `LevelRule.rest` towards p."""
     tree = laws.tree
-    is_child = laws.at(tree.shape.children, node)  # (B, N)
     if tree.probs is None:  # p without their tokens
+        is_child = laws.at(tree.shape.children, node)
         left = p.scatter_reduce(1, tree.tokens, (~is_child).to(p.dtype), "prod")
         return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
-    any_child, eldest = is_child.max(1)
-    law = laws.at(tree.probs, eldest)
-    p = torch.where(any_child.unsqueeze(1), residual(p, law), p)
-    if tree.is_chain:
-        return p
-    count, order = is_child.sum(1, keepdim=True), is_child.cumsum(1)
-    most = int(count.max()) if count.device.type == "cpu" else tree.shape.most_siblings
-    for rank in range(2, most + 1):  # the draft has lost the sibling before
-        before = (order < rank - 1).sum(1, keepdim=True).clamp(max=tree.num_nodes - 1)
-        law = normalised(law.scatter(1, tree.tokens.gather(1, before), 0))
-        p = torch.where(count >= rank, residual(normalised(p), law), p)
+    kids = tree.shape.kids.index_select(0, laws.place(node))  # (B, most)
+    has = kids > 0
+    fewest, most = 0, kids.shape[1]
+    if host.reads(kids):
+        counts = [sum(row) for row in has.tolist()]
+        fewest, most = min(counts), max(counts)
+    law = tree.probs.flatten(0, 1).index_select(0, kids[:, 0])
+    for rank in range(most):
+        if rank > 0:  # the draft has lost the sibling before
+            p, law = normalised(p), normalised(law.scatter(1, tree.tokens.take(kids[:, rank - 1 : rank]), 0))
+        p = residual(p, law if rank < fewest else law * has[:, rank : rank + 1])
     return p
-
-
-def refused(p: Tensor, law: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What the refusal of x (R, 1), drawn from law (R, V), leaves of p (R, V) and of the law."""
-    return normalised(residual(p, law)), normalised(law.scatter(1, x, 0))
 
 
 def tiny(like: Tensor) -> float:
@@ -113,7 +112,15 @@ def normalised(weights: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True).clamp_min(tiny(weights))
 
 
+def surplus(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """(p − q)₊ and, of each row, its sum (…, 1)."""
+    left = (p - q).clamp_min_(0)
+    return left, left.sum(-1, keepdim=True)
+
+
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """(p − q)₊, the law of the token after a refusal but for a factor; p where p = q, which is never refused."""
-    excess = (p - q).clamp_min_(0)
-    return torch.where(excess.sum(-1, keepdim=True) > 0, excess, p)
+    left, mass = surplus(p, q)
+    if host.reads(mass) and min(mass.flatten().tolist()) > 0:
+        return left
+    return torch.where(mass > 0, left, p)

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specheads import host
 from specheads.accept.divergences import NAMES, divergence
 from specheads.accept.exact import Exact
+from specheads.accept.paths import standing
 from specheads.accept.rule import Acceptance, Laws, LevelRule
+from specheads.losses import wide
 from specheads.options import refuse_unknown
 from specheads.sampling import Sampler
 
@@ -66,45 +69,45 @@ class Fuzzy(LevelRule):
         return self.lossless
 
     def chances(self, laws: Laws) -> Tensor:
-        exact, first = Exact().chances(laws), laws.first_allowed
-        distance = laws.at_parent(self.distance(laws, self.in_doubt(laws, first, exact)))
-        if self.mode == "rescue":  # what Exact keeps stays, and where it would keep none the first stands
-            none = 1 - torch.zeros_like(exact).scatter_add_(1, laws.tree.shape.above, exact)
-            return exact + laws.at_parent(none).clamp_min(0) * (first & (distance < self.threshold))
-        return torch.where(distance <= self.threshold, first.to(exact.dtype), exact)
+        return Exact().chances(laws)
+
+    def kept(self, laws: Laws) -> Tensor:
+        kept, first, settled = super().kept(laws), laws.first_allowed, None
+        if self.mode == "rescue":  # what Exact keeps stays, and where it keeps none the first stands
+            above = laws.tree.shape.above
+            settled = laws.at_parent(torch.zeros_like(above).scatter_add_(1, above, kept.long())) > 0
+        doubt, above = first & ~(kept if settled is None else settled), laws.place(laws.tree.shape.above)
+        if not laws.tree.is_chain:  # and a path may lead there, whatever comes of the doubts
+            doubt = doubt & standing(laws.tree, kept | first)
+        if not host.reads(doubt):  # it would wait to be told where the doubts are
+            return kept | (doubt & self.near(laws, above.flatten()).view_as(doubt))
+        child = doubt.flatten().nonzero().squeeze(1)
+        if len(child):
+            kept.view(-1).index_copy_(0, child, self.near(laws, above.take(child)))
+        return kept
 
     def rest(self, laws: Laws, node: Tensor) -> Tensor:
         return Exact().rest(laws, node)
 
-    @staticmethod
-    def in_doubt(laws: Laws, first: Tensor, exact: Tensor) -> Tensor:
-        """(R,) the nodes whose first child `Exact` may refuse, counted over all rows. All that have children where it
-        may do so nearly everywhere, at a temperature, and on a GPU, which would wait to be told them."""
-        if laws.sampler.do_sample or exact.device.type != "cpu":
-            return laws.tree.shape.inner
-        unsure = first & (exact < 1)
-        child = unsure.flatten().nonzero().squeeze(1)
-        return child - child % unsure.shape[1] + laws.tree.shape.above.flatten()[child]
+    def near(self, laws: Laws, place: Tensor) -> Tensor:
+        """(R,) bool: are the laws within `threshold` at nodes place (R,), counted over all rows?"""
+        distance = self.distance(laws, place)
+        return distance < self.threshold if self.mode == "rescue" else distance <= self.threshold
 
     def distance(self, laws: Laws, place: Tensor) -> Tensor:
-        """(B, N) D(q, p) at nodes place (R,), counted over all rows; −1 at others, where `Exact` may keep the first
-        child for sure, or there is none."""
-        tree = laws.tree
+        """(R,) D(q, p) at nodes place (R,), counted over all rows."""
         if self.divergence == "random":
-            return laws.sampler.uniform(tree.tokens.flatten()).view_as(tree.tokens)
-        kept, ids = tree.logits, None
+            return laws.sampler.uniform(place)
+        kept, ids = laws.tree.logits, None
         if kept is None:
             raise ValueError("Fuzzy compares the draft's law with the target's, and this tree was drafted without one")
         target = (laws.scores if self.processed else laws.logits).flatten(0, 1).index_select(0, place)
         draft = kept.at(place)
         if self.processed:  # processors know tokens by their target ids
-            log_q = laws.sampler.draft_law(kept.over_target(draft)).log()
+            draft = laws.sampler.draft_law(kept.over_target(draft)).log()
         else:
-            wide, ids = torch.promote_types(target.dtype, torch.float32), kept.ids
-            target, log_q = target.to(wide), draft.to(wide).log_softmax(-1)
-        made = divergence(self.divergence, log_q, target.log_softmax(-1), k=self.k, top_p=self.top_p, ids=ids)
-        none = torch.full(tree.tokens.shape, -1, dtype=made.dtype, device=made.device)
-        return none.view(-1).index_copy_(0, place, made).view_as(none)
+            target, draft, ids = wide(target), wide(draft), kept.ids
+        return divergence(self.divergence, draft, target, k=self.k, top_p=self.top_p, ids=ids)
 
 
 def fuzzy_from(

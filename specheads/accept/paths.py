@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from specheads import host
 from specheads.accept.exact import Exact
 from specheads.accept.rule import Acceptance, Laws, LevelRule, PathRule, Verdict
 from specheads.sampling import Sampler
@@ -38,7 +39,7 @@ def walk(
         assert isinstance(accept, LevelRule)
         if accept.is_exact(sampler) or tree.num_nodes == 1:
             accept = Exact()
-        if accept != Exact() or (tree.probs is not None and sampler.do_sample):
+        if type(accept) is not Exact or (tree.probs is not None and sampler.do_sample):
             verdict = at_once(laws, accept, sampler)
         elif sampler.do_sample or sampler.needs_prefix:
             verdict = sample_walk(laws, sampler)
@@ -71,38 +72,43 @@ def sample_walk(laws: Laws, sampler: Sampler) -> Verdict:
 
 
 def at_once(laws: Laws, rule: LevelRule, sampler: Sampler) -> Verdict:
-    """Every node judged, whether or not a path leads there: then two draws, the node it ends at and the token behind.
-
-    The work is a few operations on all nodes' laws, whatever the depth.
-    """
-    tree, shape = laws.tree, laws.tree.shape
-    chance = rule.chances(laws)
-    if not sampler.do_sample:  # all is certain
-        end = furthest(tree, chance > 0.5)
-        return Verdict(*path_to(tree, end), sampler.draw(rule.rest(laws, end)))
-    if tree.is_chain:
-        on = chance.roll(-1, 1)  # behind the last node the root's, which is 0
-        reached = torch.cat([chance.new_ones(len(chance), 1), chance[:, 1:]], 1).cumprod(1)
-    else:
-        reached = torch.where(shape.unneeded, 1, chance.unsqueeze(1)).prod(-1)
-        on = torch.zeros_like(chance).scatter_add_(1, shape.above, chance)
-    end = sampler.draw(reached * (1 - on).clamp_min(0))
-    return Verdict(*path_to(tree, end), sampler.draw(rule.rest(laws, end)))
+    """Every node judged, whether or not a path leads there: a few operations on all nodes' laws, whatever the depth."""
+    path, length, end = kept_path(laws.tree, rule.kept(laws))
+    return Verdict(path, length, sampler.draw(rule.rest(laws, end)))
 
 
 def drawn_path(tree: DraftTree, drawn: Tensor) -> Verdict:
     """The path along which each node carries the token drawn (B, N) at its parent; the bonus is the last one drawn."""
-    end = furthest(tree, drawn.gather(1, tree.shape.above) == tree.tokens)
-    return Verdict(*path_to(tree, end), drawn.gather(1, end.unsqueeze(1)).squeeze(1))
+    path, length, end = kept_path(tree, drawn.gather(1, tree.shape.above) == tree.tokens)
+    return Verdict(path, length, drawn.gather(1, end.unsqueeze(1)).squeeze(1))
 
 
-def furthest(tree: DraftTree, kept: Tensor) -> Tensor:
-    """(B,) the end of the path along which all drafted nodes are kept (B, N), of each node's children one at most."""
+def kept_path(tree: DraftTree, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The path that goes on to the first child that is kept (B, N) as long as there is one, as `path_to` gives it, and
+    its end (B,)."""
+    if host.reads(kept):
+        paths = []
+        for marks, parents in zip(kept.tolist(), tree.parents.tolist(), strict=True):
+            path = [0]
+            for place, above in enumerate(parents):  # which stand before their children
+                if marks[place] and above == path[-1]:
+                    path.append(place)
+            paths.append(path)
+        return listed(tree, paths)
     kept = kept & tree.shape.drafted
     if tree.is_chain:
-        return kept[:, 1:].long().cumprod(1).sum(1)
-    node = torch.arange(tree.num_nodes, device=kept.device)
-    return torch.where(standing(tree, kept), node, 0).amax(1)  # parents stand before their children
+        end = kept[:, 1:].long().cumprod(1).sum(1)
+    else:
+        node = torch.arange(tree.num_nodes, device=kept.device)
+        end = torch.where(standing(tree, tree.eldest(kept)), node, 0).amax(1)
+    return *path_to(tree, end), end
+
+
+def listed(tree: DraftTree, paths: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's path, from the root, as tensors: the nodes (B, P), how many there are (B,), and the last (B,)."""
+    most = tree.max_depth + 1
+    made = torch.tensor([path + path[-1:] * (most - len(path)) + [len(path)] for path in paths])
+    return made[:, :-1], made[:, -1], made[:, -2]
 
 
 def standing(tree: DraftTree, kept: Tensor) -> Tensor:
@@ -112,6 +118,14 @@ def standing(tree: DraftTree, kept: Tensor) -> Tensor:
 
 def path_to(tree: DraftTree, end: Tensor) -> tuple[Tensor, Tensor]:
     """The nodes (B, P) from the root to end (B,), and how many there are, (B,)."""
+    if host.reads(end):
+        climbed = []
+        for last, parents in zip(end.tolist(), tree.parents.tolist(), strict=True):
+            up = [last]
+            while up[-1]:
+                up.append(parents[up[-1]])
+            climbed.append(up[::-1])
+        return listed(tree, climbed)[:2]
     node = torch.arange(tree.num_nodes, device=end.device)
     if tree.is_chain:
         return torch.minimum(node, end.unsqueeze(1)), end + 1

@@ -34,6 +34,11 @@ class Laws:
     def _rows(self) -> Tensor:
         return torch.arange(len(self.logits), device=self.logits.device)
 
+    def place(self, node: Tensor) -> Tensor:
+        """A node (B,) of each row, or some (B, …), counted over all rows: node i of row b is b · N + i."""
+        batch, num = self.tree.tokens.shape
+        return node if batch == 1 else node + (self._rows * num).view(-1, *[1] * (node.dim() - 1))
+
     @cached_property
     def _on_host(self) -> tuple[list[list[int]], list[list[int]]]:
         return self.tree.tokens.tolist(), self.tree.parents.tolist()
@@ -51,7 +56,7 @@ class Laws:
 
     def at(self, values: Tensor, node: Tensor) -> Tensor:
         """Values (B, N, …) of one node (B,) of each row: (B, …)."""
-        return values[self._rows, node]
+        return values.flatten(0, 1).index_select(0, self.place(node))  # a third of what values[rows, node] takes
 
     def scores_at(self, node: Tensor) -> Tensor:
         """(B,) → (B, V) the processed scores at one node of each row."""
@@ -118,7 +123,7 @@ class Laws:
     def of_tokens(self, laws: Tensor, place: Tensor | None = None) -> Tensor:
         """(B, N) the probability of each node's token in laws (B, M, V): in law place (B, N), or its parent's."""
         place = self.tree.shape.above if place is None else place
-        return laws[self._rows.unsqueeze(1), place, self.tree.tokens]
+        return laws.flatten(1).gather(1, place * laws.shape[2] + self.tree.tokens)
 
     @cached_property
     def first_allowed(self) -> Tensor:
@@ -126,8 +131,7 @@ class Laws:
         shape = self.tree.shape
         if not self.sampler.processors:
             return shape.first
-        allowed = shape.drafted & (self.of_tokens(self.scores) > -torch.inf)
-        return allowed & ~(shape.elder & allowed.unsqueeze(1)).any(2)
+        return self.tree.eldest(shape.drafted & (self.of_tokens(self.scores) > -torch.inf))
 
 
 @dataclass(frozen=True)
@@ -175,8 +179,8 @@ class Acceptance(ABC):
 
 
 class LevelRule(Acceptance):
-    """A rule that judges the children of each node by themselves: how likely it goes on to each, and what follows
-    where it goes on to none. Whoever walks the tree draws."""
+    """A rule that judges the children of each node by themselves, one after another: how likely each is kept, and what
+    follows where none is. A rule that decides otherwise says itself which are `kept`."""
 
     def is_exact(self, sampler: Sampler) -> bool:
         """Does it judge as `Exact` does, which then stands in for it?"""
@@ -184,7 +188,12 @@ class LevelRule(Acceptance):
 
     @abstractmethod
     def chances(self, laws: Laws) -> Tensor:
-        """(B, N) how likely each node is kept where its parent is, siblings together at most 1."""
+        """(B, N) how likely each node is kept where its parent is and no sibling before it."""
+
+    def kept(self, laws: Laws) -> Tensor:
+        """(B, N) bool: may the path go on to each node from its parent? It does to the first child that is kept. Drawn
+        for all nodes, whether or not a path leads there."""
+        return laws.sampler.coin(self.chances(laws))
 
     @abstractmethod
     def rest(self, laws: Laws, node: Tensor) -> Tensor:

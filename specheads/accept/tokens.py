@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specheads.accept.paths import furthest, path_to, standing
+from specheads.accept.paths import kept_path, path_to, standing
 from specheads.accept.rule import Laws, PathRule, Verdict
 from specheads.sampling import Sampler
 
@@ -34,12 +34,12 @@ class TokenRule(PathRule):
         chance = laws.of_tokens(laws.soft)
         kept = self.stands(laws, chance) & (chance > 0) & shape.drafted
         if tree.is_chain:
-            end = furthest(tree, kept)
-        else:
-            length = torch.where(standing(tree, kept), shape.depth, -1)
-            longest = length == length.max(1, keepdim=True).values
-            likelihood = (shape.ancestors * torch.where(kept, chance.log(), 0).unsqueeze(1)).sum(-1)
-            end = torch.where(longest, likelihood, -torch.inf).argmax(1)
+            path, length, end = kept_path(tree, kept)
+            return Verdict(path, length, laws.draw_at(end))
+        depth = torch.where(standing(tree, kept), shape.depth, -1)
+        deepest = depth == depth.max(1, keepdim=True).values
+        likelihood = (shape.ancestors * torch.where(kept, chance.log(), 0).unsqueeze(1)).sum(-1)
+        end = torch.where(deepest, likelihood, -torch.inf).argmax(1)
         return Verdict(*path_to(tree, end), laws.draw_at(end))
 
 
@@ -47,10 +47,8 @@ def num_likelier(laws: Laws, chance: Tensor) -> Tensor:
     """(B, N) how many tokens are likelier than each node's own, whose probability is chance (B, N), at its parent.
 
     Counted as numbers, at a sixth of what topk takes on a CPU, and sums of booleans at a quarter of that."""
-    batch, num = chance.shape
-    parent = torch.arange(batch, device=chance.device).unsqueeze(1) * num + laws.tree.shape.above
-    soft = laws.soft.flatten(0, 1).index_select(0, parent.flatten())
-    return (soft > chance.view(-1, 1)).to(soft.dtype).sum(-1).view(batch, num)
+    soft = laws.soft.flatten(0, 1).index_select(0, laws.place(laws.tree.shape.above).flatten())
+    return (soft > chance.view(-1, 1)).to(soft.dtype).sum(-1).view_as(chance)
 
 
 @dataclass(frozen=True)

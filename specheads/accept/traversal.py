@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from specheads.accept.block import Block, stop_chance
-from specheads.accept.exact import Exact, refused, tiny
+from specheads.accept.exact import Exact, normalised, surplus, tiny
 from specheads.accept.paths import path_to, walk
 from specheads.accept.rule import Laws, PathRule, Verdict
 from specheads.sampling import Sampler
@@ -37,18 +37,21 @@ class Traversal(PathRule):
         if tree.is_chain:
             return Block().judge(laws, sampler)
         # A node is judged when all before it have fallen, and what it then stands with depends on nothing drawn: each
-        # node's p, q and P after the fall of its children, the upper levels first, and one draw says which node stands.
-        tokens, every = tree.tokens.flatten().unsqueeze(1), tree.probs.flatten(0, 1)
-        p = laws.p.flatten(0, 1).clone()
-        q, reached = torch.empty_like(p), torch.ones_like(p[:, :1])
-        for above, child, eldest in shape.falls:
-            law, mass = every[child] if eldest else q[above], reached[above] * p[above]
-            x = tokens[child]
-            reached[child] = (mass.gather(1, x) / law.gather(1, x).clamp_min(tiny(p))).clamp(max=1)
-            left = (mass - law).clamp_min(0).sum(1, keepdim=True)
-            reached[above] = stop_chance(left, reached[above])
-            p[above], q[above] = refused(mass, law, x)
+        # node's p and P after the fall of its children, the upper levels first, and one draw says which node stands.
+        tokens, probs = tree.tokens, tree.probs.flatten(0, 1)
+        p = sampler.law_of(laws.scores).flatten(0, 1)  # written to below
+        reached = torch.ones_like(p[:, :1])
+        for above, child, elder in shape.falls:
+            law = probs.index_select(0, child)
+            if elder.shape[1]:  # the draft has lost their tokens
+                law = normalised(law.scatter_(1, tokens.take(elder), 0))
+            before = reached.index_select(0, above)
+            mass, x = p.index_select(0, above).mul_(before), tokens.take(child.unsqueeze(1))
+            reached.index_copy_(0, child, (mass.gather(1, x) / law.gather(1, x).clamp_min(tiny(p))).clamp(max=1))
+            left, rest = surplus(mass, law)
+            reached.index_copy_(0, above, stop_chance(rest, before))
+            p.index_copy_(0, above, torch.where(rest > 0, left / rest.clamp_min(tiny(p)), mass))
         stands = reached.view_as(tree.tokens).gather(1, shape.leaves_first)  # the root for sure, unused slots behind it
         fallen = torch.cat([torch.ones_like(stands[:, :1]), (1 - stands)[:, :-1]], 1).cumprod(1)
         end = shape.leaves_first.gather(1, sampler.draw(stands * fallen).unsqueeze(1)).squeeze(1)
-        return Verdict(*path_to(tree, end), sampler.draw(laws.at(p.view_as(laws.p), end)))
+        return Verdict(*path_to(tree, end), sampler.draw(p.index_select(0, laws.place(end))))

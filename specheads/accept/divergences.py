@@ -43,8 +43,10 @@ def js_paper(log_q: Tensor, log_p: Tensor) -> Tensor:
 
 def js(q: Tensor, p: Tensor) -> Tensor:
     """Jensen-Shannon, ½KL(q‖m) + ½KL(p‖m), m = (q + p) / 2: at most log 2."""
-    m = (q + p).mul_(0.5)
-    both = [(law / m).log_().mul_(law).nansum(-1) for law in (q, p)]  # NaN where the law is 0, as in terms()
+    # A logarithm of 0, or of 0 / 0, takes a CPU five times as long as one of a number; a law of 0 adds 0 either way.
+    least = torch.finfo(p.dtype).tiny
+    m = (q + p).mul_(0.5).clamp_min_(least)
+    both = [(law / m).clamp_min_(least).log_().mul_(law).sum(-1) for law in (q, p)]
     return (both[0] + both[1]).clamp_min(0) / 2
 
 
@@ -113,22 +115,15 @@ def nucleus(q: Tensor, p: Tensor, ids: Tensor | None, top_p: float) -> tuple[Ten
         q = torch.full_like(p, -torch.inf).index_copy_(-1, ids, q)
     share = p.softmax(-1)
     if host.reads(share):  # a GPU would wait to be told which tokens they are
-        # Those at or below this bound hold at most 1 − top_p together.
-        likely = (share > (1 - top_p) / share.shape[-1]).numpy()
-        floor = torch.tensor([lowest(*row, top_p) for row in zip(share.numpy(), likely, strict=True)], dtype=p.dtype)
-        tokens = torch.from_numpy(np.flatnonzero(likely.any(0)))
-        q, p, share = (one.index_select(-1, tokens) for one in (q, p, share))
-    else:
-        ordered = share.sort(-1, descending=True).values
-        last = (ordered.cumsum(-1) - ordered < top_p).sum(-1, keepdim=True) - 1
-        floor = ordered.gather(-1, last).squeeze(-1).clamp_min(torch.finfo(p.dtype).tiny)
-    outside = share < floor.unsqueeze(-1)
+        # In no row more than this: together such tokens hold at most 1 − top_p, and no nucleus needs one of them.
+        likely = (share.amax(0) > (1 - top_p) / share.shape[-1]).nonzero().squeeze(1)
+        q, p, share = (one.index_select(-1, likely) for one in (q, p, share))
+    held = (rising := ascending(share)).cumsum(-1)
+    last = torch.searchsorted(held, held[:, -1:] - top_p, right=True).clamp(max=held.shape[1] - 1)
+    outside = share < rising.gather(-1, last).clamp_min(torch.finfo(share.dtype).tiny)
     return q.masked_fill(outside, -torch.inf), p.masked_fill(outside, -torch.inf)
 
 
-def lowest(share: np.ndarray, likely: np.ndarray, top_p: float) -> float:
-    """The probability of the least likely token in the nucleus of share (V,), which lies within those marked likely:
-    few are left to sort, and numpy sorts several times faster than torch."""
-    rising = np.sort(share.compress(likely))
-    held = rising.cumsum()
-    return float(rising[held[:-1].searchsorted(held[-1] - top_p, "right")])
+def ascending(share: Tensor) -> Tensor:
+    """(R, n) sorted: on a CPU by numpy, several times faster than torch, which also finds the places."""
+    return torch.from_numpy(np.sort(share.numpy(), -1)) if share.device.type == "cpu" else share.sort(-1).values

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specheads import DraftModel, Ensemble, SampledTree, chain, generate
+from specheads import DraftModel, Ensemble, SampledTree, StaticTree, chain, generate
 from tests.conftest import tiny_llama
 from tests.enumeration import Table, distance, step_law
 
@@ -45,7 +45,7 @@ def test_greedy_text_is_that_of_transformers_under_the_same_weight(pair, weight)
 
 def test_a_drawn_token_has_the_law_of_the_mixture():
     target, draft = Table(4, 0), Table(4, 1)
-    for plan in (chain(1), SampledTree((1,)), SampledTree((2,))):
+    for plan in (chain(1), StaticTree(((0,), (1,), (2,))), SampledTree((1,)), SampledTree((2,))):
         law = step_law(target, draft, plan, Ensemble(0.6), (1, 2))
         first = {(token,): 0.0 for token in range(4)}
         for tokens, chance in law.items():

@@ -42,21 +42,13 @@ class Ensemble(LevelRule):
         return self.lossless
 
     def chances(self, laws: Laws) -> Tensor:
-        tree = laws.tree
-        law = (
-            torch.zeros_like(laws.scores)
-            .flatten(0, 1)
-            .index_copy(0, tree.shape.inner, self.law(laws, tree.shape.inner))
-        )
-        law = law.view_as(laws.scores)
-        if tree.probs is None:
-            return laws.of_tokens(law) * tree.shape.drafted
+        law, inner = torch.zeros_like(laws.scores), laws.tree.shape.inner
+        law.view(-1, law.shape[-1]).index_copy_(0, inner, self.law(laws, inner))
         return chances_in_order(laws, law)
 
     def rest(self, laws: Laws, node: Tensor) -> Tensor:
-        place = node + torch.arange(len(node), device=node.device) * laws.tree.num_nodes
         leaf = ~laws.at(laws.tree.shape.children, node).any(1, keepdim=True)
-        return left_of(torch.where(leaf, laws.p_at(node), self.law(laws, place)), laws, node)
+        return left_of(torch.where(leaf, laws.p_at(node), self.law(laws, laws.place(node))), laws, node)
 
     def law(self, laws: Laws, place: Tensor) -> Tensor:
         """(R, V) what the token that follows is drawn from at nodes place (R,), counted over all rows, which have

@@ -72,18 +72,18 @@ class Fuzzy(LevelRule):
         return Exact().chances(laws)
 
     def kept(self, laws: Laws) -> Tensor:
-        kept, first, settled = super().kept(laws), laws.first_allowed, None
-        if self.mode == "rescue":  # what Exact keeps stays, and where it keeps none the first stands
-            above = laws.tree.shape.above
+        kept, first, above = super().kept(laws), laws.first_allowed, laws.tree.shape.above
+        settled = kept
+        if self.mode == "rescue":  # where Exact keeps a child, all of them
             settled = laws.at_parent(torch.zeros_like(above).scatter_add_(1, above, kept.long())) > 0
-        doubt, above = first & ~(kept if settled is None else settled), laws.place(laws.tree.shape.above)
+        doubt, place = first & ~settled, laws.place(above)
         if not laws.tree.is_chain:  # and a path may lead there, whatever comes of the doubts
             doubt = doubt & standing(laws.tree, kept | first)
         if not host.reads(doubt):  # it would wait to be told where the doubts are
-            return kept | (doubt & self.near(laws, above.flatten()).view_as(doubt))
+            return kept | (doubt & self.near(laws, place.flatten()).view_as(doubt))
         child = doubt.flatten().nonzero().squeeze(1)
         if len(child):
-            kept.view(-1).index_copy_(0, child, self.near(laws, above.take(child)))
+            kept.view(-1).index_copy_(0, child, self.near(laws, place.take(child)))
         return kept
 
     def rest(self, laws: Laws, node: Tensor) -> Tensor:

@@ -28,8 +28,7 @@ from specheads import (
     chain,
     convert,
 )
-from specheads.accept import Ensemble, Verdict, walk
-from specheads.accept.paths import path_to
+from specheads.accept import walk
 from specheads.draft_law import DraftLogits, LawKept
 
 V = 12
@@ -175,61 +174,6 @@ def test_a_lenient_token_is_emitted_as_often_as_the_formula_says(leniency):
     first = {x: sum(chance for tokens, chance in law.items() if tokens[0] == x) for x in range(4)}
     assert distance(first, wanted) < 1e-12
     assert all(first[x] <= p[x] / leniency + 1e-12 for x in range(4))
-
-
-LEVEL_RULES = [
-    Exact(), Lenient(0.5), Unadjusted(), Ensemble(0.6), Fuzzy(0.1), Fuzzy(0.1, "tv", mode="rescue"),
-    Fuzzy(0.9, "tv", mode="rescue"), Fuzzy(0.4, "top_p_kl", processed=True),
-]  # fmt: skip
-
-
-def first_near(rule, laws, children):
-    """The first of one node's children that a fuzzy rule may keep whatever the coins say, None elsewhere."""
-    allowed = [child for child in children if laws.first_allowed[0, child]]
-    if not isinstance(rule, Fuzzy) or not allowed:
-        return None
-    distance = float(rule.distance(laws, laws.tree.parents[0, allowed]))
-    return allowed[0] if distance <= rule.threshold else None
-
-
-@pytest.mark.parametrize("plan", [chain(2), StaticTree(((0,), (1,), (0, 0))), SampledTree((1, 1)), SampledTree((3,))])
-@pytest.mark.parametrize("rule", LEVEL_RULES, ids=repr)
-def test_judging_all_nodes_at_once_and_going_down_level_by_level_give_one_law(rule, plan, monkeypatch):
-    tables = Table(3, 1, holes=True), Table(3, 2)
-    at_once = step_law(*tables, plan, rule, (0, 1))
-
-    def level_by_level(laws, rule, sampler):
-        parents, node, going = laws.tree.parents[0].tolist(), 0, True
-        chances = rule.chances(laws)[0]
-        while going:
-            children = [child for child, parent in enumerate(parents) if parent == node]
-            near = first_near(rule, laws, children)
-            kept = next((child for child in children if bool(sampler.coin(chances[child : child + 1]))), None)
-            if near is not None and (kept is None or rule.mode == "divergence"):
-                kept = near
-            going = kept is not None
-            node = kept if going else node
-        end = torch.tensor([node])
-        return Verdict(*path_to(laws.tree, end), sampler.draw(rule.rest(laws, end)))
-
-    monkeypatch.setattr("specheads.accept.paths.at_once", level_by_level)
-    assert distance(at_once, step_law(*tables, plan, rule, (0, 1))) < 1e-12
-
-
-PLANS = [chain(2), StaticTree(((0,), (1,), (0, 0))), DynamicTree(4, 2, 2), SampledTree((1, 1)), SampledTree((2, 1))]
-ALL_RULES = [*LEVEL_RULES, Block(), Traversal(), Typical(), TopN(), Margin(0.5)]
-
-
-@pytest.mark.parametrize(
-    ("rule", "plan"),
-    [(rule, plan) for rule in ALL_RULES for plan in PLANS if (rule, plan) != (Block(), PLANS[-1])],  # it judges chains
-    ids=repr,
-)
-def test_what_is_done_where_python_may_not_look_at_numbers_gives_the_same_law(rule, plan, monkeypatch):
-    tables = Table(2, 1), Table(2, 2)
-    here = step_law(*tables, plan, rule, (0, 1))
-    monkeypatch.setattr("specheads.host.reads", lambda values: False)
-    assert distance(here, step_law(*tables, plan, rule, (0, 1))) < 1e-12
 
 
 @pytest.mark.parametrize("leniency", [0.4, 1.0])

@@ -131,7 +131,7 @@ class Sampler:
         return torch.searchsorted(below, torch.tensor(places, dtype=torch.float64)).view(-1)
 
     def coin(self, chance: Tensor) -> Tensor:
-        """Probabilities → bool, in their shape; certain ones come true, and at temperature 0 those above one half."""
+        """Probabilities → bool, in their shape; from 1 on they come true, and at temperature 0 those above one half."""
         if not self.do_sample:
             return chance > 0.5
         return torch.rand(chance.shape, generator=self.generator, device=chance.device, dtype=chance.dtype) < chance

@@ -151,11 +151,6 @@ class Shape:
         return self.parents >= 0
 
     @cached_property
-    def ceiling(self) -> Tensor:
-        """(B, N) the most that the chance of a node can be: 1 where it was drafted, else 0."""
-        return self.drafted.float()
-
-    @cached_property
     def num_drafted(self) -> Tensor:
         """(B, 1) how many of the nodes were drafted."""
         return self.drafted.sum(1, keepdim=True)
@@ -221,6 +216,16 @@ class DraftTree:
     def is_chain(self) -> bool:
         """Has each node the one before it for a parent, in every row?"""
         return self.num_nodes <= self.max_depth + 1 and self.shape.in_line
+
+    @property
+    def siblings_drawn(self) -> bool:
+        """Does any node have two children or more that were drawn with a coin?"""
+        return self.probs is not None and not self.is_chain
+
+    def chance_drawn(self) -> Tensor:
+        """(B, N) the probability of each node's token in the law it was drawn from."""
+        assert self.probs is not None
+        return self.probs.gather(2, self.tokens.unsqueeze(2)).squeeze(2)
 
     def eldest(self, marked: Tensor) -> Tensor:
         """(B, N) bool → (B, N): of siblings that are marked the first alone."""

@@ -8,6 +8,7 @@ import torch
 from enumeration import Table, TableDrafter, TableTarget, distance, law_of, output_law, true_law
 
 from specheads.accept import Exact, Lenient, LevelRule, residual, walk
+from specheads.accept.exact import chances_in_order, younger_chances
 from specheads.accept.rule import Laws
 from specheads.decode import decode
 from specheads.planner import DynamicTree, SampledTree, StaticTree, chain
@@ -133,13 +134,13 @@ class Scalar(LevelRule):
                 q = [value / (sum(rest) or 1.0) for value in rest]
         return chances, p
 
-    def chances(self, laws):
+    def kept(self, laws):
         made = torch.zeros(laws.tree.tokens.shape, dtype=torch.float64)
         for row in range(len(made)):
             for above in range(laws.tree.num_nodes):
                 for node, chance in self._judged(laws, row, above)[0].items():
                     made[row, node] = chance
-        return made
+        return laws.sampler.coin(made)
 
     def rest(self, laws, node):
         rows = [self._judged(laws, row, place)[1] for row, place in enumerate(node.tolist())]
@@ -191,8 +192,8 @@ def test_enumeration_notices_a_draft_in_place_of_the_target():
         def is_exact(self, sampler):
             return False
 
-        def chances(self, laws):
-            return laws.tree.shape.drafted.double()
+        def kept(self, laws):
+            return laws.tree.shape.drafted
 
     target, draft = Table(3, 1), Table(3, 2)
     law = output_law(target, draft, chain(1), [(0, 1)], 3, accept=AcceptAll())
@@ -246,7 +247,8 @@ def test_what_three_refused_siblings_leave_completes_the_law(accept):
             chance, left = chance * float(q[token]) / left, left - float(q[token])
         tree = DraftTree(torch.tensor([[0, *drawn]]), torch.tensor([[-1, 0, 0, 0]]), 1, q.expand(1, 4, -1))
         laws = Laws(tree, p.log().expand(1, 4, -1), sampler)
-        for token, kept in zip(drawn, accept.chances(laws)[0, 1:].tolist(), strict=True):
+        kept_chances = chances_in_order(laws, laws.p) + younger_chances(laws, laws.p)
+        for token, kept in zip(drawn, kept_chances[0, 1:].clamp(max=1).tolist(), strict=True):
             emitted[token] += chance * kept
             chance *= 1 - kept
         rest = accept.rest(laws, torch.tensor([0]))[0]

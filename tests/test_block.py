@@ -21,7 +21,7 @@ from enumeration import (
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from specheads.accept import Block, Exact, PathRule, Traversal, Verdict, walk
-from specheads.accept.paths import path_to
+from specheads.accept.marks import path_to
 from specheads.planner import DynamicTree, SampledTree, StaticTree, chain
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree
@@ -212,9 +212,10 @@ def test_enumeration_notices_a_broken_rule(broken, case):
     assert error(broken, case, DRAFTS["unlike"](case[1])) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["block.stop_chance", "traversal.stop_chance"])
+@pytest.mark.parametrize("name", ["block.stop_chance", "traversal.stop_norm"])
 def test_enumeration_notices_a_stop_that_forgets_what_was_reached(monkeypatch, name):
-    monkeypatch.setattr(f"specheads.accept.{name}", lambda left, reached: reached)
+    made = (lambda left, reached: reached) if name.startswith("block") else (lambda left, reached: left / reached)
+    monkeypatch.setattr(f"specheads.accept.{name}", made)
     rule, case = (
         (Block(), CHAINS["2 of 3"]) if name.startswith("block") else (Traversal(), TREES["2 children, one below each"])
     )
@@ -226,7 +227,7 @@ def test_enumeration_notices_a_residual_that_returns_p(monkeypatch, name):
     if name == "block":
         monkeypatch.setattr("specheads.accept.block.residual", lambda p, q: p)
     else:
-        monkeypatch.setattr("specheads.accept.traversal.surplus", lambda p, q: (p, p.sum(1, keepdim=True)))
+        monkeypatch.setattr("specheads.accept.traversal.surplus", lambda p, q: (p, p.sum(-1, keepdim=True)))
     rule, case = (Block(), CHAINS["2 of 3"]) if name == "block" else (Traversal(), TREES["2 children, one below each"])
     assert error(rule, case, DRAFTS["unlike"](3)) > 1e-3
 

@@ -81,7 +81,9 @@ class Published(Fuzzy):
     """As the paper's code: behind a refusal the step ends."""
 
     def kept(self, laws):
-        return laws.first_allowed & self.near(laws, laws.tree.shape.above.flatten()).view_as(laws.tree.tokens)
+        return laws.first_allowed & self.near(self.distance(laws, laws.tree.shape.above.flatten())).view_as(
+            laws.tree.tokens
+        )
 
     def rest(self, laws, node):
         return laws.p_at(node)

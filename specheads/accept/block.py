@@ -38,7 +38,7 @@ class Block(PathRule):
         if not tree.is_chain:
             raise ValueError("Block judges chains, and this sampled tree branches; accept by Traversal() or Exact()")
         p, q = laws.p, tree.probs
-        share = laws.of_tokens(p) / q.gather(2, tree.tokens.unsqueeze(2)).squeeze(2)
+        share = laws.of_tokens(p) / tree.chance_drawn()
         reached = [torch.ones_like(share[:, 0])]
         for i in range(1, tree.num_nodes):
             reached.append(torch.where(drafted[:, i], (reached[-1] * share[:, i]).clamp(max=1), 0))

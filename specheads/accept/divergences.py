@@ -75,8 +75,10 @@ def divergence(name: str, q: Tensor, p: Tensor, *, k: int, top_p: float, ids: Te
     to_law = partial(torch.log_softmax if logs else torch.softmax, dim=-1)
     if form == "top_p_":
         q, p = nucleus(q, p, ids, top_p)
-        # Infinite too where q gives the nucleus no chance at all.
-        return compare(to_law(q), to_law(p)).masked_fill_(q.amax(-1) == -torch.inf, torch.inf)
+        made, most = compare(to_law(q), to_law(p)), q.amax(-1)
+        if host.reads(most) and -math.inf not in most.tolist():
+            return made
+        return made.masked_fill_(most == -torch.inf, torch.inf)  # where q gives the nucleus no chance at all
     q, p = to_law(q), to_law(p)
     if form == "top_k_":
         return compare(*top_k(q, p, ids, k, logs))
@@ -115,15 +117,34 @@ def nucleus(q: Tensor, p: Tensor, ids: Tensor | None, top_p: float) -> tuple[Ten
         q = torch.full_like(p, -torch.inf).index_copy_(-1, ids, q)
     share = p.softmax(-1)
     if host.reads(share):  # a GPU would wait to be told which tokens they are
-        # In no row more than this: together such tokens hold at most 1 − top_p, and no nucleus needs one of them.
-        likely = (share.amax(0) > (1 - top_p) / share.shape[-1]).nonzero().squeeze(1)
+        likely, least = candidates(share, top_p)
         q, p, share = (one.index_select(-1, likely) for one in (q, p, share))
-    held = (rising := ascending(share)).cumsum(-1)
+    else:
+        rising = share.sort(-1).values
+        q, p, least = q.clone(), p.clone(), least_within(rising, rising.cumsum(-1), top_p)
+    outside = share < least.clamp_min(torch.finfo(share.dtype).tiny)
+    return q.masked_fill_(outside, -torch.inf), p.masked_fill_(outside, -torch.inf)
+
+
+def candidates(share: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Tokens (n,) among which is every row's nucleus of share (R, V), and the smallest share in it (R, 1)."""
+    most = share.amax(0)
+    # Tokens below (1 − top_p) / V hold at most 1 − top_p together, and no nucleus needs one of them. Four times as much
+    # leaves half as many, and will do where they hold enough and each nucleus ends above it.
+    for times in (4, 1):
+        floor = times * (1 - top_p) / len(most)
+        likely = (~(most < floor)).nonzero().squeeze(1)  # what is not a number too, to be told of where it is drawn
+        # By numpy, several times faster than by torch, which also finds the places.
+        rising = torch.from_numpy(np.sort(share.index_select(-1, likely).numpy(), -1))
+        held = rising.cumsum(-1)
+        least = least_within(rising, held, top_p)
+        if min(held[:, -1:].flatten().tolist(), default=0) >= top_p and min(least.flatten().tolist()) >= floor:
+            break
+    return likely, least
+
+
+def least_within(rising: Tensor, held: Tensor, top_p: float) -> Tensor:
+    """(R, 1) the smallest share in each row's nucleus, of shares (R, n) in rising order and their running sums; shares
+    too small for any may be missing."""
     last = torch.searchsorted(held, held[:, -1:] - top_p, right=True).clamp(max=held.shape[1] - 1)
-    outside = share < rising.gather(-1, last).clamp_min(torch.finfo(share.dtype).tiny)
-    return q.masked_fill(outside, -torch.inf), p.masked_fill(outside, -torch.inf)
-
-
-def ascending(share: Tensor) -> Tensor:
-    """(R, n) sorted: on a CPU by numpy, several times faster than torch, which also finds the places."""
-    return torch.from_numpy(np.sort(share.numpy(), -1)) if host.reads(share) else share.sort(-1).values
+    return rising.gather(-1, last)

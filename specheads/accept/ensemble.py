@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specheads.accept.exact import chances_in_order, left_of
+from specheads.accept.exact import kept_in_order, left_of
 from specheads.accept.rule import Laws, LevelRule
 from specheads.sampling import Sampler, likeliest
 
@@ -41,10 +41,10 @@ class Ensemble(LevelRule):
     def is_exact(self, sampler: Sampler) -> bool:
         return self.lossless
 
-    def chances(self, laws: Laws) -> Tensor:
+    def kept(self, laws: Laws) -> Tensor:
         law, inner = torch.zeros_like(laws.scores), laws.tree.shape.inner
         law.view(-1, law.shape[-1]).index_copy_(0, inner, self.law(laws, inner))
-        return chances_in_order(laws, law)
+        return kept_in_order(laws, law)
 
     def rest(self, laws: Laws, node: Tensor) -> Tensor:
         leaf = ~laws.at(laws.tree.shape.children, node).any(1, keepdim=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specheads import host
+from specheads.accept.marks import followed
 from specheads.accept.rule import Laws, LevelRule
 from specheads.sampling import Sampler
 
@@ -30,10 +31,8 @@ class Exact(LevelRule):
     def is_exact(self, sampler: Sampler) -> bool:
         return True
 
-    def chances(self, laws: Laws) -> Tensor:
-        if laws.sampler.do_sample:
-            return chances_in_order(laws, laws.p)
-        return laws.chance * laws.tree.shape.drafted
+    def kept(self, laws: Laws) -> Tensor:
+        return kept_in_order(laws, laws.p)
 
     def rest(self, laws: Laws, node: Tensor) -> Tensor:
         if not laws.sampler.do_sample:  # a child with the likeliest token would have been kept
@@ -41,45 +40,62 @@ class Exact(LevelRule):
         return left_of(laws.p_at(node), laws, node)
 
 
-def chances_in_order(laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
-    """(B, N): sibling after sibling, x kept with probability min(1, p(x) / (leniency · q(x))), by laws p (B, N, V).
+def kept_in_order(laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
+    """(B, N) bool: sibling after sibling, x is kept with probability min(1, p(x) / (leniency · q(x))), by laws p
+    (B, N, V).
 
     A refusal leaves p as norm((p − q)₊) and q without x. The law of a point mass is one-hot at each x.
     """
-    tree, own, siblings = laws.tree, laws.of_tokens(p), not laws.tree.is_chain
+    return with_younger(laws.sampler.coin(chances_in_order(laws, p, leniency)), laws, p, leniency)
+
+
+def chances_in_order(laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
+    """(B, N) how likely each node is kept where its parent is and no sibling before it, for sure from 1 on; 0 where one
+    was drawn before it, of which `younger_chances` speaks. Of the root and unused slots it says nothing."""
+    tree, own = laws.tree, laws.of_tokens(p)
     if tree.probs is None:
         share = own / leniency
-        if siblings:  # p has lost their tokens
+        if not tree.is_chain:  # p has lost their tokens
             share = share / (1 - (tree.shape.elder * own.unsqueeze(1)).sum(2)).clamp_min(tiny(p))
-    else:
-        q = tree.probs.gather(2, tree.tokens.unsqueeze(2)).squeeze(2)
-        share = own / (q if leniency == 1 else leniency * q).clamp_min(tiny(p))
-        if siblings:
-            share = with_younger(share, laws, p, leniency)
-    return torch.minimum(share, tree.shape.ceiling)
+        return share
+    q = tree.chance_drawn()
+    share = own / (q if leniency == 1 else leniency * q).clamp_min(tiny(p))
+    return share * tree.shape.first if tree.siblings_drawn else share
 
 
-def with_younger(share: Tensor, laws: Laws, p: Tensor, leniency: float) -> Tensor:
-    """share (B, N), p(x) / (leniency · q(x)), with that of those that have siblings before them, by what the refusal of
-    these leaves of p (B, N, V) and q."""
+def with_younger(kept: Tensor, laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
+    """kept (B, N), settled for first siblings, with a coin for each drawn after another; as it is where Python can see
+    that no path ends at a node with such children."""
+    tree = laws.tree
+    if not tree.siblings_drawn:
+        return kept
+    if host.reads(kept):
+        rows = zip(kept.tolist(), tree.parents.tolist(), strict=True)
+        if all(parents.count(followed(marks, parents)[-1]) < 2 for marks, parents in rows):
+            return kept
+    return kept | laws.sampler.coin(younger_chances(laws, p, leniency))
+
+
+def younger_chances(laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
+    """(B, N) as `chances_in_order`, of the nodes that were drawn after a sibling; 0 at the others."""
     tree, (above, children) = laws.tree, laws.tree.shape.families
     assert tree.probs is not None
     tokens = tree.tokens.take(children)  # (F, most)
     left = p.flatten(0, 1).index_select(0, above)  # (F, V)
     law = tree.probs.flatten(0, 1).index_select(0, children[:, 0])
-    made, most = share.flatten(), children.shape[1]
+    made, most = left.new_zeros(tree.tokens.numel()), children.shape[1]
     for rank in range(1, most):
         x, y = tokens[:, rank - 1 : rank], tokens[:, rank : rank + 1]  # the one refused and the next
         left, left_mass = surplus(left, law)
         law.scatter_(1, x, 0)
         law_mass = law.sum(1, keepdim=True)
-        own, drawn = left.gather(1, y) * law_mass, left_mass * (leniency * law.gather(1, y))
-        # Where there is no child it goes to a root, which nobody asks for.
-        made = made.index_copy(0, children[:, rank], (own / drawn.clamp_min(tiny(law))).squeeze(1))
+        own, drawn = left.gather(1, y) * law_mass, law.gather(1, y) * left_mass
+        chance = own / (drawn if leniency == 1 else leniency * drawn).clamp_min(tiny(law))
+        made.index_copy_(0, children[:, rank], chance.squeeze(1))  # of no child to a root, which nobody asks for
         if rank + 1 < most:
             left.div_(left_mass.clamp_min(tiny(law)))
             law.div_(law_mass.clamp_min(tiny(law)))
-    return made.view_as(share)
+    return made.view_as(tree.tokens)
 
 
 def left_of(p: Tensor, laws: Laws, node: Tensor) -> Tensor:
@@ -90,16 +106,15 @@ def left_of(p: Tensor, laws: Laws, node: Tensor) -> Tensor:
         left = p.scatter_reduce(1, tree.tokens, (~is_child).to(p.dtype), "prod")
         return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
     kids = tree.shape.kids.index_select(0, laws.place(node))  # (B, most)
-    has = kids > 0
     fewest, most = 0, kids.shape[1]
     if host.reads(kids):
-        counts = [sum(row) for row in has.tolist()]
+        counts = [sum(child > 0 for child in row) for row in kids.tolist()]
         fewest, most = min(counts), max(counts)
     law = tree.probs.flatten(0, 1).index_select(0, kids[:, 0])
     for rank in range(most):
         if rank > 0:  # the draft has lost the sibling before
             p, law = normalised(p), normalised(law.scatter(1, tree.tokens.take(kids[:, rank - 1 : rank]), 0))
-        p = residual(p, law if rank < fewest else law * has[:, rank : rank + 1])
+        p = residual(p, law if rank < fewest else law * (kids[:, rank : rank + 1] > 0))
     return p
 
 

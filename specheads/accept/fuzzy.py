@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specheads import host
 from specheads.accept.divergences import NAMES, divergence
-from specheads.accept.exact import Exact
-from specheads.accept.paths import standing
+from specheads.accept.exact import Exact, chances_in_order, with_younger, younger_chances
+from specheads.accept.marks import reached
 from specheads.accept.rule import Acceptance, Laws, LevelRule
 from specheads.losses import wide
 from specheads.options import refuse_unknown
@@ -68,30 +68,48 @@ class Fuzzy(LevelRule):
     def is_exact(self, sampler: Sampler) -> bool:
         return self.lossless
 
-    def chances(self, laws: Laws) -> Tensor:
-        return Exact().chances(laws)
-
     def kept(self, laws: Laws) -> Tensor:
-        kept, first, above = super().kept(laws), laws.first_allowed, laws.tree.shape.above
-        settled = kept
-        if self.mode == "rescue":  # where Exact keeps a child, all of them
-            settled = laws.at_parent(torch.zeros_like(above).scatter_add_(1, above, kept.long())) > 0
-        doubt, place = first & ~settled, laws.place(above)
-        if not laws.tree.is_chain:  # and a path may lead there, whatever comes of the doubts
-            doubt = doubt & standing(laws.tree, kept | first)
-        if not host.reads(doubt):  # it would wait to be told where the doubts are
-            return kept | (doubt & self.near(laws, place.flatten()).view_as(doubt))
-        child = doubt.flatten().nonzero().squeeze(1)
-        if len(child):
-            kept.view(-1).index_copy_(0, child, self.near(laws, place.take(child)))
-        return kept
+        sampled = laws.sampler.do_sample
+        kept = laws.sampler.coin(chances_in_order(laws, laws.p)) if sampled else laws.carried()
+        if not (sampled and laws.tree.siblings_drawn):
+            return self.with_near(laws, kept, laws.first_allowed)
+        if self.mode == "divergence":  # which decides before a younger sibling may
+            return with_younger(self.with_near(laws, kept, laws.tree.shape.drafted), laws, laws.p)
+        kept = kept | laws.sampler.coin(younger_chances(laws, laws.p))  # of all: a rescue may lead to any
+        return self.with_near(laws, kept, laws.first_allowed)
+
+    def with_near(self, laws: Laws, kept: Tensor, maybe: Tensor) -> Tensor:
+        """kept (B, N) by `Exact`, with the first children that stand because the laws are near. maybe (B, N): where
+        else than to a node that is kept a path may lead."""
+        tree, first, above = laws.tree, laws.first_allowed, laws.tree.shape.above
+        rescue = self.mode == "rescue"  # only where Exact keeps no child at all
+        if not host.reads(kept):  # it would wait to be told where to look
+            settled = kept
+            if rescue:
+                settled = torch.zeros_like(above).scatter_add_(1, above, (kept & tree.shape.drafted).long()) > 0
+                settled = laws.at_parent(settled)
+            near = self.near(self.distance(laws, laws.place(above).flatten())).view_as(kept)
+            return kept | (first & ~settled & near)
+        made = kept.tolist()
+        rows = zip(made, maybe.tolist(), first.tolist(), tree.parents.tolist(), strict=True)
+        doubts = []
+        for row, (marks, open_, firsts, parents) in enumerate(rows):
+            leads, decided = reached(marks, open_, parents)
+            for node, parent in enumerate(parents):
+                if firsts[node] and leads[parent] and not (decided[parent] if rescue else marks[node]):
+                    doubts.append((row, node, row * tree.num_nodes + parent))
+        if not doubts:
+            return kept
+        distances = self.distance(laws, torch.tensor([place for _, _, place in doubts]))
+        for (row, node, _), distance in zip(doubts, distances.tolist(), strict=True):
+            made[row][node] = self.near(distance)
+        return torch.tensor(made)
 
     def rest(self, laws: Laws, node: Tensor) -> Tensor:
         return Exact().rest(laws, node)
 
-    def near(self, laws: Laws, place: Tensor) -> Tensor:
-        """(R,) bool: are the laws within `threshold` at nodes place (R,), counted over all rows?"""
-        distance = self.distance(laws, place)
+    def near(self, distance: Any) -> Any:
+        """Is a distance, or each of a tensor's, within `threshold`?"""
         return distance < self.threshold if self.mode == "rescue" else distance <= self.threshold
 
     def distance(self, laws: Laws, place: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specheads.accept.exact import chances_in_order, left_of
+from specheads.accept.exact import kept_in_order, left_of
 from specheads.accept.rule import Laws, LevelRule
 from specheads.sampling import Sampler
 
@@ -33,8 +33,8 @@ class Lenient(LevelRule):
     def is_exact(self, sampler: Sampler) -> bool:
         return self.lossless or not sampler.do_sample
 
-    def chances(self, laws: Laws) -> Tensor:
-        return chances_in_order(laws, laws.p, self.leniency)
+    def kept(self, laws: Laws) -> Tensor:
+        return kept_in_order(laws, laws.p, self.leniency)
 
     def rest(self, laws: Laws, node: Tensor) -> Tensor:
         return left_of(laws.p_at(node), laws, node)

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specheads import host
 from specheads.accept.exact import Exact
+from specheads.accept.marks import kept_path
 from specheads.accept.rule import Acceptance, Laws, LevelRule, PathRule, Verdict
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree, known_all
@@ -81,54 +81,3 @@ def drawn_path(tree: DraftTree, drawn: Tensor) -> Verdict:
     """The path along which each node carries the token drawn (B, N) at its parent; the bonus is the last one drawn."""
     path, length, end = kept_path(tree, drawn.gather(1, tree.shape.above) == tree.tokens)
     return Verdict(path, length, drawn.gather(1, end.unsqueeze(1)).squeeze(1))
-
-
-def kept_path(tree: DraftTree, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The path that goes on to the first child that is kept (B, N) as long as there is one, as `path_to` gives it, and
-    its end (B,)."""
-    if host.reads(kept):
-        paths = []
-        for marks, parents in zip(kept.tolist(), tree.parents.tolist(), strict=True):
-            path = [0]
-            for place, above in enumerate(parents):  # which stand before their children
-                if marks[place] and above == path[-1]:
-                    path.append(place)
-            paths.append(path)
-        return listed(tree, paths)
-    kept = kept & tree.shape.drafted
-    if tree.is_chain:
-        end = kept[:, 1:].long().cumprod(1).sum(1)
-    else:
-        node = torch.arange(tree.num_nodes, device=kept.device)
-        end = torch.where(standing(tree, tree.eldest(kept)), node, 0).amax(1)
-    return *path_to(tree, end), end
-
-
-def listed(tree: DraftTree, paths: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row's path, from the root, as tensors: the nodes (B, P), how many there are (B,), and the last (B,)."""
-    most = tree.max_depth + 1
-    made = torch.tensor([path + path[-1:] * (most - len(path)) + [len(path)] for path in paths])
-    return made[:, :-1], made[:, -1], made[:, -2]
-
-
-def standing(tree: DraftTree, kept: Tensor) -> Tensor:
-    """(B, N) is each node kept by itself? → (B, N) is it and all above it? The root always is."""
-    return (kept.unsqueeze(1) | tree.shape.unneeded).all(-1)
-
-
-def path_to(tree: DraftTree, end: Tensor) -> tuple[Tensor, Tensor]:
-    """The nodes (B, P) from the root to end (B,), and how many there are, (B,)."""
-    if host.reads(end):
-        climbed = []
-        for last, parents in zip(end.tolist(), tree.parents.tolist(), strict=True):
-            up = [last]
-            while up[-1]:
-                up.append(parents[up[-1]])
-            climbed.append(up[::-1])
-        return listed(tree, climbed)[:2]
-    node = torch.arange(tree.num_nodes, device=end.device)
-    if tree.is_chain:
-        return torch.minimum(node, end.unsqueeze(1)), end + 1
-    on_path = tree.shape.ancestors[torch.arange(len(end), device=end.device), end]
-    path = torch.where(on_path, node, tree.num_nodes - 1).sort(1).values[:, : tree.max_depth + 1]
-    return path, on_path.sum(1)

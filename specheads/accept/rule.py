@@ -100,12 +100,9 @@ class Laws:
         """(B, N) the likeliest token behind each node."""
         return likeliest(self.scores)
 
-    @cached_property
-    def chance(self) -> Tensor:
-        """(B, N) the probability of each node's token in the law at its parent."""
-        if self.sampler.do_sample:
-            return self.of_tokens(self.p)
-        return (self.at_parent(self.likeliest) == self.tree.tokens).to(self.scores.dtype)
+    def carried(self) -> Tensor:
+        """(B, N) is each node's token the likeliest at its parent? Of the root and unused slots it says nothing."""
+        return self.at_parent(self.likeliest) == self.tree.tokens
 
     def p_at(self, node: Tensor) -> Tensor:
         """(B,) → (B, V) the law at one node of each row."""
@@ -179,21 +176,16 @@ class Acceptance(ABC):
 
 
 class LevelRule(Acceptance):
-    """A rule that judges the children of each node by themselves, one after another: how likely each is kept, and what
-    follows where none is. A rule that decides otherwise says itself which are `kept`."""
+    """A rule that judges the children of each node by themselves: which are kept, and what follows where none is."""
 
     def is_exact(self, sampler: Sampler) -> bool:
         """Does it judge as `Exact` does, which then stands in for it?"""
         return False
 
     @abstractmethod
-    def chances(self, laws: Laws) -> Tensor:
-        """(B, N) how likely each node is kept where its parent is and no sibling before it."""
-
     def kept(self, laws: Laws) -> Tensor:
         """(B, N) bool: may the path go on to each node from its parent? It does to the first child that is kept. Drawn
-        for all nodes, whether or not a path leads there."""
-        return laws.sampler.coin(self.chances(laws))
+        for all nodes at once; what no path leads to may be left out, and the root and unused slots say nothing."""
 
     @abstractmethod
     def rest(self, laws: Laws, node: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specheads.accept.paths import kept_path, path_to, standing
+from specheads.accept.marks import kept_path, path_to, standing
 from specheads.accept.rule import Laws, PathRule, Verdict
 from specheads.sampling import Sampler
 
@@ -140,7 +140,7 @@ class CSLeniency(TokenRule):
         """(B, N) q of each node's token."""
         tree, kept = laws.tree, laws.tree.logits
         if tree.probs is not None:
-            return tree.probs.gather(2, tree.tokens.unsqueeze(2)).squeeze(2)
+            return tree.chance_drawn()
         if kept is None:
             return 1.0
         place = laws.at_parent(kept.place)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specheads.accept.exact import chances_in_order
+from specheads.accept.exact import kept_in_order
 from specheads.accept.rule import Laws, LevelRule
 from specheads.sampling import Sampler
 
@@ -25,8 +25,8 @@ class Unadjusted(LevelRule):
     def is_exact(self, sampler: Sampler) -> bool:
         return not sampler.do_sample
 
-    def chances(self, laws: Laws) -> Tensor:
-        return chances_in_order(laws, laws.p)
+    def kept(self, laws: Laws) -> Tensor:
+        return kept_in_order(laws, laws.p)
 
     def rest(self, laws: Laws, node: Tensor) -> Tensor:
         return laws.p_at(node)

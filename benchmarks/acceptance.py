@@ -36,6 +36,8 @@ RULES: dict[str, specheads.Acceptance] = {
     "TopN": specheads.TopN(),
     "Margin": specheads.Margin(0.9),
     "CSLeniency": specheads.CSLeniency(3),
+    "Unadjusted": specheads.Unadjusted(),
+    "Ensemble": specheads.Ensemble(0.7),
     **{
         f"Fuzzy {name}": specheads.Fuzzy(0.3, name)
         for name in ("kl", "kl_reversed", "js", "js_paper", "tv", "top_k_js", "top_p_js", "random")

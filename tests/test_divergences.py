@@ -57,7 +57,10 @@ def test_every_divergence_is_what_numpy_makes_of_it(name, holes):
                 scores = [torch.from_numpy(np.log(law)) for law in (q, p)]
             wanted = [reference(name, a, b, k, top_p) for a, b in zip(q.tolist(), p.tolist(), strict=True)]
             for rows in (12, 2, 1):  # few together have fewer tokens that any of them may need
-                parts = [divergence(name, *two, k=k, top_p=top_p) for two in zip(*(s.split(rows) for s in scores))]
+                parts = [
+                    divergence(name, *two, k=k, top_p=top_p)
+                    for two in zip(*(s.split(rows) for s in scores), strict=True)
+                ]
                 assert torch.cat(parts).tolist() == pytest.approx(wanted, abs=1e-12, rel=1e-12)
 
 

@@ -23,7 +23,7 @@ from specheads.accept import Ensemble, Verdict
 from specheads.accept.marks import path_to
 
 LEVEL_RULES = [
-    Exact(), Lenient(0.5), Unadjusted(), Ensemble(0.6), Fuzzy(0.1), Fuzzy(0.1, "tv", mode="rescue"),
+    Exact(), Lenient(0.5), Unadjusted(), Ensemble(0.6), Fuzzy(0.1), Fuzzy(0.3, "tv"), Fuzzy(0.1, "tv", mode="rescue"),
     Fuzzy(0.9, "tv", mode="rescue"), Fuzzy(0.4, "top_p_kl", processed=True),
 ]  # fmt: skip
 
@@ -55,13 +55,19 @@ def first_kept(rule, laws, node, children, sampler):
 
 @pytest.mark.parametrize(
     "plan",
-    [chain(2), StaticTree(((0,), (1,), (0, 0))), SampledTree((1, 1)), SampledTree((3,)), SampledTree((2, 2))],
+    [
+        chain(2),
+        StaticTree(((0,), (1,), (0, 0))),
+        SampledTree((1, 1)),
+        SampledTree((3,)),
+        SampledTree((2, 1)),
+        SampledTree((1, 2)),
+    ],
     ids=repr,
 )
 @pytest.mark.parametrize("rule", LEVEL_RULES, ids=repr)
 def test_judging_all_nodes_at_once_and_going_down_level_by_level_give_one_law(rule, plan, monkeypatch):
-    size = 2 if plan.num_nodes > 5 else 3
-    tables = Table(size, 1, holes=size > 2), Table(size, 2)
+    tables = Table(3, 1, holes=True), Table(3, 2)
     at_once = step_law(*tables, plan, rule, (0, 1))
 
     def level_by_level(laws, rule, sampler):

@@ -42,23 +42,26 @@ class Ensemble(LevelRule):
         return self.lossless
 
     def kept(self, laws: Laws) -> Tensor:
-        law, inner = torch.zeros_like(laws.scores), laws.tree.shape.inner
-        law.view(-1, law.shape[-1]).index_copy_(0, inner, self.law(laws, inner))
-        return kept_in_order(laws, law)
+        tree, inner = laws.tree, laws.tree.shape.inner
+        v = self.law(laws, inner)
+        if not laws.sampler.do_sample:
+            best = torch.zeros_like(tree.tokens).flatten().index_copy_(0, inner, likeliest(v))
+            return laws.at_parent(best.view_as(tree.tokens)) == tree.tokens
+        return kept_in_order(laws, laws.p.flatten(0, 1).index_copy(0, inner, v).view_as(laws.p))
 
     def rest(self, laws: Laws, node: Tensor) -> Tensor:
         leaf = ~laws.at(laws.tree.shape.children, node).any(1, keepdim=True)
-        return left_of(torch.where(leaf, laws.p_at(node), self.law(laws, laws.place(node))), laws, node)
+        law = torch.where(leaf, laws.at(laws.soft, node), self.law(laws, laws.place(node)))
+        return left_of(law, laws, node) if laws.sampler.do_sample else law
 
     def law(self, laws: Laws, place: Tensor) -> Tensor:
-        """(R, V) what the token that follows is drawn from at nodes place (R,), counted over all rows, which have
-        children."""
+        """(R, V) v at nodes place (R,), counted over all rows, which have children; before temperature 0."""
         kept = laws.tree.logits
         if kept is None:
             raise ValueError("Ensemble mixes the draft's law with the target's, and this tree was drafted without one")
-        scores = laws.scores.flatten(0, 1).index_select(0, place)
-        p, q = scores.softmax(-1), laws.sampler.draft_law(kept.over_target(kept.at(place)))
-        v = self.weight * p + (1 - self.weight) * q.to(p.dtype)
-        v = torch.where(scores > -torch.inf, v, 0)  # what a processor rules out stays out
-        v = v / v.sum(-1, keepdim=True)
-        return v if laws.sampler.do_sample else torch.zeros_like(v).scatter_(-1, likeliest(v).unsqueeze(-1), 1.0)
+        p, q = laws.soft.flatten(0, 1).index_select(0, place), laws.sampler.draft_law(kept.over_target(kept.at(place)))
+        v = torch.lerp(q.to(p.dtype), p, self.weight)
+        if laws.sampler.processors:  # what they rule out stays out
+            v = v.masked_fill_(laws.scores.flatten(0, 1).index_select(0, place) == -torch.inf, 0)
+            v /= v.sum(-1, keepdim=True)
+        return v

@@ -103,11 +103,11 @@ class Shape:
         return every.nonzero().squeeze(1) if host.reads(every) else torch.arange(len(every), device=every.device)
 
     @cached_property
-    def families(self) -> tuple[Tensor, Tensor]:
-        """Where siblings are: the nodes (F,) with two children or more, counted over all rows, and the `kids` (F, most)
-        of each. Where the shape is new, asking waits for the device."""
+    def families(self) -> tuple[Tensor, list[Tensor]]:
+        """Where siblings are: the nodes (F,) with two children or more, counted over all rows, and their first children
+        (F,), their second …, as `kids` has them. Where the shape is new, asking waits for the device."""
         above = ((self.kids > 0).sum(1) > 1).nonzero().squeeze(1)
-        return above, self.kids[above]
+        return above, list(self.kids[above].T.contiguous())
 
     @cached_property
     def falls(self) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -159,6 +159,13 @@ class Shape:
     def above(self) -> Tensor:
         """(B, N) parents, with node 0 where there is none, so that one can gather by it."""
         return self.parents.clamp_min(0)
+
+    def above_in(self, size: int) -> Tensor:
+        """(B, N) where each parent's row begins in a table of rows of that size; made once."""
+        made = self.__dict__.setdefault("_above_in", {})
+        if size not in made:
+            made[size] = self.above * size
+        return made[size]
 
     @cached_property
     def unneeded(self) -> Tensor:

@@ -49,7 +49,7 @@ class Enumerating(Sampler):
         return torch.tensor(chosen)
 
     def coin(self, chance):
-        chance = chance.clamp(max=1)
+        chance = chance.nan_to_num(0).clamp(max=1)
         sides = torch.stack([1 - chance.flatten(), chance.flatten()], dim=-1)
         return self.draw(sides).bool().view_as(chance)
 

@@ -61,7 +61,7 @@ def test_ranks_count_the_siblings_before():
 def test_families_list_the_children_of_nodes_that_have_several():
     parents = random_parents(torch.Generator().manual_seed(2), 4, 12)
     above, children = Shape.of(parents).families
-    found = {int(node): [int(one) for one in row if one] for node, row in zip(above, children, strict=True)}
+    found = {int(node): [int(one) for one in row if one] for node, *row in zip(above, *children, strict=True)}
     expected = {}
     for b, row in enumerate(parents.tolist()):
         for i, parent in enumerate(row):

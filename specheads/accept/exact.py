@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specheads import host
-from specheads.accept.marks import followed
+from specheads.accept.marks import reached
 from specheads.accept.rule import Laws, LevelRule
 from specheads.sampling import Sampler
 
@@ -58,41 +58,42 @@ def chances_in_order(laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
         if not tree.is_chain:  # p has lost their tokens
             share = share / (1 - (tree.shape.elder * own.unsqueeze(1)).sum(2)).clamp_min(tiny(p))
         return share
-    q = tree.chance_drawn()
-    share = own / (q if leniency == 1 else leniency * q).clamp_min(tiny(p))
+    q = tree.chance_drawn()  # above 0 for what was drawn
+    share = own / (q if leniency == 1 else leniency * q)
     return share * tree.shape.first if tree.siblings_drawn else share
 
 
-def with_younger(kept: Tensor, laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
+def with_younger(kept: Tensor, laws: Laws, p: Tensor, leniency: float = 1.0, *, maybe: Tensor | None = None) -> Tensor:
     """kept (B, N), settled for first siblings, with a coin for each drawn after another; as it is where Python can see
-    that no path ends at a node with such children."""
+    that no path leads to a node whose first child is refused. maybe (B, N): where else than to a node that is kept a
+    path may lead."""
     tree = laws.tree
     if not tree.siblings_drawn:
         return kept
     if host.reads(kept):
-        rows = zip(kept.tolist(), tree.parents.tolist(), strict=True)
-        if all(parents.count(followed(marks, parents)[-1]) < 2 for marks, parents in rows):
+        marks = kept.tolist()
+        rows = zip(marks, marks if maybe is None else maybe.tolist(), tree.parents.tolist(), strict=True)
+        asked = [lead and not settled for row in rows for lead, settled in zip(*reached(*row), strict=True)]
+        if not any(asked[node] for node in tree.shape.families[0].tolist()):
             return kept
     return kept | laws.sampler.coin(younger_chances(laws, p, leniency))
 
 
 def younger_chances(laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
     """(B, N) as `chances_in_order`, of the nodes that were drawn after a sibling; 0 at the others."""
-    tree, (above, children) = laws.tree, laws.tree.shape.families
+    tree, (above, siblings) = laws.tree, laws.tree.shape.families
     assert tree.probs is not None
-    tokens = tree.tokens.take(children)  # (F, most)
     left = p.flatten(0, 1).index_select(0, above)  # (F, V)
-    law = tree.probs.flatten(0, 1).index_select(0, children[:, 0])
-    made, most = left.new_zeros(tree.tokens.numel()), children.shape[1]
-    for rank in range(1, most):
-        x, y = tokens[:, rank - 1 : rank], tokens[:, rank : rank + 1]  # the one refused and the next
-        left, left_mass = surplus(left, law)
+    law = tree.probs.flatten(0, 1).index_select(0, siblings[0])
+    made, x = left.new_zeros(tree.tokens.numel()), tree.tokens.take(siblings[0]).unsqueeze(1)
+    for rank, child in enumerate(siblings[1:], 1):
+        left, left_mass = surplus(left, law)  # x was refused
         law.scatter_(1, x, 0)
-        law_mass = law.sum(1, keepdim=True)
-        own, drawn = left.gather(1, y) * law_mass, law.gather(1, y) * left_mass
+        law_mass, x = law.sum(1, keepdim=True), tree.tokens.take(child).unsqueeze(1)
+        own, drawn = left.gather(1, x) * law_mass, law.gather(1, x) * left_mass
         chance = own / (drawn if leniency == 1 else leniency * drawn).clamp_min(tiny(law))
-        made.index_copy_(0, children[:, rank], chance.squeeze(1))  # of no child to a root, which nobody asks for
-        if rank + 1 < most:
+        made.index_copy_(0, child, chance.squeeze(1))  # of no child to a root, which nobody asks for
+        if rank + 1 < len(siblings):
             left.div_(left_mass.clamp_min(tiny(law)))
             law.div_(law_mass.clamp_min(tiny(law)))
     return made.view_as(tree.tokens)
@@ -112,8 +113,9 @@ def left_of(p: Tensor, laws: Laws, node: Tensor) -> Tensor:
         fewest, most = min(counts), max(counts)
     law = tree.probs.flatten(0, 1).index_select(0, kids[:, 0])
     for rank in range(most):
-        if rank > 0:  # the draft has lost the sibling before
-            p, law = normalised(p), normalised(law.scatter(1, tree.tokens.take(kids[:, rank - 1 : rank]), 0))
+        if rank > 0:  # the draft has lost the sibling before, and weighs what p does
+            law = law.scatter(1, tree.tokens.take(kids[:, rank - 1 : rank]), 0)
+            law *= p.sum(1, keepdim=True) / law.sum(1, keepdim=True).clamp_min(tiny(law))
         p = residual(p, law if rank < fewest else law * (kids[:, rank : rank + 1] > 0))
     return p
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specheads import host
 from specheads.accept.divergences import NAMES, divergence
-from specheads.accept.exact import Exact, chances_in_order, with_younger, younger_chances
+from specheads.accept.exact import Exact, chances_in_order, with_younger
 from specheads.accept.marks import reached
 from specheads.accept.rule import Acceptance, Laws, LevelRule
 from specheads.losses import wide
@@ -75,8 +75,7 @@ class Fuzzy(LevelRule):
             return self.with_near(laws, kept, laws.first_allowed)
         if self.mode == "divergence":  # which decides before a younger sibling may
             return with_younger(self.with_near(laws, kept, laws.tree.shape.drafted), laws, laws.p)
-        kept = kept | laws.sampler.coin(younger_chances(laws, laws.p))  # of all: a rescue may lead to any
-        return self.with_near(laws, kept, laws.first_allowed)
+        return self.with_near(laws, with_younger(kept, laws, laws.p, maybe=laws.first_allowed), laws.first_allowed)
 
     def with_near(self, laws: Laws, kept: Tensor, maybe: Tensor) -> Tensor:
         """kept (B, N) by `Exact`, with the first children that stand because the laws are near. maybe (B, N): where

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from specheads import DraftModel, Ensemble, SampledTree, StaticTree, chain, generate
 from tests.conftest import tiny_llama
@@ -52,6 +53,19 @@ def test_a_drawn_token_has_the_law_of_the_mixture():
             first[tokens[:1]] += chance
         v = 0.6 * target((1, 2)).softmax(-1) + 0.4 * draft((1, 2)).softmax(-1)
         assert distance(first, {(i,): chance for i, chance in enumerate(v.tolist())}) < 1e-12
+
+
+@pytest.mark.parametrize("plan", [chain(1), SampledTree((1,)), SampledTree((2,))], ids=repr)
+def test_what_a_processor_rules_out_for_the_target_is_not_emitted_whatever_the_draft_gives_it(plan):
+    target, draft = Table(4, 0), Table(4, 1)
+    processors = LogitsProcessorList([TopKLogitsWarper(2)])
+    p, q = (processors(None, table((1, 2)).unsqueeze(0))[0].softmax(-1) for table in (target, draft))
+    assert (q[p == 0] > 0).any()
+    v = (0.6 * p + 0.4 * q) * (p > 0)
+    first = {(token,): 0.0 for token in range(4)}
+    for tokens, chance in step_law(target, draft, plan, Ensemble(0.6), (1, 2), processors=processors).items():
+        first[tokens[:1]] += chance
+    assert distance(first, {(i,): chance for i, chance in enumerate((v / v.sum()).tolist())}) < 1e-12
 
 
 def test_weight_1_is_lossless_and_weights_outside_are_refused():

@@ -6,7 +6,7 @@ p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabular
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -57,5 +57,9 @@ class Block(PathRule):
 def stop_chance(left: Tensor, reached: Tensor) -> Tensor:
     """S / (S + 1 − P): how likely a path that is reached with P stands by itself, where S is left over of P p behind
     what was drafted there. 1 where S = 0 and P = 1: what was drafted then never falls."""
-    rest = left + (1 - reached)  # in this order, so that P = 1 gives exactly 1
-    return (left / rest).nan_to_num(nan=1)
+    return (left / stop_norm(left, reached)).nan_to_num(nan=1)
+
+
+def stop_norm(left: Any, reached: Any) -> Any:
+    """S + 1 − P, of tensors or of numbers."""
+    return left + (1 - reached)  # in this order, so that P = 1 leaves exactly S

@@ -72,7 +72,7 @@ def sample_walk(laws: Laws, sampler: Sampler) -> Verdict:
 
 
 def at_once(laws: Laws, rule: LevelRule, sampler: Sampler) -> Verdict:
-    """Every node judged, whether or not a path leads there: a few operations on all nodes' laws, whatever the depth."""
+    """Nodes judged together before any path is followed: a few operations on all their laws, whatever the depth."""
     path, length, end = kept_path(laws.tree, rule.kept(laws))
     return Verdict(path, length, sampler.draw(rule.rest(laws, end)))
 

@@ -6,13 +6,13 @@ p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabular
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from specheads import host
-from specheads.accept.block import Block
+from specheads.accept.block import Block, stop_norm
 from specheads.accept.exact import Exact, normalised, surplus, tiny
 from specheads.accept.marks import path_to
 from specheads.accept.paths import walk
@@ -104,8 +104,3 @@ def at_once(laws: Laws, sampler: Sampler) -> Verdict:
     fallen = torch.cat([torch.ones_like(stands[:, :1]), (1 - stands)[:, :-1]], 1).cumprod(1)
     end = shape.leaves_first.gather(1, sampler.draw(stands * fallen).unsqueeze(1)).squeeze(1)
     return Verdict(*path_to(tree, end), sampler.draw(left.index_select(0, laws.place(end))))
-
-
-def stop_norm(left: Any, reached: Any) -> Any:
-    """S + 1 − P, of tensors or of numbers: S / (S + 1 − P) is how likely a node stands when its child has fallen."""
-    return left + (1 - reached)

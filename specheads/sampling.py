@@ -109,7 +109,7 @@ class Sampler:
         for processor in self.processors:
             if type(processor) in _PREFIX_FREE:
                 scores = processor(_no_prefix(scores), scores)
-        return scores.softmax(-1).nan_to_num(0)
+        return scores.softmax(-1).nan_to_num_(0)
 
     def draw(self, p: Tensor) -> Tensor:
         """(R, V) laws, each but for a factor → (R,) one index from each row: all that decoding draws is drawn here.

@@ -40,7 +40,7 @@ def first_near(rule, laws, children):
 def first_kept(rule, laws, node, children, sampler):
     """The first of one node's children that its coin keeps, as published; None where there is none."""
     place, leniency = torch.tensor([node]), getattr(rule, "leniency", 1)
-    p = (rule.law(laws, place) if isinstance(rule, Ensemble) else laws.p_at(place))[0]
+    p = laws.p_at(place)[0]  # Ensemble's: what it judges by
     drawn = None if laws.tree.probs is None else laws.tree.probs[0, children[0]] if children else p
     for child in children:
         x = laws.tree.tokens[0, child]
@@ -84,6 +84,7 @@ def test_judging_all_nodes_at_once_and_going_down_level_by_level_give_one_law(ru
         return Verdict(*path_to(laws.tree, end), sampler.draw(rule.rest(laws, end)))
 
     monkeypatch.setattr("specheads.accept.paths.at_once", level_by_level)
+    monkeypatch.setattr("specheads.accept.ensemble.at_once", level_by_level)
     assert distance(at_once, step_law(*tables, plan, rule, (0, 1))) < 1e-12
 
 

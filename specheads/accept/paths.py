@@ -33,12 +33,12 @@ def walk(
     processor depends on the prefix; such a processor sees each node's own.
     """
     laws = Laws(tree, logits, sampler, history)
+    if accept.is_exact(sampler) or tree.num_nodes == 1:
+        accept = Exact()
     if isinstance(accept, PathRule):
         verdict = accept.judge(laws, sampler)
     else:
         assert isinstance(accept, LevelRule)
-        if accept.is_exact(sampler) or tree.num_nodes == 1:
-            accept = Exact()
         if type(accept) is not Exact or (tree.probs is not None and sampler.do_sample):
             verdict = at_once(laws, accept, sampler)
         elif sampler.do_sample or sampler.needs_prefix:

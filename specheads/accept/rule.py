@@ -175,13 +175,13 @@ class Acceptance(ABC):
         """Does it read the draft's law where there is one?"""
         return self.needs_draft_law
 
-
-class LevelRule(Acceptance):
-    """A rule that judges the children of each node by themselves: which are kept, and what follows where none is."""
-
     def is_exact(self, sampler: Sampler) -> bool:
         """Does it judge as `Exact` does, which then stands in for it?"""
         return False
+
+
+class LevelRule(Acceptance):
+    """A rule that judges the children of each node by themselves: which are kept, and what follows where none is."""
 
     @abstractmethod
     def kept(self, laws: Laws) -> Tensor:

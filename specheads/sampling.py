@@ -71,6 +71,7 @@ class Sampler:
         self.do_sample, self.generator = do_sample, generator
         self.left_padding, self.pad_token_id = left_padding, pad_token_id
         self.needs_prefix = any(type(p) not in _PREFIX_FREE for p in self.processors)
+        self._numbers: list[float] = []  # drawn and not yet used, the next one last
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
         """(R, V) logits → (R, V) processed scores, in float32 as `generate()` has them (float64 stays)."""
@@ -125,16 +126,29 @@ class Sampler:
         sums = below[:, -1].tolist()
         if not all(0 < total < math.inf for total in sums):
             raise ValueError(f"a law sums to {sums}: the model's logits are not finite numbers")
-        drawn = torch.rand(len(sums), generator=self.generator, dtype=torch.float64).tolist()
         # Above 0, where a token without a chance may stand, and at most the whole sum, behind which nothing does.
-        places = [[(1 - one) * total] for one, total in zip(drawn, sums, strict=True)]
+        places = [[(1 - one) * total] for one, total in zip(self._uniforms(len(sums)), sums, strict=True)]
         return torch.searchsorted(below, torch.tensor(places, dtype=torch.float64)).view(-1)
 
-    def coin(self, chance: Tensor) -> Tensor:
-        """Probabilities → bool, in their shape; from 1 on they come true, and at temperature 0 those above one half."""
+    def coins(self, chance: Tensor) -> host.Marks:
+        """Probabilities (B, N) → which come true: from 1 on surely, and at temperature 0 those above one half."""
         if not self.do_sample:
-            return chance > 0.5
-        return torch.rand(chance.shape, generator=self.generator, device=chance.device, dtype=chance.dtype) < chance
+            return host.marks(chance > 0.5)
+        if not host.reads(chance):
+            return torch.rand(chance.shape, generator=self.generator, device=chance.device, dtype=chance.dtype) < chance
+        return [[one < own for one, own in zip(self._uniforms(len(row)), row, strict=True)] for row in chance.tolist()]
+
+    def coin(self, chance: float) -> bool:
+        """Does it come true? As in `coins`."""
+        return (self._uniforms(1)[0] if self.do_sample else 0.5) < chance
+
+    def _uniforms(self, count: int) -> list[float]:
+        """Numbers in [0, 1) for Python, of which many are drawn at once."""
+        if len(self._numbers) < count:
+            self._numbers = torch.rand(count + 256, generator=self.generator, dtype=torch.float64).tolist()
+        taken = self._numbers[-count:]
+        del self._numbers[-count:]
+        return taken
 
     def uniform(self, like: Tensor) -> Tensor:
         """(R, …) → (R,) numbers in [0, 1), at temperature 0 too: for a rule that is random by definition."""

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specheads import host
 from specheads.accept import Exact, walk
 from specheads.decode import decode
 from specheads.draft_law import LawKept
@@ -48,10 +49,13 @@ class Enumerating(Sampler):
             chosen.append(token)
         return torch.tensor(chosen)
 
-    def coin(self, chance):
+    def coins(self, chance):
         chance = chance.nan_to_num(0).clamp(max=1)
         sides = torch.stack([1 - chance.flatten(), chance.flatten()], dim=-1)
-        return self.draw(sides).bool().view_as(chance)
+        return host.marks(self.draw(sides).bool().view_as(chance))
+
+    def coin(self, chance):
+        return bool(self.draw(torch.tensor([[1 - chance, chance]], dtype=torch.float64)))
 
     def advance(self):
         while self.script and self.script[-1][0] + 1 == self.script[-1][1]:

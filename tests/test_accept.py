@@ -140,7 +140,7 @@ class Scalar(LevelRule):
             for above in range(laws.tree.num_nodes):
                 for node, chance in self._judged(laws, row, above)[0].items():
                     made[row, node] = chance
-        return laws.sampler.coin(made)
+        return laws.sampler.coins(made)
 
     def rest(self, laws, node):
         rows = [self._judged(laws, row, place)[1] for row, place in enumerate(node.tolist())]

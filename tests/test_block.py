@@ -181,8 +181,7 @@ class Recursive(PathRule):
                 if self.drop_x:
                     rest = [0.0 if i == x else value for i, value in enumerate(q)]
                     q = [value / (sum(rest) or 1.0) for value in rest]
-            stands = sampler.coin(torch.tensor([reached], dtype=torch.float64))
-            return (node, own) if bool(stands) else None
+            return (node, own) if sampler.coin(reached) else None
 
         node, law = visit(0, 1.0)
         bonus = sampler.draw(torch.tensor([law], dtype=torch.float64))

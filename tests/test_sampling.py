@@ -108,13 +108,14 @@ def test_a_generator_governs_every_draw():
     for seed in (1, 1, 2):
         torch.manual_seed(len(draws))
         sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed))
-        draws.append((sampler.draw(p).tolist(), sampler.coin(p[:, 0]).tolist()))
+        draws.append((sampler.draw(p).tolist(), sampler.coins(p), sampler.coin(0.5)))
     assert draws[0] == draws[1] != draws[2]
 
 
 def test_a_certain_coin_is_certain_and_greedy_coins_are_thresholds():
     for sampler in (Sampler(do_sample=True, generator=torch.Generator().manual_seed(0)), Sampler()):
-        assert sampler.coin(torch.ones(1000)).all() and not sampler.coin(torch.zeros(1000)).any()
+        assert all(sampler.coins(torch.ones(1, 1000))[0]) and not any(sampler.coins(torch.zeros(1, 1000))[0])
+        assert sampler.coin(1.0) and not sampler.coin(0.0)
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53])

@@ -45,7 +45,7 @@ def first_kept(rule, laws, node, children, sampler):
     for child in children:
         x = laws.tree.tokens[0, child]
         q = torch.zeros_like(p).index_fill(0, x, 1) if drawn is None else drawn
-        if bool(sampler.coin((p[x] / (leniency * q[x])).clamp(max=1).view(1))):
+        if sampler.coin(float((p[x] / (leniency * q[x])).clamp(max=1))):
             return child
         p = (p - q).clamp_min(0) / (p - q).clamp_min(0).sum()
         if drawn is not None:

@@ -46,8 +46,11 @@ class Block(PathRule):
         # Behind the last node nothing was drafted, so all of P p is left over.
         ahead = torch.cat([q[:, 1:] * drafted[:, 1:].unsqueeze(2), torch.zeros_like(q[:, :1])], 1)
         left = (chance.unsqueeze(2) * p - ahead).clamp_min(0).sum(2)
-        coins = sampler.coin(stop_chance(left, chance))
-        last = torch.where(coins, node, 0).max(1).values
+        coins = sampler.coins(stop_chance(left, chance))
+        if isinstance(coins, Tensor):
+            last = torch.where(coins, node, 0).max(1).values
+        else:
+            last = torch.tensor([max(i for i, stands in enumerate(row) if stands or i == 0) for row in coins])
         row = torch.arange(len(last), device=last.device)
         bonus = residual(chance[row, last].unsqueeze(1) * p[row, last], ahead[row, last])
         path = torch.minimum(node, last.unsqueeze(1))[:, : tree.max_depth + 1]

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from specheads import host
-from specheads.accept.marks import reached
+from specheads.accept.marks import either, reached
 from specheads.accept.rule import Laws, LevelRule
+from specheads.host import Marks
 from specheads.sampling import Sampler
 
 
@@ -31,7 +32,7 @@ class Exact(LevelRule):
     def is_exact(self, sampler: Sampler) -> bool:
         return True
 
-    def kept(self, laws: Laws) -> Tensor:
+    def kept(self, laws: Laws) -> Marks:
         return kept_in_order(laws, laws.p)
 
     def rest(self, laws: Laws, node: Tensor) -> Tensor:
@@ -40,13 +41,13 @@ class Exact(LevelRule):
         return left_of(laws.p_at(node), laws, node)
 
 
-def kept_in_order(laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
+def kept_in_order(laws: Laws, p: Tensor, leniency: float = 1.0) -> Marks:
     """(B, N) bool: sibling after sibling, x is kept with probability min(1, p(x) / (leniency · q(x))), by laws p
     (B, N, V).
 
     A refusal leaves p as norm((p − q)₊) and q without x. The law of a point mass is one-hot at each x.
     """
-    return with_younger(laws.sampler.coin(chances_in_order(laws, p, leniency)), laws, p, leniency)
+    return with_younger(laws.sampler.coins(chances_in_order(laws, p, leniency)), laws, p, leniency)
 
 
 def chances_in_order(laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
@@ -63,20 +64,19 @@ def chances_in_order(laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
     return share * tree.shape.first if tree.siblings_drawn else share
 
 
-def with_younger(kept: Tensor, laws: Laws, p: Tensor, leniency: float = 1.0, *, maybe: Tensor | None = None) -> Tensor:
+def with_younger(kept: Marks, laws: Laws, p: Tensor, leniency: float = 1.0, *, maybe: Tensor | None = None) -> Marks:
     """kept (B, N), settled for first siblings, with a coin for each drawn after another; as it is where Python can see
     that no path leads to a node whose first child is refused. maybe (B, N): where else than to a node that is kept a
     path may lead."""
     tree = laws.tree
     if not tree.siblings_drawn:
         return kept
-    if host.reads(kept):
-        marks = kept.tolist()
-        rows = zip(marks, marks if maybe is None else maybe.tolist(), tree.parents.tolist(), strict=True)
+    if not isinstance(kept, Tensor):
+        rows = zip(kept, kept if maybe is None else maybe.tolist(), tree.parents.tolist(), strict=True)
         asked = [lead and not settled for row in rows for lead, settled in zip(*reached(*row), strict=True)]
         if not any(asked[node] for node in tree.shape.families[0].tolist()):
             return kept
-    return kept | laws.sampler.coin(younger_chances(laws, p, leniency))
+    return either(kept, laws.sampler.coins(younger_chances(laws, p, leniency)))
 
 
 def younger_chances(laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
@@ -103,9 +103,13 @@ def left_of(p: Tensor, laws: Laws, node: Tensor) -> Tensor:
     """(B, V) what is left of p (B, V) when all children of node (B,) have been refused: `LevelRule.rest` towards p."""
     tree = laws.tree
     if tree.probs is None:  # p without their tokens
-        is_child = laws.at(tree.shape.children, node)
-        left = p.scatter_reduce(1, tree.tokens, (~is_child).to(p.dtype), "prod")
-        return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
+        if host.reads(p):
+            places = laws.child_tokens(node)
+            left = p.flatten().index_fill(0, torch.tensor(places), 0).view_as(p) if places else p
+        else:
+            is_child = laws.at(tree.shape.children, node)
+            left = p.scatter_reduce(1, tree.tokens, (~is_child).to(p.dtype), "prod")
+        return where_any(left, left.sum(-1, keepdim=True), p)
     kids = tree.shape.kids.index_select(0, laws.place(node))  # (B, most)
     fewest, most = 0, kids.shape[1]
     if host.reads(kids):
@@ -137,7 +141,11 @@ def surplus(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """(p − q)₊, the law of the token after a refusal but for a factor; p where p = q, which is never refused."""
-    left, mass = surplus(p, q)
+    return where_any(*surplus(p, q), p)
+
+
+def where_any(left: Tensor, mass: Tensor, p: Tensor) -> Tensor:
+    """Rows of left, and of p where their mass (…, 1) is none."""
     if host.reads(mass) and min(mass.flatten().tolist()) > 0:
         return left
     return torch.where(mass > 0, left, p)

@@ -68,29 +68,28 @@ class Fuzzy(LevelRule):
     def is_exact(self, sampler: Sampler) -> bool:
         return self.lossless
 
-    def kept(self, laws: Laws) -> Tensor:
+    def kept(self, laws: Laws) -> host.Marks:
         sampled = laws.sampler.do_sample
-        kept = laws.sampler.coin(chances_in_order(laws, laws.p)) if sampled else laws.carried()
+        kept = laws.sampler.coins(chances_in_order(laws, laws.p)) if sampled else host.marks(laws.carried())
         if not (sampled and laws.tree.siblings_drawn):
             return self.with_near(laws, kept, laws.first_allowed)
         if self.mode == "divergence":  # which decides before a younger sibling may
             return with_younger(self.with_near(laws, kept, laws.tree.shape.drafted), laws, laws.p)
         return self.with_near(laws, with_younger(kept, laws, laws.p, maybe=laws.first_allowed), laws.first_allowed)
 
-    def with_near(self, laws: Laws, kept: Tensor, maybe: Tensor) -> Tensor:
+    def with_near(self, laws: Laws, kept: host.Marks, maybe: Tensor) -> host.Marks:
         """kept (B, N) by `Exact`, with the first children that stand because the laws are near. maybe (B, N): where
         else than to a node that is kept a path may lead."""
         tree, first, above = laws.tree, laws.first_allowed, laws.tree.shape.above
         rescue = self.mode == "rescue"  # only where Exact keeps no child at all
-        if not host.reads(kept):  # it would wait to be told where to look
+        if isinstance(kept, Tensor):  # it would wait to be told where to look
             settled = kept
             if rescue:
                 settled = torch.zeros_like(above).scatter_add_(1, above, (kept & tree.shape.drafted).long()) > 0
                 settled = laws.at_parent(settled)
             near = self.near(self.distance(laws, laws.place(above).flatten())).view_as(kept)
             return kept | (first & ~settled & near)
-        made = kept.tolist()
-        rows = zip(made, maybe.tolist(), first.tolist(), tree.parents.tolist(), strict=True)
+        rows = zip(kept, maybe.tolist(), first.tolist(), tree.parents.tolist(), strict=True)
         doubts = []
         for row, (marks, open_, firsts, parents) in enumerate(rows):
             leads, decided = reached(marks, open_, parents)
@@ -101,8 +100,8 @@ class Fuzzy(LevelRule):
             return kept
         distances = self.distance(laws, torch.tensor([place for _, _, place in doubts]))
         for (row, node, _), distance in zip(doubts, distances.tolist(), strict=True):
-            made[row][node] = self.near(distance)
-        return torch.tensor(made)
+            kept[row][node] = self.near(distance)
+        return kept
 
     def rest(self, laws: Laws, node: Tensor) -> Tensor:
         return Exact().rest(laws, node)

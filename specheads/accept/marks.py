@@ -12,11 +12,12 @@ from specheads import host
 from specheads.tree import DraftTree
 
 
-def kept_path(tree: DraftTree, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def kept_path(tree: DraftTree, kept: host.Marks) -> tuple[Tensor, Tensor, Tensor]:
     """The path that goes on to the first child that is kept (B, N) as long as there is one, as `path_to` gives it, and
     its end (B,)."""
-    if host.reads(kept):
-        rows = zip(kept.tolist(), tree.parents.tolist(), strict=True)
+    kept = host.marks(kept)
+    if not isinstance(kept, Tensor):
+        rows = zip(kept, tree.parents.tolist(), strict=True)
         return listed(tree, [followed(marks, parents) for marks, parents in rows])
     kept = kept & tree.shape.drafted
     if tree.is_chain:
@@ -64,6 +65,13 @@ def path_to(tree: DraftTree, end: Tensor) -> tuple[Tensor, Tensor]:
     on_path = tree.shape.ancestors[torch.arange(len(end), device=end.device), end]
     path = torch.where(on_path, node, tree.num_nodes - 1).sort(1).values[:, : tree.max_depth + 1]
     return path, on_path.sum(1)
+
+
+def either(one: host.Marks, other: host.Marks) -> host.Marks:
+    """Marked by one or the other."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one | other
+    return [[a or b for a, b in zip(*rows, strict=True)] for rows in zip(one, other, strict=True)]
 
 
 def reached(marks: list[bool], maybe: list[bool], parents: list[int]) -> tuple[list[bool], list[bool]]:

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from specheads import host
 from specheads.sampling import Sampler, likeliest
 from specheads.tree import DraftTree
 
@@ -53,6 +54,17 @@ class Laws:
                 place = parents[place]
             made.append([*row, *reversed(drafted)])
         return made
+
+    def child_tokens(self, node: Tensor) -> list[int]:
+        """The tokens of the children of one node (B,) of each row, as places in the laws (B, V) behind these nodes."""
+        rows = enumerate(zip(*self._on_host, node.tolist(), strict=True))
+        size = self.logits.shape[2]
+        return [
+            row * size + token
+            for row, (tokens, parents, parent) in rows
+            for token, above in zip(tokens, parents, strict=True)
+            if above == parent
+        ]
 
     def at(self, values: Tensor, node: Tensor) -> Tensor:
         """Values (B, N, …) of one node (B,) of each row: (B, …)."""
@@ -184,7 +196,7 @@ class LevelRule(Acceptance):
     """A rule that judges the children of each node by themselves: which are kept, and what follows where none is."""
 
     @abstractmethod
-    def kept(self, laws: Laws) -> Tensor:
+    def kept(self, laws: Laws) -> host.Marks:
         """(B, N) bool: may the path go on to each node from its parent? It does to the first child that is kept. Drawn
         for all nodes at once; what no path leads to may be left out, and the root and unused slots say nothing."""
 

@@ -68,7 +68,7 @@ def in_turn(laws: Laws, sampler: Sampler) -> Verdict:
             norm = max(stop_norm(float(total), reached), tiny(p))
             left, reached = left / norm, float(total) / norm
             fallen.append(x)
-        if sampler.coin(torch.tensor(reached, dtype=torch.float64)):
+        if sampler.coin(reached):
             return node, p[row, node] if left is None else left
         return None
 

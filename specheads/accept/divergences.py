@@ -63,23 +63,31 @@ REDUCED = ("kl", "js", "tv")  # those with a top_k_ and a top_p_ form
 NAMES = (*OF_LOGS, *OF_LAWS, *(form + name for form in ("top_k_", "top_p_") for name in REDUCED))
 
 
-def divergence(name: str, q: Tensor, p: Tensor, *, k: int, top_p: float, ids: Tensor | None = None) -> Tensor:
+def of_laws(name: str) -> bool:
+    """Does the divergence of that name start from the law p itself, and not from its logarithm?"""
+    return name.startswith("top_p_") or name.removeprefix("top_k_") in OF_LAWS
+
+
+def divergence(
+    name: str, q: Tensor, p: Tensor, *, k: int, top_p: float, ids: Tensor | None = None, p_is_law: bool = False
+) -> Tensor:
     """(R,) the divergence of that name, one of NAMES, of the laws whose scores, log-laws but for a number a row, are q
     and p (R, V), −inf where a token has no chance; k and top_p are for the forms that read them.
 
-    ids (Vd,): q (R, Vd) is of these tokens alone, and all others have no chance there.
+    ids (Vd,): q (R, Vd) is of these tokens alone, and all others have no chance there. p_is_law: p is the law itself,
+    for a divergence that is one of `of_laws`.
     """
     form = name[: len("top_k_")] if name.startswith("top_") else ""
     whole = name.removeprefix(form)
     compare, logs = (OF_LOGS[whole], True) if whole in OF_LOGS else (OF_LAWS[whole], False)
     to_law = partial(torch.log_softmax if logs else torch.softmax, dim=-1)
     if form == "top_p_":
-        q, p = nucleus(q, p, ids, top_p)
+        q, p = nucleus(q, p if p_is_law else p.softmax(-1), ids, top_p)
         made, most = compare(to_law(q), to_law(p)), q.amax(-1)
         if host.reads(most) and -math.inf not in most.tolist():
             return made
         return made.masked_fill_(most == -torch.inf, torch.inf)  # where q gives the nucleus no chance at all
-    q, p = to_law(q), to_law(p)
+    q, p = to_law(q), p if p_is_law else to_law(p)
     if form == "top_k_":
         return compare(*top_k(q, p, ids, k, logs))
     if ids is None:
@@ -111,19 +119,18 @@ def top_k(q: Tensor, p: Tensor, ids: Tensor | None, k: int, logs: bool) -> tuple
 
 
 def nucleus(q: Tensor, p: Tensor, ids: Tensor | None, top_p: float) -> tuple[Tensor, Tensor]:
-    """Scores (R, n) of the fewest of the target's likeliest tokens that hold `top_p` of it, and those as likely as the
-    last of these; −inf for others."""
+    """Scores q and law p → scores (R, n) of the fewest of the target's likeliest tokens that hold `top_p` of it, and
+    those as likely as the last of these; −inf for others."""
     if ids is not None:
         q = torch.full_like(p, -torch.inf).index_copy_(-1, ids, q)
-    share = p.softmax(-1)
-    if host.reads(share):  # a GPU would wait to be told which tokens they are
-        likely, least = candidates(share, top_p)
-        q, p, share = (one.index_select(-1, likely) for one in (q, p, share))
+    if host.reads(p):  # a GPU would wait to be told which tokens they are
+        likely, least = candidates(p, top_p)
+        q, p = q.index_select(-1, likely), p.index_select(-1, likely)
     else:
-        rising = share.sort(-1).values
-        q, p, least = q.clone(), p.clone(), least_within(rising, rising.cumsum(-1), top_p)
-    outside = share < least.clamp_min(torch.finfo(share.dtype).tiny)
-    return q.masked_fill_(outside, -torch.inf), p.masked_fill_(outside, -torch.inf)
+        rising = p.sort(-1).values
+        q, least = q.clone(), least_within(rising, rising.cumsum(-1), top_p)
+    outside = p < least.clamp_min(torch.finfo(p.dtype).tiny)
+    return q.masked_fill_(outside, -torch.inf), p.log().masked_fill_(outside, -torch.inf)
 
 
 def candidates(share: Tensor, top_p: float) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specheads import host
-from specheads.accept.divergences import NAMES, divergence
+from specheads.accept.divergences import NAMES, divergence, of_laws
 from specheads.accept.exact import Exact, chances_in_order, with_younger
 from specheads.accept.marks import reached
 from specheads.accept.rule import Acceptance, Laws, LevelRule
@@ -117,13 +117,15 @@ class Fuzzy(LevelRule):
         kept, ids = laws.tree.logits, None
         if kept is None:
             raise ValueError("Fuzzy compares the draft's law with the target's, and this tree was drafted without one")
-        target = (laws.scores if self.processed else laws.logits).flatten(0, 1).index_select(0, place)
-        draft = kept.at(place)
+        # Where tokens are drawn the law at every node has been made, and without processors it is the raw one.
+        known = laws.sampler.do_sample and (self.processed or not laws.sampler.processors) and of_laws(self.divergence)
+        target = laws.soft if known else laws.scores if self.processed else laws.logits
+        target, draft = target.flatten(0, 1).index_select(0, place), kept.at(place)
         if self.processed:  # processors know tokens by their target ids
             draft = laws.sampler.draft_law(kept.over_target(draft)).log()
         else:
             target, draft, ids = wide(target), wide(draft), kept.ids
-        return divergence(self.divergence, draft, target, k=self.k, top_p=self.top_p, ids=ids)
+        return divergence(self.divergence, draft, target, k=self.k, top_p=self.top_p, ids=ids, p_is_law=known)
 
 
 def fuzzy_from(

@@ -160,11 +160,11 @@ class Shape:
         """(B, N) parents, with node 0 where there is none, so that one can gather by it."""
         return self.parents.clamp_min(0)
 
-    def above_in(self, size: int) -> Tensor:
-        """(B, N) where each parent's row begins in a table of rows of that size; made once."""
-        made = self.__dict__.setdefault("_above_in", {})
+    def rows_of(self, size: int) -> tuple[Tensor, Tensor]:
+        """(B, N) where each node's row, and where its parent's, begins in a table of rows of that size; made once."""
+        made = self.__dict__.setdefault("_rows_of", {})
         if size not in made:
-            made[size] = self.above * size
+            made[size] = torch.arange(self.parents.shape[1], device=self.parents.device) * size, self.above * size
         return made[size]
 
     @cached_property
@@ -232,7 +232,8 @@ class DraftTree:
     def chance_drawn(self) -> Tensor:
         """(B, N) the probability of each node's token in the law it was drawn from."""
         assert self.probs is not None
-        return self.probs.gather(2, self.tokens.unsqueeze(2)).squeeze(2)
+        own, _ = self.shape.rows_of(self.probs.shape[2])
+        return self.probs.flatten(1).gather(1, own + self.tokens)
 
     def eldest(self, marked: Tensor) -> Tensor:
         """(B, N) bool → (B, N): of siblings that are marked the first alone."""

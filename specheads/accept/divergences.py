@@ -45,7 +45,7 @@ def js(q: Tensor, p: Tensor) -> Tensor:
     """Jensen-Shannon, ½KL(q‖m) + ½KL(p‖m), m = (q + p) / 2: at most log 2."""
     # A logarithm of 0, or of 0 / 0, takes a CPU five times as long as one of a number; a law of 0 adds 0 either way.
     least = torch.finfo(p.dtype).tiny
-    m = (q + p).mul_(0.5).clamp_min_(least)
+    m = q.lerp(p, 0.5).clamp_min_(least)
     both = [(law / m).clamp_min_(least).log_().mul_(law).sum(-1) for law in (q, p)]
     return (both[0] + both[1]).clamp_min(0) / 2
 
@@ -83,7 +83,8 @@ def divergence(
     to_law = partial(torch.log_softmax if logs else torch.softmax, dim=-1)
     if form == "top_p_":
         q, p = nucleus(q, p if p_is_law else p.softmax(-1), ids, top_p)
-        made, most = compare(to_law(q), to_law(p)), q.amax(-1)
+        p /= p.sum(-1, keepdim=True)
+        made, most = compare(to_law(q), p.log() if logs else p), q.amax(-1)
         if host.reads(most) and -math.inf not in most.tolist():
             return made
         return made.masked_fill_(most == -torch.inf, torch.inf)  # where q gives the nucleus no chance at all
@@ -119,8 +120,8 @@ def top_k(q: Tensor, p: Tensor, ids: Tensor | None, k: int, logs: bool) -> tuple
 
 
 def nucleus(q: Tensor, p: Tensor, ids: Tensor | None, top_p: float) -> tuple[Tensor, Tensor]:
-    """Scores q and law p → scores (R, n) of the fewest of the target's likeliest tokens that hold `top_p` of it, and
-    those as likely as the last of these; −inf for others."""
+    """Of scores q and the law p, (R, n): the fewest of the target's likeliest tokens that hold `top_p` of it, and those
+    as likely as the last of these; −inf and 0 for others."""
     if ids is not None:
         q = torch.full_like(p, -torch.inf).index_copy_(-1, ids, q)
     if host.reads(p):  # a GPU would wait to be told which tokens they are
@@ -128,9 +129,9 @@ def nucleus(q: Tensor, p: Tensor, ids: Tensor | None, top_p: float) -> tuple[Ten
         q, p = q.index_select(-1, likely), p.index_select(-1, likely)
     else:
         rising = p.sort(-1).values
-        q, least = q.clone(), least_within(rising, rising.cumsum(-1), top_p)
+        q, p, least = q.clone(), p.clone(), least_within(rising, rising.cumsum(-1), top_p)
     outside = p < least.clamp_min(torch.finfo(p.dtype).tiny)
-    return q.masked_fill_(outside, -torch.inf), p.log().masked_fill_(outside, -torch.inf)
+    return q.masked_fill_(outside, -torch.inf), p.masked_fill_(outside, 0)
 
 
 def candidates(share: Tensor, top_p: float) -> tuple[Tensor, Tensor]:

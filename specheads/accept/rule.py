@@ -132,7 +132,7 @@ class Laws:
     def of_tokens(self, laws: Tensor, place: Tensor | None = None) -> Tensor:
         """(B, N) the probability of each node's token in laws (B, M, V): in law place (B, N), or its parent's."""
         size = laws.shape[2]
-        start = self.tree.shape.above_in(size) if place is None else place * size
+        start = self.tree.shape.rows_of(size)[1] if place is None else place * size
         return laws.flatten(1).gather(1, start + self.tree.tokens)
 
     @cached_property

@@ -74,6 +74,11 @@ class Shape:
         return self.drafted & (self.ranks == 0)
 
     @cached_property
+    def not_first(self) -> Tensor:
+        """(B, N) the others."""
+        return ~self.first
+
+    @cached_property
     def children(self) -> Tensor:
         """(B, N, N) True where node j is a child of node i."""
         return self.parents.unsqueeze(1) == torch.arange(self.parents.shape[1], device=self.parents.device).unsqueeze(1)

@@ -61,7 +61,7 @@ def chances_in_order(laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
         return share
     q = tree.chance_drawn()  # above 0 for what was drawn
     share = own / (q if leniency == 1 else leniency * q)
-    return share * tree.shape.first if tree.siblings_drawn else share
+    return share.masked_fill_(tree.shape.not_first, 0) if tree.siblings_drawn else share
 
 
 def with_younger(kept: Marks, laws: Laws, p: Tensor, leniency: float = 1.0, *, maybe: Tensor | None = None) -> Marks:
@@ -115,6 +115,8 @@ def left_of(p: Tensor, laws: Laws, node: Tensor) -> Tensor:
     if host.reads(kids):
         counts = [sum(child > 0 for child in row) for row in kids.tolist()]
         fewest, most = min(counts), max(counts)
+    if most == 0:
+        return p
     law = tree.probs.flatten(0, 1).index_select(0, kids[:, 0])
     for rank in range(most):
         if rank > 0:  # the draft has lost the sibling before, and weighs what p does

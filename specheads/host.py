@@ -11,7 +11,7 @@ Marks = Tensor | list[list[bool]]
 
 def reads(values: Tensor) -> bool:
     """May Python read them as it likes?"""
-    return values.device.type == "cpu"
+    return values.is_cpu
 
 
 def marks(values: Marks) -> Marks:

@@ -131,7 +131,7 @@ class Shape:
         """(B, N) the nodes of each row as they are met when each comes behind all below it and its elder siblings with
         all below these; what nothing reaches last. Asking waits as for `families`."""
         rows = []
-        for parents in self.parents.tolist():
+        for parents in self.parent_lists:
             below: dict[int, list[int]] = {}
             for node, above in enumerate(parents):
                 if node:
@@ -149,6 +149,11 @@ class Shape:
         """Is each drafted node the child of the one before it, in every row? Asking waits as for `families`."""
         before = torch.arange(-1, self.parents.shape[1] - 1, device=self.parents.device)
         return not bool((self.drafted & (self.parents != before)).any())
+
+    @cached_property
+    def parent_lists(self) -> list[list[int]]:
+        """Parents for Python. Asking waits as for `families`."""
+        return self.parents.tolist()
 
     @cached_property
     def drafted(self) -> Tensor:

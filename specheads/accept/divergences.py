@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,17 +54,29 @@ def tv(q: Tensor, p: Tensor) -> Tensor:
     return (q - p).abs_().sum(-1) / 2
 
 
-OF_LOGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"kl": kl, "kl_reversed": kl_reversed, "js_paper": js_paper}
-OF_LAWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"js": js, "tv": tv}
+class Form(NamedTuple):
+    """What a name stands for: over which outcomes two laws are compared, by what, and does that take logarithms?"""
+
+    over: str  # "top_k", "top_p", or all tokens
+    compare: Callable[[Tensor, Tensor], Tensor]
+    of_logs: bool
+
+    @property
+    def takes_law(self) -> bool:
+        """Does it start from the law p itself, and not from its logarithm?"""
+        return self.over == "top_p" or not self.of_logs
+
+
 BEYOND = {"js": math.log(2) / 2, "tv": 1 / 2}  # times what p has outside q's tokens
 INFINITE = ("kl_reversed", "js_paper")  # where p has any chance outside q's tokens
-REDUCED = ("kl", "js", "tv")  # those with a top_k_ and a top_p_ form
-NAMES = (*OF_LOGS, *OF_LAWS, *(form + name for form in ("top_k_", "top_p_") for name in REDUCED))
-
-
-def of_laws(name: str) -> bool:
-    """Does the divergence of that name start from the law p itself, and not from its logarithm?"""
-    return name.startswith("top_p_") or name.removeprefix("top_k_") in OF_LAWS
+FORMS = {
+    "kl": Form("", kl, True), "kl_reversed": Form("", kl_reversed, True), "js_paper": Form("", js_paper, True),
+    "js": Form("", js, False), "tv": Form("", tv, False),
+}  # fmt: skip
+FORMS |= {
+    f"{over}_{name}": FORMS[name]._replace(over=over) for over in ("top_k", "top_p") for name in ("kl", "js", "tv")
+}
+NAMES = tuple(FORMS)
 
 
 def divergence(
@@ -74,22 +86,20 @@ def divergence(
     and p (R, V), −inf where a token has no chance; k and top_p are for the forms that read them.
 
     ids (Vd,): q (R, Vd) is of these tokens alone, and all others have no chance there. p_is_law: p is the law itself,
-    for a divergence that is one of `of_laws`.
+    for one that `takes_law`.
     """
-    form = name[: len("top_k_")] if name.startswith("top_") else ""
-    whole = name.removeprefix(form)
-    compare, logs = (OF_LOGS[whole], True) if whole in OF_LOGS else (OF_LAWS[whole], False)
-    to_law = partial(torch.log_softmax if logs else torch.softmax, dim=-1)
-    if form == "top_p_":
+    over, compare, of_logs = FORMS[name]
+    to_law = torch.log_softmax if of_logs else torch.softmax
+    if over == "top_p":
         q, p = nucleus(q, p if p_is_law else p.softmax(-1), ids, top_p)
         p /= p.sum(-1, keepdim=True)
-        made, most = compare(to_law(q), p.log() if logs else p), q.amax(-1)
+        made, most = compare(to_law(q, -1), p.log() if of_logs else p), q.amax(-1)
         if host.reads(most) and -math.inf not in most.tolist():
             return made
         return made.masked_fill_(most == -torch.inf, torch.inf)  # where q gives the nucleus no chance at all
-    q, p = to_law(q), p if p_is_law else to_law(p)
-    if form == "top_k_":
-        return compare(*top_k(q, p, ids, k, logs))
+    q, p = to_law(q, -1), p if p_is_law else to_law(p, -1)
+    if over == "top_k":
+        return compare(*top_k(q, p, ids, k, of_logs))
     if ids is None:
         return compare(q, p)
     inside = p.index_select(-1, ids)  # a smaller draft vocabulary spares the rest of the larger one

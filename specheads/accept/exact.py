@@ -72,7 +72,7 @@ def with_younger(kept: Marks, laws: Laws, p: Tensor, leniency: float = 1.0, *, m
     if not tree.siblings_drawn:
         return kept
     if not isinstance(kept, Tensor):
-        rows = zip(kept, kept if maybe is None else maybe.tolist(), tree.parents.tolist(), strict=True)
+        rows = zip(kept, kept if maybe is None else maybe.tolist(), tree.shape.parent_lists, strict=True)
         asked = [lead and not settled for row in rows for lead, settled in zip(*reached(*row), strict=True)]
         if not any(asked[node] for node in tree.shape.families[0].tolist()):
             return kept

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specheads import host
-from specheads.accept.divergences import NAMES, divergence, of_laws
+from specheads.accept.divergences import FORMS, NAMES, divergence
 from specheads.accept.exact import Exact, chances_in_order, with_younger
 from specheads.accept.marks import reached
 from specheads.accept.rule import Acceptance, Laws, LevelRule
@@ -89,7 +89,7 @@ class Fuzzy(LevelRule):
                 settled = laws.at_parent(settled)
             near = self.near(self.distance(laws, laws.place(above).flatten())).view_as(kept)
             return kept | (first & ~settled & near)
-        rows = zip(kept, maybe.tolist(), first.tolist(), tree.parents.tolist(), strict=True)
+        rows = zip(kept, maybe.tolist(), first.tolist(), tree.shape.parent_lists, strict=True)
         doubts = []
         for row, (marks, open_, firsts, parents) in enumerate(rows):
             leads, decided = reached(marks, open_, parents)
@@ -118,7 +118,8 @@ class Fuzzy(LevelRule):
         if kept is None:
             raise ValueError("Fuzzy compares the draft's law with the target's, and this tree was drafted without one")
         # Where tokens are drawn the law at every node has been made, and without processors it is the raw one.
-        known = laws.sampler.do_sample and (self.processed or not laws.sampler.processors) and of_laws(self.divergence)
+        known = laws.sampler.do_sample and (self.processed or not laws.sampler.processors)
+        known = known and FORMS[self.divergence].takes_law
         target = laws.soft if known else laws.scores if self.processed else laws.logits
         target, draft = target.flatten(0, 1).index_select(0, place), kept.at(place)
         if self.processed:  # processors know tokens by their target ids

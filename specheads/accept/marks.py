@@ -17,7 +17,7 @@ def kept_path(tree: DraftTree, kept: host.Marks) -> tuple[Tensor, Tensor, Tensor
     its end (B,)."""
     kept = host.marks(kept)
     if not isinstance(kept, Tensor):
-        rows = zip(kept, tree.parents.tolist(), strict=True)
+        rows = zip(kept, tree.shape.parent_lists, strict=True)
         return listed(tree, [followed(marks, parents) for marks, parents in rows])
     kept = kept & tree.shape.drafted
     if tree.is_chain:
@@ -53,7 +53,7 @@ def path_to(tree: DraftTree, end: Tensor) -> tuple[Tensor, Tensor]:
     """The nodes (B, P) from the root to end (B,), and how many there are, (B,)."""
     if host.reads(end):
         climbed = []
-        for last, parents in zip(end.tolist(), tree.parents.tolist(), strict=True):
+        for last, parents in zip(end.tolist(), tree.shape.parent_lists, strict=True):
             up = [last]
             while up[-1]:
                 up.append(parents[up[-1]])

@@ -41,13 +41,15 @@ class Laws:
         return node if batch == 1 else node + (self._rows * num).view(-1, *[1] * (node.dim() - 1))
 
     @cached_property
-    def _on_host(self) -> tuple[list[list[int]], list[list[int]]]:
-        return self.tree.tokens.tolist(), self.tree.parents.tolist()
+    def _token_lists(self) -> list[list[int]]:
+        return self.tree.tokens.tolist()
 
     def prefixes(self, node: Tensor) -> list[list[int]]:
         """Each row's ids up to and with its node (B,)."""
         made = []
-        for row, tokens, parents, place in zip(self.history, *self._on_host, node.tolist(), strict=True):
+        for row, tokens, parents, place in zip(
+            self.history, self._token_lists, self.tree.shape.parent_lists, node.tolist(), strict=True
+        ):
             drafted = []
             while place > 0:
                 drafted.append(tokens[place])
@@ -57,7 +59,7 @@ class Laws:
 
     def child_tokens(self, node: Tensor) -> list[int]:
         """The tokens of the children of one node (B,) of each row, as places in the laws (B, V) behind these nodes."""
-        rows = enumerate(zip(*self._on_host, node.tolist(), strict=True))
+        rows = enumerate(zip(self._token_lists, self.tree.shape.parent_lists, node.tolist(), strict=True))
         size = self.logits.shape[2]
         return [
             row * size + token

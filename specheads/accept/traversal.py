@@ -72,7 +72,7 @@ def in_turn(laws: Laws, sampler: Sampler) -> Verdict:
             return node, p[row, node] if left is None else left
         return None
 
-    parents = tree.parents.tolist()
+    parents = tree.shape.parent_lists
     # The root stands for sure, but for rounding where the laws are alike.
     found = [first(row, 0, 1.0) or (0, p[row, 0]) for row in range(len(p))]
     ends, left = zip(*found, strict=True)

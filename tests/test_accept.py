@@ -188,12 +188,14 @@ def test_enumeration_notices_a_wrong_q(plan):
 
 
 def test_enumeration_notices_a_draft_in_place_of_the_target():
-    class AcceptAll(Exact):
-        def is_exact(self, sampler):
-            return False
+    class AcceptAll(LevelRule):
+        lossless = True
 
         def kept(self, laws):
             return laws.tree.shape.drafted
+
+        def rest(self, laws, node):
+            return Exact().rest(laws, node)
 
     target, draft = Table(3, 1), Table(3, 2)
     law = output_law(target, draft, chain(1), [(0, 1)], 3, accept=AcceptAll())

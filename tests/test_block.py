@@ -20,7 +20,7 @@ from enumeration import (
 )
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from specheads.accept import Block, Exact, PathRule, Traversal, Verdict, walk
+from specheads.accept import Acceptance, Block, Exact, Traversal, Verdict, walk
 from specheads.accept.marks import path_to
 from specheads.planner import DynamicTree, SampledTree, StaticTree, chain
 from specheads.sampling import Sampler
@@ -151,7 +151,7 @@ def test_a_processor_that_depends_on_the_prefix_sees_each_nodes_own(rule, plan):
 
 
 @dataclass(frozen=True)
-class Recursive(PathRule):
+class Recursive(Acceptance):
     """Traversal once more, for one row, by recursion over plain lists, with parts that can be left out."""
 
     subtract_q: bool = True
@@ -159,8 +159,8 @@ class Recursive(PathRule):
     rescale: bool = True
     lossless = True
 
-    def judge(self, laws, sampler):
-        tree, tokens = laws.tree, laws.tree.tokens[0].tolist()
+    def judge(self, laws):
+        tree, sampler, tokens = laws.tree, laws.sampler, laws.tree.tokens[0].tolist()
         p, parents = laws.p[0].tolist(), tree.parents[0].tolist()
 
         def visit(node, reached):

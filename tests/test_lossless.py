@@ -33,7 +33,7 @@ from specheads import (
     chain,
 )
 from specheads.accept import walk
-from specheads.accept.paths import sample_walk
+from specheads.accept.exact import sample_walk
 
 V, LENGTH = 3, 3
 ALONE = [(0, 1, 0)]
@@ -215,13 +215,13 @@ def test_a_wrong_residual_a_wrong_q_and_a_stop_that_anticipates_are_noticed(draf
 def test_a_point_mass_that_is_drawn_for_twice_is_noticed(drafter_of, monkeypatch, drafter, rule):
     """Where the token drawn is no child, another is drawn: what n-gram drafting published elsewhere does."""
 
-    def twice(laws, sampler):
-        verdict = sample_walk(laws, sampler)
+    def twice(laws):
+        verdict = sample_walk(laws)
         last = verdict.path.gather(1, verdict.last.unsqueeze(1)).squeeze(1)
-        return replace(verdict, bonus=sampler.draw(laws.p_at(last)))
+        return replace(verdict, bonus=laws.sampler.draw(laws.p_at(last)))
 
-    monkeypatch.setattr("specheads.accept.paths.sample_walk", twice)
-    monkeypatch.setattr(Exact, "rest", lambda self, level, sampler: level.p)
+    monkeypatch.setattr("specheads.accept.exact.sample_walk", twice)
+    monkeypatch.setattr(Exact, "rest", lambda self, laws, node: laws.p_at(node))
     assert error(partial(drafter_of, drafter), RULES[rule], SHAPES["chain"], ALONE, steps=1) > 1e-3
 
 

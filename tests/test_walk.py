@@ -19,7 +19,7 @@ from specheads import (
     Unadjusted,
     chain,
 )
-from specheads.accept import Ensemble, Verdict
+from specheads.accept import Ensemble, LevelRule, Verdict
 from specheads.accept.marks import path_to
 
 LEVEL_RULES = [
@@ -37,7 +37,7 @@ def first_near(rule, laws, children):
     return allowed[0] if distance <= rule.threshold else None
 
 
-def first_kept(rule, laws, node, children, sampler):
+def first_kept(rule, laws, node, children):
     """The first of one node's children that its coin keeps, as published; None where there is none."""
     place, leniency = torch.tensor([node]), getattr(rule, "leniency", 1)
     p = laws.p_at(place)[0]  # Ensemble's: what it judges by
@@ -45,7 +45,7 @@ def first_kept(rule, laws, node, children, sampler):
     for child in children:
         x = laws.tree.tokens[0, child]
         q = torch.zeros_like(p).index_fill(0, x, 1) if drawn is None else drawn
-        if sampler.coin(float((p[x] / (leniency * q[x])).clamp(max=1))):
+        if laws.sampler.coin(float((p[x] / (leniency * q[x])).clamp(max=1))):
             return child
         p = (p - q).clamp_min(0) / (p - q).clamp_min(0).sum()
         if drawn is not None:
@@ -70,21 +70,20 @@ def test_judging_all_nodes_at_once_and_going_down_level_by_level_give_one_law(ru
     tables = Table(3, 1, holes=True), Table(3, 2)
     at_once = step_law(*tables, plan, rule, (0, 1))
 
-    def level_by_level(laws, rule, sampler):
+    def level_by_level(rule, laws):
         parents, node, going = laws.tree.parents[0].tolist(), 0, True
         while going:
             children = [child for child, parent in enumerate(parents) if parent == node]
             near = first_near(rule, laws, children)
-            kept = first_kept(rule, laws, node, children, sampler)
+            kept = first_kept(rule, laws, node, children)
             if near is not None and (kept is None or rule.mode == "divergence"):
                 kept = near
             going = kept is not None
             node = kept if going else node
         end = torch.tensor([node])
-        return Verdict(*path_to(laws.tree, end), sampler.draw(rule.rest(laws, end)))
+        return Verdict(*path_to(laws.tree, end), laws.sampler.draw(rule.rest(laws, end)))
 
-    monkeypatch.setattr("specheads.accept.paths.at_once", level_by_level)
-    monkeypatch.setattr("specheads.accept.ensemble.at_once", level_by_level)
+    monkeypatch.setattr(LevelRule, "judge", level_by_level)
     assert distance(at_once, step_law(*tables, plan, rule, (0, 1))) < 1e-12
 
 

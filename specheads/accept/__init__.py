@@ -9,14 +9,14 @@ from specheads.accept.ensemble import Ensemble
 from specheads.accept.exact import Exact, normalised, residual
 from specheads.accept.fuzzy import Fuzzy, fuzzy_from
 from specheads.accept.lenient import Lenient
-from specheads.accept.paths import drawn_path, walk
-from specheads.accept.rule import Acceptance, Laws, LevelRule, PathRule, Verdict
+from specheads.accept.paths import walk
+from specheads.accept.rule import Acceptance, Laws, LevelRule, Verdict
 from specheads.accept.tokens import CSLeniency, Margin, TokenRule, TopN, Typical
 from specheads.accept.traversal import Traversal
 from specheads.accept.unadjusted import Unadjusted
 
 __all__ = [
-    "Acceptance", "Block", "CSLeniency", "Ensemble", "Exact", "Fuzzy", "Laws", "Lenient", "LevelRule",
-    "Margin", "PathRule", "TokenRule", "TopN", "Traversal", "Typical", "Unadjusted", "Verdict", "drawn_path",
-    "fuzzy_from", "normalised", "residual", "walk",
+    "Acceptance", "Block", "CSLeniency", "Ensemble", "Exact", "Fuzzy", "Laws", "Lenient", "LevelRule", "Margin",
+    "TokenRule", "TopN", "Traversal", "Typical", "Unadjusted", "Verdict", "fuzzy_from", "normalised", "residual",
+    "walk",
 ]  # fmt: skip

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from specheads.accept.exact import Exact, residual
-from specheads.accept.paths import walk
-from specheads.accept.rule import Laws, PathRule, Verdict
-from specheads.sampling import Sampler
+from specheads.accept.rule import Acceptance, Laws, Verdict
 
 
 @dataclass(frozen=True)
-class Block(PathRule):
+class Block(Acceptance):
     """Lossless, for chains. arXiv:2403.10444.
 
     P₀ = 1, Pᵢ = min(1, Pᵢ₋₁ p/q); with S = Σ(Pᵢ p − q)₊ over the next token, i tokens stand with probability
@@ -29,10 +27,10 @@ class Block(PathRule):
 
     lossless: ClassVar[bool] = True
 
-    def judge(self, laws: Laws, sampler: Sampler) -> Verdict:
-        tree = laws.tree
+    def judge(self, laws: Laws) -> Verdict:
+        tree, sampler = laws.tree, laws.sampler
         if tree.probs is None:
-            return walk(tree, laws.logits, Exact(), sampler, laws.history)
+            return Exact().judge(laws)
         drafted = tree.shape.drafted
         node = torch.arange(tree.num_nodes, device=drafted.device)
         if not tree.is_chain:

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from specheads.accept.exact import Exact
-from specheads.accept.paths import at_once
-from specheads.accept.rule import Laws, PathRule, Verdict
+from specheads.accept.rule import Acceptance, Laws, Verdict
 from specheads.sampling import Sampler
 
 
 @dataclass(frozen=True)
-class Ensemble(PathRule):
+class Ensemble(Acceptance):
     """`Exact` towards v = weight · p + (1 − weight) · q wherever something is drafted, and towards p behind it.
 
     weight in (0, 1]; lossless at 1 alone. At temperature 0 the argmax of v stands or is emitted. q is the draft's own
@@ -42,10 +41,10 @@ class Ensemble(PathRule):
     def is_exact(self, sampler: Sampler) -> bool:
         return self.lossless
 
-    def judge(self, laws: Laws, sampler: Sampler) -> Verdict:
-        mixed = Laws(laws.tree, laws.logits, sampler)
+    def judge(self, laws: Laws) -> Verdict:
+        mixed = Laws(laws.tree, laws.logits, laws.sampler)
         mixed.scores = mixed.soft = self.mixture(laws)
-        return at_once(mixed, Exact(), sampler)
+        return Exact().judge(mixed)
 
     def mixture(self, laws: Laws) -> Tensor:
         """(B, N, V) v at nodes that have children, p at the others; before temperature 0."""

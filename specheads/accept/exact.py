@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from specheads import host
-from specheads.accept.marks import either, reached
-from specheads.accept.rule import Laws, LevelRule
+from specheads.accept.marks import either, kept_path, reached
+from specheads.accept.rule import Laws, LevelRule, Verdict
 from specheads.host import Marks
 from specheads.sampling import Sampler
+from specheads.tree import known_all
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Exact(LevelRule):
     def is_exact(self, sampler: Sampler) -> bool:
         return True
 
+    def judge(self, laws: Laws) -> Verdict:
+        if laws.sampler.do_sample and laws.tree.probs is not None:
+            return super().judge(laws)
+        return sample_walk(laws) if laws.sampler.do_sample or laws.sampler.needs_prefix else likeliest_path(laws)
+
     def kept(self, laws: Laws) -> Marks:
         return kept_in_order(laws, laws.p)
 
@@ -39,6 +45,33 @@ class Exact(LevelRule):
         if not laws.sampler.do_sample:  # a child with the likeliest token would have been kept
             return laws.scores_at(node)
         return left_of(laws.p_at(node), laws, node)
+
+
+def sample_walk(laws: Laws) -> Verdict:
+    """Token after token drawn from p, as long as a child carries it: the draws of decoding without drafts, in their
+    order, so that the same seed gives the same text."""
+    tree = laws.tree
+    node = token = torch.zeros_like(tree.tokens[:, 0])
+    going = torch.ones_like(node, dtype=torch.bool)
+    path, length = [node], torch.ones_like(node)
+    for depth in range(tree.max_depth + 1):
+        drawn = laws.sampler.draw(laws.p_at(node))
+        token = torch.where(going, drawn, token)
+        found, child = (laws.at(tree.shape.children, node) & (tree.tokens == drawn.unsqueeze(1))).max(1)
+        going = going & found
+        if depth == tree.max_depth or known_all(~going):
+            break
+        node = torch.where(going, child, node)
+        length = length + going
+        path.append(node)
+    path += path[-1:] * (tree.max_depth + 1 - len(path))
+    return Verdict(torch.stack(path, 1), length, token)
+
+
+def likeliest_path(laws: Laws) -> Verdict:
+    """The path along which each node carries the token that is likeliest at its parent."""
+    path, length, end = kept_path(laws.tree, laws.carried())
+    return Verdict(path, length, laws.likeliest.gather(1, end.unsqueeze(1)).squeeze(1))
 
 
 def kept_in_order(laws: Laws, p: Tensor, leniency: float = 1.0) -> Marks:

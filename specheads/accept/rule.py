@@ -1,4 +1,4 @@
-"""The two forms a rule takes, what each is given, and what it says.
+"""What a rule is, what it is given, and what it says.
 
 p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabulary, P = depth + 1.
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specheads import host
+from specheads.accept.marks import kept_path
 from specheads.sampling import Sampler, likeliest
 from specheads.tree import DraftTree
 
@@ -172,7 +173,7 @@ class Verdict:
 
 
 class Acceptance(ABC):
-    """Says what of a verified tree stands: a `LevelRule` or a `PathRule`."""
+    """Says what of a verified tree stands."""
 
     @property
     @abstractmethod
@@ -193,9 +194,18 @@ class Acceptance(ABC):
         """Does it judge as `Exact` does, which then stands in for it?"""
         return False
 
+    @abstractmethod
+    def judge(self, laws: Laws) -> Verdict:
+        """The verdict over `laws.tree`, whose `scores` are left to walk()."""
+
 
 class LevelRule(Acceptance):
-    """A rule that judges the children of each node by themselves: which are kept, and what follows where none is."""
+    """A rule that judges the children of each node by themselves: which are kept, and what follows where none is. All
+    nodes are judged before any path is followed: a few operations on all their laws, whatever the depth."""
+
+    def judge(self, laws: Laws) -> Verdict:
+        path, length, end = kept_path(laws.tree, self.kept(laws))
+        return Verdict(path, length, laws.sampler.draw(self.rest(laws, end)))
 
     @abstractmethod
     def kept(self, laws: Laws) -> host.Marks:
@@ -206,11 +216,3 @@ class LevelRule(Acceptance):
     def rest(self, laws: Laws, node: Tensor) -> Tensor:
         """(B, V) the law of the token that follows node (B,) of each row where none of its children is kept, but for a
         factor a row; at temperature 0 any numbers of which that token has the largest."""
-
-
-class PathRule(Acceptance):
-    """A rule that judges whole paths."""
-
-    @abstractmethod
-    def judge(self, laws: Laws, sampler: Sampler) -> Verdict:
-        """The verdict over `laws.tree`, whose `scores` are left to walk()."""

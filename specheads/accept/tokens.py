@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from specheads.accept.marks import kept_path, path_to, standing
-from specheads.accept.rule import Laws, PathRule, Verdict
-from specheads.sampling import Sampler
+from specheads.accept.rule import Acceptance, Laws, Verdict
 
 
-class TokenRule(PathRule):
+class TokenRule(Acceptance):
     """The longest path of tokens that stand."""
 
     lossless: ClassVar[bool] = False
@@ -29,7 +28,7 @@ class TokenRule(PathRule):
     def stands(self, laws: Laws, chance: Tensor) -> Tensor:
         """(B, N) does each node's token stand? chance (B, N): its probability in `laws.soft` at its parent."""
 
-    def judge(self, laws: Laws, sampler: Sampler) -> Verdict:
+    def judge(self, laws: Laws) -> Verdict:
         tree, shape = laws.tree, laws.tree.shape
         chance = laws.of_tokens(laws.soft)
         kept = self.stands(laws, chance) & (chance > 0) & shape.drafted

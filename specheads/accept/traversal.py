@@ -15,13 +15,11 @@ from specheads import host
 from specheads.accept.block import Block, stop_norm
 from specheads.accept.exact import Exact, normalised, surplus, tiny
 from specheads.accept.marks import path_to
-from specheads.accept.paths import walk
-from specheads.accept.rule import Laws, PathRule, Verdict
-from specheads.sampling import Sampler
+from specheads.accept.rule import Acceptance, Laws, Verdict
 
 
 @dataclass(frozen=True)
-class Traversal(PathRule):
+class Traversal(Acceptance):
     """Lossless, for trees and chains. arXiv:2505.12398.
 
     P is 1 at the root, P(child) = min(1, P(parent) p/q). The first leaf's whole path stands with probability P(leaf).
@@ -33,18 +31,18 @@ class Traversal(PathRule):
 
     lossless: ClassVar[bool] = True
 
-    def judge(self, laws: Laws, sampler: Sampler) -> Verdict:
+    def judge(self, laws: Laws) -> Verdict:
         tree = laws.tree
         if tree.probs is None:
-            return walk(tree, laws.logits, Exact(), sampler, laws.history)
+            return Exact().judge(laws)
         if tree.is_chain:
-            return Block().judge(laws, sampler)
-        return in_turn(laws, sampler) if host.reads(laws.logits) else at_once(laws, sampler)
+            return Block().judge(laws)
+        return in_turn(laws) if host.reads(laws.logits) else at_once(laws)
 
 
-def in_turn(laws: Laws, sampler: Sampler) -> Verdict:
+def in_turn(laws: Laws) -> Verdict:
     """Leaf after leaf, each row by itself, till one stands: as published."""
-    tree, p, probs = laws.tree, laws.p, laws.tree.probs
+    tree, sampler, p, probs = laws.tree, laws.sampler, laws.p, laws.tree.probs
     assert probs is not None
     own, drawn, tokens = laws.of_tokens(p).tolist(), tree.chance_drawn().tolist(), tree.tokens.tolist()
 
@@ -79,11 +77,11 @@ def in_turn(laws: Laws, sampler: Sampler) -> Verdict:
     return Verdict(*path_to(tree, torch.tensor(ends)), sampler.draw(torch.stack(left)))
 
 
-def at_once(laws: Laws, sampler: Sampler) -> Verdict:
+def at_once(laws: Laws) -> Verdict:
     """Where asking whether a node stands would wait: a node is judged when all before it have fallen, and what it then
     stands with depends on nothing drawn. So each node's P and P p after the fall of its children, the upper levels
     first, and one draw says which node stands."""
-    tree, shape = laws.tree, laws.tree.shape
+    tree, shape, sampler = laws.tree, laws.tree.shape, laws.sampler
     assert tree.probs is not None
     tokens, probs = tree.tokens, tree.probs.flatten(0, 1)
     left = sampler.law_of(laws.scores).flatten(0, 1)  # p till the node loses a child, then P p

@@ -138,7 +138,9 @@ def left_of(p: Tensor, laws: Laws, node: Tensor) -> Tensor:
     if tree.probs is None:  # p without their tokens
         if host.reads(p):
             places = laws.child_tokens(node)
-            left = p.flatten().index_fill(0, torch.tensor(places), 0).view_as(p) if places else p
+            if not places:
+                return p
+            left = p.flatten().index_fill(0, torch.tensor(places), 0).view_as(p)
         else:
             is_child = laws.at(tree.shape.children, node)
             left = p.scatter_reduce(1, tree.tokens, (~is_child).to(p.dtype), "prod")

@@ -123,7 +123,7 @@ class Sampler:
             return torch.multinomial(p, 1, generator=self.generator).squeeze(-1)
         # On a CPU multinomial draws V numbers a row; one number and the running sums take a tenth of the time.
         below = p.cumsum(-1, dtype=torch.float64)
-        sums = below[:, -1].tolist()
+        sums = below.select(1, -1).tolist()
         if not all(0 < total < math.inf for total in sums):
             raise ValueError(f"a law sums to {sums}: the model's logits are not finite numbers")
         # Above 0, where a token without a chance may stand, and at most the whole sum, behind which nothing does.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specheads.accept.divergences import NAMES, divergence
+from specheads.accept.divergences import FORMS, NAMES, divergence
 
 
 def kl(a, b):
@@ -47,9 +47,11 @@ def laws(num, size, *, holes=0.0, seed=0):
     return weights / weights.sum(1, keepdims=True)
 
 
+@pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.parametrize("holes", [0.0, 0.4, 0.9])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_divergence_is_what_numpy_makes_of_it(name, holes):
+def test_every_divergence_is_what_numpy_makes_of_it(name, holes, reads, monkeypatch):
+    monkeypatch.setattr("specheads.host.reads", lambda values: reads)
     for size in (2, 7, 60):
         q, p = laws(12, size, holes=holes, seed=1), laws(12, size, holes=holes, seed=2)
         for k, top_p in ((1, 0.3), (2, 0.7), (5, 0.9), (50, 1.0)):
@@ -62,6 +64,9 @@ def test_every_divergence_is_what_numpy_makes_of_it(name, holes):
                     for two in zip(*(s.split(rows) for s in scores), strict=True)
                 ]
                 assert torch.cat(parts).tolist() == pytest.approx(wanted, abs=1e-12, rel=1e-12)
+            if FORMS[name].takes_law:
+                made = divergence(name, scores[0], torch.from_numpy(p), k=k, top_p=top_p, p_is_law=True)
+                assert made.tolist() == pytest.approx(wanted, abs=1e-12, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["top_p_js", "top_p_tv", "js", "top_k_js"])

@@ -21,7 +21,7 @@ from replay import BATCHES, Replay
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor, TemperatureLogitsWarper
 
 from specheads import DraftTree, DynamicTree, Exact, Fuzzy, SampledTree, Sampler, StaticTree, chain, convert, fuzzy_from
-from specheads.accept import walk
+from specheads.accept import Laws, walk
 from specheads.accept.divergences import NAMES, divergence
 from specheads.draft_law import DraftLogits, LawKept
 
@@ -148,6 +148,23 @@ def test_processed_compares_the_laws_under_the_processors():
     tree, logits = grown(target, draft, chain(3), hot)
     assert walk(tree, logits, Fuzzy(0.01), hot).length.max() < 4
     assert walk(tree, logits, Fuzzy(0.01, processed=True), hot).length.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+@pytest.mark.parametrize("temperature", [None, 2.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_which_laws_are_compared(name, temperature, do_sample):
+    """The raw ones whatever the temperature is, and those under it where these are asked for."""
+    tables = Table(6, 1), Table(6, 2)
+    processors = LogitsProcessorList([] if temperature is None else [TemperatureLogitsWarper(temperature)])
+    sampler = Sampler(processors, do_sample=do_sample, generator=torch.Generator().manual_seed(0))
+    tree, logits = grown(*tables, chain(2), sampler, rows=[(0, 1)])
+    for processed in (False, True):
+        rule = Fuzzy(0.1, name, k=3, top_p=0.7, processed=processed)
+        laws = Laws(tree, logits, sampler)
+        scores = [table((0, 1)).unsqueeze(0) / ((temperature or 1) if processed else 1) for table in tables]
+        wanted = divergence(name, *(s.log_softmax(-1) for s in reversed(scores)), k=3, top_p=0.7)
+        torch.testing.assert_close(rule.distance(laws, torch.tensor([0])), wanted)
 
 
 def test_rescue_leaves_alone_what_exact_keeps():

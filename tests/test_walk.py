@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from enumeration import Table, distance, step_law
+from enumeration import Table, distance, output_law, step_law
 
 from specheads import (
     Block,
@@ -38,19 +38,21 @@ def first_near(rule, laws, children):
 
 
 def first_kept(rule, laws, node, children):
-    """The first of one node's children that its coin keeps, as published; None where there is none."""
-    place, leniency = torch.tensor([node]), getattr(rule, "leniency", 1)
-    p = laws.p_at(place)[0]  # Ensemble's: what it judges by
+    """The first of one node's children that its coin keeps, as published, or None where there is none; and the law of
+    what follows where no child is kept."""
+    leniency = getattr(rule, "leniency", 1)
+    whole = p = laws.p_at(torch.tensor([node]))[0]  # Ensemble's: what it judges by
     drawn = None if laws.tree.probs is None else laws.tree.probs[0, children[0]] if children else p
     for child in children:
         x = laws.tree.tokens[0, child]
         q = torch.zeros_like(p).index_fill(0, x, 1) if drawn is None else drawn
         if laws.sampler.coin(float((p[x] / (leniency * q[x])).clamp(max=1))):
-            return child
-        p = (p - q).clamp_min(0) / (p - q).clamp_min(0).sum()
+            return child, p
+        if (p > q).any():
+            p = (p - q).clamp_min(0) / (p - q).clamp_min(0).sum()
         if drawn is not None:
             drawn = drawn.index_fill(0, x, 0) / drawn.index_fill(0, x, 0).sum()
-    return None
+    return None, whole if rule == Unadjusted() else p
 
 
 @pytest.mark.parametrize(
@@ -75,16 +77,24 @@ def test_judging_all_nodes_at_once_and_going_down_level_by_level_give_one_law(ru
         while going:
             children = [child for child, parent in enumerate(parents) if parent == node]
             near = first_near(rule, laws, children)
-            kept = first_kept(rule, laws, node, children)
+            kept, law = first_kept(rule, laws, node, children)
             if near is not None and (kept is None or rule.mode == "divergence"):
                 kept = near
             going = kept is not None
             node = kept if going else node
-        end = torch.tensor([node])
-        return Verdict(*path_to(laws.tree, end), laws.sampler.draw(rule.rest(laws, end)))
+        return Verdict(*path_to(laws.tree, torch.tensor([node])), laws.sampler.draw(law.unsqueeze(0)))
 
     monkeypatch.setattr(LevelRule, "judge", level_by_level)
     assert distance(at_once, step_law(*tables, plan, rule, (0, 1))) < 1e-12
+
+
+@pytest.mark.parametrize("plan", [chain(2), StaticTree(((0,), (1,), (0, 0))), SampledTree((2, 1))], ids=repr)
+@pytest.mark.parametrize("rule", LEVEL_RULES, ids=repr)
+def test_the_rows_of_a_batch_are_judged_as_each_alone(rule, plan):
+    tables, prompts = (Table(2, 1), Table(2, 2)), [(0, 1), (1, 1)]
+    alone = [output_law(*tables, plan, [prompt], 2, accept=rule, steps=1) for prompt in prompts]
+    both = {(*a, *b): p * q for a, p in alone[0].items() for b, q in alone[1].items()}
+    assert distance(output_law(*tables, plan, prompts, 2, accept=rule, steps=1), both) < 1e-12
 
 
 PLANS = [

@@ -146,7 +146,7 @@ def nucleus(q: Tensor, p: Tensor, ids: Tensor | None, top_p: float) -> tuple[Ten
 
 def candidates(share: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """Tokens (n,) among which is every row's nucleus of share (R, V), and the smallest share in it (R, 1), above 0."""
-    most, tiny = share.amax(0), torch.finfo(share.dtype).tiny
+    most = share.amax(0)
     # Tokens below (1 − top_p) / V hold at most 1 − top_p together, and no nucleus needs one of them. Four times as much
     # leaves half as many, and will do where they hold enough and each nucleus ends above it.
     for times in (4, 1):
@@ -156,9 +156,9 @@ def candidates(share: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
         rising.numpy().sort(-1)  # several times faster than torch's, which also finds the places
         held = rising.cumsum(-1)
         least = least_within(rising, held, top_p)
-        if min(held[:, -1:].flatten().tolist(), default=0) >= top_p and min(least.tolist())[0] >= max(floor, tiny):
+        if min(held[:, -1:].flatten().tolist(), default=0) >= top_p and min(least.tolist())[0] >= floor:
             return likely, least
-    return likely, least.clamp_min_(tiny)
+    return likely, least.clamp_min_(torch.finfo(share.dtype).tiny)
 
 
 def least_within(rising: Tensor, held: Tensor, top_p: float) -> Tensor:

@@ -41,7 +41,7 @@ def listed(tree: DraftTree, paths: list[list[int]]) -> tuple[Tensor, Tensor, Ten
     """Each row's path, from the root, as tensors: the nodes (B, P), how many there are (B,), and the last (B,)."""
     most = tree.max_depth + 1
     made = torch.tensor([path + path[-1:] * (most - len(path)) + [len(path)] for path in paths])
-    return made[:, :-1], made[:, -1], made[:, -2]
+    return made.narrow(1, 0, most), made.select(1, most), made.select(1, most - 1)
 
 
 def standing(tree: DraftTree, kept: Tensor) -> Tensor:

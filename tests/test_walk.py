@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from enumeration import Table, distance, output_law, step_law
+from enumeration import Table, distance, law_of, output_law, step_law
 
 from specheads import (
     Block,
+    DraftTree,
     DynamicTree,
     Exact,
     Fuzzy,
@@ -19,13 +20,15 @@ from specheads import (
     Unadjusted,
     chain,
 )
-from specheads.accept import Ensemble, LevelRule, Verdict
+from specheads.accept import Ensemble, LevelRule, Verdict, walk
 from specheads.accept.marks import path_to
 
 LEVEL_RULES = [
     Exact(), Lenient(0.5), Unadjusted(), Ensemble(0.6), Fuzzy(0.1), Fuzzy(0.3, "tv"), Fuzzy(0.1, "tv", mode="rescue"),
     Fuzzy(0.9, "tv", mode="rescue"), Fuzzy(0.4, "top_p_kl", processed=True),
 ]  # fmt: skip
+
+ALL_RULES = [*LEVEL_RULES, Block(), Traversal(), Typical(), TopN(), Margin(0.5)]
 
 
 def first_near(rule, laws, children):
@@ -88,6 +91,17 @@ def test_judging_all_nodes_at_once_and_going_down_level_by_level_give_one_law(ru
     assert distance(at_once, step_law(*tables, plan, rule, (0, 1))) < 1e-12
 
 
+@pytest.mark.parametrize("rule", ALL_RULES, ids=repr)
+def test_where_nothing_is_drafted_a_token_is_drawn_from_the_target(rule):
+    """Whatever the rule asks of a draft."""
+    target = Table(3, 1)
+
+    def run(sampler):
+        return int(walk(DraftTree.root_only(torch.tensor([1])), target((0, 1)).view(1, 1, -1), rule, sampler).bonus)
+
+    assert distance(law_of(run), dict(enumerate(target((0, 1)).softmax(-1).tolist()))) < 1e-12
+
+
 @pytest.mark.parametrize("plan", [chain(2), StaticTree(((0,), (1,), (0, 0))), SampledTree((2, 1))], ids=repr)
 @pytest.mark.parametrize("rule", LEVEL_RULES, ids=repr)
 def test_the_rows_of_a_batch_are_judged_as_each_alone(rule, plan):
@@ -101,7 +115,6 @@ PLANS = [
     chain(2), StaticTree(((0,), (1,), (0, 0))), DynamicTree(4, 2, 2), SampledTree((1, 1)), SampledTree((1, 2)),
     SampledTree((2, 1)),
 ]  # fmt: skip
-ALL_RULES = [*LEVEL_RULES, Block(), Traversal(), Typical(), TopN(), Margin(0.5)]
 
 
 @pytest.mark.parametrize(

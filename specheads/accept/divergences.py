@@ -137,16 +137,15 @@ def nucleus(q: Tensor, p: Tensor, ids: Tensor | None, top_p: float) -> tuple[Ten
         likely, least = candidates(p, top_p)
         q, p = q.index_select(-1, likely), p.index_select(-1, likely)
     else:
-        rising = p.sort(-1).values
-        least = least_within(rising, rising.cumsum(-1), top_p).clamp_min_(torch.finfo(p.dtype).tiny)
-        q, p = q.clone(), p.clone()
+        least, _ = least_within(p.sort(-1).values, top_p)
+        q, p, least = q.clone(), p.clone(), least.clamp_min_(torch.finfo(p.dtype).tiny)
     outside = p < least
     return q.masked_fill_(outside, -torch.inf), p.masked_fill_(outside, 0)
 
 
 def candidates(share: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """Tokens (n,) among which is every row's nucleus of share (R, V), and the smallest share in it (R, 1), above 0."""
-    most = share.amax(0)
+    most = share.amax(0) if len(share) > 1 else share[0]
     # Tokens below (1 − top_p) / V hold at most 1 − top_p together, and no nucleus needs one of them. Four times as much
     # leaves half as many, and will do where they hold enough and each nucleus ends above it.
     for times in (4, 1):
@@ -154,15 +153,16 @@ def candidates(share: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
         likely = (~(most < floor)).nonzero().squeeze(1)  # what is not a number too, to be told of where it is drawn
         rising = share.index_select(-1, likely)
         rising.numpy().sort(-1)  # several times faster than torch's, which also finds the places
-        held = rising.cumsum(-1)
-        least = least_within(rising, held, top_p)
-        if min(held[:, -1:].flatten().tolist(), default=0) >= top_p and min(least.tolist())[0] >= floor:
+        least, more = least_within(rising, top_p)
+        if min(more.tolist()) >= [0] and min(least.tolist()) >= [floor]:  # neither of which no tokens at all have
             return likely, least
     return likely, least.clamp_min_(torch.finfo(share.dtype).tiny)
 
 
-def least_within(rising: Tensor, held: Tensor, top_p: float) -> Tensor:
-    """(R, 1) the smallest share in each row's nucleus, of shares (R, n) in rising order and their running sums; shares
-    too small for any may be missing."""
-    last = torch.searchsorted(held, held[:, -1:] - top_p, right=True).clamp(max=held.shape[1] - 1)
-    return rising.gather(-1, last)
+def least_within(rising: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Of shares (R, n) in rising order, those left out being too small for any nucleus: (R, 1) the smallest share in each
+    row's, and how much more than `top_p` they hold together; (R, 0) both where n is 0."""
+    held = rising.cumsum(-1)
+    more = held[:, -1:] - top_p
+    last = torch.searchsorted(held, more, right=True).clamp(max=held.shape[1] - 1)
+    return rising.gather(-1, last), more

@@ -1,11 +1,11 @@
 """What accepting costs: the share of a step that each rule takes to walk the verified tree.
 
     python benchmarks/acceptance.py --out docs/benchmarks
-    python benchmarks/acceptance.py --small out/small --out docs/benchmarks/draft_model
+    python benchmarks/acceptance.py --small out/small --repeats 3 --out docs/benchmarks/draft_model
 
 EAGLE-3, or a draft model, float32, batch 1, greedy and at temperature 1, every rule on the same prompts and on chains
 and branching trees. Timed around walk(); keeping the draft's law, where a rule needs it, counts as drafting. Medians
-over all steps.
+over all steps of all repeats, in each of which every rule has its turn.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -61,6 +62,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="the folder for acceptance.md and .json")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--num-prompts", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--require", action="store_true", help="exit 1 if a rule takes more than 3 %% of a step")
     options = parser.parse_args()
 
@@ -75,23 +77,18 @@ def main() -> int:
         run, drafts = model.generate, options.head
     prompts = held_out_prompts(tokenizer, options.num_prompts, 64, shipped.held_out_names(folder))
     batches = decoders.batches(tokenizer, prompts, base.device)
-    record: dict[str, dict[str, float | None]] = {}
-    for rule, accept in RULES.items():
-        record[rule] = {}
-        for tree, (temperature, plan) in TREES.items():
-            if rule == "Block" and isinstance(plan, specheads.SampledTree) and max(plan.branches) > 1:
-                record[rule][tree] = None  # it judges chains only
-                continue
-            sampling = (
-                {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-            )
-            ask = {"max_new_tokens": options.max_new_tokens, "tree": plan, "accept": accept, "seed": 0, **sampling}
-            record[rule][tree] = share(run, batches, ask)
+    shares: dict[str, dict[str, list[float]]] = {rule: {tree: [] for tree in TREES} for rule in RULES}
+    for _, (rule, accept), (tree, (temperature, plan)) in product(range(options.repeats), RULES.items(), TREES.items()):
+        if rule == "Block" and isinstance(plan, specheads.SampledTree) and max(plan.branches) > 1:
+            continue  # it judges chains only
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        ask = {"max_new_tokens": options.max_new_tokens, "tree": plan, "accept": accept, "seed": 0, **sampling}
+        shares[rule][tree] += of_steps(run, batches, ask)
+    record = {rule: {tree: median(own) if own else None for tree, own in row.items()} for rule, row in shares.items()}
     where = environment.environment()
     command = "python benchmarks/acceptance.py " + " ".join(sys.argv[1:])
     rows = [
-        [rule, *("–" if value is None else f"{value:.1%}" for value in shares.values())]
-        for rule, shares in record.items()
+        [rule, *("–" if value is None else f"{value:.1%}" for value in row.values())] for rule, row in record.items()
     ]
     text = "\n".join([
         "# What accepting costs\n", f"`{command}`\n", f"{environment.line(where)}.\n",
@@ -100,11 +97,11 @@ def main() -> int:
     ])  # fmt: skip
     report.write(options.out, "acceptance", text, {"command": command, "environment": where, "shares": record})
     print(text)
-    return int(options.require and max(one for shares in record.values() for one in shares.values() if one) > 0.03)
+    return int(options.require and max(one for row in record.values() for one in row.values() if one) > 0.03)
 
 
-def share(run: Callable[..., Any], batches: list[dict[str, Any]], ask: dict[str, Any]) -> float:
-    """walk()'s median share of a step."""
+def of_steps(run: Callable[..., Any], batches: list[dict[str, Any]], ask: dict[str, Any]) -> list[float]:
+    """walk()'s share of each step."""
     shares = []
     for batch in [batches[0], *batches]:  # the first once more, as a warm-up
         walked: list[float] = []
@@ -118,7 +115,7 @@ def share(run: Callable[..., Any], batches: list[dict[str, Any]], ask: dict[str,
         with mock.patch("specheads.decode.walk", timed):
             steps = run(**batch, **ask, return_dict_in_generate=True).steps
         shares.append([own / step.seconds for own, step in zip(walked, steps[1:], strict=True)])
-    return median(one for batch in shares[1:] for one in batch)
+    return [one for batch in shares[1:] for one in batch]
 
 
 if __name__ == "__main__":

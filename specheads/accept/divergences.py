@@ -160,7 +160,7 @@ def candidates(share: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def least_within(rising: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Of shares (R, n) in rising order, those left out being too small for any nucleus: (R, 1) the smallest share in each
+    """Of shares (R, n) in rising order, all others being too small for a nucleus: (R, 1) the smallest share in each
     row's, and how much more than `top_p` they hold together; (R, 0) both where n is 0."""
     held = rising.cumsum(-1)
     more = held[:, -1:] - top_p

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -62,3 +62,21 @@ def texts(split: Split, held_out: list[str] | None = None) -> Iterator[tuple[str
     for name, path in stdlib_files().items():
         if (name in held) == (split == "held_out") and (text := read_text(path)) is not None:
             yield name, text
+
+
+def texts_of(paths: Iterable[str | Path]) -> Iterator[tuple[str, str]]:
+    """(name, text) of each file named, and of each .py file in the folders named, in path order.
+
+    Raises FileNotFoundError for a path that is not there, and ValueError for one that gives no text to learn from.
+    """
+    for given in map(Path, paths):
+        if not given.exists():
+            raise FileNotFoundError(f"--data {given}: no such file or folder")
+        files = sorted(given.rglob("*.py")) if given.is_dir() else [given]
+        found = [(str(path), text) for path in files if (text := read_text(path)) is not None]
+        if not found:
+            raise ValueError(
+                f"--data {given}: no {'.py file in it' if given.is_dir() else 'file'} of {_MIN_CHARS} to {_MAX_CHARS} "
+                "characters in UTF-8; name files or folders of Python source"
+            )
+        yield from found

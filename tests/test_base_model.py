@@ -1,6 +1,8 @@
 """train/base_model.py: a base model, its tokenizer and its record, trained on a corpus that keeps some files apart."""
 
 import json
+import os
+import signal
 import sys
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from specheads import convert, corpus
+from tests.forked import fork
 from train import base_model
 
 SIZES = {
@@ -44,7 +47,9 @@ def train(library, output, **options):
         seen["batches"].append(data)
         return draw(data, *args)
 
-    arguments = [f"--{name}={value}" for name, value in {**SIZES, "output_dir": output, **options}.items()]
+    arguments = []
+    for name, value in {**SIZES, "output_dir": output, **options}.items():
+        arguments += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "stdlib_files", lambda: {path.name: path for path in sorted(library.glob("*.py"))})
         patch.setattr(base_model, "train_tokenizer", learning)
@@ -128,3 +133,96 @@ def test_a_deepened_model_starts_as_the_same_function(made):
     with torch.no_grad():
         torch.testing.assert_close(deeper(ids, use_cache=False).logits, models[0](ids, use_cache=False).logits)
     assert [layer.self_attn.layer_idx for layer in deeper.model.layers] == list(range(5))
+
+
+STEP = SIZES["batch_size"] * SIZES["sequence_length"]  # tokens
+
+
+def test_a_budget_of_tokens_ends_the_run_at_the_first_step_that_reaches_it(library, made, tmp_path):
+    for tokens, steps in ((5 * STEP, 5), (5 * STEP + 1, 6)):
+        seen = train(library, tmp_path / str(tokens), init=made[0], layers=2, tokens=tokens)
+        record = json.loads((tmp_path / str(tokens) / "training.json").read_text("utf8"))
+        assert record["steps"] == steps and record["tokens"] == steps * STEP and len(seen["batches"]) == steps + 32
+        assert not (tmp_path / str(tokens) / base_model.RESUME).exists()
+
+
+def test_the_learning_rate_follows_the_budget_of_tokens():
+    options = base_model.Options("out", tokens=1000.0, batch_size=1, sequence_length=1, flat_fraction=0.5)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    run = base_model.Run(options, None, [(optimizer, 2.0)], None, None)
+    for step, scale in ((0, 0.02), (24, 0.5), (400, 1.0), (750, 0.5), (999, 0.01)):
+        run.step = step
+        run.set_learning_rates()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(2.0 * scale), step
+
+
+def test_files_and_folders_of_ones_own_are_trained_on_but_for_those_held_out(library, made, tmp_path):
+    own = tmp_path / "own" / "deep"
+    own.mkdir(parents=True)
+    (own / "held.py").write_text((library / "m20.py").read_text("utf8"), "utf8")  # a copy of a file held out
+    (own / "more.py").write_text("def zqzz(more):\n    return more\n\n\n" * 12, "utf8")
+    (own / "notes.txt").write_text("zqyy is in no .py file of the folder\n" * 12, "utf8")
+    (tmp_path / "alone.txt").write_text("zqxx is in a file that is named\n" * 12, "utf8")
+    folders = [str(tmp_path / "own"), str(tmp_path / "alone.txt")]
+    options = base_model.Options("out", data=folders)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "stdlib_files", lambda: {path.name: path for path in sorted(library.glob("*.py"))})
+        train_texts, eval_texts = base_model.load_texts(options, ["m00.py", "m20.py", "m40.py"])
+    text = "".join(train_texts)
+    assert "zqzz" in text and "zqxx" in text and "zqyy" not in text
+    assert words_of(text) == set(range(41)) - HELD_OUT and words_of("".join(eval_texts)) == HELD_OUT
+    for wrong, message in (("nowhere", "no such file or folder"), (str(tmp_path / "empty"), "no .py file in it")):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(SystemExit, match=message):
+            train(library, tmp_path / "out", init=made[0], layers=2, data=[wrong])
+
+
+def killed(library, output, at, **options):
+    """The run in a process of its own, which is killed as it draws batch number `at` of training."""
+    if (child := fork()) == 0:
+        draw, count = base_model.batch, iter(range(10**6))
+
+        def drawing(*args):
+            if next(count) == 16 + at:  # behind those of the held-out loss
+                os.kill(os.getpid(), signal.SIGKILL)
+            return draw(*args)
+
+        base_model.batch = drawing
+        train(library, output, **options)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_run_that_is_killed_and_resumed_ends_as_an_undisturbed_one(library, tmp_path, capfd):
+    options = {"tokens": 12 * STEP, "save_steps": 3, "vocab_size": 300, "flat_fraction": 0.3}
+    train(library, tmp_path / "whole", **options)
+    killed(library, tmp_path / "cut", 5, **options)
+    killed(library, tmp_path / "cut", 5, resume="true", **options)  # 3 steps from the last save
+    train(library, tmp_path / "cut", resume="true", **options)
+    output = capfd.readouterr().out
+    assert "resumed after step 3" in output and "resumed after step 6" in output
+    for name in ("model.safetensors", "tokenizer.json", "held_out.txt"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    records = [json.loads((tmp_path / run / "training.json").read_text("utf8")) for run in ("whole", "cut")]
+    assert records[0]["held_out_loss"] == records[1]["held_out_loss"] and records[1]["steps"] == 12
+
+
+def test_an_interrupted_run_is_neither_overwritten_nor_resumed_with_other_options_or_text(library, tmp_path):
+    options = {"tokens": 9 * STEP, "save_steps": 3, "vocab_size": 300}
+    killed(library, tmp_path, 5, **options)
+    with pytest.raises(SystemExit, match="--resume"):
+        train(library, tmp_path, **options)
+    with pytest.raises(SystemExit, match=r"has --seed 0, not 7"):
+        train(library, tmp_path, resume="true", seed=7, **options)
+    extra = tmp_path / "extra.py"
+    extra.write_text("def other():\n    pass\n\n\n" * 20, "utf8")
+    with pytest.raises(SystemExit, match=r"has --data \[\], not"):
+        train(library, tmp_path, resume="true", data=[str(extra)], **options)
+    elsewhere = tmp_path / "library"
+    elsewhere.mkdir()
+    for path in library.glob("*.py"):
+        (elsewhere / path.name).write_text(path.read_text("utf8").replace("+ 1", "+ 2"), "utf8")
+    with pytest.raises(SystemExit, match=r"is not what .* was trained on"):
+        train(elsewhere, tmp_path, resume="true", **options)
+    train(library, tmp_path, resume="true", **{**options, "tokens": 12 * STEP})  # a longer budget is welcome
+    assert json.loads((tmp_path / "training.json").read_text("utf8"))["steps"] == 12

@@ -1,5 +1,6 @@
-# make demo    train a head live, restore it, and race it against transformers' generate()
-# make test    the whole test suite
+# make demo      train a head live, restore it, and race it against transformers' generate()
+# make test      the tests, with a stated sample of the large grids (those marked sampled(n): one case in n)
+# make test-all  every test: slow ones, and the large grids whole
 # Each makes its own environment in .venv first, once; PYTHON=python3.12 chooses the interpreter.
 
 PYTHON ?= python3
@@ -9,10 +10,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint clean
+.PHONY: help install demo test test-all lint clean
 
 help:
-	@sed -n '1,3s/^# //p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '1,4s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 install: $(STAMP)
 
@@ -31,6 +32,9 @@ demo: $(STAMP)
 
 # One thread a process: two processes fill two cores, and the threads of tiny matrices only wait for one another.
 test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow" $(ARGS)
+
+test-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
 
 lint: $(STAMP)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from transformers.utils import logging as hf_logging
 
 from specheads.accept import Acceptance, walk
 from specheads.draft_law import LawKept
 from specheads.drafters.base import Context, Drafter
-from specheads.planner import Plan
+from specheads.planner import Idle, Plan, limited
+from specheads.processors import PREFIX_ONLY
 from specheads.sampling import Sampler
 from specheads.target import Target
 from specheads.tree import DraftTree
 
+logger = hf_logging.get_logger(__name__)
 Stop = Callable[[int, list[int], int], int]
 
 
@@ -49,13 +52,15 @@ def decode(
     accept: Acceptance,
     stop: Stop,
     max_new_tokens: int,
+    eos: Collection[int] = (),
     keep_scores: bool = False,
 ) -> Iterator[Step]:
     """Generate from prompts ids (B, T), packed left, of lengths (B,); yields a Step at a time until all rows stop.
 
     drafter None (with plan None) is plain autoregressive decoding: the same loop over root-only trees.
     stop(row, ids, count) looks at a row's ids, of which the last `count` are new, and returns how many of those to
-    keep, or a negative number if the row goes on.
+    keep, or a negative number if the row goes on. eos: ids after which it always ends; nothing is drafted past
+    max_new_tokens, and no logits processor is asked what follows either.
     """
     began = time.perf_counter()
     batch = ids.shape[0]
@@ -68,6 +73,8 @@ def decode(
     running = [True] * batch
     if plan and accept.wants_draft_law:
         plan = LawKept(plan)
+    watch = StateWatch(sampler) if plan else None
+    end_ids = torch.tensor(sorted(eos), dtype=ids.dtype, device=root.device) if sampler.needs_prefix else None
 
     def settle(gained: list[list[int]]) -> list[list[int]]:
         """Cut each row's gain where it stops, and mark the rows that did."""
@@ -86,7 +93,15 @@ def decode(
 
     while any(running):
         began = time.perf_counter()
-        tree = drafter.propose(context, sampler, plan) if drafter and plan else DraftTree.root_only(context.root)
+        # How many tokens each row may still gain.
+        left = [
+            max_new_tokens - len(history) + len(prompt) if going else 0
+            for history, prompt, going in zip(context.history, prompts, running, strict=True)
+        ]
+        tree = DraftTree.root_only(context.root)
+        if drafter and plan and max(left) > 1:
+            own = Idle(plan) if watch and watch.waiting else limited(plan, max(left) - 1)
+            tree = drafter.propose(context, sampler, own)
         if accept.needs_draft_law and tree.logits is None and tree.num_nodes > 1:
             raise ValueError(
                 f"{type(accept).__name__} compares the draft's law with the target's, and {type(drafter).__name__} "
@@ -94,7 +109,10 @@ def decode(
             )
         target.active = active = None if all(running) else torch.tensor(running, device=root.device)
         out = target.verify(tree)
-        verdict = walk(tree, out.logits, accept, sampler, context.history, keep_scores=keep_scores)
+        ends = None if end_ids is None else ended(tree, end_ids, left)
+        verdict = walk(tree, out.logits, accept, sampler, context.history, ends=ends, keep_scores=keep_scores)
+        if watch and not watch.still(sampler):
+            plan = watch = None
         if active is not None:  # a finished row stays where it is
             verdict = replace(verdict, length=verdict.length * active)
         following, ranks_of_path = verdict.following(tree), tree.shape.ranks.gather(1, verdict.path)
@@ -116,6 +134,43 @@ def decode(
             else []
         )
         yield Step(tokens, accepted, ranks, drafted, time.perf_counter() - began, kept)
+
+
+class StateWatch:
+    """Watches whether logits processors of unknown kinds change from call to call, before anything is drafted.
+
+    waiting: is that not known yet? Until then no draft is made, so that each is asked once a token, as by
+    `generate()`.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.waiting = bool(sampler.unproven)
+        self.seen = sampler.state() if self.waiting else None
+
+    def still(self, sampler: Sampler) -> bool:
+        """After a step: may drafts be made from here on? Says once, in the log, where they may not."""
+        if not self.waiting:
+            return True
+        self.waiting = False
+        if self.seen is not None and self.seen == sampler.state():
+            return True
+        names = ", ".join(sorted({type(processor).__name__ for processor in sampler.unproven}))
+        logger.warning(
+            "%s keeps state from call to call, or may, and cannot judge drafts: decoding goes on without them. If its "
+            "result depends on the ids and scores of each call alone, give it an attribute %s = True", names,
+            PREFIX_ONLY,
+        )  # fmt: skip
+        return False
+
+
+def ended(tree: DraftTree, end_ids: Tensor, left: list[int]) -> Tensor:
+    """(B, N) the nodes that nothing follows: at or below one of end_ids (E,) or the last token a row may gain.
+
+    left: how many tokens each row may gain after its root, 0 where it has ended.
+    """
+    room = torch.tensor(left, device=tree.tokens.device).unsqueeze(1)
+    last = (tree.shape.depth >= room) | (torch.isin(tree.tokens, end_ids) & tree.shape.drafted)
+    return (tree.shape.ancestors & last.unsqueeze(1)).any(2)
 
 
 def top_tokens(logits: Tensor, count: int) -> Tensor | None:

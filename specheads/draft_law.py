@@ -71,6 +71,9 @@ class LawKept:
     def drafting_slots(self) -> int:
         return self.plan.drafting_slots
 
+    def limited(self, depth: int) -> LawKept:
+        return LawKept(self.plan.limited(depth))
+
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
         levels: list[tuple[Tensor, Tensor | None, Scored]] = []
 
@@ -79,6 +82,8 @@ class LawKept:
             return levels[-1][2]
 
         tree = self.plan.grow(root, noted, sampler, vocab_size)
+        if not levels:
+            return tree
         shape = tree.shape
         # A tree's node is the expanded one of the same token behind the same expanded node.
         expanded = torch.where(shape.drafted, -1, 0)  # (B, N) each node's number among those expanded at its depth

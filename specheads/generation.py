@@ -192,7 +192,8 @@ def _run(
         logits_processor,
         do_sample=do_sample,
         generator=_generator(seed, ids.device) if do_sample or seed is not None else None,
-        left_padding=[columns - n for n in counts],
+        prompts=input_ids.tolist(),
+        lengths=counts,
         pad_token_id=pad_id,
     )
     wants_scores = bool(generation_config.output_scores or generation_config.output_logits)
@@ -205,7 +206,7 @@ def _run(
     kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in rows]
     for step in decode(
         target, drafter, ids, lengths, plan=plan, sampler=sampler, accept=accept, stop=stop,
-        max_new_tokens=stop.limit, keep_scores=wants_scores,
+        max_new_tokens=stop.limit, eos=stop.eos, keep_scores=wants_scores,
     ):  # fmt: skip
         for row, gained in zip(rows, step.tokens, strict=True):
             row += gained

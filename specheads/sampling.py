@@ -12,19 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
-from transformers.generation import logits_process as hf
 
 from specheads import host
-
-# What these compute from the scores does not depend on the prefix; any other processor, a subclass of these included,
-# is given each node's own.
-_PREFIX_FREE = (
-    hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper,
-    hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.TopHLogitsWarper,
-    hf.SuppressTokensLogitsProcessor, hf.InfNanRemoveLogitsProcessor, hf.LogitNormalization,
-)  # fmt: skip
-# These run the model or keep state from call to call, so they mean nothing at nodes that may be dropped again.
-_REFUSED = (hf.UnbatchedClassifierFreeGuidanceLogitsProcessor, hf.SynthIDTextWatermarkLogitsProcessor)
+from specheads.processors import PREFIX_FREE, RowProcessor, adapted, state_of, unproven
 
 Prefixes = Callable[[], Sequence[Sequence[int]]]
 
@@ -57,39 +47,72 @@ class Sampler:
         *,
         do_sample: bool = False,
         generator: torch.Generator | None = None,
-        left_padding: Sequence[int] | None = None,
+        prompts: Sequence[Sequence[int]] | None = None,
+        lengths: Sequence[int] | None = None,
         pad_token_id: int = 0,
     ) -> None:
-        """left_padding: columns of padding HF put before each row's prompt; processors see the rows as HF has them."""
-        self.processors = processors or LogitsProcessorList()
-        for processor in self.processors:
-            if isinstance(processor, _REFUSED):
-                raise ValueError(
-                    f"{type(processor).__name__} keeps state between tokens and cannot judge drafts; "
-                    "generate with the base model itself: model.base.generate(...)"
-                )
+        """prompts: each row as the caller gave it, padding and all, of which lengths are the row's own: so processors
+        see it. pad_token_id: what follows in a row that has ended. ValueError for a processor that cannot judge
+        drafts."""
+        self.processors = adapted(processors or ())
         self.do_sample, self.generator = do_sample, generator
-        self.left_padding, self.pad_token_id = left_padding, pad_token_id
-        self.needs_prefix = any(type(p) not in _PREFIX_FREE for p in self.processors)
+        self.prompts, self.lengths, self.pad_token_id = prompts, lengths, pad_token_id
+        self.needs_prefix = any(type(p) not in PREFIX_FREE for p in self.processors)
         self._numbers: list[float] = []  # drawn and not yet used, the next one last
 
-    def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """(R, V) logits → (R, V) processed scores, in float32 as `generate()` has them (float64 stays)."""
+    def scores(self, logits: Tensor, prefixes: Prefixes, ended: Sequence[bool] | None = None) -> Tensor:
+        """(R, V) logits → (R, V) processed scores, in float32 as `generate()` has them (float64 stays).
+
+        ended (R,): rows that nothing follows, whose scores stay as they are and mean nothing. No processor is asked of
+        them: it may know of nothing after the end.
+        """
         scores = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
-        if not self.processors:
-            return scores
         if not self.needs_prefix:
-            return self.processors(_no_prefix(scores), scores)
-        padding = self.left_padding or [0] * len(scores)
-        rows = [[self.pad_token_id] * pad + list(row) for pad, row in zip(padding, prefixes(), strict=True)]
-        result = torch.empty_like(scores)
+            for processor in self.processors:
+                scores = processor(_no_prefix(scores), scores)
+            return scores
+        rows, over = self._as_given(prefixes()), list(ended or [False] * len(scores))
+        result = scores.clone()
         # A processor takes rows of one length and may know rows by their index: one call a length, of the whole batch.
-        for length in sorted({len(row) for row in rows}):
-            own = [i for i, row in enumerate(rows) if len(row) == length]
-            even = [row[:length] + [self.pad_token_id] * (length - len(row)) for row in rows]
-            ids: Any = torch.tensor(even, device=scores.device)
-            result[own] = self.processors(ids, scores.clone())[own]
+        for length in sorted({len(row) for row, end in zip(rows, over, strict=True) if not end}):
+            own = [i for i, row in enumerate(rows) if len(row) == length and not over[i]]
+            ids: Any = torch.tensor([self._evened(rows, i, own, over[i]) for i in range(len(rows))])
+            result[own] = self._processed(ids.to(scores.device), scores.clone(), rows, own)[own]
         return result
+
+    def _as_given(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Rows as the caller would have them: with the padding of their prompts, wherever it is."""
+        if self.prompts is None or self.lengths is None:
+            return [list(row) for row in rows]
+        given = zip(self.prompts, self.lengths, rows, strict=True)
+        return [[*prompt, *row[length:]] for prompt, length, row in given]
+
+    def _evened(self, rows: list[list[int]], index: int, own: list[int], ended: bool) -> list[int]:
+        """A row as long as those that are asked for: cut, padded behind its end, or one of theirs in its place."""
+        length, row = len(rows[own[0]]), rows[index]
+        if len(row) >= length:
+            return row[:length]
+        return [*row, *[self.pad_token_id] * (length - len(row))] if ended else rows[own[0]]
+
+    def _processed(self, ids: Tensor, scores: Tensor, rows: list[list[int]], own: list[int]) -> Tensor:
+        """All processors in turn over ids (R, T) and scores (R, V); of rows other than `own` the result means
+        nothing."""
+        for processor in self.processors:
+            if isinstance(processor, RowProcessor):
+                for i in own:
+                    scores[i] = processor.row(i, rows[i], scores[i])
+            else:
+                scores = processor(ids, scores)
+        return scores
+
+    def state(self) -> Any:
+        """What can be seen of what processors of unknown kinds keep from call to call; None where some of it hides."""
+        return state_of(self.unproven)
+
+    @property
+    def unproven(self) -> list[Any]:
+        """The processors that may keep state from call to call, for all that is known of their class."""
+        return unproven(self.processors)
 
     def law(self, logits: Tensor, prefixes: Prefixes = list) -> Tensor:
         """(R, V) logits → p (R, V), rows summing to 1. prefixes() gives each row's ids up to its node, unpadded."""
@@ -108,7 +131,7 @@ class Sampler:
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
         for processor in self.processors:
-            if type(processor) in _PREFIX_FREE:
+            if type(processor) in PREFIX_FREE:
                 scores = processor(_no_prefix(scores), scores)
         return scores.softmax(-1).nan_to_num_(0)
 

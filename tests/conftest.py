@@ -16,6 +16,17 @@ pytest.register_assert_rewrite(
 )
 
 
+def pytest_collection_modifyitems(items):
+    """Of a grid marked sampled(n), all but every n-th case are slow."""
+    seen = {}
+    for item in items:
+        if (marker := item.get_closest_marker("sampled")) is not None:
+            name = item.nodeid.partition("[")[0]
+            seen[name] = number = seen.get(name, -1) + 1
+            if number % marker.args[0]:
+                item.add_marker(pytest.mark.slow)
+
+
 def tiny_llama(**options):
     """A random Llama, 8 layers × 32, vocabulary 97, float32, on a fixed seed."""
     torch.manual_seed(0)

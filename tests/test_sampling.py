@@ -65,9 +65,11 @@ class Recording(LogitsProcessor):
 
 
 def test_each_row_is_processed_with_its_own_padded_prefix():
-    """As HF has them: padding on the left, all rows in every call, so that a row may be known by its index."""
+    """As the caller has them, with the caller's padding wherever it is; all rows in every call, so that a row may be
+    known by its index; and no row with ids that no row has."""
     own = Recording()
-    sampler = Sampler(LogitsProcessorList([own]), do_sample=True, left_padding=[0, 2, 1], pad_token_id=9)
+    prompts, lengths = [[1, 2, 3], [8, 8, 4], [0, 6, 7]], [3, 1, 2]
+    sampler = Sampler(LogitsProcessorList([own]), do_sample=True, prompts=prompts, lengths=lengths, pad_token_id=9)
     logits = torch.zeros(3, 10)
     law = sampler.law(logits, lambda: [[1, 2, 3], [4, 5], [6, 7]])
     assert law.argmin(-1).tolist() == [3, 5, 7] and (law == 0).sum() == 3
@@ -75,8 +77,19 @@ def test_each_row_is_processed_with_its_own_padded_prefix():
     assert sorted(map(len, (call[0] for call in own.calls))) == [3, 4]
     assert all(len(call) == 3 for call in own.calls)
     short, long = sorted(own.calls, key=lambda call: len(call[0]))
-    assert short[0] == [1, 2, 3] and short[2] == [9, 6, 7]
-    assert long[1] == [9, 9, 4, 5]
+    assert short == [[1, 2, 3], [8, 8, 4], [0, 6, 7]]
+    assert long == [[8, 8, 4, 5]] * 3
+
+
+def test_no_processor_is_asked_of_a_row_that_has_ended():
+    own = Recording()
+    sampler = Sampler(LogitsProcessorList([own]), prompts=[[1], [2]], lengths=[1, 1], pad_token_id=9)
+    logits = torch.randn(2, 10, generator=torch.Generator().manual_seed(0))
+    scores = sampler.scores(logits, lambda: [[1, 3, 4], [2, 5]], [False, True])
+    assert own.calls == [[[1, 3, 4], [2, 5, 9]]]  # padded as Hugging Face pads what has ended
+    assert torch.equal(scores[1], logits[1]) and scores[0, 4] == -torch.inf
+    sampler.scores(logits, lambda: [[1, 3], [2]], [True, True])
+    assert len(own.calls) == 1
 
 
 def test_a_subclass_of_a_prefix_free_processor_is_given_its_prefix():

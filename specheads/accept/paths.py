@@ -23,14 +23,16 @@ def walk(
     sampler: Sampler,
     history: Sequence[Sequence[int]] = (),
     *,
+    ends: Tensor | None = None,
     keep_scores: bool = False,
 ) -> Verdict:
     """What of the tree stands, in every row at once.
 
     logits (B, N, V) from the target. history: each row's ids up to and with the root, read only where a logits
-    processor depends on the prefix; such a processor sees each node's own.
+    processor depends on the prefix; such a processor sees each node's own. ends (B, N): nodes that nothing follows, of
+    which no such processor is asked; None for none.
     """
-    laws = Laws(tree, logits, sampler, history)
+    laws = Laws(tree, logits, sampler, history, ends)
     if tree.num_nodes == 1 or accept.is_exact(sampler):
         accept = Exact()
     verdict = accept.judge(laws)

@@ -24,13 +24,15 @@ class Laws:
     """The target's law at the nodes of one verified tree, made when it is asked for.
 
     logits (B, N, V) are the target's. history: each row's ids up to and with the root, read only where a logits
-    processor depends on the prefix; such a processor sees each node's own.
+    processor depends on the prefix; such a processor sees each node's own. ends (B, N): nodes that nothing follows (an
+    end of text, the length limit), of which no such processor is asked; None for none.
     """
 
     tree: DraftTree
     logits: Tensor
     sampler: Sampler
     history: Sequence[Sequence[int]] = ()
+    ends: Tensor | None = None
 
     @cached_property
     def _rows(self) -> Tensor:
@@ -75,9 +77,15 @@ class Laws:
 
     def scores_at(self, node: Tensor) -> Tensor:
         """(B,) → (B, V) the processed scores at one node of each row."""
-        if "scores" in self.__dict__:  # of every node
+        # Of a root alone they are made once too: a processor that keeps state is asked once a token.
+        if "scores" in self.__dict__ or (self.tree.num_nodes == 1 and self.sampler.needs_prefix):
             return self.at(self.scores, node)
-        return self.sampler.scores(self.at(self.logits, node), lambda: self.prefixes(node))
+        return self._asked_at(node, None if self.ends is None else self.at(self.ends, node))
+
+    def _asked_at(self, node: Tensor, ended: Tensor | None) -> Tensor:
+        """`scores_at`, asked of the processors but for rows that have ended (B,)."""
+        over = None if ended is None else ended.tolist()
+        return self.sampler.scores(self.at(self.logits, node), lambda: self.prefixes(node), over)
 
     @cached_property
     def scores(self) -> Tensor:
@@ -92,11 +100,13 @@ class Laws:
         shape, tokens = self.tree.shape, self.tree.tokens
         made = torch.zeros_like(self.logits, dtype=torch.promote_types(self.logits.dtype, torch.float32))
         possible = torch.zeros_like(tokens, dtype=torch.bool)
+        ends = torch.zeros_like(possible) if self.ends is None else self.ends
         for place in range(num):
             above = shape.above[:, place]
             allowed = made[self._rows, above, tokens[:, place]] > -torch.inf
-            possible[:, place] = (shape.drafted[:, place] & possible[self._rows, above] & allowed) | (place == 0)
-            own = self.scores_at(torch.where(possible[:, place], place, 0))
+            reached = (shape.drafted[:, place] & possible[self._rows, above] & allowed) | (place == 0)
+            possible[:, place] = reached & ~ends[:, place]
+            own = self._asked_at(torch.full_like(tokens[:, 0], place), ~possible[:, place])
             made[:, place] = torch.where(possible[:, place : place + 1], own, 0)
         return made
 

@@ -76,6 +76,9 @@ class ScheduledChain(AdaptiveChain):
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
         return AdaptiveChain(self.now, self.confidence, self.sampled).grow(root, expand, sampler, vocab_size)
 
+    def limited(self, depth: int) -> ScheduledChain:
+        return replace(self, max_depth=depth, now=min(self.now, depth))
+
     def after(self, whole: bool) -> ScheduledChain:
         """The chain behind a draft that was accepted whole, or was not."""
         return replace(self, now=min(self.now + 2, self.max_depth) if whole else max(1, self.now - 1))
@@ -98,9 +101,11 @@ class Assistant(DraftModel):
         if not isinstance(inner, ScheduledChain):
             return super().propose(context, sampler, plan)
         memory = context.memory
+        own = inner
         if "scheduled" in memory:
-            inner = memory["scheduled"].after(accepted_whole(context.new, memory["drafted"]))
-        memory["scheduled"] = inner
+            own = memory["scheduled"].after(accepted_whole(context.new, memory["drafted"]))
+        memory["scheduled"] = own
+        inner = own.limited(min(own.depth, inner.depth))
         tree = super().propose(context, sampler, replace(plan, plan=inner) if isinstance(plan, LawKept) else inner)
         memory["drafted"] = tree.shape.drafted.sum(1)
         return tree

@@ -6,7 +6,7 @@ Shapes: B batch rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ class HeadReview:
     @property
     def num_nodes(self) -> int:
         return self.depth + 1
+
+    def limited(self, depth: int) -> HeadReview:
+        return replace(self, depth=min(depth, self.depth))
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
         """The drafts are left in `working`; the tree returned is the root."""

@@ -236,7 +236,9 @@ class ParallelHead(DraftVocabulary):
             )
         # What stands behind does not show in causal slots.
         count = plan.depth + config.silent_slots if config.causal else config.block_size
-        cache = self.read(context, max(plan.depth + 1, plan.drafting_slots, count))
+        cache = self.read(context, max(max(plan.depth + 1, plan.drafting_slots) + config.silent_slots, count))
+        if plan.depth == 0:
+            return DraftTree.root_only(context.root)
         cache.open()
         slot = torch.arange(count, device=cache.lengths.device).expand(len(cache.lengths), -1)
         inside = torch.ones(len(slot), count, count, dtype=torch.bool, device=slot.device)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from specheads.planner.plan import Expand, positive
+from specheads.planner.plan import MAX_NODES, Expand, within
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree
 
@@ -27,7 +27,7 @@ class AdaptiveChain:
     sampled: bool = False
 
     def __post_init__(self) -> None:
-        positive("max_depth", self.max_depth)
+        within("max_depth", self.max_depth, MAX_NODES - 1)
         if not 0 <= self.confidence <= 1:
             raise ValueError(f"confidence={self.confidence} must be a probability, 0 (never stop early) to 1")
 
@@ -42,6 +42,9 @@ class AdaptiveChain:
     @property
     def drafting_slots(self) -> int:
         return self.max_depth - 1
+
+    def limited(self, depth: int) -> AdaptiveChain:
+        return replace(self, max_depth=depth)
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
         first, above = torch.zeros_like(root).unsqueeze(1), None  # every level has one node

@@ -6,13 +6,13 @@ Shapes: B batch rows, k beams of a level, w children of a beam.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from specheads.planner.plan import Expand, positive
+from specheads.planner.plan import MAX_NODES, Expand, positive, within
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree
 
@@ -34,9 +34,9 @@ class BestFirstTree:
 
     def __post_init__(self) -> None:
         for name in ("depth", "width"):
-            positive(name, getattr(self, name))
-        if self.budget < 2:
-            raise ValueError(f"budget={self.budget} must be at least 2: the root and a draft")
+            within(name, getattr(self, name), MAX_NODES - 1)
+        if not 2 <= self.budget <= MAX_NODES:
+            raise ValueError(f"budget={self.budget} must be 2 (the root and a draft) to {MAX_NODES} nodes")
         if self.beams is not None:
             positive("beams", self.beams)
 
@@ -61,6 +61,9 @@ class BestFirstTree:
     @property
     def drafting_slots(self) -> int:
         return sum(self.level_beams)
+
+    def limited(self, depth: int) -> BestFirstTree:
+        return replace(self, depth=depth)
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
         return likeliest(root, expand, self.budget, self.width, self.level_beams)

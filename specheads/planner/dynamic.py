@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from specheads.planner.best_first import likeliest
-from specheads.planner.plan import Expand, positive
+from specheads.planner.plan import MAX_NODES, MAX_SLOTS, Expand, positive, within
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree
 
@@ -25,9 +25,10 @@ class DynamicTree:
     top_k: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("depth", "top_k"):
-            positive(name, getattr(self, name))
-        most = 1 + self.top_k + (self.depth - 1) * self.top_k**2
+        positive("top_k", self.top_k)
+        within("depth", self.depth, MAX_NODES - 1)
+        within("depth × top_k", self.depth * self.top_k, MAX_SLOTS)
+        most = min(MAX_NODES, _most(self.depth, self.top_k))
         if not 2 <= self.budget <= most:
             raise ValueError(
                 f"budget={self.budget} must be 2 to {most} nodes for depth={self.depth} and top_k={self.top_k}"
@@ -41,5 +42,13 @@ class DynamicTree:
     def drafting_slots(self) -> int:
         return (self.depth - 1) * self.top_k
 
+    def limited(self, depth: int) -> DynamicTree:
+        return replace(self, depth=depth, budget=min(self.budget, _most(depth, self.top_k)))
+
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
         return likeliest(root, expand, self.budget, self.top_k, (self.top_k,) * (self.depth - 1))
+
+
+def _most(depth: int, top_k: int) -> int:
+    """The nodes there are to choose from, the root included."""
+    return 1 + top_k + (depth - 1) * top_k**2

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree
+
+MAX_NODES = 1024  # of a tree, the root included: a pass takes a mask of its square
+MAX_SLOTS = 8 * MAX_NODES  # that a drafter expands for one tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +86,52 @@ class Plan(Protocol):
         that was accepted in the same slots, so that they are depth + 1 at least."""
         ...
 
+    def limited(self, depth: int) -> Plan:
+        """The same plan with no node deeper than `depth`, which is at least 1 and less than its own."""
+        ...
+
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree: ...
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Drafts nothing, in place of `plan`, which follows or came before: the drafter reads the text all the same."""
+
+    plan: Plan
+
+    @property
+    def num_nodes(self) -> int:
+        return 1
+
+    @property
+    def depth(self) -> int:
+        return 0
+
+    @property
+    def drafting_slots(self) -> int:
+        return max(self.plan.drafting_slots, self.plan.depth + 1)
+
+    def limited(self, depth: int) -> Self:
+        return self
+
+    def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
+        return DraftTree.root_only(root)
+
+
+def limited(plan: Plan, depth: int) -> Plan:
+    """`plan` with no node deeper than `depth`: `plan` itself where it has none, one that drafts nothing at depth 0."""
+    if depth >= plan.depth:
+        return plan
+    return plan.limited(depth) if depth > 0 else Idle(plan)
 
 
 def positive(name: str, value: int) -> None:
     if value < 1:
         raise ValueError(f"{name}={value} must be at least 1")
+
+
+def within(name: str, value: int, most: int) -> None:
+    """ValueError unless value is 1 to most: a larger plan would take memory before it drafted anything."""
+    positive(name, value)
+    if value > most:
+        raise ValueError(f"{name}={value} must be at most {most}")

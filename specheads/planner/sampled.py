@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from specheads.planner.plan import Expand, positive
+from specheads.planner.plan import MAX_NODES, Expand, positive, within
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree, Shape, known_all
 
@@ -24,8 +24,10 @@ class SampledTree:
     def __post_init__(self) -> None:
         if not self.branches:
             raise ValueError("branches=() must name at least one level, for instance (2, 2, 1)")
+        within("levels of branches", len(self.branches), MAX_NODES - 1)
         for width in self.branches:
             positive("each entry of branches", width)
+        within("nodes below the root", self.num_nodes - 1, MAX_NODES - 1)
 
     @property
     def depth(self) -> int:
@@ -45,6 +47,12 @@ class SampledTree:
     @property
     def drafting_slots(self) -> int:
         return sum(self._widths[1:-1])
+
+    def limited(self, depth: int) -> SampledTree:
+        made: dict[int, SampledTree] = self.__dict__.setdefault("_limited", {})
+        if depth not in made:
+            made[depth] = replace(self, branches=self.branches[:depth])
+        return made[depth]
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
         batch, device = root.shape[0], root.device

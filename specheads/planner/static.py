@@ -11,11 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specheads.planner.plan import Expand, positive
+from specheads.planner.plan import MAX_NODES, Expand, positive, within
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree, Shape
-
-MAX_STATIC_NODES = 1024  # of a tree nobody calibrated; building one takes time that grows with the square
 
 
 class _Level(NamedTuple):
@@ -43,6 +41,8 @@ class StaticTree:
     choices: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        if len(self.choices) >= MAX_NODES:
+            raise ValueError(f"a static tree of {len(self.choices)} choices: {MAX_NODES - 1} at most")
         chosen = tuple(sorted({tuple(c) for c in self.choices}, key=lambda c: (len(c), c)))
         if not chosen:
             raise ValueError("a static tree needs at least one choice, for instance ((0,),)")
@@ -64,6 +64,12 @@ class StaticTree:
     @property
     def drafting_slots(self) -> int:
         return sum(len(level.inner) for level in self._levels[:-1])
+
+    def limited(self, depth: int) -> StaticTree:
+        made: dict[int, StaticTree] = self.__dict__.setdefault("_limited", {})
+        if depth not in made:
+            made[depth] = StaticTree(tuple(choice for choice in self.choices if len(choice) <= depth))
+        return made[depth]
 
     @cached_property
     def _levels(self) -> list[_Level]:
@@ -126,7 +132,7 @@ def among(candidates: Tensor, chosen: Tensor) -> Tensor:
 
 def chain(depth: int) -> StaticTree:
     """A chain of the likeliest tokens, `depth` of them."""
-    positive("depth", depth)
+    within("depth", depth, MAX_NODES - 1)
     return StaticTree(tuple((0,) * n for n in range(1, depth + 1)))
 
 
@@ -137,6 +143,7 @@ def comb(depth: int, width: int = 2) -> StaticTree:
     """
     positive("depth", depth)
     positive("width", width)
+    within("depth × width", depth * width, MAX_NODES - 1)
     return StaticTree(tuple((*(0,) * level, rank) for level in range(depth) for rank in range(width)))
 
 
@@ -145,8 +152,8 @@ def default_static(budget: int, depth: int, accuracy: Sequence[float] = (0.6, 0.
     moderately trained one, the same and independent at each depth. One counted on data: `calibration.calibrated`."""
     if budget < 2:
         raise ValueError(f"a tree of {budget} nodes drafts nothing; ask for 2 or more")
-    if budget > MAX_STATIC_NODES:
-        raise ValueError(f"a static tree of {budget} nodes: ask for {MAX_STATIC_NODES} at most, or calibrate one")
+    if budget > MAX_NODES:
+        raise ValueError(f"a static tree of {budget} nodes: ask for {MAX_NODES} at most")
     heap: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(accuracy)]
     chosen: list[tuple[int, ...]] = []
     while heap and len(chosen) < budget - 1:

@@ -24,6 +24,7 @@ $(STAMP): requirements.txt setup.py pyproject.toml
 	  { echo "make: '$(PYTHON) -m venv' failed; on Debian and Ubuntu install python3-venv" >&2; exit 2; }
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps xgrammar==0.2.8 apache-tvm-ffi==0.1.15.post2  # triton is for GPUs
 	$(BIN)/python -m pip install --quiet -e . --no-deps --no-build-isolation
 	@touch $@
 

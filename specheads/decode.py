@@ -101,7 +101,8 @@ def decode(
         tree = DraftTree.root_only(context.root)
         if drafter and plan and max(left) > 1:
             own = Idle(plan) if watch and watch.waiting else limited(plan, max(left) - 1)
-            tree = drafter.propose(context, sampler, own)
+            drafted_tree = drafter.propose(context, sampler, own)
+            tree = tree if isinstance(own, Idle) else drafted_tree
         if accept.needs_draft_law and tree.logits is None and tree.num_nodes > 1:
             raise ValueError(
                 f"{type(accept).__name__} compares the draft's law with the target's, and {type(drafter).__name__} "

@@ -184,7 +184,7 @@ class Seq2SeqTarget(Target):
     def _feed(self, ids: Tensor, start: list[int]) -> Tensor:
         """ids (B, N), of which row b's first stands at position start[b] → logits (B, N, V)."""
         active = [True] * len(start) if self.active is None else self.active.tolist()
-        rows = [b for b, going in enumerate(active) if going and start[b] < self.limit]
+        rows = [b for b, going in enumerate(active) if going and start[b] <= self.last_position]
         overhead = PASS_ON_CPU if ids.device.type == "cpu" else PASS_ELSEWHERE
         logits = None
         for own in passes([start[b] for b in rows], ids.shape[1], overhead):
@@ -204,7 +204,7 @@ class Seq2SeqTarget(Target):
         """One forward over ids (R, N) at their positions: logits (R, N, V). Past the length limit nothing is fed (no
         table need reach there), and logits mean nothing."""
         first, num = min(start), ids.shape[1]
-        width = min(max(start) - first + num, self.limit - first)
+        width = min(max(start) - first + num, self.last_position + 1 - first)
         offset = torch.tensor(start, device=ids.device).unsqueeze(1) - first  # (R, 1)
         node = torch.arange(width, device=ids.device) - offset  # (R, W): which node stands in a column
         at = slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else torch.tensor(rows)

@@ -172,6 +172,12 @@ class Target:
         rows = torch.arange(batch, device=logits.device)
         return TargetOutput(logits[rows, last.to(logits.device)].unsqueeze(1), features)
 
+    @property
+    def last_position(self) -> int:
+        """The last position anything is fed at: the last token there is room for follows it and is never fed. Clamped
+        to it, nodes past the length limit, of which nothing is emitted, stay inside learned position tables."""
+        return self.limit - 2
+
     def _refuse_slot_scaling(self) -> None:
         """Llama-4 scales the queries of some layers by cache slot, from floor_scale tokens on."""
         longest = getattr(self.config, "floor_scale", None)
@@ -188,8 +194,7 @@ class Target:
             raise ValueError(f"a tree of {tree.num_nodes} nodes needs scratch ≥ {tree.num_nodes}, not {self.scratch}")
         cache, shape = self.cache, tree.shape
         cache.open()
-        # Nodes past the length limit are never emitted; clamped, they stay inside learned position tables.
-        position = (cache.lengths.unsqueeze(1) + shape.depth).clamp(max=self.limit - 1)
+        position = (cache.lengths.unsqueeze(1) + shape.depth).clamp(max=self.last_position)
 
         def mask(reach: Reach) -> Tensor:
             seen = visible(shape.ancestors, shape.depth, cache.lengths, cache.scratch, cache.attended, reach)
@@ -209,7 +214,7 @@ class Target:
         committed, whose index is 0. They fill the scratch slots in turn, so that `commit` can keep some.
         """
         levels.descend(parents)
-        position = levels.position.clamp(max=self.limit - 1).expand(-1, tokens.shape[1])
+        position = levels.position.clamp(max=self.last_position).expand(-1, tokens.shape[1])
         return TargetOutput(*self._forward(tokens, position, self._masks(levels.mask)))
 
     def commit(self, path: Tensor, length: Tensor, bound: int) -> None:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from specheads.drafters.base import Context
-from specheads.planner import Plan, StaticTree
+from specheads.planner import MAX_NODES, Plan, StaticTree
+from specheads.planner.plan import within
 from specheads.sampling import Sampler
 from specheads.tree import DraftTree, Shape
 
@@ -37,6 +38,7 @@ class PathDrafter(ABC):
     def __post_init__(self) -> None:
         self._at_least("num_tokens", 1)
         self._at_least("width", 1)
+        within(f"{type(self).__name__}: num_tokens × width", self.num_tokens * self.width, MAX_NODES - 1)
 
     def _at_least(self, name: str, least: int) -> None:
         value: Any = getattr(self, name)

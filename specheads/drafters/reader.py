@@ -41,7 +41,8 @@ class Reader:
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         columns = max(map(len, rows))
         ids = torch.tensor([row + [0] * (columns - len(row)) for row in rows], device=self.device)
-        self.logits = self.target.prefill(self._known(ids), lengths, room=max(0, limit - columns)).logits  # (B, 1, V)
+        room = max(0, limit - columns) + 1  # the last token of a text is fed too
+        self.logits = self.target.prefill(self._known(ids), lengths, room=room).logits  # (B, 1, V)
         self.levels: Any
         self.nodes: list[tuple[Tensor, Tensor]] = []  # tokens and parents (B, k) of each level drafted
         self.current = torch.ones(len(rows), dtype=torch.bool, device=self.device)  # was it drafted behind this text?

@@ -22,6 +22,7 @@ from specheads.hub import options as hub_options
 from specheads.joint import JointConfig, attach, detach, is_adapter
 from specheads.quantized import quantization_of, restored
 from specheads.saved_head import CONFIG, WEIGHTS, CheckpointError, adapter_tensors, head_tensors, misfits, read
+from specheads.target import unwrapped
 
 if TYPE_CHECKING:
     from specheads.spec_model import SpecConfig, SpecModel
@@ -124,7 +125,7 @@ def load(
     weights file says itself what it holds. allow_pickle: read a foreign form's pickles too, as tensors and nothing
     else. Other arguments go to the loading of the base.
     """
-    from specheads.convert import build_head, unwrapped
+    from specheads.convert import build_head
     from specheads.formats.importing import detect
     from specheads.spec_model import SpecConfig, SpecModel
 

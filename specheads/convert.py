@@ -17,24 +17,10 @@ from specheads.hub import commit_of
 from specheads.joint import JointConfig, attach
 from specheads.quantized import quantization_of
 from specheads.spec_model import SpecConfig, SpecModel
-from specheads.target import UnsupportedModel, refuse_unsupported, text_config
+from specheads.target import UnsupportedModel, refuse_unsupported, text_config, unwrapped
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-
-
-def unwrapped(base: Any) -> PreTrainedModel:
-    """The Hugging Face model to verify with: that inside a peft model, in whose layers the adapters stay active."""
-    if isinstance(base, SpecModel):
-        raise ValueError("this model already has a head; convert(model.base, ...) gives another SpecModel beside it")
-    if hasattr(base, "get_base_model"):
-        adapter = getattr(base, "active_peft_config", None)
-        if getattr(adapter, "is_prompt_learning", False):
-            raise UnsupportedModel(f"{type(adapter).__name__} puts virtual tokens before each prompt, outside the base")
-        base = base.get_base_model()
-    if not isinstance(base, PreTrainedModel):
-        raise TypeError(f"the base must be a transformers model or the name of one, not {type(base).__name__}")
-    return base
 
 
 def convert(

@@ -13,6 +13,7 @@ from transformers.utils import logging as hf_logging
 from specheads.accept import Acceptance, walk
 from specheads.draft_law import LawKept
 from specheads.drafters.base import Context, Drafter
+from specheads.model_inputs import ModelInputs
 from specheads.planner import Idle, Plan, limited
 from specheads.processors import PREFIX_ONLY
 from specheads.sampling import Sampler
@@ -52,6 +53,7 @@ def decode(
     accept: Acceptance,
     stop: Stop,
     max_new_tokens: int,
+    inputs: ModelInputs | None = None,
     eos: Collection[int] = (),
     keep_scores: bool = False,
 ) -> Iterator[Step]:
@@ -60,11 +62,11 @@ def decode(
     drafter None (with plan None) is plain autoregressive decoding: the same loop over root-only trees.
     stop(row, ids, count) looks at a row's ids, of which the last `count` are new, and returns how many of those to
     keep, or a negative number if the row goes on. eos: ids after which it always ends; nothing is drafted past
-    max_new_tokens, and no logits processor is asked what follows either.
+    max_new_tokens, and no logits processor is asked what follows either. inputs: of the model besides ids.
     """
     began = time.perf_counter()
     batch = ids.shape[0]
-    out = target.prefill(ids, lengths, room=max_new_tokens)
+    out = target.prefill(ids, lengths, room=max_new_tokens, inputs=inputs)
     prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
     scores = sampler.scores(out.logits[:, 0], lambda: prompts)
     root = sampler.draw(sampler.law_of(scores))

@@ -15,14 +15,19 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
+from transformers.utils import logging as hf_logging
 
 from specheads.accept import Acceptance, Exact
 from specheads.decode import decode
 from specheads.drafters.base import Drafter
+from specheads.model_inputs import model_inputs
 from specheads.outputs import SpecGenerateOutput, SpecSeq2SeqOutput, by_position
 from specheads.planner import Plan
 from specheads.sampling import Sampler
 from specheads.seq2seq import Source, refuse_branching, verifier
+from specheads.target import unwrapped
+
+logger = hf_logging.get_logger(__name__)
 
 
 @dataclass
@@ -88,6 +93,7 @@ def generate(
     the sampling. Returns ids, or a `SpecGenerateOutput` (`SpecSeq2SeqOutput`) for return_dict_in_generate=True; with
     num_beams > 1, for which nothing may draft, what the base's own beam search returns.
     """
+    base = unwrapped(base)
     _refuse_misplaced(drafter, tree, accept)
     for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "inputs_embeds", "past_key_values"):
         if kwargs.get(name) is not None:
@@ -175,7 +181,9 @@ def _run(
         raise ValueError("an empty prompt has nothing to continue; give at least one token (the BOS token, say)")
     if stream is not None and len(input_ids) > 1:
         raise ValueError(f"a streamer takes one sequence, not a batch of {len(input_ids)}; call generate() row by row")
+    warn_of_right_padding(mask)
     ids, lengths = pack_left(input_ids, mask)
+    inputs = model_inputs(base, input_ids, mask, left_order(mask), model_kwargs)
     counts = lengths.tolist()
     if min(counts) == 0:
         raise ValueError(f"row {counts.index(0)} of the batch is all padding; each prompt needs at least one token")
@@ -206,7 +214,7 @@ def _run(
     kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in rows]
     for step in decode(
         target, drafter, ids, lengths, plan=plan, sampler=sampler, accept=accept, stop=stop,
-        max_new_tokens=stop.limit, eos=stop.eos, keep_scores=wants_scores,
+        max_new_tokens=stop.limit, inputs=inputs, eos=stop.eos, keep_scores=wants_scores,
     ):  # fmt: skip
         for row, gained in zip(rows, step.tokens, strict=True):
             row += gained
@@ -233,13 +241,30 @@ def _run(
     )
 
 
+def warn_of_right_padding(mask: Tensor | None) -> None:
+    """One line in the log where a row is padded on the right, of which generate() makes something else."""
+    if mask is not None and not bool(mask[:, -1].all()):
+        row = int((mask[:, -1] == 0).nonzero()[0])
+        logger.warning(
+            "row %d is padded on the right: its text continues after its own last token, as if padded on the left "
+            "(transformers' generate() continues after the padding); set padding_side='left' in the tokenizer", row,
+        )  # fmt: skip
+
+
 def pack_left(ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """ids (B, T) under mask (B, T) → the rows without padding, as wide as the longest, and their lengths (B,)."""
-    if mask is None:
+    order = left_order(mask)
+    if mask is None or order is None:
         return ids, torch.full((ids.shape[0],), ids.shape[1], device=ids.device)
+    return ids.gather(1, order), mask.long().sum(1)
+
+
+def left_order(mask: Tensor | None) -> Tensor | None:
+    """mask (B, T) → the columns of each row's own tokens, packed left (B, longest); None where no column is padding."""
+    if mask is None or bool(mask.all()):
+        return None
     order = (mask == 0).to(torch.int8).argsort(dim=1, stable=True)
-    lengths = mask.long().sum(1)
-    return ids.gather(1, order)[:, : int(lengths.max())], lengths
+    return order[:, : int(mask.long().sum(1).max())]
 
 
 def _unpadded(ids: Tensor | None, mask: Tensor | None, num_rows: int) -> list[list[int]] | None:

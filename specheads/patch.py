@@ -10,10 +10,10 @@ from transformers import GenerationMixin
 
 from specheads import generation
 from specheads.accept import fuzzy_from
-from specheads.convert import unwrapped
 from specheads.drafters import PromptLookup
 from specheads.drafters.assistant import Assistant, AssistantOptions
 from specheads.spec_model import SpecModel
+from specheads.target import unwrapped
 
 _POSITIONAL = [*inspect.signature(GenerationMixin.generate).parameters][1:]
 _DRAFTERS = ("assistant_model", "drafter", "prompt_lookup_num_tokens")

@@ -5,7 +5,6 @@ Shapes: B batch rows, R rows of one pass, N nodes of a chain, W columns of a pas
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +15,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from specheads.model_inputs import ModelInputs
 from specheads.planner import Plan
 from specheads.slot_cache import SlotCache
-from specheads.target import Target, TargetOutput, UnsupportedModel, text_config
+from specheads.target import Target, TargetOutput, UnsupportedModel, forward_arguments, text_config
 from specheads.tree import DraftTree
 
 # What a pass costs beyond its columns, in columns: measured on a CPU with models of T5-small's and BART-base's size (35
@@ -55,7 +55,7 @@ class Source:
 def refuse_unsupported(base: PreTrainedModel) -> None:
     """Raise UnsupportedModel, with the reason, for an encoder-decoder whose decoder cannot verify a chain in a pass."""
     name = type(base).__name__
-    arguments = inspect.signature(base.forward).parameters
+    arguments = forward_arguments(base)
     for needed in ("encoder_outputs", "decoder_input_ids", "past_key_values"):
         if needed not in arguments:
             raise UnsupportedModel(f"{name}.forward takes no {needed}, so its decoder cannot run over a cache alone")
@@ -137,7 +137,7 @@ class Seq2SeqTarget(Target):
         self._cross_of_all: list[tuple[Any, Any]]  # keys and values of each of its layers, of all rows
 
     @torch.no_grad()
-    def prefill(self, ids: Tensor, lengths: Tensor, *, room: int) -> TargetOutput:
+    def prefill(self, ids: Tensor, lengths: Tensor, *, room: int, inputs: ModelInputs | None = None) -> TargetOutput:
         """Commit decoder prompts ids (B, T), packed left, of lengths (B,); `room` more tokens per row will follow.
 
         logits are those behind each row's last token, (B, 1, V).

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from specheads.cache import Levels, Reach, TreeCache, additive, visible
+from specheads.model_inputs import ModelInputs
 from specheads.tree import DraftTree
 
 MASKED_ATTENTION = (None, "sdpa", "eager")  # attention that heeds a 4-D mask
@@ -39,11 +40,40 @@ def text_config(base: PreTrainedModel) -> Any:
     return base.config.get_text_config(decoder=True)
 
 
+def unwrapped(base: Any) -> PreTrainedModel:
+    """The Hugging Face model to verify with: that inside a peft model, in whose layers the adapters stay active."""
+    if getattr(getattr(base, "config", None), "model_type", None) == "specheads":
+        raise ValueError(
+            "this model already has a head; convert(model.base, ...) gives another SpecModel beside it, and "
+            "model.generate(...) decodes with it"
+        )
+    if hasattr(base, "get_base_model"):
+        adapter = getattr(base, "active_peft_config", None)
+        if getattr(adapter, "is_prompt_learning", False):
+            raise UnsupportedModel(f"{type(adapter).__name__} puts virtual tokens before each prompt, outside the base")
+        base = base.get_base_model()
+    if not isinstance(base, PreTrainedModel):
+        raise TypeError(f"the base must be a transformers model or the name of one, not {type(base).__name__}")
+    return base
+
+
 def decoder_of(base: Any) -> Any:
     """The text decoder inside: layers and final norm, without the output matrix (and without a vision tower)."""
     # Models name it differently, and some answer get_decoder() with themselves or with another part.
     candidates = (base.get_decoder(), base.base_model, getattr(base, "model", None))
     return next((part for part in candidates if isinstance(part, PreTrainedModel) and part is not base), base)
+
+
+def forward_arguments(base: PreTrainedModel) -> set[str]:
+    """The names that the model's forward() takes. One that takes any, as a wrapper or a decorator does, passes them on:
+    then those of its class count too, and of the class that this one derives from."""
+    names: set[str] = set()
+    for forward in (base.forward, *(vars(cls)["forward"] for cls in type(base).__mro__ if "forward" in vars(cls))):
+        parameters = inspect.signature(forward).parameters
+        names |= set(parameters)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return names
 
 
 def layer_reach(config: Any) -> dict[str, Reach]:
@@ -71,7 +101,7 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
     """Raise UnsupportedModel, with the reason, for a base whose attention a mask and position ids do not govern."""
     config = text_config(base)
     name = type(base).__name__
-    arguments = inspect.signature(base.forward).parameters
+    arguments = forward_arguments(base)
     if base.config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder model; draft heads need a decoder-only one")
     layer_reach(config)
@@ -146,14 +176,19 @@ class Target:
         self.device = self.embed.weight.device
         self.mask_dict = takes_mask_dict(base)
         self.limit = 0
+        self.offset: Tensor | None = None
+        self.prompt_lengths: Tensor
+        self.inputs: ModelInputs
         self.cache: TreeCache
 
     @torch.no_grad()
-    def prefill(self, ids: Tensor, lengths: Tensor, *, room: int) -> TargetOutput:
+    def prefill(self, ids: Tensor, lengths: Tensor, *, room: int, inputs: ModelInputs | None = None) -> TargetOutput:
         """Commit prompts ids (B, T), packed left, of lengths (B,); `room` more tokens per row will follow.
 
-        logits are those behind each row's last token, (B, 1, V); features (B, T, F).
+        inputs: what the model is given besides ids. logits are those behind each row's last token, (B, 1, V); features
+        (B, T, F).
         """
+        inputs = inputs or ModelInputs()
         # Packed left, a causal prompt needs no mask of ours: padding stands behind all it could disturb. The base makes
         # its own, or none at all where its attention kernel is causal; ours would be B × T × T numbers.
         batch, columns = ids.shape
@@ -161,13 +196,16 @@ class Target:
         self.limit = columns + room
         self._refuse_slot_scaling()
         position = torch.arange(columns, device=ids.device).expand(batch, columns)
-        last = lengths - 1
-        if "logits_to_keep" in inspect.signature(self.base.forward).parameters:
+        mask = (position < lengths.unsqueeze(1)).long() if inputs.prompt and bool((lengths < columns).any()) else None
+        self.offset, self.prompt_lengths, self.inputs = inputs.offset(lengths), lengths, inputs
+        given = position if inputs.positions is None else inputs.positions
+        last, extra = lengths - 1, dict(inputs.prompt)
+        if "logits_to_keep" in forward_arguments(self.base):
             kept = last.unique()  # the vocabulary projection only where a row ends
-            logits, features = self._forward(ids, position, None, logits_to_keep=kept)
+            logits, features = self._forward(ids, given, mask, logits_to_keep=kept, **extra)
             last = torch.searchsorted(kept, last)
         else:
-            logits, features = self._forward(ids, position, None)
+            logits, features = self._forward(ids, given, mask, **extra)
         self.cache.settle(lengths, columns)
         rows = torch.arange(batch, device=logits.device)
         return TargetOutput(logits[rows, last.to(logits.device)].unsqueeze(1), features)
@@ -200,7 +238,13 @@ class Target:
             seen = visible(shape.ancestors, shape.depth, cache.lengths, cache.scratch, cache.attended, reach)
             return additive(seen, self.base.dtype)
 
-        return TargetOutput(*self._forward(tree.tokens, position, self._masks(mask)))
+        return TargetOutput(*self._later(tree.tokens, position, self._masks(mask)))
+
+    def _later(self, ids: Tensor, position: Tensor, mask: Tensor | dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """One forward over generated tokens ids (B, N), of which `position` (B, N) stand before each in its row."""
+        if self.offset is not None:
+            position = position + self.offset
+        return self._forward(ids, position, mask, **self.inputs.later(self.prompt_lengths, ids.shape[1]))
 
     def levels(self) -> Any:
         """Behind what is committed, a tree to be grown by `deepen`."""
@@ -215,7 +259,7 @@ class Target:
         """
         levels.descend(parents)
         position = levels.position.clamp(max=self.last_position).expand(-1, tokens.shape[1])
-        return TargetOutput(*self._forward(tokens, position, self._masks(levels.mask)))
+        return TargetOutput(*self._later(tokens, position, self._masks(levels.mask)))
 
     def commit(self, path: Tensor, length: Tensor, bound: int) -> None:
         """Keep the KV rows of nodes path (B, P), of which length (B,) are real, and drop the rest of the tree.

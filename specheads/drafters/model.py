@@ -17,7 +17,7 @@ from specheads.drafters.translation import Translation
 from specheads.planner import AdaptiveChain, Expand, Plan, SampledTree, Scored
 from specheads.sampling import Sampler
 from specheads.seq2seq import refuse_unsupported
-from specheads.target import Target, text_config
+from specheads.target import Target, text_config, unwrapped
 from specheads.tree import DraftTree
 
 # Rows that round a vocabulary's size up, as a share of it: Qwen2.5 has 151,936 in its 0.5B model, 152,064 in its 72B.
@@ -41,6 +41,7 @@ class DraftModel:
         if (tokenizer is None) != (target_tokenizer is None):
             missing = "tokenizer" if tokenizer is None else "target_tokenizer"
             raise ValueError(f"drafting through text takes the tokenizers of both models; {missing}= is missing")
+        small = unwrapped(small)
         self.reads_source = bool(small.config.is_encoder_decoder)
         if self.reads_source:
             refuse_unsupported(small)

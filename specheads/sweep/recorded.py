@@ -85,7 +85,7 @@ class RecordedTarget:
         self.config = SimpleNamespace(vocab_size=record.vocab_size)
         self.limit, self.source = 0, None
 
-    def prefill(self, ids: Tensor, lengths: Tensor, *, room: int) -> TargetOutput:
+    def prefill(self, ids: Tensor, lengths: Tensor, *, room: int, inputs: object = None) -> TargetOutput:
         prompts = [tuple(row[:length]) for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
         self.texts = [self.record.outputs[prompt] for prompt in prompts]
         self.done = [0] * len(prompts)  # recorded tokens in front of the root

@@ -8,19 +8,18 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from transformers.utils import logging as hf_logging
 
 from specheads.accept import Acceptance, walk
 from specheads.draft_law import LawKept
 from specheads.drafters.base import Context, Drafter
 from specheads.model_inputs import ModelInputs
-from specheads.planner import Idle, Plan, limited
-from specheads.processors import PREFIX_ONLY
+from specheads.planner import Idle, Plan
+from specheads.processors import StateWatch
 from specheads.sampling import Sampler
 from specheads.target import Target
 from specheads.tree import DraftTree
+from specheads.turn import ended, next_turn
 
-logger = hf_logging.get_logger(__name__)
 Stop = Callable[[int, list[int], int], int]
 
 
@@ -75,7 +74,7 @@ def decode(
     running = [True] * batch
     if plan and accept.wants_draft_law:
         plan = LawKept(plan)
-    watch = StateWatch(sampler) if plan else None
+    watch = StateWatch(sampler.processors) if plan else None
     end_ids = torch.tensor(sorted(eos), dtype=ids.dtype, device=root.device) if sampler.needs_prefix else None
 
     def settle(gained: list[list[int]]) -> list[list[int]]:
@@ -95,36 +94,33 @@ def decode(
 
     while any(running):
         began = time.perf_counter()
-        # How many tokens each row may still gain.
-        left = [
-            max_new_tokens - len(history) + len(prompt) if going else 0
-            for history, prompt, going in zip(context.history, prompts, running, strict=True)
-        ]
+        turn = next_turn(target, plan, running, context.history, prompts, max_new_tokens)
         tree = DraftTree.root_only(context.root)
-        if drafter and plan and max(left) > 1:
-            own = Idle(plan) if watch and watch.waiting else limited(plan, max(left) - 1)
-            drafted_tree = drafter.propose(context, sampler, own)
-            tree = tree if isinstance(own, Idle) else drafted_tree
+        if drafter and turn.plan:
+            idle = isinstance(turn.plan, Idle) or (watch is not None and watch.waiting)
+            drafted_tree = drafter.propose(context, sampler, Idle(turn.plan) if idle else turn.plan)
+            tree = tree if idle else drafted_tree
         if accept.needs_draft_law and tree.logits is None and tree.num_nodes > 1:
             raise ValueError(
                 f"{type(accept).__name__} compares the draft's law with the target's, and {type(drafter).__name__} "
                 "gives none; draft with a head or a draft model, or accept by another rule"
             )
-        target.active = active = None if all(running) else torch.tensor(running, device=root.device)
+        target.active = active = None if all(turn.going) else torch.tensor(turn.going, device=root.device)
         out = target.verify(tree)
-        ends = None if end_ids is None else ended(tree, end_ids, left)
+        ends = None if end_ids is None else ended(tree, end_ids, turn.left)
         verdict = walk(tree, out.logits, accept, sampler, context.history, ends=ends, keep_scores=keep_scores)
-        if watch and not watch.still(sampler):
+        if watch and not watch.still():
             plan = watch = None
-        if active is not None:  # a finished row stays where it is
-            verdict = replace(verdict, length=verdict.length * active)
+        if active is not None:  # a row that has finished, or waits, stays where it is
+            bonus = torch.where(active, verdict.bonus, context.root)
+            verdict = replace(verdict, length=verdict.length * active, bonus=bonus)
         following, ranks_of_path = verdict.following(tree), tree.shape.ranks.gather(1, verdict.path)
         # The step's only transfer to the host: tokens gained, ranks, nodes drafted and length.
         numbers = torch.cat([following, ranks_of_path, tree.shape.num_drafted, verdict.length.unsqueeze(1)], 1).tolist()
         width = following.shape[1]
         gained = [row[: row[-1]] for row in numbers]
         accepted = [max(0, row[-1] - 1) for row in numbers]
-        drafted = [row[-2] if going else 0 for row, going in zip(numbers, running, strict=True)]
+        drafted = [row[-2] if going else 0 for row, going in zip(numbers, turn.going, strict=True)]
         ranks = [row[width + 1 : width + row[-1]] for row in numbers]
         context = context.extend(verdict, following, out.features, gained, top_tokens(out.logits, wanted))
         target.commit(verdict.path, verdict.length, context.bound)
@@ -137,43 +133,6 @@ def decode(
             else []
         )
         yield Step(tokens, accepted, ranks, drafted, time.perf_counter() - began, kept)
-
-
-class StateWatch:
-    """Watches whether logits processors of unknown kinds change from call to call, before anything is drafted.
-
-    waiting: is that not known yet? Until then no draft is made, so that each is asked once a token, as by
-    `generate()`.
-    """
-
-    def __init__(self, sampler: Sampler) -> None:
-        self.waiting = bool(sampler.unproven)
-        self.seen = sampler.state() if self.waiting else None
-
-    def still(self, sampler: Sampler) -> bool:
-        """After a step: may drafts be made from here on? Says once, in the log, where they may not."""
-        if not self.waiting:
-            return True
-        self.waiting = False
-        if self.seen is not None and self.seen == sampler.state():
-            return True
-        names = ", ".join(sorted({type(processor).__name__ for processor in sampler.unproven}))
-        logger.warning(
-            "%s keeps state from call to call, or may, and cannot judge drafts: decoding goes on without them. If its "
-            "result depends on the ids and scores of each call alone, give it an attribute %s = True", names,
-            PREFIX_ONLY,
-        )  # fmt: skip
-        return False
-
-
-def ended(tree: DraftTree, end_ids: Tensor, left: list[int]) -> Tensor:
-    """(B, N) the nodes that nothing follows: at or below one of end_ids (E,) or the last token a row may gain.
-
-    left: how many tokens each row may gain after its root, 0 where it has ended.
-    """
-    room = torch.tensor(left, device=tree.tokens.device).unsqueeze(1)
-    last = (tree.shape.depth >= room) | (torch.isin(tree.tokens, end_ids) & tree.shape.drafted)
-    return (tree.shape.ancestors & last.unsqueeze(1)).any(2)
 
 
 def top_tokens(logits: Tensor, count: int) -> Tensor | None:

@@ -33,12 +33,14 @@ class ModelInputs:
     """prompt: more arguments of forward() for the pass over the prompts, packed left where they are per token.
 
     positions (B, T) or (A, B, T): of the prompts' tokens, packed left; None where they count from 0. token_types
-    (B, T): likewise; what is generated has the type of a prompt's last token, as in transformers.
+    (B, T): likewise; what is generated has the type of a prompt's last token, as in transformers. columns: how wide the
+    prompts were given, padding included.
     """
 
     prompt: dict[str, Any] = field(default_factory=dict)
     positions: Tensor | None = None
     token_types: Tensor | None = None
+    columns: int = 0
 
     def offset(self, lengths: Tensor) -> Tensor | None:
         """(B, 1) or (A, B, 1): how far the positions after a prompt are ahead of how many tokens stand before them."""
@@ -77,7 +79,7 @@ def model_inputs(
     positions = packed.pop("position_ids", None)
     if positions is not None and bool((positions == torch.arange(positions.shape[-1], device=ids.device)).all()):
         positions = None
-    return ModelInputs({**prepared, **packed}, positions, packed.get("token_type_ids"))
+    return ModelInputs({**prepared, **packed}, positions, packed.get("token_type_ids"), ids.shape[1])
 
 
 def refuse(base: PreTrainedModel, names: list[str]) -> None:

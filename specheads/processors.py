@@ -20,6 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.generation import logits_process as hf
+from transformers.utils import logging as hf_logging
+
+logger = hf_logging.get_logger(__name__)
 
 # What these compute from the scores does not depend on the prefix; any other processor, a subclass of these included,
 # is given each node's own.
@@ -136,6 +139,35 @@ class Grammar(RowProcessor):
 def common_prefix(one: list[int], other: list[int]) -> int:
     """How many ids both begin with."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+class StateWatch:
+    """Watches whether logits processors of unknown kinds change from call to call, before anything is drafted.
+
+    waiting: is that not known yet? Until then no draft is made, so that each is asked once a token, as by
+    `generate()`.
+    """
+
+    def __init__(self, processors: Iterable[Any]) -> None:
+        """After their first call."""
+        self.processors = unproven(processors)
+        self.waiting = bool(self.processors)
+        self.seen = state_of(self.processors) if self.waiting else None
+
+    def still(self) -> bool:
+        """After a step: may drafts be made from here on? Says once, in the log, where they may not."""
+        if not self.waiting:
+            return True
+        self.waiting = False
+        if self.seen is not None and self.seen == state_of(self.processors):
+            return True
+        names = ", ".join(sorted({type(processor).__name__ for processor in self.processors}))
+        logger.warning(
+            "%s keeps state from call to call, or may, and cannot judge drafts: decoding goes on without them. If its "
+            "result depends on the ids and scores of each call alone, give it an attribute %s = True", names,
+            PREFIX_ONLY,
+        )  # fmt: skip
+        return False
 
 
 def state_of(value: Any, within: frozenset[int] = frozenset()) -> Any:

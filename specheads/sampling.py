@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from specheads import host
-from specheads.processors import PREFIX_FREE, RowProcessor, adapted, state_of, unproven
+from specheads.processors import PREFIX_FREE, RowProcessor, adapted
 
 Prefixes = Callable[[], Sequence[Sequence[int]]]
 
@@ -104,15 +104,6 @@ class Sampler:
             else:
                 scores = processor(ids, scores)
         return scores
-
-    def state(self) -> Any:
-        """What can be seen of what processors of unknown kinds keep from call to call; None where some of it hides."""
-        return state_of(self.unproven)
-
-    @property
-    def unproven(self) -> list[Any]:
-        """The processors that may keep state from call to call, for all that is known of their class."""
-        return unproven(self.processors)
 
     def law(self, logits: Tensor, prefixes: Prefixes = list) -> Tensor:
         """(R, V) logits → p (R, V), rows summing to 1. prefixes() gives each row's ids up to its node, unpadded."""

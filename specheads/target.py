@@ -18,6 +18,7 @@ from transformers.utils import output_capturing
 
 from specheads.cache import Levels, Reach, TreeCache, additive, visible
 from specheads.model_inputs import ModelInputs
+from specheads.rope_switch import RopeSwitch, rope_switch
 from specheads.tree import DraftTree
 
 MASKED_ATTENTION = (None, "sdpa", "eager")  # attention that heeds a 4-D mask
@@ -152,10 +153,14 @@ class Target:
 
     active (B,): rows whose outputs matter, None for all; here one pass serves all rows anyway.
     source: what an encoder made of the rows (`seq2seq.Source`), None where there is none.
+    switch: of a base whose positions depend on the length, else None; pace: the fewest tokens that a row which goes on
+    has been fed after its prompt, at which a row that does not stands in `generate()`.
     """
 
     active: Tensor | None = None
     source: Any = None
+    switch: RopeSwitch | None = None
+    pace: int = 0
 
     def __init__(self, base: PreTrainedModel, layers: tuple[int, ...] = (), *, scratch: int = 1) -> None:
         """layers: HF hidden_states indices to tap (0 embeddings, n last); scratch: the most nodes a tree will have.
@@ -189,15 +194,30 @@ class Target:
         (B, T, F).
         """
         inputs = inputs or ModelInputs()
+        columns = ids.shape[1]
+        self.limit = columns + room
+        self._refuse_slot_scaling()
+        self.offset, self.prompt_lengths, self.inputs = inputs.offset(lengths), lengths, inputs
+        ahead = 0 if self.offset is None else int((lengths.unsqueeze(1) + self.offset).max()) - columns
+        self.switch = rope_switch(self.base, self.config, columns + ahead, max(columns, inputs.columns) + ahead)
+        if self.switch and self.switch.rereads and room > self.switch.room and (inputs.prompt or ahead):
+            raise UnsupportedModel(
+                f"{type(self.base).__name__} reads its text again at {self.switch.boundary} tokens, which is not done "
+                "for prompts with images or positions of their own; ask for fewer tokens"
+            )
+        if self.switch and self.switch.kind == "dynamic":
+            # A short pass puts back the frequencies that an earlier, longer text may have left behind.
+            self.base(input_ids=ids[:1, :1], use_cache=False)
+        return self._read(ids, lengths, inputs)
+
+    def _read(self, ids: Tensor, lengths: Tensor, inputs: ModelInputs) -> TargetOutput:
+        """The pass of `prefill`, into a new cache."""
         # Packed left, a causal prompt needs no mask of ours: padding stands behind all it could disturb. The base makes
         # its own, or none at all where its attention kernel is causal; ours would be B × T × T numbers.
         batch, columns = ids.shape
-        self.cache = TreeCache(self.config.num_hidden_layers, self.scratch, columns + room + self.scratch)
-        self.limit = columns + room
-        self._refuse_slot_scaling()
+        self.cache = TreeCache(self.config.num_hidden_layers, self.scratch, self.limit + self.scratch)
         position = torch.arange(columns, device=ids.device).expand(batch, columns)
         mask = (position < lengths.unsqueeze(1)).long() if inputs.prompt and bool((lengths < columns).any()) else None
-        self.offset, self.prompt_lengths, self.inputs = inputs.offset(lengths), lengths, inputs
         given = position if inputs.positions is None else inputs.positions
         last, extra = lengths - 1, dict(inputs.prompt)
         if "logits_to_keep" in forward_arguments(self.base):
@@ -209,6 +229,14 @@ class Target:
         self.cache.settle(lengths, columns)
         rows = torch.arange(batch, device=logits.device)
         return TargetOutput(logits[rows, last.to(logits.device)].unsqueeze(1), features)
+
+    @torch.no_grad()
+    def reread(self, rows: list[list[int]]) -> None:
+        """Commit the texts of all rows anew, in a pass that also looks at the position after the longest."""
+        device, columns = self.cache.lengths.device, max(map(len, rows)) + 1
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        ids = torch.tensor([[*row, *[0] * (columns - len(row))] for row in rows], device=device)
+        self._read(ids, lengths, ModelInputs())
 
     @property
     def last_position(self) -> int:
@@ -232,7 +260,10 @@ class Target:
             raise ValueError(f"a tree of {tree.num_nodes} nodes needs scratch ≥ {tree.num_nodes}, not {self.scratch}")
         cache, shape = self.cache, tree.shape
         cache.open()
-        position = (cache.lengths.unsqueeze(1) + shape.depth).clamp(max=self.last_position)
+        start = cache.lengths
+        if self.switch is not None and self.active is not None:  # whose positions choose the frequencies all the same
+            start = torch.where(self.active, start, self.prompt_lengths + self.pace)
+        position = (start.unsqueeze(1) + shape.depth).clamp(max=self.last_position)
 
         def mask(reach: Reach) -> Tensor:
             seen = visible(shape.ancestors, shape.depth, cache.lengths, cache.scratch, cache.attended, reach)

@@ -125,7 +125,7 @@ def test_commit_equals_fresh_prefill(base, reserve, monkeypatch):
         passed.add(target.cache.attended - target.cache.scratch)
     assert {64, 128} <= passed
     fresh = Target(base, scratch=10)
-    logits = fresh.prefill(*packed(rows), room=4).logits
+    logits = fresh.prefill(*packed(rows), room=11).logits
     tree = random_tree(roots, 10, coin)
     close(target.verify(tree).logits, fresh.verify(tree).logits)
     for row in range(3):

@@ -156,4 +156,4 @@ def copied(ids: Sequence[int], start: int, count: int) -> list[int]:
     """`count` ids from `start` on; where the row ends, the copy goes on with what it has copied (a row that repeats
     itself goes on repeating itself)."""
     run = list(ids[start : start + count])
-    return (run * (count // len(run) + 1))[:count]
+    return (run * (count // len(run) + 1))[:count] if run else []

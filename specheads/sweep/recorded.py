@@ -83,7 +83,7 @@ class RecordedTarget:
         config = SimpleNamespace(is_encoder_decoder=False)
         self.base = SimpleNamespace(get_output_embeddings=lambda: vocabulary, config=config)
         self.config = SimpleNamespace(vocab_size=record.vocab_size)
-        self.limit, self.source = 0, None
+        self.limit, self.source, self.switch = 0, None, None
 
     def prefill(self, ids: Tensor, lengths: Tensor, *, room: int, inputs: object = None) -> TargetOutput:
         prompts = [tuple(row[:length]) for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]

@@ -257,7 +257,7 @@ def test_an_eagle_head_that_consumers_disagree_on_is_refused(base, tmp_path):
     foreign.eagle(tmp_path, "sglang", embed=embeddings(base))
     refused(r'says "bias": false and fc.bias is not zero, so SGLang would add it', bias=False)
     refused("add_para_norm=true, norms on what fc reads", bias=True, add_para_norm=True)
-    refused("qkv_bias=true", add_para_norm=False, qkv_bias=True)
+    refused(r"missing layers.0.self_attn.k_proj.bias", add_para_norm=False, qkv_bias=True)
     foreign.eagle(tmp_path, "vllm", embed=embeddings(base), bias=True)
     refused("missing fc.bias$", bias=True)
 

@@ -10,13 +10,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.formats import layer_ids, vocabulary
-from specheads.formats.decoder import block_config, block_names, block_options
+from specheads.formats.decoder import block_config, block_names, block_options, zero_biases
 from specheads.formats.files import Files, architectures, flag, table, whole
-from specheads.formats.format import Format, Written, check_embeddings, count
+from specheads.formats.format import Format, Written, check_embeddings, count, embeddings_of, output_matrix
 from specheads.formats.positions import EVERY, LINEAR, SGLANG, USUAL, Positions
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.saved_head import CheckpointError
@@ -105,7 +106,7 @@ class Eagle3(Format):
         return tensor_names(head, next((first for first in _FIRST if f"{first}hidden_norm.weight" in found), _FIRST[0]))
 
     def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-        return read_vocabulary(files, head, base)
+        return read_special(files, head, base, files.config or {})
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, Eagle3Config) and head.taps
@@ -155,14 +156,36 @@ def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], ba
     return {**options, **norms, "draft_vocab_size": draft, "taps": taps}
 
 
-def read_vocabulary(files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-    """d2t and t2d, and the file's embeddings compared with the base's where it has any."""
+def read_special(
+    files: Files, head: HeadConfig, base: PreTrainedModel, block: dict[str, Any]
+) -> tuple[dict[str, Tensor], set[str]]:
+    """d2t and t2d, what a file without it has for lm_head or a bias, and its embeddings compared with the base's where
+    it has any; block: the config of its decoder."""
     assert isinstance(head, Eagle3Config) and head.vocab_size and head.draft_vocab_size
     made, looked_at = vocabulary.from_offsets(files, head.vocab_size, head.draft_vocab_size)
     if "embed_tokens.weight" in files.shapes:
         check_embeddings(files, "embed_tokens.weight", base)
         looked_at.add("embed_tokens.weight")
-    return made, looked_at
+    if "lm_head.weight" not in files.shapes:
+        made["lm_head.weight"] = _shared_output(files, head, base)
+    return made | zero_biases(files, block, head), looked_at
+
+
+def _shared_output(files: Files, head: Eagle3Config, base: PreTrainedModel) -> Tensor:
+    """The base's output matrix (V, H), with which servers draft where a file has none. CheckpointError where they
+    would not: of a draft vocabulary, or where tie_word_embeddings means another matrix to SGLang."""
+    if head.draft_vocab_size != head.vocab_size:
+        raise CheckpointError(
+            f"{files}: it has no lm_head.weight and drafts {head.draft_vocab_size} of {head.vocab_size} tokens; the "
+            "base's, with which a head without one drafts, is for all of them"
+        )
+    matrix = output_matrix(files, base)
+    if flag(files.config or {}, "tie_word_embeddings") and not torch.equal(matrix, embeddings_of(base).to("cpu")):
+        raise CheckpointError(
+            f"{files}: it has no lm_head.weight, and its config says tie_word_embeddings=true of a base whose output "
+            "matrix is not its embeddings; its readers would draft with different ones"
+        )
+    return matrix
 
 
 def trtllm_options(head: Eagle3Config, num_layers: int) -> str:

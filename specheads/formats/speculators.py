@@ -58,7 +58,7 @@ Where the base is a hub id, `vllm serve $folder` is enough: the config names it.
         return eagle3.tensor_names(head, "layers.0.")
 
     def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-        return eagle3.read_vocabulary(files, head, base)
+        return eagle3.read_special(files, head, base, table(files.config or {}, "transformer_layer_config"))
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, Eagle3Config)

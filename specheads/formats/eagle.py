@@ -43,7 +43,7 @@ class Eagle(Format):
     positions: Positions = EVERY
 
     def recognises(self, files: Files) -> bool:
-        return self.engine == "eagle" and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(files.shapes)
+        return self.engine == "eagle" and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(files.names)
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config = files.config or {}

@@ -81,7 +81,7 @@ class Eagle3(Format):
         config = files.config or {}
         named = any("Eagle3" in name for name in architectures(config)) or "draft_vocab_size" in config
         return self.engine == "eagle" and (
-            named or any(f"{first}hidden_norm.weight" in files.shapes for first in _BLOCKS)
+            named or any(f"{first}hidden_norm.weight" in files.names for first in _BLOCKS)
         )
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:

@@ -267,3 +267,20 @@ def layers_read(consumer, config, options=""):
     assert consumer == "trtllm"
     found = [line.split(":")[1] for line in options.splitlines() if "eagle3_layers_to_capture" in line]
     return [i + 1 for i in json.loads(found[0])] if found else usual
+
+
+def norms_read(consumer, config):
+    """The flags of eagle3_logits that a consumer finds in a config, in the order of its code: vLLM 0.32, SGLang 0.5.23
+    and TensorRT-LLM (main, 00679c66); speculators reads the top alone."""
+    inner = config.get("eagle_config", {})
+    names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    at_top = {name: config.get(name, False) for name in names}
+    found = dict(at_top)
+    if consumer in ("sglang", "trtllm"):
+        found["norm_before_residual"] = False
+    if consumer in ("vllm", "sglang"):
+        found["norm_before_fc"] = inner.get("norm_before_fc", at_top["norm_before_fc"])
+    if consumer == "trtllm":
+        found["norm_before_fc"] = inner.get("norm_before_fc", False)
+        found["norm_output"] = inner.get("return_hidden_post_norm", False) or at_top["norm_output"]
+    return [name for name, value in found.items() if value]

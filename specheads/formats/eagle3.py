@@ -26,6 +26,7 @@ from specheads.target import text_config
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 TRTLLM = "trtllm.yml"
+_MOVED = ("norm_before_fc", "norm_features", "norm_output")  # what SGLang and TensorRT-LLM have of NORMS
 # How the names of decoder block 0 begin, and those of a later one; by number and "midlayer": ModelOpt's of several.
 _BLOCKS = {"midlayer.": "layers.{}.", "layers.0.": "layers.{}.", "midlayer.0.": "midlayer.{}."}
 _OWN = {
@@ -216,16 +217,17 @@ python -m sglang.launch_server --model-path $base --speculative-algorithm EAGLE3
   --speculative-eagle-topk 1 --speculative-num-draft-tokens $nodes
 ```
 """,
-        positions=SGLANG,
+        norms=_MOVED, positions=SGLANG,
     ),
     Eagle3(
-        "trtllm", "EAGLE-3 for TensorRT-LLM", "TensorRT-LLM with the PyTorch backend", """\
+        "trtllm", "EAGLE-3 for TensorRT-LLM", "TensorRT-LLM with the PyTorch backend (main, 00679c66)", """\
 ```bash
 trtllm-serve $base --backend pytorch --extra_llm_api_options $folder/trtllm.yml
 ```
 
 The layers to read are in `trtllm.yml` where they are not the usual ones: TensorRT-LLM takes them from there alone.
 """,
+        norms=_MOVED,
     ),
     Eagle3(
         "llamacpp", "EAGLE-3 for llama.cpp", "llama.cpp b11434 and b11549", """\

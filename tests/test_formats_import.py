@@ -199,6 +199,7 @@ REFUSED = {
     "a draft vocabulary too large": ({"draft_vocab_size": 98}, "draft_vocab_size=98 exceeds the vocabulary of 97"),
     "biases that are not there": ({"attention_bias": True}, r"missing layers.0.self_attn.k_proj.bias"),
     "a size that is none": ({"intermediate_size": "40"}, "intermediate_size='40'; expected a whole number"),
+    "a number that is no float": ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000.*; expected a number above 0"),
     "an odd head": ({"head_dim": 11}, "head_dim=11 must be even"),
 }  # fmt: skip
 

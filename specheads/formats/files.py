@@ -6,9 +6,9 @@ Everything here may come from a stranger. A damaged or hostile file is a Checkpo
 from __future__ import annotations
 
 import json
-import math
 import pickletools
 import re
+import sys
 import zipfile
 from collections.abc import Collection
 from functools import cached_property
@@ -242,7 +242,7 @@ def real(config: dict[str, Any], name: str, default: float) -> float:
     """A finite number above 0 of a config; CheckpointError where it is none."""
     value = config.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected a number above 0")
     return float(value)
 

@@ -148,13 +148,14 @@ class Attention:
 
     def __init__(self, tensors, prefix, rope=PLAIN):
         self.w = {m: tensors[f"{prefix}self_attn.{m}_proj.weight"] for m in "qkvo"}
+        self.b = {m: tensors.get(f"{prefix}self_attn.{m}_proj.bias", 0) for m in "qkvo"}
         self.rope = rope
         self.keys, self.values, self.length = [], [], 0
 
     def __call__(self, x):
         """x (T, width): T more positions, each seeing those before it and itself → (T, H)."""
         position = torch.arange(self.length, self.length + len(x))
-        heads = {m: (x @ self.w[m].T).view(len(x), -1, HEAD_DIM).transpose(0, 1) for m in "qkv"}
+        heads = {m: (x @ self.w[m].T + self.b[m]).view(len(x), -1, HEAD_DIM).transpose(0, 1) for m in "qkv"}
         self.keys.append(rotated(heads["k"], position, self.rope))
         self.values.append(heads["v"])
         self.length += len(x)
@@ -162,7 +163,7 @@ class Attention:
         scores = rotated(heads["q"], position, self.rope) @ keys.T / HEAD_DIM**0.5
         seen = torch.arange(self.length) <= position.unsqueeze(1)
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        return (weights @ values).transpose(0, 1).flatten(1) @ self.w["o"].T
+        return (weights @ values).transpose(0, 1).flatten(1) @ self.w["o"].T + self.b["o"]
 
 
 def mlp(tensors, prefix, x):
@@ -170,13 +171,15 @@ def mlp(tensors, prefix, x):
     return (torch.nn.functional.silu(x @ w["gate"].T) * (x @ w["up"].T)) @ w["down"].T
 
 
-def eagle3_logits(tensors, prefix, states, layers, embed, tokens, drafted, flags=(), rope=PLAIN):
+def eagle3_logits(tensors, prefix, states, layers, embed, tokens, drafted, flags=(), rope=PLAIN, later=(), output=None):
     """Draft logits (Vd,) after the root, and after each drafted token.
 
     states: the base's hidden_states, each (T, H), of the T tokens before the root; layers: which are fused; tokens
-    (T + 1,): those and the root; flags: those of the config that are true; rope: its positions.
+    (T + 1,): those and the root; flags: those of the config that are true; rope: its positions; later: how the names
+    of further blocks begin; output: the base's output matrix (V, H), where the head has none.
     """
-    attend = Attention(tensors, prefix, rope)
+    attend, more = Attention(tensors, prefix, rope), [(each, Attention(tensors, each, rope)) for each in later]
+    output = tensors.get("lm_head.weight", output)
     features = [states[i] for i in layers]
     if "fc_norm" in flags:
         features = [rms(state, tensors[f"fc_norm.{i}.weight"]) for i, state in enumerate(features)]
@@ -191,14 +194,21 @@ def eagle3_logits(tensors, prefix, states, layers, embed, tokens, drafted, flags
             rms(hidden, tensors[f"{prefix}hidden_norm.weight"]),
         ]
         hidden = (x[1] if "norm_before_residual" in flags else hidden) + attend(torch.cat(x, -1))
-        return hidden + mlp(tensors, prefix, rms(hidden, tensors[f"{prefix}post_attention_layernorm.weight"]))
+        hidden = hidden + mlp(tensors, prefix, rms(hidden, tensors[f"{prefix}post_attention_layernorm.weight"]))
+        for each, attention in more:
+            norm = tensors[
+                next(n for n in (f"{each}hidden_norm.weight", f"{each}input_layernorm.weight") if n in tensors)
+            ]
+            hidden = hidden + attention(rms(hidden, norm))
+            hidden = hidden + mlp(tensors, each, rms(hidden, tensors[f"{each}post_attention_layernorm.weight"]))
+        return hidden
 
     hidden = step(tokens[1:], hidden)[-1:]
-    logits = [rms(hidden[-1], tensors["norm.weight"]) @ tensors["lm_head.weight"].T]
+    logits = [rms(hidden[-1], tensors["norm.weight"]) @ output.T]
     for token in drafted:
         hidden = rms(hidden, tensors["norm.weight"]) if "norm_output" in flags else hidden
         hidden = step(torch.tensor([token]), hidden)
-        logits.append(rms(hidden[-1], tensors["norm.weight"]) @ tensors["lm_head.weight"].T)
+        logits.append(rms(hidden[-1], tensors["norm.weight"]) @ output.T)
     return logits
 
 
@@ -257,3 +267,20 @@ def layers_read(consumer, config, options=""):
     assert consumer == "trtllm"
     found = [line.split(":")[1] for line in options.splitlines() if "eagle3_layers_to_capture" in line]
     return [i + 1 for i in json.loads(found[0])] if found else usual
+
+
+def norms_read(consumer, config):
+    """The flags of eagle3_logits that a consumer finds in a config, in the order of its code: vLLM 0.32, SGLang 0.5.23
+    and TensorRT-LLM (main, 00679c66); speculators reads the top alone."""
+    inner = config.get("eagle_config", {})
+    names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    at_top = {name: config.get(name, False) for name in names}
+    found = dict(at_top)
+    if consumer in ("sglang", "trtllm"):
+        found["norm_before_residual"] = False
+    if consumer in ("vllm", "sglang"):
+        found["norm_before_fc"] = inner.get("norm_before_fc", at_top["norm_before_fc"])
+    if consumer == "trtllm":
+        found["norm_before_fc"] = inner.get("norm_before_fc", False)
+        found["norm_output"] = inner.get("return_hidden_post_norm", False) or at_top["norm_output"]
+    return [name for name, value in found.items() if value]

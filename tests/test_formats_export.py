@@ -17,12 +17,14 @@ from transformers import AutoTokenizer
 from specheads import SpecModel, corpus
 from specheads.formats.exporting import engines_for
 
+NORMED = ("vllm", "speculators", "sglang", "trtllm")
 CASES = [
     *[(engine, kind, USUAL[kind]) for engine, kind in FORMS],
     *[(engine, "eagle3", {"draft_vocab_size": 97, "taps": CUSTOM}) for engine in EAGLE3 if engine != "eagle"],
     *[("vllm", kind, {"num_layers": 2, "attention_bias": True, "mlp_bias": True}) for kind in ("eagle", "eagle3")],
     *[(to, "eagle3", {"norm_features": True, "norm_before_residual": True}) for to in ("vllm", "speculators")],
-    *[(to, "eagle3", {"norm_before_fc": True, "norm_output": True}) for to in ("vllm", "speculators")],
+    *[(to, "eagle3", {"norm_before_fc": True, "norm_output": True}) for to in NORMED],
+    *[(to, "eagle3", {"norm_features": True, "taps": CUSTOM}) for to in ("sglang", "trtllm")],
     ("llamacpp", "eagle3", {"norm_before_residual": True, "norm_before_fc": True}),
     ("speculators", "eagle3", {"num_layers": 3, "attention_bias": True, "taps": (1, 2, 5, 7)}),
     ("eagle", "eagle", {"num_layers": 2, "fc_bias": True}),
@@ -105,13 +107,15 @@ NORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("option", NORMS)
-@pytest.mark.parametrize("to", ["vllm", "speculators"])
+@pytest.mark.parametrize(
+    ("to", "option"),
+    [(to, option) for to in NORMED for option in NORMS if option != "norm_before_residual" or to not in NORMED[2:]],
+)
 def test_an_exported_eagle3_head_with_other_norms_drafts_by_their_forward(to, option, base, tmp_path):
     model = made(base, "eagle3", draft_vocab_size=40, **{option: True})
     model.export(tmp_path / "out", to)
     tensors, config = tensors_in(tmp_path / "out"), json.loads((tmp_path / "out" / "config.json").read_text())
-    flags = [flag for flag in NORMS.values() if config.get(flag)]
+    flags = foreign.norms_read(to, config)
     assert flags == [NORMS[option]]
     prefix = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
     assert_drafts(

@@ -14,6 +14,7 @@ import zipfile
 import foreign
 import foreign_blocks
 import foreign_depths
+import foreign_modelopt
 import pytest
 import torch
 from drafted import embeddings
@@ -31,6 +32,7 @@ def hydra(folder, base):
 
 WRITERS = {
     "eagle3": lambda folder, base: foreign.eagle3(folder, "vllm"),
+    "modelopt": lambda folder, base: foreign_modelopt.megatron(folder, layers=2, inner={"has_lm_head": False}),
     "speculators": lambda folder, base: foreign.eagle3(folder, "speculators", embed=embeddings(base)),
     "eagle": lambda folder, base: foreign.eagle(folder, "sglang", embed=embeddings(base)),
     "medusa": lambda folder, base: foreign_depths.medusa(folder, "trtllm"),

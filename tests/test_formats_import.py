@@ -199,6 +199,7 @@ REFUSED = {
     "a draft vocabulary too large": ({"draft_vocab_size": 98}, "draft_vocab_size=98 exceeds the vocabulary of 97"),
     "biases that are not there": ({"attention_bias": True}, r"missing layers.0.self_attn.k_proj.bias"),
     "a size that is none": ({"intermediate_size": "40"}, "intermediate_size='40'; expected a whole number"),
+    "a number that is no float": ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000.*; expected a number above 0"),
     "an odd head": ({"head_dim": 11}, "head_dim=11 must be even"),
 }  # fmt: skip
 
@@ -257,7 +258,7 @@ def test_an_eagle_head_that_consumers_disagree_on_is_refused(base, tmp_path):
     foreign.eagle(tmp_path, "sglang", embed=embeddings(base))
     refused(r'says "bias": false and fc.bias is not zero, so SGLang would add it', bias=False)
     refused("add_para_norm=true, norms on what fc reads", bias=True, add_para_norm=True)
-    refused("qkv_bias=true", add_para_norm=False, qkv_bias=True)
+    refused(r"missing layers.0.self_attn.k_proj.bias", add_para_norm=False, qkv_bias=True)
     foreign.eagle(tmp_path, "vllm", embed=embeddings(base), bias=True)
     refused("missing fc.bias$", bias=True)
 

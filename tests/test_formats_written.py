@@ -60,6 +60,11 @@ def test_the_configs_are_those_of_the_tables(base, tmp_path):
     assert trtllm["medusa_num_heads"] == trtllm["num_medusa_heads"] == 3
 
 
+_MOVED = ("norm_features", "norm_before_fc", "norm_output")
+NORMS_OF = {
+    "vllm": (*_MOVED, "norm_before_residual"), "speculators": (*_MOVED, "norm_before_residual"), "sglang": _MOVED,
+    "trtllm": _MOVED, "llamacpp": ("norm_before_residual", "norm_before_fc"),
+}  # fmt: skip
 REFUSED = [
     ("sglang", "medusa", {}, r"sglang has no form for a head of kind medusa; formats that can: medusa, trtllm, vllm$"),
     ("speculators", "eagle", {}, "no form for a head of kind eagle; formats that can: eagle, sglang, vllm$"),
@@ -79,8 +84,7 @@ REFUSED = [
         (to, "eagle3", {option: True}, f"it has {option}, which its readers do not have; formats that can: .*vllm$")
         for to in EAGLE3
         for option in ("norm_features", "norm_before_fc", "norm_before_residual", "norm_output")
-        if to not in ("vllm", "speculators")
-        and (to, option) not in (("llamacpp", "norm_before_residual"), ("llamacpp", "norm_before_fc"))
+        if option not in NORMS_OF.get(to, ())
     ],
     ("vllm", "eagle", {"fc_bias": True}, "fc has a bias, which is dropped; formats that can: eagle, sglang$"),
     ("sglang", "eagle", {"num_layers": 2}, "2 decoder layers.*formats that can: eagle, vllm$"),

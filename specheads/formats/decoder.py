@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
@@ -18,8 +19,9 @@ from specheads.target import text_config
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
-def block_names(head: DecoderConfig, i: int, theirs: str) -> dict[str, str]:
-    """Ours → theirs for decoder block i, whose names begin with `theirs` there ("midlayer.", "layers.0.")."""
+def block_names(head: DecoderConfig, i: int, theirs: str, norm: str = "input_layernorm") -> dict[str, str]:
+    """Ours → theirs for decoder block i, whose names begin with `theirs` there ("midlayer.", "layers.0."); norm: the
+    one that a later block begins with."""
     ours = f"blocks.{i}."
     names = {f"{ours}{m}.weight": f"{theirs}self_attn.{m}.weight" for m in _ATTENTION}
     names |= {f"{ours}{m}.weight": f"{theirs}mlp.{m}.weight" for m in _MLP}
@@ -27,7 +29,7 @@ def block_names(head: DecoderConfig, i: int, theirs: str) -> dict[str, str]:
     names |= {f"{ours}{m}.bias": f"{theirs}mlp.{m}.bias" for m in _MLP if head.mlp_bias}
     names[f"{ours}post_attention_layernorm.weight"] = f"{theirs}post_attention_layernorm.weight"
     if i:
-        names[f"later_norms.{i - 1}.weight"] = f"{theirs}input_layernorm.weight"
+        names[f"later_norms.{i - 1}.weight"] = f"{theirs}{norm}.weight"
     return names
 
 
@@ -63,8 +65,31 @@ def block_options(
         "intermediate_size": whole(config, "intermediate_size", usual.intermediate_size),
         "rms_norm_eps": real(config, "rms_norm_eps", usual.rms_norm_eps),
         "rope_parameters": positions.read(files, config),
-        "attention_bias": flag(config, "attention_bias"), "mlp_bias": flag(config, "mlp_bias"),
+        "attention_bias": _attention_bias(files, config, kind), "mlp_bias": flag(config, "mlp_bias"),
     }  # fmt: skip
+
+
+def zero_biases(files: Files, config: dict[str, Any], head: FeatureHeadConfig) -> dict[str, Tensor]:
+    """Zeros (H,) for o_proj of each block of a file with biases on queries, keys and values alone (qkv_bias), which is
+    what such a block computes; {} for others."""
+    assert head.hidden_size
+    if not flag(config, "qkv_bias") or flag(config, "attention_bias"):
+        return {}
+    dtype = next(t.dtype for t in files.shapes.values() if t.is_floating_point())
+    return {f"blocks.{i}.o_proj.bias": torch.zeros(head.hidden_size, dtype=dtype) for i in range(head.num_layers)}
+
+
+def _attention_bias(files: Files, config: dict[str, Any], kind: str) -> bool:
+    """attention_bias: on all four of its matrices; qkv_bias: on three of them, as the EAGLE repository and vLLM read it
+    of a Llama's block. CheckpointError where they do not go together."""
+    every, three = flag(config, "attention_bias"), flag(config, "qkv_bias")
+    if three and kind != "llama":
+        raise CheckpointError(f"{files}: its head has qkv_bias=true, which readers of {kind}'s block do not know")
+    if every and config.get("qkv_bias") is False:
+        raise CheckpointError(
+            f"{files}: its config says attention_bias=true and qkv_bias=false; its readers would disagree"
+        )
+    return every or three
 
 
 def block_config(head: FeatureHeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:

@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.formats.decoder import block_config, block_names, block_options
+from specheads.formats.decoder import block_config, block_names, block_options, zero_biases
 from specheads.formats.files import Files, flag
 from specheads.formats.format import Format, Written, check_embeddings, count
 from specheads.formats.positions import EVERY, LINEAR, SGLANG, Positions
 from specheads.heads import EagleConfig, HeadConfig
 from specheads.saved_head import CheckpointError
 from specheads.target import text_config
-
-_UNKNOWN = {"add_para_norm": "norms on what fc reads (HASS)", "qkv_bias": "biases on queries, keys and values alone"}
 
 
 @dataclass(frozen=True)
@@ -45,13 +43,15 @@ class Eagle(Format):
     positions: Positions = EVERY
 
     def recognises(self, files: Files) -> bool:
-        return self.engine == "eagle" and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(files.shapes)
+        return self.engine == "eagle" and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(files.names)
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config = files.config or {}
-        for name, what in _UNKNOWN.items():
-            if flag(config, name):
-                raise CheckpointError(f"{files}: its head has {name}=true, {what}, which heads here do not have yet")
+        if flag(config, "add_para_norm"):
+            raise CheckpointError(
+                f"{files}: its head has add_para_norm=true, norms on what fc reads (HASS), which heads here do not "
+                "have yet"
+            )
         options = block_options(files, config, base, count(files, "layers."))
         biased = flag(config, "bias", default=True)
         if not biased and "fc.bias" in files.shapes:
@@ -75,7 +75,8 @@ class Eagle(Format):
     def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         if "embed_tokens.weight" in files.shapes:
             check_embeddings(files, "embed_tokens.weight", base)
-        return {}, {"embed_tokens.weight", "fc.bias"}
+        assert isinstance(head, EagleConfig)
+        return zero_biases(files, files.config or {}, head), {"embed_tokens.weight", "fc.bias"}
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, EagleConfig) and head.taps

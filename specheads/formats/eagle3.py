@@ -10,13 +10,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.formats import layer_ids, vocabulary
-from specheads.formats.decoder import block_config, block_names, block_options
-from specheads.formats.files import Files, architectures, flag, table, whole
-from specheads.formats.format import Format, Written, check_embeddings, count
+from specheads.formats import eagle_config, layer_ids, vocabulary
+from specheads.formats.decoder import block_config, block_names, block_options, zero_biases
+from specheads.formats.eagle_config import NORMS
+from specheads.formats.files import Files, architectures, flag, whole
+from specheads.formats.format import Format, Written, check_embeddings, count, embeddings_of, output_matrix
 from specheads.formats.positions import EVERY, LINEAR, SGLANG, USUAL, Positions
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.saved_head import CheckpointError
@@ -24,41 +26,30 @@ from specheads.target import text_config
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 TRTLLM = "trtllm.yml"
-# Flags of a config that move a norm, and the options of heads here that do.
-NORMS = {
-    "norm_before_residual": "norm_before_residual", "norm_before_fc": "norm_before_fc", "fc_norm": "norm_features",
-    "norm_output": "norm_output",
-}  # fmt: skip
-# What else a config may ask of an EAGLE-3 head, and what heads here do. Whatever differs is refused by name.
-FLAGS = {"parallel_drafting": False, "embed_requires_grad": False}
-EAGLE_FLAGS = {
-    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
-    "use_mtp_layernorm": False, **FLAGS, **dict.fromkeys(NORMS, False),
-}  # fmt: skip
-_FIRST = ("midlayer.", "layers.0.")  # how the names of the first decoder block begin
+_MOVED = ("norm_before_fc", "norm_features", "norm_output")  # what SGLang and TensorRT-LLM have of NORMS
+# How the names of decoder block 0 begin, and those of a later one; by number and "midlayer": ModelOpt's of several.
+_BLOCKS = {"midlayer.": "layers.{}.", "layers.0.": "layers.{}.", "midlayer.0.": "midlayer.{}."}
 _OWN = {
     "fc.weight": "fc.weight", "norm.weight": "norm.weight", "lm_head.weight": "lm_head.weight",
     "input_layernorm.weight": "{first}input_layernorm.weight", "hidden_norm.weight": "{first}hidden_norm.weight",
 }  # fmt: skip
 
 
-def refuse_flags(files: Files, config: dict[str, Any], known: dict[str, bool]) -> None:
-    """CheckpointError that names a flag whose head is none of ours."""
-    for name, ours in known.items():
-        if flag(config, name, ours) != ours:
-            raise CheckpointError(f"{files}: its head has {name}={str(not ours).lower()}, which is not read yet")
-
-
-def tensor_names(head: Eagle3Config, first: str) -> dict[str, str]:
-    """Ours → theirs, but for the vocabulary; `first` begins the names of decoder block 0."""
+def tensor_names(head: Eagle3Config, first: str, found: Collection[str] = ()) -> dict[str, str]:
+    """Ours → theirs, but for the vocabulary. `first` begins the names of decoder block 0, unless the names found in a
+    file say otherwise; so they do of the norm that a later block begins with (hidden_norm: ModelOpt's, SGLang's)."""
+    first = next((each for each in _BLOCKS if f"{each}hidden_norm.weight" in found), first)
     names = {ours: theirs.format(first=first) for ours, theirs in _OWN.items()}
     if head.norm_features:
         assert head.taps
         names |= {name: name for name in (f"fc_norm.{i}.weight" for i in range(len(head.taps)))}
     if head.norm_before_fc:
         names["input_norm.weight"] = "input_norm.weight"
-    for i in range(head.num_layers):
-        names |= block_names(head, i, f"layers.{i}." if i else first)
+    names |= block_names(head, 0, first)
+    for i in range(1, head.num_layers):
+        later = _BLOCKS[first].format(i)
+        other = f"{later}hidden_norm.weight" in found and f"{later}input_layernorm.weight" not in found
+        names |= block_names(head, i, later, "hidden_norm" if other else "input_layernorm")
     return names
 
 
@@ -91,21 +82,19 @@ class Eagle3(Format):
         config = files.config or {}
         named = any("Eagle3" in name for name in architectures(config)) or "draft_vocab_size" in config
         return self.engine == "eagle" and (
-            named or any(f"{first}hidden_norm.weight" in files.shapes for first in _FIRST)
+            named or any(f"{first}hidden_norm.weight" in files.names for first in _BLOCKS)
         )
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config = files.config or {}
-        refuse_flags(files, config, FLAGS)
-        refuse_flags(files, table(config, "eagle_config"), EAGLE_FLAGS)
         return read_options(files, config, config, base)
 
     def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
         assert isinstance(head, Eagle3Config)
-        return tensor_names(head, next((first for first in _FIRST if f"{first}hidden_norm.weight" in found), _FIRST[0]))
+        return tensor_names(head, "midlayer.", found)
 
     def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-        return read_vocabulary(files, head, base)
+        return read_special(files, head, base, files.config or {})
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, Eagle3Config) and head.taps
@@ -134,8 +123,11 @@ class Eagle3(Format):
         if head.attention_bias or head.mlp_bias:
             config |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
         config |= {theirs: True for theirs, ours in NORMS.items() if getattr(head, ours)}
-        if inner := layer_ids.nested(head.taps, layers):
-            config["eagle_config"] = inner
+        inner = layer_ids.nested(head.taps, layers)
+        if self.engine == "trtllm":
+            inner |= eagle_config.written({ours for ours in NORMS.values() if getattr(head, ours)})
+        if inner:
+            config[eagle_config.TABLE] = inner
         if len(head.taps) != 3:
             config["num_aux_hidden_states"] = len(head.taps)
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
@@ -145,24 +137,47 @@ class Eagle3(Format):
 
 def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], base: PreTrainedModel) -> dict[str, Any]:
     """Head options out of a config and, where it is nested there, the config of the decoder block."""
-    layers = count(files, "layers.") + any(name.startswith("midlayer.") for name in files.shapes)
+    midlayers = count(files, "midlayer.") or any(name.startswith("midlayer.") for name in files.shapes)
+    layers = count(files, "layers.") + midlayers
+    norms = eagle_config.read_norms(files, config, layers)
     options = block_options(files, block, base, layers)
     draft = whole(config, "draft_vocab_size", options["vocab_size"])
     if draft > options["vocab_size"]:
         raise CheckpointError(f"{files}: draft_vocab_size={draft} exceeds the vocabulary of {options['vocab_size']}")
     taps = layer_ids.taps_of(files, config, text_config(base).num_hidden_layers)
-    norms = {ours: flag(config, theirs) for theirs, ours in NORMS.items()}
     return {**options, **norms, "draft_vocab_size": draft, "taps": taps}
 
 
-def read_vocabulary(files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-    """d2t and t2d, and the file's embeddings compared with the base's where it has any."""
+def read_special(
+    files: Files, head: HeadConfig, base: PreTrainedModel, block: dict[str, Any]
+) -> tuple[dict[str, Tensor], set[str]]:
+    """d2t and t2d, what a file without it has for lm_head or a bias, and its embeddings compared with the base's where
+    it has any; block: the config of its decoder."""
     assert isinstance(head, Eagle3Config) and head.vocab_size and head.draft_vocab_size
     made, looked_at = vocabulary.from_offsets(files, head.vocab_size, head.draft_vocab_size)
     if "embed_tokens.weight" in files.shapes:
         check_embeddings(files, "embed_tokens.weight", base)
         looked_at.add("embed_tokens.weight")
-    return made, looked_at
+    if "lm_head.weight" not in files.shapes:
+        made["lm_head.weight"] = _shared_output(files, head, base)
+    return made | zero_biases(files, block, head), looked_at
+
+
+def _shared_output(files: Files, head: Eagle3Config, base: PreTrainedModel) -> Tensor:
+    """The base's output matrix (V, H), with which servers draft where a file has none. CheckpointError where they
+    would not: of a draft vocabulary, or where tie_word_embeddings means another matrix to SGLang."""
+    if head.draft_vocab_size != head.vocab_size:
+        raise CheckpointError(
+            f"{files}: it has no lm_head.weight and drafts {head.draft_vocab_size} of {head.vocab_size} tokens; the "
+            "base's, with which a head without one drafts, is for all of them"
+        )
+    matrix = output_matrix(files, base)
+    if flag(files.config or {}, "tie_word_embeddings") and not torch.equal(matrix, embeddings_of(base).to("cpu")):
+        raise CheckpointError(
+            f"{files}: it has no lm_head.weight, and its config says tie_word_embeddings=true of a base whose output "
+            "matrix is not its embeddings; its readers would draft with different ones"
+        )
+    return matrix
 
 
 def trtllm_options(head: Eagle3Config, num_layers: int) -> str:
@@ -202,16 +217,17 @@ python -m sglang.launch_server --model-path $base --speculative-algorithm EAGLE3
   --speculative-eagle-topk 1 --speculative-num-draft-tokens $nodes
 ```
 """,
-        positions=SGLANG,
+        norms=_MOVED, positions=SGLANG,
     ),
     Eagle3(
-        "trtllm", "EAGLE-3 for TensorRT-LLM", "TensorRT-LLM with the PyTorch backend", """\
+        "trtllm", "EAGLE-3 for TensorRT-LLM", "TensorRT-LLM with the PyTorch backend (main, 00679c66)", """\
 ```bash
 trtllm-serve $base --backend pytorch --extra_llm_api_options $folder/trtllm.yml
 ```
 
 The layers to read are in `trtllm.yml` where they are not the usual ones: TensorRT-LLM takes them from there alone.
 """,
+        norms=_MOVED,
     ),
     Eagle3(
         "llamacpp", "EAGLE-3 for llama.cpp", "llama.cpp b11434 and b11549", """\

@@ -6,10 +6,11 @@ Everything here may come from a stranger. A damaged or hostile file is a Checkpo
 from __future__ import annotations
 
 import json
-import math
 import pickletools
 import re
+import sys
 import zipfile
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
+from specheads.formats import shards
 from specheads.hub import may_be_repository
 from specheads.hub import options as hub_options
 from specheads.saved_head import CONFIG, WEIGHTS, CheckpointError
 
-SAFE = (WEIGHTS, "medusa_lm_head.safetensors")
+SAFE = (WEIGHTS, shards.INDEX, "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 _MOST_JSON = 4 << 20  # bytes; the configs of heads are of a few thousand
 # What a pickle of plain tensors by name calls. torch.load(weights_only=True) allows more, bytearray(10**11) among it.
@@ -77,7 +79,7 @@ class Files:
 
     @cached_property
     def weights(self) -> Path | None:
-        """The file with the tensors: safetensors where there is one, else a pickle."""
+        """The file with the tensors, or the index of several: safetensors where there is one, else a pickle."""
         return next((path for name in (*SAFE, *PICKLES) if (path := self.find(name)) is not None), None)
 
     @property
@@ -90,26 +92,46 @@ class Files:
         if self.pickled:
             return {name: _meta(self.weights, name, tuple(t.shape), t.dtype) for name, t in self._unpickled.items()}
         assert self.weights is not None
-        try:
-            with safe_open(self.weights, framework="pt") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-                found = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
-        except (SafetensorError, OSError) as error:
-            raise damaged(self.weights, error) from error
-        return {
-            name: _meta(self.weights, name, shape, _DTYPES.get(dtype, dtype)) for name, (shape, dtype) in found.items()
-        }
+        if self._index is None:
+            return _shapes(self.weights)
+        found: dict[str, Tensor] = {}
+        for name, path in self._shards.items():
+            part = _shapes(path)
+            shards.check_held(self.weights, name, [t for t, file in self._index.items() if file == name], part)
+            found |= part
+        return found
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the tensors, for which no file beside an index is fetched."""
+        return self.shapes if self._index is None else self._index
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, a copy: it does not follow the file. Compare `shapes` with what is expected first."""
         if self.pickled:
             return self._unpickled[name].clone(memory_format=torch.contiguous_format)
-        assert self.weights is not None
+        path = self.weights if self._index is None else self._shards[self._index[name]]
+        assert path is not None
         try:
-            with safe_open(self.weights, framework="pt") as file:
+            with safe_open(path, framework="pt") as file:
                 return file.get_tensor(name).clone()
         except (SafetensorError, OSError) as error:
-            raise damaged(self.weights, error) from error
+            raise damaged(path, error) from error
+
+    @cached_property
+    def _index(self) -> dict[str, str] | None:
+        """Tensor → name of its file, where there are several; None where there is one."""
+        if self.weights is None or self.weights.name != shards.INDEX:
+            return None
+        return shards.read_index(self.weights, read_table(self.weights))
+
+    @cached_property
+    def _shards(self) -> dict[str, Path]:
+        """Every file that the index names. CheckpointError where one is not there."""
+        found = {name: self.find(name) for name in sorted(set((self._index or {}).values()))}
+        if missing := [name for name, path in found.items() if path is None]:
+            raise CheckpointError(f"{self.weights} names {missing[0]}, which is not beside it; copy it there too")
+        return {name: path for name, path in found.items() if path is not None}
 
     @cached_property
     def _unpickled(self) -> dict[str, Tensor]:
@@ -183,6 +205,17 @@ def _refuse_calls(path: Path, program: bytes) -> None:
             raise CheckpointError(f"{path}: its pickle calls {shown(called)}, which plain tensors by name do not need")
 
 
+def _shapes(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the meta device."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            found = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise damaged(path, error) from error
+    return {name: _meta(path, name, shape, _DTYPES.get(dtype, dtype)) for name, (shape, dtype) in found.items()}
+
+
 def _meta(path: Any, name: str, shape: tuple[int, ...], dtype: Any) -> Tensor:
     if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES.values():
         raise CheckpointError(f"{path}: {name} is {dtype}; expected {', '.join(_DTYPES)}")
@@ -209,7 +242,7 @@ def real(config: dict[str, Any], name: str, default: float) -> float:
     """A finite number above 0 of a config; CheckpointError where it is none."""
     value = config.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected a number above 0")
     return float(value)
 

@@ -1,4 +1,8 @@
-"""EAGLE-3 as ModelOpt exports it: layers numbered by their outputs, no t2d, no embeddings."""
+"""EAGLE-3 as ModelOpt exports it: layers numbered by their outputs, no t2d, no embeddings.
+
+The decoder block of a head for a Hugging Face model is "layers.0." there; of one for Megatron's "midlayer.", or
+"midlayer.0." where there are several. Both are read, by the names in the file; the former is written.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ ModelOpt itself does not load its exports back: this form is for what reads them
 
     def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
         assert isinstance(head, Eagle3Config)
-        return eagle3.tensor_names(head, "layers.0.")
+        return eagle3.tensor_names(head, "layers.0.", found)
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
         assert isinstance(head, Eagle3Config) and head.taps

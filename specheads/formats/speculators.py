@@ -50,7 +50,6 @@ Where the base is a hub id, `vllm serve $folder` is enough: the config names it.
                 f"{files}: its config does not say norm_before_residual, which vLLM takes for true and others for "
                 "false; write what it was trained with into config.json"
             )
-        eagle3.refuse_flags(files, config, eagle3.FLAGS)
         return eagle3.read_options(files, config, table(config, "transformer_layer_config"), base)
 
     def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
@@ -58,7 +57,7 @@ Where the base is a hub id, `vllm serve $folder` is enough: the config names it.
         return eagle3.tensor_names(head, "layers.0.")
 
     def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-        return eagle3.read_vocabulary(files, head, base)
+        return eagle3.read_special(files, head, base, table(files.config or {}, "transformer_layer_config"))
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, Eagle3Config)

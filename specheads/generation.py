@@ -95,6 +95,9 @@ def generate(
     """
     base = unwrapped(base)
     _refuse_misplaced(drafter, tree, accept)
+    if not base.config.is_encoder_decoder:
+        given = inputs if inputs is not None else kwargs.get("input_ids")
+        _check_ids(base, given, images=kwargs.get("pixel_values") is not None)
     for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "inputs_embeds", "past_key_values"):
         if kwargs.get(name) is not None:
             raise ValueError(f"generate() with draft trees takes no {name}=; call the base's own generate() for that")
@@ -152,6 +155,33 @@ def _refuse_misplaced(drafter: Any, tree: Any, accept: Any) -> None:
     if drafter is None and tree is not None:
         raise ValueError(
             "tree= says what to draft, but nothing drafts (draft=False or no drafter=); give one of the two"
+        )
+
+
+def _check_ids(base: PreTrainedModel, ids: Any, *, images: bool) -> None:
+    """TypeError or ValueError for prompts that are no ids (B, T) of the base's vocabulary. images: some models put
+    their places at an id beyond it."""
+    if ids is None:  # then Hugging Face begins with the BOS token
+        return
+    if not isinstance(ids, Tensor):
+        raise TypeError(
+            f"the prompts must be a tensor of ids (B, T), not {type(ids).__name__}; give **tokenizer(text, "
+            "return_tensors='pt')"
+        )
+    if ids.dim() != 2 or ids.is_floating_point():
+        hint = "; for one prompt give ids.unsqueeze(0)" if ids.dim() == 1 else ""
+        raise ValueError(f"the prompts must be ids (B, T), whole numbers, not {tuple(ids.shape)} of {ids.dtype}{hint}")
+    if not ids.numel():
+        raise ValueError(
+            f"an empty prompt has nothing to continue: {tuple(ids.shape)}; give at least one token a row (the BOS "
+            "token, say)"
+        )
+    weight: Any = base.get_input_embeddings().weight
+    least, most = int(ids.min()), int(ids.max())
+    if least < 0 or (most >= len(weight) > 0 and not images):  # a sharded matrix may be empty here
+        raise ValueError(
+            f"the prompts hold id {least if least < 0 else most}, and the model has embeddings for 0 to "
+            f"{len(weight) - 1}; is the tokenizer that of another model?"
         )
 
 

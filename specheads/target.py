@@ -89,9 +89,15 @@ def layer_reach(config: Any) -> dict[str, Reach]:
         "chunked_attention": Reach("chunked", getattr(config, "attention_chunk_size", None) or 0),
     }
     if unknown := types - set(known):
+        indexed = all("index" in name or "sparse" in name for name in unknown)
+        reason = (
+            "an indexer chooses which tokens each query sees, whatever mask it is given"
+            if indexed
+            else ("recurrent state can neither hold a tree nor be rewound")
+        )
         raise UnsupportedModel(
             f"{config.model_type} has layers of type {', '.join(sorted(unknown))}; only full, sliding and chunked "
-            "attention can verify a tree in one pass (recurrent state can neither hold a tree nor be rewound)"
+            f"attention can verify a tree in one pass ({reason})"
         )
     if types - {"full_attention"}:
         return {name: known[name] for name in sorted(types)}

@@ -1,12 +1,16 @@
 """The divergences of fuzzy acceptance, against plain numpy in float64."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from specheads import DraftTree, Fuzzy, Sampler
+from specheads.accept import Laws
 from specheads.accept.divergences import FORMS, NAMES, divergence
+from specheads.draft_law import DraftLogits
 
 
 def kl(a, b):
@@ -64,9 +68,31 @@ def test_every_divergence_is_what_numpy_makes_of_it(name, holes, reads, monkeypa
                     for two in zip(*(s.split(rows) for s in scores), strict=True)
                 ]
                 assert torch.cat(parts).tolist() == pytest.approx(wanted, abs=1e-12, rel=1e-12)
-            if FORMS[name].takes_law:
+            if FORMS[name].takes_law(top_p):
                 made = divergence(name, scores[0], torch.from_numpy(p), k=k, top_p=top_p, p_is_law=True)
                 assert made.tolist() == pytest.approx(wanted, abs=1e-12, rel=1e-12)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_the_tail_of_float32_makes_no_finite_divergence_infinite(reads, monkeypatch):
+    """A token whose chance is e⁻²⁰⁰ has 0 in float32; over a nucleus of everything it counts with its logarithm."""
+    monkeypatch.setattr("specheads.host.reads", lambda values: reads)
+    p = torch.tensor([[0.0, -200.0, -1.0, -torch.inf], [0.0, -3.0, -1.0, -90.0]])
+    q = torch.tensor([[0.0, -0.5, -1.0, 0.3], [0.0, -3.0, -1.0, -1.0]])
+    inside = p > -torch.inf
+    exact = [row.double().masked_fill(~inside, -torch.inf).log_softmax(-1) for row in (q, p)]
+    wanted = (exact[0].exp() * (exact[0] - exact[1]).masked_fill(~inside, 0)).sum(-1)
+    made = divergence("top_p_kl", q, p, k=1, top_p=1.0)
+    assert made.tolist() == pytest.approx(wanted.tolist(), rel=1e-5) and wanted.isfinite().all()
+    for name in ("top_p_js", "top_p_tv"):
+        assert divergence(name, q, p, k=1, top_p=1.0).isfinite().all()
+    rule = Fuzzy(float(wanted.max()) + 1, "top_p_kl", top_p=1.0)
+    tree = DraftTree(torch.tensor([[5, 2]]), torch.tensor([[-1, 0]]), 1, q[:1].softmax(-1).expand(1, 2, 4).contiguous())
+    kept = DraftLogits(q[:1].unsqueeze(0), torch.zeros(1, 2, dtype=torch.long), None, 4)
+    sampler = Sampler(do_sample=True)
+    probs = Laws(replace(tree, logits=kept), p[:1].expand(1, 2, 4).contiguous(), sampler)
+    assert probs.p.shape == (1, 2, 4)  # made, as where a token is drawn
+    assert rule.distance(probs, torch.tensor([0])).tolist() == pytest.approx(wanted[:1].tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["top_p_js", "top_p_tv", "js", "top_k_js"])

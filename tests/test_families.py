@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 import transformers
-from families import FAMILIES, VOCAB, build
+from families import FAMILIES, LATENT, VOCAB, build
 from transformers import AutoModelForSeq2SeqLM
 
 from specheads import DynamicTree, StaticTree, Target, UnsupportedModel, convert
@@ -171,6 +171,8 @@ def test_eager_attention_matches_greedy(family):
         ("Qwen3NextConfig", {}, "linear_attention; .*recurrent state"),
         ("Lfm2Config", {"layer_types": ["conv", "full_attention"] * 2}, "conv; .*recurrent state"),
         ("OpenAIGPTConfig", {}, "takes no past_key_values"),
+        ("DeepseekV32Config", LATENT, "indexed_attention; .*an indexer chooses which tokens"),
+        ("GlmMoeDsaConfig", LATENT, "indexed_attention; .*an indexer chooses which tokens"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

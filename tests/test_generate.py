@@ -6,6 +6,7 @@ from conftest import tiny_llama
 from replay import BATCHES, PAD, PROMPTS, assert_same, padded
 from transformers import DynamicCache, GenerationConfig
 
+import specheads
 from specheads import SampledTree, chain, convert
 
 # --- Randomness ---
@@ -164,3 +165,67 @@ def test_padding_without_a_mask_is_found_as_hugging_face_finds_it(model):
     out = model.generate(ids, do_sample=False, max_new_tokens=12)
     assert torch.equal(out, model.base.generate(ids, do_sample=False, max_new_tokens=12))
     assert torch.equal(out, model.base.generate(**BATCHES["ragged"], do_sample=False, max_new_tokens=12))
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        (torch.tensor([5, 6, 7]), ValueError, r"not \(3,\) of torch.int64; for one prompt give ids.unsqueeze\(0\)"),
+        (torch.zeros(1, 2, 3, dtype=torch.long), ValueError, r"ids \(B, T\), whole numbers, not \(1, 2, 3\)"),
+        (torch.tensor([[5.0, 6.0]]), ValueError, "torch.float32"),
+        (torch.empty(1, 0, dtype=torch.long), ValueError, r"an empty prompt has nothing to continue: \(1, 0\)"),
+        (torch.empty(2, 0, dtype=torch.long), ValueError, r"an empty prompt has nothing to continue: \(2, 0\)"),
+        (torch.empty(0, 3, dtype=torch.long), ValueError, r"an empty prompt has nothing to continue: \(0, 3\)"),
+        (torch.tensor([[5, 97]]), ValueError, "hold id 97, and the model has embeddings for 0 to 96"),
+        (torch.tensor([[5, -1]]), ValueError, "hold id -1, and"),
+        ([[5, 6]], TypeError, "not list; give"),
+        ("def f", TypeError, "not str; give"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_prompts_that_are_none_are_refused_with_what_they_should_be(model, ids, error, message):
+    for call in (model.generate, lambda *args, **options: specheads.generate(model.base, *args, **options)):
+        for given in ((ids,), ()):
+            with pytest.raises(error, match=message):
+                call(*given, **({} if given else {"input_ids": ids}), max_new_tokens=3)
+
+
+def test_right_padding_is_said_once_and_decoded_as_left_padding(model, hf_log):
+    right, left = padded(PROMPTS, "right"), padded(PROMPTS)
+    options = {"do_sample": False, "max_new_tokens": 8}
+    out, expected = model.generate(**right, **options), model.base.generate(**left, **options)
+    assert torch.equal(out[:, right["input_ids"].shape[1] :], expected[:, left["input_ids"].shape[1] :])
+    said = [record.message for record in hf_log.records if "row 0 is padded on the right" in record.message]
+    assert len(said) == 1
+    hf_log.clear()
+    model.generate(**left, **options)
+    assert "padded on the right" not in hf_log.text
+
+
+@pytest.mark.parametrize("wrap", ["decorator", "compile"])
+def test_a_wrapped_forward_is_known_by_its_class(wrap):
+    base = tiny_llama()
+    ids, options = torch.tensor([[5, 6, 7]]), {"do_sample": False, "max_new_tokens": 12}
+    expected, own, calls = base.generate(ids, **options), base.forward, []
+
+    def any_forward(*args, **kwargs):
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    base.forward = any_forward if wrap == "decorator" else torch.compile(own, backend="eager")
+    for head in ("medusa", "eagle3"):
+        assert torch.equal(convert(base, head).generate(ids, **options), expected)
+    assert torch.equal(specheads.generate(base, ids, drafter=specheads.DraftModel(base), **options), expected)
+    assert calls or wrap == "compile"
+
+
+def test_a_draft_model_may_be_a_peft_model(base):
+    from conftest import with_adapter
+
+    adapted = with_adapter()
+    ids, options = torch.tensor([[5, 6, 7]]), {"do_sample": False, "max_new_tokens": 12}
+    out = specheads.generate(base, ids, drafter=specheads.DraftModel(adapted), **options)
+    assert torch.equal(out, base.generate(ids, **options))
+    expected = adapted.generate(input_ids=ids, **options)
+    assert not torch.equal(expected, out)
+    assert torch.equal(specheads.generate(adapted, ids, drafter=specheads.DraftModel(adapted), **options), expected)

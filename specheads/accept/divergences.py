@@ -61,10 +61,10 @@ class Form(NamedTuple):
     compare: Callable[[Tensor, Tensor], Tensor]
     of_logs: bool
 
-    @property
-    def takes_law(self) -> bool:
-        """Does it start from the law p itself, and not from its logarithm?"""
-        return self.over == "top_p" or not self.of_logs
+    def takes_law(self, top_p: float) -> bool:
+        """Does it start from the law p itself, and not from its logarithm? Over all tokens with any chance a divergence
+        of logarithms does not: in float32 the chance of an unlikely one is 0, and its logarithm infinite."""
+        return not self.of_logs or (self.over == "top_p" and top_p < 1)
 
 
 BEYOND = {"js": math.log(2) / 2, "tv": 1 / 2}  # times what p has outside q's tokens
@@ -90,6 +90,11 @@ def divergence(
     """
     over, compare, of_logs = FORMS[name]
     to_law = torch.log_softmax if of_logs else torch.softmax
+    if over == "top_p" and of_logs and top_p >= 1:
+        p = p.log() if p_is_law else p.log_softmax(-1)
+        q = q if ids is None else torch.full_like(p, -torch.inf).index_copy_(-1, ids, q)
+        q = q.masked_fill(p == -torch.inf, -torch.inf)
+        return compare(q.log_softmax(-1), p).masked_fill_(q.amax(-1) == -torch.inf, torch.inf)
     if over == "top_p":
         q, p = nucleus(q, p if p_is_law else p.softmax(-1), ids, top_p)
         p /= p.sum(-1, keepdim=True)

@@ -119,7 +119,7 @@ class Fuzzy(LevelRule):
             raise ValueError("Fuzzy compares the draft's law with the target's, and this tree was drafted without one")
         # Where tokens are drawn the law at every node has been made, and without processors it is the raw one.
         known = laws.sampler.do_sample and (self.processed or not laws.sampler.processors)
-        known = known and FORMS[self.divergence].takes_law
+        known = known and FORMS[self.divergence].takes_law(self.top_p)
         target = laws.soft if known else laws.scores if self.processed else laws.logits
         target, draft = target.flatten(0, 1).index_select(0, place), kept.at(place)
         if self.processed:  # processors know tokens by their target ids

@@ -21,13 +21,6 @@ LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 12, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 8,
 }  # fmt: skip
-LENGTH_DEPENDENT = {
-    "original_max_position_embeddings": 24, "sliding_window": None,
-    "rope_parameters": {
-        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [3.0, 7.0, 5.0, 9.0],
-        "original_max_position_embeddings": 24, "factor": 4.0,
-    },
-}  # fmt: skip
 # Family → its config class and what it wants set otherwise. Untied where the embedding scale of a random model would
 # make it repeat its last token for ever.
 FAMILIES = {
@@ -54,9 +47,6 @@ FAMILIES = {
     "GPT-NeoX": ("GPTNeoXConfig", {}),
     "Phi": ("PhiConfig", {}),
     "Phi-3": ("Phi3Config", {}),
-    # Their rotary positions change at a length that the texts of the tests pass.
-    "Phi-3, long texts": ("Phi3Config", LENGTH_DEPENDENT),
-    "Llama, long texts": ("LlamaConfig", {"rope_parameters": LENGTH_DEPENDENT["rope_parameters"]}),
     "PhiMoE": ("PhimoeConfig", {}),
     "OPT": ("OPTConfig", {"word_embed_proj_dim": 32}),
     "OLMo": ("OlmoConfig", {}),
@@ -84,6 +74,23 @@ FAMILIES = {
     # Values of another width than keys, and layers that attend within their own chunk.
     "DeepSeek-V3": ("DeepseekV3Config", LATENT),
     "Llama-4": ("Llama4TextConfig", {"intermediate_size_mlp": 48}),
+}
+
+
+# Their rotary positions change at a length that the texts of the tests pass.
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [3.0, 7.0, 5.0, 9.0],
+    "original_max_position_embeddings": 24, "factor": 4.0,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+LENGTH_DEPENDENT = {
+    "Phi-3": (
+        "Phi3Config",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 24, "sliding_window": None},
+    ),
+    "Llama, longrope": ("LlamaConfig", {"rope_parameters": LONGROPE}),
+    "Llama, dynamic": ("LlamaConfig", {"rope_parameters": DYNAMIC, "max_position_embeddings": 24}),
+    "Qwen3, dynamic": ("Qwen3Config", {"rope_parameters": DYNAMIC, "max_position_embeddings": 24}),
 }
 
 

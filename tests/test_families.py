@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 import transformers
-from families import FAMILIES, LATENT, VOCAB, build
+from families import FAMILIES, LATENT, LENGTH_DEPENDENT, VOCAB, build
 from transformers import AutoModelForSeq2SeqLM
 
 from specheads import DynamicTree, StaticTree, Target, UnsupportedModel, convert
@@ -116,6 +116,18 @@ def test_every_family_matches_greedy(family):
         torch.testing.assert_close(given[: len(whole)], whole, rtol=1e-3, atol=1e-3)
         assert len(given) >= len(text) - 6
         assert knowing.tokens_behind[row][: len(text) - 1] == text[1 : 1 + len(knowing.tokens_behind[row])]
+
+
+@pytest.mark.parametrize("name", LENGTH_DEPENDENT)
+def test_families_whose_positions_depend_on_the_length_match_greedy(name):
+    base, inputs = build(*LENGTH_DEPENDENT[name]), ragged_prompts()
+    sequences, texts = greedy(base, inputs)
+    for draft, tree in (
+        (False, None), (convert(base, "eagle3").head, None),
+        (KnowingDrafter(texts), DynamicTree(budget=12, depth=4, top_k=4)), (KnowingDrafter(texts), None),
+    ):  # fmt: skip
+        out = convert(base, "medusa").generate(**inputs, max_new_tokens=NEW, do_sample=False, draft=draft, tree=tree)
+        assert torch.equal(out, sequences), f"{draft} strays from greedy"
 
 
 @torch.no_grad()

@@ -91,7 +91,7 @@ LENGTH_DEPENDENT = {
     "Llama, longrope": ("LlamaConfig", {"rope_parameters": LONGROPE}),
     "Llama, dynamic": ("LlamaConfig", {"rope_parameters": DYNAMIC, "max_position_embeddings": 24}),
     "Qwen3, dynamic": ("Qwen3Config", {"rope_parameters": DYNAMIC, "max_position_embeddings": 24}),
-}
+}  # fmt: skip
 
 
 def build(name, options, **kwargs):

@@ -136,7 +136,8 @@ def load(
     dtype: of both, and of the head alone beside a base that is in memory; by default each has the one it was saved
     in. config: of the checkpoint, as Auto classes pass it; only its attention implementation counts, since the
     weights file says itself what it holds. allow_pickle: read a foreign form's pickles too, as tensors and nothing
-    else. allow_nonfinite: NaN and Inf among the weights are no error. Other arguments go to the loading of the base.
+    else. allow_nonfinite: NaN and Inf among the head's weights are no error. Other arguments go to the loading of the
+    base.
     """
     from specheads.convert import build_head, unwrapped
     from specheads.formats.importing import detect
@@ -159,7 +160,9 @@ def load(
             model.head.to(wanted_dtype)
         return model.eval()
     saved = read(source, **hub)
-    if not allow_nonfinite:
+    if allow_nonfinite:  # of the head: adapters are part of the model that is decoded, which has no text then
+        refuse_nonfinite(source, adapter_tensors(saved.tensors), allowable=False)
+    else:
         refuse_nonfinite(source, saved.tensors)
     recorded, as_recorded = saved.config, base is None
     base = unwrapped(_base_beside(source, base, recorded, saved.folder, hub, options))

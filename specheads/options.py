@@ -27,16 +27,15 @@ def refuse_unknown(given: Iterable[object], known: Iterable[str], what: str = "o
 
 def shown(value: object) -> str:
     """A value as a message quotes it, by its repr: one line, of 80 characters at most."""
-    try:
-        text = repr(value)
-    except (RecursionError, ValueError):  # nested too deep, or a number of thousands of digits
-        return f"a {type(value).__name__} that is too large to show"
-    return shortened(text)
+    return shortened(value, quoted=repr)
 
 
-def shortened(name: object, most: int = _LONGEST) -> str:
+def shortened(name: object, most: int = _LONGEST, quoted: Callable[[object], str] = str) -> str:
     """A name as a message quotes it without quotation marks: one line, of `most` characters at most."""
-    text = str(name)
+    try:
+        text = quoted(name)
+    except (RecursionError, ValueError):  # nested too deep, or a number of thousands of digits
+        text = f"a {type(name).__name__} that is too large to show"
     start = text[: most + 1]
     start = start if start.isprintable() else repr(start)[1:-1]
     return start if len(start) <= most else start[: most - 1] + "…"

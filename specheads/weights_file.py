@@ -69,16 +69,14 @@ def widest(tensors: Iterable[Tensor]) -> torch.dtype:
     return functools.reduce(torch.promote_types, {t.dtype for t in tensors if t.is_floating_point()})
 
 
-def refuse_nonfinite(source: Any, tensors: dict[str, Tensor]) -> None:
+def refuse_nonfinite(source: Any, tensors: dict[str, Tensor], allowable: bool = True) -> None:
     """CheckpointError that names the tensors with NaN or Inf among their values. Reads each once, and allocates
-    nothing."""
+    nothing. allowable: allow_nonfinite would have passed them."""
     found = [
         name
         for name, tensor in tensors.items()
         if tensor.is_floating_point() and tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all()
     ]
     if found:
-        raise CheckpointError(
-            f"{source}: NaN or Inf in {listing(found)}; copy or train it again, or load it as it is with "
-            "allow_nonfinite=True (--allow-nonfinite)"
-        )
+        hint = ", or load it as it is with allow_nonfinite=True (--allow-nonfinite)" if allowable else ""
+        raise CheckpointError(f"{source}: NaN or Inf in {listing(found)}; copy or train it again{hint}")

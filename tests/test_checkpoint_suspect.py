@@ -38,7 +38,7 @@ def edit(folder, **tensors):
     found = load_file(path)
     prefix = "head." if any(name.startswith("head.") for name in found) else ""
     for name, change in tensors.items():
-        name = prefix + name.replace("__", ".")
+        name = name if name in found else prefix + name.replace("__", ".")
         found[name] = change(found[name].clone())
     save_file(found, path, metadata)
 
@@ -136,7 +136,7 @@ def test_options_that_no_head_has_are_refused(kind, options, message):
     [
         ("draft_depth", 10**12, "draft_depth=1000000000000 must be at most 1024"),
         ("taps", [2, 4, 9], "tapped layer 9 does not exist"),
-        ("taps", [2, 4, -1], "must be at least 0"),
+        ("taps", [2, 4, -1], "tapped layer -1 does not exist"),
         ("taps", None, "sizes are missing or null, among .*taps"),
         ("tree", [[0], [97]], "has rank 97"),
     ],
@@ -192,6 +192,14 @@ def test_tensors_of_several_dtypes_are_read_in_the_widest_and_decode(named, tmp_
     restored = load_head(named, tmp_path)
     assert same(restored, model.float()) and restored.head.lm_head.weight.dtype == torch.float32
     assert torch.equal(restored.generate(IDS, max_new_tokens=4), named.generate(IDS, max_new_tokens=4, do_sample=False))
+
+
+def test_adapters_that_are_not_finite_are_never_taken(tmp_path):
+    trained(tiny_llama(), "medusa", num_heads=2, lora={"r": 2, "target_modules": ("q_proj",)}).save_pretrained(tmp_path)
+    edit(tmp_path, **{"base.model.layers.3.self_attn.q_proj.lora_B.default.weight": put(0, float("nan"))})
+    for allowed in (False, True):
+        message = r"NaN or Inf in base.model.layers.3.*lora_B.default.weight; copy or train it again"
+        refused(tmp_path, tiny_llama(), message + ("$" if allowed else ", or"), allow_nonfinite=allowed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.int16])

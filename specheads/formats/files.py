@@ -146,7 +146,7 @@ def unpickled(path: Path) -> dict[str, Tensor]:
     for name, tensor in loaded.items():
         plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not isinstance(name, str) or not plain or tensor.is_quantized:
-            raise CheckpointError(f"{path}: {shown(name)} is not a plain tensor under a name")
+            raise CheckpointError(f"{path}: {shortened(name)!r} is not a plain tensor under a name")
         if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
             raise CheckpointError(
                 f"{path}: {shortened(name)} has shape {tuple(tensor.shape)} over fewer values than that"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from specheads.drafters.base import Context
 from specheads.heads.anchored_starts import AnchoredStarts, AnchoredStartsConfig
 from specheads.heads.base import TapBatch
-from specheads.heads.limits import MOST_LAYERS
+from specheads.heads.limits import ANY_LAYER, MOST_LAYERS
 from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
 from specheads.objective import Asked
 from specheads.planner import Expand, Plan, default_static
@@ -30,7 +30,7 @@ class DepthHeadsConfig(AnchoredStartsConfig, DraftVocabularyConfig):
     (default: the last, after the final norm)."""
 
     bounds: ClassVar[dict[str, tuple[float, float]]] = {
-        "num_heads": (1, MOST_LAYERS), "num_layers": (1, MOST_LAYERS), "tap": (0, 10_000),
+        "num_heads": (1, MOST_LAYERS), "num_layers": (1, MOST_LAYERS), "tap": ANY_LAYER,
     }  # fmt: skip
 
     num_heads: int = 5

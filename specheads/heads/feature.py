@@ -19,7 +19,7 @@ from specheads.heads.anchored_starts import AnchoredStarts, AnchoredStartsConfig
 from specheads.heads.base import DraftHead, TapBatch
 from specheads.heads.block import Block
 from specheads.heads.decoder import Attend, DecoderConfig, attend_with, document_mask, read_committed
-from specheads.heads.limits import DEEPEST, MOST_LAYERS
+from specheads.heads.limits import ANY_LAYER, DEEPEST, MOST_LAYERS
 from specheads.objective import Asked
 from specheads.planner import DynamicTree, Plan, Scored, chain
 from specheads.sampling import Sampler
@@ -33,7 +33,7 @@ class FeatureHeadConfig(DecoderConfig, ABC):
 
     aliases: ClassVar[dict[str, str]] = {"eagle_num_layers": "num_layers"}
     bounds: ClassVar[dict[str, tuple[float, float]]] = {
-        "num_layers": (1, MOST_LAYERS), "draft_depth": (1, DEEPEST), "taps": (0, 10_000),
+        "num_layers": (1, MOST_LAYERS), "draft_depth": (1, DEEPEST), "taps": ANY_LAYER,
     }  # fmt: skip
 
     num_layers: int = 1

@@ -16,10 +16,10 @@ from specheads.options import shown
 MOST_LAYERS = 64  # layers, or heads of one depth each
 DEEPEST = 1024  # tokens of one draft
 MOST_NODES = 1024  # of the static tree a head drafts by default, and ranks at one of them
+ANY_LAYER = (-10_000, 10_000)  # which of them a base has, `filled` says
 MOST_LISTED = 64  # entries of a list: tapped layers
 _EXPECTED = {
     int: "a whole number", float: "a finite number", bool: "true or false", str: "text", tuple: "a list",
-    dict: "a table of options",
 }  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def check_options(config: Any) -> None:
     for option in fields(config):
         value, (kind, may_be_none) = getattr(config, option.name), types[option.name]
         said = f"{config.kind} head option {option.name}={shown(value)}"
-        if value is None and may_be_none:
+        if (value is None and may_be_none) or kind is dict:  # whose options are checked where they are read
             continue
         if not _is(value, kind):
             raise ValueError(f"{said} must be {_EXPECTED[kind]}")

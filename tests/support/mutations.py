@@ -266,6 +266,7 @@ def vocabulary(folder, rng):
         if name.endswith("t2d"):
             ids[at] = ~ids[at]
         elif way < 6:
+            ids = ids.long()
             ids[at] = [-1, -98, 96, 97, 2**62, -(2**63)][way]
         elif way == 6:
             ids = ids.flip(0)

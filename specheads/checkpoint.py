@@ -216,13 +216,14 @@ def check_options(saved: SavedHead, base: PreTrainedModel, source: Any) -> None:
 
 
 def restore_adapters(base: PreTrainedModel, tensors: dict[str, Tensor], dtype: torch.dtype | None, source: Any) -> None:
-    """In that dtype, None for the one they were saved in. CheckpointError where they do not fit the base's."""
+    """In that dtype, None for the one they were saved in, the widest of several. CheckpointError where they do not fit
+    the base's."""
     own = {f"base.{name}": parameter for name, parameter in base.named_parameters() if is_adapter(name)}
     wrong = sorted(set(own) ^ set(tensors)) or [n for n, t in tensors.items() if t.shape != own[n].shape]
     if wrong:
         raise CheckpointError(f"{source}: its adapters do not fit the base: {listing(wrong)}")
     for name, tensor in tensors.items():
-        own[name].data = tensor.to(own[name].device, dtype or tensor.dtype, copy=True)
+        own[name].data = tensor.to(own[name].device, dtype or widest(tensors.values()), copy=True)
 
 
 def check_base(config: SpecConfig, own: dict[str, Any], source: Any) -> None:

@@ -321,6 +321,16 @@ def test_a_key_that_is_a_methods_name_changes_nothing(named, saved):
 # --- Adapters ---
 
 
+def test_adapters_of_several_dtypes_are_read_in_the_widest_and_decode(tmp_path):
+    model = trained(tiny_llama(), "medusa", num_heads=2, lora={"r": 2, "target_modules": ("q_proj",)})
+    model.save_pretrained(tmp_path)
+    edit(tmp_path, **{"base.model.layers.3.self_attn.q_proj.lora_B.default.weight": lambda t: t.bfloat16()})
+    restored = load_head(tiny_llama(), tmp_path)
+    assert same(restored, model)
+    text = restored.base.generate(IDS, max_new_tokens=4, do_sample=False)
+    assert torch.equal(restored.generate(IDS, max_new_tokens=4), text)
+
+
 def test_adapters_that_fit_no_module_leave_the_base_as_it_was():
     base = tiny_llama()
     with pytest.raises(ValueError, match=r"no adapters can be put into the base: Target modules .*not found"):

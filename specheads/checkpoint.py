@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,21 @@ from transformers.utils import logging as hf_logging
 from specheads.fingerprint import fingerprint
 from specheads.hub import commit_of
 from specheads.hub import options as hub_options
-from specheads.joint import JointConfig, attach, detach, is_adapter
+from specheads.joint import JointConfig, adapted_modules, attach, detach, is_adapter
+from specheads.options import listing, reason, shortened, shown
 from specheads.quantized import quantization_of, restored
-from specheads.saved_head import CONFIG, WEIGHTS, CheckpointError, adapter_tensors, head_tensors, misfits, read
-from specheads.target import unwrapped
+from specheads.saved_head import (
+    CONFIG,
+    WEIGHTS,
+    CheckpointError,
+    SavedHead,
+    adapter_tensors,
+    head_tensors,
+    misfits,
+    read,
+)
+from specheads.target import text_config, unwrapped
+from specheads.weights_file import refuse_nonfinite, widest
 
 if TYPE_CHECKING:
     from specheads.spec_model import SpecConfig, SpecModel
@@ -115,6 +127,7 @@ def load(
     config: SpecConfig | None = None,
     dtype: torch.dtype | str | None = None,
     allow_pickle: bool = False,
+    allow_nonfinite: bool = False,
     **kwargs: Any,
 ) -> SpecModel:
     """Base + head from a directory or hub id, in the form of this library or one of specheads.formats. Raises
@@ -123,7 +136,8 @@ def load(
     dtype: of both, and of the head alone beside a base that is in memory; by default each has the one it was saved
     in. config: of the checkpoint, as Auto classes pass it; only its attention implementation counts, since the
     weights file says itself what it holds. allow_pickle: read a foreign form's pickles too, as tensors and nothing
-    else. Other arguments go to the loading of the base.
+    else. allow_nonfinite: NaN and Inf among the head's weights are no error. Other arguments go to the loading of the
+    base.
     """
     from specheads.convert import build_head
     from specheads.formats.importing import detect
@@ -141,14 +155,19 @@ def load(
     options = {"dtype": wanted_dtype or "auto", **kwargs}
     if (foreign := detect(source, hub, allow_pickle)) is not None:
         recorded = SpecConfig(base_model_name_or_path=foreign.base_name)
-        model = foreign.model(unwrapped(_base_beside(source, base, recorded, Path(), hub, options)))
+        model = foreign.model(unwrapped(_base_beside(source, base, recorded, Path(), hub, options)), allow_nonfinite)
         if wanted_dtype is not None:
             model.head.to(wanted_dtype)
         return model.eval()
     saved = read(source, **hub)
+    if allow_nonfinite:  # of the head: adapters are part of the model that is decoded, which has no text then
+        refuse_nonfinite(source, adapter_tensors(saved.tensors), allowable=False)
+    else:
+        refuse_nonfinite(source, saved.tensors)
     recorded, as_recorded = saved.config, base is None
     base = unwrapped(_base_beside(source, base, recorded, saved.folder, hub, options))
     check_base(recorded, fingerprint(base), source)
+    check_options(saved, base, source)
 
     # What is saved from here on sits on this base; a local name in the file is relative to the file.
     recorded.base_model_name_or_path = getattr(base, "name_or_path", None) or _resolved(recorded, saved.folder)
@@ -157,7 +176,14 @@ def load(
     recorded.base_quantization = quantization_of(base)
     recorded.name_or_path = str(source)
     if recorded.joint is not None:
-        attach(base, JointConfig.of(recorded.joint))
+        # Where the tensors are, and not by target_modules, which may be a stranger's regular expression.
+        modules = adapted_modules(saved.tensors)
+        if not modules:
+            raise CheckpointError(f"{source}: its config has adapters (joint), and its weights have none")
+        try:
+            attach(base, replace(JointConfig.of(recorded.joint), target_modules=modules))
+        except ValueError as error:
+            raise CheckpointError(f"{source}: {reason(error)}") from error
         try:
             restore_adapters(base, adapter_tensors(saved.tensors), wanted_dtype, source)
         except CheckpointError:
@@ -166,21 +192,38 @@ def load(
     model = SpecModel(recorded, base, build_head(saved.head, base))
     place = next(model.head.parameters()).device
     # Copied: a tensor read from a safetensors file is a view of the file, which may be written to later.
-    copies = {name.removeprefix("head."): t.to(place, copy=True) for name, t in head_tensors(saved.tensors).items()}
+    # In one dtype, or layers could not follow one another: the widest there is, which holds every value exactly.
+    of_head = head_tensors(saved.tensors)
+    dtypes = {True: widest(of_head.values()), False: None}
+    copies = {
+        name.removeprefix("head."): t.to(place, dtypes[t.is_floating_point()], copy=True) for name, t in of_head.items()
+    }
     model.head.load_state_dict(copies, strict=True, assign=True)
     if wanted_dtype is not None:
         model.head.to(wanted_dtype)
     return model.eval()
 
 
+def check_options(saved: SavedHead, base: PreTrainedModel, source: Any) -> None:
+    """CheckpointError where the head's options leave a size to the base, or this base has no such layers or tokens."""
+    try:
+        filled = saved.head.filled(text_config(base))
+    except ValueError as error:
+        raise CheckpointError(f"{source}: its head does not fit this base: {reason(error)}") from error
+    if filled != saved.head:
+        left_out = [name for name, value in asdict(saved.head).items() if value != getattr(filled, name)]
+        raise CheckpointError(f"{source}: its config leaves sizes of the head out: {', '.join(left_out)}")
+
+
 def restore_adapters(base: PreTrainedModel, tensors: dict[str, Tensor], dtype: torch.dtype | None, source: Any) -> None:
-    """In that dtype, None for the one they were saved in. CheckpointError where they do not fit the base's."""
+    """In that dtype, None for the one they were saved in, the widest of several. CheckpointError where they do not fit
+    the base's."""
     own = {f"base.{name}": parameter for name, parameter in base.named_parameters() if is_adapter(name)}
     wrong = sorted(set(own) ^ set(tensors)) or [n for n, t in tensors.items() if t.shape != own[n].shape]
     if wrong:
-        raise CheckpointError(f"{source}: its adapters do not fit the base: {', '.join(wrong[:4])}")
+        raise CheckpointError(f"{source}: its adapters do not fit the base: {listing(wrong)}")
     for name, tensor in tensors.items():
-        own[name].data = tensor.to(own[name].device, dtype or tensor.dtype, copy=True)
+        own[name].data = tensor.to(own[name].device, dtype or widest(tensors.values()), copy=True)
 
 
 def check_base(config: SpecConfig, own: dict[str, Any], source: Any) -> None:
@@ -190,15 +233,17 @@ def check_base(config: SpecConfig, own: dict[str, Any], source: Any) -> None:
     recorded = {**of_head, **config.base_fingerprint}
     weights = recorded.pop("weights", None)
     differing = [
-        f"{name} is {own.get(name)!r}, not {value!r}" for name, value in recorded.items() if value != own.get(name)
+        f"{shortened(name)} is {own.get(name)!r}, not {shown(value)}"
+        for name, value in recorded.items()
+        if value != own.get(name)
     ]
     if differing:
-        named = f" ({config.base_model_name_or_path})" if config.base_model_name_or_path else ""
-        raise CheckpointError(f"{source} was trained for another base{named}: {', '.join(differing)}")
+        named = f" ({shortened(config.base_model_name_or_path)})" if config.base_model_name_or_path else ""
+        raise CheckpointError(f"{source} was trained for another base{named}: {', '.join(differing[:12])}")
     if weights and own["weights"] and weights != own["weights"]:
         logger.warning(
             "%s was trained for %s, whose weights differ from this base's: the text will be right, but fewer drafts "
-            "will be accepted than its card says", source, config.base_model_name_or_path or "another base",
+            "will be accepted than its card says", source, shortened(config.base_model_name_or_path or "another base"),
         )  # fmt: skip
 
 
@@ -220,17 +265,20 @@ def _load_base(
     if not name:
         raise CheckpointError(f"{source} does not name the base it was trained for; give it with base=...")
     if base is None and (config.base_model_name_or_path or "").startswith(".") and not Path(name).is_dir():
-        raise CheckpointError(f"the base model of {source} is not at {name}; give its place with base=...")
+        raise CheckpointError(f"the base model of {source} is not at {shortened(name)}; give its place with base=...")
     shared = {k: hub[k] for k in ("token", "cache_dir", "local_files_only", "proxies") if k in hub}
-    options = hub_options(name) | shared
     revision = {"revision": config.base_revision} if base is None and config.base_revision else {}
     try:
+        options = hub_options(name) | shared
         if base is None and "quantization_config" not in kwargs:
             kwargs |= restored(config.base_quantization, name, **revision, **options)
         return AutoModelForCausalLM.from_pretrained(name, **revision, **options, **kwargs)
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) and base is not None:
+            raise  # of the arguments, and not of what a file says
         raise CheckpointError(
-            f"the base model {name!r} that {source} goes with cannot be loaded; give another with base=... ({error})"
+            f"the base model {shown(name)} that {source} goes with cannot be loaded; give another with base=... "
+            f"({reason(error)})"
         ) from error
 
 

@@ -7,7 +7,7 @@ loss against the base's law with the adapters off keeps it near.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from specheads.chunked import Steps, chunked_sum
 from specheads.heads import TapBatch
 from specheads.losses import kl, wide
 from specheads.objective import Asked, rows_of_chunk
-from specheads.options import refuse_unknown
+from specheads.options import reason, refuse_unknown, shown
 from specheads.target import text_config
 from specheads.teacher import LiveTeacher, Teacher, tapped
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 BASE_LOSSES = ("kl", "ce")
 RAMPS = ("constant", "sine")
+_MOST_RANK, _MOST_WEIGHT = 4096, 2**20  # far above any there is
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,27 @@ class JointConfig:
     ramp: str = "constant"
 
     def __post_init__(self) -> None:
-        if type(self.r) is not int or self.r < 1:
-            raise ValueError(f"lora.r={self.r!r}: expected a whole number of at least 1")
+        if type(self.r) is not int or not 1 <= self.r <= _MOST_RANK:
+            raise ValueError(f"lora.r={shown(self.r)}: expected a whole number of at least 1 and at most {_MOST_RANK}")
+        for name in ("lora_dropout", "lora_alpha", "head_weight"):
+            if isinstance(value := getattr(self, name), bool) or not isinstance(value, int | float):
+                raise ValueError(f"lora.{name}={shown(value)}: expected a number")
         if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"lora.lora_dropout={self.lora_dropout!r}: expected a share from 0 to below 1")
-        if self.lora_alpha <= 0 or self.head_weight <= 0:
+            raise ValueError(f"lora.lora_dropout={shown(self.lora_dropout)}: expected a share from 0 to below 1")
+        if not (0 < self.lora_alpha <= _MOST_WEIGHT and 0 < self.head_weight <= _MOST_WEIGHT):
             raise ValueError(
-                f"lora.lora_alpha={self.lora_alpha} and lora.head_weight={self.head_weight} must be above 0"
+                f"lora.lora_alpha={shown(self.lora_alpha)} and lora.head_weight={shown(self.head_weight)} must be "
+                f"above 0, and at most {_MOST_WEIGHT}"
+            )
+        named = (self.target_modules,) if isinstance(self.target_modules, str) else self.target_modules
+        if not isinstance(named, tuple) or not named or not all(isinstance(name, str) for name in named):
+            raise ValueError(
+                f"lora.target_modules={shown(self.target_modules)}: expected a name of modules, or several"
             )
         if self.base_loss not in BASE_LOSSES:
-            raise ValueError(f"lora.base_loss={self.base_loss!r}: expected one of {', '.join(BASE_LOSSES)}")
+            raise ValueError(f"lora.base_loss={shown(self.base_loss)}: expected one of {', '.join(BASE_LOSSES)}")
         if self.ramp not in RAMPS:
-            raise ValueError(f"lora.ramp={self.ramp!r}: expected one of {', '.join(RAMPS)}")
+            raise ValueError(f"lora.ramp={shown(self.ramp)}: expected one of {', '.join(RAMPS)}")
 
     @classmethod
     def of(cls, given: JointConfig | LoraConfig | Mapping[str, Any]) -> JointConfig:
@@ -106,11 +116,22 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
+def adapted_modules(names: Iterable[str]) -> tuple[str, ...]:
+    """The modules of a base whose adapters have those names in a checkpoint, `base.….lora_…`."""
+    return tuple(sorted({name.removeprefix("base.").partition(".lora_")[0] for name in names if is_adapter(name)}))
+
+
 def attach(base: PreTrainedModel, config: JointConfig) -> None:
-    """Put new adapters, which change nothing yet, into `base`, in float32. ValueError where it has some already."""
+    """Put new adapters, which change nothing yet, into `base`, in float32. ValueError where it has some already, or
+    none of the modules; the base is then as it was."""
     if any(is_adapter(name) for name, _ in base.named_parameters()):
         raise ValueError("the base already has adapters: merge them (merge_and_unload) or convert it without lora")
-    base.add_adapter(config.lora_config())
+    loaded = base._hf_peft_config_loaded
+    try:
+        base.add_adapter(config.lora_config())
+    except ValueError as error:
+        base._hf_peft_config_loaded = loaded  # which transformers sets first
+        raise ValueError(f"no adapters can be put into the base: {reason(error)}") from error
     for parameter in adapters(base):
         parameter.data = parameter.data.float()
 

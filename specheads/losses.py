@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specheads.options import refuse_unknown
+from specheads.options import refuse_unknown, shown
 
 LawLoss = Callable[[Tensor, Tensor], Tensor]
 
@@ -78,10 +78,12 @@ def parse_loss(text: str) -> tuple[tuple[str, float], ...]:
         except ValueError:
             value = -1.0
         if not 0 < value < float("inf"):
-            raise ValueError(f"loss {text!r}: the weight of {name!r} is {weight!r}; expected a number above 0")
+            raise ValueError(
+                f"loss {shown(text)}: the weight of {name!r} is {shown(weight)}; expected a number above 0"
+            )
         parts.append((name, value))
     if len({name for name, _ in parts}) < len(parts):
-        raise ValueError(f"loss {text!r} names one loss twice")
+        raise ValueError(f"loss {shown(text)} names one loss twice")
     return tuple(parts)
 
 

@@ -13,6 +13,8 @@ from transformers import AutoConfig, BitsAndBytesConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import is_bitsandbytes_available
 
+from specheads.options import reason, shown
+
 
 def quantization(bits: int, dtype: torch.dtype) -> BitsAndBytesConfig:
     """bits 4: NF4, computed in `dtype`; 8: LLM.int8. ImportError where bitsandbytes is missing."""
@@ -32,10 +34,14 @@ def quantization_of(base: Any) -> dict[str, Any] | None:
 
 
 def restored(recorded: dict[str, Any] | None, name: str, **options: Any) -> dict[str, Any]:
-    """What loads the base `name` quantised as it was, unless its own files say so already. options: of AutoConfig."""
+    """What loads the base `name` quantised as it was, unless its own files say so already. options: of AutoConfig.
+    ValueError where what was recorded is no quantisation."""
     if recorded is None or getattr(AutoConfig.from_pretrained(name, **options), "quantization_config", None):
         return {}
-    return {"quantization_config": AutoQuantizationConfig.from_dict(recorded)}
+    try:
+        return {"quantization_config": AutoQuantizationConfig.from_dict(recorded)}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"base_quantization={shown(recorded)} is no quantisation ({reason(error)})") from error
 
 
 @torch.no_grad()

@@ -313,7 +313,8 @@ class SpecModel(PreTrainedModel):
         """Restore base + head from a directory or hub id, in the form of this library or a foreign one, which is
         recognised by its files and said in the log. base=: another base model (or its name) for the head; revision,
         subfolder, token … say where the head is, dtype is that of both, allow_pickle=True reads a foreign form's
-        pickles as tensors; the rest (device_map, attn_implementation …) goes to the loading of the base."""
+        pickles as tensors, allow_nonfinite=True takes NaN and Inf among the weights; the rest (device_map,
+        attn_implementation …) goes to the loading of the base."""
         return checkpoint.load(pretrained_model_name_or_path, **kwargs)
 
     @classmethod

@@ -64,6 +64,9 @@ def import_(
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read .bin and .pt files, as tensors and nothing else.")
     ] = False,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Take NaN and Inf among the weights instead of refusing them.")
+    ] = False,
     dtype: Stored = None,
     as_json: Json = False,
 ) -> None:
@@ -79,7 +82,9 @@ def import_(
     """
     from specheads.commands import formats
 
-    record = formats.import_head(source, out, base=base, allow_pickle=allow_pickle, dtype=dtype)
+    record = formats.import_head(
+        source, out, base=base, allow_pickle=allow_pickle, allow_nonfinite=allow_nonfinite, dtype=dtype
+    )
     if as_json:
         emit(record)
     else:

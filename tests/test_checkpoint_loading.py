@@ -135,13 +135,6 @@ def test_a_head_keeps_the_dtype_it_was_saved_in(named, tmp_path, saved):
     assert same(load_head(tiny_llama().to(torch.bfloat16), tmp_path), model)
 
 
-def test_tensors_of_several_dtypes_come_back_each_in_its_own(named, tmp_path):
-    model = trained(named, "eagle3")
-    model.head.lm_head.to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    assert same(load_head(named, tmp_path), model)
-
-
 @pytest.mark.parametrize(
     "options",
     [{"dtype": torch.bfloat16}, {"dtype": "bfloat16"}, {"torch_dtype": torch.bfloat16}, {"torch_dtype": "bfloat16"}],

@@ -9,6 +9,8 @@ import slow_heads
 import torch
 from conftest import tiny_llama
 from peft import LoraConfig
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from slow_heads import DEFAULTS, SLOW, rows
 from test_launch import ROOT, material, overrides  # noqa: F401
 
@@ -122,8 +124,19 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
     model = joint_model()
     tiny_llama(num_hidden_layers=2).double().save_pretrained(tmp_path / "base")
     model.config.base_model_name_or_path = str(tmp_path / "base")
-    model.config.joint = {**model.config.joint, "r": 3}
+    recorded = model.config.joint
+    model.config.joint = {**recorded, "r": 3}
     model.save_pretrained(tmp_path / "head")
+    with pytest.raises(CheckpointError, match=r"lora_A.default.weight has shape \(2, 48\), and lora.r=3"):
+        SpecModel.from_pretrained(tmp_path / "head")
+    model.config.joint = recorded
+    model.save_pretrained(tmp_path / "head")
+    path = tmp_path / "head" / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    tensors.pop(next(name for name in tensors if "lora_B" in name))
+    save_file(tensors, path, metadata)
     with pytest.raises(CheckpointError, match="adapters do not fit the base"):
         SpecModel.from_pretrained(tmp_path / "head")
     mine = tiny_llama(num_hidden_layers=2).double()

@@ -33,13 +33,17 @@ def export(
     return {**record, "check": checks.check(folder, to, model)} if check else record
 
 
-def import_head(source: str, out: Path, *, base: str | None, allow_pickle: bool, dtype: str | None) -> dict[str, Any]:
+def import_head(
+    source: str, out: Path, *, base: str | None, allow_pickle: bool, allow_nonfinite: bool, dtype: str | None
+) -> dict[str, Any]:
     """What was read and where it was saved."""
     _known(dtype)
     if Path(source).exists() and out.exists() and out.resolve() == Path(source).resolve():
         raise ValueError(f"{out} is the source itself; give another directory")
     hf_logging.disable_progress_bar()
-    model: Any = SpecModel.from_pretrained(source, base=base, allow_pickle=allow_pickle)
+    model: Any = SpecModel.from_pretrained(
+        source, base=base, allow_pickle=allow_pickle, allow_nonfinite=allow_nonfinite
+    )
     if dtype is not None:
         model.head.to(checkpoint.as_dtype(dtype))
     model.save_pretrained(out)

@@ -17,27 +17,23 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
 from specheads.formats import shards
 from specheads.hub import may_be_repository
 from specheads.hub import options as hub_options
+from specheads.options import reason, shortened, shown
 from specheads.saved_head import CONFIG, WEIGHTS, CheckpointError
+from specheads.weights_file import MOST_JSON, damaged, header, meta, tensors_of
 
 SAFE = (WEIGHTS, shards.INDEX, "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
-_MOST_JSON = 4 << 20  # bytes; the configs of heads are of a few thousand
 # What a pickle of plain tensors by name calls. torch.load(weights_only=True) allows more, bytearray(10**11) among it.
 _CALLED = re.compile(
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch (?!Untyped|Typed)\w+Storage"
 )
 _OTHER_CALLS = {"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"}
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "BOOL": torch.bool,
-}  # fmt: skip
 
 
 class Files:
@@ -68,7 +64,7 @@ class Files:
             absent = EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
             if isinstance(error.__cause__, absent) and not isinstance(error.__cause__, GatedRepoError):
                 return None
-            raise CheckpointError(f"{name} of {self.source} could not be fetched: {error}") from error
+            raise CheckpointError(f"{name} of {self.source} could not be fetched: {reason(error)}") from error
         return None if path is None else Path(path)
 
     @cached_property
@@ -90,13 +86,13 @@ class Files:
     def shapes(self) -> dict[str, Tensor]:
         """Every tensor as one on the meta device: its shape and dtype, and nothing of its values."""
         if self.pickled:
-            return {name: _meta(self.weights, name, tuple(t.shape), t.dtype) for name, t in self._unpickled.items()}
+            return {name: meta(self.weights, name, tuple(t.shape), t.dtype) for name, t in self._unpickled.items()}
         assert self.weights is not None
         if self._index is None:
-            return _shapes(self.weights)
+            return header(self.weights)[0]
         found: dict[str, Tensor] = {}
         for name, path in self._shards.items():
-            part = _shapes(path)
+            part = header(path)[0]
             shards.check_held(self.weights, name, [t for t, file in self._index.items() if file == name], part)
             found |= part
         return found
@@ -112,11 +108,7 @@ class Files:
             return self._unpickled[name].clone(memory_format=torch.contiguous_format)
         path = self.weights if self._index is None else self._shards[self._index[name]]
         assert path is not None
-        try:
-            with safe_open(path, framework="pt") as file:
-                return file.get_tensor(name).clone()
-        except (SafetensorError, OSError) as error:
-            raise damaged(path, error) from error
+        return tensors_of(path, [name])[name].clone()
 
     @cached_property
     def _index(self) -> dict[str, str] | None:
@@ -145,7 +137,7 @@ class Files:
         return unpickled(path)
 
 
-def read_table(path: Path, most: int | None = _MOST_JSON) -> dict[str, Any] | None:
+def read_table(path: Path, most: int | None = MOST_JSON) -> dict[str, Any] | None:
     """A JSON object; None where the file holds none. CheckpointError where it has more bytes than `most`, as no config
     has; None for a file of our own."""
     if most is not None and (size := path.stat().st_size) > most:
@@ -155,10 +147,6 @@ def read_table(path: Path, most: int | None = _MOST_JSON) -> dict[str, Any] | No
     except (ValueError, RecursionError):  # no JSON, or nested deeper than any config
         return None
     return table if isinstance(table, dict) else None
-
-
-def damaged(path: Any, error: Exception | str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged or cut short ({error}); copy it again")
 
 
 def unpickled(path: Path) -> dict[str, Tensor]:
@@ -171,25 +159,28 @@ def unpickled(path: Path) -> dict[str, Tensor]:
             program = archive.read(inside[0]) if len(inside) == 1 and not packed else b""
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise CheckpointError(
-            f"{path} is damaged, cut short, or older than torch 1.6 ({error}); copy it again, or save it again as "
-            "safetensors"
+            f"{path} is damaged, cut short, or older than torch 1.6 ({reason(error)}); copy it again, or save it "
+            "again as safetensors"
         ) from error
     if packed:  # torch.save never packs; what is packed may unfold to any size
-        raise CheckpointError(f"{path} holds compressed entries ({packed[0]}), which torch.save() does not write")
+        raise CheckpointError(
+            f"{path} holds compressed entries ({shortened(packed[0])}), which torch.save() does not write"
+        )
     _refuse_calls(path, program)
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a hostile pickle can fail in any way
-        first = str(error).strip().splitlines()[:1]
-        raise damaged(path, f"{type(error).__name__}: {first[0] if first else ''}") from error
+        raise damaged(path, f"{type(error).__name__}: {error}") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path} holds a {type(loaded).__name__}, not tensors by name")
     for name, tensor in loaded.items():
         plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not isinstance(name, str) or not plain or tensor.is_quantized:
-            raise CheckpointError(f"{path}: {str(name)[:80]!r} is not a plain tensor under a name")
+            raise CheckpointError(f"{path}: {shortened(name)!r} is not a plain tensor under a name")
         if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
-            raise CheckpointError(f"{path}: {name} has shape {tuple(tensor.shape)} over fewer values than that")
+            raise CheckpointError(
+                f"{path}: {shortened(name)} has shape {tuple(tensor.shape)} over fewer values than that"
+            )
     return loaded
 
 
@@ -203,26 +194,6 @@ def _refuse_calls(path: Path, program: bytes) -> None:
         if name in _OTHER_CALLS or (name == "GLOBAL" and not _CALLED.fullmatch(str(argument))):
             called = str(argument).replace(" ", ".") if name == "GLOBAL" else name
             raise CheckpointError(f"{path}: its pickle calls {shown(called)}, which plain tensors by name do not need")
-
-
-def _shapes(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the meta device."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            found = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
-    except (SafetensorError, OSError) as error:
-        raise damaged(path, error) from error
-    return {name: _meta(path, name, shape, _DTYPES.get(dtype, dtype)) for name, (shape, dtype) in found.items()}
-
-
-def _meta(path: Any, name: str, shape: tuple[int, ...], dtype: Any) -> Tensor:
-    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES.values():
-        raise CheckpointError(f"{path}: {name} is {dtype}; expected {', '.join(_DTYPES)}")
-    try:
-        return torch.empty(shape, dtype=dtype, device="meta")
-    except (RuntimeError, OverflowError) as error:
-        raise damaged(path, f"{name} has shape {shape}") from error
 
 
 # --- Values of a config ---
@@ -280,12 +251,3 @@ def architectures(config: dict[str, Any]) -> list[str]:
     """The classes a config names; [] where it names none."""
     value = config.get("architectures")
     return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
-
-
-def shown(value: object) -> str:
-    """A value as an error may quote it: a stranger's may be of any length."""
-    try:
-        text = repr(value)
-    except (RecursionError, ValueError):  # nested too deep, or a number of thousands of digits
-        return f"a {type(value).__name__} that is too large to show"
-    return text if len(text) <= 80 else text[:77] + "…"

@@ -7,7 +7,6 @@ before a tensor is read. Shapes: V vocabulary, Vd draft vocabulary, H hidden.
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -20,8 +19,10 @@ from transformers import PreTrainedModel
 
 from specheads.formats.files import Files
 from specheads.heads import HEADS, HeadConfig
+from specheads.options import listing, reason, shortened
 from specheads.saved_head import WEIGHTS, CheckpointError
 from specheads.target import text_config
+from specheads.weights_file import refuse_nonfinite, widest
 
 _MOST = 64  # layers, or heads of one depth each
 
@@ -85,7 +86,9 @@ class Format(ABC):
         return Template(self.serving).substitute(base=base, folder=folder, depth=depth, nodes=depth + 1)
 
 
-def read(form: Format, files: Files, base: PreTrainedModel) -> tuple[HeadConfig, dict[str, Tensor]]:
+def read(
+    form: Format, files: Files, base: PreTrainedModel, allow_nonfinite: bool = False
+) -> tuple[HeadConfig, dict[str, Tensor]]:
     """The head in `files` as ours: its config and its tensors. CheckpointError with what is wrong."""
     if not any(t.is_floating_point() for t in files.shapes.values()):
         raise CheckpointError(f"{files}: none of its {len(files.shapes)} tensors holds floating point numbers")
@@ -94,14 +97,18 @@ def read(form: Format, files: Files, base: PreTrainedModel) -> tuple[HeadConfig,
         head = HEADS[form.kind].Config.from_options(given).filled(text_config(base))
         own = meta_tensors(head)
     except (AssertionError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{files}: its config does not describe a head of {form.title}: {error}") from error
+        raise CheckpointError(
+            f"{files}: its config does not describe a head of {form.title}: {reason(error)}"
+        ) from error
     made, looked_at = form.special(files, head, base)
     names = {ours: theirs for ours, theirs in form.names(head, files.shapes).items() if ours not in made}
     _check(form, files, own, names, looked_at)
     tensors = {ours: t.clone() for ours, t in made.items()}
     tensors |= {ours: files.tensor(theirs) for ours, theirs in names.items()}
+    if not allow_nonfinite:
+        refuse_nonfinite(files, {names.get(ours, ours): t for ours, t in tensors.items()})
     # One dtype for all, or layers could not follow one another: the widest there is, which holds every value exactly.
-    dtype = getattr(torch, dtype_of(tensors))
+    dtype = widest(tensors.values())
     return head, {name: tensors[name].to(dtype) if own[name].is_floating_point() else tensors[name] for name in own}
 
 
@@ -113,9 +120,7 @@ def meta_tensors(head: HeadConfig) -> dict[str, Tensor]:
 
 def dtype_of(tensors: dict[str, Tensor]) -> str:
     """The dtype of the weights, by name; the one that holds all exactly where there are several."""
-    dtypes = {t.dtype for t in tensors.values() if t.is_floating_point()}
-    found = functools.reduce(torch.promote_types, dtypes, next(iter(dtypes)))
-    return str(found).removeprefix("torch.")
+    return str(widest(tensors.values())).removeprefix("torch.")
 
 
 def _check(form: Format, files: Files, own: dict[str, Tensor], names: dict[str, str], looked_at: set[str]) -> None:
@@ -124,18 +129,17 @@ def _check(form: Format, files: Files, own: dict[str, Tensor], names: dict[str, 
     wrong = listed("missing", set(wanted) - set(found)) + listed("unknown", set(found) - set(wanted) - looked_at)
     for name in sorted(set(wanted) & set(found)):
         if found[name].shape != wanted[name].shape:
-            wrong.append(f"{name} has shape {tuple(found[name].shape)}, not {tuple(wanted[name].shape)}")
+            wrong.append(f"{name} has shape {shortened(tuple(found[name].shape))}, not {tuple(wanted[name].shape)}")
         elif found[name].is_floating_point() != wanted[name].is_floating_point():
             wrong.append(f"{name} is {found[name].dtype}, where {wanted[name].dtype} was expected")
     if wrong:
-        raise CheckpointError(f"{files}: its tensors are not those of {form.title}: {'; '.join(wrong)}")
+        raise CheckpointError(f"{files}: its tensors are not those of {form.title}: {'; '.join(wrong[:8])}")
 
 
 def listed(what: str, names: Iterable[str]) -> list[str]:
     """[] or one phrase with the first of the names."""
-    names = sorted(names)
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return [f"{what} {', '.join(name[:80] for name in names[:6])}{more}"] if names else []
+    names = list(names)
+    return [f"{what} {listing(names)}"] if names else []
 
 
 def count(files: Files, prefix: str, part: str = "") -> int:

@@ -35,10 +35,10 @@ class Found:
             named = table(table(config, "speculators_config"), "verifier").get("name_or_path")
         return named if isinstance(named, str) and named else None
 
-    def model(self, base: PreTrainedModel) -> SpecModel:
+    def model(self, base: PreTrainedModel, allow_nonfinite: bool = False) -> SpecModel:
         """Base + head. CheckpointError with what is wrong, or what no head here can hold."""
         refuse_unsupported(base)
-        head, tensors = read(self.form, self.files, base)
+        head, tensors = read(self.form, self.files, base, allow_nonfinite)
         logger.warning(
             "%s holds %s: read as a head of kind %s, in %s",
             self.files, self.form.title, head.kind, next(t.dtype for t in tensors.values() if t.is_floating_point()),

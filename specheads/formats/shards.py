@@ -7,6 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from specheads.options import shortened, shown
 from specheads.saved_head import WEIGHTS, CheckpointError
 
 INDEX = f"{WEIGHTS}.index.json"
@@ -23,7 +24,7 @@ def read_index(path: Path, table: dict[str, Any] | None) -> dict[str, str]:
     for tensor, name in found.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise CheckpointError(
-                f"{path} has {tensor[:80]} in {str(name)[:80]!r}; expected the name of a .safetensors file beside it"
+                f"{path} has {shortened(tensor)} in {shown(name)}; expected the name of a .safetensors file beside it"
             )
     if (count := len(set(found.values()))) > _MOST:
         raise CheckpointError(f"{path} names {count} files; a head has at most {_MOST}")
@@ -36,5 +37,5 @@ def check_held(index: Path, name: str, claimed: Collection[str], held: Collectio
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise CheckpointError(
-                f"{index}: {name} {what} {min(names)[:80]}{more}, as the index has it; copy both again"
+                f"{index}: {name} {what} {shortened(min(names))}{more}, as the index has it; copy both again"
             )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specheads.formats.files import Files
+from specheads.heads.vocabulary import draft_offsets
 from specheads.saved_head import CheckpointError
 
 
@@ -41,15 +42,10 @@ def from_map(files: Files, name: str, vocab: int, draft: int) -> dict[str, Tenso
 
 def from_ids(files: Files, name: str, ids: Tensor, vocab: int) -> dict[str, Tensor]:
     """d2t (Vd,) and t2d (V,) for target ids (Vd,). CheckpointError where they are no set of tokens."""
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab):
-        raise CheckpointError(f"{files}: {name} names token {int(ids.max())} or {int(ids.min())} of {vocab}")
-    t2d = torch.zeros(vocab, dtype=torch.bool)
-    t2d[ids] = True
-    if int(t2d.sum()) != len(ids):
-        raise CheckpointError(f"{files}: {name} names {len(ids) - int(t2d.sum())} tokens twice")
-    d2t = ids - torch.arange(len(ids))
-    if len(ids) == vocab and d2t.any():
-        raise CheckpointError(f"{files}: {name} reorders the whole vocabulary, which heads here do not")
+    try:
+        d2t, t2d = draft_offsets(ids, vocab)
+    except ValueError as error:
+        raise CheckpointError(f"{files}: {name} {error}") from error
     return {"d2t": d2t, "t2d": t2d}
 
 

@@ -7,6 +7,7 @@ Shapes: B batch rows, T positions, A anchored starts of a row, S drafts of a pos
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,11 +23,12 @@ class AnchoredStartsConfig(HeadConfig):
     all). Fewer cost less memory and time, and the loss is an unbiased estimate; the accepted length that training logs
     is of those starts alone, each counted once, so that long rows count for less. Evaluation has them all."""
 
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {"anchors": (1, 2**20)}
+
     anchors: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least(1, "anchors")
         if self.anchors is not None and self.dpace is not None:
             raise ValueError(
                 f"{self.kind} head options anchors and dpace: a draft is weighed by its deeper ones, which anchors "

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from specheads.drafters.base import Context
 from specheads.heads import draws
+from specheads.heads.limits import DEEPEST, check_choices, check_options
 from specheads.law import DraftIds
 from specheads.losses import parse_loss
 from specheads.objective import Asked, Objective, Scores
@@ -40,6 +41,9 @@ class HeadConfig:
 
     kind: ClassVar[str] = ""
     aliases: ClassVar[dict[str, str]] = {}
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {  # the least and the most; those of base classes hold too
+        "hidden_size": (1, 2**20), "vocab_size": (1, 2**24), "dpace": (0, 1),
+    }  # fmt: skip
 
     hidden_size: int | None = None
     vocab_size: int | None = None
@@ -48,11 +52,17 @@ class HeadConfig:
     tree: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
+        check_options(self)
         parse_loss(self.loss)
-        if self.dpace is not None and not 0 <= self.dpace <= 1:
-            raise ValueError(f"{self.kind} head option dpace={self.dpace} must be from 0 to 1")
         if self.tree is not None:
+            vocabulary = getattr(self, "draft_vocab_size", None) or self.vocab_size
+            check_choices(self.kind, self.tree, self.deepest, vocabulary)
             object.__setattr__(self, "tree", StaticTree(self.tree).choices)  # ValueError where it is no tree
+
+    @property
+    def deepest(self) -> int:
+        """Tokens of its longest draft."""
+        return DEEPEST
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Self:
@@ -73,12 +83,6 @@ class HeadConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, **{k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}}
-
-    def _at_least(self, least: float, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{self.kind} head option {name}={value} must be at least {least}")
 
 
 @dataclass(frozen=True, slots=True)

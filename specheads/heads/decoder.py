@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from specheads.cache import TreeCache, additive
 from specheads.drafters.base import Context
 from specheads.heads.base import HeadConfig
 from specheads.heads.block import Block
-from specheads.heads.rope import RotaryTable, checked, inherited
+from specheads.heads.rope import RotaryTable, checked, inherited, refuse_overflow
 from specheads.planner import Plan
 
 T = TypeVar("T")
@@ -29,6 +29,11 @@ class DecoderConfig(HeadConfig):
     """Sizes of the head's decoder blocks; those left None are the base's own. rope_parameters: as in a config of
     transformers 5, of rope_type default, linear, llama3 or yarn; rope_theta alone means default, of that base."""
 
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {
+        "num_attention_heads": (1, 2**12), "num_key_value_heads": (1, 2**12), "head_dim": (1, 2**14),
+        "intermediate_size": (1, 2**24), "rms_norm_eps": (1e-20, 1),
+    }  # fmt: skip
+
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
@@ -40,7 +45,6 @@ class DecoderConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least(1, "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
         heads, shared = self.num_attention_heads, self.num_key_value_heads
         if heads and shared and heads % shared:
             raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={shared}")
@@ -49,6 +53,7 @@ class DecoderConfig(HeadConfig):
         if self.rope_parameters is not None:
             try:
                 object.__setattr__(self, "rope_parameters", checked(self.rope_parameters))
+                refuse_overflow(self.head_dim or 2, self.rope_parameters)
             except ValueError as error:
                 raise ValueError(f"{self.kind} head option rope_parameters: {error}") from error
 

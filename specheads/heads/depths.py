@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from specheads.drafters.base import Context
 from specheads.heads.anchored_starts import AnchoredStarts, AnchoredStartsConfig
 from specheads.heads.base import TapBatch
+from specheads.heads.limits import ANY_LAYER, MOST_LAYERS
 from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
 from specheads.objective import Asked
 from specheads.planner import Expand, Plan, default_static
@@ -28,6 +29,10 @@ class DepthHeadsConfig(AnchoredStartsConfig, DraftVocabularyConfig):
     """num_heads: depths drafted; num_layers: blocks a head; decay: head i's loss weighs decay^i; tap: the layer read
     (default: the last, after the final norm)."""
 
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {
+        "num_heads": (1, MOST_LAYERS), "num_layers": (1, MOST_LAYERS), "tap": ANY_LAYER,
+    }  # fmt: skip
+
     num_heads: int = 5
     num_layers: int = 1
     decay: float = 1.0
@@ -35,9 +40,12 @@ class DepthHeadsConfig(AnchoredStartsConfig, DraftVocabularyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least(1, "num_heads", "num_layers")
         if not 0 < self.decay <= 1:
             raise ValueError(f"{self.kind} head option decay={self.decay} must be above 0 and at most 1")
+
+    @property
+    def deepest(self) -> int:
+        return self.num_heads
 
     def filled(self, base_config: Any) -> Self:
         config = super().filled(base_config)

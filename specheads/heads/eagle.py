@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from specheads.heads import draws
 from specheads.heads.base import TapBatch
 from specheads.heads.feature import FeatureHead, UnrolledConfig
+from specheads.heads.limits import DEEPEST
 from specheads.losses import feature_distance
 from specheads.target import refuse_more_than_lm_head
 
@@ -23,6 +24,9 @@ class EagleConfig(UnrolledConfig):
     unrolls for the joint accepted length."""
 
     kind: ClassVar[str] = "eagle"
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {
+        "feature_weight": (0, 2**20), "law_weight": (0, 2**20), "noise": (0, 2**20), "metric_steps": (1, DEEPEST),
+    }  # fmt: skip
 
     feature_weight: float = 1.0
     law_weight: float = 0.1
@@ -32,8 +36,6 @@ class EagleConfig(UnrolledConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least(0, "feature_weight", "law_weight", "noise")
-        self._at_least(1, "metric_steps")
         if self.taps is not None and len(self.taps) != 1:
             raise ValueError(f"an eagle head reads one layer, not taps={self.taps}")
 

@@ -19,6 +19,7 @@ from specheads.heads.anchored_starts import AnchoredStarts, AnchoredStartsConfig
 from specheads.heads.base import DraftHead, TapBatch
 from specheads.heads.block import Block
 from specheads.heads.decoder import Attend, DecoderConfig, attend_with, document_mask, read_committed
+from specheads.heads.limits import ANY_LAYER, DEEPEST, MOST_LAYERS
 from specheads.objective import Asked
 from specheads.planner import DynamicTree, Plan, Scored, chain
 from specheads.sampling import Sampler
@@ -31,14 +32,13 @@ class FeatureHeadConfig(DecoderConfig, ABC):
     costs time; as deep as its drafts are usually right."""
 
     aliases: ClassVar[dict[str, str]] = {"eagle_num_layers": "num_layers"}
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {
+        "num_layers": (1, MOST_LAYERS), "draft_depth": (1, DEEPEST), "taps": ANY_LAYER,
+    }  # fmt: skip
 
     num_layers: int = 1
     taps: tuple[int, ...] | None = None
     draft_depth: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._at_least(1, "num_layers", "draft_depth")
 
     @classmethod
     @abstractmethod
@@ -60,11 +60,9 @@ class FeatureHeadConfig(DecoderConfig, ABC):
 class UnrolledConfig(AnchoredStartsConfig, FeatureHeadConfig, ABC):
     """steps: drafted steps that training unrolls."""
 
-    steps: int = 1
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {"steps": (1, DEEPEST)}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._at_least(1, "steps")
+    steps: int = 1
 
 
 class FeatureHead(DraftHead):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from specheads.heads import HEADS, HeadConfig
+from specheads.options import shown
 
 
 def head_kind(name: object) -> str:
-    if name not in HEADS:
-        raise ValueError(f"unknown head {name!r}; known: {', '.join(HEADS)}")
-    return str(name)
+    if not isinstance(name, str) or name not in HEADS:
+        raise ValueError(f"unknown head {shown(name)}; known: {', '.join(HEADS)}")
+    return name
 
 
 def head_config(head: str | HeadConfig | list[Any], options: dict[str, Any]) -> HeadConfig:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from specheads.heads.feature import FeatureHeadConfig
+from specheads.heads.limits import DEEPEST
 from specheads.heads.vocabulary import DraftVocabularyConfig
 
 
@@ -21,6 +22,9 @@ class ParallelConfig(FeatureHeadConfig, DraftVocabularyConfig):
 
     kind: ClassVar[str] = "parallel"
     aliases: ClassVar[dict[str, str]] = {}
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {
+        "block_size": (1, DEEPEST), "anchors": (1, 2**20), "markov_rank": (0, 2**16), "mask_token_id": (0, 2**24),
+    }  # fmt: skip
 
     loss: str = "kl"
     num_layers: int = 2
@@ -36,12 +40,14 @@ class ParallelConfig(FeatureHeadConfig, DraftVocabularyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least(1, "block_size", "anchors")
-        self._at_least(0, "markov_rank", "mask_token_id")
         if not 0 < self.decay <= 1:
             raise ValueError(f"parallel head option decay={self.decay} must be above 0 and at most 1")
         if not self.num_drafted:
             raise ValueError("a block of one slot, the root's, drafts nothing where sample_from_anchor is false")
+
+    @property
+    def deepest(self) -> int:
+        return self.num_drafted
 
     @property
     def num_drafted(self) -> int:

@@ -6,6 +6,7 @@ Shapes: B batch rows, T positions, d head size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from specheads.options import refuse_unknown
+from specheads.options import refuse_unknown, shown
 
 USUAL_THETA = 10_000.0
 # The options of each type that must be there, and those that may be.
@@ -39,7 +40,7 @@ def rope_type(parameters: Mapping[str, Any]) -> Any:
 def checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Rope parameters in one order, numbers as floats, without what is None. ValueError where no head can have them."""
     if not isinstance(parameters, Mapping):
-        raise ValueError(f"{parameters!r:.80}; expected a table with rope_type, rope_theta and what the type needs")
+        raise ValueError(f"{shown(parameters)}; expected a table with rope_type, rope_theta and what the type needs")
     given = {name: value for name, value in parameters.items() if value is not None}
     kind = given.pop("rope_type", "default")
     if kind in _BY_LENGTH:
@@ -48,7 +49,7 @@ def checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
             f"cache are not rotated again; known: {', '.join(_OPTIONS)}"
         )
     if not isinstance(kind, str) or kind not in _OPTIONS:
-        raise ValueError(f"unknown rope_type={kind!r:.80}; known: {', '.join(_OPTIONS)}")
+        raise ValueError(f"unknown rope_type={shown(kind)}; known: {', '.join(_OPTIONS)}")
     needed, possible = _OPTIONS[kind]
     names = ("rope_theta", *needed, *possible)
     refuse_unknown(given, names, what=f"option of rope_type={kind!r}")
@@ -68,13 +69,13 @@ def checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
 def _value(name: str, value: Any) -> Any:
     if name == "truncate":
         if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r:.80}; expected true or false")
+            raise ValueError(f"{name}={shown(value)}; expected true or false")
         return value
     whole, least = name == "original_max_position_embeddings", _LEAST.get(name, 0.0)
     fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool) and least <= value < 2**40
     if not fits or (name == "rope_theta" and value == 1):
         bound = f"above {least:g}" if name == "rope_theta" else f"from {least:g} on"
-        raise ValueError(f"{name}={value!r:.80}; expected a {'whole ' if whole else ''}number {bound}")
+        raise ValueError(f"{name}={shown(value)}; expected a {'whole ' if whole else ''}number {bound}")
     return value if whole else float(value)
 
 
@@ -103,7 +104,9 @@ def rope_of(base_config: Any) -> dict[str, Any]:
         found["original_max_position_embeddings"] = original  # Phi-3's place for it, which comes first
     made = completed(found, longest)
     if (share := made.get("partial_rotary_factor")) not in (None, 1):
-        raise ValueError(f"partial_rotary_factor={share!r:.80} rotates a part of each attention head; heads rotate all")
+        raise ValueError(
+            f"partial_rotary_factor={shown(share)} rotates a part of each attention head; heads rotate all"
+        )
     if made.get("rope_theta") is None:
         made["rope_theta"] = USUAL_THETA
     known = _OPTIONS.get(made["rope_type"], ((), ()))
@@ -133,6 +136,16 @@ def frequencies(head_dim: int, parameters: Mapping[str, Any]) -> tuple[Tensor, f
         max_position_embeddings=reach,  # of no effect here; a config that disagrees with itself is warned about
     )  # fmt: skip
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+
+
+def refuse_overflow(head_dim: int, parameters: Mapping[str, Any]) -> None:
+    """ValueError where rope parameters give no finite frequencies."""
+    try:
+        angles, factor = frequencies(head_dim, parameters)
+    except ArithmeticError as error:
+        raise ValueError(f"{shown(dict(parameters))} gives no frequencies ({error})") from error
+    if not (torch.isfinite(angles).all() and math.isfinite(factor)):
+        raise ValueError(f"{shown(dict(parameters))} gives frequencies that are not finite")
 
 
 class RotaryTable(nn.Module):

@@ -22,20 +22,37 @@ class DraftVocabularyConfig(HeadConfig):
     """draft_vocab_size: tokens the head can draft (default: the base's vocabulary, at most `default_limit` of it)."""
 
     default_limit: ClassVar[int | None] = None
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {"draft_vocab_size": (1, 2**24)}
 
     draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least(1, "draft_vocab_size")
+        if self.vocab_size and self.draft_vocab_size and self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size} exceeds the base's vocabulary of {self.vocab_size}"
+            )
 
     def filled(self, base_config: Any) -> Self:
         config = super().filled(base_config)
         assert config.vocab_size is not None
         size = config.draft_vocab_size or min(config.vocab_size, self.default_limit or config.vocab_size)
-        if size > config.vocab_size:
-            raise ValueError(f"draft_vocab_size={size} exceeds the base's vocabulary of {config.vocab_size}")
         return replace(config, draft_vocab_size=size)
+
+
+def draft_offsets(ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """Target ids (Vd,) of a draft vocabulary → d2t (Vd,) and t2d (V,). ValueError where they are no set of tokens, or
+    the whole vocabulary in another order."""
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab):
+        raise ValueError(f"names token {int(ids.max())} or {int(ids.min())} of {vocab}")
+    t2d = torch.zeros(vocab, dtype=torch.bool)
+    t2d[ids] = True
+    if int(t2d.sum()) != len(ids):
+        raise ValueError(f"names {len(ids) - int(t2d.sum())} tokens twice")
+    d2t = ids - torch.arange(len(ids))
+    if len(ids) == vocab and d2t.any():
+        raise ValueError("reorders the whole vocabulary, which heads here do not")
+    return d2t, t2d
 
 
 class DraftVocabulary(DraftHead):

@@ -120,7 +120,7 @@ class TableTarget:
     """Target's three calls, over a table in place of a model."""
 
     limit = 99  # tokens a row may get to
-    source = None
+    source = switch = None
 
     def __init__(self, table):
         self.table = table
@@ -129,7 +129,7 @@ class TableTarget:
         weight, kind = torch.empty(table.vocab_size, 1), SimpleNamespace(is_encoder_decoder=False)
         self.base = SimpleNamespace(get_output_embeddings=lambda: SimpleNamespace(weight=weight), config=kind)
 
-    def prefill(self, ids, lengths, *, room):
+    def prefill(self, ids, lengths, *, room, inputs=None):
         self.rows = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
         return TargetOutput(
             torch.stack([self.table(row) for row in self.rows]).unsqueeze(1), torch.empty(*ids.shape, 0)

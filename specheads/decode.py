@@ -95,11 +95,8 @@ def decode(
     while any(running):
         began = time.perf_counter()
         turn = next_turn(target, plan, running, context.history, prompts, max_new_tokens)
-        tree = DraftTree.root_only(context.root)
-        if drafter and turn.plan:
-            idle = isinstance(turn.plan, Idle) or (watch is not None and watch.waiting)
-            drafted_tree = drafter.propose(context, sampler, Idle(turn.plan) if idle else turn.plan)
-            tree = tree if idle else drafted_tree
+        now = Idle(turn.plan) if turn.plan and watch and watch.waiting else turn.plan
+        tree = draft(drafter, context, sampler, now)
         if accept.needs_draft_law and tree.logits is None and tree.num_nodes > 1:
             raise ValueError(
                 f"{type(accept).__name__} compares the draft's law with the target's, and {type(drafter).__name__} "
@@ -133,6 +130,14 @@ def decode(
             else []
         )
         yield Step(tokens, accepted, ranks, drafted, time.perf_counter() - began, kept)
+
+
+def draft(drafter: Drafter | None, context: Context, sampler: Sampler, plan: Plan | None) -> DraftTree:
+    """The drafter's tree, or the root alone: without a drafter or a plan, and where the plan is to draft nothing."""
+    if drafter is None or plan is None:
+        return DraftTree.root_only(context.root)
+    tree = drafter.propose(context, sampler, plan)  # which reads the text, whatever it drafts
+    return DraftTree.root_only(context.root) if isinstance(plan, Idle) else tree
 
 
 def top_tokens(logits: Tensor, count: int) -> Tensor | None:

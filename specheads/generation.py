@@ -92,6 +92,11 @@ def generate(
     trees (default: the drafter's; for encoder-decoders a chain). accept: the rule (default `Exact`, lossless). seed: of
     the sampling. Returns ids, or a `SpecGenerateOutput` (`SpecSeq2SeqOutput`) for return_dict_in_generate=True; with
     num_beams > 1, for which nothing may draft, what the base's own beam search returns.
+
+    inputs: ids (B, T). Arguments of the model (pixel_values, position_ids, token_type_ids …) are served as generate()
+    serves them, or refused by name. A prompt that is padded on the right continues after its own last token, as if it
+    were padded on the left, which a line in the log says. Logits processors see each node's own prefix, with the
+    caller's padding; one that keeps state from call to call stops the drafting, but for xgrammar's, which is followed.
     """
     base = unwrapped(base)
     _refuse_misplaced(drafter, tree, accept)

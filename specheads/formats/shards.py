@@ -24,7 +24,8 @@ def read_index(path: Path, table: dict[str, Any] | None) -> dict[str, str]:
     for tensor, name in found.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise CheckpointError(
-                f"{path} has {shortened(tensor)} in {shown(str(name))}; expected the name of a .safetensors file beside it"
+                f"{path} has {shortened(tensor)} in {shown(str(name))}; "
+                "expected the name of a .safetensors file beside it"
             )
     if (count := len(set(found.values()))) > _MOST:
         raise CheckpointError(f"{path} names {count} files; a head has at most {_MOST}")

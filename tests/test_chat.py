@@ -166,7 +166,8 @@ def test_a_lossy_rule_is_called_so_and_n_grams_without_a_law_are_judged_exactly(
 
 def test_gamma_is_the_length_of_every_draft(session):
     set_to(session, "gamma 2", "drafter model")
-    drafted = {n for step in answers(session, "x = ")["speculative"].steps[1:-1] for n in step.drafted}
+    steps = answers(session, "x = ")["speculative"].steps[1:-2]  # towards the end there is room for fewer
+    drafted = {n for step in steps for n in step.drafted}
     assert drafted == {2}
     set_to(session, "processor multinomial 1", "target off")
     (mode,) = session.modes()

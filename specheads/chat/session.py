@@ -219,8 +219,13 @@ class Session:
         """Decode a step, so that a drafter, a tree and a rule that do not go together are refused when they are set;
         the first prompt then finds the models warm, too."""
         ids = list(self.tokenizer("a")["input_ids"])
+
+        def enough(text: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            return torch.full((len(text),), text.shape[1] >= len(ids) + TRIED)
+
         for mode in self.modes(replace(settings, target=target, speculative=True, ngram=False, alone=False)):
-            self._generate(mode, ids, settings, 0, TRIED, eos_token_id=None)
+            length = TRIED + (mode.plan.depth if mode.plan else 0)  # room for the whole of a tree
+            self._generate(mode, ids, settings, 0, length, eos_token_id=None, stopping_criteria=[enough])
 
 
 def _law(rule: Acceptance) -> str:

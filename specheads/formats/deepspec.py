@@ -12,6 +12,7 @@ from specheads.formats import layer_ids, parallel
 from specheads.formats.decoder import block_config
 from specheads.formats.files import Files, architectures, shown, whole
 from specheads.formats.format import Written, output_matrix
+from specheads.formats.serving import vllm_gpu
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.saved_head import CheckpointError
 from specheads.target import text_config
@@ -25,11 +26,7 @@ class DeepSpec(parallel.Parallel):
     engine: str = "deepspec"
     title: str = "DSpark in DeepSpec's form"
     versions: str = "deepseek-ai/DeepSpec (main), vLLM 0.32"
-    serving: str = """\
-```bash
-vllm serve $base --speculative-config '{"method": "dspark", "model": "$folder", "num_speculative_tokens": $depth}'
-```
-"""
+    serving: str = vllm_gpu("dspark")
     embeds: bool | None = True
     marked: bool = True
     behind: bool | None = True

@@ -16,6 +16,7 @@ from specheads.formats import layer_ids, parallel, vocabulary
 from specheads.formats.decoder import block_config
 from specheads.formats.files import Files, architectures, flag, real, shown, table, whole
 from specheads.formats.format import Written
+from specheads.formats.serving import WHOLE_BLOCK, vllm
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.saved_head import CheckpointError
 from specheads.target import text_config
@@ -106,25 +107,18 @@ def _block_size(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> 
     return sizes.pop()
 
 
-_VLLM = """\
-```bash
-vllm serve $base --speculative-config '{"method": "dflash", "model": "$folder", "num_speculative_tokens": $depth}'
-```
-"""
-_NUMBER = """
-Give that number, which is what the head was trained to draft at once: with fewer its slots see fewer of one another.
-"""
-
 FORMATS = (
     DFlash(
         "dflash", "DFlash (z-lab's form, which the servers share)", "z-lab's DFlash heads, vLLM 0.32, SGLang 0.5.23",
         f"""\
-{_VLLM}
+{vllm("dflash", WHOLE_BLOCK)}
+By SGLang:
+
 ```bash
-python -m sglang.launch_server --model-path $base --speculative-algorithm DFLASH \\
-  --speculative-draft-model-path $folder --speculative-num-draft-tokens $nodes
+python -m sglang.launch_server --model-path $base_arg --speculative-algorithm DFLASH \\
+  --speculative-draft-model-path $folder_arg --speculative-num-draft-tokens $nodes
 ```
-{_NUMBER}""",
+""",
     ),
     DFlash(
         "jetspec", "JetSpec", "hao-ai-lab/JetSpec (main)", """\
@@ -141,5 +135,5 @@ drafter = DraftHeadTreeDrafter(
 """,
         causal=True,
     ),
-    DFlash("vllm", "DFlash for vLLM", "vLLM 0.32 and 0.33", f"{_VLLM}{_NUMBER}", narrow=True, causal=None),
+    DFlash("vllm", "DFlash for vLLM", "vLLM 0.32 and 0.33", vllm("dflash", WHOLE_BLOCK), narrow=True, causal=None),
 )  # fmt: skip

@@ -19,6 +19,7 @@ from specheads.formats.decoder import block_config, block_names, block_options
 from specheads.formats.files import Files, flag
 from specheads.formats.format import Format, Written, check_embeddings, count
 from specheads.formats.positions import EVERY, LINEAR, SGLANG, Positions
+from specheads.formats.serving import vllm
 from specheads.heads import EagleConfig, HeadConfig
 from specheads.saved_head import CheckpointError
 from specheads.target import text_config
@@ -118,18 +119,14 @@ model = EaModel.from_pretrained(use_eagle3=False, base_model_path="$base", ea_mo
         deep=True, positions=LINEAR,
     ),
     Eagle(
-        "vllm", "EAGLE-1 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", """\
-```bash
-vllm serve $base --speculative-config '{"method": "eagle", "model": "$folder", "num_speculative_tokens": $depth}'
-```
-""",
+        "vllm", "EAGLE-1 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", vllm("eagle"),
         fc_bias=False, deep=True, biased=True,
     ),
     Eagle(
         "sglang", "EAGLE-1 for SGLang", "SGLang 0.5.23", """\
 ```bash
-python -m sglang.launch_server --model-path $base --speculative-algorithm EAGLE \\
-  --speculative-draft-model-path $folder --speculative-num-steps $depth \\
+python -m sglang.launch_server --model-path $base_arg --speculative-algorithm EAGLE \\
+  --speculative-draft-model-path $folder_arg --speculative-num-steps $depth \\
   --speculative-eagle-topk 1 --speculative-num-draft-tokens $nodes
 ```
 """,

@@ -18,6 +18,7 @@ from specheads.formats.decoder import block_config, block_names, block_options
 from specheads.formats.files import Files, architectures, flag, table, whole
 from specheads.formats.format import Format, Written, check_embeddings, count
 from specheads.formats.positions import EVERY, LINEAR, SGLANG, USUAL, Positions
+from specheads.formats.serving import vllm
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.saved_head import CheckpointError
 from specheads.target import text_config
@@ -187,18 +188,14 @@ model = EaModel.from_pretrained(use_eagle3=True, base_model_path="$base", ea_mod
         tapped=False, positions=LINEAR,
     ),
     Eagle3(
-        "vllm", "EAGLE-3 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", """\
-```bash
-vllm serve $base --speculative-config '{"method": "eagle3", "model": "$folder", "num_speculative_tokens": $depth}'
-```
-""",
+        "vllm", "EAGLE-3 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", vllm("eagle3"),
         deep=True, biased=True, norms=tuple(NORMS.values()), positions=EVERY,
     ),
     Eagle3(
         "sglang", "EAGLE-3 for SGLang", "SGLang 0.5.23", """\
 ```bash
-python -m sglang.launch_server --model-path $base --speculative-algorithm EAGLE3 \\
-  --speculative-draft-model-path $folder --speculative-num-steps $depth \\
+python -m sglang.launch_server --model-path $base_arg --speculative-algorithm EAGLE3 \\
+  --speculative-draft-model-path $folder_arg --speculative-num-steps $depth \\
   --speculative-eagle-topk 1 --speculative-num-draft-tokens $nodes
 ```
 """,
@@ -207,7 +204,7 @@ python -m sglang.launch_server --model-path $base --speculative-algorithm EAGLE3
     Eagle3(
         "trtllm", "EAGLE-3 for TensorRT-LLM", "TensorRT-LLM with the PyTorch backend", """\
 ```bash
-trtllm-serve $base --backend pytorch --extra_llm_api_options $folder/trtllm.yml
+trtllm-serve $base_arg --backend pytorch --extra_llm_api_options $folder_arg/trtllm.yml
 ```
 
 The layers to read are in `trtllm.yml` where they are not the usual ones: TensorRT-LLM takes them from there alone.
@@ -216,12 +213,13 @@ The layers to read are in `trtllm.yml` where they are not the usual ones: Tensor
     Eagle3(
         "llamacpp", "EAGLE-3 for llama.cpp", "llama.cpp b11434 and b11549", """\
 ```bash
-python convert_hf_to_gguf.py $base --outtype bf16 --outfile $folder/target.gguf
-python convert_hf_to_gguf.py $folder --target-model-dir $base --outtype bf16 --outfile $folder/draft.gguf
-llama-server -m $folder/target.gguf -md $folder/draft.gguf --spec-type draft-eagle3 --spec-draft-n-max $depth
+cd llama.cpp  # a checkout of it
+python convert_hf_to_gguf.py $base_arg --outtype bf16 --outfile $folder_arg/target.gguf
+python convert_hf_to_gguf.py $folder_arg --target-model-dir $base_arg --outtype bf16 --outfile $folder_arg/draft.gguf
+llama-server -m $folder_arg/target.gguf -md $folder_arg/draft.gguf --spec-type draft-eagle3 --spec-draft-n-max $depth
 ```
 
-The first two are done where target.gguf and draft.gguf are here: by `specheads export --gguf`.
+The two conversions are done where target.gguf and draft.gguf are here: by `specheads export --gguf`.
 """,
         norms=("norm_before_residual", "norm_before_fc"), three=True,
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from specheads.checkpoint import as_dtype
 from specheads.formats import ENGINES, FORMATS, gguf_files
 from specheads.formats.format import Format, Written, embeddings_of
 from specheads.formats.readme import readme
+from specheads.formats.serving import absolute
 from specheads.options import refuse_unknown
 from specheads.saved_head import CONFIG, CheckpointError
 
@@ -49,10 +51,11 @@ def export(
     if embeddings or form.embeds:
         weight = next(t for t in tensors.values() if t.is_floating_point())
         named["embed_tokens.weight"] = embeddings_of(model.base).to("cpu", weight.dtype).contiguous().clone()
-    base = model.config.base_model_name_or_path or "BASE"
-    texts = {CONFIG: json.dumps(written.config, indent=2) + "\n", **written.texts}
-    texts = {name: text.replace("{folder}", str(folder)) for name, text in texts.items()}
-    texts["README.md"] = readme(form, model, base, str(folder))
+    base, place = absolute(model.config.base_model_name_or_path or "BASE"), str(folder.resolve())
+    in_yaml = place if shlex.quote(place) == place else json.dumps(place)
+    texts = {name: text.replace("{folder}", in_yaml) for name, text in written.texts.items()}
+    texts[CONFIG] = json.dumps(written.config, indent=2) + "\n"
+    texts["README.md"] = readme(form, model, base, place)
     _write(folder, written, named, texts, make_gguf)
     return folder
 

@@ -24,7 +24,7 @@ class ModelOpt(eagle3.Eagle3):
     embeds: bool | None = None
     serving: str = """\
 ```bash
-trtllm-serve $base --backend pytorch --extra_llm_api_options $folder/trtllm.yml
+trtllm-serve $base_arg --backend pytorch --extra_llm_api_options $folder_arg/trtllm.yml
 ```
 
 The layers to read are in `trtllm.yml` where they are not the usual ones: TensorRT-LLM takes them from there alone.

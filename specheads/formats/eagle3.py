@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.formats import layer_ids, vocabulary
+from specheads.formats import layer_ids, older, vocabulary
 from specheads.formats.decoder import block_config, block_names, block_options
 from specheads.formats.files import Files, architectures, flag, table, whole
 from specheads.formats.format import Format, Written, check_embeddings, count
 from specheads.formats.positions import EVERY, LINEAR, SGLANG, USUAL, Positions
-from specheads.formats.serving import vllm
+from specheads.formats.serving import OLDER, vllm
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.saved_head import CheckpointError
 from specheads.target import text_config
@@ -141,6 +141,8 @@ class Eagle3(Format):
             config["num_aux_hidden_states"] = len(head.taps)
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
         texts = {TRTLLM: trtllm_options(head, layers)} if self.engine == "trtllm" else {}
+        if self.engine == "eagle":
+            texts = older.base_files(base)
         return Written(config, named | vocabulary.offsets(tensors), texts=texts)
 
 
@@ -178,13 +180,13 @@ def trtllm_options(head: Eagle3Config, num_layers: int) -> str:
 FORMATS = (
     Eagle3(
         "eagle", "EAGLE-3 (the EAGLE repository's form, which SpecForge and the servers share)",
-        "SafeAILab/EAGLE (main, transformers 4.53); run with OpenVINO GenAI 2026.4, told of its layers", """\
+        "SafeAILab/EAGLE (main, transformers 4.53); run with OpenVINO GenAI 2026.4, told of its layers", f"""\
 ```python
 from eagle.model.ea_model import EaModel
 
 model = EaModel.from_pretrained(use_eagle3=True, base_model_path="$base", ea_model_path="$folder")
 ```
-""",
+{OLDER}""",
         tapped=False, positions=LINEAR,
     ),
     Eagle3(

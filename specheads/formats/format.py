@@ -33,7 +33,7 @@ class Written:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     weights: str = WEIGHTS
-    texts: dict[str, str] = field(default_factory=dict)  # by file name; {folder} stands for where the export is
+    texts: dict[str, str] = field(default_factory=dict)  # by file name; {folder} of a .yml is where the export is
 
 
 class Format(ABC):

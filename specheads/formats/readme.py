@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 RESULTS, STATE = "results.json", "trainer_state.json"
 
 
-def readme(form: Format, model: SpecModel, base: str, folder: str) -> str:
-    """Markdown for the directory of an export."""
+def readme(form: Format, model: SpecModel, base: str, folder: str, served: str) -> str:
+    """Markdown for the directory of an export; served: the base as its commands name it."""
     import specheads
 
     config: Any = model.head.config
@@ -24,7 +24,7 @@ def readme(form: Format, model: SpecModel, base: str, folder: str) -> str:
     lines = [
         f"# {form.title}", "",
         f"A draft head of kind {config.kind} for `{base}`, exported by specheads {specheads.__version__}.", "",
-        form.serve(base, folder, depth).rstrip(), "",
+        form.serve(served, folder, depth).rstrip(), "",
         f"Written for: {form.versions}. What was run and what was only read is in docs/compatibility.md of specheads.",
     ]  # fmt: skip
     lines += ["", "The paths above are those of the machine that wrote this.", "", "## What to expect", ""]

@@ -19,6 +19,12 @@ WHOLE_BLOCK = (
 )
 HUB_ID = "Where the base is a hub id, `vllm serve $folder_arg` is enough: the config names it."
 
+OLDER = """
+Where the base was a folder, `base/` here is that base as transformers 4.53 reads it: its config, its tokenizer and an
+index of its weights, which stay where they are. A base of the hub is named as it is, and needs
+`model.safetensors.index.json` and a tokenizer of transformers 4 there.
+"""
+
 
 def absolute(name: str) -> str:
     """A folder of this machine by its absolute path; any other name (of the hub) as it is."""

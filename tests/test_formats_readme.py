@@ -135,3 +135,13 @@ def test_every_figure_of_a_readme_says_greedy_or_sampled_and_how_it_was_measured
     assert rows == [f"| {' | '.join(row)} |" for row in wanted]
     prose = "".join(line for line in part.splitlines() if not line.startswith("|"))
     assert not any(figure in prose for *_, figure in wanted), "a bare number"
+
+
+def test_the_shipped_heads_say_what_decoding_gave(tmp_path):
+    from specheads import corpus
+
+    for kind in ("eagle", "eagle3", "medusa"):
+        model = SpecModel.from_pretrained(corpus.checkpoints_dir() / kind)
+        rows, _ = expected((model.export(tmp_path / kind, "vllm") / "README.md").read_text())
+        assert [row.split(" | ")[0] for row in rows] == ["| greedy", "| greedy", "| sampled, T = 0.8"]
+        assert ["decoded" in row for row in rows] == [False, True, True]

@@ -18,13 +18,12 @@ from specheads.formats.decoder import block_config, block_names, block_options
 from specheads.formats.files import Files, architectures, flag, table, whole
 from specheads.formats.format import Format, Written, check_embeddings, count
 from specheads.formats.positions import EVERY, LINEAR, SGLANG, USUAL, Positions
-from specheads.formats.serving import OLDER, vllm
+from specheads.formats.serving import OLDER, TRTLLM, llamacpp, vllm
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.saved_head import CheckpointError
 from specheads.target import text_config
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-TRTLLM = "trtllm.yml"
 # Flags of a config that move a norm, and the options of heads here that do.
 NORMS = {
     "norm_before_residual": "norm_before_residual", "norm_before_fc": "norm_before_fc", "fc_norm": "norm_features",
@@ -213,16 +212,7 @@ The layers to read are in `trtllm.yml` where they are not the usual ones: Tensor
 """,
     ),
     Eagle3(
-        "llamacpp", "EAGLE-3 for llama.cpp", "llama.cpp b11434 and b11549", """\
-```bash
-cd llama.cpp  # a checkout of it
-python convert_hf_to_gguf.py $base_arg --outtype bf16 --outfile $folder_arg/target.gguf
-python convert_hf_to_gguf.py $folder_arg --target-model-dir $base_arg --outtype bf16 --outfile $folder_arg/draft.gguf
-llama-server -m $folder_arg/target.gguf -md $folder_arg/draft.gguf --spec-type draft-eagle3 --spec-draft-n-max $depth
-```
-
-The two conversions are done where target.gguf and draft.gguf are here: by `specheads export --gguf`.
-""",
+        "llamacpp", "EAGLE-3 for llama.cpp", "llama.cpp b11434 and b11549", llamacpp("eagle3"),
         norms=("norm_before_residual", "norm_before_fc"), three=True,
     ),
 )  # fmt: skip

@@ -13,6 +13,7 @@ from string import Template
 
 from transformers import PreTrainedModel
 
+TRTLLM = "trtllm.yml"
 WHOLE_BLOCK = (
     "Give that number, which is what the head was trained to draft at once: with fewer its slots see fewer of one "
     "another."
@@ -74,5 +75,35 @@ def vllm_gpu(method: str) -> str:
     return f"""\
 ```bash
 vllm serve $base_arg --speculative-config '{speculative}'
+```
+"""
+
+
+def llamacpp(kind: str) -> str:
+    """llama.cpp's converter and server, for a draft of that kind as it calls it."""
+    return f"""\
+```bash
+cd llama.cpp  # a checkout of it
+python convert_hf_to_gguf.py $base_arg --outtype bf16 --outfile $folder_arg/target.gguf
+python convert_hf_to_gguf.py $folder_arg --target-model-dir $base_arg --outtype bf16 --outfile $folder_arg/draft.gguf
+llama-server -m $folder_arg/target.gguf -md $folder_arg/draft.gguf --spec-type draft-{kind} --spec-draft-n-max $depth
+```
+
+The two conversions are done where target.gguf and draft.gguf are here: by `specheads export --gguf`.
+"""
+
+
+OPENVINO = """\
+```bash
+optimum-cli export openvino --model $base_arg --task text-generation-with-past $folder_arg/ov-base
+optimum-cli export openvino --model $folder_arg --task text-generation-with-past --trust-remote-code $folder_arg/ov-head
+```
+
+```python
+import openvino_genai
+
+draft = openvino_genai.draft_model("$folder/ov-head", "CPU")
+pipe = openvino_genai.LLMPipeline("$folder/ov-base", "CPU", draft_model=draft)
+print(pipe.generate("def ", max_new_tokens=64, num_assistant_tokens=$depth))
 ```
 """

@@ -62,6 +62,8 @@ def test_the_readme_starts_the_reader_with_the_whole_block(to, kind, base, tmp_p
     out = model.export(tmp_path / "out", to)
     commands = " ".join(" ".join(blocks((out / "README.md").read_text(), "bash")).replace("\\\n", " ").split())
     assert COMMANDS[to, kind].format(out=out) in commands
+    if to == "openvino":
+        assert "enable_prefix_caching = False" in blocks((out / "README.md").read_text(), "python")[0]
     if to == "trtllm":
         lines = f"speculative_config:\n  decoding_type: DFlash\n  max_draft_len: 3\n  speculative_model: {out}\n"
         assert (out / "trtllm.yml").read_text() == lines

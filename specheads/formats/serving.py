@@ -103,7 +103,9 @@ optimum-cli export openvino --model $folder_arg --task text-generation-with-past
 import openvino_genai
 
 draft = openvino_genai.draft_model("$folder/ov-head", "CPU")
-pipe = openvino_genai.LLMPipeline("$folder/ov-base", "CPU", draft_model=draft)
+scheduler = openvino_genai.SchedulerConfig()
+scheduler.enable_prefix_caching = False  # which its DFlash refuses
+pipe = openvino_genai.LLMPipeline("$folder/ov-base", "CPU", draft_model=draft, scheduler_config=scheduler)
 print(pipe.generate("def ", max_new_tokens=64, num_assistant_tokens=$depth))
 ```
 """

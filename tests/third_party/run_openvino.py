@@ -94,9 +94,12 @@ def decoded(base: Path, draft: Path, prompts: list[list[int]], plan: dict[str, i
     import openvino
     import openvino_genai
 
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.enable_prefix_caching = False  # which its DFlash refuses
     pipe = openvino_genai.LLMPipeline(
-        str(base), "CPU", draft_model=openvino_genai.draft_model(str(draft), "CPU", **EXACT), **EXACT
-    )
+        str(base), "CPU", draft_model=openvino_genai.draft_model(str(draft), "CPU", **EXACT),
+        scheduler_config=scheduler, **EXACT,
+    )  # fmt: skip
     asked = openvino_genai.GenerationConfig()
     asked.max_new_tokens, asked.ignore_eos, asked.do_sample, asked.apply_chat_template = NEW_TOKENS, True, False, False
     for name, value in plan.items():

@@ -16,7 +16,7 @@ from specheads import SpecModel, convert
 SLOTS, MASK = 5, 0  # of a block; the token that stands in its later slots
 DFLASH = {
     "causal": False, "mask_token_id": MASK, "block_size": SLOTS, "draft_depth": SLOTS - 1, "markov_rank": 0,
-    "confidence": False, "sample_from_anchor": False,
+    "confidence": False, "sample_from_anchor": False, "anchors": 24,
 }  # fmt: skip
 DSPARK = {**DFLASH, "draft_depth": SLOTS, "markov_rank": 32, "sample_from_anchor": True}
 
@@ -52,4 +52,4 @@ def published(shipped: SpecModel, prompts: list[list[int]]) -> Any:
 def blocks(base: Any, prompts: list[list[int]], options: dict[str, Any]) -> Any:
     """A parallel head of one layer: DFLASH or DSPARK."""
     torch.manual_seed(0)
-    return taught(convert(base, "parallel", dtype=torch.float32, **options), prompts, 120, 4e-3)
+    return taught(convert(base, "parallel", dtype=torch.float32, **options), prompts, 60, 4e-3)

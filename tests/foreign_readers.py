@@ -3,7 +3,7 @@
 A reader is given config.json and the tensors, and tells what it would run: which hidden_states are fed in, the token
 of masked slots, the slots of a block, whether slots see only those before them, whether slot j speaks of the token
 after its place, the Markov rank, and the tensors under the names of foreign_blocks.py. It raises where the program
-would, and where the program would leave a tensor out without a word. Read in November 2026 in:
+would, and where the program would leave a tensor out without a word. docs/compatibility.md has the versions. Read in:
 
 sglang     sglang/srt/models/dflash.py, dspark.py, speculative/dflash_utils.py, dspark_components/dspark_config.py
 trtllm     tensorrt_llm/_torch/models/modeling_dflash.py, llmapi/llm_args.py

@@ -75,7 +75,7 @@ FORMATS = (
     ),
     DeepSpec("vllm", "DSpark for vLLM", "vLLM 0.32 and 0.33", vllm_gpu("dspark"), narrow=True, ranked=True),
     DeepSpec(
-        "sglang", "DSpark for SGLang", "SGLang 0.5.23 and main of November 2026", """\
+        "sglang", "DSpark for SGLang", "SGLang 0.5.23 and later sources", """\
 ```bash
 python -m sglang.launch_server --model-path $base_arg --speculative-algorithm DSPARK \\
   --speculative-draft-model-path $folder_arg --speculative-dspark-block-size $depth

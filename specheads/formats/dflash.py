@@ -143,9 +143,9 @@ drafter = DraftHeadTreeDrafter(
         causal=True,
     ),
     DFlash("vllm", "DFlash for vLLM", "vLLM 0.32 and 0.33", vllm("dflash", WHOLE_BLOCK), narrow=True, causal=None),
-    DFlash("sglang", "DFlash for SGLang", "SGLang 0.5.23 and main of November 2026", _SGLANG, positions=SGLANG),
+    DFlash("sglang", "DFlash for SGLang", "SGLang 0.5.23 and later sources", _SGLANG, positions=SGLANG),
     DFlash(
-        "trtllm", "DFlash for TensorRT-LLM", "TensorRT-LLM (main of November 2026) with the PyTorch backend", """\
+        "trtllm", "DFlash for TensorRT-LLM", "TensorRT-LLM (main) with the PyTorch backend", """\
 ```bash
 trtllm-serve $base_arg --backend pytorch --extra_llm_api_options $folder_arg/trtllm.yml
 ```

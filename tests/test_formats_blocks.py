@@ -11,6 +11,7 @@ import torch
 from drafted import assert_drafts, embeddings
 from exported import imported, made, same, tensors_in
 from foreign_blocks import FORMS, MARKED
+from foreign_rope import SCALED
 from test_formats_export import assert_comes_back
 
 from specheads import CheckpointError, SpecModel, chain
@@ -24,6 +25,8 @@ DSPARK = {
 DFLASH = {**DSPARK, "sample_from_anchor": False, "markov_rank": 0, "confidence": False}
 JETSPEC = {**DFLASH, "causal": True}
 NARROW, SHORT = {"draft_vocab_size": 40}, {"num_layers": 1, "attention_bias": True}
+OF_DFLASH = ["dflash", "llamacpp", "openvino", "sglang", "speculators", "trtllm", "vllm"]
+LLAMA3 = {"rope_theta": None, "rope_parameters": SCALED["llama3"]}
 # Where a head goes, and in whose form it is then.
 HELD = [
     ("speculators", "dspark", DSPARK), ("speculators", "dspark", {**DSPARK, **NARROW}),
@@ -31,6 +34,9 @@ HELD = [
     ("speculators", "dspark", {**DSPARK, **SHORT, "markov_rank": 0, "confidence": False}),
     ("speculators", "dflash", DFLASH), ("speculators", "dflash", {**DFLASH, **NARROW, **SHORT}),
     ("dflash", "z-lab", DFLASH), ("dflash", "z-lab", {**DFLASH, **SHORT}),
+    *[(to, "z-lab", {**DFLASH, **SHORT}) for to in ("sglang", "trtllm", "openvino")], ("llamacpp", "z-lab", DFLASH),
+    ("vllm", "deepspec", DSPARK), ("vllm", "deepspec", {**DSPARK, **NARROW, "confidence": False}),
+    ("sglang", "deepspec", {**DSPARK, **SHORT}), ("llamacpp", "deepspec", {**DSPARK, **NARROW}),
     ("vllm", "z-lab", DFLASH), ("vllm", "z-lab", {**DFLASH, **NARROW}), ("vllm", "jetspec", JETSPEC),
     ("jetspec", "jetspec", JETSPEC), ("deepspec", "deepspec", DSPARK),
     ("deepspec", "deepspec", {**DSPARK, "markov_rank": 0, "confidence": False}),
@@ -224,14 +230,29 @@ OURS_REFUSED = [
     ("speculators", JETSPEC, r"DFlash cannot hold .*\(causal\).*DSpark cannot hold .*that can: jetspec, vllm$"),
     ("speculators", {**DSPARK, "mask_token_id": None}, "embedding of its own behind the root"),
     ("speculators", {**DFLASH, "mlp_bias": True}, "biases in the MLP, which Qwen3's has not; no format can$"),
-    ("vllm", DSPARK, "a Markov bias and a confidence, which is not part of .*formats that can: deepspec, speculators$"),
+    (
+        "dflash",
+        DSPARK,
+        "a Markov bias and a confidence, which is not .*: deepspec, llamacpp, sglang, speculators, vllm$",
+    ),
+    *[(to, {**DSPARK, "markov_rank": 0}, r"no Markov bias \(markov_rank=0\)") for to in ("vllm", "sglang", "llamacpp")],
+    ("llamacpp", {**DFLASH, "attention_bias": True}, "its attention has biases, which its readers do not have"),
+    ("llamacpp", {**DFLASH, **LLAMA3}, "rope_type llama3.*, and its readers have linear, yarn"),
+    ("sglang", {**DFLASH, **NARROW}, "drafts 40 of 97 tokens, and .*formats that can: speculators, vllm$"),
+    *[(to, JETSPEC, "formats that can: jetspec, vllm$") for to in ("sglang", "trtllm", "llamacpp", "openvino")],
+    ("openvino", DSPARK, "a Markov bias and a confidence"),
+    ("trtllm", DSPARK, "a Markov bias and a confidence"),
     ("dflash", {**DFLASH, **NARROW}, "drafts 40 of 97 tokens, and .*formats that can: speculators, vllm$"),
     ("dflash", JETSPEC, "formats that can: jetspec, vllm$"),
-    ("jetspec", DFLASH, r"both ways \(causal=false\).*formats that can: dflash, speculators, vllm$"),
-    ("dflash", {**DFLASH, "sample_from_anchor": True}, "speak of the place behind their own .*deepspec, speculators$"),
+    ("jetspec", DFLASH, rf"both ways \(causal=false\).*formats that can: {', '.join(OF_DFLASH)}$"),
+    (
+        "dflash",
+        {**DFLASH, "sample_from_anchor": True},
+        "speak of the place behind their own .*deepspec, speculators$",
+    ),
     ("deepspec", {**DSPARK, "sample_from_anchor": False}, "of their own place .*formats that can: speculators$"),
     ("dflash", {**DFLASH, "taps": (1, 4, 8)}, r"reads hidden_states \[8\].*no format can$"),
-    ("sglang", DFLASH, "no form for a head of kind parallel; formats that can: dflash, speculators, vllm$"),
+    ("modelopt", DFLASH, f"no form for a head of kind parallel; formats that can: {', '.join(OF_DFLASH)}$"),
 ]
 
 
@@ -248,9 +269,9 @@ def test_what_a_form_cannot_hold_is_refused_with_the_reason_and_what_can(to, opt
 @pytest.mark.parametrize(
     ("options", "engines"),
     [
-        (DFLASH, ["dflash", "speculators", "vllm"]),
+        (DFLASH, OF_DFLASH),
         (JETSPEC, ["jetspec", "vllm"]),
-        (DSPARK, ["deepspec", "speculators"]),
+        (DSPARK, ["deepspec", "llamacpp", "sglang", "speculators", "vllm"]),
     ],
 )
 def test_a_trained_head_accepts_as_much_when_it_comes_back_and_learns_on(options, engines, tmp_path):

@@ -30,7 +30,7 @@ def scaled(base):
 
 DFLASH = {"sample_from_anchor": False, "causal": False, "markov_rank": 0, "mask_token_id": 9, "block_size": 4}
 BLOCKS = {
-    "dflash": DFLASH, "jetspec": {**DFLASH, "causal": True},
+    "dflash": DFLASH, "openvino": DFLASH, "jetspec": {**DFLASH, "causal": True},
     "deepspec": {**DFLASH, "sample_from_anchor": True, "markov_rank": 6},
 }  # fmt: skip
 
@@ -46,7 +46,7 @@ def test_where_its_program_is_missing_that_is_said_in_one_line(to, tmp_path, mon
     model.export(tmp_path / "out", to)
     installed(monkeypatch)
     found = checks.check(tmp_path / "out", to, model)
-    module = {"trtllm": "tensorrt_llm", "llamacpp": "gguf"}.get(to, to)
+    module = {"trtllm": "tensorrt_llm", "llamacpp": "gguf", "openvino": "openvino_genai"}.get(to, to)
     assert found.startswith(f"not checked: {module} is not installed here") and "\n" not in found
     assert (f"transformers {transformers.__version__} reads its config" in found) == (
         kind == "eagle3" and to != "speculators"

@@ -110,7 +110,7 @@ def test_a_head_with_adapters_on_its_base_is_not_exported_without_them(tmp_path)
 def test_an_unknown_engine_is_refused_by_name(base, tmp_path):
     with pytest.raises(ValueError, match="unknown format to export to 'vlm'; did you mean 'vllm'"):
         made(base, "eagle3").export(tmp_path / "out", "vlm")
-    assert len(ENGINES) == 12
+    assert len(ENGINES) == 13
 
 
 def test_an_export_is_whole_or_not_there(base, tmp_path, monkeypatch):
@@ -164,10 +164,10 @@ def test_the_readme_of_an_export_says_how_it_is_served_and_what_to_expect(to, na
     model = SpecModel.from_pretrained(tmp_path / "head")
     text = (model.export(tmp_path / "out", to) / "README.md").read_text()
     assert SERVED[to].format(out=tmp_path / "out") in text and model.base.name_or_path in text and "$" not in text
-    assert "Written for: " in text and "bonus token included: 3.28" in text
+    assert "Written for: " in text and "the base's own | 3.28 |" in text
     (tmp_path / "head" / "results.json").write_text('{"eval_accepted_length": 3.5}')
     (tmp_path / "head" / "trainer_state.json").unlink()
-    assert "bonus token included: 3.50" in (model.export(tmp_path / "out3", to) / "README.md").read_text()
+    assert "the base's own | 3.50 |" in (model.export(tmp_path / "out3", to) / "README.md").read_text()
     (tmp_path / "head" / "results.json").unlink()
     assert "was not recorded" in (model.export(tmp_path / "out2", to) / "README.md").read_text()
     if to in ("trtllm", "modelopt"):

@@ -52,7 +52,7 @@ def test_a_shipped_folder_is_small_and_has_a_card(name, most):
 @pytest.mark.parametrize("name", HEADS)
 def test_an_export_of_a_shipped_head_says_what_to_expect_of_it(name, shipped_base, tmp_path):
     SpecModel.from_pretrained(CHECKPOINTS / name, base=shipped_base).export(tmp_path / "served", "vllm")
-    said = re.search(r"Expected accepted length .*: (\d\.\d\d)", (tmp_path / "served" / "README.md").read_text("utf8"))
+    said = re.search(r"greedy \| estimated .* (\d\.\d\d) \|", (tmp_path / "served" / "README.md").read_text("utf8"))
     assert said and f"| accepted length of the best chain, bonus token included | {said[1]} |" in (
         CHECKPOINTS / name / "README.md"
     ).read_text("utf8")

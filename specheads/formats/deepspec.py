@@ -1,4 +1,6 @@
-"""DSpark as DeepSpec writes it and vLLM reads it: its keys in a Qwen3 config, and copies of the base's matrices."""
+"""DSpark as DeepSpec writes it, and vLLM, SGLang and llama.cpp read it: its keys in a Qwen3 config.
+
+DeepSpec's own files have copies of the base's matrices, which the others take from the target."""
 
 from __future__ import annotations
 
@@ -8,10 +10,12 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.formats import layer_ids, parallel
+from specheads.formats import layer_ids, parallel, vocabulary
 from specheads.formats.decoder import block_config
 from specheads.formats.files import Files, architectures, shown, whole
 from specheads.formats.format import Written, output_matrix
+from specheads.formats.positions import GGUF, SGLANG
+from specheads.formats.serving import llamacpp, vllm_gpu
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.saved_head import CheckpointError
 from specheads.target import text_config
@@ -22,22 +26,16 @@ _LAYERS = "target_layer_ids"
 
 @dataclass(frozen=True)
 class DeepSpec(parallel.Parallel):
-    engine: str = "deepspec"
-    title: str = "DSpark in DeepSpec's form"
-    versions: str = "deepseek-ai/DeepSpec (main), vLLM 0.32"
-    serving: str = """\
-```bash
-vllm serve $base --speculative-config '{"method": "dspark", "model": "$folder", "num_speculative_tokens": $depth}'
-```
-"""
-    embeds: bool | None = True
+    """copied: the base's output matrix is in the file too, as its embeddings are."""
+
+    copied: bool = False
     marked: bool = True
     behind: bool | None = True
 
     def recognises(self, files: Files) -> bool:
         config = files.config or {}
         named = any("DSpark" in name for name in architectures(config))
-        return "speculators_model_type" not in config and (named or "markov_rank" in config)
+        return self.copied and "speculators_model_type" not in config and (named or "markov_rank" in config)
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config = files.config or {}
@@ -63,8 +61,30 @@ vllm serve $base --speculative-config '{"method": "dspark", "model": "$folder", 
             "confidence_head_with_markov": head.markov_rank > 0,
         }  # fmt: skip
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        matrix = output_matrix(self.title, base)
-        return Written(config, named | {"lm_head.weight": matrix.to(tensors["fc.weight"].dtype)})
+        if self.copied:
+            named["lm_head.weight"] = output_matrix(self.title, base).to(tensors["fc.weight"].dtype)
+        if head.draft_vocab_size != head.vocab_size:
+            config["draft_vocab_size"] = head.draft_vocab_size
+        return Written(config, named | vocabulary.offsets(tensors))
 
 
-FORMATS = (DeepSpec(),)
+FORMATS = (
+    DeepSpec(
+        "deepspec", "DSpark in DeepSpec's form", "deepseek-ai/DeepSpec (main), vLLM 0.32", vllm_gpu("dspark"),
+        embeds=True, copied=True,
+    ),
+    DeepSpec("vllm", "DSpark for vLLM", "vLLM 0.32 and 0.33", vllm_gpu("dspark"), narrow=True, ranked=True),
+    DeepSpec(
+        "sglang", "DSpark for SGLang", "SGLang 0.5.23 and later sources", """\
+```bash
+python -m sglang.launch_server --model-path $base_arg --speculative-algorithm DSPARK \\
+  --speculative-draft-model-path $folder_arg --speculative-dspark-block-size $depth
+```
+""",
+        ranked=True, positions=SGLANG,
+    ),
+    DeepSpec(
+        "llamacpp", "DSpark for llama.cpp", "llama.cpp b11549, and run with it", llamacpp("dspark"), narrow=True,
+        ranked=True, biased=False, positions=GGUF,
+    ),
+)  # fmt: skip

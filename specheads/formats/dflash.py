@@ -16,6 +16,8 @@ from specheads.formats import layer_ids, parallel, vocabulary
 from specheads.formats.decoder import block_config
 from specheads.formats.files import Files, architectures, flag, real, shown, table, whole
 from specheads.formats.format import Written
+from specheads.formats.positions import GGUF, SGLANG, USUAL
+from specheads.formats.serving import OPENVINO, TRTLLM, WHOLE_BLOCK, llamacpp, vllm
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.saved_head import CheckpointError
 from specheads.target import text_config
@@ -63,7 +65,8 @@ class DFlash(parallel.Parallel):
         if head.draft_vocab_size != head.vocab_size:
             config["draft_vocab_size"] = head.draft_vocab_size
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        return Written(config, named | vocabulary.offsets(tensors))
+        texts = {TRTLLM: _trtllm_options(head)} if self.engine == "trtllm" else {}
+        return Written(config, named | vocabulary.offsets(tensors), texts=texts)
 
     @staticmethod
     def _refuse_others(files: Files, config: dict[str, Any], inner: dict[str, Any], hidden: int) -> None:
@@ -97,6 +100,12 @@ def _causal(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> bool
     return any(said.values())
 
 
+def _trtllm_options(head: ParallelConfig) -> str:
+    """The file that trtllm-serve is started with; what it leaves out is read from config.json."""
+    lines = ["decoding_type: DFlash", f"max_draft_len: {head.num_drafted}", "speculative_model: {folder}"]
+    return "speculative_config:\n" + "".join(f"  {line}\n" for line in lines)
+
+
 def _block_size(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> int:
     """At the top in older heads, in the table in newer ones."""
     sizes = {whole(place, "block_size") for place in (config, inner) if place.get("block_size") is not None}
@@ -106,25 +115,17 @@ def _block_size(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> 
     return sizes.pop()
 
 
-_VLLM = """\
+_SGLANG = """\
 ```bash
-vllm serve $base --speculative-config '{"method": "dflash", "model": "$folder", "num_speculative_tokens": $depth}'
+python -m sglang.launch_server --model-path $base_arg --speculative-algorithm DFLASH \\
+  --speculative-draft-model-path $folder_arg --speculative-num-draft-tokens $nodes
 ```
-"""
-_NUMBER = """
-Give that number, which is what the head was trained to draft at once: with fewer its slots see fewer of one another.
 """
 
 FORMATS = (
     DFlash(
         "dflash", "DFlash (z-lab's form, which the servers share)", "z-lab's DFlash heads, vLLM 0.32, SGLang 0.5.23",
-        f"""\
-{_VLLM}
-```bash
-python -m sglang.launch_server --model-path $base --speculative-algorithm DFLASH \\
-  --speculative-draft-model-path $folder --speculative-num-draft-tokens $nodes
-```
-{_NUMBER}""",
+        f"{vllm('dflash', WHOLE_BLOCK)}\nBy SGLang:\n\n{_SGLANG}",
     ),
     DFlash(
         "jetspec", "JetSpec", "hao-ai-lab/JetSpec (main)", """\
@@ -141,5 +142,21 @@ drafter = DraftHeadTreeDrafter(
 """,
         causal=True,
     ),
-    DFlash("vllm", "DFlash for vLLM", "vLLM 0.32 and 0.33", f"{_VLLM}{_NUMBER}", narrow=True, causal=None),
+    DFlash("vllm", "DFlash for vLLM", "vLLM 0.32 and 0.33", vllm("dflash", WHOLE_BLOCK), narrow=True, causal=None),
+    DFlash("sglang", "DFlash for SGLang", "SGLang 0.5.23 and later sources", _SGLANG, positions=SGLANG),
+    DFlash(
+        "trtllm", "DFlash for TensorRT-LLM", "TensorRT-LLM (main) with the PyTorch backend", """\
+```bash
+trtllm-serve $base_arg --backend pytorch --extra_llm_api_options $folder_arg/trtllm.yml
+```
+""",
+        positions=USUAL,
+    ),
+    DFlash(
+        "llamacpp", "DFlash for llama.cpp", "llama.cpp b11549, and run with it", llamacpp("dflash"), biased=False,
+        positions=GGUF,
+    ),
+    DFlash(
+        "openvino", "DFlash for OpenVINO GenAI", "OpenVINO GenAI 2026.4 with optimum-intel 2.2", OPENVINO,
+    ),
 )  # fmt: skip

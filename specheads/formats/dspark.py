@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from specheads.formats import parallel, vocabulary
 from specheads.formats.files import Files, table, whole, wholes
 from specheads.formats.format import Written
+from specheads.formats.serving import HUB_ID, vllm_gpu
 from specheads.formats.speculators import VERSION, nested_block, speculators_config
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.saved_head import CheckpointError
@@ -26,13 +27,7 @@ class DSpark(parallel.Parallel):
     engine: str = "speculators"
     title: str = "speculators DSpark"
     versions: str = f"speculators {VERSION}, vLLM 0.33"
-    serving: str = """\
-```bash
-vllm serve $base --speculative-config '{"method": "dspark", "model": "$folder", "num_speculative_tokens": $depth}'
-```
-
-Where the base is a hub id, `vllm serve $folder` is enough: the config names it.
-"""
+    serving: str = f"{vllm_gpu('dspark')}\n{HUB_ID}\n"
     marked: bool = True
     narrow: bool = True
 

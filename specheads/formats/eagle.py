@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specheads.formats import older
 from specheads.formats.decoder import block_config, block_names, block_options, zero_biases
 from specheads.formats.files import Files, flag
 from specheads.formats.format import Format, Written, check_embeddings, count
 from specheads.formats.positions import EVERY, LINEAR, SGLANG, Positions
+from specheads.formats.serving import OLDER, vllm
 from specheads.heads import EagleConfig, HeadConfig
 from specheads.saved_head import CheckpointError
 from specheads.target import text_config
@@ -103,34 +105,30 @@ class Eagle(Format):
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
         if self.zeros and not head.fc_bias:
             named["fc.bias"] = torch.zeros(len(named["fc.weight"]), dtype=named["fc.weight"].dtype)
-        return Written(config, named)
+        return Written(config, named, texts=older.base_files(base) if self.engine == "eagle" else {})
 
 
 FORMATS = (
     Eagle(
         "eagle", "EAGLE-1 (the EAGLE repository's form, which vLLM and SGLang share)",
-        "SafeAILab/EAGLE (main, transformers 4.53)", """\
+        "SafeAILab/EAGLE (main, transformers 4.53)", f"""\
 ```python
 from eagle.model.ea_model import EaModel
 
 model = EaModel.from_pretrained(use_eagle3=False, base_model_path="$base", ea_model_path="$folder")
 ```
-""",
+{OLDER}""",
         deep=True, positions=LINEAR,
     ),
     Eagle(
-        "vllm", "EAGLE-1 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", """\
-```bash
-vllm serve $base --speculative-config '{"method": "eagle", "model": "$folder", "num_speculative_tokens": $depth}'
-```
-""",
+        "vllm", "EAGLE-1 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", vllm("eagle"),
         fc_bias=False, deep=True, biased=True,
     ),
     Eagle(
         "sglang", "EAGLE-1 for SGLang", "SGLang 0.5.23", """\
 ```bash
-python -m sglang.launch_server --model-path $base --speculative-algorithm EAGLE \\
-  --speculative-draft-model-path $folder --speculative-num-steps $depth \\
+python -m sglang.launch_server --model-path $base_arg --speculative-algorithm EAGLE \\
+  --speculative-draft-model-path $folder_arg --speculative-num-steps $depth \\
   --speculative-eagle-topk 1 --speculative-num-draft-tokens $nodes
 ```
 """,

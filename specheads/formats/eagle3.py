@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.formats import eagle_config, layer_ids, vocabulary
+from specheads.formats import eagle_config, layer_ids, older, vocabulary
 from specheads.formats.decoder import block_config, block_names, block_options, zero_biases
 from specheads.formats.eagle_config import NORMS
 from specheads.formats.files import Files, architectures, flag, whole
 from specheads.formats.format import Format, Written, check_embeddings, count, embeddings_of, output_matrix
 from specheads.formats.positions import EVERY, LINEAR, SGLANG, USUAL, Positions
+from specheads.formats.serving import OLDER, TRTLLM, llamacpp, vllm
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.saved_head import CheckpointError
 from specheads.target import text_config
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-TRTLLM = "trtllm.yml"
 _MOVED = ("norm_before_fc", "norm_features", "norm_output")  # what SGLang and TensorRT-LLM have of NORMS
 # How the names of decoder block 0 begin, and those of a later one; by number and "midlayer": ModelOpt's of several.
 _BLOCKS = {"midlayer.": "layers.{}.", "layers.0.": "layers.{}.", "midlayer.0.": "midlayer.{}."}
@@ -132,6 +132,8 @@ class Eagle3(Format):
             config["num_aux_hidden_states"] = len(head.taps)
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
         texts = {TRTLLM: trtllm_options(head, layers)} if self.engine == "trtllm" else {}
+        if self.engine == "eagle":
+            texts = older.base_files(base)
         return Written(config, named | vocabulary.offsets(tensors), texts=texts)
 
 
@@ -192,28 +194,24 @@ def trtllm_options(head: Eagle3Config, num_layers: int) -> str:
 FORMATS = (
     Eagle3(
         "eagle", "EAGLE-3 (the EAGLE repository's form, which SpecForge and the servers share)",
-        "SafeAILab/EAGLE (main, transformers 4.53); run with OpenVINO GenAI 2026.4, told of its layers", """\
+        "SafeAILab/EAGLE (main, transformers 4.53); run with OpenVINO GenAI 2026.4, told of its layers", f"""\
 ```python
 from eagle.model.ea_model import EaModel
 
 model = EaModel.from_pretrained(use_eagle3=True, base_model_path="$base", ea_model_path="$folder")
 ```
-""",
+{OLDER}""",
         tapped=False, positions=LINEAR,
     ),
     Eagle3(
-        "vllm", "EAGLE-3 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", """\
-```bash
-vllm serve $base --speculative-config '{"method": "eagle3", "model": "$folder", "num_speculative_tokens": $depth}'
-```
-""",
+        "vllm", "EAGLE-3 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", vllm("eagle3"),
         deep=True, biased=True, norms=tuple(NORMS.values()), positions=EVERY,
     ),
     Eagle3(
         "sglang", "EAGLE-3 for SGLang", "SGLang 0.5.23", """\
 ```bash
-python -m sglang.launch_server --model-path $base --speculative-algorithm EAGLE3 \\
-  --speculative-draft-model-path $folder --speculative-num-steps $depth \\
+python -m sglang.launch_server --model-path $base_arg --speculative-algorithm EAGLE3 \\
+  --speculative-draft-model-path $folder_arg --speculative-num-steps $depth \\
   --speculative-eagle-topk 1 --speculative-num-draft-tokens $nodes
 ```
 """,
@@ -222,7 +220,7 @@ python -m sglang.launch_server --model-path $base --speculative-algorithm EAGLE3
     Eagle3(
         "trtllm", "EAGLE-3 for TensorRT-LLM", "TensorRT-LLM with the PyTorch backend (main, 00679c66)", """\
 ```bash
-trtllm-serve $base --backend pytorch --extra_llm_api_options $folder/trtllm.yml
+trtllm-serve $base_arg --backend pytorch --extra_llm_api_options $folder_arg/trtllm.yml
 ```
 
 The layers to read are in `trtllm.yml` where they are not the usual ones: TensorRT-LLM takes them from there alone.
@@ -230,15 +228,7 @@ The layers to read are in `trtllm.yml` where they are not the usual ones: Tensor
         norms=_MOVED,
     ),
     Eagle3(
-        "llamacpp", "EAGLE-3 for llama.cpp", "llama.cpp b11434 and b11549", """\
-```bash
-python convert_hf_to_gguf.py $base --outtype bf16 --outfile $folder/target.gguf
-python convert_hf_to_gguf.py $folder --target-model-dir $base --outtype bf16 --outfile $folder/draft.gguf
-llama-server -m $folder/target.gguf -md $folder/draft.gguf --spec-type draft-eagle3 --spec-draft-n-max $depth
-```
-
-The first two are done where target.gguf and draft.gguf are here: by `specheads export --gguf`.
-""",
+        "llamacpp", "EAGLE-3 for llama.cpp", "llama.cpp b11434 and b11549", llamacpp("eagle3"),
         norms=("norm_before_residual", "norm_before_fc"), three=True,
     ),
 )  # fmt: skip

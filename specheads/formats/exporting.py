@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specheads.checkpoint import as_dtype
-from specheads.formats import ENGINES, FORMATS, gguf_files
+from specheads.formats import ENGINES, FORMATS, gguf_files, older
 from specheads.formats.format import Format, Written, embeddings_of
 from specheads.formats.readme import readme
+from specheads.formats.serving import absolute
 from specheads.options import refuse_unknown
 from specheads.saved_head import CONFIG, CheckpointError
 
@@ -49,10 +51,16 @@ def export(
     if embeddings or form.embeds:
         weight = next(t for t in tensors.values() if t.is_floating_point())
         named["embed_tokens.weight"] = embeddings_of(model.base).to("cpu", weight.dtype).contiguous().clone()
-    base = model.config.base_model_name_or_path or "BASE"
-    texts = {CONFIG: json.dumps(written.config, indent=2) + "\n", **written.texts}
-    texts = {name: text.replace("{folder}", str(folder)) for name, text in texts.items()}
-    texts["README.md"] = readme(form, model, base, str(folder))
+    base, place = absolute(model.config.base_model_name_or_path or "BASE"), str(folder.resolve())
+    in_yaml = place if shlex.quote(place) == place else json.dumps(place)
+    texts = {
+        name: text.replace("{folder}", in_yaml) if name.endswith(".yml") else text
+        for name, text in written.texts.items()
+    }
+    texts[CONFIG] = json.dumps(written.config, indent=2) + "\n"
+    texts["README.md"] = readme(
+        form, model, base, place, f"{place}/{older.FOLDER}" if any("/" in name for name in texts) else base
+    )
     _write(folder, written, named, texts, make_gguf)
     return folder
 
@@ -125,11 +133,12 @@ def _write(
         else:
             torch.save(tensors, temporary / written.weights)
         for name, text in texts.items():
+            (temporary / name).parent.mkdir(exist_ok=True)
             (temporary / name).write_text(text, "utf8")
         if more is not None:
             more(temporary)
         mode = (temporary / CONFIG).stat().st_mode
-        for path in temporary.iterdir():
+        for path in filter(Path.is_file, temporary.rglob("*")):
             path.chmod(mode)  # what the umask allows; safetensors would leave the file to its owner alone
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())

@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from string import Template
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.formats.files import Files
+from specheads.formats.serving import filled
 from specheads.heads import HEADS, HeadConfig
 from specheads.options import listing, reason, shortened
 from specheads.saved_head import WEIGHTS, CheckpointError
@@ -34,16 +34,15 @@ class Written:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     weights: str = WEIGHTS
-    texts: dict[str, str] = field(default_factory=dict)  # by file name; {folder} stands for where the export is
+    texts: dict[str, str] = field(default_factory=dict)  # by file name; {folder} of a .yml is where the export is
 
 
 class Format(ABC):
     """One form on disk of one kind of head.
 
     engine: what `--to` calls it; kind: of the head; title: what messages call it; versions: those it was written for;
-    serving: Markdown with the commands, of $base, $folder, $depth tokens drafted and $nodes = depth + 1; embeds:
-    whether the base's embeddings are part of it, None where they have no place. Where a file has them, they are
-    compared with the base's.
+    serving: Markdown with the commands, a template (serving.py); embeds: whether the base's embeddings are part of it,
+    None where they have no place. Where a file has them, they are compared with the base's.
     """
 
     kind: ClassVar[str]
@@ -83,7 +82,7 @@ class Format(ABC):
 
     def serve(self, base: str, folder: str, depth: int) -> str:
         """Markdown: the exact commands that serve it, drafting `depth` tokens a step."""
-        return Template(self.serving).substitute(base=base, folder=folder, depth=depth, nodes=depth + 1)
+        return filled(self.serving, base, folder, depth)
 
 
 def read(

@@ -20,6 +20,7 @@ from specheads.formats.files import Files, flag, shown, whole
 from specheads.formats.format import Format, Written, count
 from specheads.formats.medusa import every_token, tap_refusal
 from specheads.formats.positions import LINEAR
+from specheads.formats.serving import base_name
 from specheads.heads import HeadConfig, HydraConfig
 from specheads.heads.rope import rope_of
 from specheads.saved_head import CheckpointError
@@ -39,7 +40,7 @@ class Hydra(Format):
     versions: str = "zankner/Hydra (main)"
     serving: str = """\
 ```bash
-python -m hydra.inference.cli --model $folder
+python -m hydra.inference.cli --model $folder_arg
 ```
 """
     embeds: bool | None = None
@@ -122,7 +123,7 @@ python -m hydra.inference.cli --model $folder
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
         assert isinstance(head, HydraConfig)
         config = {
-            "base_model_name_or_path": getattr(base, "name_or_path", None) or None, "hydra_num_heads": head.num_heads,
+            "base_model_name_or_path": base_name(base), "hydra_num_heads": head.num_heads,
             "hydra_num_layers": head.num_layers, "hydra_head_arch": "prefix-mlp" if head.prefix_layer else "mlp",
             "grounded_heads": True, "hidden_state_offset": 0,
         }  # fmt: skip

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from specheads.formats.files import Files
 from specheads.formats.format import Format, Written, count, output_matrix
+from specheads.formats.serving import base_name
 from specheads.heads import HeadConfig, MedusaConfig
 from specheads.heads.vocabulary import DraftVocabularyConfig
 from specheads.saved_head import CheckpointError
@@ -103,7 +104,7 @@ class Medusa(Format):
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
         assert isinstance(head, MedusaConfig)
         config = {
-            "base_model_name_or_path": getattr(base, "name_or_path", None) or None,
+            "base_model_name_or_path": base_name(base),
             "medusa_num_heads": head.num_heads, "num_medusa_heads": head.num_heads,
             "medusa_num_layers": head.num_layers,
         }  # fmt: skip
@@ -132,7 +133,7 @@ FORMATS = (
     Medusa(
         "medusa", "Medusa (FasterDecoding's form)", "FasterDecoding/Medusa, version 1", """\
 ```bash
-python -m medusa.inference.cli --model $folder
+python -m medusa.inference.cli --model $folder_arg
 ```
 """,
         shared=True, weights="medusa_lm_head.pt",
@@ -140,9 +141,10 @@ python -m medusa.inference.cli --model $folder
     Medusa(
         "trtllm", "Medusa for TensorRT-LLM", "TensorRT-LLM with the engine backend, which alone has Medusa", """\
 ```bash
-python examples/medusa/convert_checkpoint.py --model_dir $base --medusa_model_dir $folder \\
-  --output_dir medusa_ckpt --num_medusa_heads $depth
-trtllm-build --checkpoint_dir medusa_ckpt --output_dir medusa_engine --speculative_decoding_mode medusa
+python examples/medusa/convert_checkpoint.py --model_dir $base_arg --medusa_model_dir $folder_arg \\
+  --output_dir $folder_arg/medusa_ckpt --num_medusa_heads $depth
+trtllm-build --checkpoint_dir $folder_arg/medusa_ckpt --output_dir $folder_arg/medusa_engine \\
+  --speculative_decoding_mode medusa
 ```
 """,
         shared=False, weights="medusa_lm_head.safetensors",

@@ -16,6 +16,7 @@ from specheads.formats import eagle3, layer_ids
 from specheads.formats.decoder import block_config
 from specheads.formats.files import Files
 from specheads.formats.format import Written
+from specheads.formats.serving import TRTLLM
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.target import text_config
 
@@ -28,7 +29,7 @@ class ModelOpt(eagle3.Eagle3):
     embeds: bool | None = None
     serving: str = """\
 ```bash
-trtllm-serve $base --backend pytorch --extra_llm_api_options $folder/trtllm.yml
+trtllm-serve $base_arg --backend pytorch --extra_llm_api_options $folder_arg/trtllm.yml
 ```
 
 The layers to read are in `trtllm.yml` where they are not the usual ones: TensorRT-LLM takes them from there alone.
@@ -60,7 +61,7 @@ ModelOpt itself does not load its exports back: this form is for what reads them
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
         if len(tensors["d2t"]) != len(tensors["t2d"]):
             named["d2t"] = tensors["d2t"]
-        return Written(config, named, texts={eagle3.TRTLLM: eagle3.trtllm_options(head, layers)})
+        return Written(config, named, texts={TRTLLM: eagle3.trtllm_options(head, layers)})
 
 
 FORMATS = (ModelOpt(),)

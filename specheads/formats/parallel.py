@@ -17,6 +17,7 @@ from specheads.formats import layer_ids, vocabulary
 from specheads.formats.decoder import block_names, block_options
 from specheads.formats.files import Files, flag, shown, whole
 from specheads.formats.format import Format, check_embeddings, count, output_matrix
+from specheads.formats.positions import EVERY, Positions
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.saved_head import CheckpointError
 from specheads.target import text_config
@@ -27,7 +28,8 @@ _NORMS = ("input_layernorm", "q_norm", "k_norm")
 @dataclass(frozen=True)
 class Parallel(Format):
     """marked: has a Markov bias and a confidence; narrow: has a draft vocabulary; causal: what its slots see of one
-    another, None where that is the config's to say; behind: what slots speak of (sample_from_anchor), likewise."""
+    another, None where that is the config's to say; behind: what slots speak of (sample_from_anchor), likewise; ranked:
+    wants a Markov bias; biased: takes biases in attention; positions: the scaled ones it has."""
 
     kind: ClassVar[str] = ParallelConfig.kind
     engine: str
@@ -39,6 +41,9 @@ class Parallel(Format):
     narrow: bool = False
     causal: bool | None = False
     behind: bool | None = None
+    ranked: bool = False
+    biased: bool = True
+    positions: Positions = EVERY
 
     def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
         assert isinstance(head, ParallelConfig)
@@ -93,6 +98,11 @@ class Parallel(Format):
             wrong.append(
                 "it has an embedding of its own behind the root, and a token of the base is read (mask_token_id)"
             )
+        if self.ranked and not head.markov_rank:
+            wrong.append("it has no Markov bias (markov_rank=0), without which its readers do not load it")
+        if head.attention_bias and not self.biased:
+            wrong.append("its attention has biases, which its readers do not have")
+        wrong += self.positions.refusals(head)
         if head.mlp_bias:
             wrong.append("its decoder has biases in the MLP, which Qwen3's has not")
         return [reason for reason in wrong if reason]

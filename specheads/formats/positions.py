@@ -45,6 +45,7 @@ class Positions:
 EVERY = Positions()
 USUAL = Positions(yarn=("beta_fast", "beta_slow"))
 SGLANG = Positions(yarn=("beta_fast", "beta_slow", "truncate"))
+GGUF = Positions(("linear", "yarn"), yarn=("beta_fast", "beta_slow"))  # of Qwen3's blocks, in llama.cpp
 LINEAR = Positions(("linear",), theta=False)  # of code from before other types
 
 

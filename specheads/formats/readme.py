@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 RESULTS, STATE = "results.json", "trainer_state.json"
 
 
-def readme(form: Format, model: SpecModel, base: str, folder: str) -> str:
-    """Markdown for the directory of an export."""
+def readme(form: Format, model: SpecModel, base: str, folder: str, served: str) -> str:
+    """Markdown for the directory of an export; served: the base as its commands name it."""
     import specheads
 
     config: Any = model.head.config
@@ -24,20 +24,49 @@ def readme(form: Format, model: SpecModel, base: str, folder: str) -> str:
     lines = [
         f"# {form.title}", "",
         f"A draft head of kind {config.kind} for `{base}`, exported by specheads {specheads.__version__}.", "",
-        form.serve(base, folder, depth).rstrip(), "",
+        form.serve(served, folder, depth).rstrip(), "",
         f"Written for: {form.versions}. What was run and what was only read is in docs/compatibility.md of specheads.",
     ]  # fmt: skip
-    if (length := accepted_length(model.config.name_or_path)) is not None:
+    lines += ["", "The paths above are those of the machine that wrote this.", "", "## What to expect", ""]
+    if rows := measured(model.config.name_or_path, model.head.scored_depths):
         lines += [
-            "", f"Expected accepted length of a chain, bonus token included: {length:.2f} on the held-out rows of its "
-            "training. Much less means that the head was not loaded as it is: the text stays right without it.",
+            "Tokens gained in one step of decoding (the accepted length, the bonus token included):", "",
+            "| text | how it was measured | tokens a step |", "|---|---|---:|",
+            *(f"| {text} | {how} | {length:.2f} |" for text, how, length in rows), "",
+            "Compare a server with a row that was decoded, at its temperature and length of draft: sampled text "
+            "accepts less, longer drafts more. An estimate weighs every position alike, so decoding differs from it. "
+            "Much less means that the head was not loaded as it is: the text stays right without it.",
         ]  # fmt: skip
     else:
         lines += [
-            "", "What it accepts was not recorded with it; `specheads evaluate` measures it. Compare: a head that a "
-            "server loads wrongly still gives the right text, only slowly.",
+            "What it accepts was not recorded with it; `specheads evaluate` measures it in greedy decoding. Compare: a "
+            "head that a server loads wrongly still gives the right text, only slowly.",
         ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def measured(checkpoint: Any, depth: int) -> list[tuple[str, str, float]]:
+    """What is known of how much the head accepts: greedy or sampled, how it was measured, tokens a step.
+
+    depth: of the drafts that training scores. Recorded by training (estimates, and the parity gate's decoding) and by
+    benchmarks/accepted_length.py (`decoded`).
+    """
+    folder = Path(str(checkpoint or ""))
+    found = results(folder) if checkpoint and folder.is_dir() else {}
+    estimate = f"estimated by training on its held-out rows, a chain of {depth} from every position"
+    decoded = "decoded at the end of its training, held-out prompts"
+    known = [
+        ("greedy", f"{estimate}: first choices that are the base's own", accepted_length(checkpoint)),
+        ("sampled, T = 1", f"{estimate}: overlap of the distributions", found.get("eval_accepted_length_sampled")),
+        ("greedy", f"{decoded}, a chain of {depth}", found.get("parity_measured")),
+        ("greedy", f"{decoded}, its default tree", found.get("parity_served")),
+    ]
+    for run in found.get("decoded") or ():
+        temperature = run["temperature"]
+        text = f"sampled, T = {temperature:g}" if temperature else "greedy"
+        how = f"decoded by specheads, {run['prompts']} held-out prompts × {run['new_tokens']} tokens, {run['tree']}"
+        known.append((text, how, run["accepted_length"]))
+    return [(text, how, float(length)) for text, how, length in known if isinstance(length, int | float)]
 
 
 def accepted_length(checkpoint: Any) -> float | None:

@@ -14,6 +14,7 @@ from specheads.formats.decoder import block_config
 from specheads.formats.files import Files, shown, table
 from specheads.formats.format import Format, Written
 from specheads.formats.layer_ids import KEY
+from specheads.formats.serving import HUB_ID, base_name, vllm
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.heads.feature import FeatureHeadConfig
 from specheads.saved_head import CheckpointError
@@ -27,13 +28,7 @@ class Speculators(Format):
     engine: str = "speculators"
     title: str = "speculators EAGLE-3"
     versions: str = f"speculators {VERSION}, vLLM 0.28 to 0.33"
-    serving: str = """\
-```bash
-vllm serve $base --speculative-config '{"method": "eagle3", "model": "$folder", "num_speculative_tokens": $depth}'
-```
-
-Where the base is a hub id, `vllm serve $folder` is enough: the config names it.
-"""
+    serving: str = vllm("eagle3", HUB_ID)
     embeds: bool | None = True
 
     def recognises(self, files: Files) -> bool:
@@ -96,7 +91,7 @@ def speculators_config(algorithm: str, depth: int, base: PreTrainedModel) -> dic
         "proposal_type": "greedy", "speculative_tokens": depth, "verifier_accept_k": 1, "accept_tolerance": 0.0,
     }  # fmt: skip
     verifier = {
-        "name_or_path": getattr(base, "name_or_path", None) or None,
+        "name_or_path": base_name(base),
         "architectures": base.config.architectures or [type(base).__name__],
     }  # fmt: skip
     return {

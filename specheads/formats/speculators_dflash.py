@@ -12,6 +12,7 @@ from specheads.formats import parallel, vocabulary
 from specheads.formats.dspark import nested_config, nested_options
 from specheads.formats.files import Files, flag
 from specheads.formats.format import Written
+from specheads.formats.serving import HUB_ID, WHOLE_BLOCK, vllm
 from specheads.formats.speculators import VERSION
 from specheads.heads import HeadConfig, ParallelConfig
 
@@ -23,14 +24,7 @@ class SpeculatorsDFlash(parallel.Parallel):
     engine: str = "speculators"
     title: str = "speculators DFlash"
     versions: str = f"speculators {VERSION}, vLLM 0.32 and 0.33"
-    serving: str = """\
-```bash
-vllm serve $base --speculative-config '{"method": "dflash", "model": "$folder", "num_speculative_tokens": $depth}'
-```
-
-Give that number, which is what the head was trained to draft at once: with fewer its slots see fewer of one another.
-Where the base is a hub id, `vllm serve $folder` is enough: the config names it.
-"""
+    serving: str = vllm("dflash", f"{WHOLE_BLOCK}\n{HUB_ID}")
     narrow: bool = True
     behind: bool | None = False
 

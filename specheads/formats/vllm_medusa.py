@@ -20,6 +20,7 @@ from specheads.formats import vocabulary
 from specheads.formats.files import Files, architectures, flag, real, whole
 from specheads.formats.format import Format, Written, check_sizes, count, dtype_of
 from specheads.formats.medusa import block_names, tap_refusal
+from specheads.formats.serving import vllm
 from specheads.heads import HeadConfig, MedusaConfig
 from specheads.saved_head import CheckpointError
 
@@ -31,11 +32,7 @@ class VllmMedusa(Format):
     title: str = "vLLM Medusa"
     embeds: bool | None = None
     versions: str = "vLLM up to 0.32, with which it was run; 0.33 dropped Medusa"
-    serving: str = """\
-```bash
-vllm serve $base --speculative-config '{"method": "medusa", "model": "$folder", "num_speculative_tokens": $depth}'
-```
-"""
+    serving: str = vllm("medusa")
 
     def recognises(self, files: Files) -> bool:
         config = files.config or {}

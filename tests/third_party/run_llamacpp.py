@@ -42,6 +42,7 @@ from typing import Any
 
 import torch
 from foreign_rope import SCALED
+from third_party.taught import DFLASH, DSPARK, blocks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specheads import SpecModel, chain, convert, corpus
@@ -57,7 +58,10 @@ CASES: dict[str, dict[str, Any]] = {
     "other layers": {"taps": (3, 5, 10)},
     "all tokens": {"draft_vocab_size": 4096},
     **{f"{name} positions": {"rope_parameters": SCALED[name]} for name in ("linear", "llama3", "yarn")},
+    "DFlash": DFLASH,
+    "DSpark": DSPARK,
 }
+BLOCKS = ("DFlash", "DSpark")
 
 
 @dataclasses.dataclass
@@ -79,13 +83,15 @@ class Server:
     exact: in float32 throughout, where it would use flash attention and caches in float16.
     """
 
-    def __init__(self, folder: Path, exact: bool) -> None:
+    def __init__(self, folder: Path, exact: bool, kind: str = "eagle3", depth: int = DEPTH) -> None:
         import xllamacpp
 
         options = xllamacpp.CommonParams()
         options.model.path, draft = str(folder / TARGET), options.speculative.draft
-        draft.mparams.path, draft.n_max = str(folder / DRAFT), DEPTH
-        options.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3]
+        draft.mparams.path, draft.n_max = str(folder / DRAFT), depth
+        options.speculative.types = [
+            getattr(xllamacpp.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_DRAFT_{kind.upper()}")
+        ]
         options.n_ctx, options.n_parallel, options.port, options.verbosity = CONTEXT, 1, free_port(), 0
         options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
         if exact:
@@ -117,12 +123,12 @@ class Server:
 class Binary(Server):
     """The same by the program itself, started with the command in the export's README."""
 
-    def __init__(self, binary: Path, folder: Path, exact: bool) -> None:
+    def __init__(self, binary: Path, folder: Path, exact: bool, kind: str = "eagle3", depth: int = DEPTH) -> None:
         port = free_port()
         self.address = f"http://127.0.0.1:{port}"
         command = [
-            str(binary), "-m", str(folder / TARGET), "-md", str(folder / DRAFT), "--spec-type", "draft-eagle3",
-            "--spec-draft-n-max", str(DEPTH), "-c", str(CONTEXT), "-np", "1", "-t", "1", "--port", str(port),
+            str(binary), "-m", str(folder / TARGET), "-md", str(folder / DRAFT), "--spec-type", f"draft-{kind}",
+            "--spec-draft-n-max", str(depth), "-c", str(CONTEXT), "-np", "1", "-t", "1", "--port", str(port),
         ]  # fmt: skip
         if exact:
             command += [word for kind in ("-ctk", "-ctv", "-ctkd", "-ctvd") for word in (kind, "f32")] + ["-fa", "off"]
@@ -148,14 +154,14 @@ def free_port() -> int:
 # --- Ours ---
 
 
-def ours(model: Any, prompt: list[int]) -> Counts:
+def ours(model: Any, prompt: list[int], depth: int = DEPTH) -> Counts:
     """The same by our chain. It drafts beyond the last token, which the server does not: that is not counted."""
     out = model.generate(
-        torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, tree=chain(DEPTH), return_dict_in_generate=True
+        torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, tree=chain(depth), return_dict_in_generate=True
     )
     text, steps = out.sequences[0, len(prompt) :].tolist(), out.steps[1:]
     left = TOKENS - torch.tensor([len(step.tokens[0]) for step in out.steps[:-1]]).cumsum(0)  # before each pass
-    drafted = int((left - 1).clamp(max=DEPTH).sum())
+    drafted = int((left - 1).clamp(max=depth).sum())
     return Counts(text, drafted, len(text) - 1 - len(steps), len(steps))
 
 
@@ -239,12 +245,17 @@ def main() -> None:
     prompts = [tokenizer(text)["input_ids"] for text in held_out_prompts(tokenizer, PROMPTS)]
     folder = Path(tempfile.mkdtemp())
     for name in given.only:
-        model = head(base, CASES[name])
-        mine = [ours(model, prompt) for prompt in prompts]
+        model = head(base, {} if name in BLOCKS else CASES[name])
+        kind, depth = "eagle3", DEPTH
+        if name in BLOCKS:
+            model, kind = blocks(base, prompts, CASES[name]), name.lower()
+            depth = model.head.scored_depths
+        mine = [ours(model, prompt, depth) for prompt in prompts]
         for dtype in ("float32", "bfloat16") if not CASES[name] else ("float32",):
             out = model.export(folder / f"{name}-{dtype}", "llamacpp", dtype=dtype, gguf=given.checkout)
             exact = dtype == "float32"
-            server = Binary(given.server, out, exact) if given.server else Server(out, exact)
+            given_to = (out, exact, kind, depth)
+            server = Binary(given.server, *given_to) if given.server else Server(*given_to)
             if name == given.only[0] and exact:
                 print(assert_tokens(server, tokenizer), flush=True)
             print(f"{name}, {dtype}: {compared(server, mine, prompts, exact)}", flush=True)

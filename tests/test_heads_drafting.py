@@ -72,8 +72,15 @@ def test_each_row_drafts_with_the_logits_of_the_training_unroll(kind, options):
     ]  # fmt: skip
     plan = Forced(PROMPTS, texts, depth, new)
     inputs = padded(PROMPTS)
-    out = model.generate(**inputs, max_new_tokens=new, do_sample=False, eos_token_id=None, tree=plan)
     columns = inputs["input_ids"].shape[1]
+
+    def enough(ids, scores, **kwargs):  # so that no draft is cut to what a limit leaves
+        return torch.full((len(ids),), ids.shape[1] >= columns + new)
+
+    out = model.generate(
+        **inputs, max_new_tokens=new + depth + 1, do_sample=False, eos_token_id=None, tree=plan,
+        stopping_criteria=[enough],
+    )  # fmt: skip
     assert [row[columns:] for row in out.tolist()] == [
         text[len(prompt) : len(prompt) + new] for prompt, text in zip(PROMPTS, texts, strict=True)
     ]
@@ -139,7 +146,12 @@ class Recorded:
         self.plan, self.seen = plan, []
         self.num_nodes, self.depth, self.drafting_slots = plan.num_nodes, plan.depth, plan.drafting_slots
 
+    def limited(self, depth):
+        return self.plan.limited(depth)
+
     def grow(self, root, expand, sampler, vocab_size):
+        if self.seen:  # the first step alone
+            return self.plan.grow(root, expand, sampler, vocab_size)
         level = []
 
         def spy(tokens, parents):
@@ -172,7 +184,7 @@ def test_every_node_of_a_tree_is_scored_behind_its_own_path(kind, options, plan)
     model = spec_model(kind, **options).eval()
     recorded = Recorded(plan)
     sampled = not isinstance(plan, StaticTree | DynamicTree)
-    model.generate(**padded(PROMPTS), max_new_tokens=2, do_sample=sampled, seed=0, eos_token_id=None, tree=recorded)
+    model.generate(**padded(PROMPTS), max_new_tokens=5, do_sample=sampled, seed=0, eos_token_id=None, tree=recorded)
     paths = {(row, tuple(path)): logits for row, path, logits in recorded.seen}
     assert len(paths) >= 9 and len({path for _, path in paths}) >= 9 and {len(path) for _, path in paths} == {1, 2, 3}
     for (row, path), logits in paths.items():

@@ -57,7 +57,7 @@ def test_sampled_text_has_the_targets_own_law(drafter):
         tokens = ()
         for step in decode(
             target, own, torch.tensor([prompt]), torch.tensor([len(prompt)]), plan=plan, sampler=sampler,
-            accept=Exact(), stop=stop, max_new_tokens=length,
+            accept=Exact(), stop=stop, max_new_tokens=length + plan.depth,
         ):  # fmt: skip
             tokens += tuple(step.tokens[0])
             drafted.update(step.drafted)
@@ -113,6 +113,11 @@ def test_every_drafter_matches_greedy(greedy, drafter):
     assert accepted > 20, "hardly a draft was accepted, so this shows little"
 
 
+def until(columns):
+    """A stopping criterion of its own, which no plan knows of."""
+    return lambda ids, scores, **kwargs: torch.full((len(ids),), ids.shape[1] >= columns)
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_an_ending_inside_a_draft_matches_greedy(drafter):
     """Tokens that were accepted in turn as EOS, and several length limits, cut drafts at all their depths."""
@@ -127,14 +132,17 @@ def test_an_ending_inside_a_draft_matches_greedy(drafter):
         assert torch.equal(out.sequences, base.generate(**inputs, **options, eos_token_id=end).sequences)
         for step in out.steps:
             for tokens, accepted in zip(step.tokens, step.accepted, strict=True):
-                # A step that ends on an accepted token, not on the bonus, was cut.
-                cut |= len(tokens) == accepted > 0
                 ends += [token for token in tokens[:accepted] if token not in ends]
     for limit in range(20, 24):
         options = {"do_sample": False, "max_new_tokens": limit}
         out = generate(base, drafter=own, **inputs, **options)
         assert torch.equal(out, base.generate(**inputs, **options))
-    assert cut, "no EOS fell inside a draft"
+        stop = {"max_new_tokens": 60, "stopping_criteria": [until(inputs["input_ids"].shape[1] + limit)]}
+        out = generate(base, drafter=own, **inputs, do_sample=False, **stop, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, base.generate(**inputs, do_sample=False, **stop))
+        # A step that ends on an accepted token, not on the bonus, was cut.
+        cut |= any(len(t) == n > 0 for step in out.steps for t, n in zip(step.tokens, step.accepted, strict=True))
+    assert cut, "no end fell inside a draft"
 
 
 # --- The trees ---

@@ -88,7 +88,7 @@ def test_the_small_model_follows_text_that_others_drafted():
         ]
 
     plan = chain(2)
-    roomy = SimpleNamespace(num_nodes=6, depth=2, drafting_slots=1, grow=plan.grow)
+    roomy = SimpleNamespace(num_nodes=6, depth=2, drafting_slots=1, grow=plan.grow, limited=plan.limited)
     drafter = Checked(near(base), usurper)
     out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=roomy, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected)
@@ -106,11 +106,11 @@ def test_the_small_model_is_fed_each_token_once(depth):
         base, **inputs, drafter=drafter, tree=chain(depth), do_sample=False, max_new_tokens=30,
         return_dict_in_generate=True,
     )  # fmt: skip
-    *before, _ = accepted = [step.accepted[0] for step in out.steps[1:]]
-    assert len(set(accepted)) > 1
-    text = 5 + 1 + sum(n + 1 for n in before)  # as far as the last draft could see
-    drafted = len(accepted) * (depth - 1)  # the last token of a draft is not fed
-    became_text = sum(min(n, depth - 1) for n in before)
+    *before, last = [step for step in out.steps[1:] if step.drafted[0]]  # the last of all may need no draft
+    assert len({step.accepted[0] for step in before}) > 1
+    text = 5 + 1 + sum(step.accepted[0] + 1 for step in before)  # as far as the last draft could see
+    drafted = sum(step.drafted[0] - 1 for step in (*before, last))  # the last token of a draft is not fed
+    became_text = sum(min(step.accepted[0], step.drafted[0] - 1) for step in before)
     assert sum(fed) == text + drafted - became_text
 
 

@@ -56,7 +56,7 @@ def output_law(base, drafter, plan, sources, length, rule):
         target, rows = Seq2SeqTarget(base, source, scratch=plan.num_nodes), [() for _ in sources]
         made = decode(
             target, drafter, torch.full((batch, 1), START), torch.ones(batch, dtype=torch.long), plan=plan,
-            sampler=sampler, accept=rule, stop=stop, max_new_tokens=length,
+            sampler=sampler, accept=rule, stop=stop, max_new_tokens=length + plan.depth,
         )  # fmt: skip
         for step in made:
             sampler.draw = drawn

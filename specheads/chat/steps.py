@@ -23,6 +23,11 @@ class Watched:
         self.tree = self.drafter.propose(*args, **kwargs)
         return self.tree
 
+    def take(self) -> DraftTree | None:
+        """The tree of the step that has been made; None where it drafted nothing."""
+        tree, self.tree = self.tree, None
+        return tree
+
 
 def refused(tree: DraftTree, kept: Sequence[int]) -> list[int]:
     """What the first row of the tree drafted first behind the tokens kept: with siblings, the first path of them."""

@@ -38,7 +38,7 @@ class StepStream(terminal.TokenStream):
     def put(self, value: Any) -> None:
         super().put(value)
         if self.watched is not None:
-            self.tree, self.step = self.watched.tree, value.flatten().tolist()
+            self.tree, self.step = self.watched.take(), value.flatten().tolist()
 
     def _flush(self, depth: int, *, last: bool = False) -> None:
         # A text that stops at a draft has nothing refused behind it: what else was drafted was not looked at.

@@ -113,6 +113,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.sampled(2)
 def test_odd_values_in_a_config_give_an_error_or_a_whole_head(name, base, tmp_path):
     WRITERS[name](tmp_path, base)
     config = json.loads((tmp_path / "config.json").read_text())

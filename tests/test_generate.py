@@ -202,7 +202,7 @@ def test_right_padding_is_said_once_and_decoded_as_left_padding(model, hf_log):
     assert "padded on the right" not in hf_log.text
 
 
-@pytest.mark.parametrize("wrap", ["decorator", "compile"])
+@pytest.mark.parametrize("wrap", ["decorator", pytest.param("compile", marks=pytest.mark.slow)])
 def test_a_wrapped_forward_is_known_by_its_class(wrap):
     base = tiny_llama()
     ids, options = torch.tensor([[5, 6, 7]]), {"do_sample": False, "max_new_tokens": 12}

@@ -42,6 +42,7 @@ def short(request):
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("head", ["medusa", "eagle3"])
+@pytest.mark.sampled(3)
 def test_a_text_may_be_one_token_longer_than_the_positions(short, head, plan):
     """Its last token is never fed."""
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
@@ -95,6 +96,7 @@ class Watched:
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("left", range(1, 8))
+@pytest.mark.sampled(3)
 def test_nothing_is_drafted_beyond_what_is_left(model, plan, left):
     """A step drafts no deeper than the row with the most room could use, whatever the drafter and the plan are."""
     inputs, options = BATCHES["ragged"], {"do_sample": False, "max_new_tokens": left, "eos_token_id": None}

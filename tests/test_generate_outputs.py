@@ -159,6 +159,7 @@ def test_every_way_of_reading_one_number_is_seen(read, monkeypatch):
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("tree", [None, SampledTree((3, 2, 1))], ids=["default", "sampled"])
 @pytest.mark.parametrize("accept", RULES, ids=repr)
+@pytest.mark.sampled(3)
 def test_no_vocabulary_wide_tensor_goes_to_the_host(model, monkeypatch, do_sample, tree, accept):
     """Of what is copied, nothing is as large as one row's laws; each step copies once. As it goes on a GPU."""
     monkeypatch.setattr("specheads.host.reads", lambda values: False)

@@ -46,6 +46,7 @@ PREFIX_OPTIONS = {
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("option", PREFIX_OPTIONS)
+@pytest.mark.sampled(3)
 def test_every_logits_processor_means_what_it_means_in_hugging_face(model, option, batch):
     inputs, options = BATCHES[batch], {"do_sample": False, "max_new_tokens": 24}
     plain = model.base.generate(**inputs, **options)

@@ -96,6 +96,7 @@ def greedy(request):
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.sampled(3)
 def test_every_drafter_matches_greedy(greedy, drafter):
     base, batches = greedy
     accepted = 0

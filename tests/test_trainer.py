@@ -17,6 +17,7 @@ from specheads.trainer import SpecTrainer
 
 @pytest.mark.parametrize("named", ["labels", "loss_mask"])
 @pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.sampled(2)
 def test_gradient_accumulation_gives_the_loss_of_the_whole_batch(kind, named, tmp_path):
     def collate(batch):
         made = Collator(0)(batch)
@@ -156,6 +157,7 @@ def test_accepted_length_chooses_the_best_checkpoint_and_stops_early(tmp_path):
 
 @pytest.mark.parametrize("length", [1, 2])
 @pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.sampled(2)
 def test_rows_too_short_to_draft_from_are_a_loss_of_0_under_either_trainer(kind, length, tmp_path):
     row = {"input_ids": [5, 6][:length], "labels": [-100, 6][:length]}
     trainer = trainer_of(tmp_path, model_of(kind), data=datasets.Dataset.from_list([row] * 4), max_steps=2)

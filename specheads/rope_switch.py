@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 logger = hf_logging.get_logger(__name__)
@@ -76,21 +76,7 @@ def _rereads(base: PreTrainedModel, boundary: int) -> bool:
     """Does the model itself drop its cache at the first token beyond the boundary? It is asked."""
     prepare: Any = base.prepare_inputs_for_generation
     ids = torch.zeros(1, boundary + 1, dtype=torch.long, device=base.device)
-    made = prepare(
-        ids, past_key_values=_Full(boundary), next_sequence_length=1, is_first_iteration=False, use_cache=True
-    )
+    held, states = DynamicCache(), torch.zeros(1, 1, boundary, 1, device=base.device)
+    held.update(states, states, 0)
+    made = prepare(ids, past_key_values=held, next_sequence_length=1, is_first_iteration=False, use_cache=True)
     return made.get("past_key_values") is None
-
-
-class _Full(DynamicCache):
-    """A cache that says it holds so many tokens."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.length = length
-
-    def __len__(self) -> int:
-        return 1
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length

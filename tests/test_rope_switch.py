@@ -3,10 +3,10 @@
 import pytest
 import torch
 from replay import padded
-from transformers import LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 import specheads
-from specheads import DraftModel, DynamicTree, PromptLookup, SampledTree, UnsupportedModel, convert, rope_switch
+from specheads import DraftModel, DynamicTree, PromptLookup, SampledTree, UnsupportedModel, convert
 from tests.conftest import tiny_llama
 from tests.families import build
 
@@ -33,7 +33,8 @@ BASES = {
 def base(request):
     made = BASES[request.param]()
     made.generation_config.eos_token_id = None
-    ids, cache = torch.zeros(1, BOUNDARY + 1, dtype=torch.long), rope_switch._Full(BOUNDARY)
+    ids, cache, states = torch.zeros(1, BOUNDARY + 1, dtype=torch.long), DynamicCache(), torch.zeros(1, 1, BOUNDARY, 1)
+    cache.update(states, states, 0)
     fed = made.prepare_inputs_for_generation(ids, past_key_values=cache, next_sequence_length=1)
     if fed.get("past_key_values") is None and fed["input_ids"].shape[1] == 1:
         pytest.skip("this transformers drops the cache at the boundary and reads one token alone: its text is wrong")

@@ -12,8 +12,10 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["specheads", "specheads.*", "specheads_cli"]),
-    package_data={"specheads": ["py.typed"]},
+    # recipes/ is a folder of the repository, and of the package in a wheel: see specheads_cli/shipped.py.
+    packages=[*find_packages(include=["specheads", "specheads.*", "specheads_cli"]), "specheads.recipes"],
+    package_dir={"specheads.recipes": "recipes"},
+    package_data={"specheads": ["py.typed"], "specheads.recipes": ["*.yaml", "*/*.yaml"]},
     install_requires=[
         "torch>=2.11",
         "transformers>=5.17",

@@ -35,7 +35,7 @@ def decoded(
         {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     )
     length = decoders.accepted_length(
-        model, batches, max_new_tokens=new_tokens, eos_token_id=None, tree=parse_tree(tree, model), **sampling
+        model, batches, max_new_tokens=new_tokens, eos_token_id=None, tree=parse_tree(tree, model.head), **sampling
     )
     return {
         "temperature": temperature, "tree": tree or "its default tree", "prompts": len(batches),

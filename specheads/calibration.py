@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specheads.options import OptionError
 from specheads.planner import StaticTree
+from specheads.planner.named import static_choices
 from specheads.rows import Collator
 
 if TYPE_CHECKING:
@@ -58,17 +60,19 @@ def calibrated(ranks: Tensor, num_nodes: int, max_depth: int | None = None) -> S
     where no draft was ever right. After Medusa, arXiv:2401.10774, which multiplies accuracies.
     """
     if num_nodes < 2:
-        raise ValueError(f"num_nodes={num_nodes} must be at least 2: the root and a draft")
+        raise OptionError("{num_nodes} must be at least 2: the root and a draft", num_nodes=num_nodes)
     best = sorted(_path_counts(ranks[:, :max_depth]).items(), key=lambda item: (-item[1], len(item[0]), item[0]))
     if not best:
         raise ValueError("no target token was ever among the draft's candidates: the head is untrained")
     return StaticTree(tuple(path for path, _ in best[: num_nodes - 1]))
 
 
-def expected_length(tree: StaticTree, ranks: Tensor) -> float:
-    """Tokens a step of this tree would have yielded at these positions, the base's own included."""
+def expected_length(tree: StaticTree | str, ranks: Tensor) -> float:
+    """Tokens a step of this static tree, or of its text, would have yielded at these positions, the base's own
+    included. ValueError for text that is no static tree, whose shape alone is known beforehand.
+    """
     counts = _path_counts(ranks)
-    return 1 + sum(counts[choice] for choice in tree.choices) / len(ranks)
+    return 1 + sum(counts[choice] for choice in static_choices(tree, ranks.shape[1])) / len(ranks)
 
 
 def _path_counts(ranks: Tensor) -> Counter[tuple[int, ...]]:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from specheads.fingerprint import fingerprint
 from specheads.hub import commit_of
 from specheads.hub import options as hub_options
 from specheads.joint import JointConfig, adapted_modules, attach, detach, is_adapter
+from specheads.language_model import load_language_model
 from specheads.options import listing, reason, shortened, shown
 from specheads.quantized import quantization_of, restored
 from specheads.saved_head import (
@@ -269,10 +270,10 @@ def _load_base(
     shared = {k: hub[k] for k in ("token", "cache_dir", "local_files_only", "proxies") if k in hub}
     revision = {"revision": config.base_revision} if base is None and config.base_revision else {}
     try:
-        options = hub_options(name) | shared
+        options = hub_options(name, **shared) | shared
         if base is None and "quantization_config" not in kwargs:
             kwargs |= restored(config.base_quantization, name, **revision, **options)
-        return AutoModelForCausalLM.from_pretrained(name, **revision, **options, **kwargs)
+        return load_language_model(name, **revision, **options, **kwargs)
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) and base is not None:
             raise  # of the arguments, and not of what a file says

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,9 @@ from specheads.text import TextPieces
 
 # Index is the draft depth; 0 is the target's own token. Deeper drafts share the last style.
 DEPTH_STYLES = ("", "green", "cyan", "blue", "magenta", "yellow", "red", "bright_red")
+# Styles of drafted tokens, and of the target's own; without a terminal they are told apart as in a word diff.
+ACCEPTED, REFUSED, OWN = "green", "red strike", "blue"
+MARKS = {ACCEPTED: ("{+", "+}"), REFUSED: ("[-", "-]"), OWN: ("", "")}
 _LOG_WIDTH = 110  # of tables and rules in a log file
 _LOG_EVERY = 15.0  # seconds between two progress lines there
 
@@ -118,14 +122,21 @@ def depth_counts(depths: Sequence[int]) -> str:
     return f"{len(drafted)} of {len(depths)} tokens were accepted drafts" + (f": {each}" if each else "")
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """The first column left, the others right."""
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> Table:
+    """The first `left` columns left, the others right."""
     made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     for i, name in enumerate(columns):
-        made.add_column(name, justify="right" if i else "left", no_wrap=bool(i))
+        made.add_column(name, justify="right" if i >= left else "left", no_wrap=bool(i))
     for row in rows:
         made.add_row(*row)
     return made
+
+
+def as_text(shown: Table) -> str:
+    """A table as plain lines as wide as it is, for what does not print on a console, which would cut it."""
+    file = io.StringIO()
+    Console(file=file, width=1000, color_system=None, markup=False, emoji=False).print(shown)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
 @contextmanager

@@ -10,10 +10,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from specheads.row_forms import TOOL_ROLES, Message, checked, template_of
 from specheads.rows import without_none
-
-Message = dict[str, Any]
-TOOL_ROLES = frozenset({"tool", "function", "ipython", "observation"})  # what a tool returned, by template
 
 
 @dataclass(frozen=True)
@@ -37,14 +35,10 @@ class Conversation:
         still asked in their place, so that its own call can be learnt; the chat then goes on with the call of the row.
         Raises ValueError for what are no messages.
         """
-        if not isinstance(messages, (list, tuple)) or not messages:
-            raise ValueError(f"messages={messages!r:.80}: expected a list of {{'role': …, 'content': …}}")
         turns: list[tuple[Message, ...]] = []
         turn: list[Message] = []
         said: list[Message] = []  # by the assistant, since the last of the others
-        for message in without_none(messages):
-            if not isinstance(message, Mapping) or "role" not in message:
-                raise ValueError(f"message {message!r:.80}: expected a dict with 'role'")
+        for message in checked(without_none(messages)):
             is_result = message["role"] in TOOL_ROLES
             if turn and turn[-1]["role"] in TOOL_ROLES and not is_result:
                 turns.append(tuple(turn))
@@ -95,8 +89,7 @@ class Conversation:
 
     def text(self, messages: Sequence[Message], tokenizer: Any, *, generation_prompt: bool) -> str:
         """The messages through the chat template. ValueError where there is none, or it refuses them."""
-        if not tokenizer.chat_template:
-            raise ValueError(f"the tokenizer {tokenizer.name_or_path!r} has no chat template: give rows of 'prompt'")
+        template_of(tokenizer)
         try:
             return str(
                 tokenizer.apply_chat_template(

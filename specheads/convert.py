@@ -7,14 +7,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specheads import checkpoint
 from specheads.fingerprint import fingerprint
+from specheads.frozen import mark_frozen
 from specheads.heads import HEADS, DraftHead, HeadConfig
 from specheads.heads.naming import head_config
 from specheads.hub import commit_of
+from specheads.hub import options as hub_options
 from specheads.joint import JointConfig, attach
+from specheads.language_model import load_language_model
 from specheads.quantized import quantization_of
 from specheads.spec_model import SpecConfig, SpecModel
 from specheads.target import UnsupportedModel, refuse_unsupported, text_config, unwrapped
@@ -40,7 +43,9 @@ def convert(
     the head (Medusa-2, see JointConfig); the base is then changed in place, and decodes with them. Raises
     UnsupportedModel, a ValueError, with the reason for a base that trees cannot be verified on.
     """
-    base = unwrapped(AutoModelForCausalLM.from_pretrained(base) if isinstance(base, str | os.PathLike) else base)
+    if isinstance(base, str | os.PathLike):
+        base = load_language_model(base, **hub_options(base))
+    base = unwrapped(base)
     refuse_unsupported(base)
     if not base.get_output_embeddings().weight.is_floating_point():
         raise UnsupportedModel(
@@ -58,7 +63,9 @@ def convert(
         joint = JointConfig.of(lora)
         attach(base, joint)
         described.joint = joint.to_dict()
-    return SpecModel(described, base, module)
+    model = SpecModel(described, base, module)
+    mark_frozen(base)
+    return model
 
 
 def build_head(config: HeadConfig, base: PreTrainedModel) -> DraftHead:

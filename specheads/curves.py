@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specheads.line_labels import label_ends
+
 FILE = "curves.png"
 Points = list[tuple[int, float]]
 
@@ -41,7 +43,7 @@ def draw(folder: Path, history: Sequence[Mapping[str, Any]]) -> Path | None:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.5 * len(panels), 4.2), layout="constrained")
+    figure = Figure(figsize=(6.4 * len(panels), 4.2), layout="constrained")
     for panel, (title, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         depths = [name.split(",")[0] for name in curves]
         shades = {depth: i for i, depth in enumerate(sorted(set(depths), key=lambda name: (len(name), name)))}
@@ -55,7 +57,7 @@ def draw(folder: Path, history: Sequence[Mapping[str, Any]]) -> Path | None:
         panel.set_title(title)
         panel.set_xlabel("step")
         panel.grid(alpha=0.3)
-        panel.legend(fontsize="x-small")
+        label_ends(panel, panel.get_lines())
     path = folder / FILE
     figure.savefig(path, dpi=110)
     return path

@@ -6,11 +6,12 @@ V vocabulary. What becomes of one row is in rows.py.
 from __future__ import annotations
 
 import glob
+import json
 import logging
 import os
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specheads.options import refuse_unknown
+from specheads import hub, row_forms
+from specheads.options import OptionError, refuse_unknown
 from specheads.rows import IGNORED, Collator, Row, chunk, pack, tokenize, truncate
 
 if TYPE_CHECKING:
@@ -59,13 +61,15 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if self.train is None or (isinstance(self.train, (str, list, tuple)) and not self.train):
-            raise ValueError(f"train={self.train!r}: give a path, a list of paths, a glob, a hub dataset id or rows")
+            raise OptionError(
+                "{train}: give a path, a list of paths, a glob, a hub dataset id or rows", train=self.train
+            )
         for name, least in {"max_length": 2, "num_proc": 1, "max_samples": 1, "seed": 0}.items():
             value = getattr(self, name)
             if value is None and name in ("num_proc", "max_samples"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}={value!r}: expected a whole number of at least {least}")
+                raise OptionError(f"{{{name}}}: expected a whole number of at least {least}", **{name: value})
         if self.packing not in (True, False):
             raise ValueError(f"packing={self.packing!r}: expected true or false")
         if not isinstance(self.eval_fraction, (int, float)) or not 0 <= self.eval_fraction < 1:
@@ -120,11 +124,13 @@ def load_dataset_rows(
         raise ValueError(f"cannot read rows from {name}: expected a path, a hub id, a Dataset or dicts")
     if len(rows) == 0:
         raise ValueError(f"{name} holds no rows: expected at least one")
-    if not {text_column, messages_column, prompt_column, "input_ids"} & set(rows.column_names):
+    known = {text_column, messages_column, prompt_column, "input_ids"} & set(rows.column_names)
+    if not known and not row_forms.is_chat(rows.column_names):
         prompt = f"{prompt_column!r} (a prompt), " if prompt_column else ""
         raise ValueError(
             f"{name} has columns {rows.column_names}: expected {prompt}{text_column!r} (text) or "
-            f"{messages_column!r} (chat), or 'input_ids'; name yours with text_column or messages_column"
+            f"{messages_column!r} (chat), 'conversations' (ShareGPT), 'instruction' and 'output' (Alpaca), or "
+            "'input_ids'; name yours with text_column or messages_column"
         )
     return rows
 
@@ -142,6 +148,7 @@ def _load_named(names: list[str], split: str, subset: str | None, text_column: s
             )
         return _pick_split(datasets.load_from_disk(names[0]), split, names[0])
     if len(names) == 1 and not _is_path(names[0]):
+        hub.options(names[0], "dataset")  # FileNotFoundError at once, where there is none
         try:
             return datasets.load_dataset(names[0], subset, split=split)
         except (FileNotFoundError, ConnectionError) as error:
@@ -152,7 +159,8 @@ def _load_named(names: list[str], split: str, subset: str | None, text_column: s
     for name in names:
         found = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) and not os.path.exists(name) else [name]
         if not found or not all(os.path.isfile(file) for file in found):
-            raise FileNotFoundError(f"no file {name!r} (looked from {os.getcwd()})")
+            hint = hub.did_you_mean(name) or f" (looked from {os.getcwd()})"
+            raise FileNotFoundError(f"no file {name!r}{hint}")
         files += found
     for file in files:
         if Path(file).suffix.lower() not in _FORMATS:
@@ -164,11 +172,38 @@ def _load_named(names: list[str], split: str, subset: str | None, text_column: s
         raise ValueError(f"files of several kinds {sorted(kinds)} in {names[0]}, …: give files of one kind")
     kind = kinds.pop()
     options = {"sample_by": "document"} if kind == "text" else {}
+    told = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs what it then raises
     try:
         rows = datasets.load_dataset(kind, data_files=files, split="train", **options)
     except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
-        raise ValueError(f"{names[0]} holds no rows that read as {kind}: {error.__cause__ or error}") from error
+        wrong = broken_line(files) if kind == "json" else None
+        said = wrong or f"{names[0]} holds no rows that read as {kind}: {error.__cause__ or error}"
+        raise ValueError(said) from error
+    finally:
+        datasets.logging.set_verbosity(told)
     return rows.rename_column("text", text_column) if kind == "text" and text_column != "text" else rows
+
+
+def broken_line(files: Sequence[str]) -> str | None:
+    """What is wrong with the first line that is no JSON object, by file and line number; None where all lines are.
+
+    A .json file may be one value over many lines instead.
+    """
+    for file in files:
+        try:
+            text = Path(file).read_text("utf8")
+        except UnicodeDecodeError as error:
+            return f"{file} is not UTF-8 text: {error}"
+        whole = Path(file).suffix.lower() == ".json" and text.lstrip()[:1] == "["
+        for number, line in [(1, text)] if whole else enumerate(text.split("\n"), start=1):
+            try:
+                if line.strip() and not isinstance(found := json.loads(line), list if whole else dict):
+                    return f"{file}, line {number}: {found!r:.60} is no object; expected {{…}} on each line"
+            except json.JSONDecodeError as error:
+                at = number + error.lineno - 1
+                return f"{file}, line {at} is not JSON: {error.msg} (column {error.colno})"
+    return None
 
 
 def _pick_split(loaded: Any, split: str, name: str) -> Dataset:
@@ -198,32 +233,47 @@ def build_datasets(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tu
     names = ("subset", "text_column", "messages_column")
     columns = {name: getattr(config, name) for name in names}
     train, evaluation = load_dataset_rows(config.train, config.split, **columns), None
+    kept: Sequence[int] = range(len(train))
+    held_out: Sequence[int] = ()
     draw = random.Random(config.seed)
     if config.max_samples is not None and config.max_samples < len(train):
-        train = train.select(sorted(draw.sample(range(len(train)), config.max_samples)))
+        kept = sorted(draw.sample(kept, config.max_samples))
     if config.eval is not None:
         evaluation = load_dataset_rows(config.eval, config.eval_split, **columns)
+        held_out = range(len(evaluation))
     elif config.eval_fraction:
-        count = max(1, round(len(train) * config.eval_fraction))
-        if count >= len(train):
+        count = max(1, round(len(kept) * config.eval_fraction))
+        if count >= len(kept):
             raise ValueError(
-                f"eval_fraction={config.eval_fraction} of {len(train)} rows leaves none to train on: "
+                f"eval_fraction={config.eval_fraction} of {len(kept)} rows leaves none to train on: "
                 "give eval=…, or more rows (a .txt file is one row)"
             )
-        held_out = set(draw.sample(range(len(train)), count))
-        evaluation = train.select(sorted(held_out))
-        train = train.select([i for i in range(len(train)) if i not in held_out])
-    return _prepare(train, "train", config, tokenizer), (
-        None if evaluation is None else _prepare(evaluation, "eval", config, tokenizer)
+        chosen = set(draw.sample(range(len(kept)), count))
+        held_out = [row for i, row in enumerate(kept) if i in chosen]
+        kept = [row for i, row in enumerate(kept) if i not in chosen]
+        evaluation = train
+    return _prepare(train, kept, "train", config, tokenizer), (
+        None if evaluation is None else _prepare(evaluation, held_out, "eval", config, tokenizer)
     )
 
 
-def _prepare(rows: Dataset, name: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    known_columns = (config.text_column, config.messages_column, "tools", "input_ids", "labels")
+def _prepare(
+    rows: Dataset, chosen: Sequence[int], name: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> Dataset:
+    """The chosen rows, ready. ValueError names a row that makes no sense by its number, from 1."""
+    known_columns = (config.text_column, config.messages_column, "tools", "input_ids", "labels", *row_forms.COLUMNS)
     rows = rows.select_columns([c for c in known_columns if c in rows.column_names])
+    if len(chosen) < len(rows):
+        rows = rows.select(chosen)
     options: dict[str, Any] = {"batched": True, "remove_columns": rows.column_names, "num_proc": config.num_proc}
-    known = {"function": _tokenize_rows, "tokenizer": tokenizer, "config": config}
-    done = rows.map(_on_rows, fn_kwargs=known, desc=f"tokenize {name}", **options)
+    known = {"tokenizer": tokenizer, "config": config}
+    try:
+        done = rows.map(_tokenize_rows, with_indices=True, fn_kwargs=known, desc=f"tokenize {name}", **options)
+    except _BadRow as error:
+        index, reason = error.args
+        source = config.train if name == "train" or config.eval is None else config.eval
+        where = f" of {source}" if isinstance(source, (str, os.PathLike)) else f" of {name}"
+        raise ValueError(f"row {chosen[index] + 1}{where}: {reason}") from error
     kept = done.filter(_supervised, input_columns="labels", num_proc=config.num_proc, desc=f"check {name}")
     if len(kept) == 0:
         raise ValueError(
@@ -235,22 +285,40 @@ def _prepare(rows: Dataset, name: str, config: DataConfig, tokenizer: PreTrained
     if not config.packing:
         return kept
     # One process: packing is a list copy, and the sequences then do not depend on num_proc
-    known = {"function": pack, "max_length": config.max_length}
-    return kept.map(_on_rows, fn_kwargs=known, batched=True, batch_size=_PACK_ROWS, desc=f"pack {name}")
+    known = {"max_length": config.max_length}
+    return kept.map(_pack_rows, fn_kwargs=known, batched=True, batch_size=_PACK_ROWS, desc=f"pack {name}")
 
 
-def _on_rows(columns: Mapping[str, list[Any]], function: Callable[..., list[Row]], **known: Any) -> dict[str, list]:
-    """datasets' batch (columns) → rows → function → columns."""
-    rows = function(
-        [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)], **known
-    )
+class _BadRow(ValueError):
+    """Its index among the rows mapped, and what is wrong with it."""
+
+
+def _rows_of(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    """datasets' batch, columns, as rows."""
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _columns_of(rows: Sequence[Row]) -> dict[str, list]:
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def _tokenize_rows(
-    rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, config: DataConfig
-) -> list[Row]:
-    return [part for row in rows for part in chunk(tokenize(row, tokenizer, config), config.max_length, tokenizer)]
+    columns: Mapping[str, list[Any]], indices: Sequence[int], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> dict[str, list]:
+    made: list[Row] = []
+    for index, row in zip(indices, _rows_of(columns), strict=True):
+        try:
+            made += chunk(tokenize(row, tokenizer, config), config.max_length, tokenizer)
+        except row_forms.MissingTemplate:
+            raise
+        except ValueError as error:
+            raise _BadRow(index, str(error)) from error
+    return _columns_of(made)
+
+
+def _pack_rows(columns: Mapping[str, list[Any]], max_length: int) -> dict[str, list]:
+    rows: Any = _rows_of(columns)
+    return _columns_of(pack(rows, max_length))
 
 
 def _supervised(labels: Sequence[int]) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from specheads.accept import Acceptance, walk
+from specheads.accept import Acceptance, Verdict, walk
 from specheads.draft_law import LawKept
 from specheads.drafters.base import Context, Drafter
 from specheads.model_inputs import ModelInputs
@@ -30,6 +30,10 @@ class Step:
     tokens: per row the tokens gained (none for a finished row); accepted: per row how many of them were drafted;
     ranks: per row the rank of each accepted token among its siblings; drafted: per row the nodes below the root;
     seconds: wall time; scores: per row and token its raw logits and processed scores (V,), where kept.
+
+    Where divergences were asked for, by row, node i + 1 being the i-th drafted one and 0 the root: divergences[b][i],
+    the rule's D between draft and target where that node's token was drafted (in a chain: at that position; siblings
+    share theirs; NaN where there is none), parents[b][i], the node above it, and path[b], the nodes accepted.
     """
 
     tokens: list[list[int]]
@@ -38,6 +42,9 @@ class Step:
     drafted: list[int]
     seconds: float
     scores: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
+    divergences: list[list[float]] = field(default_factory=list)
+    parents: list[list[int]] = field(default_factory=list)
+    path: list[list[int]] = field(default_factory=list)
 
 
 @torch.inference_mode()  # spares each operation its autograd bookkeeping, a tenth of a step on a CPU
@@ -55,6 +62,7 @@ def decode(
     inputs: ModelInputs | None = None,
     eos: Collection[int] = (),
     keep_scores: bool = False,
+    keep_divergences: bool = False,
 ) -> Iterator[Step]:
     """Generate from prompts ids (B, T), packed left, of lengths (B,); yields a Step at a time until all rows stop.
 
@@ -68,11 +76,14 @@ def decode(
     out = target.prefill(ids, lengths, room=max_new_tokens, inputs=inputs)
     prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
     scores = sampler.scores(out.logits[:, 0], lambda: prompts)
-    root = sampler.draw(sampler.law_of(scores))
+    # One number a row and token of its text, whatever is drafted: so the same seed gives the text it gives undrafted.
+    numbers = sampler.uniforms((batch, max_new_tokens), out.logits.device) if sampler.do_sample else None
+    root = sampler.draw(sampler.law_of(scores), None if numbers is None else numbers[:, 0])
     wanted = getattr(drafter, "wants_target_top", 0)
     context = Context.start(target, ids, lengths, out.features, root, top_tokens(out.logits, wanted))
-    running = [True] * batch
-    if plan and accept.wants_draft_law:
+    refuse_broken_laws(bool(sampler.finite))
+    running, count = [True] * batch, torch.ones_like(root)  # (B,) tokens gained
+    if plan and (accept.wants_draft_law or keep_divergences):
         plan = LawKept(plan)
     watch = StateWatch(sampler.processors) if plan else None
     end_ids = torch.tensor(sorted(eos), dtype=ids.dtype, device=root.device) if sampler.needs_prefix else None
@@ -105,20 +116,27 @@ def decode(
         target.active = active = None if all(turn.going) else torch.tensor(turn.going, device=root.device)
         out = target.verify(tree)
         ends = None if end_ids is None else ended(tree, end_ids, turn.left)
-        verdict = walk(tree, out.logits, accept, sampler, context.history, ends=ends, keep_scores=keep_scores)
+        verdict = walk(
+            tree, out.logits, accept, sampler, context.history, ends=ends, keep_scores=keep_scores,
+            numbers=None if numbers is None else ahead(numbers, count, tree.max_depth + 1),
+            keep_divergences=keep_divergences,
+        )  # fmt: skip
         if watch and not watch.still():
             plan = watch = None
         if active is not None:  # a row that has finished, or waits, stays where it is
             bonus = torch.where(active, verdict.bonus, context.root)
             verdict = replace(verdict, length=verdict.length * active, bonus=bonus)
+        count = count + verdict.length
         following, ranks_of_path = verdict.following(tree), tree.shape.ranks.gather(1, verdict.path)
-        # The step's only transfer to the host: tokens gained, ranks, nodes drafted and length.
-        numbers = torch.cat([following, ranks_of_path, tree.shape.num_drafted, verdict.length.unsqueeze(1)], 1).tolist()
+        # The step's only transfer to the host: tokens gained, ranks, were the laws finite, nodes drafted and length.
+        finite, num_drafted = sampler.finite.to(root.device).expand(batch, 1), tree.shape.num_drafted
+        rows = torch.cat([following, ranks_of_path, finite, num_drafted, verdict.length.unsqueeze(1)], 1).tolist()
+        refuse_broken_laws(all(row[-3] for row in rows))
         width = following.shape[1]
-        gained = [row[: row[-1]] for row in numbers]
-        accepted = [max(0, row[-1] - 1) for row in numbers]
-        drafted = [row[-2] if going else 0 for row, going in zip(numbers, turn.going, strict=True)]
-        ranks = [row[width + 1 : width + row[-1]] for row in numbers]
+        gained = [row[: row[-1]] for row in rows]
+        accepted = [max(0, row[-1] - 1) for row in rows]
+        drafted = [row[-2] if going else 0 for row, going in zip(rows, turn.going, strict=True)]
+        ranks = [row[width + 1 : width + row[-1]] for row in rows]
         context = context.extend(verdict, following, out.features, gained, top_tokens(out.logits, wanted))
         target.commit(verdict.path, verdict.length, context.bound)
         tokens = settle([list(row) for row in gained])
@@ -129,7 +147,38 @@ def decode(
             if keep_scores
             else []
         )
-        yield Step(tokens, accepted, ranks, drafted, time.perf_counter() - began, kept)
+        judged = divergences_of(tree, verdict, turn.going, accepted) if keep_divergences else ([], [], [])
+        yield Step(tokens, accepted, ranks, drafted, time.perf_counter() - began, kept, *judged)
+
+
+def divergences_of(
+    tree: DraftTree, verdict: Verdict, going: Sequence[bool], accepted: Sequence[int]
+) -> tuple[list[list[float]], list[list[int]], list[list[int]]]:
+    """The last three fields of a Step, of `accepted` nodes a row; empty for rows that are not `going`."""
+    apart = torch.full(tree.tokens.shape, torch.nan) if verdict.divergences is None else verdict.divergences
+    divergences, parents, paths = [], [], []
+    rows = zip(apart.tolist(), tree.parents.tolist(), verdict.path.tolist(), going, accepted, strict=True)
+    for row, above, path, goes, count in rows:
+        drafted = [slot for slot, parent in enumerate(above) if parent >= 0 and goes]  # other slots are unused
+        number = {0: 0} | {slot: i for i, slot in enumerate(drafted, start=1)}
+        divergences.append([row[slot] for slot in drafted])
+        parents.append([number[above[slot]] for slot in drafted])
+        paths.append([number[slot] for slot in path[1 : count + 1]])
+    return divergences, parents, paths
+
+
+def refuse_broken_laws(finite: bool) -> None:
+    """ValueError unless all laws that were drawn from had a finite sum."""
+    if not finite:
+        raise ValueError(
+            "a law that a token was drawn from has no finite sum: the model's logits are not finite numbers"
+        )
+
+
+def ahead(numbers: Tensor, count: Tensor, width: int) -> Tensor:
+    """(B, T) a number a token → (B, width) those of the tokens behind the first count (B,) of each row."""
+    index = count.unsqueeze(1) + torch.arange(width, device=count.device)
+    return numbers.gather(1, index.clamp(max=numbers.shape[1] - 1))  # past the limit nothing is kept
 
 
 def draft(drafter: Drafter | None, context: Context, sampler: Sampler, plan: Plan | None) -> DraftTree:

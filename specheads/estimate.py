@@ -17,7 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specheads import saved_head
 from specheads.convert import convert
 from specheads.heads.block import decoder_layers
+from specheads.hub import options as hub_options
 from specheads.objective import rows_of_chunk
+from specheads.options import OptionError
 from specheads.recipe import Recipe
 from specheads.spec_model import SpecModel
 from specheads.target import text_config
@@ -64,10 +66,10 @@ class Estimate:
 def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device: str | None = None) -> Estimate:
     """processes, distributed: as launch.LaunchConfig has them. device: one of PEAKS, or None for the one here."""
     if processes < 1:
-        raise ValueError(f"processes={processes}: expected at least 1")
+        raise OptionError("{processes}: expected at least 1", processes=processes)
     if recipe.features or not recipe.base or recipe.data is None:
         raise ValueError("a run over saved features is not reckoned: give the base and the data they were saved from")
-    config = AutoConfig.from_pretrained(recipe.base)
+    config = AutoConfig.from_pretrained(recipe.base, **hub_options(recipe.base))
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config)
         options = recipe.head if recipe.init_from is None else saved_head.read(recipe.init_from).head

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,45 @@ class TrainingError(RuntimeError):
     """A run that could not go on. What it had saved before is whole; the message says where to go on from."""
 
 
+class TrainingStopped(KeyboardInterrupt):
+    """A run that was asked to stop, by Ctrl-C or a SIGTERM; number: of the signal.
+
+    The message, on the first process alone, says how far it came and how to resume.
+    """
+
+    def __init__(self, message: str = "", number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.number
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[None]:
+    """In the block the first SIGINT or SIGTERM is a TrainingStopped, and later ones change nothing: a terminal and a
+    launcher may both send one, and the second would cut short what the first has to say."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in signals}
+    # Only the main thread is told of signals; and one that is ignored, as in a shell's background, stays ignored.
+    ours = threading.current_thread() is threading.main_thread()
+    taken = [number for number in signals if ours and before[number] not in (None, signal.SIG_IGN)]
+
+    def stop(number: int, frame: Any) -> None:
+        for other in taken:
+            signal.signal(other, signal.SIG_IGN)
+        raise TrainingStopped(number=number)
+
+    for number in taken:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])
+
+
 def finished(folder: Path) -> bool:
     """Is this checkpoint whole? Its state is written last, so one that a crash cut short has none, or half of one."""
     try:
@@ -24,14 +67,15 @@ def finished(folder: Path) -> bool:
         return False
 
 
-def last_finished(output_dir: Any) -> Path | None:
-    """The newest checkpoint of a run that is whole."""
+def last_finished(output_dir: Any, since: float = 0.0) -> Path | None:
+    """The newest checkpoint of a run that is whole; since: written no earlier than this time.time()."""
     numbered = {
         int(folder.name.rpartition("-")[2]): folder
         for folder in Path(output_dir).glob("checkpoint-*")
         if folder.name.rpartition("-")[2].isdigit()
     }
-    return next((numbered[step] for step in sorted(numbered, reverse=True) if finished(numbered[step])), None)
+    whole = (numbered[step] for step in sorted(numbered, reverse=True) if finished(numbered[step]))
+    return next((folder for folder in whole if (folder / STATE).stat().st_mtime >= since), None)
 
 
 def go_on(output_dir: Any) -> str:
@@ -40,6 +84,24 @@ def go_on(output_dir: Any) -> str:
     if folder is None:
         return "no checkpoint was saved before it (training.save_steps says how often)"
     return f"{folder} is whole: go on from it with training.resume_from_checkpoint=auto"
+
+
+def stopped_at(step: int, output_dir: Any, since: float, resumed_from: Any, head_saved: bool) -> str:
+    """What a run that was stopped leaves. since: when it began; resumed_from: the checkpoint it began from, if any;
+    head_saved: training had ended, and what came after it was stopped."""
+    if head_saved:
+        return f"stopped after step {step}, the last; the head is saved in {output_dir}"
+    folder = last_finished(output_dir, since) or (Path(resumed_from) if resumed_from else None)
+    if folder is None:
+        return (
+            f"stopped at step {step}; no checkpoint was saved yet (training.save_strategy and training.save_steps say "
+            "when one is)"
+        )
+    point = "auto" if folder == last_finished(output_dir) else folder
+    return (
+        f"stopped at step {step}; checkpoint {folder}; resume with the same command and "
+        f"training.resume_from_checkpoint={point}"
+    )
 
 
 def refuse_not_finite(value: Any, what: str, step: int, output_dir: Any) -> None:

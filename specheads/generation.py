@@ -17,12 +17,16 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 from transformers.utils import logging as hf_logging
 
-from specheads.accept import Acceptance, Exact
+from specheads.accept import Acceptance, Fuzzy
+from specheads.accept.named import as_rule
+from specheads.context_limits import warn_past_limits
 from specheads.decode import decode
 from specheads.drafters.base import Drafter
+from specheads.drafters.named import either
 from specheads.model_inputs import model_inputs
+from specheads.options import shown
 from specheads.outputs import SpecGenerateOutput, SpecSeq2SeqOutput, by_position
-from specheads.planner import Plan
+from specheads.planner import Plan, as_plan
 from specheads.sampling import Sampler
 from specheads.seq2seq import Source, refuse_branching, verifier
 from specheads.target import unwrapped
@@ -75,10 +79,12 @@ def generate(
     base: PreTrainedModel,
     inputs: Tensor | None = None,
     *,
-    drafter: Drafter | None = None,
-    tree: Plan | None = None,
-    accept: Acceptance | None = None,
+    draft: Drafter | str | bool | None = None,
+    drafter: Drafter | str | None = None,
+    tree: Plan | str | None = None,
+    accept: Acceptance | str | None = None,
     seed: int | None = None,
+    output_divergences: bool = False,
     generation_config: GenerationConfig | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     streamer: BaseStreamer | None = None,
@@ -88,10 +94,14 @@ def generate(
 ) -> Tensor | ModelOutput:
     """`base.generate(...)` with draft trees, for any Hugging Face language model: its arguments, and its text.
 
-    drafter: what drafts (a `DraftModel`, a head …; None: plain decoding through the same loop). tree: the plan of the
-    trees (default: the drafter's; for encoder-decoders a chain). accept: the rule (default `Exact`, lossless). seed: of
-    the sampling. Returns ids, or a `SpecGenerateOutput` (`SpecSeq2SeqOutput`) for return_dict_in_generate=True; with
-    num_beams > 1, for which nothing may draft, what the base's own beam search returns.
+    draft: what drafts: a drafter (a `DraftModel`, a head …), "lookup", "ngram" or "maxgram"; None or False: plain
+    decoding through the same loop; drafter: another name of it. tree: the plan of the trees, or its text, "chain:3" say
+    (default: the drafter's; for encoder-decoders a chain). accept: the rule, or its text, "fuzzy:js:0.2" say (default:
+    `Exact`, lossless). seed: of the sampling. output_divergences: for a `Fuzzy` rule, keep D at every drafted position
+    in the steps (see `decode.Step`); it takes return_dict_in_generate=True. Returns ids, or a `SpecGenerateOutput`
+    (`SpecSeq2SeqOutput`) for return_dict_in_generate=True; with num_beams > 1, for which nothing may draft, what the
+    base's own beam search
+    returns.
 
     inputs: ids (B, T). Arguments of the model (pixel_values, position_ids, token_type_ids …) are served as generate()
     serves them, or refused by name. A prompt that is padded on the right continues after its own last token, as if it
@@ -99,16 +109,23 @@ def generate(
     caller's padding; one that keeps state from call to call stops the drafting, but for xgrammar's, which is followed.
     """
     base = unwrapped(base)
-    _refuse_misplaced(drafter, tree, accept)
+    drafts = either(draft, drafter)
+    plan, rule = as_plan(tree, drafts), as_rule(accept)
+    if drafts is None and plan is not None:
+        raise ValueError("tree= says what to draft, but nothing drafts (no draft=); give one of the two")
+    if output_divergences:
+        config = generation_config or base.generation_config
+        _check_divergences(rule, kwargs.get("return_dict_in_generate", config.return_dict_in_generate))
+    given = inputs if inputs is not None else kwargs.get("input_ids")
+    _refuse_text(given)
     if not base.config.is_encoder_decoder:
-        given = inputs if inputs is not None else kwargs.get("input_ids")
         _check_ids(base, given, images=kwargs.get("pixel_values") is not None)
     for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "inputs_embeds", "past_key_values"):
         if kwargs.get(name) is not None:
             raise ValueError(f"generate() with draft trees takes no {name}=; call the base's own generate() for that")
     default = generation_config or base.generation_config
     if (kwargs.get("num_beams") or default.num_beams or 1) > 1:
-        if drafter is not None or accept is not None:
+        if drafts is not None or accept is not None:
             raise ValueError(
                 "beam search does not combine with drafts; give num_beams=1 to draft, or neither a drafter "
                 "(draft=False) nor accept= for the base's own beam search"
@@ -134,33 +151,39 @@ def generate(
         stopping_criteria = StoppingCriteriaList([*(stopping_criteria or ()), own])
     if streamer is not None:
         kwargs["streamer"] = streamer
-    rule: Acceptance = accept if accept is not None else Exact()
-    source_ids = (inputs if inputs is not None else kwargs.get("input_ids")) if base.config.is_encoder_decoder else None
+    source_ids = given if base.config.is_encoder_decoder else None
     return base.generate(  # type: ignore[operator]
         inputs,
         generation_config=generation_config,
         stopping_criteria=stopping_criteria,
         custom_generate=partial(
-            _run, drafter=drafter, plan=tree, accept=rule, seed=seed, source_ids=source_ids, stream=streamer
+            _run,
+            drafter=drafts,
+            plan=plan,
+            accept=rule,
+            seed=seed,
+            source_ids=source_ids,
+            stream=streamer,
+            divergences=output_divergences,
         ),
         **kwargs,
     )
 
 
-def _refuse_misplaced(drafter: Any, tree: Any, accept: Any) -> None:
-    """TypeError for what is no drafter, plan or rule; ValueError for a tree that nobody would draft."""
-    if drafter is not None and not hasattr(drafter, "propose"):
+def _refuse_text(inputs: Any) -> None:
+    """TypeError for a prompt that is text, of which generate() takes the ids."""
+    if isinstance(inputs, str) or (isinstance(inputs, list | tuple) and inputs and isinstance(inputs[0], str)):
         raise TypeError(
-            f"drafter={type(drafter).__name__} cannot propose trees; for a language model, give DraftModel(it)"
+            f"the prompt {shown(inputs)} is text; give its ids: generate(..., **tokenizer(text, return_tensors='pt'))"
         )
-    if tree is not None and not hasattr(tree, "grow"):
-        raise TypeError(f"tree={tree!r} is no plan; give chain(4), DynamicTree(), StaticTree(choices) or the like")
-    if accept is not None and not hasattr(accept, "lossless"):
-        raise TypeError(f"accept={accept!r} is no acceptance rule; give Exact() or the like")
-    if drafter is None and tree is not None:
-        raise ValueError(
-            "tree= says what to draft, but nothing drafts (draft=False or no drafter=); give one of the two"
-        )
+
+
+def _check_divergences(accept: Any, returns_dict: Any) -> None:
+    """ValueError where output_divergences=True would give nothing."""
+    if not isinstance(accept, Fuzzy):
+        raise ValueError(f"output_divergences=True is for accept=Fuzzy(...), which measures one, not for {accept!r}")
+    if not returns_dict:
+        raise ValueError("output_divergences=True comes with the steps; give return_dict_in_generate=True too")
 
 
 def _check_ids(base: PreTrainedModel, ids: Any, *, images: bool) -> None:
@@ -203,6 +226,7 @@ def _run(
     seed: int | None,
     source_ids: Tensor | None,
     stream: BaseStreamer | None,
+    divergences: bool,
     **model_kwargs: Any,
 ) -> Tensor | SpecGenerateOutput | SpecSeq2SeqOutput:
     do_sample = bool(generation_config.do_sample)
@@ -246,10 +270,13 @@ def _run(
         decoder_mask=model_kwargs.get("decoder_attention_mask"),
     )  # fmt: skip
     steps, rows = [], [list(row) for row in input_ids.tolist()]
+    trained_length = getattr(drafter, "trained_length", None)
+    warn_past_limits(base, trained_length, max(counts))
     kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in rows]
     for step in decode(
         target, drafter, ids, lengths, plan=plan, sampler=sampler, accept=accept, stop=stop,
         max_new_tokens=stop.limit, inputs=inputs, eos=stop.eos, keep_scores=wants_scores,
+        keep_divergences=divergences,
     ):  # fmt: skip
         for row, gained in zip(rows, step.tokens, strict=True):
             row += gained
@@ -262,6 +289,7 @@ def _run(
             steps.append(step)
     if stream is not None:
         stream.end()
+    warn_past_limits(base, trained_length, max(len(row) - columns + n for row, n in zip(rows, counts, strict=True)))
     longest = max(map(len, rows))
     sequences = torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows], device=input_ids.device)
     if not wants_dict:

@@ -1,17 +1,27 @@
-"""The Hugging Face hub: which names could be on it, whether it can be reached, and putting a folder there."""
+"""Names of models and data: a path of this machine, or else the Hugging Face hub's; and putting a folder there."""
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
-import socket
-import urllib.request
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
+
+from specheads.options import reason
+
+THERE, ABSENT, UNREACHABLE = "there", "absent", "unreachable"
+_HOLDS = 60.0  # seconds
+_answers: dict[Any, tuple[float, tuple[str, str]]] = {}
 
 
 def may_be_repository(name: str) -> bool:
@@ -19,23 +29,96 @@ def may_be_repository(name: str) -> bool:
     return re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", name) is not None
 
 
-def options(name: str) -> dict[str, Any]:
-    """What to load `name` with: from what was downloaded before, where it is on the hub and that cannot be reached.
+def options(name: Any, kind: str = "model", **hub: Any) -> dict[str, Any]:
+    """What to load `name` with, for everything that is loaded by name: nothing where it is a path or the hub has it,
+    and from what was downloaded before where the hub cannot be asked.
 
-    The hub's client would try again for half a minute for each file, and say so line by line.
+    kind: model or dataset. hub: token, cache_dir, local_files_only … of the loading. FileNotFoundError, in one line,
+    for what is neither. The hub is asked once: its client would try again for half a minute for each file.
     """
-    return {} if Path(name).exists() or _resolves() else {"local_files_only": True}
+    name = os.fspath(name)
+    if Path(name).exists() or hub.get("local_files_only"):
+        return {}
+    what = "folder" if kind == "model" else "file or folder"
+    absent = f"no such {what}: {name}{did_you_mean(name)}"
+    downloaded = _is_repository(name) and _downloaded(name, kind, hub.get("cache_dir"))
+    # Beside a folder of this machine a name is a path: checkpoints/bas is nobody's repository.
+    if not downloaded and (not _is_repository(name) or ("/" in name and Path(name).parent.is_dir())):
+        raise FileNotFoundError(absent)
+    if constants.HF_HUB_OFFLINE:
+        answer, why = UNREACHABLE, "HF_HUB_OFFLINE is set"
+    else:
+        answer, why = _ask(name, kind, hub.get("token"))
+    if answer == THERE:
+        return {}
+    if downloaded:
+        return {"local_files_only": True}
+    if answer == ABSENT:
+        raise FileNotFoundError(
+            f"{absent}, and the hub has no {kind} of that name; a private one takes `hf auth login`"
+        )
+    raise FileNotFoundError(f"{absent}, and the hub cannot be asked for it ({why})")
 
 
-def _resolves() -> bool:
-    host = urlsplit(constants.ENDPOINT).hostname
-    if constants.HF_HUB_OFFLINE or not host or urllib.request.getproxies():
-        return True  # the client knows what to do, or a proxy resolves names
+def did_you_mean(name: str) -> str:
+    """` (did you mean PATH?)` with the path there is that is nearest to `name`; "" where none is near."""
+    near = _nearest(Path(name).expanduser())
+    return f" (did you mean {near}?)" if near is not None else ""
+
+
+def _nearest(path: Path) -> Path | None:
+    if path.exists():
+        return path
+    *_, parent = (Path(), *(p for p in reversed(path.parents) if p.is_dir()))
+    missing, *rest = path.relative_to(parent).parts
     try:
-        socket.getaddrinfo(host, 443)
-    except OSError:
+        close = difflib.get_close_matches(missing, os.listdir(parent), n=1, cutoff=0.75)
+    except OSError:  # a folder that is not ours to look into
+        return None
+    return _nearest(parent.joinpath(close[0], *rest)) if close else None
+
+
+def _is_repository(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
         return False
     return True
+
+
+def _downloaded(name: str, kind: str, cache_dir: Any = None) -> bool:
+    """Was anything of this repository kept here?"""
+    repository = Path(cache_dir or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)
+    folders = [repository / "snapshots"]
+    if kind == "dataset":
+        import datasets
+
+        folders.append(Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___"))
+    return any(folder.is_dir() for folder in folders)
+
+
+def _ask(name: str, kind: str, token: Any = None) -> tuple[str, str]:
+    """Whether the hub has it, and why it cannot tell. The answer holds for a minute, in which a model's files load."""
+    key = (constants.ENDPOINT, name, kind, token)
+    asked, answer = _answers.get(key, (-_HOLDS, ("", "")))
+    if time.monotonic() - asked < _HOLDS:
+        return answer
+    said = threading.Timer(1.0, lambda: print(f"asking {constants.ENDPOINT} for {name} …", file=sys.stderr, flush=True))
+    said.daemon = True
+    said.start()
+    try:
+        HfApi(token=token).repo_info(name, repo_type=kind, timeout=10)
+        answer = THERE, ""
+    except GatedRepoError:
+        answer = THERE, ""  # to whom it opens, the loading says
+    except RepositoryNotFoundError:
+        answer = ABSENT, ""
+    except Exception as error:  # of requests, httpx or httpx2, whichever the hub's client is built on
+        answer = UNREACHABLE, reason(error)
+    finally:
+        said.cancel()
+    _answers[key] = time.monotonic(), answer
+    return answer
 
 
 def upload(

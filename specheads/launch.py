@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from specheads.options import refuse_unknown
+from specheads.options import OptionError, refuse_unknown
 
 KINDS = ("no", "ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3")
 
@@ -33,9 +33,14 @@ class LaunchConfig:
         if self.distributed is False:  # YAML's plain `no`
             object.__setattr__(self, "distributed", "no")
         if self.processes is not None and (type(self.processes) is not int or self.processes < 1):
-            raise ValueError(f"launch.processes={self.processes!r}: expected a whole number of at least 1")
+            raise OptionError(
+                "{launch.processes}: expected a whole number of at least 1", **{"launch.processes": self.processes}
+            )
         if self.distributed is not None and self.distributed not in KINDS:
-            raise ValueError(f"launch.distributed={self.distributed!r}: expected one of {', '.join(KINDS)}")
+            raise OptionError(
+                f"{{launch.distributed}}: expected one of {', '.join(KINDS)}",
+                **{"launch.distributed": self.distributed},
+            )
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> LaunchConfig:
@@ -67,10 +72,10 @@ def check(asked: LaunchConfig, processes: int, distributed: str | None = None) -
 
 def _hint(request: LaunchConfig) -> str:
     if (request.distributed or "").startswith("fsdp"):
-        return ": FSDP needs one GPU a process; on CPUs use recipes/accelerate/cpu.yaml"
+        return ": FSDP needs one GPU a process; on CPUs use `specheads recipes accelerate/cpu`"
     return (
-        ": on CPUs use `accelerate launch --config_file recipes/accelerate/cpu.yaml` or `torchrun --nproc_per_node N` "
-        "with training.use_cpu=true; on GPUs recipes/accelerate/ddp.yaml"
+        ": on CPUs use `accelerate launch --config_file` with what `specheads recipes accelerate/cpu` prints, or "
+        "`torchrun --nproc_per_node N` with training.use_cpu=true; on GPUs accelerate/ddp"
     )
 
 

@@ -4,10 +4,46 @@ message quotes is shortened, since a file may be a stranger's."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 _LISTED = 24  # known names that one message lists at most
 _LONGEST = 80  # characters of a value, or a name, that a message quotes
+
+
+class OptionError(ValueError):
+    """What is wrong with options that have several spellings: name=value in Python and in a recipe, --name value on a
+    command line. str() gives the former, and a command shows said(its flags).
+
+    An option stands in the text as {name}; options give its value, or ... where only the name is to be shown.
+    """
+
+    def __init__(self, text: str, /, **options: object) -> None:
+        self.text, self.options = text, options
+        super().__init__(self.said({}))
+
+    def said(self, flags: Mapping[str, str], typed: Collection[str] | None = None) -> str:
+        """The text, the options in `flags` spelled as there: {"batch_size": "--batch-size"}.
+
+        typed: of which a value stood on the command line; that of another came from a file. None: of all.
+        """
+
+        def spell(found: re.Match[str]) -> str:
+            name = found[1]
+            if name not in self.options:
+                return found[0]
+            value = self.options[name]
+            flag = flags.get(name) if typed is None or name in typed or value is ... else None
+            return _spelled(name, value, flag)
+
+        return re.sub(r"\{([\w.]+)\}", spell, self.text)
+
+
+def _spelled(name: str, value: object, flag: str | None) -> str:
+    if flag is None:
+        return name if value is ... else f"{name}={shown(value)}"
+    return flag if value is ... or value is True else f"{flag} {shortened(value)}"
 
 
 def refuse_unknown(given: Iterable[object], known: Iterable[str], what: str = "option", section: str = "") -> None:
@@ -19,10 +55,26 @@ def refuse_unknown(given: Iterable[object], known: Iterable[str], what: str = "o
     for name in given:
         if name in known:
             continue
-        near = difflib.get_close_matches(str(name), known, n=1) if len(str(name)) <= _LONGEST else []
+        near = nearest(name, known)
         listed = ", ".join(known[:_LISTED]) + (", …" if len(known) > _LISTED else "")
-        hint = f"did you mean {section + near[0]!r}?" if near else f"known: {listed}"
+        hint = f"did you mean {section + near!r}?" if near else f"known: {listed}"
         raise ValueError(f"unknown {what} {shown(section + str(name))}; {hint}")
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """The known name that is most like this one; None where none is."""
+    near = difflib.get_close_matches(str(name), known, n=1) if len(str(name)) <= _LONGEST else []
+    return near[0] if near else None
+
+
+def refuse_class(argument: str, value: object, what: str, method: str) -> None:
+    """TypeError for a class given in the place of one of its objects. what: it should be, which has that method."""
+    if not isinstance(value, type) or not hasattr(value, method):
+        return
+    parameters = inspect.signature(value).parameters.values()
+    wanted = ", ".join(p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD)
+    name = value.__name__
+    raise TypeError(f"{argument}={name} is the class of a {what}; give one of its objects: {argument}={name}({wanted})")
 
 
 def shown(value: object) -> str:

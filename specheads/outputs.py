@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +20,10 @@ class _Statistics:
     lossless: bool | None
 
     def statistics(self) -> dict[str, Any]:
-        """Totals a person asks for; accepted_length counts the bonus token, over the steps each row took part in."""
+        """Totals a person asks for; accepted_length counts the bonus token, over the steps each row took part in.
+
+        divergence_by_depth, only with output_divergences=True: the mean D of the nodes drafted at depth 1, 2 …
+        """
         assert self.steps is not None
         drafting = self.steps[1:]
         taken = sum(bool(row) for step in drafting for row in step.tokens)
@@ -27,7 +31,7 @@ class _Statistics:
         gained = sum(len(row) for step in drafting for row in step.tokens)
         seconds = sum(step.seconds for step in self.steps)
         depths = [n for step in drafting for n, row in zip(step.accepted, step.tokens, strict=True) if row]
-        return {
+        made = {
             "tokens": tokens,
             "steps": len(drafting),
             "drafted": sum(sum(step.drafted) for step in drafting),
@@ -38,6 +42,9 @@ class _Statistics:
             "tokens_per_second": tokens / seconds if seconds else float("nan"),
             "lossless": self.lossless,
         }
+        if any(step.divergences for step in drafting):
+            made["divergence_by_depth"] = mean_divergences(drafting)
+        return made
 
 
 @dataclass
@@ -54,6 +61,18 @@ class SpecSeq2SeqOutput(_Statistics, GenerateEncoderDecoderOutput):
 
     steps: list[Step] | None = None
     lossless: bool | None = None
+
+
+def mean_divergences(steps: list[Step]) -> list[float]:
+    """The mean divergence of the nodes drafted at depth 1, 2 …, in steps that have kept them; NaN for none."""
+    found: dict[int, list[float]] = {}
+    for step in steps:
+        for values, parents in zip(step.divergences, step.parents, strict=True):
+            depths = [0]
+            for value, parent in zip(values, parents, strict=True):
+                depths.append(depths[parent] + 1)
+                found.setdefault(depths[-1], []).extend([] if math.isnan(value) else [value])
+    return [sum(found[d]) / len(found[d]) if found[d] else math.nan for d in sorted(found)]
 
 
 def by_position(kept: list[list[tuple[Tensor, Tensor]]], part: int) -> tuple[Tensor, ...]:

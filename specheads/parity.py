@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig
 
-from specheads.options import refuse_unknown
+from specheads.options import OptionError, refuse_unknown
 from specheads.outputs import SpecGenerateOutput
 from specheads.planner import chain
 from specheads.rows import IGNORED, Collator
@@ -43,9 +43,13 @@ class ParityConfig:
         for name, least in (("prompts", 0), ("prompt_tokens", 1), ("max_new_tokens", 8)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
-                raise ValueError(f"parity.{name}={value!r}: expected a whole number of at least {least}")
+                raise OptionError(
+                    f"{{parity.{name}}}: expected a whole number of at least {least}", **{f"parity.{name}": value}
+                )
         if not 0 <= self.tolerance < 1:
-            raise ValueError(f"parity.tolerance={self.tolerance!r}: expected a share from 0 to below 1")
+            raise OptionError(
+                "{parity.tolerance}: expected a share from 0 to below 1", **{"parity.tolerance": self.tolerance}
+            )
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> ParityConfig:
@@ -73,6 +77,21 @@ class Parity:
             f"accepted length {self.measured:.3f} in decoding, {self.simulated:.3f} by training's own forward on the "
             f"same text ({self.steps} steps); {self.served:.3f} with the tree that generate() drafts by default"
         )
+
+    def rows(self) -> list[list[str]]:
+        """What is shown as a table: how it was measured, and tokens a step."""
+        found = (
+            ("real decoding, a chain", self.measured),
+            ("training's own forward on the same text", self.simulated),
+            ("real decoding, the tree that generate() drafts", self.served),
+        )
+        return [[how, f"{length:.3f}"] for how, length in found]
+
+    @property
+    def verdict(self) -> str:
+        apart = abs(self.measured - self.simulated) / self.simulated
+        said = "agree" if self.holds else "DIFFER"
+        return f"the first two {said}: {apart:.2%} apart over {self.steps} steps, and {self.tolerance:.2%} passes"
 
     @property
     def metrics(self) -> dict[str, float]:

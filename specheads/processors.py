@@ -35,6 +35,8 @@ PREFIX_FREE = (
 REFUSED = (hf.UnbatchedClassifierFreeGuidanceLogitsProcessor, hf.SynthIDTextWatermarkLogitsProcessor)
 # An attribute by which a processor says that its result depends on the ids and scores of the call alone.
 PREFIX_ONLY = "depends_on_prefix_only"
+# An attribute by which a processor says that it reads the scores and never the ids; it may keep state all the same.
+IGNORES_IDS = "ignores_ids"
 
 
 class RowProcessor(ABC):
@@ -62,6 +64,11 @@ def adapted(processors: Iterable[Any]) -> list[Any]:
         else:
             made.append(processor)
     return made
+
+
+def is_prefix_free(processor: Any) -> bool:
+    """Can it be asked without the ids before a node?"""
+    return type(processor) in PREFIX_FREE or bool(getattr(processor, IGNORES_IDS, False))
 
 
 def unproven(processors: Iterable[Any]) -> list[Any]:

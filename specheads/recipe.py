@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from specheads import training_options
 from specheads.data import DataConfig
 from specheads.heads import HEADS, HeadConfig
 from specheads.heads.naming import head_config
@@ -79,6 +80,15 @@ class Recipe:
         for name in ("base_dtype", "head_dtype"):
             if getattr(self, name) not in DTYPES:
                 raise RecipeError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(DTYPES)}")
+        for name in ("init_from", "attn_implementation"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise RecipeError(f"{name}={value!r:.60}: expected text, or null")
+        for name in ("load_in_4bit", "load_in_8bit"):
+            if not isinstance(getattr(self, name), bool):
+                raise RecipeError(f"{name}={getattr(self, name)!r:.60}: expected true or false")
+        if self.early_stopping is not None and (type(self.early_stopping) is not int or self.early_stopping < 1):
+            raise RecipeError(f"early_stopping={self.early_stopping!r:.60}: expected a whole number of at least 1")
         if self.load_in_4bit and self.load_in_8bit:
             raise RecipeError("load_in_4bit and load_in_8bit are both true: give one of them")
         if (self.head is None) == (self.init_from is None):
@@ -140,7 +150,7 @@ class Recipe:
                 **{key: value for key, value in options.items() if key not in (*sections, "base")},
                 base=options.get("base") or "",
                 data=DataConfig.from_dict(sections["data"]) if options.get("data") is not None else None,
-                training=_training(sections["training"]),
+                training=training_options.checked(sections["training"]),
                 launch=LaunchConfig.from_dict(sections["launch"]),
                 parity=ParityConfig.from_dict(sections["parity"]),
                 lora=JointConfig.of(sections["lora"]) if options.get("lora") is not None else None,
@@ -215,12 +225,3 @@ def _head(options: dict[str, Any]) -> HeadConfig:
         raise RecipeError(f"head.kind is missing: give one of {', '.join(HEADS)}")
     kind = options.pop("kind")
     return head_config(kind, options)
-
-
-def _training(options: dict[str, Any]) -> dict[str, Any]:
-    # Imported here: transformers' arguments take seconds to import, and an override's typo should not.
-    from specheads.trainer import SpecTrainingArguments
-
-    known = [f.name for f in dataclasses.fields(SpecTrainingArguments) if f.init]
-    refuse_unknown(options, known, section="training.")
-    return options

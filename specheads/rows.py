@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from specheads.row_forms import ROLES, checked, messages_of, template_of
 
 if TYPE_CHECKING:
     from specheads.data import DataConfig
@@ -26,19 +29,20 @@ IGNORED = -100
 Row = dict[str, list[int]]
 Span = tuple[int, int]
 
+_COMPARED = re.compile(r"""==\s*['"](\w+)['"]""")  # words that a template looks for, other roles among them
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Row:
     """One row → input_ids, labels. Chat wins where a row has both columns, and is cut to max_length; text is not cut.
 
-    Text: every token but the first is supervised; eos is appended. Chat: the assistant's tokens with their end of
-    turn. A `tools` column goes to the template. A row that has input_ids already keeps them, and its labels (without
-    any, all but the first token). Raises ValueError for a malformed row.
+    Text: every token but the first is supervised; eos is appended. Chat, in any of the forms of row_forms: the
+    assistant's tokens with their end of turn. A `tools` column goes to the template. A row that has input_ids already
+    keeps them, and its labels (without any, all but the first token). Raises ValueError for a malformed row.
     """
     if row.get("input_ids") is not None:
         return _tokenized(row["input_ids"], row.get("labels"))
-    if (messages := row.get(config.messages_column)) is not None:
+    if (messages := messages_of(row, config.messages_column, config.text_column)) is not None:
         return truncate(_tokenize_chat(messages, row.get("tools"), tokenizer), config.max_length, tokenizer)
     text = row.get(config.text_column)
     if text is None or not isinstance(text, str):
@@ -65,20 +69,18 @@ def _tokenized(input_ids: Any, labels: Any) -> Row:
 
 
 def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase) -> Row:
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise ValueError(f"messages={messages!r:.80}: expected a list of {{'role': …, 'content': …}}")
-    for message in messages:
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise ValueError(f"message {message!r:.80}: expected a dict with 'role' and 'content'")
-    messages = without_none(messages)
     tools = without_none(json.loads(tools) if isinstance(tools, str) else tools) or None
-    template = tokenizer.get_chat_template(tools=tools)
-    if _GENERATION_MARK.search(template):
-        known: dict[str, Any] = {**tokenizer.special_tokens_map, "tools": tools, "chat_template": template}
-        rendered: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **known)
-        (text,), (spans,) = rendered
-    else:
-        text, spans = _spans_by_rendering(messages, tools, tokenizer)
+    template = template_of(tokenizer, tools)
+    messages = checked(without_none(messages), (*ROLES, *_COMPARED.findall(template)))
+    try:
+        if _GENERATION_MARK.search(template):
+            known: dict[str, Any] = {**tokenizer.special_tokens_map, "tools": tools, "chat_template": template}
+            rendered: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **known)
+            (text,), (spans,) = rendered
+        else:
+            text, spans = _spans_by_rendering(messages, tools, tokenizer)
+    except (TemplateError, TypeError) as error:  # TypeError: of a content that is no text
+        raise ValueError(f"the chat template refuses {messages!r:.80}: {error}") from error
     spans = [_to_end_of_turn(text, start, end, tokenizer) for start, end in spans]
     ids, token_spans = _token_spans(text, spans, tokenizer)
     labels = [IGNORED] * len(ids)

@@ -6,15 +6,15 @@ Shapes: R rows (one node of each batch row), V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from specheads import host
-from specheads.processors import PREFIX_FREE, RowProcessor, adapted
+from specheads.processors import RowProcessor, adapted, is_prefix_free
+from specheads.tree import DraftTree
 
 Prefixes = Callable[[], Sequence[Sequence[int]]]
 
@@ -26,9 +26,9 @@ def _no_prefix(scores: Tensor) -> Any:
 
 def likeliest(logits: Tensor, block: int = 128) -> Tensor:
     """argmax over the last of (…, V), the first of equals."""
-    if logits.device.type != "cpu" or logits.shape[-1] % block or logits.numel() < 256 * block:
+    if logits.shape[-1] % block or logits.numel() < 256 * block:
         return logits.argmax(-1)
-    # The largest of each block first: on a CPU a maximum alone is found several times faster than its place.
+    # The largest of each block first: on a CPU a maximum alone is found several times faster than its index.
     blocks = logits.unflatten(-1, (-1, block))
     which = blocks.amax(-1).argmax(-1, keepdim=True)
     within = blocks.gather(-2, which.unsqueeze(-1).expand(*which.shape, block)).argmax(-1)
@@ -57,8 +57,8 @@ class Sampler:
         self.processors = adapted(processors or ())
         self.do_sample, self.generator = do_sample, generator
         self.prompts, self.lengths, self.pad_token_id = prompts, lengths, pad_token_id
-        self.needs_prefix = any(type(p) not in PREFIX_FREE for p in self.processors)
-        self._numbers: list[float] = []  # drawn and not yet used, the next one last
+        self.needs_prefix = not all(map(is_prefix_free, self.processors))
+        self.finite = torch.tensor(True)  # have all laws that were drawn from had a finite sum? On their device
 
     def scores(self, logits: Tensor, prefixes: Prefixes, ended: Sequence[bool] | None = None) -> Tensor:
         """(R, V) logits → (R, V) processed scores, in float32 as `generate()` has them (float64 stays).
@@ -115,55 +115,73 @@ class Sampler:
             return scores.softmax(-1)
         return torch.zeros_like(scores).scatter_(-1, likeliest(scores).unsqueeze(-1), 1.0)
 
-    def draft_law(self, logits: Tensor) -> Tensor:
+    def draft_law(self, logits: Tensor, kinds: Collection[type] | None = None) -> Tensor:
         """(R, V) draft logits → a q (R, V) near the target's law: temperature and truncation applied, no prefix.
 
-        A row whose tokens the processors all rule out is zero.
+        kinds: of the processors that need no prefix, those to apply; None for all. A row whose tokens they all rule out
+        is zero.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
         for processor in self.processors:
-            if type(processor) in PREFIX_FREE:
+            if is_prefix_free(processor) if kinds is None else type(processor) in kinds:
                 scores = processor(_no_prefix(scores), scores)
         return scores.softmax(-1).nan_to_num_(0)
 
-    def draw(self, p: Tensor) -> Tensor:
-        """(R, V) laws, each but for a factor → (R,) one index from each row: all that decoding draws is drawn here.
+    def draw(self, p: Tensor, numbers: Tensor | None = None) -> Tensor:
+        """(…, V) laws, each but for a factor → (…) one index from each: all that decoding draws is drawn here.
 
-        At temperature 0 of any shape (…, V).
+        numbers (…) in [0, 1): which index it is, so that the same law and number give the same one; None: fresh ones.
+        A law that sums to no positive finite number clears `finite`, and its index means nothing.
         """
         if not self.do_sample:
             return likeliest(p)
-        if not host.reads(p):
-            return torch.multinomial(p, 1, generator=self.generator).squeeze(-1)
-        # On a CPU multinomial draws V numbers a row; one number and the running sums take a tenth of the time.
-        below = p.cumsum(-1, dtype=torch.float64)
-        sums = below.select(1, -1).tolist()
-        if not all(0 < total < math.inf for total in sums):
-            raise ValueError(f"a law sums to {sums}: the model's logits are not finite numbers")
-        # Above 0, where a token without a chance may stand, and at most the whole sum, behind which nothing does.
-        places = [[(1 - one) * total] for one, total in zip(self._uniforms(len(sums)), sums, strict=True)]
-        return torch.searchsorted(below, torch.tensor(places, dtype=torch.float64)).view(-1)
+        numbers = self.uniforms(p.shape[:-1], p.device) if numbers is None else numbers
+        index, total = inverse_cdf(p, numbers)
+        self.heed((total > 0) & (total < math.inf))
+        return index
 
-    def coins(self, chance: Tensor) -> host.Marks:
+    def draw_nodes(self, p: Tensor, tree: DraftTree, numbers: Tensor | None) -> Tensor:
+        """(B, N, V) laws → (B, N) a token behind each node of the tree; numbers (B, P): a row's for each depth.
+
+        Most nodes are not reached, and may have any law: of those that are, the caller tells `heed`.
+        """
+        numbers = self.uniforms(p.shape[:-1], p.device) if numbers is None else numbers.gather(1, tree.shape.depth)
+        return inverse_cdf(p, numbers)[0]
+
+    def heed(self, valid: Tensor) -> None:
+        """Clear `finite` unless all are true."""
+        self.finite = self.finite.to(valid.device) & valid.all()
+
+    def coins(self, chance: Tensor) -> Tensor:
         """Probabilities (B, N) → which come true: from 1 on surely, and at temperature 0 those above one half."""
-        if not self.do_sample:
-            return host.marks(chance > 0.5)
-        if not host.reads(chance):
-            return torch.rand(chance.shape, generator=self.generator, device=chance.device, dtype=chance.dtype) < chance
-        return [[one < own for one, own in zip(self._uniforms(len(row)), row, strict=True)] for row in chance.tolist()]
+        return (self.uniforms(chance.shape, chance.device) if self.do_sample else 0.5) < chance
 
-    def coin(self, chance: float) -> bool:
-        """Does it come true? As in `coins`."""
-        return (self._uniforms(1)[0] if self.do_sample else 0.5) < chance
+    def uniforms(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Numbers in [0, 1), at temperature 0 too: some rules are random by definition."""
+        return torch.rand(tuple(shape), generator=self.generator, device=device, dtype=_wide(device))
 
-    def _uniforms(self, count: int) -> list[float]:
-        """Numbers in [0, 1) for Python, of which many are drawn at once."""
-        if len(self._numbers) < count:
-            self._numbers = torch.rand(count + 256, generator=self.generator, dtype=torch.float64).tolist()
-        taken = self._numbers[-count:]
-        del self._numbers[-count:]
-        return taken
 
-    def uniform(self, like: Tensor) -> Tensor:
-        """(R, …) → (R,) numbers in [0, 1), at temperature 0 too: for a rule that is random by definition."""
-        return torch.rand(len(like), generator=self.generator, device=like.device)
+def inverse_cdf(weights: Tensor, numbers: Tensor, block: int = 128) -> tuple[Tensor, Tensor]:
+    """weights (…, V) ≥ 0, numbers (…) in [0, 1) → the first index at which the running sum reaches 1 − number of the
+    whole, and the whole (…). What has no weight is never the index, which is any of them where the sum is no number.
+
+    Running sums over blocks, and then over one block: a tenth of the time that running sums over all of V take.
+    """
+    size = weights.shape[-1]
+    if missing := -size % block:
+        weights = torch.nn.functional.pad(weights, (0, missing))
+    blocks = weights.unflatten(-1, (-1, block))
+    sums = blocks.sum(-1).cumsum(-1, dtype=numbers.dtype)
+    whole = sums[..., -1:]
+    aim = (1 - numbers).unsqueeze(-1) * whole  # above 0, so that no index in front of the first weight is found
+    which = torch.searchsorted(sums, aim).clamp(max=sums.shape[-1] - 1)
+    own = blocks.gather(-2, which.unsqueeze(-1).expand(*which.shape, block)).squeeze(-2)
+    own = own.cumsum(-1, dtype=numbers.dtype)
+    # Counted from the block's end, so that a sum rounded otherwise never aims behind its last weight.
+    aim = (own[..., -1:] - (sums.gather(-1, which) - aim)).clamp_min(torch.finfo(own.dtype).tiny)
+    inner = torch.searchsorted(own, aim).clamp(max=block - 1)
+    return (which * block + inner).squeeze(-1).clamp(max=size - 1), whole.squeeze(-1)
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # which has no float64

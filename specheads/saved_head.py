@@ -14,7 +14,7 @@ from transformers.utils import logging as hf_logging
 
 from specheads.heads import HEADS, HeadConfig
 from specheads.heads.vocabulary import draft_offsets
-from specheads.hub import may_be_repository
+from specheads.hub import did_you_mean, may_be_repository
 from specheads.hub import options as hub_options
 from specheads.joint import JointConfig, is_adapter
 from specheads.options import listing, reason, shortened, shown
@@ -30,6 +30,7 @@ _TABLES, _NAMES = (
     ("base_model_name_or_path", "base_revision"),
 )
 _MOST_NAME = 4096  # characters of a path
+_MOST_LENGTH = 2**40  # tokens of a text
 logger = hf_logging.get_logger(__name__)
 
 
@@ -104,7 +105,7 @@ def _read(source: Any, hub: dict[str, Any]) -> SavedHead:
     stored = beside if text is None else _agreed(_parsed(text, f"the header of {weights}"), beside, source)
     if stored is None:
         raise CheckpointError(f"{source} has no {CONFIG}, nor a config in the header of {WEIGHTS}")
-    known = {name: stored.get(name) or None for name in (*_TABLES, *_NAMES)}
+    known = {name: stored.get(name) or None for name in (*_TABLES, *_NAMES, "trained_length")}
     config = SpecConfig(**known, architectures=["SpecModel"])
     try:
         head = config.head_config()
@@ -205,6 +206,9 @@ def _parsed(text: str | bytes, where: Any) -> dict[str, Any]:
     for name in _TABLES:
         if not isinstance(stored.get(name) or {}, dict):
             raise CheckpointError(f"{where}: {name} should be a table of options, not {shown(stored[name])}")
+    length = stored.get("trained_length")
+    if length is not None and (type(length) is not int or not 1 <= length <= _MOST_LENGTH):
+        raise CheckpointError(f"{where}: trained_length should be a whole number of tokens, not {shown(length)}")
     for name in _NAMES:
         value = stored.get(name)
         if value is not None and not (
@@ -227,9 +231,16 @@ def _find(source: Any, name: str, hub: dict[str, Any]) -> str | None:
             )
         return None
     if folder.is_file() or not may_be_repository(str(source)):
-        raise CheckpointError(f"{folder} is not a directory with {CONFIG} and {WEIGHTS}, nor a hub id (owner/name)")
+        raise CheckpointError(
+            f"{folder} is not a directory with {CONFIG} and {WEIGHTS}, nor a hub id (owner/name)"
+            f"{did_you_mean(str(source))}"
+        )
     try:
-        return cached_file(str(source), name, **{**hub_options(str(source)), **hub})
+        options = {**hub_options(source, **hub), **hub}
+    except FileNotFoundError as error:
+        raise CheckpointError(str(error)) from error
+    try:
+        return cached_file(str(source), name, **options)
     except OSError as error:
         raise CheckpointError(
             f"{source} is neither a directory nor a hub repository with {name}: {reason(error)}"

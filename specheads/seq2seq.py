@@ -52,6 +52,15 @@ class Source:
         return cls(hidden, mask, [list(row) for row in rows])
 
 
+def decoder_start(base: PreTrainedModel) -> int:
+    """The token that generate() lets the decoder's text begin with. ValueError where the model names none."""
+    config: Any = base.generation_config
+    start = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
+    if not isinstance(start, int):
+        raise ValueError(f"{type(base).__name__} names no decoder_start_token_id; set it in its generation config")
+    return start
+
+
 def refuse_unsupported(base: PreTrainedModel) -> None:
     """Raise UnsupportedModel, with the reason, for an encoder-decoder whose decoder cannot verify a chain in a pass."""
     name = type(base).__name__

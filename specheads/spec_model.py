@@ -14,16 +14,20 @@ from transformers.utils import ModelOutput
 
 from specheads import checkpoint, generation
 from specheads.drafters.base import Drafter
+from specheads.drafters.named import either
 from specheads.heads import HEADS, DraftHead, HeadConfig, TapBatch
 from specheads.heads.naming import head_kind
 from specheads.joint import JointConfig, adapters, base_loss, is_adapter
+from specheads.planner import StaticTree
+from specheads.planner.named import static_choices
 from specheads.target import logits_of
 from specheads.teacher import LiveTeacher, Teacher, packed_mask, tapped
 
 
 class SpecConfig(PreTrainedConfig):
     """What config.json of a head checkpoint holds: the head's options, which base it was trained for and how that was
-    quantised, and where adapters were trained with it (joint), their options."""
+    quantised, where adapters were trained with it (joint), their options, and trained_length, the tokens of the longest
+    text it was trained on (None: not recorded)."""
 
     model_type = "specheads"
 
@@ -35,6 +39,7 @@ class SpecConfig(PreTrainedConfig):
         base_fingerprint: dict[str, Any] | None = None,
         joint: dict[str, Any] | None = None,
         base_quantization: dict[str, Any] | None = None,
+        trained_length: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -44,6 +49,7 @@ class SpecConfig(PreTrainedConfig):
         self.base_fingerprint = base_fingerprint or {}
         self.joint = joint
         self.base_quantization = base_quantization
+        self.trained_length = trained_length
 
     @classmethod
     def of(
@@ -84,6 +90,7 @@ class SpecModel(PreTrainedModel):
         super().__init__(config)
         self.base = base.requires_grad_(False).eval()
         self.head = head
+        self.note_trained_length(config.trained_length)
         self.joint = None if config.joint is None else JointConfig.of(config.joint)
         self.progress = 1.0  # share of the run that is done, which a trainer tells
         self.draw_seed: int | None = None  # TapBatch.seed, which it tells too
@@ -207,26 +214,39 @@ class SpecModel(PreTrainedModel):
         with torch.set_grad_enabled(self.joint is not None and torch.is_grad_enabled()):
             return tapped(self.base, input_ids, mask, position_ids, self.head.layers)
 
-    def set_default_tree(self, choices: tuple[tuple[int, ...], ...] | None) -> None:
-        """The static tree to draft unless generate() is told another, saved with the head; None: the usual one of its
-        kind. ValueError where the choices are no tree."""
+    def note_trained_length(self, length: int | None) -> None:
+        """The head has been trained on texts of so many tokens; that of the longest is kept, and saved with it."""
+        self.config.trained_length = max(length or 0, self.config.trained_length or 0) or None
+        self.head.trained_length = self.config.trained_length if self.head.attends else None
+
+    def set_default_tree(self, tree: StaticTree | str | tuple[tuple[int, ...], ...] | None) -> None:
+        """The static tree to draft unless generate() is told another, saved with the head: the tree, its text
+        ("static:16", "chain:4"), or its choices; None: the usual one of its kind. ValueError for what is none.
+        """
+        choices = static_choices(tree) if isinstance(tree, str | StaticTree) else tree
         self.head.config = replace(self.head.config, tree=choices)
         self.config.head = self.head.config.to_dict()
 
     @torch.no_grad()
     def generate(
-        self, inputs: Tensor | None = None, *, draft: bool | Drafter = True, **kwargs: Any
+        self,
+        inputs: Tensor | None = None,
+        *,
+        draft: Drafter | str | bool | None = True,
+        drafter: Drafter | str | None = None,
+        **kwargs: Any,
     ) -> Tensor | ModelOutput:
         """Hugging Face's generate() with tree drafts: the same arguments, the same text, in fewer passes.
 
-        draft: True for this model's head, False for plain decoding through the same loop, or any other drafter.
-        tree: a plan (`DynamicTree`, `StaticTree`, `chain`, `SampledTree`; default: the head's). accept: the rule
-        (default `Exact`; lossless as it is: `Block`, `Traversal`; not lossless: `Fuzzy`, `Typical` and others). seed:
+        draft: True or "head" for this model's head, False for plain decoding through the same loop, "lookup", "ngram",
+        "maxgram", or any other drafter; drafter: another name of it. tree: a plan (`DynamicTree`, `StaticTree`,
+        `chain`, `SampledTree`; default: the head's) or its text, "chain:3". accept: the rule (default `Exact`; lossless
+        as it is: `Block`, `Traversal`; not lossless: `Fuzzy`, `Typical` and others) or its text, "fuzzy:js:0.2". seed:
         of the sampling. With return_dict_in_generate=True the output also has `steps` and `statistics()`. Stopping
         criteria are asked row by row, after each token.
         """
-        drafter = self.head if draft is True else (draft or None)
-        return generation.generate(self.base, inputs, drafter=drafter, **kwargs)
+        found = either(draft, drafter, self.head, default=True)
+        return generation.generate(self.base, inputs, draft=found, **kwargs)
 
     def gradient_checkpointing_enable(  # type: ignore[override]
         self,

@@ -4,25 +4,23 @@ checkpoints of the head alone."""
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import ProgressCallback, Trainer, TrainingArguments, set_seed
+from transformers import Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, get_last_checkpoint
 
-from specheads import zero
+from specheads import run_card, zero
+from specheads.card import Record
+from specheads.context_limits import longest_text
 from specheads.faults import STATE, TrainingError, go_on, is_unwritten, refuse_not_finite
+from specheads.frozen import explanation, is_marked
 from specheads.fsdp import trained_alone
 from specheads.joint import is_adapter
 from specheads.launch import kind_of
@@ -31,68 +29,11 @@ from specheads.optim import MuonAdamW, parameter_groups
 from specheads.planner import StaticTree
 from specheads.repeats import without_repeats
 from specheads.resume import Unlogged, Writers, writers_of
-from specheads.saved_head import CheckpointError
+from specheads.saved_head import CONFIG, CheckpointError
 from specheads.spec_model import SpecModel, SpecOutput
-
-_ADAMW = ("adamw_torch", "adamw_torch_fused")
-
-
-@dataclass
-class SpecTrainingArguments(TrainingArguments):
-    """transformers' TrainingArguments, and two options of heads."""
-
-    head_lr_groups: dict[str, float] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Regular expression on parameter names → factor on learning_rate; as JSON on a command line."
-        },
-    )
-    muon: bool = field(
-        default=False,
-        metadata={"help": "torch.optim.Muon on the head's hidden matrices, AdamW on the rest."},
-    )
-
-    def __post_init__(self) -> None:
-        if self.use_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.distributed.is_initialized():
-            # transformers 5.23 hands ddp_timeout on for GPUs alone: a process that hangs would hang the others.
-            PartialState(cpu=True, backend=self.ddp_backend, timeout=timedelta(seconds=self.ddp_timeout))
-        super().__post_init__()
-        if self.data_seed is None:
-            # Else the order of the rows hangs on what drew random numbers before train(), and a resumed run differs.
-            self.data_seed = self.seed
-        if isinstance(self.head_lr_groups, str):
-            self.head_lr_groups = json.loads(self.head_lr_groups)
-        for pattern, factor in self.lr_multipliers.items():
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"head_lr_groups: {pattern!r} is no regular expression: {error}") from error
-            if not isinstance(factor, int | float) or factor < 0:
-                raise ValueError(
-                    f"head_lr_groups: {pattern!r} has the factor {factor!r}; expected a number of at least 0"
-                )
-        if self.muon and self.optim not in _ADAMW:
-            raise ValueError(f"muon=true goes with optim {' or '.join(_ADAMW)}, not {str(self.optim)!r}")
-
-    @property
-    def lr_multipliers(self) -> Mapping[str, float]:
-        groups = self.head_lr_groups or {}
-        if not isinstance(groups, Mapping):
-            raise ValueError(f"head_lr_groups={groups!r}: expected {{regular expression: factor}}")
-        return groups
-
-
-class AcceptanceProgress(ProgressCallback):
-    """transformers' progress bar with the accepted length and the loss behind it; evaluations are written above it."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.training_bar is None or not logs:
-            return
-        if "loss" not in logs:
-            super().on_log(args, state, control, logs=logs, **kwargs)
-            return
-        shown = {"accepted": logs.get("accepted_length"), "loss": logs["loss"], "lr": logs.get("learning_rate")}
-        self.training_bar.set_postfix({k: f"{float(v):.4g}" for k, v in shown.items() if v is not None})
+from specheads.training_arguments import SpecTrainingArguments as SpecTrainingArguments
+from specheads.training_log import AcceptanceProgress as AcceptanceProgress
+from specheads.training_log import Pace, printer_for
 
 
 class SpecTrainer(Trainer):
@@ -105,8 +46,11 @@ class SpecTrainer(Trainer):
     """
 
     args: SpecTrainingArguments
+    recipe: str | None = None  # as YAML, where one was followed
 
     def __init__(self, model: SpecModel, args: SpecTrainingArguments, **kwargs: Any) -> None:
+        if is_marked(model):
+            raise ValueError(explanation(model))
         if not isinstance(model, SpecModel):
             raise ValueError(f"SpecTrainer trains a SpecModel, not {type(model).__name__}: make one with convert()")
         if args.n_gpu > 1:
@@ -115,15 +59,18 @@ class SpecTrainer(Trainer):
                 "or choose one with CUDA_VISIBLE_DEVICES"
             )
         self._training_meter, self._evaluation_meter = TrainingMeter(), TrainingMeter()
+        self._pace = Pace()
+        self._longest: Tensor | None = None  # () tokens of the longest text seen since the head was last told
         super().__init__(model, args, **kwargs)
         if args.muon and self.is_deepspeed_enabled:
             raise ValueError(
-                "muon=true steps on whole matrices, which DeepSpeed flattens: use recipes/accelerate/fsdp2.yaml or "
-                "ddp.yaml, or muon=false"
+                "muon=true steps on whole matrices, which DeepSpeed flattens: launch with accelerate/fsdp2 or "
+                "accelerate/ddp (see `specheads recipes`), or give muon=false"
             )
-        if any(type(callback) is ProgressCallback for callback in self.callback_handler.callbacks):
-            self.remove_callback(ProgressCallback)
-            self.add_callback(AcceptanceProgress)
+        for callback in list(self.callback_handler.callbacks):
+            if (printer := printer_for(callback, self._pace)) is not None:
+                self.remove_callback(callback)
+                self.add_callback(printer)
 
     # Loss and reports
 
@@ -138,6 +85,8 @@ class SpecTrainer(Trainer):
         refuse_not_finite(loss.detach(), "loss", self.state.global_step + 1, self.args.output_dir)
         divisor = tokens.clamp_min(1) if num_items_in_batch is None else num_items_in_batch
         self._training_meter.add(outputs.ranks, outputs.terms or {}, divisor, tokens)
+        length = longest_text(inputs)
+        self._longest = length if self._longest is None else torch.maximum(self._longest, length)
         return (loss, outputs) if return_outputs else loss
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
@@ -153,7 +102,9 @@ class SpecTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
-            logs.update(self._report(self._training_meter))
+            states = gather_object([self._training_meter.state()])
+            logs.update(TrainingMeter.combined(states))
+            self._pace.tokens += sum(int(state["tokens"][0]) for state in states)
             self._training_meter = TrainingMeter()
         super().log(logs, *args, **kwargs)
 
@@ -261,6 +212,12 @@ class SpecTrainer(Trainer):
         # The first process writes trainer_state.json next, which says that the checkpoint is whole.
         self.accelerator.wait_for_everyone()
 
+    def _note_trained_length(self) -> None:
+        """Tell the head, and so its checkpoints, of the longest text of this process: rows are dealt out at random."""
+        if self._longest is not None:
+            self.accelerator.unwrap_model(self.model).note_trained_length(int(self._longest))
+            self._longest = None
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         writers = None if checkpoint is None else writers_of(checkpoint, self.args.process_index)
@@ -269,6 +226,8 @@ class SpecTrainer(Trainer):
         if writers.processes != self.args.world_size:
             # transformers goes on with the numbers the run began with, which would drop the same weights once more.
             set_seed(self.args.seed + self.state.global_step)
+        stored = json.loads((Path(checkpoint) / CONFIG).read_text("utf8"))
+        self.accelerator.unwrap_model(self.model).note_trained_length(stored.get("trained_length"))
         unlogged = Unlogged.load(checkpoint, self.args.process_index, self.args.world_size)
         self._training_meter = TrainingMeter.of_states(unlogged.meters, self.args.device)
         self._tr_loss.fill_(unlogged.loss)
@@ -289,13 +248,24 @@ class SpecTrainer(Trainer):
             )
             if found is not None and (written := writers_of(found, self.args.process_index)) is not None:
                 self._writers().refuse(written, Path(found), other_rows=self.args.ignore_data_skip)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        self._note_trained_length()
+        return output
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The head alone; a launcher that shards parameters passes what it gathered."""
         if self.args.should_save:
+            self._note_trained_length()
             model = self.accelerator.unwrap_model(self.model)
-            model.save_pretrained(output_dir or self.args.output_dir, state_dict=state_dict)
+            folder = output_dir or self.args.output_dir
+            model.save_pretrained(folder, state_dict=state_dict)
+            run_card.write(model, Path(str(folder)), self.record())
+
+    def record(self) -> Record:
+        """What a model card says of the run so far."""
+        steps, processes = self.state.global_step, self.args.world_size
+        trained = [] if self.recipe else run_card.described(self.args, steps, self.train_dataset, processes)
+        return Record(history=self.state.log_history, recipe=self.recipe, trained=trained)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         missing = [name for name in load_result.missing_keys if name.startswith("head.") or is_adapter(name)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import signal
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,17 +30,30 @@ from transformers.integrations.deepspeed import (
     unset_hf_deepspeed_config,
 )
 
-from specheads import curves, launch
+from specheads import curves, launch, run_card
+from specheads.card import Record
 from specheads.convert import convert, load_head
 from specheads.data import Collator, build_datasets, token_counts
-from specheads.faults import STATE, TrainingError, finished, go_on, is_lost_process, last_finished
+from specheads.faults import (
+    STATE,
+    TrainingError,
+    TrainingStopped,
+    finished,
+    go_on,
+    is_lost_process,
+    last_finished,
+    stop_signals,
+    stopped_at,
+)
 from specheads.heads.vocabulary import DraftVocabulary
+from specheads.hub import options as hub_options
 from specheads.launch import LaunchError
 from specheads.parity import Parity, ParityConfig, compare, prompts_of
 from specheads.quantized import quantization
 from specheads.recipe import RECIPE, Recipe, RecipeError
 from specheads.spec_model import SpecModel
 from specheads.trainer import SpecTrainer, SpecTrainingArguments
+from specheads.training_options import refuse_absent_reporters
 
 RESULTS = "results.json"
 SHARDED = ("fsdp", "fsdp2", "zero3")  # no process has the whole model
@@ -53,13 +68,18 @@ class Run:
     checkpoint: str | None
     parity: ParityConfig
     recipe: Recipe
+    head_saved: bool = False
 
     def train(self) -> dict[str, float]:
         """Train, evaluate where there is something held out, save the head, compare it with real decoding, and return
-        the final metrics. TrainingError where it cannot go on; ParityError, with everything saved, where decoding is
-        not as training said."""
+        the final metrics. TrainingError where it cannot go on; TrainingStopped, a KeyboardInterrupt, where it was
+        asked to stop; ParityError, with everything saved, where decoding is not as training said."""
+        began = time.time()
         try:
-            metrics, parity = self._run()
+            with stop_signals():
+                metrics, parity = self._run()
+        except KeyboardInterrupt as error:
+            raise self._stopped(began, getattr(error, "number", signal.SIGINT)) from None
         except RuntimeError as error:
             if not is_lost_process(error):
                 raise
@@ -72,6 +92,16 @@ class Run:
             parity.refuse()
         return metrics
 
+    def _stopped(self, began: float, number: int) -> TrainingStopped:
+        trainer = self.trainer
+        for callback in trainer.callback_handler.callbacks:
+            if (bar := getattr(callback, "training_bar", None)) is not None:
+                bar.close()  # which ends its line
+        if not trainer.is_world_process_zero():
+            return TrainingStopped(number=number)
+        step, output = trainer.state.global_step, trainer.args.output_dir
+        return TrainingStopped(stopped_at(step, output, began, self.checkpoint, self.head_saved), number)
+
     def _run(self) -> tuple[dict[str, float], Parity | None]:
         """All of it but the verdict, each part on disk before the next begins."""
         trainer = self.trainer
@@ -79,6 +109,7 @@ class Run:
         assert trainer.args.output_dir is not None
         output = Path(trainer.args.output_dir)
         trainer.save_model(str(output))
+        self.head_saved = True
         trainer.save_state()
         if trainer.eval_dataset is not None:
             metrics |= trainer.evaluate()
@@ -96,6 +127,8 @@ class Run:
             (output / RECIPE).write_text(self.recipe.to_yaml(), "utf8")
             (output / RESULTS).write_text(json.dumps(metrics, indent=2, sort_keys=True) + "\n", "utf8")
             curves.draw(output, self.trainer.state.log_history)
+            model = self.trainer.accelerator.unwrap_model(self.trainer.model, keep_fp32_wrapper=False)
+            run_card.write(model, output, Record.of_folder(output))
 
     def _at_the_end(self) -> dict[str, float] | None:
         """The metrics of a run that had taken its last step before, with its head restored; transformers (5.23) would
@@ -159,6 +192,7 @@ def prepare(recipe: Recipe) -> Run:
     trainer = SpecTrainer(
         model, arguments, train_dataset=train, eval_dataset=held_out, data_collator=collator, callbacks=callbacks
     )
+    trainer.recipe = recipe.to_yaml()
     kind = launch.kind_of(trainer.accelerator)
     launch.check(recipe.launch, trainer.accelerator.num_processes, kind)
     if kind in SHARDED and getattr(model.base, "is_quantized", False):
@@ -171,7 +205,7 @@ def prepare(recipe: Recipe) -> Run:
 def live(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecModel, Any, Any, Any]:
     """Model, rows to train on, rows held out and collator, with the base in memory."""
     assert recipe.data is not None
-    tokenizer = AutoTokenizer.from_pretrained(recipe.base)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.base, **hub_options(recipe.base))
     with arguments.main_process_first(desc="reading the data"):
         train, held_out = build_datasets(recipe.data, tokenizer)
     return build_model(recipe, train), train, held_out, Collator(padding_id(tokenizer))
@@ -190,8 +224,12 @@ def training_arguments(recipe: Recipe) -> SpecTrainingArguments:
     # Without it, several processes on CPUs do not find one another and each trains on its own.
     options.setdefault("use_cpu", not torch.accelerator.is_available())
     try:
+        refuse_absent_reporters(options.get("report_to"))
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    try:
         return SpecTrainingArguments(**options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ImportError) as error:
         raise RecipeError(f"training: {error}") from error
 
 
@@ -242,13 +280,14 @@ def build_model(recipe: Recipe, train: Iterable[Any]) -> SpecModel:
 
 
 def load_base(recipe: Recipe) -> PreTrainedModel:
-    options: dict[str, Any] = {"dtype": recipe.base_dtype if recipe.base_dtype == "auto" else _dtype(recipe.base_dtype)}
+    hub = hub_options(recipe.base)
+    dtype: Any = recipe.base_dtype if recipe.base_dtype == "auto" else _dtype(recipe.base_dtype)
+    options: dict[str, Any] = {**hub, "dtype": dtype}
     if recipe.attn_implementation is not None:
         options["attn_implementation"] = recipe.attn_implementation
     if recipe.bits is not None:
-        dtype = options["dtype"]
         if dtype == "auto":
-            dtype = getattr(AutoConfig.from_pretrained(recipe.base), "dtype", None) or torch.float32
+            dtype = getattr(AutoConfig.from_pretrained(recipe.base, **hub), "dtype", None) or torch.float32
         options["quantization_config"] = quantization(recipe.bits, dtype)
     return AutoModelForCausalLM.from_pretrained(recipe.base, **options)
 

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specheads import host
-
 if TYPE_CHECKING:
     from specheads.draft_law import DraftLogits
 
@@ -34,11 +32,6 @@ def ancestors(parents: Tensor, max_depth: int | None = None) -> Tensor:
         if span <= depth:
             hop = hop @ hop
     return reach > 0.5
-
-
-def known_all(marks: Tensor) -> bool:
-    """Are all marks true, as far as asking costs nothing? False elsewhere than on a CPU, where it would wait."""
-    return host.reads(marks) and bool(marks.all())
 
 
 @dataclass(frozen=True)
@@ -74,11 +67,6 @@ class Shape:
         return self.drafted & (self.ranks == 0)
 
     @cached_property
-    def not_first(self) -> Tensor:
-        """(B, N) the others."""
-        return ~self.first
-
-    @cached_property
     def children(self) -> Tensor:
         """(B, N, N) True where node j is a child of node i."""
         return self.parents.unsqueeze(1) == torch.arange(self.parents.shape[1], device=self.parents.device).unsqueeze(1)
@@ -99,13 +87,6 @@ class Shape:
         order = torch.where(self.children, self.children.cumsum(2) - 1, self.most_siblings)
         table = place.new_zeros(batch, num, self.most_siblings + 1)
         return table.scatter_(2, order, place.unsqueeze(1).expand_as(order))[:, :, :-1].flatten(0, 1)
-
-    @cached_property
-    def inner(self) -> Tensor:
-        """(I,) the nodes that have children, counted over all rows: node i of row b is b · N + i. On a GPU, where
-        looking for them would wait, all nodes."""
-        every = self.children.any(2).flatten()
-        return every.nonzero().squeeze(1) if host.reads(every) else torch.arange(len(every), device=every.device)
 
     @cached_property
     def families(self) -> tuple[Tensor, list[Tensor]]:
@@ -137,10 +118,11 @@ class Shape:
                 if node:
                     below.setdefault(above, []).append(node)
 
-            def met(node: int, below: dict[int, list[int]] = below) -> list[int]:
-                return [*(one for child in below.get(node, ()) for one in met(child)), node]
-
-            order = met(0)
+            order, ahead = [], [0]
+            while ahead:
+                order.append(ahead.pop())
+                ahead += below.get(order[-1], ())
+            order.reverse()
             rows.append([*order, *sorted(set(range(len(parents))) - set(order))])
         return torch.tensor(rows, device=self.parents.device)
 

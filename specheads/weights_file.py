@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specheads.options import listing, reason, shortened
+from specheads.options import OptionError, listing, reason, shortened
 
 MOST_JSON = 4 << 20  # bytes of a config; those of heads are of a few thousand
 _MOST_HEADER = 16 << 20  # bytes of names and shapes; a head of 64 layers has some 100,000
@@ -21,7 +21,7 @@ DTYPES = {
 }  # fmt: skip
 
 
-class CheckpointError(ValueError):
+class CheckpointError(OptionError):
     """A head checkpoint that cannot be used; the message says what is wrong with which file."""
 
 
@@ -78,5 +78,7 @@ def refuse_nonfinite(source: Any, tensors: dict[str, Tensor], allowable: bool = 
         if tensor.is_floating_point() and tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all()
     ]
     if found:
-        hint = ", or load it as it is with allow_nonfinite=True (--allow-nonfinite)" if allowable else ""
-        raise CheckpointError(f"{source}: NaN or Inf in {listing(found)}; copy or train it again{hint}")
+        hint = ", or load it as it is with {allow_nonfinite}" if allowable else ""
+        raise CheckpointError(
+            f"{source}: NaN or Inf in {listing(found)}; copy or train it again{hint}", allow_nonfinite=True
+        )

@@ -12,10 +12,23 @@ from collections.abc import Sequence
 
 import typer
 
-from specheads_cli import chat, decode, features, formats, measure, sweep, train
-from specheads_cli.app import DEBUG, app
+from specheads_cli import chat, decode, doctor, features, formats, measure, recipes, sweep, train
+from specheads_cli.app import DEBUG, app, flags
 
-__all__ = ["app", "chat", "decode", "features", "formats", "main", "measure", "run", "sweep", "train"]
+__all__ = [
+    "app",
+    "chat",
+    "decode",
+    "doctor",
+    "features",
+    "formats",
+    "main",
+    "measure",
+    "recipes",
+    "run",
+    "sweep",
+    "train",
+]
 
 
 def run(args: Sequence[str] | None = None) -> int:
@@ -31,7 +44,10 @@ def run(args: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         if "--debug" in given or os.environ.get(DEBUG):
             raise
-        message = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
+        if isinstance(error, OSError) and error.filename:
+            message = f"{error.strerror}: {error.filename}"
+        else:  # `said`: of an OptionError, whose module is not imported here, for the sake of --help
+            message = error.said(*flags(given)) if hasattr(error, "said") else str(error)
     print(f"specheads: {' '.join(message.split())}", file=sys.stderr)
     return 2
 

@@ -3,28 +3,54 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
+from specheads_cli.complete import DTYPES, RULES, TREES, complete_words
+
 DEBUG = "SPECHEADS_DEBUG"
 
 app = typer.Typer(
-    name="specheads", add_completion=False, rich_markup_mode=None,
+    name="specheads", rich_markup_mode=None,
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )  # fmt: skip
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Head checkpoint: a directory or a hub id.")]
 Base = Annotated[str | None, typer.Option(help="Another base model than the one the checkpoint names.")]
 DType = Annotated[
-    str, typer.Option(help="float32, bfloat16 or float16; auto: float32 on a CPU, else as the checkpoint was saved.")
+    str,
+    typer.Option(
+        help="float32, bfloat16 or float16; auto: float32 on a CPU, else as the checkpoint was saved.",
+        autocompletion=complete_words(*DTYPES),
+    ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto: the GPU where there is one.")]
+Target = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Head checkpoint or plain Hugging Face model: a directory or hub id.")
+]
+Assistant = Annotated[
+    str | None, typer.Option(metavar="SMALL_MODEL", help="A smaller model to draft with, of any vocabulary.")
+]
+Drafts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="What drafts: head, lookup[:TOKENS], ngram[:ORDER], maxgram[:BIGRAMS], a checkpoint, or "
+        "cascade:DRAFTER+DRAFTER… with model:PATH among them (default: the assistant, else the head, else lookup).",
+    ),
+]
+KMatrix = Annotated[
+    str | None, typer.Option(metavar="ROWS", help="Who writes how many tokens in a cascade, as [[5,8],[0,8]].")
+]
+Leniency = Annotated[float, typer.Option(min=1.0, help="Between the drafts of a cascade.")]
 Tree = Annotated[
     str | None,
     typer.Option(
         help="Draft tree: chain:DEPTH, comb:DEPTH[,WIDTH], dynamic:NODES,DEPTH,TOP_K, best:NODES,DEPTH,WIDTH, "
-        "static[:NODES], sampled:2,2,1 (default: the head's)."
+        "static[:NODES], sampled:2,2,1 (default: the head's).",
+        autocompletion=complete_words(*TREES),
     ),
 ]
 Accept = Annotated[
@@ -32,9 +58,16 @@ Accept = Annotated[
     typer.Option(
         help="Which drafts stand: exact, block, traversal (lossless); fuzzy:DIVERGENCE:THRESHOLD[:MODE], "
         "typical[:EPSILON[:DELTA]], topn[:N[:MARGIN]], margin:RATIO, lenient:L, cs_leniency:L, ensemble:WEIGHT "
-        "(default: exact)."
+        "(default: exact).",
+        autocompletion=complete_words(*RULES),
     ),
 ]
+# What the library calls options that have another name on the command line.
+_OTHER_NAMES = {
+    "drafters": "head", "trees": "tree", "k_matrices": "k_matrix", "train": "data", "launch.processes": "processes",
+    "launch.distributed": "distributed",
+}  # fmt: skip
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
 Count = Annotated[int, typer.Option(min=1)]
@@ -42,6 +75,27 @@ Count = Annotated[int, typer.Option(min=1)]
 
 def emit(record: dict[str, Any]) -> None:
     print(json.dumps(record, indent=2, ensure_ascii=False))
+
+
+def flags(given: Sequence[str]) -> tuple[dict[str, str], set[str]]:
+    """The flags of the command given, by the names that errors have for their options, and the names of those that
+    were typed: see OptionError."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    name = next((word for word in given if word in commands), "")
+    words = {word.partition("=")[0] for word in given}
+    found: dict[str, str] = {}
+    typed: set[str] = set()
+    for option in commands[name].params if name else ():
+        if option.param_type_name == "option":
+            flag = next((flag for flag in option.opts if flag.startswith("--")), option.opts[0])
+            names = [
+                option.name,
+                f"{name}.{option.name}",
+                *(k for k, own in _OTHER_NAMES.items() if own == option.name),
+            ]
+            found |= dict.fromkeys(names, flag)
+            typed |= {*names} if words & {*option.opts, *option.secondary_opts} else set()
+    return found, typed
 
 
 def _print_version(wanted: bool) -> None:
@@ -63,13 +117,15 @@ def root(
 
     \b
     Examples:
+      specheads doctor
       specheads demo
+      specheads recipes
       specheads generate checkpoints/eagle3 --prompt "def fibonacci(n):" --color-depth
       specheads chat checkpoints/eagle3
-      specheads train recipes/eagle3.yaml data.train=my.jsonl
-      specheads features recipes/eagle3.yaml --output features/llama
+      specheads train eagle3 base=my/model data.train=my.jsonl
+      specheads features eagle3 --output features/llama
       specheads evaluate checkpoints/eagle3 --num-prompts 8
-      specheads sweep recipes/sweep_rules.yaml
+      specheads sweep sweep_rules --head out/head
       specheads calibrate out/head --data own.jsonl --save
       specheads info checkpoints/eagle3
       specheads export out/head served --to vllm

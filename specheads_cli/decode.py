@@ -7,12 +7,28 @@ from typing import Annotated
 
 import typer
 
-from specheads_cli.app import Accept, Base, Device, DType, Json, Model, NewTokens, Tree, app, emit
+from specheads_cli.app import (
+    Accept,
+    Assistant,
+    Base,
+    Device,
+    Drafts,
+    DType,
+    Json,
+    KMatrix,
+    Leniency,
+    NewTokens,
+    Target,
+    Tree,
+    app,
+    emit,
+)
+from specheads_cli.doctor import doctor
 
 
 @app.command()
 def generate(
-    model: Model,
+    model: Target,
     prompt: Annotated[str | None, typer.Option(help="The prompt (default: what stdin gives).")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
     max_new_tokens: NewTokens = 128,
@@ -23,6 +39,10 @@ def generate(
     tree: Tree = None,
     accept: Accept = None,
     draft: Annotated[bool, typer.Option("--draft/--no-draft", help="--no-draft: one token a step.")] = True,
+    assistant: Assistant = None,
+    drafter: Drafts = None,
+    k_matrix: KMatrix = None,
+    leniency: Leniency = 1.0,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it comes.")] = True,
     color_depth: Annotated[bool, typer.Option("--color-depth", help="Colour tokens by draft depth.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the chat template.")] = False,
@@ -31,7 +51,7 @@ def generate(
     base: Base = None,
     as_json: Json = False,
 ) -> None:
-    """Generate text with a draft head. The text goes to stdout, the statistics to stderr.
+    """Generate text with a draft head or another drafter. The text goes to stdout, the statistics to stderr.
 
     \b
     Examples:
@@ -39,20 +59,25 @@ def generate(
       specheads generate out/head --prompt-file question.txt --chat --temperature 0.7 --seed 1
       cat file.py | specheads generate checkpoints/medusa --tree chain:4 --json
       specheads generate checkpoints/eagle3 --prompt "class A" --accept fuzzy:js:0.2
+      specheads generate google/flan-t5-large --assistant google/flan-t5-small --prompt "Translate to German: a house"
+      specheads generate large --prompt "a" --drafter cascade:model:small+maxgram --k-matrix [[5,8],[0,8]]
     """
     from specheads.commands import arguments
     from specheads.commands.generate import GenerateOptions, record, show
+    from specheads.commands.models import DraftOptions, Models
 
     text = arguments.read_prompt(prompt, prompt_file)
     options = GenerateOptions(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, tree=tree,
         draft=draft, chat=chat, accept=accept,
     )  # fmt: skip
-    spec, tokenizer = arguments.load(model, base, dtype, device)
+    chosen = DraftOptions(assistant, drafter, k_matrix, leniency, draft=draft)
+    models = Models.load(model, assistant=assistant, base=base, dtype=dtype, device=device)
+    name, drafts = chosen.drafter(models)
     if as_json:
-        emit({"model": model, **record(spec, tokenizer, text, options)})
+        emit({"model": model, "drafter": name, **record(models, drafts, text, options)})
     else:
-        show(spec, tokenizer, text, options, stream=stream, color_depth=color_depth)
+        show(models, drafts, text, options, stream=stream, color_depth=color_depth)
 
 
 @app.command()
@@ -60,7 +85,7 @@ def info(
     path: Annotated[Path | None, typer.Argument(metavar="[PATH]", help="A head checkpoint.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a head checkpoint holds; without PATH: versions, devices and the shipped checkpoints.
+    """Say what a head checkpoint holds; without PATH the same as `specheads doctor`.
 
     \b
     Examples:
@@ -68,9 +93,12 @@ def info(
       specheads info checkpoints/eagle3
       specheads info out/head --json
     """
-    from specheads.commands.info import checkpoint_record, show, system_record
+    if path is None:
+        doctor(network=False, as_json=as_json)
+        return
+    from specheads.commands.info import checkpoint_record, show
 
-    record = system_record() if path is None else checkpoint_record(path)
+    record = checkpoint_record(path)
     if as_json:
         emit(record)
     else:

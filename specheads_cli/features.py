@@ -9,11 +9,20 @@ from typing import Annotated
 import typer
 
 from specheads_cli.app import Json, app, emit
+from specheads_cli.complete import complete_recipe
+from specheads_cli.shipped import find_recipe
 
 
 @app.command()
 def features(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; recipes/ has one for each head.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE",
+            help="YAML file, or the name of a shipped one (see `specheads recipes`).",
+            autocompletion=complete_recipe("train"),
+        ),
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Over the recipe's.")] = None,
     output: Annotated[Path, typer.Option(help="Folder to fill, or to go on filling.")] = Path("features"),
     taps: Annotated[
@@ -36,17 +45,16 @@ def features(
 
     \b
     Examples:
-      specheads features recipes/eagle3.yaml --output features/llama data.train=own.jsonl
-      specheads features recipes/eagle3.yaml --output features/small --dtype float8_e4m3fn --law topk:64 --yes
+      specheads features eagle3 --output features/llama data.train=own.jsonl
+      specheads features eagle3 --output features/small --dtype float8_e4m3fn --law topk:64 --yes
     """
-    if not recipe.is_file():
-        raise ValueError(f"{recipe} is not a file; give a recipe such as recipes/eagle3.yaml")
+    file = find_recipe(recipe, "train")
     from specheads.commands import features as command
     from specheads.launch import LaunchError
 
     try:
         saved = command.run(
-            recipe, overrides or [], output, taps=taps, yes=yes, dtype=dtype, law=law, batch_size=batch_size,
+            file, overrides or [], output, taps=taps, yes=yes, dtype=dtype, law=law, batch_size=batch_size,
             shard_mb=shard_mb,
         )  # fmt: skip
     except LaunchError as error:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from specheads_cli.app import Base, Json, Model, app, emit
+from specheads_cli.complete import ENGINES, complete_words
 
 Stored = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: that of the checkpoint).")]
 
@@ -19,8 +20,8 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            help="vllm, sglang, trtllm, llamacpp, speculators, dflash, jetspec, deepspec, eagle, medusa, modelopt or "
-            "hydra."
+            help=f"{', '.join(ENGINES[:-1])} or {ENGINES[-1]}.",
+            autocompletion=complete_words(*ENGINES),
         ),
     ],
     base: Base = None,

@@ -7,12 +7,28 @@ from typing import Annotated
 
 import typer
 
-from specheads_cli.app import Accept, Base, Device, DType, Json, Model, NewTokens, Tree, app, emit
+from specheads_cli.app import (
+    Accept,
+    Assistant,
+    Base,
+    Device,
+    Drafts,
+    DType,
+    Json,
+    KMatrix,
+    Leniency,
+    Model,
+    NewTokens,
+    Target,
+    Tree,
+    app,
+    emit,
+)
 
 
 @app.command()
 def evaluate(
-    model: Model,
+    model: Target,
     prompts: Annotated[
         Path | None,
         typer.Option(help=".jsonl ('messages', 'prompt' or 'text') or one prompt a line; default: held-out files."),
@@ -23,15 +39,19 @@ def evaluate(
     repeats: Annotated[int, typer.Option(min=1, help="Medians are over this many.")] = 3,
     tree: Tree = None,
     accept: Accept = None,
+    assistant: Assistant = None,
+    drafter: Drafts = None,
+    k_matrix: KMatrix = None,
+    leniency: Leniency = 1.0,
     dtype: DType = "auto",
     device: Device = "auto",
     base: Base = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a head with real decoding: tokens/s, accepted length, acceptance by depth, and is the text the same.
+    """Measure a drafter with real decoding: tokens/s, accepted length, acceptance by depth, and is the text the same.
 
-    transformers' generate() and our own loop without drafts run on the same prompts in turn with the head, greedily.
-    With --accept the head runs under that rule too, beside the exact one.
+    transformers' generate() and our own loop without drafts run on the same prompts in turn with the drafter, greedily.
+    With --accept the drafter runs under that rule too, beside the exact one.
     Rows with 'messages' go through the chat template up to the first turn of the user.
     A token counts as repeated text if the 8 tokens that end with it came up before in the same text.
 
@@ -40,20 +60,24 @@ def evaluate(
       specheads evaluate checkpoints/eagle3
       specheads evaluate out/head --prompts questions.jsonl --max-new-tokens 256 --json > figures.json
       specheads evaluate out/head --prompts questions.txt --chat
+      specheads evaluate google/flan-t5-large --assistant google/flan-t5-small --prompts questions.txt
     """
     from specheads.accept.named import rule_named
     from specheads.bench.prompts import held_out_prompts, prompts_from
-    from specheads.commands import arguments
     from specheads.commands.evaluate import measure, show
+    from specheads.commands.models import DraftOptions, Models
 
     if chat and prompts is None:
         raise ValueError("--chat: the held-out files are no chat; give --prompts")
     rule = None if accept is None else rule_named(accept)
     asked = prompts_from(prompts, num_prompts, chat=chat) if prompts else None
-    spec, tokenizer = arguments.load(model, base, dtype, device)
+    chosen = DraftOptions(assistant, drafter, k_matrix, leniency)
+    models = Models.load(model, assistant=assistant, base=base, dtype=dtype, device=device)
+    name, drafts = chosen.drafter(models)
+    assert name is not None and drafts is not None
     if asked is None:
-        asked = [*held_out_prompts(tokenizer, num_prompts or 8)]
-    figures = measure(spec, tokenizer, asked, max_new_tokens=max_new_tokens, repeats=repeats, tree=tree, rule=rule)
+        asked = [*held_out_prompts(models.tokenizer, num_prompts or 8)]
+    figures = measure(models, name, drafts, asked, max_new_tokens=max_new_tokens, repeats=repeats, tree=tree, rule=rule)
     if as_json:
         emit({"model": model, **figures})
     else:
@@ -83,6 +107,7 @@ def parity(
       specheads parity out/eagle3 --data held_out.jsonl --dtype bfloat16 --tolerance 0.05
     """
     from specheads.commands import arguments
+    from specheads.console import make_console, table
     from specheads.data import DataConfig, build_datasets
     from specheads.parity import ParityConfig, compare, prompts_of
 
@@ -95,7 +120,9 @@ def parity(
     if as_json:
         emit({**vars(found), "holds": found.holds})
     else:
-        print(found)
+        out = make_console()
+        out.print(table("Accepted length (tokens a step, the base's own included)", ("", "tokens/step"), found.rows()))
+        out.print(found.verdict)
     if not found.holds:
         raise typer.Exit(3)
 

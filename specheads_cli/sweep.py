@@ -10,11 +10,20 @@ from typing import Annotated
 import typer
 
 from specheads_cli.app import Base, Device, DType, Json, app, emit
+from specheads_cli.complete import complete_recipe
+from specheads_cli.shipped import find_recipe
 
 
 @app.command()
 def sweep(
-    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="YAML file; options go over it.")] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RECIPE]",
+            help="YAML file, or the name of a shipped one; options go over it.",
+            autocompletion=complete_recipe("sweep"),
+        ),
+    ] = None,
     head: Annotated[
         list[str] | None,
         typer.Option("--head", "--drafter", help="Head checkpoint, model:PATH, lookup, ngram or maxgram; repeatable."),
@@ -30,7 +39,9 @@ def sweep(
     temperature: Annotated[str | None, typer.Option(help="0,1; 0 is greedy.")] = None,
     task: Annotated[
         str | None,
-        typer.Option(help="signatures or syntax (shipped), mmlu, gsm8k, csqa, humaneval, or prompts (no answers)."),
+        typer.Option(
+            help="signatures or syntax (shipped), mmlu, sampled_mmlu, gsm8k, csqa, humaneval, or prompts (no answers)."
+        ),
     ] = None,
     data: Annotated[list[str] | None, typer.Option(help="Files with the task's rows (default: the hub).")] = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Questions asked.")] = None,
@@ -73,7 +84,7 @@ def sweep(
 
     \b
     Examples:
-      specheads sweep recipes/sweep_rules.yaml --out runs/rules
+      specheads sweep sweep_rules --head out/head --out runs/rules
       specheads sweep --head checkpoints/eagle3 --accept fuzzy:js --thresholds 0.02,0.05,0.1,0.2,0.4
       specheads sweep --drafter model:small --base large --gamma 5,10,20 --top-k 1,50 --task prompts
       specheads sweep --base large --drafter cascade:model:small+maxgram --k-matrix [[5,8],[0,8]] --record large.json
@@ -82,15 +93,15 @@ def sweep(
     from specheads.sweep.grid import numbers, read_sweep
 
     given = {
-        "drafters": head, "accept": accept, "thresholds": numbers(thresholds, "--thresholds", float),
-        "gamma": numbers(gamma, "--gamma", int), "trees": tree, "top_k": numbers(top_k, "--top-k", int),
-        "temperature": numbers(temperature, "--temperature", float), "task": task, "data": data,
+        "drafters": head, "accept": accept, "thresholds": numbers(thresholds, "thresholds", float),
+        "gamma": numbers(gamma, "gamma", int), "trees": tree, "top_k": numbers(top_k, "top_k", int),
+        "temperature": numbers(temperature, "temperature", float), "task": task, "data": data,
         "num_prompts": num_prompts, "speed_prompts": speed_prompts, "batch_size": batch_size,
         "max_new_tokens": max_new_tokens, "repeats": repeats, "clock": clock, "seed": seed, "base": base,
         "k_matrices": k_matrix, "leniency": leniency, "notation": notation, "cost": cost,
         "chat": chat or None, "run_code": run_code or None,
     }  # fmt: skip
-    asked = read_sweep(recipe, given)
+    asked = read_sweep(None if recipe is None else find_recipe(recipe, "sweep"), given)
     if record is not None and workers > 1:
         raise ValueError("--record reviews in this process; leave --workers at 1")
     from specheads.commands import sweep as command

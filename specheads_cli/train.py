@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from specheads_cli.app import Json, NewTokens, app, emit
+from specheads_cli.complete import complete_recipe
+from specheads_cli.shipped import find_recipe
 
 
 @app.command()
@@ -23,6 +25,8 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Train a head live, save and restore it, and race it against transformers' generate() and the shipped heads.
+
+    Where no base came with the package, a tiny one is trained first, in a minute or two.
 
     \b
     Examples:
@@ -46,7 +50,14 @@ def demo(
 
 @app.command()
 def train(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; recipes/ has one for each head.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE",
+            help="YAML file, or the name of a shipped one (see `specheads recipes`).",
+            autocompletion=complete_recipe("train"),
+        ),
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Over the recipe's.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what the run will take, and stop.")] = False,
     processes: Annotated[int, typer.Option(min=1, help="Of the run that --dry-run reckons.")] = 1,
@@ -54,27 +65,26 @@ def train(
     device: Annotated[str | None, typer.Option(help="Of that run: H200, A100 … (default: what is here).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a draft head from a recipe, in this process. For several GPUs: accelerate launch train/heads.py RECIPE.
+    """Train a draft head from a recipe, in this process; under `accelerate launch` in several, one a GPU.
 
     \b
     Examples:
-      specheads train recipes/eagle3.yaml
-      specheads train recipes/medusa.yaml base=Qwen/Qwen3-0.6B data.train=my.jsonl training.output_dir=out
-      specheads train recipes/eagle3.yaml --dry-run --processes 8 --distributed fsdp2 --device H200
-      accelerate launch --config_file recipes/accelerate/ddp.yaml train/heads.py recipes/eagle3.yaml
+      specheads train eagle3 base=my/model
+      specheads train medusa base=Qwen/Qwen3-0.6B data.train=my.jsonl training.output_dir=out
+      specheads train eagle3 --dry-run --processes 8 --distributed fsdp2 --device H200
+      accelerate launch -m specheads_cli train my.yaml
     """
-    if not recipe.is_file():
-        raise ValueError(f"{recipe} is not a file; give a recipe such as recipes/eagle3.yaml")
+    file = find_recipe(recipe, "train")
     for override in overrides or []:
         if "=" not in override:
             raise ValueError(f"{override!r} is not KEY=VALUE, such as training.max_steps=100")
-    from specheads.faults import TrainingError
-    from specheads.launch import LaunchConfig, LaunchError
+    from specheads.faults import TrainingError, TrainingStopped
+    from specheads.launch import LaunchConfig, LaunchError, wait_for_all
     from specheads.parity import ParityError
     from specheads.recipe import read_recipe
     from specheads.training import prepare
 
-    wanted = read_recipe(recipe, overrides or [])
+    wanted = read_recipe(file, overrides or [])
     if dry_run:
         from specheads.estimate import estimate
 
@@ -93,7 +103,10 @@ def train(
         except (TrainingError, ParityError) as error:
             print(f"specheads: {error}", file=sys.stderr)
             raise typer.Exit(3 if isinstance(error, ParityError) else 1) from error
-    if as_json:
-        emit(metrics)
-        return
-    print(prepared.summary(metrics))
+        except TrainingStopped as stopped:
+            print(f"specheads: {stopped}", file=sys.stderr)
+            raise typer.Exit(stopped.exit_code) from stopped
+    if prepared.trainer.is_world_process_zero():
+        emit(metrics) if as_json else print(prepared.summary(metrics))
+    wait_for_all(prepared.trainer.accelerator)
+    prepared.trainer.accelerator.end_training()

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specheads import host
 from specheads.accept import Exact, walk
 from specheads.decode import decode
 from specheads.draft_law import LawKept
@@ -29,8 +28,8 @@ class Enumerating(Sampler):
     def restart(self):
         self.cursor, self.weight = 0, 1.0
 
-    def draw(self, p):
-        p = p.double()
+    def draw(self, p, numbers=None):
+        p, shape = p.double().reshape(-1, p.shape[-1]), p.shape[:-1]
         p = p / p.sum(-1, keepdim=True)
         options = [[(i, chance) for i, chance in enumerate(row) if chance > 0] for row in p.tolist()]
         count = 1
@@ -47,15 +46,28 @@ class Enumerating(Sampler):
             token, chance = row[place]
             self.weight *= chance
             chosen.append(token)
-        return torch.tensor(chosen)
+        return torch.tensor(chosen).view(shape)
+
+    def draw_nodes(self, p, tree, numbers):
+        """Of the nodes that a row's path reaches alone: what is drawn elsewhere is never looked at, and here is what
+        would be accepted if it were."""
+        drawn = torch.zeros_like(tree.tokens)
+        for b, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
+            for token, parent in reversed([*zip(tokens, parents, strict=True)]):
+                if parent >= 0:
+                    drawn[b, parent] = token
+            node = 0
+            while node is not None:
+                drawn[b, node] = token = int(self.draw(p[b, node : node + 1]))
+                node = next((i for i, x in enumerate(tokens) if x == token and parents[i] == node), None)
+        return drawn
 
     def coins(self, chance):
         chance = chance.nan_to_num(0).clamp(max=1)
-        sides = torch.stack([1 - chance.flatten(), chance.flatten()], dim=-1)
-        return host.marks(self.draw(sides).bool().view_as(chance))
+        return self.draw(torch.stack([1 - chance, chance], dim=-1)).bool()
 
     def coin(self, chance):
-        return bool(self.draw(torch.tensor([[1 - chance, chance]], dtype=torch.float64)))
+        return bool(self.coins(torch.tensor(chance, dtype=torch.float64)))
 
     def advance(self):
         while self.script and self.script[-1][0] + 1 == self.script[-1][1]:

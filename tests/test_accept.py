@@ -8,7 +8,7 @@ import torch
 from enumeration import Table, TableDrafter, TableTarget, distance, law_of, output_law, true_law
 
 from specheads.accept import Exact, Lenient, LevelRule, residual, walk
-from specheads.accept.exact import chances_in_order, younger_chances
+from specheads.accept.exact import chances_in_order
 from specheads.accept.rule import Laws
 from specheads.decode import decode
 from specheads.planner import DynamicTree, SampledTree, StaticTree, chain
@@ -249,7 +249,7 @@ def test_what_three_refused_siblings_leave_completes_the_law(accept):
             chance, left = chance * float(q[token]) / left, left - float(q[token])
         tree = DraftTree(torch.tensor([[0, *drawn]]), torch.tensor([[-1, 0, 0, 0]]), 1, q.expand(1, 4, -1))
         laws = Laws(tree, p.log().expand(1, 4, -1), sampler)
-        kept_chances = chances_in_order(laws, laws.p) + younger_chances(laws, laws.p)
+        kept_chances = chances_in_order(laws, laws.p)
         for token, kept in zip(drawn, kept_chances[0, 1:].clamp(max=1).tolist(), strict=True):
             emitted[token] += chance * kept
             chance *= 1 - kept

@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from specheads import convert, corpus
+from specheads.base_training import parts, run
+from specheads.base_training.options import Options
 from tests.forked import fork
 from train import base_model
 
@@ -37,7 +39,7 @@ def words_of(text):
 def train(library, output, **options):
     """Run the program there; what it read, in the order it read it."""
     seen = {"tokenizer": [], "batches": []}
-    learn, draw = base_model.train_tokenizer, base_model.batch
+    learn, draw = run.train_tokenizer, run.batch
 
     def learning(texts, vocab_size):
         seen["tokenizer"].append(words_of("".join(texts)))
@@ -52,8 +54,8 @@ def train(library, output, **options):
         arguments += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "stdlib_files", lambda: {path.name: path for path in sorted(library.glob("*.py"))})
-        patch.setattr(base_model, "train_tokenizer", learning)
-        patch.setattr(base_model, "batch", drawing)
+        patch.setattr(run, "train_tokenizer", learning)
+        patch.setattr(run, "batch", drawing)
         patch.setattr(sys, "argv", ["base_model.py", *arguments])
         base_model.main()
     tokenizer = AutoTokenizer.from_pretrained(output)
@@ -128,7 +130,7 @@ def test_a_run_into_the_same_folder_keeps_its_held_out_files(library, tmp_path):
 def test_a_deepened_model_starts_as_the_same_function(made):
     first, _ = made
     models = [LlamaForCausalLM.from_pretrained(first, dtype=torch.float32) for _ in range(2)]
-    deeper = base_model.with_layers(models[1], 5)
+    deeper = parts.with_layers(models[1], 5)
     ids = torch.randint(4, 320, (2, 17), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(deeper(ids, use_cache=False).logits, models[0](ids, use_cache=False).logits)
@@ -143,16 +145,16 @@ def test_a_budget_of_tokens_ends_the_run_at_the_first_step_that_reaches_it(libra
         seen = train(library, tmp_path / str(tokens), init=made[0], layers=2, tokens=tokens)
         record = json.loads((tmp_path / str(tokens) / "training.json").read_text("utf8"))
         assert record["steps"] == steps and record["tokens"] == steps * STEP and len(seen["batches"]) == steps + 32
-        assert not (tmp_path / str(tokens) / base_model.RESUME).exists()
+        assert not (tmp_path / str(tokens) / run.RESUME).exists()
 
 
 def test_the_learning_rate_follows_the_budget_of_tokens():
-    options = base_model.Options("out", tokens=1000.0, batch_size=1, sequence_length=1, flat_fraction=0.5)
+    options = Options("out", tokens=1000.0, batch_size=1, sequence_length=1, flat_fraction=0.5)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-    run = base_model.Run(options, None, [(optimizer, 2.0)], None, None)
+    state = run.Run(options, None, [(optimizer, 2.0)], None, None)
     for step, scale in ((0, 0.02), (24, 0.5), (400, 1.0), (750, 0.5), (999, 0.01)):
-        run.step = step
-        run.set_learning_rates()
+        state.step = step
+        state.set_learning_rates()
         assert optimizer.param_groups[0]["lr"] == pytest.approx(2.0 * scale), step
 
 
@@ -164,10 +166,10 @@ def test_files_and_folders_of_ones_own_are_trained_on_but_for_those_held_out(lib
     (own / "notes.txt").write_text("zqyy is in no .py file of the folder\n" * 12, "utf8")
     (tmp_path / "alone.txt").write_text("zqxx is in a file that is named\n" * 12, "utf8")
     folders = [str(tmp_path / "own"), str(tmp_path / "alone.txt")]
-    options = base_model.Options("out", data=folders)
+    options = Options("out", data=folders)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "stdlib_files", lambda: {path.name: path for path in sorted(library.glob("*.py"))})
-        train_texts, eval_texts = base_model.load_texts(options, ["m00.py", "m20.py", "m40.py"])
+        train_texts, eval_texts = run.load_texts(options, ["m00.py", "m20.py", "m40.py"])
     text = "".join(train_texts)
     assert "zqzz" in text and "zqxx" in text and "zqyy" not in text
     assert words_of(text) == set(range(41)) - HELD_OUT and words_of("".join(eval_texts)) == HELD_OUT
@@ -177,17 +179,29 @@ def test_files_and_folders_of_ones_own_are_trained_on_but_for_those_held_out(lib
             train(library, tmp_path / "out", init=made[0], layers=2, data=[wrong])
 
 
+def test_so_many_files_of_the_library_are_drawn_by_the_seed(library):
+    def drawn(**options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(corpus, "stdlib_files", lambda: {path.name: path for path in sorted(library.glob("*.py"))})
+            train_texts, eval_texts = run.load_texts(Options("out", **options), ["m00.py", "m20.py", "m40.py"])
+        assert words_of("".join(eval_texts)) == HELD_OUT
+        return words_of("".join(train_texts))
+
+    assert len(drawn(files=7)) == 7 and drawn(files=7) == drawn(files=7) != drawn(files=7, seed=1)
+    assert drawn(files=99) == drawn() == set(range(41)) - HELD_OUT
+
+
 def killed(library, output, at, **options):
     """The run in a process of its own, which is killed as it draws batch number `at` of training."""
     if (child := fork()) == 0:
-        draw, count = base_model.batch, iter(range(10**6))
+        draw, count = run.batch, iter(range(10**6))
 
         def drawing(*args):
             if next(count) == 16 + at:  # behind those of the held-out loss
                 os.kill(os.getpid(), signal.SIGKILL)
             return draw(*args)
 
-        base_model.batch = drawing
+        run.batch = drawing
         train(library, output, **options)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -203,7 +217,7 @@ def test_a_run_that_is_killed_and_resumed_ends_as_an_undisturbed_one(library, tm
     assert "resumed after step 3" in output and "resumed after step 6" in output
     for name in ("model.safetensors", "tokenizer.json", "held_out.txt"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
-    records = [json.loads((tmp_path / run / "training.json").read_text("utf8")) for run in ("whole", "cut")]
+    records = [json.loads((tmp_path / name / "training.json").read_text("utf8")) for name in ("whole", "cut")]
     assert records[0]["held_out_loss"] == records[1]["held_out_loss"] and records[1]["steps"] == 12
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 
-from specheads import SpecModel, StaticTree, convert
+from specheads import SpecModel, StaticTree, chain, convert
 from specheads.calibration import calibrated, expected_length, measured_ranks
 
 
@@ -69,10 +69,20 @@ def test_ranks_are_measured_on_rows_and_the_tree_is_saved_with_the_head(kind, tm
     model.save_pretrained(tmp_path / "head")
     again = SpecModel.from_pretrained(tmp_path / "head", base=base)
     assert again.head.default_plan(again.device, False) == tree
+    again.set_default_tree("chain:2")
+    assert again.head.default_plan(again.device, False) == StaticTree(((0,), (0, 0)))
+    assert expected_length("chain:2", ranks) == expected_length(chain(2), ranks)
+    with pytest.raises(ValueError, match="'sampled:2,1' is no static tree"):
+        again.set_default_tree("sampled:2,1")
     again.set_default_tree(None)
     assert again.head.default_plan(again.device, False) == convert(base, kind).head.default_plan(again.device, False)
     with pytest.raises(ValueError, match="no position of the 1 rows was scored"):
         measured_ranks(model, [{"input_ids": [1, 2], "labels": [1, 2]}])
+
+
+def test_a_heads_tree_may_be_given_as_text():
+    model = convert(tiny_llama(num_hidden_layers=2), "medusa", tree="chain:2")
+    assert model.head.config.tree == ((0,), (0, 0)) == convert(model.base, "medusa", tree=chain(2)).head.config.tree
 
 
 def test_a_saved_tree_that_is_no_tree_is_refused():

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specheads.chat.comparison import compared
 from specheads.chat.interrupt import Interruption
-from specheads.chat.models import Models
 from specheads.chat.session import Session
 from specheads.chat.settings import COMMANDS, Processor, Settings, change
+from specheads.commands.models import Models
 from tests.conftest import tiny_llama
 
 LENGTH = 24

@@ -91,7 +91,8 @@ def test_the_recorded_revision_is_of_the_recorded_base_only(named, base_dir, tmp
         asked.append((name, kwargs.get("revision"), kwargs.get("token"), "adapter_kwargs" in kwargs))
         return tiny_llama()
 
-    monkeypatch.setattr(checkpoint.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(checkpoint, "load_language_model", from_pretrained)
+    monkeypatch.setattr(checkpoint, "hub_options", lambda name, **given: {})
     SpecModel.from_pretrained(tmp_path, revision="of-the-head", token="secret", adapter_kwargs={}, subfolder="")
     SpecModel.from_pretrained(tmp_path, base="another/model")
     assert asked == [("someone/some-model", "abc", "secret", False), ("another/model", None, None, False)]

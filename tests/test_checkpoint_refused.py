@@ -226,4 +226,4 @@ def test_what_does_not_exist_is_refused(saved, tmp_path):
     refused("./nothing", "nor a hub id")
     refused(saved / "config.json", "config.json is not a directory with")
     refused("out/run/checkpoint-5", "out/run/checkpoint-5 is not a directory with config.json")
-    refused("someone/some-head", "someone/some-head is neither a directory nor a hub repository with config.json")
+    refused("someone/some-head", "no such folder: someone/some-head, and the hub cannot be asked for it")

@@ -12,6 +12,7 @@ import specheads_cli as cli
 from tests.program import run
 
 COMMANDS = (
+    "doctor",
     "demo",
     "train",
     "features",
@@ -21,6 +22,7 @@ COMMANDS = (
     "parity",
     "calibrate",
     "info",
+    "recipes",
     "export",
     "import",
 )
@@ -58,8 +60,9 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
         ("generate {head} --prompt a --prompt-file b", "not both"),
         ("generate {head} --prompt-file {tmp}/absent.txt", "absent.txt"),
         ("generate {head} --prompt-file {tmp}/latin.txt", "not UTF-8"),
+        ("generate {head} --prompt-file {tmp}/empty.jsonl", "empty.jsonl is empty"),
         ("generate {tmp}/absent --prompt a", "absent"),
-        ("generate {base} --prompt a", "not the config of a draft head"),
+        ("generate {base} --prompt a --drafter head", "there is no head to draft with"),
         ("generate {head} --prompt a --tree bush:3", "'bush:3' is no tree; expected chain:DEPTH"),
         ("generate {head} --prompt a --tree chain:x", "'x' is not whole numbers"),
         ("generate {head} --prompt a --tree chain:0", "depth=0"),
@@ -79,6 +82,10 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
         ("chat {head} --assistant {tmp}/nowhere", "nowhere"),
         ("chat {base} --base {base}", "--base"),
         ("evaluate {head} --prompts {tmp}/absent.jsonl", "absent.jsonl"),
+        ("evaluate {head} --prompts {tmp}/empty.jsonl", "empty.jsonl holds no prompts"),
+        ("calibrate {head} --data {tmp}/absent.jsonl", "absent.jsonl"),
+        ("calibrate {head} --data {tmp}/emty.jsonl", "emty.jsonl' (did you mean {tmp}/empty.jsonl?)"),
+        ("parity {head} --data {tmp}/empty.jsonl", "empty.jsonl is empty"),
         ("evaluate {head} --num-prompts 0", "num-prompts"),
         ("evaluate {tmp}/absent", "absent"),
         ("info {tmp}/absent", "absent is not a directory"),
@@ -93,12 +100,13 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
 )
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(line, said, shipped, tmp_path, capsys, monkeypatch):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "empty.jsonl").touch()
     places = {"head": shipped / "medusa", "base": shipped / "base", "tmp": tmp_path, "shipped": shipped}
     monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115
     code, out, err = run(capsys, *shlex.split(line.format(**places)))
     own = [text for text in err.splitlines() if text.startswith("specheads: ")]
     assert code == 2 and not out
-    assert len(own) == 1 and said in own[0]
+    assert len(own) == 1 and said.replace("{tmp}", str(tmp_path)) in own[0]
     assert "Traceback" not in err
 
 
@@ -108,6 +116,16 @@ def test_debug_shows_the_traceback(shipped, capsys, monkeypatch):
     monkeypatch.setenv("SPECHEADS_DEBUG", "1")
     with pytest.raises(ValueError, match="is no tree"):
         cli.run(["generate", str(shipped / "medusa"), "--prompt", "a", "--tree", "bush"])
+
+
+def test_a_shipped_head_where_none_are_is_told_of_the_demo(tmp_path, monkeypatch, capsys):
+    """As in a folder outside the clone, of a wheel."""
+    monkeypatch.chdir(tmp_path)
+    for command in ("generate --prompt a", "evaluate", "calibrate --data rows.jsonl"):
+        code, out, said = run(capsys, *command.split(), "checkpoints/eagle3")
+        assert (code, out) == (2, "")
+        assert said.startswith("specheads: checkpoints/eagle3 is not here") and "`specheads demo` trains one" in said
+        assert said.count("\n") == 1
 
 
 def test_help_waits_for_neither_torch_nor_transformers():

@@ -2,9 +2,13 @@
 
 import json
 
+import pytest
+from transformers.integrations import integration_utils
+
 from specheads.bench import decoders as racers
 from specheads.demo import story
 from tests.program import CONTROL, run
+from train import heads
 
 
 def test_train_hands_the_recipe_and_its_overrides_on(shipped, tmp_path, capsys):
@@ -19,6 +23,25 @@ def test_train_hands_the_recipe_and_its_overrides_on(shipped, tmp_path, capsys):
     assert json.loads(run(capsys, "info", tmp_path / "out", "--json")[1])["options"]["num_heads"] == 1
     code, _, err = run(capsys, "train", recipe, "training.max_stesp=1")
     assert code == 2 and "max_steps" in err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learning_rate=fast", "training.learning_rate='fast': expected a number"),
+        ("report_to=wandb", "training.report_to=wandb: wandb is not installed; pip install wandb, or give training."),
+        ("report_to=tensorboard", "training.report_to=tensorboard: tensorboard is not installed; pip install tensor"),
+    ],
+)
+def test_a_training_option_that_cannot_be_is_one_line_and_exit_code_2(capsys, monkeypatch, override, message):
+    """Of the program and of the script that `accelerate launch` starts."""
+    monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", list)
+    given = ["recipes/medusa.yaml", "training.bf16=false", "training.output_dir=nowhere", f"training.{override}"]
+    code, out, err = run(capsys, "train", *given)
+    assert (code, out, len(err.splitlines())) == (2, "", 1) and err.startswith(f"specheads: {message}")
+    assert heads.main(given) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1 and said.startswith(f"train/heads.py: {message}")
 
 
 def test_train_prints_one_json_object_and_nothing_else(shipped, tmp_path, capsys):

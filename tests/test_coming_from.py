@@ -9,7 +9,7 @@ from conftest import tiny_llama
 from snippets import blocks
 from test_draft_model import near
 from test_translation import TARGET
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import specheads
 
@@ -33,27 +33,36 @@ def test_what_it_shows_of_ours_runs(name, tmp_path, monkeypatch):
         "Trainer": Trainer, "rows": rows, "collator": specheads.Collator(TARGET.pad_token_id),
         "arguments": TrainingArguments("trained", max_steps=1, report_to=[], save_strategy="no", use_cpu=True),
     }  # fmt: skip
+    greedy = target.generate(**inputs, max_new_tokens=40, do_sample=False)
     ours, theirs = blocks(SECTIONS[name], "python"), blocks(SECTIONS[name], "py")
     assert ours and len(theirs) == 1
     for block in ours:
         exec(block, scope)
         if "output" in scope:
-            output, greedy = scope.pop("output"), target.generate(**inputs, max_new_tokens=40, do_sample=False)
+            output = scope.pop("output")
             if name.startswith("Fuzzy") or "do_sample" in block:
                 assert output.shape[1] <= greedy.shape[1]
             else:
                 assert torch.equal(output, greedy)
-        assert 0 <= scope.get("alpha", 0) <= 1
+        assert 0 <= scope.get("alpha", 0) <= 1 <= scope.get("acceptance_rate", 1) <= 3
+    AutoModelForCausalLM.register(specheads.SpecConfig, specheads.SpecModel, exist_ok=True)  # as before ModelOpt's
 
 
 def test_ours_is_theirs_with_other_imports():
-    """So that a script ports by them: of romsto's and CS Drafting's example not a line behind the imports differs."""
+    """So that a script ports by them: of these examples not a line behind the imports differs."""
 
     def body(block):
         return [line for line in block.splitlines() if line and not line.startswith(("import ", "from "))]
 
-    for name in ("Speculative-Decoding (romsto)", "Cascade Speculative Drafting"):
+    for name in ("Speculative-Decoding (romsto)", "Cascade Speculative Drafting", "Model Optimizer (speculative)"):
         assert body(blocks(SECTIONS[name], "py")[0]) == body(blocks(SECTIONS[name], "python")[0])
+    name = "The notebook: a draft model with top-k sampling"
+    ours = body(blocks(SECTIONS[name], "python")[0])
+    assert ours == [
+        "set_models(target, small)",
+        "logits = target(**inputs).logits",
+        *body(blocks(SECTIONS[name], "py")[0]),
+    ]
 
 
 def test_it_covers_the_five_systems():

@@ -60,6 +60,26 @@ def test_greedy_text_is_the_targets_own(pair):
     assert ids == expected[: expected.index(end, 1) + 1]
 
 
+def test_the_text_begins_with_the_decoders_start_token_and_ends_where_its_positions_do(pair):
+    base, small = pair
+    longest = getattr(base.config, "max_position_embeddings", None)
+    options = {"max_gen_len": 70, "end_tokens_id": []}
+    ids, alpha = compat.speculative_generate_encoder_decoder(SOURCE, small, base, None, 4, None, **options)
+    assert ids[0] == base.config.decoder_start_token_id and len(ids) == min(71, longest or 71) and 0 < alpha <= 1
+    assert compat.autoregressive_generate_encoder_decoder(SOURCE, base, **options) == ids
+    if longest:
+        with pytest.raises(ValueError, match=f"^the prompt takes {longest + 1} tokens, and the model has positions"):
+            compat.autoregressive_generate_encoder_decoder([5] * (longest + 1), base)
+
+
+def test_debug_prints_what_an_encoder_decoder_writes(pair, capsys):
+    base, small = pair
+    ids, _ = compat.speculative_generate_encoder_decoder(SOURCE, small, base, max_gen_len=6, end_tokens_id=[],
+                                                         debug=True)  # fmt: skip
+    out = capsys.readouterr().out
+    assert out.startswith(f"token 0: {ids[1]}\n") and out.rstrip().endswith(f" {ids[-1]}")
+
+
 def test_patched_generate_drafts_with_an_encoder_decoder(pair):
     base, small = pair
     expected = greedy(base)

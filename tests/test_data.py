@@ -56,7 +56,10 @@ def test_sources_that_cannot_be_read_say_why(tmp_path):
 
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "none.json").write_text("[]")
-    (tmp_path / "broken.jsonl").write_text('{"text": "x"')
+    (tmp_path / "broken.jsonl").write_text('{"text": "x\u2028y"}\n\n{"text": "y"\n{"text": "z"}\n')
+    (tmp_path / "broken.json").write_text('[{"text": "x"},\n{"text": "y"]')
+    (tmp_path / "words.jsonl").write_text('{"text": "x"}\n"b"\n')
+    (tmp_path / "blank.jsonl").write_text("\n\n")
     (tmp_path / "a.csv").write_text("text\nx\n")
     (tmp_path / "a.txt").write_text("x")
     named = write_jsonl(tmp_path / "named.jsonl", [{"prompt": "x", "answer": "y"}])
@@ -66,7 +69,10 @@ def test_sources_that_cannot_be_read_say_why(tmp_path):
         (str(tmp_path / "x*.jsonl"), FileNotFoundError, r"no file .*x\*\.jsonl"),
         (tmp_path / "empty.jsonl", ValueError, "is empty"),
         (tmp_path / "none.json", ValueError, r"none\.json holds no rows"),
-        (tmp_path / "broken.jsonl", ValueError, r"broken\.jsonl holds no rows that read as json: JSON parse error"),
+        (tmp_path / "broken.jsonl", ValueError, r"broken\.jsonl, line 3 is not JSON: Expecting ',' del"),
+        (tmp_path / "broken.json", ValueError, r"broken\.json, line 2 is not JSON: "),
+        (tmp_path / "words.jsonl", ValueError, r"words\.jsonl, line 2: 'b' is no object; expected {…} on each line"),
+        (tmp_path / "blank.jsonl", ValueError, r"blank\.jsonl holds no rows"),
         ([], ValueError, "the list given holds no rows"),
         (tmp_path / "a.csv", ValueError, r"'\.csv' is unknown; expected one of \['\.json'"),
         ([named, tmp_path / "a.txt"], ValueError, "several kinds"),
@@ -79,6 +85,57 @@ def test_sources_that_cannot_be_read_say_why(tmp_path):
             load_dataset_rows(source)
     with pytest.raises(ValueError, match=r"splits \['train'\]: no split 'test'"):
         load_dataset_rows(tmp_path / "splits", "test")
+
+
+def test_a_file_that_is_not_there_is_told_with_the_nearest_that_is(tmp_path):
+    named = write_jsonl(tmp_path / "rows.jsonl", [{"text": "x"}])
+    with pytest.raises(FileNotFoundError, match=r"no file '.*/row\.jsonl' \(did you mean .*/rows\.jsonl\?\)"):
+        load_dataset_rows(str(named).replace("rows", "row"))
+
+
+@pytest.mark.parametrize("split", [{}, {"max_samples": 6}, {"eval_fraction": 0.4}, {"num_proc": 2}])
+def test_a_row_that_makes_no_sense_is_named_by_its_number_in_the_file(split, tokenizer, tmp_path):
+    rows = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": f"b {n}"}]} for n in range(8)]
+    told = {}
+    for number in (1, 6, 8):
+        bad = [dict(row) for row in rows]
+        bad[number - 1] = {"conversations": [{"from": "hooman", "value": "a"}]}
+        source = str(write_jsonl(tmp_path / f"{number}.jsonl", bad))
+        told[f"row {number} of {source}: message 1: unknown role 'hooman'"] = said(
+            config(train=source, **split), tokenizer
+        )
+    assert all(message is None or message.startswith(expected) for expected, message in told.items())
+    assert None not in told.values() or (split == {"max_samples": 6} and any(told.values()))  # some are not drawn
+
+
+def said(config, tokenizer):
+    """The error of building; None without one."""
+    try:
+        build_datasets(config, tokenizer)
+    except ValueError as error:
+        return str(error)
+
+
+def test_sharegpt_and_alpaca_files_train_as_the_same_chats_do(tokenizer, tmp_path):
+    chats = [[("add", "two"), ("and now", "three")], [("sub", "one")]]
+    shared = [
+        {"id": str(n), "conversations": [{"from": who, "value": text} for pair in chat
+         for who, text in zip(("human", "gpt"), pair, strict=True)]} for n, chat in enumerate(chats)
+    ]  # fmt: skip
+    alpaca = [
+        {"instruction": chat[-1][0], "input": "", "output": chat[-1][1], "history": [list(p) for p in chat[:-1]]}
+        for chat in chats
+    ]
+    openai = [
+        {"messages": [{"role": who, "content": text} for pair in chat
+         for who, text in zip(("user", "assistant"), pair, strict=True)]} for chat in chats
+    ]  # fmt: skip
+    told, read = (
+        [list(build_datasets(config(train=str(write_jsonl(tmp_path / f"{name}.jsonl", rows))), tokenizer)[0])
+         for name, rows in group.items()]
+        for group in ({"openai": openai}, {"shared": shared, "alpaca": alpaca})
+    )  # fmt: skip
+    assert read == told * 2 and len(told[0]) == 2
 
 
 # --- datasets ---

@@ -282,7 +282,7 @@ def test_a_text_that_outgrows_the_small_model_goes_on_without_it(pair):
 
 def test_what_cannot_draft_is_refused():
     base = llama()
-    with pytest.raises(TypeError, match=r"drafter=LlamaForCausalLM cannot propose trees; .*DraftModel"):
+    with pytest.raises(TypeError, match=r"draft=LlamaForCausalLM cannot propose trees; .*DraftModel"):
         specheads.generate(base, torch.tensor([[5]]), drafter=base, max_new_tokens=4)
     with pytest.raises(ValueError, match="target_tokenizer= is missing"):
         DraftModel(base, tokenizer=object())

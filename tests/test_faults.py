@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from saved_features import dump, material, recipe
 from transformers import TrainerCallback
 
 from specheads import checkpoint, faults
-from specheads.faults import TrainingError, finished, last_finished
+from specheads.faults import TrainingError, TrainingStopped, finished, last_finished
 from specheads.training import prepare, resume_point
 from tests.forked import fork
 
@@ -221,6 +222,104 @@ def test_a_run_killed_at_random_moments_ends_as_the_uninterrupted_one(folder):
     assert losses(output) == losses(folder / "warm")
     whole, resumed = (load_file(place / "model.safetensors") for place in (folder / "warm", output))
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+# --- asked to stop ---
+
+
+def started(tmp_path, folder, program, **training):
+    """A real process of its own that trains, once it has taken a step or three."""
+    run = options(tmp_path / "out", folder, max_steps=100_000, eval_strategy="no", logging_steps=1, **training)
+    (tmp_path / "run.yaml").write_text(run.to_yaml())
+    errors, lines = tmp_path / "errors.txt", tmp_path / "lines.txt"
+    process = subprocess.Popen(
+        [sys.executable, *program, str(tmp_path / "run.yaml")], cwd=ROOT, text=True, stdout=lines.open("w"),
+        stderr=errors.open("w"), env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    while " 3/100000 " not in lines.read_text() and last_finished(tmp_path / "out") is None:
+        assert process.poll() is None, errors.read_text()[-2000:]
+        time.sleep(0.1)
+    return process, errors
+
+
+def stopped_by(process, errors, number):
+    process.send_signal(number)
+    try:
+        return process.wait(timeout=60), errors.read_text().splitlines()
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (["-m", "specheads_cli", "train"], "specheads"),
+        pytest.param(["train/heads.py"], "train/heads.py", marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_says_at_which_step_it_stopped_and_how_to_resume(folder, tmp_path, program, name):
+    code, said = stopped_by(*started(tmp_path, folder, program), signal.SIGINT)
+    last = last_finished(tmp_path / "out")
+    assert code == 130 and "Traceback" not in "".join(said)
+    found = re.fullmatch(
+        rf"{name}: stopped at step (\d+); checkpoint (.*); resume with the same command and "
+        r"training.resume_from_checkpoint=auto", said[-1],
+    )  # fmt: skip
+    assert found is not None, said[-1]
+    assert Path(found[2]) == last and 0 <= int(found[1]) - int(last.name.rpartition("-")[2]) <= 2
+
+
+@pytest.mark.slow
+def test_a_sigterm_says_so_too_and_that_nothing_was_saved_where_nothing_was(folder, tmp_path):
+    code, said = stopped_by(*started(tmp_path, folder, ["train/heads.py"], save_strategy="no"), signal.SIGTERM)
+    assert code == 143
+    assert re.fullmatch(r"train/heads.py: stopped at step \d+; no checkpoint was saved yet \(.*\)", said[-1])
+
+
+@pytest.fixture(autouse=True)
+def interruptible():
+    """A suite that a shell started in the background ignores SIGINT, and so would the programs it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Interrupted(TrainerCallback):
+    """A signal at one step, and a second while the first takes effect, as a terminal and a launcher send them."""
+
+    def __init__(self, step):
+        self.step, self.undisturbed = step, False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            finally:
+                os.kill(os.getpid(), signal.SIGINT)
+                self.undisturbed = True
+
+
+def interrupted(recipe, step):
+    run = prepare(recipe)
+    run.trainer.add_callback(callback := Interrupted(step))
+    with pytest.raises(TrainingStopped) as stopped:
+        run.train()
+    assert callback.undisturbed
+    return str(stopped.value)
+
+
+def test_a_stopped_run_resumes_from_its_own_checkpoint_and_not_from_that_of_an_earlier_run(folder, tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    assert interrupted(options(tmp_path, folder), 5).startswith(
+        f"stopped at step 5; checkpoint {tmp_path}/checkpoint-4;"
+    )
+    again = {"resume_from_checkpoint": None, "save_strategy": "no"}
+    assert "stopped at step 2; no checkpoint was saved yet" in interrupted(options(tmp_path, folder, **again), 2)
+    anew = interrupted(options(tmp_path, folder, resume_from_checkpoint=None), 3)
+    assert f"checkpoint {tmp_path}/checkpoint-2; resume" in anew
+    assert anew.endswith(f"training.resume_from_checkpoint={tmp_path}/checkpoint-2")  # auto would be the other run's
+    assert prepare(options(tmp_path, folder)).train()["train_loss"] > 0
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 # --- alone ---

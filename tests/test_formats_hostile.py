@@ -20,7 +20,7 @@ import torch
 from drafted import embeddings
 from huggingface_hub.errors import GatedRepoError
 
-from specheads import CheckpointError, SpecModel
+from specheads import CheckpointError, SpecModel, hub
 
 
 def hydra(folder, base):
@@ -176,6 +176,7 @@ def test_a_file_that_the_hub_does_not_hand_out_is_named(cause, base, monkeypatch
         raise OSError("no access") from cause.__new__(cause)  # whose makers differ between versions of the hub's client
 
     monkeypatch.setattr("specheads.formats.files.cached_file", fails)
+    monkeypatch.setattr(hub, "_ask", lambda *name: (hub.THERE, ""))
     with pytest.raises(CheckpointError, match=r"of org/head could not be fetched: no access"):
         load("org/head", base)
 
@@ -237,9 +238,7 @@ def pickled(base, tmp_path):
 
 
 def test_a_pickle_is_read_only_when_asked_for(pickled, base):
-    with pytest.raises(
-        CheckpointError, match=r"pytorch_model.bin is a pickle, .* allow_pickle=True \(--allow-pickle\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin is a pickle, .* allow_pickle=True reads"):
         SpecModel.from_pretrained(pickled, base=base)
     load(pickled, base)
 

@@ -1,5 +1,7 @@
 """generate()'s contract: every option means what it means in Hugging Face's own generate(), drafts or no drafts."""
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import tiny_llama
@@ -7,7 +9,19 @@ from replay import BATCHES, PAD, PROMPTS, assert_same, padded
 from transformers import DynamicCache, GenerationConfig
 
 import specheads
-from specheads import SampledTree, chain, convert
+from specheads import (
+    DynamicTree,
+    Fuzzy,
+    MaxGram,
+    NGram,
+    NGramStorage,
+    PromptLookup,
+    SampledTree,
+    Typical,
+    chain,
+    convert,
+)
+from specheads.planner import as_plan, default_static
 
 # --- Randomness ---
 
@@ -101,17 +115,103 @@ def test_what_does_not_combine_with_drafts_is_refused(model, options, message):
         model.generate(**BATCHES["one"], **{"max_new_tokens": 3, **options})
 
 
+# --- What drafts, which tree, which rule: objects, or the words of the command line ---
+
+
+def steps_of(generate, **options):
+    """What a greedy call emitted and drafted, step by step."""
+    inputs = {**BATCHES["one"], "do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True}
+    return [(step.tokens, step.drafted) for step in generate(**inputs, **options).steps]
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"draft": "medusa"}, "drafter=str cannot propose trees"),
-        ({"tree": "chain:4"}, "tree='chain:4' is no plan"),
-        ({"accept": "exact"}, "accept='exact' is no acceptance rule"),
-    ],
+    ("name", "drafter"),
+    [("lookup", PromptLookup()), ("ngram", NGram(storage=NGramStorage(3, 97))), ("maxgram", MaxGram()), (False, None)],
 )
-def test_what_is_no_drafter_plan_or_rule_is_refused(model, options, message):
-    with pytest.raises(TypeError, match=message):
-        model.generate(**BATCHES["one"], max_new_tokens=3, **options)
+def test_a_drafters_name_drafts_what_the_drafter_does_in_both_generates(model, name, drafter):
+    plain = partial(specheads.generate, model.base)
+    told = steps_of(plain, drafter=drafter)
+    for call in (model.generate, plain):
+        assert steps_of(call, draft=name) == told
+        if name:
+            assert steps_of(call, drafter=name) == steps_of(call, draft=drafter) == told
+
+
+def test_head_and_true_are_the_models_own_head_and_a_base_alone_has_none(model):
+    told = steps_of(model.generate)
+    assert any(drafted > [0] for _, drafted in told)
+    assert steps_of(model.generate, draft="head") == steps_of(model.generate, draft=True) == told
+    assert steps_of(partial(specheads.generate, model.base), draft=model.head) == told
+    for draft in ("head", True):
+        with pytest.raises(ValueError, match=f"^draft={draft!r}: this model has no head to draft with"):
+            specheads.generate(model.base, **BATCHES["one"], draft=draft)
+
+
+def test_a_patched_model_takes_the_same_words(model):
+    expected = steps_of(model.generate, draft="lookup", tree="chain:2", accept="typical")
+    with specheads.patch(model.base) as base:
+        assert steps_of(base.generate, draft="lookup", tree="chain:2", accept="typical") == expected
+
+
+def test_draft_and_drafter_are_one_argument(model):
+    for call in (model.generate, partial(specheads.generate, model.base)):
+        assert steps_of(call, draft="lookup", drafter=PromptLookup()) == steps_of(call, draft="lookup")
+        for draft in ("ngram", False):
+            with pytest.raises(ValueError, match="two names of one argument, and differ"):
+                steps_of(call, draft=draft, drafter=PromptLookup())
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"), [("typical", Typical()), ("fuzzy:js:0.2", Fuzzy(0.2)), ("block", specheads.Block())]
+)
+def test_a_rules_text_is_the_rule(model, text, rule):
+    options = {**BATCHES["one"], "do_sample": True, "seed": 3, "max_new_tokens": 12, "temperature": 2.0}
+    told = model.generate(**options, accept=rule)
+    assert torch.equal(model.generate(**options, accept=text), told)
+    assert torch.equal(specheads.generate(model.base, **options, draft=model.head, accept=text), told)
+
+
+@pytest.mark.parametrize(
+    ("text", "tree"),
+    [("chain:3", chain(3)), ("dynamic:12,3,4", DynamicTree(12, 3, 4))],
+)
+def test_a_trees_text_is_the_tree(model, text, tree):
+    assert steps_of(model.generate, tree=text) == steps_of(model.generate, tree=tree) != steps_of(model.generate)
+
+
+def test_a_static_trees_text_is_as_deep_as_the_head_drafts():
+    for depth in (2, 3):
+        head = convert(tiny_llama(num_hidden_layers=2), "medusa", num_heads=depth).head
+        assert as_plan("static:12", head) == default_static(12, depth)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"draft": "heed"}, ValueError, "draft='heed': unknown drafter 'heed'; did you mean 'head'"),
+        ({"draft": "out/eagle3"}, ValueError, r"known: head, lookup, ngram, maxgram; for a head checkpoint give load_"),
+        ({"draft": 3}, TypeError, "draft=int cannot propose trees"),
+        ({"draft": PromptLookup}, TypeError, r"draft=PromptLookup is the class of a drafter; .*draft=PromptLookup\(\)"),
+        ({"tree": "chains:4"}, ValueError, "'chains:4' is no tree; did you mean 'chain'?"),
+        ({"tree": 4}, TypeError, "tree=4 is no plan; give 'chain:4'"),
+        ({"tree": DynamicTree}, TypeError, r"tree=DynamicTree is the class of a plan; .*tree=DynamicTree\(\)"),
+        ({"accept": "typicl"}, ValueError, "did you mean 'typical'"),
+        ({"accept": 0.2}, TypeError, "accept=0.2 is no acceptance rule"),
+        ({"accept": Typical}, TypeError, r"accept=Typical is the class of a rule; .*: accept=Typical\(\)$"),
+        ({"accept": Fuzzy}, TypeError, r"accept=Fuzzy is the class of a rule; .*: accept=Fuzzy\(threshold\)$"),
+    ],
+    ids=str,
+)
+def test_what_is_no_drafter_plan_or_rule_is_refused(model, options, error, message):
+    for call in (model.generate, partial(specheads.generate, model.base)):
+        with pytest.raises(error, match=message):
+            call(**BATCHES["one"], max_new_tokens=3, **{"draft": "lookup", **options})
+
+
+def test_text_as_a_prompt_is_told_how_it_becomes_ids(model):
+    for prompt in ("def main(", ["def main("]):
+        with pytest.raises(TypeError, match=r"is text; .*\*\*tokenizer\(text, return_tensors='pt'\)"):
+            specheads.generate(model.base, prompt, max_new_tokens=3)
 
 
 def test_one_beam_and_false_flags_are_no_reason_to_refuse(model):
@@ -179,7 +279,7 @@ def test_padding_without_a_mask_is_found_as_hugging_face_finds_it(model):
         (torch.tensor([[5, 97]]), ValueError, "hold id 97, and the model has embeddings for 0 to 96"),
         (torch.tensor([[5, -1]]), ValueError, "hold id -1, and"),
         ([[5, 6]], TypeError, "not list; give"),
-        ("def f", TypeError, "not str; give"),
+        ("def f", TypeError, "is text; give its ids"),
     ],
     ids=str,
 )  # fmt: skip

@@ -3,19 +3,23 @@
 The cache is a real one, laid out in a temporary folder as huggingface_hub lays it out, read in a process of its own.
 """
 
+import http.server
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
 from program import run, ship
 
-from specheads import DataConfig, build_datasets, convert, data, load_head
+from specheads import DataConfig, build_datasets, convert, data, hub, load_head
+from specheads.commands.models import Models
 from tests.conftest import tiny_llama
 
 FIRST, SECOND = "1" * 40, "2" * 40
@@ -118,26 +122,138 @@ def test_the_program_takes_a_hub_id(home):
     assert made["base"] == "org/base" and made["statistics"]["lossless"] and len(made["token_ids"]) == 6
 
 
+@pytest.fixture
+def no_waiting(monkeypatch, tmp_path):
+    """Online, as far as anyone knows, with an empty cache, in a folder that holds models/base; whoever sleeps fails."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "_answers", {})
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waited {seconds} s"))
+
+
+@pytest.fixture
+def server(no_waiting, monkeypatch):
+    """A hub that has org/there alone. asked: the paths it was asked for; before: what it does before each answer."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            found.asked.append(self.path)
+            found.before()
+            there = self.path.endswith("org/there")
+            self.send_response(200 if there else 404)
+            self.send_header("X-Error-Code", "" if there else "RepoNotFound")
+            self.end_headers()
+            self.wfile.write(json.dumps({"id": "org/there"}).encode() if there else b"")
+
+        do_HEAD = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
+        found = SimpleNamespace(asked=[], before=lambda: None)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{made.server_port}")
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield found
+        made.shutdown()
+
+
+@pytest.fixture
+def no_network(no_waiting, monkeypatch):
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *args, **kwargs: (_ for _ in ()).throw(socket.gaierror("no network"))
+    )
+
+
+COMMANDS = {
+    "generate": ["generate", "{}", "--prompt", "a"],
+    "base": ["chat", "{}"],
+    "calibrate": ["calibrate", "{}", "--data", "rows.jsonl"],
+    "train": ["train", "recipe.yaml", "base={}"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nowhere", "nowhere is not a directory with config.json and model.safetensors, nor a hub id (owner/name)"),
-        ("a/b/c", "a/b/c is not a directory"),
-        ("./runs", "is not a directory"),
-        ("runs/eagle3", "runs/eagle3 is neither a directory nor a hub repository with config.json"),
+        ("nowhere", "nowhere"),
+        ("a/b/c", "a/b/c"),
+        ("./runs", "runs"),
+        ("runs/eagle3", "no such folder: runs/eagle3, and the hub cannot be asked for it (no network)"),
+        ("models/bas", "no such folder: models/bas (did you mean models/base?)"),
+        ("model/base", "no such folder: model/base (did you mean models/base?), and the hub cannot be asked"),
     ],
 )
-def test_a_name_that_is_nothing_fails_at_once_where_there_is_no_network(name, message, capsys, monkeypatch, tmp_path):
+def test_a_name_that_is_nothing_fails_at_once_where_there_is_no_network(name, message, command, capsys, no_network):
     """The hub's client would try six times, and wait in between."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("urllib.request.getproxies", dict)
-    monkeypatch.setattr(
-        socket, "getaddrinfo", lambda *args, **kwargs: (_ for _ in ()).throw(socket.gaierror("no name"))
+    Path("recipe.yaml").write_text(
+        "{head: {kind: medusa}, data: {train: rows.jsonl}, training: {output_dir: out, use_cpu: true}}"
     )
-    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waited {seconds} s"))
-    code, out, err = run(capsys, "generate", name, "--prompt", "a")
+    code, out, err = run(capsys, *(word.format(name) for word in COMMANDS[command]))
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+def test_the_hub_is_asked_once_for_a_name_whatever_is_loaded_of_it(capsys, server):
+    code, _, err = run(capsys, "generate", "org/nosuch", "--prompt", "a")
+    assert code == 2 and err == (
+        "specheads: no such folder: org/nosuch, and the hub has no model of that name; a private one takes "
+        "`hf auth login`\n"
+    )
+    assert server.asked == ["/api/models/org/nosuch"]
+
+
+def test_the_hub_is_not_asked_for_paths(server):
+    for name in ("models/bas", "./model", "~/models", "a/b/c", "/nowhere/at/all", "models--x", "x.jsonl/"):
+        with pytest.raises(FileNotFoundError, match=r"^no such folder: "):
+            hub.options(name)
+    assert hub.options("models/base") == hub.options(Path("models/base")) == {}
+    assert server.asked == []
+
+
+def test_what_the_hub_has_is_loaded_from_there_and_what_was_downloaded_from_here(server, tmp_path, monkeypatch):
+    assert hub.options("org/there") == {}
+    (tmp_path / "cache" / "models--org--kept" / "snapshots").mkdir(parents=True)
+    assert hub.options("org/kept") == {"local_files_only": True}  # the hub has it no longer
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    assert hub.options("org/kept") == {"local_files_only": True}
+    before = list(server.asked)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert hub.options("org/kept") == {"local_files_only": True}
+    with pytest.raises(FileNotFoundError, match=r"no such folder: other/name, .* \(HF_HUB_OFFLINE is set\)"):
+        hub.options("other/name")
+    assert server.asked == before
+
+
+def test_it_says_that_it_asks_the_hub_where_that_takes_long(server, capsys):
+    assert hub.options("org/there") == {}
+    assert capsys.readouterr().err == ""
+    told = threading.Event()
+    server.before = lambda: told.wait(5)
+
+    def release():
+        while "asking http://127.0.0.1" not in (said := capsys.readouterr().err):
+            threading.Event().wait(0.05)
+        heard.append(said)
+        told.set()
+
+    heard = []
+    listener = threading.Thread(target=release)
+    listener.start()
+    with pytest.raises(FileNotFoundError, match=r"the hub has no dataset of that name"):
+        hub.options("org/slow", "dataset")
+    listener.join(5)
+    assert heard and "for org/slow …" in heard[0]
+
+
+def test_a_drafter_that_is_nothing_is_told_with_the_names_there_are(no_network):
+    models = Models(None, None)
+    with pytest.raises(
+        FileNotFoundError, match=r"no such folder: nonsense, .*; without a checkpoint: head, model, lookup"
+    ):
+        models.drafter("nonsense")
 
 
 # --- Data ---
@@ -153,6 +269,7 @@ def test_data_is_loaded_by_hub_id_subset_and_split(monkeypatch, shipped):
         return datasets.Dataset.from_list([{"text": f"def {split}(x): return x"}] * 3)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(hub, "_ask", lambda *name: (hub.THERE, ""))
     tokenizer = AutoTokenizer.from_pretrained(shipped / "base")
     config = DataConfig(
         train="org/rows", eval="org/others", subset="python", split="train[:3]", eval_split="validation"

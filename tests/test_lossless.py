@@ -33,7 +33,7 @@ from specheads import (
     chain,
 )
 from specheads.accept import walk
-from specheads.accept.exact import sample_walk
+from specheads.accept.exact import path_of_tokens
 
 V, LENGTH = 3, 3
 ALONE = [(0, 1, 0)]
@@ -215,12 +215,12 @@ def test_a_wrong_residual_a_wrong_q_and_a_stop_that_anticipates_are_noticed(draf
 def test_a_point_mass_that_is_drawn_for_twice_is_noticed(drafter_of, monkeypatch, drafter, rule):
     """Where the token drawn is no child, another is drawn: what n-gram drafting published elsewhere does."""
 
-    def twice(laws):
-        verdict = sample_walk(laws)
+    def twice(laws, token):
+        verdict = path_of_tokens(laws, token)
         last = verdict.path.gather(1, verdict.last.unsqueeze(1)).squeeze(1)
         return replace(verdict, bonus=laws.sampler.draw(laws.p_at(last)))
 
-    monkeypatch.setattr("specheads.accept.exact.sample_walk", twice)
+    monkeypatch.setattr("specheads.accept.exact.path_of_tokens", twice)
     monkeypatch.setattr(Exact, "rest", lambda self, laws, node: laws.p_at(node))
     assert error(partial(drafter_of, drafter), RULES[rule], SHAPES["chain"], ALONE, steps=1) > 1e-3
 

@@ -58,7 +58,7 @@ def test_three_rows_have_the_bases_joint_law(drafter, plan, rule):
 
     def run(sampler):
         drawn = sampler.draw
-        sampler.draw = lambda p: torch.tensor([1, 0, 1])  # the prefill's
+        sampler.draw = lambda p, numbers: torch.tensor([1, 0, 1])  # the prefill's
         rows, made = [()] * 3, decode(
             Target(base, own.layers, scratch=plan.num_nodes), own, ids, torch.tensor([*map(len, PROMPTS)]), plan=plan,
             sampler=sampler, accept=rule, stop=lambda row, history, count: -1, max_new_tokens=8,

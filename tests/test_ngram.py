@@ -38,6 +38,13 @@ DRAFTERS = {
 }
 
 
+def test_an_ngram_drafter_has_a_storage_of_its_own_which_draws_no_random_ids():
+    one, other = NGram(), NGram()
+    assert one.storage is not other.storage and one.storage.next_token([1, 2]) == (-1, False)
+    with pytest.raises(ValueError, match=r"give storage=NGramStorage\(3, vocab_size\)"):
+        NGram(stop_if_unknown=False)
+
+
 # --- The law of the text ---
 
 

@@ -179,12 +179,13 @@ def test_fsd_arguments_are_the_fuzzy_rule(base, small):
     assert exact.lossless and torch.equal(exact.sequences, base.generate(IDS, **GREEDY))
     out = base.generate(IDS, **options, fsd_div_threshold=0.4, fsd_div_type="top_k_js_div")
     same = specheads.generate(
-        base, IDS, **GREEDY, drafter=specheads.DraftModel(small), tree=AdaptiveChain(), accept=Fuzzy(0.4, "top_k_js")
-    )
+        base, IDS, **GREEDY, drafter=specheads.DraftModel(small), tree=AdaptiveChain(),
+        accept=Fuzzy(0.4, "top_k_js_paper"),
+    )  # fmt: skip
     assert not out.lossless and torch.equal(out.sequences, same)
     given = {"assistant_model": small, "fsd_div_threshold": 0, "fsd_div_type": "kl_div"}
     assert draft_arguments(given)["accept"] == Fuzzy(0, "kl")
-    assert draft_arguments({**given, "fsd_div_type": None})["accept"] == Fuzzy(0, "js")
+    assert draft_arguments({**given, "fsd_div_type": None})["accept"] == Fuzzy(0, "js_paper")
 
 
 def test_prompt_lookup_is_asked_for_as_in_transformers(base):

@@ -1,33 +1,76 @@
-"""The README's first lines, run as they are written but for the names of the model and the data."""
+"""The README's Python blocks, run from a clone: the one that trains with fewer steps, and as it stands if slow."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
 from snippets import blocks
 
-from specheads import corpus
+from specheads import SpecModel, corpus
+from specheads.bench.prompts import held_out_prompts
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf8")
 
 
-def test_readme_snippet_runs(tmp_path, monkeypatch, capsys):
-    snippet = blocks(README, "python")[0]
-    assert len([line for line in snippet.splitlines() if line]) <= 10
-    chats = [
-        [{"role": "user", "content": f"show me {i}"}, {"role": "assistant", "content": f"def f{i}(x):\n    return {i}"}]
-        for i in range(3)
-    ]
-    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+PYTHON = blocks(README, "python")
+SMALLER = [  # of the block that trains, a few steps
+    ("[:256, :32]", "[:32, :32]"), ("[:1000]", "[:16]"), ("256:1256", "256:272"), ("steps=25", "steps=2"),
+    ("tokenizer, 8)", "tokenizer, 2)"), ('"max_new_tokens": 96, "min_new_tokens": 96', '"max_new_tokens": 96'),
+]  # fmt: skip
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A folder that holds what a clone's holds for these blocks."""
+    (tmp_path / "checkpoints").symlink_to(corpus.checkpoints_dir())
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_block_that_loads_a_head_runs(clone, capsys):
+    exec(PYTHON[0], {})
+    said = capsys.readouterr().out
+    assert "def fibonacci(n):" in said and float(said.split()[-4]) > 1.5
+
+
+def test_the_block_that_trains_runs_and_restores(clone, capsys):
+    block = PYTHON[1]
+    for written, smaller in SMALLER:
+        assert block.count(written) == 1, written
+        block = block.replace(written, smaller)
     made = {}
-    exec(snippet.replace("Qwen/Qwen3-8B", str(corpus.checkpoints_dir() / "base")), made)
-    assert "def main(" in capsys.readouterr().out
-    assert made["model"].base is made["base"], "a second base was loaded"
-    elsewhere = re.search(r"in another process (.*) loads the base too", snippet)[1]
-    assert eval(f"specheads.{elsewhere}", made).base is not made["base"]
+    exec(block, made)
+    said = capsys.readouterr()
+    assert "accepted length" in said.out + said.err and said.out.endswith(
+        "times the speed of transformers' generate()\n"
+    )
+    restored = SpecModel.from_pretrained("runs/first")
+    assert all(
+        torch.equal(tensor, made["model"].head_state_dict()[name])
+        for name, tensor in restored.head_state_dict().items()
+    )
+    assert (clone / "runs/first/README.md").is_file()
+
+
+@pytest.mark.slow
+def test_the_block_that_trains_runs_as_it_stands_and_its_drafts_are_accepted(clone, capsys):
+    made = {}
+    exec(PYTHON[1], made)
+    prompts = held_out_prompts(made["tokenizer"], 4)
+    lengths = []
+    for prompt in prompts:
+        inputs = made["tokenizer"](prompt, return_tensors="pt")
+        out = made["model"].generate(**inputs, max_new_tokens=64, do_sample=False, return_dict_in_generate=True)
+        lengths.append(out.statistics()["accepted_length"])
+        assert torch.equal(out.sequences, made["base"].generate(**inputs, max_new_tokens=64, do_sample=False))
+    assert sum(lengths) / len(lengths) > 2
+
+
+def test_the_blocks_after_them_run(clone):
+    for block in PYTHON[2:]:
+        exec(block, {})
 
 
 def test_readme_names_files_that_exist():

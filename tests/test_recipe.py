@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers.integrations import integration_utils
+from transformers.trainer_utils import IntervalStrategy
 
 from specheads.heads import Eagle3Config
 from specheads.recipe import Recipe, RecipeError, read_recipe, with_overrides
+from specheads.trainer import SpecTrainingArguments
 from specheads.training import resume_point, training_arguments
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -80,6 +83,12 @@ def test_what_is_wrong_with_a_recipe_is_said(change, message):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_plain_no_is_a_strategy_and_not_false():
+    options = with_overrides(LEAST, ["training.eval_strategy=no", "training.save_strategy=no", "training.bf16=no"])
+    training = Recipe.from_dict(options).training
+    assert (training["eval_strategy"], training["save_strategy"], training["bf16"]) == ("no", "no", False)
+
+
 def test_a_recipe_that_is_not_there_is_named(tmp_path):
     with pytest.raises(RecipeError, match="no recipe 'none"):
         read_recipe("none.yaml")
@@ -105,8 +114,8 @@ def test_auto_resumes_from_the_last_finished_checkpoint(tmp_path):
 
 
 def test_training_options_that_trainer_refuses_are_recipe_errors(tmp_path):
-    options = {**LEAST, "training": {"output_dir": str(tmp_path), "optim": "adamm"}}
-    with pytest.raises(RecipeError, match=r"^training: .*adamm"):
+    options = {**LEAST, "training": {"output_dir": str(tmp_path), "load_best_model_at_end": True}}
+    with pytest.raises(RecipeError, match=r"^training: .*requires the save and eval strategy to match"):
         training_arguments(Recipe.from_dict(options))
 
 
@@ -132,3 +141,78 @@ def test_the_recipe_a_run_leaves_is_that_run_again(tmp_path):
 def test_stopping_early_needs_something_to_stop_on():
     with pytest.raises(RecipeError, match=r"early_stopping=2 needs training\.eval_strategy"):
         Recipe.from_dict({**LEAST, "early_stopping": 2})
+
+
+# --- The training section, against the fields of TrainingArguments ---
+
+
+def with_training(**options):
+    return Recipe.from_dict(LEAST | {"training": {"output_dir": "o", **options}})
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learning_rate=fast", "training.learning_rate='fast': expected a number"),
+        ("learning_rate=true", "training.learning_rate=True: expected a number"),
+        ("max_steps=1.5", "training.max_steps=1.5: expected a whole number"),
+        ("max_steps=[1]", "training.max_steps=\\[1\\]: expected a whole number"),
+        ("max_steps=true", "training.max_steps=True: expected a whole number"),
+        ("max_steps=null", "training.max_steps=None: expected a whole number"),
+        ("bf16=maybe", "training.bf16='maybe': expected true or false"),
+        ("bf16=1", "training.bf16=1: expected true or false"),
+        ("eval_steps=often", "training.eval_steps='often': expected a number or null"),
+        ("output_dir=3", "training.output_dir=3: expected text or null"),
+        ("eval_strategy=step", "unknown training.eval_strategy 'step'; did you mean 'steps'"),
+        ("eval_strategy=yes", "training.eval_strategy=True: expected one of no, steps, epoch"),
+        ("lr_scheduler_type=cosin", "unknown training.lr_scheduler_type 'cosin'; did you mean 'cosine'"),
+        ("optim=adamw_torchh", "unknown training.optim 'adamw_torchh'; did you mean 'adamw_torch'"),
+        ("lr_scheduler_kwargs=3", "training.lr_scheduler_kwargs=3: expected a mapping or text or null"),
+        ("report_to=3", "training.report_to=3: expected null or text or a list"),
+        ("report_to=[wandb, 3]", r"training.report_to=.*: expected a list of names, and 3 is none"),
+    ],
+)
+def test_a_training_option_of_another_type_is_refused_by_name(override, message):
+    with pytest.raises(RecipeError, match=f"^{message}"):
+        Recipe.from_dict(with_overrides(LEAST, [f"training.{override}"]))
+
+
+def test_yamls_plain_no_is_the_word_where_an_option_takes_that_word():
+    texts = [f"training.{name}=no" for name in ("eval_strategy", "save_strategy", "logging_strategy", "report_to")]
+    recipe = Recipe.from_dict(with_overrides(LEAST, [*texts, "training.bf16=no", "training.gradient_checkpointing=no"]))
+    made = training_arguments(recipe)
+    assert {made.eval_strategy, made.save_strategy, made.logging_strategy} == {"no"}
+    assert made.report_to == [] and made.bf16 is False and recipe.training["gradient_checkpointing"] is False
+
+
+def test_numbers_of_either_kind_objects_and_defaults_are_taken_as_they_are():
+    arguments = SpecTrainingArguments("o", use_cpu=True)
+    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(arguments) if field.init}
+    taken = with_training(**given).training
+    assert {name: taken[name] for name in given} == given
+    kept = {"learning_rate": 1, "save_steps": 0.5, "eval_strategy": IntervalStrategy.EPOCH, "lr_scheduler_kwargs": {}}
+    assert with_training(**kept).training == {"output_dir": "o", **kept}
+    assert with_training(resume_from_checkpoint=True).training["resume_from_checkpoint"] is True
+    whole = with_training(max_steps=1e3).training["max_steps"]
+    assert whole == 1000 and type(whole) is int
+
+
+def test_a_reporter_that_is_not_installed_is_named_with_its_package_before_anything_loads(monkeypatch):
+    monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", lambda: ["mlflow"])
+    for name in ("wandb", "tensorboard"):
+        for given in (name, ["mlflow", name]):
+            with pytest.raises(RecipeError, match=f"training.report_to={name}: {name} is not installed; pip install"):
+                training_arguments(with_training(report_to=given))
+    with pytest.raises(
+        RecipeError, match=r"report_to=flyte: FlyteCallback requires flytekit.*training.report_to=none$"
+    ):
+        training_arguments(with_training(report_to="flyte"))
+    with pytest.raises(RecipeError, match=r"unknown training.report_to 'wandbb'; did you mean 'wandb'"):
+        training_arguments(with_training(report_to="wandbb"))
+    assert training_arguments(with_training(report_to="none", use_cpu=True)).report_to == []
+
+
+@pytest.mark.parametrize("options", [{"early_stopping": "soon"}, {"init_from": 3}, {"load_in_4bit": "please"}])
+def test_other_options_of_a_recipe_have_types_too(options):
+    with pytest.raises(RecipeError, match=f"{next(iter(options))}=.*: expected"):
+        Recipe.from_dict(LEAST | options)

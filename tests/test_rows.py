@@ -7,7 +7,9 @@ import torch
 import transformers
 from chats import CHAT, CHATML, MARKED, THINKING, UNMARKED, build_tokenizer, config, supervised
 
+from specheads.conversation import Conversation
 from specheads.data import IGNORED, Collator, chunk, load_dataset_rows, pack, tokenize
+from specheads.row_forms import checked
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
 
@@ -15,6 +17,109 @@ pytestmark = pytest.mark.usefixtures("cache_in_tmp")
 @pytest.fixture(scope="module")
 def tokenizer():
     return build_tokenizer()
+
+
+# --- forms of others ---
+
+TWO_TURNS = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "how are you"},
+    {"role": "assistant", "content": "very well"},
+    {"role": "user", "content": "and now"},
+    {"role": "assistant", "content": "still well"},
+]
+SHARED = [
+    {"from": "system", "value": "be brief"},
+    {"from": "human", "value": "how are you"},
+    {"from": "gpt", "value": "very well"},
+    {"from": "user", "value": "and now"},
+    {"from": "assistant", "value": "still well"},
+]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": SHARED},
+        {"conversations": SHARED[1:], "system": "be brief"},
+        {"conversations": TWO_TURNS},
+        {"messages": SHARED},
+        {"messages": [{**m, "role": {"user": "human"}.get(m["role"], m["role"].upper())} for m in TWO_TURNS]},
+        {"conversations": SHARED, "messages": None, "text": "not this"},
+        {
+            "instruction": "and", "input": "now", "output": "still well", "system": "be brief",
+            "history": [["how are you", "very well"]],
+        },
+    ],
+    ids=lambda row: " ".join(row),
+)  # fmt: skip
+def test_a_row_of_sharegpt_or_alpaca_is_the_chat_it_writes(row, tokenizer):
+    told = tokenize({"messages": TWO_TURNS}, tokenizer, config())
+    made = tokenize(row, tokenizer, config())
+    if "instruction" in row:  # instruction and input are lines of one message
+        chat = [*TWO_TURNS[:3], {"role": "user", "content": "and\nnow"}, TWO_TURNS[4]]
+        told = tokenize({"messages": chat}, tokenizer, config())
+    assert made == told and supervised(made, tokenizer) == ["very well<|end|>", "still well<|end|>"]
+
+
+def test_an_instruction_beside_text_is_read_as_the_text_and_without_an_input_as_it_is(tokenizer):
+    row = {"instruction": "add", "input": "", "output": "two"}
+    assert tokenize({**row, "text": "a b c"}, tokenizer, config()) == tokenize({"text": "a b c"}, tokenizer, config())
+    chat = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "two"}]
+    assert tokenize(row, tokenizer, config()) == tokenize({"messages": chat}, tokenizer, config())
+
+
+def test_a_call_in_sharegpt_is_a_call_of_the_assistant_and_its_result_a_tools():
+    shared = [
+        {"from": "human", "value": "2 + 2"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+        {"from": "observation", "value": "4"}, {"from": "gpt", "value": "four"},
+    ]  # fmt: skip
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    assert checked(shared) == [
+        {"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "observation", "content": "4"}, {"role": "assistant", "content": "four"},
+    ]  # fmt: skip
+    assert checked([{"from": "function_call", "value": "add(2)"}]) == [{"role": "assistant", "content": "add(2)"}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([CHAT[1], {"role": "asistant", "content": "b"}], "message 2: unknown role 'asistant'; did you mean 'assis"),
+        ([{"from": "humen", "value": "a"}], "message 1: unknown role 'humen'; did you mean 'human'"),
+        ([{"role": None, "content": "a"}], "expected a dict with 'role' and 'content', or 'from' and 'value'"),
+        ([{"from": "human"}], "expected a dict with 'from' and 'value'"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_message_of_nobody_is_refused(messages, message, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        tokenize({"messages": messages}, tokenizer, config())
+
+
+def test_what_the_template_itself_refuses_is_one_line():
+    strict = build_tokenizer("{{ raise_exception('roles must alternate') }}" + UNMARKED)
+    for template in (strict, build_tokenizer("{{ raise_exception('roles must alternate') }}" + MARKED)):
+        with pytest.raises(ValueError, match=r"the chat template refuses .*: roles must alternate"):
+            tokenize({"messages": CHAT}, template, config())
+
+
+def test_a_role_that_the_template_itself_asks_for_is_a_role():
+    template = UNMARKED.replace("{% for", "{% if messages[0]['role'] == 'critic' %}{% endif %}{% for", 1)
+    messages = [*TWO_TURNS[1:3], {"role": "critic", "content": "so so"}]
+    assert tokenize({"messages": messages}, build_tokenizer(template), config())["input_ids"]
+    with pytest.raises(ValueError, match="unknown role 'critic'"):
+        tokenize({"messages": messages}, build_tokenizer(UNMARKED), config())
+
+
+def test_a_tokenizer_without_a_template_is_named_with_what_to_do():
+    bare = build_tokenizer()
+    bare.chat_template, bare.name_or_path = None, "models/bare"
+    with pytest.raises(ValueError, match=r"the tokenizer 'models/bare' has no chat template.*chat_template\.jinja"):
+        tokenize({"messages": CHAT}, bare, config())
+    with pytest.raises(ValueError, match="the tokenizer 'models/bare' has no chat template"):
+        Conversation.of(CHAT).prompt([""] * 0, bare)
 
 
 # --- what is supervised ---
@@ -115,7 +220,7 @@ def test_tools_reach_the_template():
         ({"text": None}, "text=None"),
         ({"messages": "hello"}, "expected a list"),
         ({"messages": []}, "expected a list"),
-        ({"messages": [{"from": "human", "value": "x"}]}, "expected a dict with 'role' and 'content'"),
+        ({"messages": [{"speaker": "human", "value": "x"}]}, "expected a dict with 'role' and 'content'"),
     ],
 )
 def test_malformed_rows_are_refused(tokenizer, row, message):

@@ -15,6 +15,9 @@ WRITTEN = {
     "fuzzy:top_k_kl:2:rescue": Fuzzy(2.0, "top_k_kl", "rescue"),
     "fuzzy:tv:0.3:processed=true:k=5": Fuzzy(0.3, "tv", k=5, processed=True),
     "fuzzy:js:0.1:rescue:top_p=0.8": Fuzzy(0.1, mode="rescue", top_p=0.8),
+    "fuzzy:top_k_js_paper:0.1:epsilon=0.001:warpers=temperature+top_p": Fuzzy(
+        0.1, "top_k_js_paper", warpers="temperature+top_p", epsilon=0.001
+    ),
     "typical": Typical(),
     "typical:0.2": Typical(0.2),
     "typical:0.09:0.5": Typical(0.09, 0.5),

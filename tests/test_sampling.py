@@ -121,20 +121,50 @@ def test_a_generator_governs_every_draw():
     for seed in (1, 1, 2):
         torch.manual_seed(len(draws))
         sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed))
-        draws.append((sampler.draw(p).tolist(), sampler.coins(p), sampler.coin(0.5)))
+        draws.append((sampler.draw(p).tolist(), sampler.coins(p).tolist()))
     assert draws[0] == draws[1] != draws[2]
 
 
 def test_a_certain_coin_is_certain_and_greedy_coins_are_thresholds():
     for sampler in (Sampler(do_sample=True, generator=torch.Generator().manual_seed(0)), Sampler()):
         assert all(sampler.coins(torch.ones(1, 1000))[0]) and not any(sampler.coins(torch.zeros(1, 1000))[0])
-        assert sampler.coin(1.0) and not sampler.coin(0.0)
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
-def test_a_token_without_a_chance_is_not_drawn_by_the_first_or_last_number(number, monkeypatch):
-    monkeypatch.setattr(torch, "rand", lambda *size, **kwargs: torch.full(size, number, dtype=torch.float64))
-    assert Sampler(do_sample=True).draw(torch.tensor([[0.0, 0.7, 0.0], [0.0, 0.0, 3.0]])).tolist() == [1, 2]
+@pytest.mark.parametrize("size", [3, 128, 129, 1000])
+def test_a_token_without_a_chance_is_not_drawn_by_the_first_or_last_number(size, number):
+    """Over one block and over several, the chance in the first, in the last and in one between."""
+    for token in {0, 1, size // 2, size - 2, size - 1}:
+        p = torch.zeros(1, size).index_fill(1, torch.tensor(token), 0.7)
+        assert Sampler(do_sample=True).draw(p, torch.full((1,), number, dtype=torch.float64)).tolist() == [token]
+
+
+def test_a_draw_is_the_index_at_which_the_running_sum_passes_the_number():
+    """Against running sums over all of V, and with chances down to 1e-9 of the whole."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(40, 700, generator=generator, dtype=torch.float64).mul(4).softmax(-1)
+    p[:, ::7] = 0
+    numbers = torch.rand(40, generator=generator, dtype=torch.float64)
+    below = p.cumsum(-1)
+    wanted = torch.searchsorted(below, (1 - numbers).unsqueeze(1) * below[:, -1:]).squeeze(1)
+    assert torch.equal(Sampler(do_sample=True).draw(p, numbers), wanted)
+    assert torch.equal(Sampler(do_sample=True).draw(p.view(8, 5, 700), numbers.view(8, 5)), wanted.view(8, 5))
+
+
+@pytest.mark.parametrize("p", [[0.0, 0.0], [torch.nan, 1.0], [torch.inf, 1.0]])
+def test_a_law_without_a_finite_sum_is_remembered(p):
+    sampler = Sampler(do_sample=True)
+    sampler.draw(torch.tensor([[0.5, 0.5]]))
+    assert sampler.finite
+    sampler.draw(torch.tensor([p]))
+    sampler.draw(torch.tensor([[0.5, 0.5]]))
+    assert not sampler.finite
+
+
+def test_the_index_of_a_law_that_is_no_number_is_one_of_its_own():
+    for size in (3, 128, 300):
+        drawn = Sampler(do_sample=True).draw(torch.full((4, size), torch.nan))
+        assert drawn.min() >= 0 and drawn.max() < size
 
 
 # --- Statistics of generate() ---

@@ -1,13 +1,11 @@
 """generate() on encoder-decoders: Hugging Face's own text, token for token, under its own options."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 from seq2seq_models import BATCHES, EOS, MODELS, PAD, SOURCES, START, Known, V, tiny_bart, tiny_t5
-from snippets import blocks
-from transformers import AutoModelForSeq2SeqLM, TextIteratorStreamer
+from transformers import TextIteratorStreamer
 from transformers.generation import GenerateEncoderDecoderOutput, StoppingCriteria
 
 import specheads
@@ -292,12 +290,3 @@ def test_beams_and_drafts_are_refused_together(pair):
     for options in ({"drafter": PromptLookup()}, {"accept": Typical()}):
         with pytest.raises(ValueError, match="beam search does not combine with drafts; give num_beams=1 to draft"):
             specheads.generate(pair[0], **BATCHES["one"], num_beams=2, max_new_tokens=3, **options)
-
-
-def test_the_readmes_snippet_runs(monkeypatch):
-    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text("utf8")
-    snippet = next(block for block in blocks(readme, "python") if "flan-t5" in block)
-    monkeypatch.setattr(AutoModelForSeq2SeqLM, "from_pretrained", lambda name: tiny_t5())
-    names = {"AutoModelForSeq2SeqLM": AutoModelForSeq2SeqLM, "specheads": specheads, "inputs": BATCHES["one"]}
-    exec(snippet.replace("=100", "=10"), names)
-    assert names["t5"].config.is_encoder_decoder

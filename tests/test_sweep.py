@@ -5,10 +5,9 @@ import json
 import pytest
 import torch
 
-from specheads import DraftModel, MaxGram, PromptLookup, chain, comb, generate
+from specheads import DraftModel, MaxGram, PromptLookup, chain, comb, generate, recorded
 from specheads.drafters import Cascade
 from specheads.sweep import measure as measuring
-from specheads.sweep import recorded
 from specheads.sweep.grid import Sweep
 from specheads.sweep.kl import distance
 from specheads.sweep.measure import TIMED
@@ -139,7 +138,9 @@ def test_rows_say_what_generate_does_and_two_workers_say_the_same(shipped, quest
 def test_speed_is_of_prompts_spaced_over_the_task(shipped, questions, tmp_path, cache_in_tmp, monkeypatch):
     asked_for, batches = [], measuring.decoders.batches
     monkeypatch.setattr(
-        measuring.decoders, "batches", lambda t, prompts, *more: asked_for.append(prompts) or batches(t, prompts, *more)
+        measuring.decoders,
+        "batches",
+        lambda t, prompts, *more, **options: asked_for.append(prompts) or batches(t, prompts, *more, **options),
     )
     run(asked(shipped, questions, accept="exact", max_new_tokens=2), tmp_path, tell=quiet)
     timed, *judged = asked_for[: len(asked_for) // 2]  # of no drafts; the exact rule's are the same
@@ -275,9 +276,9 @@ def test_a_cascade_is_swept_over_k_matrices_by_the_record_of_a_target(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "drafters is missing"), (("--head", "nowhere"), "nowhere"),
-        (("--head", "x", "--gamma", "2,x"), "--gamma='x'"),
-        (("--drafter", "lookup"), "by base (--base)"), (("absent.yaml",), "absent.yaml"),
+        ((), "--head is missing"), (("--head", "nowhere"), "nowhere"),
+        (("--head", "x", "--gamma", "2,x"), "--gamma x is not a whole number"),
+        (("--drafter", "lookup"), "which it is by --base"), (("absent.yaml",), "absent.yaml"),
         (("--head", "x", "--accept", "fuzy:1"), "did you mean 'fuzzy'"), (("--head", "x", "--task", "mmul"), "'mmlu'"),
         (("--head", "x", "--workers", "2", "--record", "r.json"), "leave --workers at 1"),
     ],

@@ -75,8 +75,7 @@ def test_a_sweep_of_lossless_rules_is_drawn_against_what_is_drafted(tmp_path):
     trees = [row_of(Setting("head", "block", tree)) for tree in ("chain:3", None, "dynamic:16,4,4")]
     (panel, _) = plots.by_tree(trees).axes
     assert [tick.get_text() for tick in panel.get_xticklabels()] == ["chain:3", "its own", "dynamic:16,4,4"]
-    (legend,) = panel.figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["head block"]
+    assert [text.get_text() for text in panel.texts] == ["head block"] and not panel.figure.legends
     (file,) = plots.draw(tmp_path, [MADE[0], *chains])
     assert file.read_bytes().startswith(b"\x89PNG")
 
@@ -96,7 +95,7 @@ def test_gamma_by_k_has_a_line_a_gamma_and_kept_tokens_and_seconds_of_each_k():
         row_of(Setting("m", "exact", f"chain:{n}", t, k), accepted=n * 10, tokens=n * 12, seconds=n + k / 100)
         for n in (3, 5) for t, k in ((0.0, 0), (1.0, 50))
     ]  # fmt: skip
-    lines = report.gamma_by_k(rows).splitlines()
+    lines = report.markdown(*report.gamma_by_k(rows)).splitlines()
     assert lines[0].count("kept / tokens") == 2 and "k=1:" in lines[0] and "k=50:" in lines[0]
     assert lines[2] == "| m | 3 | 30 / 36 | 3.00 | 1.00 | 30 / 36 | 3.50 | 1.00 |" and lines[3].startswith(
         "| m | 5 | 50 / 60"

@@ -77,7 +77,7 @@ def test_the_number_of_a_worked_answer_is_found(text, number):
 
 
 def test_a_completion_passes_if_its_program_does_and_code_runs_only_where_it_may(task):
-    with pytest.raises(ValueError, match="--run-code"):
+    with pytest.raises(ValueError, match="run_code=True"):
         task("humaneval")
     humaneval = task("humaneval", run_code=True)
     asked = humaneval.questions[0]

@@ -86,7 +86,7 @@ def test_a_checkpoint_holds_the_head_and_the_trainer_state_only(tmp_path):
     names = {path.name for path in folder.iterdir()}
     assert names == {
         "config.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json",
-        "unlogged_0.json",
+        "unlogged_0.json", "README.md",
     }  # fmt: skip
     assert all(name.startswith("head.") for name in load_file(folder / "model.safetensors"))
     state = torch.load(folder / "optimizer.pt", weights_only=True)

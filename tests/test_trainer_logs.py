@@ -1,18 +1,18 @@
-"""What a run logs: every step, to trackers and to the progress bar."""
+"""What a run logs: every step, to trackers, and as lines and tables on the screen."""
 
-import io
 import json
+import re
 from typing import ClassVar
 
 import pytest
 import torch
-from tqdm import tqdm
 from trainers import OPTIONS, logged, model_of, rows, trainer_of
-from transformers import TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from specheads.metrics import accepted_length
 from specheads.trainer import AcceptanceProgress
+from specheads.training_log import Pace, evaluation_table
 
 
 def test_logs_cover_every_step_since_the_last_log(tmp_path):
@@ -80,10 +80,98 @@ def test_a_tracker_is_sent_accepted_length_and_accuracy_by_depth(kind, tmp_path,
     ]  # fmt: skip
 
 
-def test_the_progress_bar_shows_the_accepted_length(tmp_path):
+def printed(folder, capsys, **options):
+    """What a run with evaluations prints on stdout."""
+    trainer = trainer_of(folder, evaluation=rows(4, 1, (6, 12)), **{"max_steps": 6, "eval_strategy": "steps",
+                         "eval_steps": 3, "logging_steps": 2, **options})  # fmt: skip
+    trainer.train()
+    return trainer, capsys.readouterr()
+
+
+@pytest.mark.parametrize("bar", [False, True])
+def test_without_a_terminal_each_log_is_a_plain_line_that_has_the_accepted_length(bar, tmp_path, capsys):
+    trainer, shown = printed(tmp_path, capsys, disable_tqdm=not bar)
+    lines = [line for line in shown.out.splitlines() if line.startswith("step ")]
+    assert len(lines) == 3 and "\r" not in shown.out + shown.err and "it/s" not in shown.err
+    for entry, line in zip(logged(trainer), lines, strict=True):
+        assert f"step {entry['step']}/6  loss {entry['loss']:.3f}  lr {entry['learning_rate']:.2e}" in line
+        assert f"accepted length {entry['accepted_length']:.2f}" in line
+        assert re.search(r"[1-9][\d,]* tokens/s  \d+:\d\d left$", line)
+    assert shown.out.count("estimated from the training batches (greedy chains of 2 drafts") == 1
+    assert "{'" not in shown.out and "trained: 6 steps in" in shown.out
+
+
+def test_an_evaluation_is_a_table_with_the_one_before_beside_it(tmp_path, capsys):
+    trainer, shown = printed(tmp_path, capsys)
+    first, second = (entry for entry in trainer.state.log_history if "eval_loss" in entry)
+    assert "conditional_accuracy_depth_1" in " ".join(first)  # in the log, and not on the screen
+    tables = shown.out.split("evaluation at step ")[1:]
+    assert [table.splitlines()[0].split(",")[0] for table in tables] == ["3: 4 held-out rows", "6: 4 held-out rows"]
+    for name, label, digits in (("loss", "loss", 3), ("accepted_length", "accepted length, chain of 2", 2),
+                                ("accuracy_depth_2", "accuracy at depth 2", 3)):  # fmt: skip
+        old, new = first[f"eval_{name}"], second[f"eval_{name}"]
+        row = next(line for line in tables[1].splitlines() if line.strip().startswith(f"{label}  "))
+        assert row.split()[-3:] == [f"{new:.{digits}f}", f"{old:.{digits}f}", f"{new - old:+.{digits}f}"]
+    assert "change" not in tables[0] and "step 6   step 3   change" in tables[1]
+    assert not any("conditional" in table for table in tables)
+
+
+def test_several_held_out_sets_are_compared_each_with_itself():
+    history = [
+        {"eval_a_runtime": 1.0, "eval_a_loss": 5.0, "step": 2}, {"eval_b_runtime": 1.0, "eval_b_loss": 9.0, "step": 2},
+        {"eval_a_runtime": 1.0, "eval_a_loss": 4.0, "step": 4},
+    ]  # fmt: skip
+    row = evaluation_table(history[-1], history, 4).splitlines()[-1]
+    assert row.split() == ["loss", "4.000", "5.000", "-1.000"]
+
+
+def test_tokens_a_second_are_those_of_the_steps_alone():
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+    pace.begin(0)
+    for seconds in (2.0, 2.0):
+        pace.step_begins()
+        now[0] += seconds
+        pace.step_ends()
+    pace.interrupt()  # an evaluation of 100 s
+    now[0] += 100
+    pace.step_begins()
+    now[0] += 1
+    pace.step_ends()
+    pace.tokens += 500
+    assert pace.rate() == 100 and pace.left(3, 6) == 105
+    now[0] += 10
+    pace.tokens += 50
+    assert pace.rate() == 5
+
+
+def test_a_run_that_resumes_between_two_logs_says_no_speed_that_it_cannot_know():
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+    pace.begin(7)
+    now[0], pace.tokens = 1.0, 10_000  # of the run before, too
+    assert pace.rate() is None
+    now[0], pace.tokens = 2.0, 30
+    assert pace.rate() == 30
+
+
+def test_on_a_terminal_the_lines_are_written_above_the_bar(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     trainer = trainer_of(tmp_path, disable_tqdm=False)
-    (callback,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, AcceptanceProgress)]
-    shown = io.StringIO()
-    callback.training_bar = tqdm(total=4, file=shown)
-    callback.on_log(trainer.args, trainer.state, trainer.control, logs={"loss": 2.0, "accepted_length": 1.75})
-    assert "accepted=1.75" in shown.getvalue() and "loss=2" in shown.getvalue()
+    (callback,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, ProgressCallback)]
+    assert isinstance(callback, AcceptanceProgress)
+    trainer.train()
+    assert capsys.readouterr().out.count("accepted length 1.") == 4
+
+
+def test_a_printer_of_the_users_own_stays(tmp_path, capsys):
+    class Own(PrinterCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            print("own", *sorted(logs)[:1])
+
+    trainer = trainer_of(tmp_path)
+    trainer.remove_callback(PrinterCallback)  # ours is one of that kind
+    trainer.add_callback(Own())
+    trainer.train()
+    out = capsys.readouterr().out
+    assert "own accepted_length" in out and "step " not in out

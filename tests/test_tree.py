@@ -111,3 +111,8 @@ def test_root_only_is_one_node_at_depth_0():
 def test_tokens_and_parents_of_unlike_shape_are_refused():
     with pytest.raises(ValueError, match=r"tokens \(1, 2\) and parents \(1, 3\)"):
         DraftTree(torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 3, dtype=torch.long), 1)
+
+
+def test_the_order_of_falls_is_found_for_the_deepest_tree_there_is():
+    parents = torch.arange(-1, 1023).unsqueeze(0)
+    assert Shape.of(parents).leaves_first[0].tolist() == list(range(1023, -1, -1))

@@ -1,4 +1,4 @@
-"""walk() judges all nodes at once: the same law as going down node by node, and as where Python may not look."""
+"""walk() judges all nodes at once: the same law as going down node by node."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from enumeration import Table, distance, law_of, output_law, step_law
 from specheads import (
     Block,
     DraftTree,
-    DynamicTree,
     Exact,
     Fuzzy,
     Lenient,
@@ -22,6 +21,7 @@ from specheads import (
 )
 from specheads.accept import Ensemble, LevelRule, Verdict, walk
 from specheads.accept.marks import path_to
+from specheads.sampling import Sampler
 
 LEVEL_RULES = [
     Exact(), Lenient(0.5), Unadjusted(), Ensemble(0.6), Fuzzy(0.1), Fuzzy(0.3, "tv"), Fuzzy(0.1, "tv", mode="rescue"),
@@ -36,7 +36,7 @@ def first_near(rule, laws, children):
     allowed = [child for child in children if laws.first_allowed[0, child]]
     if not isinstance(rule, Fuzzy) or not allowed:
         return None
-    distance = float(rule.distance(laws, laws.tree.parents[0, allowed]))
+    distance = float(rule.distance(laws)[0, laws.tree.parents[0, allowed[0]]])
     return allowed[0] if distance <= rule.threshold else None
 
 
@@ -112,21 +112,48 @@ def test_the_rows_of_a_batch_are_judged_as_each_alone(rule, plan):
     assert distance(output_law(*tables, plan, prompts, 2, accept=rule, steps=1), both) < 1e-12
 
 
-PLANS = [
-    chain(2), StaticTree(((0,), (1,), (0, 0))), DynamicTree(4, 2, 2), SampledTree((1, 1)), SampledTree((1, 2)),
-    SampledTree((2, 1)),
-]  # fmt: skip
+NAN = torch.nan
 
 
-@pytest.mark.parametrize(
-    ("rule", "plan"),
-    [
-        (rule, plan) for rule in ALL_RULES for plan in PLANS if rule != Block() or plan not in PLANS[-2:]
-    ],  # it judges chains
-    ids=repr,
-)
-def test_what_is_done_where_python_may_not_look_at_numbers_gives_the_same_law(rule, plan, monkeypatch):
-    tables = Table(2, 1), Table(2, 2)
-    here = step_law(*tables, plan, rule, (0, 1))
-    monkeypatch.setattr("specheads.host.reads", lambda values: False)
-    assert distance(here, step_law(*tables, plan, rule, (0, 1))) < 1e-12
+@pytest.mark.parametrize("rule", [Exact(), Lenient(0.5), Block(), Traversal(), Unadjusted(), Typical()], ids=repr)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_law_that_is_no_number_is_told_of_only_where_it_is_reached(rule, sampled):
+    """The root's law is certain of token 0: node 1 has another token, node 2 that one, and 3 is below node 1."""
+    if sampled and rule == Block():
+        parents, tokens = [-1, 0, 1], [3, 1, 0]
+    else:
+        parents, tokens = [-1, 0, 0, 1], [3, 1, 0, 0]
+    certain = torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf])
+    logits = torch.stack([certain, torch.full((4,), NAN), certain, torch.full((4,), NAN)][: len(tokens)])
+    if len(tokens) == 3:
+        logits[2] = NAN
+    probs = torch.tensor([0.4, 0.6, 0.0, 0.0]).expand(1, len(tokens), 4).clone() if sampled else None
+    tree = DraftTree(torch.tensor([tokens]), torch.tensor([parents]), 2, probs)
+    for seed in range(20):
+        sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed))
+        verdict = walk(tree, logits.unsqueeze(0), rule, sampler)
+        assert sampler.finite and int(verdict.bonus) == 0
+        broken = Sampler(do_sample=True)
+        walk(tree, torch.full((1, len(tokens), 4), NAN), rule, broken)
+        assert not broken.finite
+
+
+@pytest.mark.parametrize("gap", [690.0, 712.0, 730.0, 760.0])
+@pytest.mark.parametrize("rule", [Exact(), Traversal()], ids=repr)
+def test_a_sibling_drawn_from_next_to_nothing_leaves_the_law_as_it_is(rule, gap):
+    """In float64, whose numbers end where the chances of exp(−gap) do."""
+
+    class Fixed(Table):
+        def __init__(self, logits):
+            super().__init__(3, 0)
+            self.logits = torch.tensor(logits, dtype=torch.float64)
+
+        def __call__(self, prefix):
+            return self.logits
+
+    target, draft = Fixed([0.4, 0.3, 0.3]), Fixed([0.0, -gap, -torch.inf])
+    target.logits = target.logits.log()
+    first = {}
+    for tokens, chance in step_law(target, draft, SampledTree((2, 1)), rule, (0, 1)).items():
+        first[tokens[0]] = first.get(tokens[0], 0.0) + chance
+    assert distance(first, {0: 0.4, 1: 0.3, 2: 0.3}) < 1e-9

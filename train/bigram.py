@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 from specheads import corpus
 from specheads.bigram import count_bigrams, save_bigrams
 from specheads.data import DataConfig, load_dataset_rows, tokenize
+from specheads.hub import options as hub_options
 
 
 @dataclass
@@ -57,8 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     (options,) = parser.parse_args_into_dataclasses(arguments)
     try:
-        vocab_size = AutoConfig.from_pretrained(options.base).get_text_config(decoder=True).vocab_size
-        table = count_bigrams(token_rows(options, AutoTokenizer.from_pretrained(options.base)), vocab_size)
+        hub = hub_options(options.base)
+        vocab_size = AutoConfig.from_pretrained(options.base, **hub).get_text_config(decoder=True).vocab_size
+        table = count_bigrams(token_rows(options, AutoTokenizer.from_pretrained(options.base, **hub)), vocab_size)
         save_bigrams(table, options.output)
     except (ValueError, OSError) as error:
         print(f"train/bigram.py: {' '.join(str(error).split())}", file=sys.stderr)

@@ -20,11 +20,13 @@ from accelerate import PartialState
 from specheads.commands.features import run, summary
 from specheads.features.plan import DTYPES, SaveOptions
 from specheads.launch import LaunchError, wait_for_all
+from specheads.options import OptionError
+from specheads_cli.shipped import find_recipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path, help="a YAML file, such as recipes/eagle3.yaml")
+    parser.add_argument("recipe", help="a YAML file, or the name of a shipped one, such as eagle3")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
     parser.add_argument("--output", type=Path, required=True, help="folder to fill, or to go on filling")
     parser.add_argument("--taps", help="layers to save, as 2,16,29 (default: those the recipe's head reads)")
@@ -34,10 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shard_mb", type=float, default=SaveOptions.shard_mb, help="megabytes of a file, roughly")
     parser.add_argument("--yes", action="store_true", help="do not ask before the disk is filled")
     options = vars(parser.parse_intermixed_args(arguments))
+    flags = {*options} - {"recipe", "overrides"}
     try:
-        saved = run(options.pop("recipe"), options.pop("overrides"), options.pop("output"), **options)
+        saved = run(
+            find_recipe(options.pop("recipe"), "train"), options.pop("overrides"), options.pop("output"), **options
+        )
     except (ValueError, OSError, LaunchError, ImportError) as error:
-        print(f"train/features.py: {' '.join(str(error).split())}", file=sys.stderr)
+        said = error.said({name: f"--{name}" for name in flags}) if isinstance(error, OptionError) else str(error)
+        print(f"train/features.py: {' '.join(said.split())}", file=sys.stderr)
         return 2
     if PartialState().is_main_process:
         print(summary(saved))

@@ -11,26 +11,29 @@ Any option of the recipe can be given as key=value, with dots for sections and v
 To go on from a trained head: head=null init_from=runs/eagle3
 
 A run ends by decoding held-out prompts and comparing the accepted length with what training says of the same text; it
-exits with 3 where they differ by more than parity.tolerance (parity.prompts=0 leaves that out).
+exits with 3 where they differ by more than parity.tolerance (parity.prompts=0 leaves that out). Ctrl-C says where it
+stopped and how to resume, and exits with 130.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from specheads.estimate import estimate
-from specheads.faults import TrainingError
+from specheads.faults import TrainingError, TrainingStopped
 from specheads.launch import KINDS, LaunchError, wait_for_all
 from specheads.parity import ParityError
 from specheads.recipe import read_recipe
 from specheads.training import prepare
+from specheads_cli.shipped import find_recipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="a YAML file, such as recipes/eagle3.yaml")
+    parser.add_argument("recipe", help="a YAML file, or the name of a shipped one, such as eagle3")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     parser.add_argument("--dry-run", action="store_true", help="print what the run will take, and stop")
@@ -39,20 +42,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", help="of the run a --dry-run reckons: H200, A100 … (default: what is here)")
     options = parser.parse_intermixed_args(arguments)
     try:
-        recipe = read_recipe(options.recipe, options.overrides)
+        recipe = read_recipe(find_recipe(options.recipe, "train"), options.overrides)
         if options.dry_run:
             print("\n".join(estimate(recipe, options.processes, options.distributed, options.device).lines()))
             return 0
         run = prepare(recipe)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("train/heads.py: stopped before the first step; nothing was saved", file=sys.stderr)
+        return 130
     except (ValueError, OSError, LaunchError, ImportError) as error:
         print(f"train/heads.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     try:
         metrics = run.train()
+    except TrainingStopped as stopped:
+        if str(stopped):  # of the first process
+            print(f"train/heads.py: {stopped}", file=sys.stderr)
+        return stopped.exit_code
     except TrainingError as error:
         print(f"train/heads.py: {error}", file=sys.stderr)
         return 1
-    except ValueError as error:  # a checkpoint that is not this recipe's, say
+    except (ValueError, ImportError) as error:  # a checkpoint that is not this recipe's, an optimizer not installed
         print(f"train/heads.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except ParityError as error:

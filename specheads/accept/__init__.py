@@ -7,7 +7,8 @@ Unadjusted.
 from specheads.accept.block import Block
 from specheads.accept.ensemble import Ensemble
 from specheads.accept.exact import Exact, normalised, residual
-from specheads.accept.fuzzy import Fuzzy, fuzzy_from
+from specheads.accept.fsd import fuzzy_from
+from specheads.accept.fuzzy import Fuzzy
 from specheads.accept.lenient import Lenient
 from specheads.accept.paths import walk
 from specheads.accept.rule import Acceptance, Laws, LevelRule, Verdict

@@ -6,7 +6,7 @@ p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabular
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,16 +39,16 @@ class Block(Acceptance):
         share = laws.of_tokens(p) / tree.chance_drawn()
         reached = [torch.ones_like(share[:, 0])]
         for i in range(1, tree.num_nodes):
-            reached.append(torch.where(drafted[:, i], (reached[-1] * share[:, i]).clamp(max=1), 0))
+            reached.append(torch.where(drafted[:, i], (reached[-1] * share[:, i]).clamp(max=1).nan_to_num(0), 0))
         chance = torch.stack(reached, 1)  # (B, N) the P of each node
         # Behind the last node nothing was drafted, so all of P p is left over.
         ahead = torch.cat([q[:, 1:] * drafted[:, 1:].unsqueeze(2), torch.zeros_like(q[:, :1])], 1)
         left = (chance.unsqueeze(2) * p - ahead).clamp_min(0).sum(2)
+        left = torch.where(
+            left.isnan(), chance, left
+        )  # a law that is no number, of which its draw tells if it is reached
         coins = sampler.coins(stop_chance(left, chance))
-        if isinstance(coins, Tensor):
-            last = torch.where(coins, node, 0).max(1).values
-        else:
-            last = torch.tensor([max(i for i, stands in enumerate(row) if stands or i == 0) for row in coins])
+        last = torch.where(coins, node, 0).amax(1)
         row = torch.arange(len(last), device=last.device)
         bonus = residual(chance[row, last].unsqueeze(1) * p[row, last], ahead[row, last])
         path = torch.minimum(node, last.unsqueeze(1))[:, : tree.max_depth + 1]
@@ -61,6 +61,6 @@ def stop_chance(left: Tensor, reached: Tensor) -> Tensor:
     return (left / stop_norm(left, reached)).nan_to_num(nan=1)
 
 
-def stop_norm(left: Any, reached: Any) -> Any:
-    """S + 1 − P, of tensors or of numbers."""
+def stop_norm(left: Tensor, reached: Tensor) -> Tensor:
+    """S + 1 − P."""
     return left + (1 - reached)  # in this order, so that P = 1 leaves exactly S

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specheads import host
 from specheads.law import DraftIds
 
 
@@ -74,7 +73,9 @@ FORMS = {
     "js": Form("", js, False), "tv": Form("", tv, False),
 }  # fmt: skip
 FORMS |= {
-    f"{over}_{name}": FORMS[name]._replace(over=over) for over in ("top_k", "top_p") for name in ("kl", "js", "tv")
+    f"{over}_{name}": FORMS[name]._replace(over=over)
+    for over in ("top_k", "top_p")
+    for name in ("kl", "js", "js_paper", "tv")
 }
 NAMES = tuple(FORMS)
 
@@ -99,8 +100,6 @@ def divergence(
         q, p = nucleus(q, p if p_is_law else p.softmax(-1), ids, top_p)
         p /= p.sum(-1, keepdim=True)
         made, most = compare(to_law(q, -1), p.log() if of_logs else p), q.amax(-1)
-        if host.reads(most) and -math.inf not in most.tolist():
-            return made
         return made.masked_fill_(most == -torch.inf, torch.inf)  # where q gives the nucleus no chance at all
     q, p = to_law(q, -1), p if p_is_law else to_law(p, -1)
     if over == "top_k":
@@ -114,6 +113,12 @@ def divergence(
     if name in INFINITE:
         return made.masked_fill(p.index_fill(-1, ids, -torch.inf).amax(-1).exp() > 0, torch.inf)
     return made
+
+
+def smoothed(probs: Tensor, epsilon: float) -> Tensor:
+    """(R, V) probabilities, each with epsilon added, renormalised: so that none is 0."""
+    raised = probs + epsilon
+    return raised / raised.sum(-1, keepdim=True)
 
 
 def top_k(q: Tensor, p: Tensor, ids: Tensor | None, k: int, logs: bool) -> tuple[Tensor, Tensor]:
@@ -138,36 +143,14 @@ def nucleus(q: Tensor, p: Tensor, ids: Tensor | None, top_p: float) -> tuple[Ten
     as likely as the last of these; −inf and 0 for others."""
     if ids is not None:
         q = torch.full_like(p, -torch.inf).index_copy_(-1, ids, q)
-    if host.reads(p):  # a GPU would wait to be told which tokens they are
-        likely, least = candidates(p, top_p)
-        q, p = q.index_select(-1, likely), p.index_select(-1, likely)
-    else:
-        least, _ = least_within(p.sort(-1).values, top_p)
-        q, p, least = q.clone(), p.clone(), least.clamp_min_(torch.finfo(p.dtype).tiny)
+    least = least_within(p, top_p)
     outside = p < least
-    return q.masked_fill_(outside, -torch.inf), p.masked_fill_(outside, 0)
+    return q.masked_fill(outside, -torch.inf), p.masked_fill(outside, 0)
 
 
-def candidates(share: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Tokens (n,) among which is every row's nucleus of share (R, V), and the smallest share in it (R, 1), above 0."""
-    most = share.amax(0) if len(share) > 1 else share[0]
-    # Tokens below (1 − top_p) / V hold at most 1 − top_p together, and no nucleus needs one of them. Four times as much
-    # leaves half as many, and will do where they hold enough and each nucleus ends above it.
-    for times in (4, 1):
-        floor = times * (1 - top_p) / share.shape[1]
-        likely = (~(most < floor)).nonzero().squeeze(1)  # what is not a number too, to be told of where it is drawn
-        rising = share.index_select(-1, likely)
-        rising.numpy().sort(-1)  # several times faster than torch's, which also finds the places
-        least, more = least_within(rising, top_p)
-        if min(more.tolist()) >= [0] and min(least.tolist()) >= [floor]:  # neither of which no tokens at all have
-            return likely, least
-    return likely, least.clamp_min_(torch.finfo(share.dtype).tiny)
-
-
-def least_within(rising: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Of shares (R, n) in rising order, all others being too small for a nucleus: (R, 1) the smallest share in each
-    row's, and how much more than `top_p` they hold together; (R, 0) both where n is 0."""
+def least_within(share: Tensor, top_p: float) -> Tensor:
+    """Of laws (R, V): (R, 1) the smallest share in each row's nucleus, above 0."""
+    rising = share.sort(-1).values
     held = rising.cumsum(-1)
-    more = held[:, -1:] - top_p
-    last = torch.searchsorted(held, more, right=True).clamp(max=held.shape[1] - 1)
-    return rising.gather(-1, last), more
+    last = torch.searchsorted(held, held[:, -1:] - top_p, right=True).clamp(max=share.shape[1] - 1)
+    return rising.gather(-1, last).clamp_min(torch.finfo(share.dtype).tiny)

@@ -42,7 +42,7 @@ class Ensemble(Acceptance):
         return self.lossless
 
     def judge(self, laws: Laws) -> Verdict:
-        mixed = Laws(laws.tree, laws.logits, laws.sampler)
+        mixed = Laws(laws.tree, laws.logits, laws.sampler, numbers=laws.numbers)
         mixed.scores = mixed.soft = self.mixture(laws)
         return Exact().judge(mixed)
 
@@ -51,14 +51,11 @@ class Ensemble(Acceptance):
         kept, shape = laws.tree.logits, laws.tree.shape
         if kept is None:
             raise ValueError("Ensemble mixes the draft's law with the target's, and this tree was drafted without one")
-        v = laws.scores.softmax(-1)
-        flat, inner = v.flatten(0, 1), shape.inner
-        p, q = flat.index_select(0, inner), laws.sampler.draft_law(kept.over_target(kept.at(inner)))
-        own = q.to(p.dtype).lerp_(p, self.weight)
+        p = laws.scores.softmax(-1)
+        node = laws.place(torch.arange(laws.tree.num_nodes, device=p.device).expand(len(p), -1)).flatten()
+        q = laws.sampler.draft_law(kept.over_target(kept.at(node))).view_as(p)
+        v = q.to(p.dtype).lerp_(p, self.weight)
         if laws.sampler.processors:  # what they rule out stays out
-            own.masked_fill_(laws.scores.flatten(0, 1).index_select(0, inner) == -torch.inf, 0)
-            own /= own.sum(-1, keepdim=True)
-        if len(inner) == len(flat):  # leaves are among them
-            own = torch.where(shape.children.any(2).view(-1, 1), own, p)
-        flat.index_copy_(0, inner, own)
-        return v
+            v.masked_fill_(laws.scores == -torch.inf, 0)
+            v /= v.sum(-1, keepdim=True)
+        return torch.where(shape.children.any(2, keepdim=True), v, p)

@@ -11,21 +11,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specheads import host
-from specheads.accept.marks import either, kept_path, reached
+from specheads.accept.marks import kept_path
 from specheads.accept.rule import Laws, LevelRule, Verdict
-from specheads.host import Marks
 from specheads.sampling import Sampler
-from specheads.tree import known_all
 
 
 @dataclass(frozen=True)
 class Exact(LevelRule):
     """Lossless: what is emitted has the target's law.
 
-    A point-mass draft takes the sample walk: draw y from p, descend if a child carries y. Sampled children are
-    judged in order, x kept with probability min(1, p(x)/q(x)), p becoming norm((p − q)₊) and q losing x at each
-    refusal. SpecInfer arXiv:2305.09781, Sequoia arXiv:2402.12374.
+    Of a point-mass draft each node draws what follows it from p, and the path goes on while a child carries that: the
+    text is the one that the same numbers give without drafts. Sampled children are judged in order, x kept with
+    probability min(1, p(x)/q(x)), p becoming norm((p − q)₊) and q losing x at each refusal. SpecInfer
+    arXiv:2305.09781, Sequoia arXiv:2402.12374.
     """
 
     lossless: ClassVar[bool] = True
@@ -36,9 +34,11 @@ class Exact(LevelRule):
     def judge(self, laws: Laws) -> Verdict:
         if laws.sampler.do_sample and laws.tree.probs is not None:
             return super().judge(laws)
-        return sample_walk(laws) if laws.sampler.do_sample or laws.sampler.needs_prefix else likeliest_path(laws)
+        if laws.sampler.needs_prefix:
+            return node_by_node(laws)
+        return path_of_tokens(laws, laws.drawn)
 
-    def kept(self, laws: Laws) -> Marks:
+    def kept(self, laws: Laws) -> Tensor:
         return kept_in_order(laws, laws.p)
 
     def rest(self, laws: Laws, node: Tensor) -> Tensor:
@@ -47,45 +47,45 @@ class Exact(LevelRule):
         return left_of(laws.p_at(node), laws, node)
 
 
-def sample_walk(laws: Laws) -> Verdict:
-    """Token after token drawn from p, as long as a child carries it: the draws of decoding without drafts, in their
-    order, so that the same seed gives the same text."""
+def path_of_tokens(laws: Laws, token: Tensor) -> Verdict:
+    """The path along which each node carries the token (B, N) that follows its parent."""
+    path, length, end = kept_path(laws.tree, laws.at_parent(token) == laws.tree.tokens)
+    if laws.sampler.do_sample:  # a law that is no number is none in its first place too
+        laws.sampler.heed(~laws.p[..., 0].gather(1, path).isnan())
+    return Verdict(path, length, laws.at(token, end))
+
+
+def node_by_node(laws: Laws) -> Verdict:
+    """The same path for processors that look at the prefix, of which only the nodes on it are asked."""
     tree = laws.tree
-    node = token = torch.zeros_like(tree.tokens[:, 0])
-    going = torch.ones_like(node, dtype=torch.bool)
-    path, length = [node], torch.ones_like(node)
+    end = token = torch.zeros_like(tree.tokens[:, 0])
+    going = torch.ones_like(end, dtype=torch.bool)
+    path, length = [end], torch.ones_like(end)
     for depth in range(tree.max_depth + 1):
-        drawn = laws.sampler.draw(laws.p_at(node))
-        token = torch.where(going, drawn, token)
-        found, child = (laws.at(tree.shape.children, node) & (tree.tokens == drawn.unsqueeze(1))).max(1)
+        token = torch.where(going, laws.draw_at(end), token)
+        found, child = (laws.at(tree.shape.children, end) & (tree.tokens == token.unsqueeze(1))).max(1)
         going = going & found
-        if depth == tree.max_depth or known_all(~going):
+        if depth == tree.max_depth or not bool(going.any()):  # prefixes are read on the host in any case
             break
-        node = torch.where(going, child, node)
+        end = torch.where(going, child, end)
         length = length + going
-        path.append(node)
+        path.append(end)
     path += path[-1:] * (tree.max_depth + 1 - len(path))
     return Verdict(torch.stack(path, 1), length, token)
 
 
-def likeliest_path(laws: Laws) -> Verdict:
-    """The path along which each node carries the token that is likeliest at its parent."""
-    path, length, end = kept_path(laws.tree, laws.carried())
-    return Verdict(path, length, laws.likeliest.gather(1, end.unsqueeze(1)).squeeze(1))
-
-
-def kept_in_order(laws: Laws, p: Tensor, leniency: float = 1.0) -> Marks:
+def kept_in_order(laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
     """(B, N) bool: sibling after sibling, x is kept with probability min(1, p(x) / (leniency · q(x))), by laws p
     (B, N, V).
 
     A refusal leaves p as norm((p − q)₊) and q without x. The law of a point mass is one-hot at each x.
     """
-    return with_younger(laws.sampler.coins(chances_in_order(laws, p, leniency)), laws, p, leniency)
+    return laws.sampler.coins(chances_in_order(laws, p, leniency))
 
 
 def chances_in_order(laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
-    """(B, N) how likely each node is kept where its parent is and no sibling before it, for sure from 1 on; 0 where one
-    was drawn before it, of which `younger_chances` speaks. Of the root and unused slots it says nothing."""
+    """(B, N) how likely each node is kept where its parent is and no sibling before it, for sure from 1 on. Of the root
+    and unused slots it says nothing."""
     tree, own = laws.tree, laws.of_tokens(p)
     if tree.probs is None:
         share = own / leniency
@@ -94,26 +94,11 @@ def chances_in_order(laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
         return share
     q = tree.chance_drawn()  # above 0 for what was drawn
     share = own / (q if leniency == 1 else leniency * q)
-    return share.masked_fill_(tree.shape.not_first, 0) if tree.siblings_drawn else share
-
-
-def with_younger(kept: Marks, laws: Laws, p: Tensor, leniency: float = 1.0, *, maybe: Tensor | None = None) -> Marks:
-    """kept (B, N), settled for first siblings, with a coin for each drawn after another; as it is where Python can see
-    that no path leads to a node whose first child is refused. maybe (B, N): where else than to a node that is kept a
-    path may lead."""
-    tree = laws.tree
-    if not tree.siblings_drawn:
-        return kept
-    if not isinstance(kept, Tensor):
-        rows = zip(kept, kept if maybe is None else maybe.tolist(), tree.shape.parent_lists, strict=True)
-        asked = [lead and not settled for row in rows for lead, settled in zip(*reached(*row), strict=True)]
-        if not any(asked[node] for node in tree.shape.families[0].tolist()):
-            return kept
-    return either(kept, laws.sampler.coins(younger_chances(laws, p, leniency)))
+    return torch.where(tree.shape.first, share, younger_chances(laws, p, leniency)) if tree.siblings_drawn else share
 
 
 def younger_chances(laws: Laws, p: Tensor, leniency: float = 1.0) -> Tensor:
-    """(B, N) as `chances_in_order`, of the nodes that were drawn after a sibling; 0 at the others."""
+    """(B, N) as `chances_in_order`, of the nodes that were drawn after a sibling; of others it says nothing."""
     tree, (above, siblings) = laws.tree, laws.tree.shape.families
     assert tree.probs is not None
     left = p.flatten(0, 1).index_select(0, above)  # (F, V)
@@ -136,28 +121,16 @@ def left_of(p: Tensor, laws: Laws, node: Tensor) -> Tensor:
     """(B, V) what is left of p (B, V) when all children of node (B,) have been refused: `LevelRule.rest` towards p."""
     tree = laws.tree
     if tree.probs is None:  # p without their tokens
-        if host.reads(p):
-            places = laws.child_tokens(node)
-            if not places:
-                return p
-            left = p.flatten().index_fill(0, torch.tensor(places), 0).view_as(p)
-        else:
-            is_child = laws.at(tree.shape.children, node)
-            left = p.scatter_reduce(1, tree.tokens, (~is_child).to(p.dtype), "prod")
+        is_child = laws.at(tree.shape.children, node)
+        left = p.scatter_reduce(1, tree.tokens, (~is_child).to(p.dtype), "prod")
         return where_any(left, left.sum(-1, keepdim=True), p)
     kids = tree.shape.kids.index_select(0, laws.place(node))  # (B, most)
-    fewest, most = 0, kids.shape[1]
-    if host.reads(kids):
-        counts = [sum(child > 0 for child in row) for row in kids.tolist()]
-        fewest, most = min(counts), max(counts)
-    if most == 0:
-        return p
     law = tree.probs.flatten(0, 1).index_select(0, kids[:, 0])
-    for rank in range(most):
+    for rank in range(kids.shape[1]):
         if rank > 0:  # the draft has lost the sibling before, and weighs what p does
             law = law.scatter(1, tree.tokens.take(kids[:, rank - 1 : rank]), 0)
             law *= p.sum(1, keepdim=True) / law.sum(1, keepdim=True).clamp_min(tiny(law))
-        p = residual(p, law if rank < fewest else law * (kids[:, rank : rank + 1] > 0))
+        p = residual(p, law * (kids[:, rank : rank + 1] > 0))
     return p
 
 
@@ -183,6 +156,4 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 def where_any(left: Tensor, mass: Tensor, p: Tensor) -> Tensor:
     """Rows of left, and of p where their mass (…, 1) is none."""
-    if host.reads(mass) and min(mass.flatten().tolist()) > 0:
-        return left
     return torch.where(mass > 0, left, p)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from specheads.accept.exact import kept_in_order, left_of
 from specheads.accept.rule import Laws, LevelRule
-from specheads.host import Marks
 from specheads.sampling import Sampler
 
 
@@ -34,7 +33,7 @@ class Lenient(LevelRule):
     def is_exact(self, sampler: Sampler) -> bool:
         return self.lossless or not sampler.do_sample
 
-    def kept(self, laws: Laws) -> Marks:
+    def kept(self, laws: Laws) -> Tensor:
         return kept_in_order(laws, laws.p, self.leniency)
 
     def rest(self, laws: Laws, node: Tensor) -> Tensor:

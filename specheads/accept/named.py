@@ -15,7 +15,7 @@ from specheads.accept.rule import Acceptance
 from specheads.accept.tokens import CSLeniency, Margin, TopN, Typical
 from specheads.accept.traversal import Traversal
 from specheads.accept.unadjusted import Unadjusted
-from specheads.options import refuse_unknown
+from specheads.options import refuse_class, refuse_unknown, shown
 
 # Each with the options that may be written without their name, in this order; any other is written KEY=VALUE.
 RULES: dict[str, tuple[type[Any], tuple[str, ...]]] = {
@@ -45,6 +45,18 @@ EXPECTED = (
 def rule_named(text: str) -> Acceptance:
     """`NAME[:VALUE…][:KEY=VALUE…]` → the rule. ValueError, in one line that quotes the text, for what is none."""
     return _made(text, *_parts(text))
+
+
+def as_rule(accept: Any) -> Acceptance:
+    """A rule, its text, or None for the exact one → the rule. ValueError for other text, TypeError for what is none."""
+    if accept is None:
+        return Exact()
+    if isinstance(accept, str):
+        return rule_named(accept)
+    refuse_class("accept", accept, "rule", "judge")
+    if not hasattr(accept, "lossless"):
+        raise TypeError(f"accept={shown(accept)} is no acceptance rule; give Exact(), 'fuzzy:js:0.2' or the like")
+    return accept
 
 
 def with_threshold(text: str, value: float) -> str:

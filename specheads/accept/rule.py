@@ -13,7 +13,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specheads import host
 from specheads.accept.marks import kept_path
 from specheads.sampling import Sampler, likeliest
 from specheads.tree import DraftTree
@@ -25,7 +24,9 @@ class Laws:
 
     logits (B, N, V) are the target's. history: each row's ids up to and with the root, read only where a logits
     processor depends on the prefix; such a processor sees each node's own. ends (B, N): nodes that nothing follows (an
-    end of text, the length limit), of which no such processor is asked; None for none.
+    end of text, the length limit), of which no such processor is asked; None for none. numbers (B, P), in [0, 1): by
+    which a row draws its next tokens from the target's law; None: fresh ones. divergences (B, N): what
+    `Acceptance.divergences` gave, where it was asked.
     """
 
     tree: DraftTree
@@ -33,6 +34,8 @@ class Laws:
     sampler: Sampler
     history: Sequence[Sequence[int]] = ()
     ends: Tensor | None = None
+    numbers: Tensor | None = None
+    divergences: Tensor | None = None
 
     @cached_property
     def _rows(self) -> Tensor:
@@ -59,17 +62,6 @@ class Laws:
                 place = parents[place]
             made.append([*row, *reversed(drafted)])
         return made
-
-    def child_tokens(self, node: Tensor) -> list[int]:
-        """The tokens of the children of one node (B,) of each row, as places in the laws (B, V) behind these nodes."""
-        rows = enumerate(zip(self._token_lists, self.tree.shape.parent_lists, node.tolist(), strict=True))
-        size = self.logits.shape[2]
-        return [
-            row * size + token
-            for row, (tokens, parents, parent) in rows
-            for token, above in zip(tokens, parents, strict=True)
-            if above == parent
-        ]
 
     def at(self, values: Tensor, node: Tensor) -> Tensor:
         """Values (B, N, …) of one node (B,) of each row: (B, …)."""
@@ -125,6 +117,13 @@ class Laws:
         """(B, N) the likeliest token behind each node."""
         return likeliest(self.scores)
 
+    @cached_property
+    def drawn(self) -> Tensor:
+        """(B, N) a token drawn behind each node, by its row's number for that depth; at temperature 0 the likeliest."""
+        if not self.sampler.do_sample:
+            return self.likeliest
+        return self.sampler.draw_nodes(self.p, self.tree, self.numbers)
+
     def carried(self) -> Tensor:
         """(B, N) is each node's token the likeliest at its parent? Of the root and unused slots it says nothing."""
         return self.at_parent(self.likeliest) == self.tree.tokens
@@ -135,8 +134,13 @@ class Laws:
         return self.at(self.soft, node) if known else self.sampler.law_of(self.scores_at(node))
 
     def draw_at(self, node: Tensor) -> Tensor:
-        """(B,) tokens drawn from the laws at one node (B,) of each row."""
-        return self.sampler.draw(self.p_at(node) if self.sampler.do_sample else self.scores_at(node))
+        """(B,) tokens drawn from the laws at one node (B,) of each row, as `drawn`."""
+        if not self.sampler.do_sample:
+            return self.sampler.draw(self.scores_at(node))
+        numbers = (
+            None if self.numbers is None else self.numbers.gather(1, self.at(self.tree.shape.depth, node)[:, None])
+        )
+        return self.sampler.draw(self.p_at(node), None if numbers is None else numbers.squeeze(1))
 
     def at_parent(self, values: Tensor) -> Tensor:
         """(B, N) → (B, N): of each node, its parent's."""
@@ -163,13 +167,15 @@ class Verdict:
 
     A length of 0, a row that has finished, keeps nothing.
 
-    scores: per level the raw logits and the processed scores (B, V) of the token, where they were asked for.
+    scores: per level the raw logits and the processed scores (B, V) of the token, where they were asked for;
+    divergences (B, N): see `Acceptance.divergences`, likewise.
     """
 
     path: Tensor
     length: Tensor
     bonus: Tensor
     scores: tuple[tuple[Tensor, Tensor], ...] = ()
+    divergences: Tensor | None = None
 
     @cached_property
     def last(self) -> Tensor:
@@ -204,6 +210,11 @@ class Acceptance(ABC):
         """Does it judge as `Exact` does, which then stands in for it?"""
         return False
 
+    def divergences(self, laws: Laws) -> Tensor | None:
+        """(B, N) how far apart the draft's and the target's distributions are that each drafted node's token comes
+        from, those at its parent, as the rule measures it; NaN at other slots. None for a rule that does not."""
+        return None
+
     @abstractmethod
     def judge(self, laws: Laws) -> Verdict:
         """The verdict over `laws.tree`, whose `scores` are left to walk()."""
@@ -218,7 +229,7 @@ class LevelRule(Acceptance):
         return Verdict(path, length, laws.sampler.draw(self.rest(laws, end)))
 
     @abstractmethod
-    def kept(self, laws: Laws) -> host.Marks:
+    def kept(self, laws: Laws) -> Tensor:
         """(B, N) bool: may the path go on to each node from its parent? It does to the first child that is kept. Drawn
         for all nodes at once; what no path leads to may be left out, and the root and unused slots say nothing."""
 

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from specheads import host
 from specheads.accept.block import Block, stop_norm
 from specheads.accept.exact import Exact, normalised, surplus, tiny
 from specheads.accept.marks import path_to
@@ -37,68 +35,31 @@ class Traversal(Acceptance):
             return Exact().judge(laws)
         if tree.is_chain:
             return Block().judge(laws)
-        return in_turn(laws) if host.reads(laws.logits) else at_once(laws)
-
-
-def in_turn(laws: Laws) -> Verdict:
-    """Leaf after leaf, each row by itself, till one stands: as published."""
-    tree, sampler, p, probs = laws.tree, laws.sampler, laws.p, laws.tree.probs
-    assert probs is not None
-    own, drawn, tokens = laws.of_tokens(p).tolist(), tree.chance_drawn().tolist(), tree.tokens.tolist()
-
-    def first(row: int, node: int, reached: float) -> tuple[int, Tensor] | None:
-        """The first that stands of the nodes below `node` and, last, itself, which is reached with that P; and the law
-        (V,) behind it but for a factor."""
-        if reached == 0:
-            return None
-        left: Tensor | None = None  # P p when a child has fallen
-        fallen: list[int] = []
-        for child in [child for child, above in enumerate(parents[row]) if above == node]:
-            law, x = probs[row, child], tokens[row][child]
-            if left is None:
-                share = reached * own[row][child] / max(drawn[row][child], tiny(p))
-            else:  # the draft has lost their tokens
-                law = normalised(law.index_fill(0, torch.tensor(fallen), 0))
-                share = float(left[x]) / max(float(law[x]), tiny(p))
-            if found := first(row, child, min(share, 1.0)):  # what is not a number stays so
-                return found
-            left, total = surplus(p[row, node] * reached if left is None else left, law)
-            norm = max(stop_norm(float(total), reached), tiny(p))
-            left, reached = left / norm, float(total) / norm
-            fallen.append(x)
-        if sampler.coin(reached):
-            return node, p[row, node] if left is None else left
-        return None
-
-    parents = tree.shape.parent_lists
-    # The root stands for sure, but for rounding where the laws are alike.
-    found = [first(row, 0, 1.0) or (0, p[row, 0]) for row in range(len(p))]
-    ends, left = zip(*found, strict=True)
-    return Verdict(*path_to(tree, torch.tensor(ends)), sampler.draw(torch.stack(left)))
-
-
-def at_once(laws: Laws) -> Verdict:
-    """Where asking whether a node stands would wait: a node is judged when all before it have fallen, and what it then
-    stands with depends on nothing drawn. So each node's P and P p after the fall of its children, the upper levels
-    first, and one draw says which node stands."""
-    tree, shape, sampler = laws.tree, laws.tree.shape, laws.sampler
-    assert tree.probs is not None
-    tokens, probs = tree.tokens, tree.probs.flatten(0, 1)
-    left = sampler.law_of(laws.scores).flatten(0, 1)  # p till the node loses a child, then P p
-    reached = torch.ones_like(left[:, :1])
-    for above, child, elder in shape.falls:
-        law, mass, before = (one.index_select(0, at) for one, at in ((probs, child), (left, above), (reached, above)))
-        if elder.shape[1]:  # the draft has lost their tokens
-            law = normalised(law.scatter_(1, tokens.take(elder), 0))
-        else:
-            mass.mul_(before)
-        x = tokens.take(child.unsqueeze(1))
-        reached.index_copy_(0, child, (mass.gather(1, x) / law.gather(1, x).clamp_min(tiny(law))).clamp_(max=1))
-        rest, total = surplus(mass, law)
-        norm = stop_norm(total, before).clamp_min(tiny(law))  # 0 where p = q and P = 1: then the child never falls
-        reached.index_copy_(0, above, total / norm)
-        left.index_copy_(0, above, rest.div_(norm))
-    stands = reached.view_as(tokens).gather(1, shape.leaves_first)  # the root for sure, unused slots behind it
-    fallen = torch.cat([torch.ones_like(stands[:, :1]), (1 - stands)[:, :-1]], 1).cumprod(1)
-    end = shape.leaves_first.gather(1, sampler.draw(stands * fallen).unsqueeze(1)).squeeze(1)
-    return Verdict(*path_to(tree, end), sampler.draw(left.index_select(0, laws.place(end))))
+        # A node is judged when all before it have fallen, and what it then stands with depends on nothing drawn. So
+        # each node's P and P p after the fall of its children, the upper levels first; one draw says which stands.
+        shape, sampler = tree.shape, laws.sampler
+        tokens, probs = tree.tokens, tree.probs.flatten(0, 1)
+        left = sampler.law_of(laws.scores).flatten(0, 1)  # p till the node loses a child, then P p
+        reached = torch.ones_like(left[:, :1])
+        for above, child, elder in shape.falls:
+            law, mass, before = (
+                one.index_select(0, at) for one, at in ((probs, child), (left, above), (reached, above))
+            )
+            if elder.shape[1]:  # the draft has lost their tokens
+                law = normalised(law.scatter_(1, tokens.take(elder), 0))
+            else:
+                mass.mul_(before)
+            x = tokens.take(child.unsqueeze(1))
+            reached.index_copy_(
+                0, child, (mass.gather(1, x) / law.gather(1, x).clamp_min(tiny(law))).clamp_(max=1).nan_to_num_(0)
+            )
+            rest, total = surplus(mass, law)
+            norm = stop_norm(total, before).clamp_min(tiny(law))  # 0 where p = q and P = 1: then the child never falls
+            reached.index_copy_(
+                0, above, torch.where(total.isnan(), before, total / norm)
+            )  # if it stands, it is told of
+            left.index_copy_(0, above, rest.div_(norm))
+        stands = reached.view_as(tokens).gather(1, shape.leaves_first)  # the root for sure, unused slots behind it
+        fallen = torch.cat([torch.ones_like(stands[:, :1]), (1 - stands)[:, :-1]], 1).cumprod(1)
+        end = shape.leaves_first.gather(1, sampler.draw(stands * fallen).unsqueeze(1)).squeeze(1)
+        return Verdict(*path_to(tree, end), sampler.draw(left.index_select(0, laws.place(end))))

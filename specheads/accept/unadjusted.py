@@ -9,7 +9,6 @@ from torch import Tensor
 
 from specheads.accept.exact import kept_in_order
 from specheads.accept.rule import Laws, LevelRule
-from specheads.host import Marks
 from specheads.sampling import Sampler
 
 
@@ -26,7 +25,7 @@ class Unadjusted(LevelRule):
     def is_exact(self, sampler: Sampler) -> bool:
         return not sampler.do_sample
 
-    def kept(self, laws: Laws) -> Marks:
+    def kept(self, laws: Laws) -> Tensor:
         return kept_in_order(laws, laws.p)
 
     def rest(self, laws: Laws, node: Tensor) -> Tensor:

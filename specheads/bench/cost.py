@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specheads.target import Target
+from specheads.seq2seq import Source, verifier
 from specheads.tree import DraftTree
 
 # The published ones; keys are parts of model names. model_parameters are millions (the published 70000 for 7b, and for
@@ -55,7 +55,8 @@ def measured(
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:  # fmt: skip
     """Seconds of one pass of each model over `num_tokens` tokens behind `length` cached ones: the median of `repeats`,
-    in which the models take turns. None, an n-gram, is free."""
+    in which the models take turns. None, an n-gram, is free. Of an encoder-decoder, a pass of the decoder, behind as
+    many tokens of its encoder, which reads once."""
     for name, value in (("num_tokens", num_tokens), ("length", length), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
@@ -71,9 +72,10 @@ def measured(
 
 
 def _one_pass(model: PreTrainedModel, num_tokens: int, length: int, clock: Callable[[], float]) -> Callable[[], float]:
-    target = Target(model.eval(), scratch=num_tokens)
     weight: Any = model.get_input_embeddings().weight
     ids = torch.ones(1, length, dtype=torch.long, device=weight.device)
+    source = Source.encode(model, ids.tolist()) if model.config.is_encoder_decoder else None
+    target = verifier(model.eval(), scratch=num_tokens, source=source)
     target.prefill(ids, torch.full_like(ids[:, 0], length), room=num_tokens)
     tree = DraftTree.chains(ids[:, 0], [[1] * (num_tokens - 1)])
 

@@ -14,6 +14,7 @@ from specheads import generation
 from specheads.accept import Acceptance
 from specheads.bench.runner import Decoder, Output, Stopwatch
 from specheads.drafters.base import Drafter
+from specheads.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
 from specheads.planner import Plan
 from specheads.spec_model import SpecModel
 
@@ -21,11 +22,12 @@ REFERENCE = "transformers generate"  # what the others are compared with
 
 
 def batches(
-    tokenizer: Any, prompts: Sequence[str | list[int]], device: torch.device, size: int = 1
+    tokenizer: Any, prompts: Sequence[str | list[int]], device: torch.device, size: int = 1, *, side: str = "left"
 ) -> list[dict[str, Tensor]]:
-    """Prompts (text or token ids) → left-padded input_ids and attention_mask (size, T) each; the last may be smaller.
+    """Prompts (text or token ids) → input_ids and attention_mask (size, T) each; the last may be smaller.
 
-    ValueError for a prompt without tokens.
+    side: of the padding; right for an encoder, which may count positions from the first column. ValueError for a
+    prompt without tokens.
     """
     made = []
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
@@ -35,8 +37,11 @@ def batches(
         if empty := [i for i, row in enumerate(rows) if not row]:
             raise ValueError(f"prompt {start + empty[0]} has no tokens; give at least one character")
         width = max(map(len, rows))
-        ids = [[pad] * (width - len(row)) + row for row in rows]
-        mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+        ids, mask = [], []
+        for row in rows:
+            padding, own = [pad] * (width - len(row)), [1] * len(row)
+            ids.append(padding + row if side == "left" else row + padding)
+            mask.append([0] * len(padding) + own if side == "left" else own + [0] * len(padding))
         made.append({
             "input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)
         })  # fmt: skip
@@ -99,7 +104,7 @@ def drafted(
                 base, **batch, drafter=drafter, max_new_tokens=max_new_tokens, streamer=watch, tree=plan,
                 accept=accept, return_dict_in_generate=True, **options,
             )  # fmt: skip
-        assert isinstance(out, generation.SpecGenerateOutput) and out.steps is not None
+        assert isinstance(out, SpecGenerateOutput | SpecSeq2SeqOutput) and out.steps is not None
         stepped = [row for step in out.steps[1:] for row in step.tokens if row]
         statistics = out.statistics() | {"rows_stepped": len(stepped), "gained": sum(map(len, stepped))}
         return Output(new_tokens(base, batch, out.sequences), statistics)
@@ -111,8 +116,9 @@ def new_tokens(base: PreTrainedModel, batch: dict[str, Any], sequences: Tensor) 
     """What was generated, row by row, up to and with the end of text."""
     eos = base.generation_config.eos_token_id
     ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    given = 1 if base.config.is_encoder_decoder else batch["input_ids"].shape[1]  # a decoder's text has its start token
     rows = []
-    for row in sequences[:, batch["input_ids"].shape[1] :].tolist():
+    for row in sequences[:, given:].tolist():
         end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
         rows.append(row[:end])
     return rows

@@ -8,6 +8,7 @@ from typing import Any
 
 from specheads import corpus
 from specheads.conversation import Conversation
+from specheads.row_forms import messages_of
 
 
 def held_out_prompts(tokenizer: Any, count: int, num_tokens: int = 64, held_out: list[str] | None = None) -> list[str]:
@@ -26,14 +27,15 @@ def held_out_prompts(tokenizer: Any, count: int, num_tokens: int = 64, held_out:
 
 
 def prompts_from(path: Path, count: int | None = None, *, chat: bool = False) -> list[str | Conversation]:
-    """Prompts of a .jsonl file (each line a string, or an object with `messages`, `prompt` or `text`), else one a line.
+    """Prompts of a .jsonl file (each line a string, or an object with `messages` or another form of chat, `prompt` or
+    `text`), else one a line.
 
     `messages` are asked up to the first turn of the user; chat: the other prompts are such a turn too. OSError for a
     file that cannot be read, ValueError with the line for one that makes no sense.
     """
     prompts: list[str | Conversation] = []
     try:
-        lines = path.read_text("utf8").splitlines()
+        lines = path.read_text("utf8").split("\n")  # and not at U+2028, which JSON may hold
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     for number, line in enumerate(lines, start=1):
@@ -55,10 +57,13 @@ def prompts_from(path: Path, count: int | None = None, *, chat: bool = False) ->
 
 
 def _asked(value: Any) -> str | Conversation:
-    if isinstance(value, dict) and value.get("messages") is not None:
-        conversation = Conversation.of(value["messages"], value.get("tools"))
+    messages = None
+    if isinstance(value, dict) and (value.get("prompt") is None or value.get("messages") is not None):
+        messages = messages_of(value)
+    if messages is not None:
+        conversation = Conversation.of(messages, value.get("tools"))
         if not conversation.turns:
-            raise ValueError("expected a message of the user in 'messages'")
+            raise ValueError("expected a message of the user among the messages")
         return conversation
     if isinstance(value, dict):
         value = value["prompt"] if value.get("prompt") is not None else value.get("text")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -13,12 +13,14 @@ from rich.text import Text
 from specheads import console as terminal
 from specheads.chat import view
 from specheads.chat.comparison import compared
+from specheads.chat.completion import completions
 from specheads.chat.interrupt import Interruption, stoppable
 from specheads.chat.lines import Entry, asker, interactive, read_entry
-from specheads.chat.models import described
 from specheads.chat.session import Mode, Outcome, Session
 from specheads.chat.settings import COMMANDS
 from specheads.chat.steps import Watched
+from specheads.commands.models import described
+from specheads.options import nearest, reason, shortened
 
 FAILURES = (ValueError, OSError, torch.OutOfMemoryError)
 
@@ -32,7 +34,7 @@ class Console:
 
     def run(self) -> None:
         """Until /quit or the end of the input. Bad input is one line on stderr, and changes nothing."""
-        ask, typed = asker(list(COMMANDS)), interactive()
+        ask, typed = asker(self._completions), interactive()
         if typed:
             self._say(self._greeting())
         while True:
@@ -57,6 +59,13 @@ class Console:
                 raise
             except FAILURES as error:
                 self._say(" ".join(str(error).split()), style="red")
+            except Exception as error:  # which must not cost the models that are loaded
+                if os.environ.get("SPECHEADS_DEBUG"):
+                    raise
+                self._say(f"{type(error).__name__}: {reason(error)} (SPECHEADS_DEBUG=1 shows where)", style="red")
+
+    def _completions(self, line: str) -> list[str]:
+        return completions(line, self.session.models.names())
 
     def do(self, entry: Entry) -> None:
         if entry.command:
@@ -69,9 +78,10 @@ class Console:
         name, _, rest = text.partition(" ")
         name = name.strip()
         if name not in COMMANDS:
-            near = get_close_matches(name, COMMANDS, n=1)
-            self._say(f"unknown command '/{name}'" + (f"; did you mean /{near[0]}?" if near else ""), style="red")
-        if name not in COMMANDS or name == "help":
+            near = nearest(name, COMMANDS)
+            hint = f"did you mean /{near}? " if near else ""
+            raise ValueError(f"unknown command {shortened('/' + name)}; {hint}/help lists all")
+        if name == "help":
             view.commands(self.told, self.session.settings)
             return
         command = COMMANDS[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ class Entry:
 def read_entry(ask: Callable[[str], str]) -> Entry:
     r"""The next entry, of the lines that ask(prompt) gives; EOFError behind the last.
 
-    A backslash at the end of a line carries on in the next. Behind \"\"\" all lines up to the next \"\"\" are a prompt,
-    even one that begins with a slash; so is what a pipe ends in the middle of.
+    A backslash at the end of a line carries on in the next; a prompt is `unescaped`. Behind \"\"\" all lines up to the
+    next \"\"\" are a prompt as they are, even one that begins with a slash; so is what a pipe ends in the middle of.
     """
     line = ask(PROMPT)
     if line.startswith(QUOTES):
@@ -38,28 +39,37 @@ def read_entry(ask: Callable[[str], str]) -> Entry:
             line += ask(MORE)
     if line.startswith("/"):
         return Entry(line[1:], command=True)
-    return Entry(line)
+    return Entry(unescaped(line))
+
+
+def unescaped(text: str) -> str:
+    r"""The text with a newline for each \n and a tab for each \t; \\n and \\t are \n and \t themselves."""
+    meant = {r"\n": "\n", r"\t": "\t", r"\\n": r"\n", r"\\t": r"\t"}
+    return re.sub(r"\\{1,2}[nt]", lambda found: meant[found[0]], text)
 
 
 def interactive() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def asker(names: list[str]) -> Callable[[str], str]:
-    """Reads a line, without its end: in a terminal with history and completion of the commands `names`, else without
-    a word on stdout."""
+def asker(complete: Callable[[str], list[str]]) -> Callable[[str], str]:
+    """Reads a line, without its end: in a terminal with history and Tab, else without a word on stdout.
+
+    complete(line up to the cursor) → what its last word may be.
+    """
     if not interactive():
         return _from_pipe
     with contextlib.suppress(ImportError):  # not on every system
         import readline
 
-        def complete(text: str, state: int) -> str | None:
-            found = [f"/{name} " for name in names if f"/{name}".startswith(text)] if text.startswith("/") else []
+        def completed(text: str, state: int) -> str | None:
+            found = complete(readline.get_line_buffer()[: readline.get_endidx()])
             return found[state] if state < len(found) else None
 
-        readline.set_completer(complete)
+        readline.set_completer(completed)
         readline.set_completer_delims(" ")
-        readline.parse_and_bind("tab: complete")
+        # macOS has libedit in readline's place, with commands of its own.
+        readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
     return input
 
 

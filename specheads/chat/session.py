@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 from specheads.accept import Acceptance, Exact
 from specheads.accept.named import rule_named
 from specheads.chat.interrupt import Interruption
-from specheads.chat.models import Models, described
 from specheads.chat.settings import Settings, change
+from specheads.commands.models import Models, described
 from specheads.conversation import Conversation, Message
 from specheads.decode import Step
 from specheads.drafters import Drafter, DraftModel, NGram, NGramStorage, OneLevelNGramStorage
@@ -89,6 +89,8 @@ class Session:
             raise ValueError(f"/{name}: {error}") from error
         if name == "set_ngramstorage":
             self.storage = self._new_storage(new)
+        if not new.remember:
+            self.forget()
         self.settings = new
 
     def modes(self, settings: Settings | None = None) -> list[Mode]:
@@ -150,7 +152,7 @@ class Session:
         if len(ids) >= positions:
             advice = "; /clear begins a new conversation" if self.turns and self.settings.chat else ""
             raise ValueError(f"the prompt takes {len(ids)} tokens, and the model has {positions} positions{advice}")
-        room = positions - len(ids)
+        room = positions - self._given(mode.model, ids)
         out = self._generate(
             mode, ids, self.settings, seed, min(self.settings.length, room), drafter=drafter, streamer=streamer,
             stopping_criteria=None if stop is None else StoppingCriteriaList([stop]),
@@ -161,9 +163,18 @@ class Session:
         full = len(tokens) == room < self.settings.length
         return Outcome(mode, out.steps, text, out.statistics(), full, stop is not None and stop.asked)
 
+    def _given(self, model: PreTrainedModel, ids: list[int]) -> int:
+        """Tokens that stand in front of a text behind the prompt `ids`: of an encoder-decoder its start token alone."""
+        return 1 if model.config.is_encoder_decoder else len(ids)
+
     def keep(self, prompt: str, outcomes: Sequence[Outcome]) -> None:
         """Take the first way's answer into the conversation; none of a turn that was stopped."""
-        if self.settings.chat and outcomes and not any(outcome.stopped for outcome in outcomes):
+        if (
+            self.settings.chat
+            and self.settings.remember
+            and outcomes
+            and not any(outcome.stopped for outcome in outcomes)
+        ):
             self.turns.append((prompt, outcomes[0].text))
 
     def _generate(
@@ -219,9 +230,10 @@ class Session:
         """Decode a step, so that a drafter, a tree and a rule that do not go together are refused when they are set;
         the first prompt then finds the models warm, too."""
         ids = list(self.tokenizer("a")["input_ids"])
+        given = self._given(self.models.target, ids)
 
         def enough(text: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-            return torch.full((len(text),), text.shape[1] >= len(ids) + TRIED)
+            return torch.full((len(text),), text.shape[1] >= given + TRIED)
 
         for mode in self.modes(replace(settings, target=target, speculative=True, ngram=False, alone=False)):
             length = TRIED + (mode.plan.depth if mode.plan else 0)  # room for the whole of a tree

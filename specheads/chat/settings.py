@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import LogitsProcessorList
 
 from specheads.accept.named import rule_named
+from specheads.chat.lines import unescaped
 from specheads.compat import processors
 from specheads.options import refuse_unknown
 from specheads.planner import tree_named
 
 DEBUG = ("off", "steps", "depth")
 STORAGES = ("basic", "onelevel")
+SWITCH = ("on", "off")
 # The numbers each processor takes, in the order in which they are given.
 PROCESSORS: dict[str, tuple[str, ...]] = {
     "greedy": ("temperature",),
@@ -23,7 +25,7 @@ PROCESSORS: dict[str, tuple[str, ...]] = {
     "nucleus": ("temperature", "top_p"),
     "topknucleus": ("temperature", "top_k", "top_p"),
 }
-KINDS: dict[str, type[processors.Processor]] = {
+KINDS: dict[str, Callable[..., processors.LogitsProcessor]] = {
     "greedy": processors.GreedyProcessor,
     "multinomial": processors.MultinomialProcessor,
     "topk": processors.TopKProcessor,
@@ -72,10 +74,11 @@ class Processor:
 
     @property
     def samples(self) -> bool:
-        return KINDS[self.name].do_sample
+        return self.name != "greedy"
 
     def warpers(self) -> LogitsProcessorList:
-        return KINDS[self.name](*(getattr(self, name) for name in PROCESSORS[self.name]))
+        made = KINDS[self.name](*(getattr(self, name) for name in PROCESSORS[self.name]))
+        return LogitsProcessorList([made])
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class Settings:
     ngram_n: int = 3
     top_k_filler: int = 3
     reset_in_between: bool = False
+    remember: bool = True
 
     def __post_init__(self) -> None:
         refuse_unknown([self.debug], DEBUG, "view")
@@ -117,15 +121,30 @@ class Settings:
             tree_named(self.tree)
 
 
+# Another console's defaults, where they are not these.
+LIKE: dict[str, dict[str, Any]] = {
+    "romsto": {"gamma": 4, "length": 35, "seed": 42, "ngram": True, "reset_in_between": True, "remember": False}
+}
+
+
+def settings_like(name: str | None, **given: Any) -> Settings:
+    """The defaults of another console, of LIKE, under what is given; of the options, None is not. ValueError for an
+    unknown name."""
+    if name is not None:
+        refuse_unknown([name], LIKE, "console")
+    return Settings(**{**(LIKE[name] if name else {}), **{key: one for key, one in given.items() if one is not None}})
+
+
 @dataclass(frozen=True)
 class Command:
     """usage: its arguments; value: what help shows of the settings; change: rest of the line → the new settings,
-    None for a command of the console itself."""
+    None for a command of the console itself; words: what each argument may be, where there are words for it."""
 
     usage: str
     meaning: str
     value: Callable[[Settings], str] = lambda settings: ""
     change: Callable[[Settings, str], Settings] | None = None
+    words: tuple[Sequence[str], ...] = ()
 
 
 def change(settings: Settings, name: str, rest: str) -> Settings:
@@ -136,7 +155,7 @@ def change(settings: Settings, name: str, rest: str) -> Settings:
 
 
 def _toggled(value: bool, rest: str) -> bool:
-    if rest not in ("", "on", "off"):
+    if rest not in ("", *SWITCH):
         raise ValueError(f"{rest!r} is neither on nor off")
     return not value if not rest else rest == "on"
 
@@ -146,7 +165,9 @@ def _switch(field: str, meaning: str) -> Command:
         new: Any = {field: _toggled(getattr(settings, field), rest)}
         return replace(settings, **new)
 
-    return Command("[on|off]", meaning, lambda settings: "on" if getattr(settings, field) else "off", changed)
+    return Command(
+        "[on|off]", meaning, lambda settings: "on" if getattr(settings, field) else "off", changed, (SWITCH,)
+    )
 
 
 def whole(text: str) -> int:
@@ -190,8 +211,8 @@ COMMANDS: dict[str, Command] = {
     "speculative": _switch("speculative", "the target with the drafter"),
     "ngram": _switch("ngram", "the target with n-grams learnt while decoding"),
     "drafter": Command(
-        "[on|off|NAME]", "NAME: head, model, lookup, maxgram, or a checkpoint (head or model) to draft with; without "
-        "it: the draft model alone, too",
+        "[on|off|NAME]", "NAME: head, model, lookup, ngram, maxgram, or a checkpoint (head or model) to draft with; "
+        "without it: the draft model alone, too",
         lambda s: f"{s.drafter}, alone: {'on' if s.alone else 'off'}", _set_drafter,
     ),
     "accept": Command(
@@ -213,6 +234,7 @@ COMMANDS: dict[str, Command] = {
     "processor": Command(
         "NAME NUMBERS", "greedy; multinomial T; topk T K; nucleus T P; topknucleus T K P: filters, then the "
         "temperature T", lambda s: str(s.processor), lambda s, rest: replace(s, processor=Processor.of(rest)),
+        (tuple(PROCESSORS),),
     ),
     "seed": Command(
         "[N]", "of the sampling, the same for all; alone: a fresh one a prompt",
@@ -222,23 +244,27 @@ COMMANDS: dict[str, Command] = {
     "chat": _switch("chat", "prompts are turns of a conversation in the chat template; off: text to be continued"),
     "system": Command(
         "[TEXT]", "what the conversation begins with", lambda s: "none" if s.system is None else repr(s.system),
-        lambda s, rest: replace(s, system=_value_or_none(rest)),
+        lambda s, rest: replace(s, system=_value_or_none(unescaped(rest))),
     ),
     "debug": Command(
         "[on|off|depth]", "show drafts: accepted, refused, the target's own; depth: by depth of the draft",
-        lambda s: s.debug, _set_debug,
+        lambda s: s.debug, _set_debug, ((*SWITCH, "depth"),),
     ),
     "set_ngramstorage": Command(
         "basic|onelevel N", "contexts of N − 1 tokens and all shorter ones, or of N − 1 alone; begins anew",
-        lambda s: f"{s.storage} {s.ngram_n}", _set_storage,
+        lambda s: f"{s.storage} {s.ngram_n}", _set_storage, (STORAGES,),
     ),
     "top_k_filler": Command(
         "N", "n-grams learn the target's N likeliest tokens", lambda s: str(s.top_k_filler),
         lambda s, rest: replace(s, top_k_filler=whole(rest)),
     ),
     "reset_in_between": _switch("reset_in_between", "n-grams forget each prompt before the next"),
+    "remember": _switch("remember", "the conversation goes on from prompt to prompt; off: each begins a new one"),
     "cache": Command("", "always on: each token is read once, and the text is the same", lambda s: "on"),
     "clear": Command("", "forget the conversation, and clear the screen"),
-    "help": Command("", "this list (any unknown command, too)"),
+    "help": Command(
+        "", r"this list. In a prompt \n is a newline, \t a tab, \\n the two characters; between three double quotes "
+        "every character is itself",
+    ),
     "quit": Command("", "leave (Ctrl-D, too)"),
 }  # fmt: skip

@@ -15,11 +15,8 @@ from specheads.chat.comparison import COLUMNS, cells, compared
 from specheads.chat.session import Mode, Outcome
 from specheads.chat.settings import COMMANDS, Settings
 from specheads.chat.steps import Watched, refused
+from specheads.console import ACCEPTED, MARKS, OWN, REFUSED
 from specheads.tree import DraftTree
-
-ACCEPTED, REFUSED, OWN = "green", "red strike", "blue"
-# Without a terminal they are told apart as in a word diff.
-MARKS = {ACCEPTED: ("{+", "+}"), REFUSED: ("[-", "-]"), OWN: ("", "")}
 
 
 class StepStream(terminal.TokenStream):

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from specheads.hub import options as hub_options
-from specheads.planner import Plan, tree_named
-from specheads.planner.named import STATIC_DEPTH
+from specheads.planner import Plan, as_plan
 from specheads.spec_model import SpecModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,6 +26,8 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
             prompt = file.read_text("utf8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not UTF-8 text: {error}") from error
+        if not prompt:
+            raise ValueError(f"{file} is empty: expected the text to continue")
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read()
     if not prompt:
@@ -34,20 +35,24 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     return prompt
 
 
-def load(source: str, base: str | None, dtype: str, device: str) -> tuple[SpecModel, Any]:
-    """Base + head on the device asked for, and the base's tokenizer. ValueError or OSError with the reason."""
+def load(source: str, base: str | None, dtype: str, device: str, **options: Any) -> tuple[SpecModel, Any]:
+    """Base + head on the device asked for, and the base's tokenizer. options: of the loading of the base, which a
+    device_map has put where it belongs. ValueError or OSError with the reason."""
+    refuse_unshipped(source)
     wanted, place = placement(dtype, device)
-    model: Any = SpecModel.from_pretrained(source, base=base, dtype=wanted)
-    model.to(place)
+    model: Any = SpecModel.from_pretrained(source, base=base, dtype=wanted, **options)
+    (model.head if "device_map" in options else model).to(place)
     name = base or model.base.name_or_path
     return model, AutoTokenizer.from_pretrained(name, **hub_options(name))
 
 
-def load_base(source: str, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:
-    """A language model without a head, and its tokenizer, as `load`."""
-    wanted, place = placement(dtype, device)
-    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=wanted or "auto")
-    return model.to(place).eval(), AutoTokenizer.from_pretrained(source)
+def refuse_unshipped(source: str) -> None:
+    """ValueError for a path in checkpoints/, as help and README name them, where there is no such folder."""
+    if source.startswith("checkpoints/") and not Path("checkpoints").is_dir():
+        raise ValueError(
+            f"{source} is not here: the heads in checkpoints/ come with the repository, not with the wheel; "
+            "`specheads demo` trains one of its own in runs/demo"
+        )
 
 
 def placement(dtype: str, device: str) -> tuple[torch.dtype | None, torch.device]:
@@ -64,11 +69,9 @@ def placement(dtype: str, device: str) -> tuple[torch.dtype | None, torch.device
     return DTYPES.get(dtype, torch.float32 if place.type == "cpu" else None), place
 
 
-def parse_tree(spec: str | None, model: SpecModel) -> Plan | None:
-    """--tree as `tree_named` reads it; None for the head's default."""
-    if spec is None:
-        return None
+def parse_tree(spec: str | None, drafter: Any) -> Plan | None:
+    """--tree as `tree_named` reads it for what is to draft; None for the drafter's default."""
     try:
-        return tree_named(spec, getattr(model.head.config, "num_heads", STATIC_DEPTH))
+        return as_plan(spec, drafter)
     except ValueError as error:
         raise ValueError(f"--tree {error}") from error

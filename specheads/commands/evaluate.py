@@ -1,4 +1,4 @@
-"""`specheads evaluate`: a head raced against transformers' generate() and our loop without drafts, greedily."""
+"""`specheads evaluate`: a drafter raced against transformers' generate() and our loop without drafts, greedily."""
 
 from __future__ import annotations
 
@@ -11,26 +11,34 @@ from specheads.accept.named import rule_text
 from specheads.bench import decoders, environment, report, runner
 from specheads.bench.decoders import REFERENCE
 from specheads.commands.arguments import parse_tree
+from specheads.commands.models import Models
 from specheads.conversation import Conversation
-from specheads.spec_model import SpecModel
+from specheads.drafters import Drafter
+
+_LEGEND = (
+    f"speed-up: over {REFERENCE}. accepted length: tokens a step, the base's own included.",
+    "same text: as it wrote; no (n): n texts differ. repeated: the 8 tokens that end there came up before in the text.",
+)
 
 
 def measure(
-    model: SpecModel, tokenizer: Any, prompts: Sequence[str | Conversation], *, max_new_tokens: int, repeats: int,
-    tree: str | None, rule: Acceptance | None = None,
+    models: Models, name: str, drafter: Drafter, prompts: Sequence[str | Conversation], *, max_new_tokens: int,
+    repeats: int, tree: str | None, rule: Acceptance | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What was asked for, where it ran, and the figures of each decoder; tree as on the command line. The head's come
-    last, and where there is a `rule` once more under that. Of a conversation the first turn is asked. Progress goes to
-    stderr."""
+    """What was asked for, where it ran, and the figures of each decoder; tree as on the command line. Those of the
+    drafter of that name come last, and where there is a `rule` once more under that. Of a conversation the first turn
+    is asked. Progress goes to stderr."""
+    model, tokenizer = models.target, models.tokenizer
     asked = [prompt if isinstance(prompt, str) else prompt.prompt((), tokenizer) for prompt in prompts]
-    plan, head = parse_tree(tree, model), f"{model.head.config.kind} head"
+    plan = parse_tree(tree, drafter)
     racers = {
-        REFERENCE: decoders.transformers_generate(model.base, max_new_tokens),
+        REFERENCE: decoders.transformers_generate(model, max_new_tokens),
         "our loop, no drafts": decoders.drafted(model, max_new_tokens, draft=False),
-        head: decoders.drafted(model, max_new_tokens, plan=plan),
+        name: decoders.drafted(model, max_new_tokens, draft=drafter, plan=plan),
     }
     if rule is not None:
-        racers[f"{head}, {rule_text(rule)}"] = decoders.drafted(model, max_new_tokens, plan=plan, accept=rule)
+        own = decoders.drafted(model, max_new_tokens, draft=drafter, plan=plan, accept=rule)
+        racers[f"{name}, {rule_text(rule)}"] = own
     with terminal.progress(terminal.make_console(stderr=True), "measuring") as told:
         batches = decoders.batches(tokenizer, asked, model.device)
         result = runner.race(racers, batches, repeats=repeats, report=told)
@@ -52,6 +60,9 @@ def show(record: dict[str, Any]) -> None:
     parts = [report.part_cells(name, row) for name, row in rows.items()]
     out.print(terminal.table("New text and text that repeats itself", report.PART_COLUMNS, parts))
     *_, head = rows.values()
-    depths = enumerate(head["accepted_by_depth"], start=1)
-    out.print("accepted at depth " + ", ".join(f"{depth}: {share:.0%}" for depth, share in depths))
+    depths = [[f"depth {depth}", f"{share:.1%}"] for depth, share in enumerate(head["accepted_by_depth"], start=1)]
+    if depths:
+        out.print(terminal.table("Drafts accepted at each depth", ("", "share of steps"), depths))
+    for line in _LEGEND:
+        out.print(line)
     out.print(environment.line(record["environment"]))

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from transformers import PreTrainedModel
 
 from specheads import console as terminal
 from specheads.accept.named import rule_named
 from specheads.commands.arguments import parse_tree
-from specheads.generation import SpecGenerateOutput
-from specheads.spec_model import SpecModel
+from specheads.commands.models import Models
+from specheads.drafters import Drafter
+from specheads.generation import SpecGenerateOutput, generate
+from specheads.row_forms import template_of
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,10 @@ class GenerateOptions:
         if self.accept is not None:
             rule_named(self.accept)  # bad text is refused before a model loads
 
-    def arguments(self, model: SpecModel) -> dict[str, Any]:
-        """Of model.generate()."""
+    def arguments(self, drafter: Drafter | None) -> dict[str, Any]:
+        """Of generate()."""
         given: dict[str, Any] = {
-            "max_new_tokens": self.max_new_tokens, "draft": self.draft, "tree": parse_tree(self.tree, model),
+            "max_new_tokens": self.max_new_tokens, "drafter": drafter, "tree": parse_tree(self.tree, drafter),
             "seed": self.seed, "do_sample": self.temperature > 0,
             "accept": None if self.accept is None else rule_named(self.accept),
         }  # fmt: skip
@@ -54,23 +57,24 @@ class GenerateOptions:
         return given
 
 
-def encode(model: SpecModel, tokenizer: Any, prompt: str, *, chat: bool) -> tuple[str, dict[str, Any]]:
+def encode(models: Models, prompt: str, *, chat: bool) -> tuple[str, dict[str, Any]]:
     """The prompt, in the chat template if asked for, and its input_ids and attention_mask (1, T) for generate()."""
-    if chat and not tokenizer.chat_template:
-        raise ValueError(f"--chat: the tokenizer of {model.base.name_or_path} has no chat template")
+    tokenizer = models.tokenizer
     if chat:
+        template_of(tokenizer)
         message = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat).to(model.device)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat).to(models.target.device)
     if not inputs["input_ids"].shape[1]:
         raise ValueError("the prompt has no tokens; give at least one character")
     return prompt, {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
 
-def record(model: SpecModel, tokenizer: Any, prompt: str, options: GenerateOptions) -> dict[str, Any]:
+def record(models: Models, drafter: Drafter | None, prompt: str, options: GenerateOptions) -> dict[str, Any]:
     """The text with its tokens, the draft depth of each (0: the model's own), and the statistics."""
-    prompt, inputs = encode(model, tokenizer, prompt, chat=options.chat)
-    result: Any = model.generate(**inputs, **options.arguments(model), return_dict_in_generate=True)
+    tokenizer = models.tokenizer
+    prompt, inputs = encode(models, prompt, chat=options.chat)
+    result: Any = generate(models.target, **inputs, **options.arguments(drafter), return_dict_in_generate=True)
     tokens = [token for step in result.steps for token in step.tokens[0]]
     depths = [
         depth if depth <= step.accepted[0] else 0
@@ -78,20 +82,21 @@ def record(model: SpecModel, tokenizer: Any, prompt: str, options: GenerateOptio
         for depth in range(1, len(step.tokens[0]) + 1)
     ]
     return {
-        "base": model.base.name_or_path, "prompt": prompt, "text": tokenizer.decode(tokens, skip_special_tokens=True),
-        "token_ids": tokens, "draft_depths": depths, "statistics": result.statistics(),
+        "base": models.target.name_or_path, "prompt": prompt,
+        "text": tokenizer.decode(tokens, skip_special_tokens=True), "token_ids": tokens, "draft_depths": depths,
+        "statistics": result.statistics(),
     }  # fmt: skip
 
 
 def show(
-    model: SpecModel, tokenizer: Any, prompt: str, options: GenerateOptions, *, stream: bool, color_depth: bool
+    models: Models, drafter: Drafter | None, prompt: str, options: GenerateOptions, *, stream: bool, color_depth: bool
 ) -> None:
     """The text on stdout, the statistics on stderr. stream=False: the text once it is whole."""
     out, errors = terminal.make_console(), terminal.make_console(stderr=True)
-    prompt, inputs = encode(model, tokenizer, prompt, chat=options.chat)
-    arguments = options.arguments(model)
+    prompt, inputs = encode(models, prompt, chat=options.chat)
+    arguments = options.arguments(drafter)
     result, depths = write_text(
-        out, model, tokenizer, prompt, inputs, stream=stream, color_depth=color_depth, **arguments
+        out, models.target, models.tokenizer, prompt, inputs, stream=stream, color_depth=color_depth, **arguments
     )
     terminal.write(out, "\n")
     if color_depth:
@@ -106,19 +111,18 @@ def show(
 
 
 def write_text(
-    out: Console, model: SpecModel, tokenizer: Any, prompt: str, inputs: dict[str, Any], *, color_depth: bool,
+    out: Console, base: PreTrainedModel, tokenizer: Any, prompt: str, inputs: dict[str, Any], *, color_depth: bool,
     stream: bool = True, **arguments: Any,
 ) -> tuple[SpecGenerateOutput, list[int]]:  # fmt: skip
-    """Write the text behind `prompt`, and with color_depth the prompt too, to tell them apart; without a terminal a ▶
-    does. The output of generate() and the draft depth of each token."""
+    """Write the text of `base` behind `prompt`, and with color_depth the prompt too, to tell them apart; without a
+    terminal a ▶ does. The output of generate() and the draft depth of each token."""
     shown = terminal.TokenStream(out, tokenizer, colored=color_depth)
     if color_depth:
         terminal.write(out, prompt, "bright_black")
         if not out.is_terminal:
             terminal.write(out, "▶")
-    result: Any = model.generate(
-        **inputs, **arguments, streamer=shown if stream else None, return_dict_in_generate=True
-    )
+    streamer: Any = shown if stream else None
+    result: Any = generate(base, **inputs, **arguments, streamer=streamer, return_dict_in_generate=True)
     if not stream:
         shown.put(inputs["input_ids"])
         for step in result.steps:

@@ -1,29 +1,24 @@
-"""`specheads info`: what a head checkpoint holds, or what is here: versions, devices, the shipped checkpoints."""
+"""`specheads info PATH`: what a head checkpoint holds."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from specheads import corpus, saved_head
-from specheads.bench.environment import environment
-from specheads.heads import HEADS
+from specheads import saved_head
+from specheads.hub import did_you_mean
 
-
-def system_record() -> dict[str, Any]:
-    """environment(), the known heads, and the shipped checkpoints with their sizes."""
-    try:
-        folder = corpus.checkpoints_dir()
-        found = {p.name: f"{_megabytes(p):.1f} MB" for p in sorted(folder.iterdir()) if (p / "config.json").is_file()}
-    except FileNotFoundError:
-        found = {}
-    return {**environment(), "heads": list(HEADS), "shipped_checkpoints": found or "none"}
+_UNITS = {
+    "parameters": ("parameters", ",d"), "megabytes": ("size (MB)", ".2f"),
+    "draft_vocabulary": ("draft vocabulary (tokens)", ",d"),
+}  # fmt: skip
 
 
 def checkpoint_record(path: Path) -> dict[str, Any]:
     """What the head checkpoint in the directory `path` holds. CheckpointError where it is none."""
     if not path.is_dir():
-        raise saved_head.CheckpointError(f"{path} is not a directory; give one that save_pretrained() wrote")
+        hint = did_you_mean(str(path))
+        raise saved_head.CheckpointError(f"{path} is not a directory{hint}; give one that save_pretrained() wrote")
     saved = saved_head.read(path)
     options = {name: value for name, value in saved.head.to_dict().items() if name != "kind"}
     weights = [t for t in saved.tensors.values() if t.is_floating_point()]
@@ -43,14 +38,26 @@ def checkpoint_record(path: Path) -> dict[str, Any]:
 
 
 def show(record: dict[str, Any]) -> None:
-    """One line a value on stdout."""
-    width = max(map(len, record))
+    """One line a value on stdout; a table of values below its name, a line each."""
+    width = max(len(_UNITS.get(name, (name,))[0]) for name, value in record.items() if not isinstance(value, dict))
     for name, value in record.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{k}={v}" for k, v in value.items() if v is not None)
+        if isinstance(value, dict) and value:
+            print(name.replace("_", " "))
+            known = {k: v for k, v in value.items() if v is not None}
+            inner = max(map(len, known), default=0)
+            print("".join(f"  {k:<{inner}}  {_shown(v)}\n" for k, v in known.items()), end="")
+            continue
+        if name in _UNITS and value is not None:
+            name, value = _UNITS[name][0], f"{value:{_UNITS[name][1]}}"
+        if value is None:
+            value = "none"
         elif isinstance(value, list):
             value = ", ".join(map(str, value)) or "none"
         print(f"{name.replace('_', ' '):<{width}}  {value}")
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _megabytes(folder: Path) -> float:

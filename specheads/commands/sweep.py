@@ -13,6 +13,17 @@ from specheads.sweep.plots import require_matplotlib
 from specheads.sweep.run import run, run_recorded
 from specheads.sweep.tasks import LENGTHS
 
+_TEXT = ("drafter", "rule", "tree", "k-matrix")
+_LEGEND = {
+    "× exact": "speed over the exact rule's with the same drafts",
+    "× no drafts": "speed over plain decoding",
+    "accepted length": "tokens a step, the target's own included",
+    "reviews": "passes of the target / of each draft of a cascade that reviews",
+    "SWI": "speed over plain decoding by counted passes and their costs (standardised walltime improvement)",
+    "mean KL": "nats a token between the target and what was written",
+    "surprisal excess": "nats a token that the target finds the text less likely than its own",
+}
+
 
 def sweep(
     asked: Sweep, out: Path, *, dtype: str, device: str, workers: int, plots: bool, command: str,
@@ -39,7 +50,13 @@ def sweep(
 
 def show(record: dict[str, Any]) -> None:
     """The table on stdout, and where the files are."""
-    print(report.table(record["rows"]))
+    columns, lines = report.cells(record["rows"])
+    title = f"{record['task']}: speed is the median of {record['repeats']}, {record['clock']} clock"
+    left = sum(name in _TEXT for name in columns)
+    print(terminal.as_text(terminal.table(title, columns, lines, left=left)))
+    for name, meaning in _LEGEND.items():
+        if name in columns:
+            print(f"{name}: {meaning}")
     if by_gamma := report.gamma_by_k(record["rows"]):
-        print(by_gamma)
+        print("\n" + terminal.as_text(terminal.table("Kept drafts and time by γ and k", *by_gamma)))
     print("written: " + ", ".join(record["files"]))

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, TopKLogitsWarper
 
-from specheads.compat.plain import PLAIN, room_for
-from specheads.planner.plan import positive
+from specheads.compat.debug import BeamPrinter, Printer
+from specheads.compat.plain import PLAIN, checked_ids, checked_model, on_device, room_for
+from specheads.compat.processors import whole
+from specheads.compat.romsto import EndTokens, end_tokens
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,10 @@ class GNMTPenalty:
     alpha: float
 
     def __rpow__(self, length: int) -> float:
+        return self.of(length)
+
+    def of(self, length: int) -> float:
+        """What Σ log p of a text of `length` tokens is divided by."""
         return float(((self.min_length + length) / (self.min_length + 1)) ** self.alpha)
 
     def __gt__(self, other: float) -> bool:
@@ -48,33 +54,42 @@ def beam_search_generate(
     top_k: int = 3,
     min_length: float = 5.0,
     alpha: float = 1.2,
-    eos_tokens_id: int | list[int] = 1,
-    pad_token_id: int = 0,
+    eos_tokens_id: EndTokens = 1,
+    pad_token_id: int | None = 0,
     debug: bool = False,
     tokenizer: Any = None,
+    *,
+    end_tokens_id: EndTokens | None = None,
 ) -> list[int]:
     """The new ids of the text of the largest Σ log p / ((min_length + l) / (min_length + 1))^alpha, l its length.
 
     num_beams texts go on at a time, each with its top_k likeliest tokens. Finished texts are kept aside, so that they
-    take no beam from those that go on, and the search ends when none of these can overtake them. debug and tokenizer
-    are taken and not read.
+    take no beam from those that go on, and the search ends when none of these can overtake them. debug: print the
+    candidates of each step; as ids without a tokenizer.
     """
-    positive("num_beams", num_beams)
-    positive("top_k", top_k)
+    model, prompt = checked_model("model", model), checked_ids("inputs", inputs)
+    ends = end_tokens(eos_tokens_id, end_tokens_id)
+    whole("num_beams", num_beams)
+    whole("top_k", top_k)
     if not (min_length > -1 and alpha >= 0):
         raise ValueError(f"min_length={min_length} must be above -1 and alpha={alpha} at least 0")
-    ids = torch.tensor([inputs], device=model.device)
-    search = partial(_search, penalty=GNMTPenalty(min_length, alpha))
-    followers = _FewFollowers(top_k, num_beams, len(inputs))
+    ids, penalty, printer = on_device(torch.tensor([prompt]), model), GNMTPenalty(min_length, alpha), None
+    processors: list[LogitsProcessor] = [_FewFollowers(top_k, num_beams, len(prompt))]
+    if debug:
+        printer = Printer(tokenizer, ends)
+        processors.append(BeamPrinter(printer, prompt, penalty.of))
+    # transformers' beam search wants at least one end token; no token has the id −1.
     out: Tensor = model.generate(  # type: ignore[operator]
-        ids, attention_mask=torch.ones_like(ids), custom_generate=search,
-        logits_processor=LogitsProcessorList([followers]), max_new_tokens=room_for(model, len(inputs), max_gen_len),
-        do_sample=False, early_stopping="never", eos_token_id=eos_tokens_id, pad_token_id=pad_token_id,
+        ids, attention_mask=torch.ones_like(ids), custom_generate=partial(_search, penalty=penalty),
+        logits_processor=LogitsProcessorList(processors), max_new_tokens=room_for(model, len(prompt), max_gen_len),
+        do_sample=False, early_stopping="never", eos_token_id=ends or [-1], pad_token_id=0,
         return_dict_in_generate=False, **{**PLAIN, "num_beams": num_beams},
     )  # fmt: skip
-    found = out[0, len(inputs) :].tolist()
-    ends = {eos_tokens_id} if isinstance(eos_tokens_id, int) else set(eos_tokens_id)
-    return found[: next((place + 1 for place, token in enumerate(found) if token in ends), len(found))]
+    found = out[0, len(prompt) :].tolist()
+    text = found[: next((index + 1 for index, token in enumerate(found) if token in ends), len(found))]
+    if printer:
+        printer.close(text)
+    return text
 
 
 def _search(model: Any, input_ids: Tensor, *args: Any, penalty: GNMTPenalty, **kwargs: Any) -> Tensor:

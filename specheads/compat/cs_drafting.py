@@ -1,10 +1,8 @@
-"""https://github.com/lfsszd/CS-Drafting: csd(), and the names its scripts wrap their models in."""
+"""https://github.com/lfsszd/CS-Drafting: csd(), and the questions that its runs ask."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +10,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import specheads
+from specheads.compat.cs_models import CSDraftingEncoderDecoderModel, CSDraftingModel, _Counted, _Recorded
 from specheads.compat.plain import generate_plainly
-from specheads.drafters import DraftModel, MaxGram
+from specheads.drafters import DraftModel
+from specheads.drafters.model import vocabulary_size
+from specheads.recorded import Record, replayed
+from specheads.sweep import tasks
 
 
 def csd(
     draft_list: Sequence[Any],
-    target_model: PreTrainedModel,
+    target_model: Any,
     initial_input: Tensor,
     input_ids: Tensor,
     k_matrix: Any,
@@ -27,37 +29,70 @@ def csd(
 ) -> Tensor:
     """input_ids (1, T), and at most max_length new ids behind them, up to and with the target's end token.
 
-    draft_list: models from large to small, and what `get_mag_model` gives at the end. initial_input (1, S): what an
-    encoder reads, where the target has one. k_matrix, leniency: see `Cascade`. Greedy, and token for token the
-    target's own text whatever the leniency, which acts between drafts alone.
+    draft_list: models from large to small, and what `get_mag_model` gives at the end; models in their wrappers or as
+    they are. initial_input (1, S): what an encoder reads, where the target has one. k_matrix, leniency: see `Cascade`.
+    Greedy, and token for token the target's own text whatever the leniency, which acts between drafts alone; a
+    recorded target's is the record. The reviews are added to forward_count where a wrapper has one: of the target
+    every pass, the first of which reads the prompt and gives a token.
     """
-    drafter = specheads.Cascade(
-        [DraftModel(draft) if isinstance(draft, PreTrainedModel) else draft for draft in draft_list],
-        torch.as_tensor(k_matrix).tolist(), leniency=float(leniency),
-    )  # fmt: skip
-    ids, options = input_ids, dict[str, Any]()
-    if target_model.config.is_encoder_decoder:
-        ids, options = initial_input, {"decoder_input_ids": input_ids.to(target_model.device)}
-    return generate_plainly(target_model, ids, max_length, drafter=drafter, **options).sequences
+    drafts = [DraftModel(bare) if isinstance(bare := _bare(draft), PreTrainedModel) else bare for draft in draft_list]
+    cascade = specheads.Cascade(drafts, torch.as_tensor(k_matrix).tolist(), leniency=float(leniency))
+    if isinstance(target_model, _Recorded):
+        output, reviews = _replay(cascade, target_model, initial_input, input_ids, max_length)
+    else:
+        target, options = _bare(target_model), dict[str, Any]()
+        ids = input_ids
+        if target.config.is_encoder_decoder:
+            ids, options = initial_input, {"decoder_input_ids": input_ids.to(target.device)}
+        out = generate_plainly(target, ids, max_length, drafter=cascade, **options)
+        output, reviews = out.sequences, len(out.steps)
+    for model, count in zip([target_model, *draft_list], [reviews, *cascade.reviews], strict=True):
+        if isinstance(model, _Counted):
+            model.forward_count += count
+    return output
 
 
-def CSDraftingDecoderModel(model: PreTrainedModel, *args: Any, **kwargs: Any) -> PreTrainedModel:
-    """The model itself, which needs no wrapping. sample, name and vocab_size are taken and not read."""
-    return model
+def _bare(model: Any) -> Any:
+    return model.model if isinstance(model, CSDraftingModel) else model
 
 
-CSDraftingEncoderDecoderModel = CSDraftingDecoderModel
+def _replay(
+    cascade: Any, target: _Recorded, initial_input: Tensor, input_ids: Tensor, max_length: int
+) -> tuple[Tensor, int]:
+    """input_ids (1, T) with the recorded text behind them, and the target's reviews. ValueError for other prompts."""
+    given, prompt = input_ids[0].tolist(), initial_input[0].tolist()
+    text = target.text(prompt)
+    if text[: len(given)] != given:
+        raise ValueError(f"the text recorded for this prompt begins with {text[:4]}…, not with the ids given")
+    output = text[len(given) :][:max_length]
+    if not output:
+        return input_ids, 0
+    start = given[0] if isinstance(target, CSDraftingEncoderDecoderModel) else None
+    if start is not None and len(given) > 1:
+        raise ValueError(f"a recorded encoder-decoder begins with its start token alone, not {len(given)} ids")
+    models = [draft.small for draft in cascade.drafts if isinstance(draft, DraftModel)]
+    size = vocabulary_size(models[0]) if models else target.vocab_size
+    device = models[0].device if models else input_ids.device
+    record = Record(size, max_length, {tuple(prompt): tuple(output)}, start)
+    steps = list(replayed(record, prompt, cascade, cascade.default_plan(device, False), device))
+    new = torch.tensor([[token for step in steps for token in step.tokens[0]]], device=input_ids.device)
+    return torch.cat([input_ids, new], 1), len(steps)
 
 
-class CSDraftingMaGModel(MaxGram):
-    """`MaxGram` with the calls that put a model on a device; it has nothing to put there."""
+def format_initial_input(item: Mapping[str, Any], dataset_name: str) -> str:
+    """The prompt of a row of gsm8k, mmlu or sampled_mmlu; ValueError for another task."""
+    if dataset_name == "gsm8k":
+        return tasks.gsm8k_prompt(item["question"])
+    if "mmlu" not in dataset_name:
+        raise ValueError(f"dataset_name={dataset_name!r} is none of gsm8k, mmlu, sampled_mmlu")
+    return tasks.mmlu(item).prompt  # type: ignore[return-value]  # text
 
-    def cuda(self, *args: Any) -> CSDraftingMaGModel:
-        return self
 
-    to = cpu = cuda
-
-
-def get_mag_model(bi_gram_path: str | Path, is_decoder_only: bool = True) -> CSDraftingMaGModel:
-    """MaG over a bigram file, which must have an entry for each id of the target's vocabulary."""
-    return CSDraftingMaGModel(bigrams=tuple(json.loads(Path(bi_gram_path).read_text("utf8"))))
+def get_test_set(dataset_name: str, data: str | Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Rows of gsm8k, mmlu or sampled_mmlu, from local files (`data`) or the hub; MMLU's in the columns input, A, B, C,
+    D, target."""
+    files = [data] if isinstance(data, str) else list(data)
+    rows = [dict(row) for row in tasks.rows_of(tasks.source_of(dataset_name, files), files)]
+    if "mmlu" not in dataset_name:
+        return rows
+    return [tasks.mmlu_columns(row) for row in rows]

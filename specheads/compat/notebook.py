@@ -1,54 +1,83 @@
-"""The notebook of draft-model speculative decoding with top-k sampling.
+"""The notebook of draft-model speculative decoding with top-k sampling, whose models were global variables.
 
-Shapes: γ drafted tokens, V vocabulary.
+Here they are given once, `set_models(target, drafter)`, or as keywords of each call. Shapes: T ids, V vocabulary.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, TopKLogitsWarper
 
-from specheads.compat.plain import accepted_and_drafted, generate_plainly
+from specheads.compat.plain import checked_model, generate_plainly
+from specheads.compat.processors import top_k_of, whole
 from specheads.drafters import DraftModel
+from specheads.options import shown
 from specheads.planner import SampledTree, chain
-from specheads.planner.plan import positive
+
+_MODELS: dict[str, PreTrainedModel] = {}
+
+
+def set_models(target: PreTrainedModel, drafter: PreTrainedModel) -> None:
+    """What `generate_draft` and `speculative_decode` take where they are given no models."""
+    _MODELS.update(target=checked_model("target", target), drafter=checked_model("drafter", drafter))
 
 
 def get_topk_probas(logits: Tensor, k: int) -> Tensor:
-    """logits (…, V) → the law (…, V) of its k likeliest tokens; the others have probability 0."""
-    flat = logits.reshape(-1, logits.shape[-1])
-    none = torch.empty(len(flat), 0, dtype=torch.long, device=logits.device)
-    return TopKLogitsWarper(k)(none, flat).softmax(-1).view_as(logits)
+    """logits (…, V) → probs (…, V) of the k likeliest tokens; the others have 0."""
+    return top_k_of(logits, whole("k", k)).softmax(-1)
 
 
-def generate_draft(ids: Tensor, drafter: PreTrainedModel, gamma: int, k: int) -> tuple[Tensor, Tensor]:
-    """ids (1, T) → with at most γ drafted tokens behind them (1, T + γ), and the laws (1, γ, V) they were drawn from.
+def generate_draft(
+    ids: Tensor, max_new_tokens: int = 5, k: int = 1, model: PreTrainedModel | None = None
+) -> tuple[Tensor, Tensor]:
+    """ids (1, T) → followed by n new tokens (1, T + n), and the probs (1, n, V) that these were drawn from.
 
-    Fewer where the draft model ends its text.
+    n is max_new_tokens, or fewer where the model ends its text. k: drawn from so many likeliest tokens (1: greedy).
+    model: the drafter of `set_models` unless given.
     """
-    top_k = [TopKLogitsWarper(k)]
-    out = generate_plainly(drafter, ids, gamma, processors=top_k, do_sample=k > 1, output_logits=True)
+    model = _given("model", model, "drafter")
+    out = generate_plainly(
+        model, _checked_row(ids), whole("max_new_tokens", max_new_tokens),
+        processors=[TopKLogitsWarper(whole("k", k))], do_sample=k > 1, output_logits=True,
+    )  # fmt: skip
     return out.sequences, get_topk_probas(torch.stack(out.logits, 1), k)
 
 
 def speculative_decode(
-    ids: Tensor,
-    target: PreTrainedModel,
-    drafter: PreTrainedModel,
-    max_tokens: int,
-    gamma: int = 5,
-    k: int = 1,
-) -> tuple[Tensor, int]:
-    """ids (1, T) → with at most max_tokens new ones behind them, and how many of these were drafted.
+    ids: Tensor, max_tokens: int = 250, gamma: int = 5, k: int = 1, *, target: PreTrainedModel | None = None,
+    drafter: PreTrainedModel | None = None,
+) -> tuple[Tensor, int]:  # fmt: skip
+    """ids (1, T) → followed by at most max_tokens new ones, and how many of these were drafted.
 
-    Each token has the target's law over its k likeliest (k = 1: greedy); its end token ends the text. The target may
-    be spread over devices, or offloaded (`device_map`).
+    Each step drafts gamma tokens and adds one of the target's own, which is not counted, whether it follows a rejection
+    or a draft that was accepted whole; so is the first token. Each token has the target's distribution over its k
+    likeliest (1: greedy); its end token ends the text. The target may be spread over devices, or offloaded
+    (`device_map`). target, drafter: those of `set_models` unless given.
     """
-    positive("gamma", gamma)
-    positive("k", k)
+    if isinstance(max_tokens, PreTrainedModel):
+        raise TypeError("models are keywords: speculative_decode(ids, max_tokens, target=..., drafter=...)")
+    whole("max_tokens", max_tokens), whole("gamma", gamma), whole("k", k)
+    target, drafter = _given("target", target, "target"), _given("drafter", drafter, "drafter")
     out = generate_plainly(
-        target, ids, max_tokens, processors=[TopKLogitsWarper(k)], do_sample=k > 1, drafter=DraftModel(drafter),
-        tree=SampledTree((1,) * gamma) if k > 1 else chain(gamma),
+        target, _checked_row(ids), max_tokens, processors=[TopKLogitsWarper(k)], do_sample=k > 1,
+        drafter=DraftModel(drafter), tree=SampledTree((1,) * gamma) if k > 1 else chain(gamma),
     )  # fmt: skip
-    return out.sequences, accepted_and_drafted(out.steps, max_tokens)[0]
+    return out.sequences, sum(step.accepted[0] for step in out.steps)
+
+
+def _given(name: str, model: Any, role: str) -> PreTrainedModel:
+    """A model given as `name`, or that of set_models. ValueError where there is neither."""
+    if model is None and role not in _MODELS:
+        raise ValueError(f"there is no {role} yet: call set_models(target, drafter) once, or give {name}=")
+    return _MODELS[role] if model is None else checked_model(name, model)
+
+
+def _checked_row(ids: Any) -> Tensor:
+    """TypeError for what is no tensor of ids (1, T)."""
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != 1:
+        what = f"a tensor {tuple(ids.shape)}" if isinstance(ids, Tensor) else shown(ids)
+        raise TypeError(f"ids must be a tensor (1, T), tokenizer(text, return_tensors='pt').input_ids say, not {what}")
+    return ids

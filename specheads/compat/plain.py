@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads import generation
-from specheads.decode import Step
-from specheads.target import text_config
+from specheads.compat.processors import whole
+from specheads.options import shown
+from specheads.target import text_config, unwrapped
 
 # What a model's own generation config may switch on, switched off: the reference functions read the model's logits,
 # and know nothing of a repetition penalty that came with its checkpoint.
@@ -30,38 +31,52 @@ def generate_plainly(
     ids: Tensor,
     max_new_tokens: int,
     *,
-    processors: Sequence[LogitsProcessor] = (),
+    processors: Sequence[Any] = (),
     do_sample: bool = False,
     **options: Any,
 ) -> Any:
     """ids (1, T) → what `specheads.generate(..., **options)` gives with its steps, of at most max_new_tokens."""
+    ids = on_device(ids, model)
     return generation.generate(
-        model, ids.to(model.device), attention_mask=torch.ones_like(ids, device=model.device),
+        model, ids, attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens, do_sample=do_sample, logits_processor=LogitsProcessorList(processors),
         return_dict_in_generate=True, **PLAIN, **options,
     )  # fmt: skip
 
 
+def on_device(ids: Tensor, model: PreTrainedModel) -> Tensor:
+    """ids where the model takes them: as they are for one that is offloaded as a whole, whose hooks move them."""
+    return ids if model.device.type == "meta" else ids.to(model.device)
+
+
 def room_for(model: PreTrainedModel, prompt_length: int, max_gen_len: int) -> int:
     """New tokens there is room for: max_gen_len, or what the model's positions leave. ValueError if that is none."""
-    if max_gen_len < 1:
-        raise ValueError(f"max_gen_len={max_gen_len} must be at least 1 token")
+    whole("max_gen_len", max_gen_len)
     longest = getattr(text_config(model), "max_position_embeddings", None)
-    if model.config.is_encoder_decoder or longest is None:
+    if longest is None:
         return max_gen_len
-    if prompt_length >= longest:
+    apart = bool(model.config.is_encoder_decoder)  # the text then begins with the start token alone
+    if prompt_length >= longest + apart:
         raise ValueError(f"the prompt takes {prompt_length} tokens, and the model has positions for {longest}")
-    return min(max_gen_len, longest - prompt_length)
+    return min(max_gen_len, longest - (1 if apart else prompt_length))
 
 
-def accepted_and_drafted(steps: Sequence[Step], limit: int) -> tuple[int, int]:
-    """Of a text of at most `limit` new tokens, which ends with a token of the target's own if nothing ends it earlier:
-    how many of its tokens were drafted, and how many tokens were drafted for it."""
-    accepted = drafted = 0
-    length = len(steps[0].tokens[0])
-    for step in steps[1:]:
-        room = limit - length - 1
-        accepted += min(step.accepted[0], room)
-        drafted += min(step.drafted[0], room)
-        length += len(step.tokens[0])
-    return accepted, drafted
+def checked_model(name: str, given: Any) -> PreTrainedModel:
+    """The Hugging Face model given as `name`. TypeError for anything else."""
+    try:
+        return unwrapped(given)
+    except TypeError:
+        raise TypeError(
+            f"{name}={shown(given)} must be a model: {name}=AutoModelForCausalLM.from_pretrained(...)"
+        ) from None
+
+
+def checked_ids(name: str, given: Any) -> list[int]:
+    """A prompt given as a list of ids, or a tensor of one dimension. TypeError or ValueError for anything else."""
+    ids = given.tolist() if isinstance(given, Tensor) and given.dim() == 1 else given
+    if not isinstance(ids, list | tuple) or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        what = f"a tensor {tuple(given.shape)}" if isinstance(given, Tensor) else shown(given)
+        raise TypeError(f"{name} must be a list of ids, tokenizer(text).input_ids say, not {what}")
+    if not ids:
+        raise ValueError(f"{name}=[] has nothing to continue; give at least one id (the BOS token, say)")
+    return list(ids)

@@ -1,57 +1,162 @@
-"""romsto's logits processors: each a list of Hugging Face's, the filter in front of the temperature.
+"""romsto's logits processors: the filter in front of the temperature, and a draw from what is left.
 
-Hugging Face's own generate() options apply the temperature first; a nucleus is then another one.
+Hugging Face's own generate() options apply the temperature first; a nucleus is then another one. Shapes: V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
 
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+import torch
+from torch import Tensor
+from torch.nn import functional
 
-
-class Processor(LogitsProcessorList):
-    """Filters, then the temperature. do_sample: is a token drawn, or the likeliest taken?"""
-
-    do_sample: ClassVar[bool] = True
-
-    def __init__(self, temperature: float, *filters: Any) -> None:
-        super().__init__([*filters, TemperatureLogitsWarper(float(temperature))])
-        self.temperature = temperature
+from specheads.options import shown
 
 
-class GreedyProcessor(Processor):
+class LogitsProcessor(ABC):
+    """`processor(logits)` gives probs, `processor.sample(probs)` a token.
+
+    A subclass writes `_process(logits)`, a function of each row of logits by itself, and inherits `sample` from
+    `GreedyProcessor` or `MultinomialProcessor`, or writes its own. Under a `sample` of its own a draft is accepted
+    where it is the token that was drawn. generate() takes a processor as its logits_processor= too.
+    """
+
+    # As specheads.processors reads them. A subclass is watched for state that it keeps from call to call.
+    ignores_ids = True
+    depends_on_prefix_only = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__module__ != __name__ and "depends_on_prefix_only" not in vars(cls):
+            cls.depends_on_prefix_only = False
+
+    def __init__(self, temperature: float) -> None:
+        self.temperature = number("temperature", temperature, above=0)
+
+    @abstractmethod
+    def _process(self, logits: Tensor) -> Tensor:
+        """Logits (…, V), which may be changed in place → filtered logits (…, V), before the temperature."""
+
+    @abstractmethod
+    def sample(self, probs: Tensor) -> Tensor:
+        """Probs (…, V), of two dimensions at most where tokens are drawn → tokens (…, 1)."""
+
+    def __call__(self, logits: Tensor, scores: Tensor | None = None) -> Tensor:
+        """Logits (…, V) → probs (…, V). Called with ids and scores (R, V), as by Hugging Face: processed scores."""
+        if scores is None:
+            return self._scores(logits).softmax(-1)
+        if self.draws_its_own:
+            token = self.sample(self._scores(scores).softmax(-1))
+            return torch.full_like(scores, -torch.inf).scatter_(-1, token.to(scores.device), 0.0)
+        return self._scores(scores)
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return self._process(logits.clone()) / self.temperature
+
+    @property
+    def draws_its_own(self) -> bool:
+        """Is `sample` neither the likeliest token nor a draw from the probs?"""
+        return type(self).sample not in (GreedyProcessor.sample, MultinomialProcessor.sample)
+
+    @property
+    def do_sample(self) -> bool:
+        """Is a token drawn from the scores that generate() gets of it, or the likeliest taken?"""
+        return type(self).sample is MultinomialProcessor.sample
+
+    def __iter__(self) -> Iterator[LogitsProcessor]:
+        """Itself, where Hugging Face wants a list."""
+        yield self
+
+    def __len__(self) -> int:
+        return 1
+
+
+class GreedyProcessor(LogitsProcessor):
     """The likeliest token, whatever the temperature."""
-
-    do_sample: ClassVar[bool] = False
 
     def __init__(self, temperature: float = 1) -> None:
         super().__init__(temperature)
 
+    def _process(self, logits: Tensor) -> Tensor:
+        return logits
 
-class MultinomialProcessor(Processor):
-    """Sampling from the whole law."""
-
-    def __init__(self, temperature: float) -> None:
-        super().__init__(temperature)
+    def sample(self, probs: Tensor) -> Tensor:
+        return probs.argmax(-1, keepdim=True)
 
 
-class TopKProcessor(Processor):
-    """Sampling from the top_k likeliest."""
+class MultinomialProcessor(LogitsProcessor):
+    """Sampling from all tokens."""
+
+    def _process(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def sample(self, probs: Tensor) -> Tensor:
+        return torch.multinomial(probs, 1)
+
+
+class TopKProcessor(MultinomialProcessor):
+    """Sampling from the top_k likeliest, and those as likely as the last of them."""
 
     def __init__(self, temperature: float, top_k: int) -> None:
-        super().__init__(temperature, TopKLogitsWarper(top_k))
+        super().__init__(temperature)
+        self.top_k = whole("top_k", top_k)
+
+    def _process(self, logits: Tensor) -> Tensor:
+        return top_k_of(logits, self.top_k)
 
 
-class NucleusProcessor(Processor):
-    """Sampling from the fewest tokens that have top_p of the law at temperature 1."""
+class NucleusProcessor(MultinomialProcessor):
+    """Sampling from the fewest tokens that have more than top_p of the probability at temperature 1."""
 
     def __init__(self, temperature: float, top_p: float) -> None:
-        super().__init__(temperature, TopPLogitsWarper(float(top_p)))
+        super().__init__(temperature)
+        self.top_p = number("top_p", top_p, most=1)
+
+    def _process(self, logits: Tensor) -> Tensor:
+        return nucleus_of(logits, self.top_p)
 
 
-class TopKNucleusProcessor(Processor):
+class TopKNucleusProcessor(MultinomialProcessor):
     """Sampling from the nucleus of the top_k likeliest, renormalised."""
 
     def __init__(self, temperature: float, top_k: int, top_p: float) -> None:
-        super().__init__(temperature, TopKLogitsWarper(top_k), TopPLogitsWarper(float(top_p)))
+        super().__init__(temperature)
+        self.top_k, self.top_p = whole("top_k", top_k), number("top_p", top_p, most=1)
+
+    def _process(self, logits: Tensor) -> Tensor:
+        return nucleus_of(top_k_of(logits, self.top_k), self.top_p)
+
+
+def top_k_of(logits: Tensor, k: int) -> Tensor:
+    """(…, V) with −∞ below the k-th largest."""
+    least = logits.topk(min(k, logits.shape[-1]), dim=-1).values[..., -1:]
+    return logits.masked_fill(logits < least, -torch.inf)
+
+
+def nucleus_of(logits: Tensor, p: float) -> Tensor:
+    """(…, V) with −∞ at the tokens before which likelier ones have more than p of the probability."""
+    ordered, tokens = logits.sort(dim=-1, descending=True)
+    likelier = functional.pad(ordered.softmax(-1).cumsum(-1)[..., :-1], (1, 0))
+    return logits.masked_fill((likelier > p).scatter(-1, tokens, likelier > p), -torch.inf)
+
+
+def number(name: str, value: Any, *, above: float = -math.inf, most: float = math.inf) -> float:
+    """TypeError or ValueError for what is no finite number in range; at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={shown(value)} must be a number")
+    if not (above < value <= most and 0 <= value < math.inf):
+        raise ValueError(f"{name}={value} must be " + (f"above {above}" if most == math.inf else f"0 to {most}"))
+    return value
+
+
+def whole(name: str, value: Any) -> int:
+    """TypeError or ValueError for what is no whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={shown(value)} must be a whole number")
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")
+    return value

@@ -1,4 +1,7 @@
-"""https://github.com/romsto/Speculative-Decoding: its generation functions, of lists of ids."""
+"""https://github.com/romsto/Speculative-Decoding: its generation functions, of lists of ids.
+
+Its README spells the end tokens end_tokens_id, its code eos_tokens_id: all of the functions take both.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +11,39 @@ import torch
 from transformers import PreTrainedModel
 
 from specheads.accept import Acceptance, Exact, Unadjusted
-from specheads.compat.plain import accepted_and_drafted, generate_plainly, room_for
-from specheads.compat.processors import GreedyProcessor, Processor
-from specheads.console import depth_style, make_console, printable, write
-from specheads.decode import Step
+from specheads.compat.debug import Printer, StepPrinter
+from specheads.compat.plain import checked_ids, checked_model, generate_plainly, room_for
+from specheads.compat.processors import GreedyProcessor, LogitsProcessor, whole
+from specheads.compat.witness import Witness
 from specheads.drafters import DraftModel, NGram, NGramStorage
 from specheads.drafters.base import Drafter
+from specheads.options import shown
 from specheads.planner import Plan, SampledTree, chain
-from specheads.planner.plan import positive
+
+EndTokens = int | list[int]
 
 
 def autoregressive_generate(
     inputs: list[int],
     model: PreTrainedModel,
     max_gen_len: int = 40,
-    logits_processor: Processor | None = None,
-    eos_tokens_id: int | list[int] = 1,
-    pad_token_id: int = 0,
+    logits_processor: LogitsProcessor | None = None,
+    eos_tokens_id: EndTokens = 1,
+    pad_token_id: int | None = 0,
     use_cache: bool = False,
     debug: bool = False,
+    *,
+    end_tokens_id: EndTokens | None = None,
+    tokenizer: Any = None,
 ) -> list[int]:
     """The new ids, up to and with the first of eos_tokens_id. logits_processor: greedy unless given.
 
-    use_cache and debug are taken and not read: there is always a cache, and nothing is drafted that could be shown.
+    debug: print each token, as ids without a tokenizer. use_cache is taken and not read: there is always a cache.
     """
-    return _generate(inputs, model, max_gen_len, logits_processor, eos_tokens_id, pad_token_id)[0]
+    return _generate(
+        inputs, checked_model("model", model), max_gen_len, logits_processor, end_tokens(eos_tokens_id, end_tokens_id),
+        debug=debug, tokenizer=tokenizer,
+    )[0]  # fmt: skip
 
 
 def speculative_generate(
@@ -41,26 +52,31 @@ def speculative_generate(
     target: PreTrainedModel,
     tokenizer: Any = None,
     gamma: int = 5,
-    logits_processor: Processor | None = None,
+    logits_processor: LogitsProcessor | None = None,
     max_gen_len: int = 40,
-    eos_tokens_id: int | list[int] = 1,
-    pad_token_id: int = 0,
+    eos_tokens_id: EndTokens = 1,
+    pad_token_id: int | None = 0,
     use_cache: bool = False,
     skip_sample_adjustment: bool = False,
     first_target: bool = True,
     debug: bool = False,
+    *,
+    end_tokens_id: EndTokens | None = None,
 ) -> tuple[list[int], float]:
-    """The new ids, and the acceptance rate α: of the tokens drafted, how many stand in the text; 0 where none were.
+    """The new ids, and the acceptance rate α: accepted over drafted tokens, 0 where none were drafted. Of a draft with
+    an end token in it all tokens count, those after it too.
 
-    skip_sample_adjustment: the rule `Unadjusted`, which is not lossless. debug: print each step's tokens, accepted
-    drafts coloured; as ids without a tokenizer. use_cache is taken and not read: there is always a cache. first_target
-    too: the prefill always gives the first token, which has the same law and costs one forward less than drafting it.
+    skip_sample_adjustment: the rule `Unadjusted`, which is not lossless. debug: print each step's drafts and the
+    target's own token; as ids without a tokenizer. use_cache is taken and not read: there is always a cache.
+    first_target too: the prefill always gives the first token, which has the same distribution and costs one forward
+    less than drafting it.
     """
-    positive("gamma", gamma)
-    sampled = _known(logits_processor).do_sample
+    target, drafter = checked_model("target", target), checked_model("drafter", drafter)
+    whole("gamma", gamma)
+    sampled = _checked(logits_processor).do_sample
     return _generate(
-        inputs, target, max_gen_len, logits_processor, eos_tokens_id, pad_token_id, drafter=DraftModel(drafter),
-        tree=SampledTree((1,) * gamma) if sampled else chain(gamma),
+        inputs, target, max_gen_len, logits_processor, end_tokens(eos_tokens_id, end_tokens_id),
+        drafter=DraftModel(drafter), tree=SampledTree((1,) * gamma) if sampled else chain(gamma),
         accept=Unadjusted() if skip_sample_adjustment else Exact(), debug=debug, tokenizer=tokenizer,
     )  # fmt: skip
 
@@ -72,25 +88,32 @@ def ngram_assisted_speculative_generate(
     tokenizer: Any = None,
     gamma: int = 5,
     filler_top_k: int = 3,
-    logits_processor: Processor | None = None,
+    logits_processor: LogitsProcessor | None = None,
     max_gen_len: int = 40,
-    eos_tokens_id: int | list[int] = 1,
-    pad_token_id: int = 0,
+    eos_tokens_id: EndTokens = 1,
+    pad_token_id: int | None = 0,
     use_cache: bool = False,
     first_target: bool = True,
     stop_if_unknown: bool = False,
     debug: bool = False,
+    *,
+    end_tokens_id: EndTokens | None = None,
 ) -> tuple[list[int], float]:
     """As `speculative_generate`, drafted from a storage, which learns this text and keeps what it knew.
 
-    filler_top_k, stop_if_unknown: see `NGram`. The target's law also where the text is sampled.
+    filler_top_k, stop_if_unknown: see `NGram`. The target's distribution also where the text is sampled.
     """
+    target = checked_model("target", target)
+    if not isinstance(ngramstorage, NGramStorage):
+        raise TypeError(f"ngramstorage={shown(ngramstorage)} must be a storage: NGramStorage(n=3, vocab_size=...)")
+    whole("gamma", gamma)
     drafter = NGram(
-        gamma, storage=ngramstorage, filler_top_k=filler_top_k, stop_if_unknown=stop_if_unknown, reset_between=False
-    )
+        gamma, storage=ngramstorage, filler_top_k=max(1, filler_top_k), stop_if_unknown=stop_if_unknown,
+        reset_between=False,
+    )  # fmt: skip
     return _generate(
-        inputs, target, max_gen_len, logits_processor, eos_tokens_id, pad_token_id, drafter=drafter, debug=debug,
-        tokenizer=tokenizer,
+        inputs, target, max_gen_len, logits_processor, end_tokens(eos_tokens_id, end_tokens_id), drafter=drafter,
+        debug=debug, tokenizer=tokenizer,
     )  # fmt: skip
 
 
@@ -100,13 +123,25 @@ autoregressive_generate_encoder_decoder = autoregressive_generate
 speculative_generate_encoder_decoder = speculative_generate
 
 
+def end_tokens(eos_tokens_id: Any, end_tokens_id: Any) -> list[int]:
+    """The end tokens under either name; 1 is the first one's default. TypeError or ValueError for anything but ids."""
+    if end_tokens_id is not None and eos_tokens_id not in (1, end_tokens_id):
+        raise ValueError("eos_tokens_id and end_tokens_id are two names of one option, and differ: give one of them")
+    name, given = ("eos_tokens_id", eos_tokens_id) if end_tokens_id is None else ("end_tokens_id", end_tokens_id)
+    ids = list(given) if isinstance(given, list | tuple) else [given]
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        raise TypeError(
+            f"{name}={shown(given)} must be an id or a list of ids, tokenizer.eos_token_id say; [] for none"
+        )
+    return ids
+
+
 def _generate(
     inputs: list[int],
     target: PreTrainedModel,
     max_gen_len: int,
-    processor: Processor | None,
-    eos_tokens_id: int | list[int],
-    pad_token_id: int,
+    processor: LogitsProcessor | None,
+    ends: list[int],
     *,
     drafter: Drafter | None = None,
     tree: Plan | None = None,
@@ -114,32 +149,31 @@ def _generate(
     debug: bool = False,
     tokenizer: Any = None,
 ) -> tuple[list[int], float]:
-    processor = _known(processor)
-    limit = room_for(target, len(inputs), max_gen_len)
+    ids, processor = checked_ids("inputs", inputs), _checked(processor)
+    witness = Witness(accept or Exact())
+    shown_steps = StepPrinter(Printer(tokenizer, ends), witness if drafter else None) if debug else None
     out = generate_plainly(
-        target, torch.tensor([inputs]), limit, processors=processor, do_sample=processor.do_sample, drafter=drafter,
-        tree=tree, accept=accept, eos_token_id=eos_tokens_id, pad_token_id=pad_token_id,
+        target, torch.tensor([ids]), room_for(target, len(ids), max_gen_len), processors=[processor],
+        do_sample=processor.do_sample, drafter=drafter, tree=tree, accept=witness, eos_token_id=ends, pad_token_id=0,
+        streamer=shown_steps,
     )  # fmt: skip
-    if debug:
-        _show(out.steps, tokenizer)
-    accepted, drafted = accepted_and_drafted(out.steps, limit)
-    ids = out.sequences[0].tolist()
-    return ids if target.config.is_encoder_decoder else ids[len(inputs) :], accepted / drafted if drafted else 0.0
+    found = out.sequences[0].tolist()
+    return found if target.config.is_encoder_decoder else found[len(ids) :], witness.rate
 
 
-def _known(processor: Processor | None) -> Processor:
-    if processor is not None and not isinstance(processor, Processor):
-        raise TypeError(f"logits_processor={processor!r} must be one of specheads.compat's, NucleusProcessor(...) say")
-    return GreedyProcessor() if processor is None else processor
-
-
-def _show(steps: list[Step], tokenizer: Any) -> None:
-    """A line a step: its tokens, the accepted drafts in green."""
-    console = make_console()
-    for number, step in enumerate(steps):
-        tokens, accepted = step.tokens[0], step.accepted[0]
-        write(console, f"step {number}: {accepted} of {step.drafted[0]} drafts accepted:")
-        for place, token in enumerate(tokens):
-            text = str(token) if tokenizer is None else repr(tokenizer.decode([token]))
-            write(console, f" {printable(text)}", depth_style(int(place < accepted)))
-        write(console, "\n")
+def _checked(processor: Any) -> LogitsProcessor:
+    """Greedy for None. TypeError for what is none of this module's processors, nor a subclass that generate() can
+    follow."""
+    if processor is None:
+        return GreedyProcessor()
+    if not isinstance(processor, LogitsProcessor):
+        raise TypeError(
+            f"logits_processor={shown(processor)} must be one of specheads.compat's, NucleusProcessor(...) say, or a "
+            "subclass of them"
+        )
+    if type(processor).__call__ is not LogitsProcessor.__call__:
+        raise TypeError(
+            f"logits_processor={type(processor).__name__} has a __call__ of its own, which drafts cannot be judged by: "
+            "put it into _process(logits) and sample(probs)"
+        )
+    return processor

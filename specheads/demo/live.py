@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
 from specheads import console as terminal
 from specheads import corpus
+from specheads.bench.environment import bfloat16_is_fast
 from specheads.heads import Eagle3Head
 from specheads.spec_model import SpecModel
 from specheads.trainer import SpecTrainer, SpecTrainingArguments
@@ -30,8 +31,8 @@ class LiveOptions:
 
     minutes: float
     seed: int
-    rows: int = 8
-    row_tokens: int = 128
+    rows: int = 6
+    row_tokens: int = 160  # as long as what is then decoded: 64 tokens of a prompt and 96 more
     learning_rate: float = 4e-3
     own_time: float = 0.12
     own_share: float = 0.5
@@ -175,11 +176,3 @@ def continuations(base: PreTrainedModel, ids: Tensor, options: LiveOptions, seco
         tell(min(0.99, (time.monotonic() - began) / seconds), f"{32 * len(made)} texts")
     tell(1.0, f"{32 * len(made)} texts")
     return torch.cat(made) if made else torch.empty(0, options.row_tokens, dtype=torch.long)
-
-
-def bfloat16_is_fast() -> bool:
-    """Does this processor multiply bfloat16 matrices faster than float32?"""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, name, lambda: False)() for name in checks)

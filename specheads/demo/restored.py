@@ -55,7 +55,15 @@ def show(head: str, base: str, prompts: list[str], max_new_tokens: int) -> list[
     for prompt, batch in zip(prompts, decoders.batches(tokenizer, prompts, loaded.device), strict=True):
         out.print()
         result, depths = write_text(
-            out, model, tokenizer, prompt, batch, color_depth=True, max_new_tokens=max_new_tokens, do_sample=False
+            out,
+            loaded,
+            tokenizer,
+            prompt,
+            batch,
+            drafter=model.head,
+            color_depth=True,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
         )
         speed = result.statistics()["tokens_per_second"]
         out.print(f"\n── {terminal.depth_counts(depths)}; {speed:.0f} tokens/s", style="italic")

@@ -1,4 +1,4 @@
-"""The demo: give the shipped base an EAGLE-3 head, train it live, save it, restore it in a new process, and race it.
+"""The demo: give a base an EAGLE-3 head, train it live, save it, restore it in a new process, and race it.
 
 One run, in order: train_live() → save_pretrained() → show_elsewhere() → compare() → one table.
 """
@@ -6,6 +6,7 @@ One run, in order: train_live() → save_pretrained() → show_elsewhere() → c
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from specheads.bench.decoders import REFERENCE
 from specheads.bench.prompts import held_out_prompts
 from specheads.convert import convert, load_head
 from specheads.demo.live import LiveOptions, train_live
+from specheads.demo.own_base import own_base
 from specheads.demo.restored import show_elsewhere
 from specheads.planner import chain
 from specheads.spec_model import SpecModel
@@ -37,8 +39,8 @@ TIE = 1e-3  # logits closer than this may change places between two float32 pass
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """checkpoints: the folder of base/ and the heads, None for the shipped one; minutes and seed: of the training;
-    output: where the head is saved."""
+    """checkpoints: the folder of base/ and the heads, None for the shipped one, or where none is shipped a base trained
+    here; minutes and seed: of the training; output: where the head is saved."""
 
     minutes: float
     num_prompts: int
@@ -54,7 +56,7 @@ def run(options: DemoOptions, out: Console) -> dict[str, Any]:
     began = time.monotonic()
     hf_logging.disable_progress_bar()
     torch.manual_seed(options.seed)
-    folder = shipped.find_base(options.checkpoints)
+    folder, raced = find_base(options, out)
     base, tokenizer = shipped.load_base(folder)
     held_out = shipped.held_out_names(folder)
     prompts = held_out_prompts(tokenizer, options.num_prompts, held_out=held_out)
@@ -77,7 +79,7 @@ def run(options: DemoOptions, out: Console) -> dict[str, Any]:
     texts = show_elsewhere(options.output, folder, prompts[:NUM_SHOWN], options.max_new_tokens, out)
 
     heading(out, f"4  The same {len(prompts)} prompts through every decoder")
-    models = shipped.load_heads(base, folder.parent, missing=out.print)
+    models = shipped.load_heads(base, folder.parent, raced, missing=out.print)
     models[LIVE] = load_head(base, options.output, dtype=base.dtype)
     batches = decoders.batches(tokenizer, prompts, base.device)
     race = compare(base, models, batches, options.max_new_tokens, out)
@@ -97,6 +99,19 @@ def run(options: DemoOptions, out: Console) -> dict[str, Any]:
         "differing": differing, "near_ties": ties, "num_prompts": num_raced,
         "max_new_tokens": options.max_new_tokens, "seconds": seconds,
     }  # fmt: skip
+
+
+def find_base(options: DemoOptions, out: Console) -> tuple[Path, Iterable[str]]:
+    """The folder of the base, and the names of the heads beside it. A wheel has neither: then a base is trained."""
+    try:
+        return shipped.find_base(options.checkpoints), shipped.LABELS
+    except FileNotFoundError:
+        if options.checkpoints is not None:
+            raise
+    heading(
+        out, "0  No base model came with the package: a tiny one is trained on the standard library, in a minute or two"
+    )
+    return own_base(options.output.with_name(f"{options.output.name}-base") / "base", options.seed, out), ()
 
 
 def heading(out: Console, text: str) -> None:

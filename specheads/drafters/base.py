@@ -102,7 +102,10 @@ class Context:
 
 
 class Drafter(Protocol):
-    """Proposes a tree of tokens that may follow the root. layers: target hidden_states it wants (HF indices)."""
+    """Proposes a tree of tokens that may follow the root. layers: target hidden_states it wants (HF indices).
+
+    One that was trained on texts of so many tokens at most may have a `trained_length`: past it generate() says so.
+    """
 
     @property
     def layers(self) -> tuple[int, ...]: ...

@@ -45,7 +45,7 @@ class MaxGram(PathDrafter):
         if match.length:
             return copied(ids, match.end, length)
         run: list[int] = []
-        token = ids[-1]
-        while self.bigrams is not None and len(run) < length and (token := self.bigrams[token]):
+        table, token = self.bigrams or (), ids[-1]
+        while token < len(table) and len(run) < length and (token := table[token]):
             run.append(token)
         return run

@@ -116,12 +116,7 @@ class DraftModel:
         return Reader(self.small, rows, scratch=scratch, limit=min(self.longest, limit), source=source)
 
     def refuse_other_kind(self, context: Context) -> None:
-        base = context.target.base
-        if self.reads_source != base.config.is_encoder_decoder:
-            raise ValueError(
-                f"{type(self.small).__name__} cannot draft for {type(base).__name__}: of the two only one is an "
-                "encoder-decoder, and both must read the same; take a draft model of the target's family"
-            )
+        refuse_other_kind(self.small, context.target.base)
         if self.reads_source and context.source is None:
             raise ValueError("the draft model reads the source too, and its ids are not known; give input_ids")
 
@@ -133,6 +128,15 @@ class DraftModel:
                 f"the draft model has a vocabulary of {own}, the target one of {vocab_size}: draft through text with "
                 "DraftModel(small, tokenizer=..., target_tokenizer=...), or take a draft model of the target's family"
             )
+
+
+def refuse_other_kind(small: PreTrainedModel, base: PreTrainedModel) -> None:
+    """ValueError where only one of the two is an encoder-decoder."""
+    if small.config.is_encoder_decoder != base.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(small).__name__} cannot draft for {type(base).__name__}: of the two only one is an "
+            "encoder-decoder, and both must read the same; take a draft model of the target's family"
+        )
 
 
 def _scratch(plan: Plan) -> int:

@@ -34,11 +34,12 @@ class _Followers:
 class NGramStorage:
     """Counts which id follows the last n − 1 ids, the last n − 2, … the last one, and answers from the longest known.
 
-    A level is a number of context ids. vocab_size and seed serve the random ids of unknown contexts.
+    A level is a number of context ids. vocab_size and seed serve the random ids of unknown contexts; without a
+    vocab_size those give -1, which is no id.
     """
 
-    def __init__(self, n: int, vocab_size: int, *, seed: int = 0) -> None:
-        for name, value, least in (("n", n, 2), ("vocab_size", vocab_size, 1)):
+    def __init__(self, n: int = 3, vocab_size: int | None = None, *, seed: int = 0) -> None:
+        for name, value, least in (("n", n, 2), ("vocab_size", 1 if vocab_size is None else vocab_size, 1)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{type(self).__name__}: {name}={value!r} must be a whole number of at least {least}")
         self.n, self.vocab_size, self.seed = n, vocab_size, seed
@@ -73,7 +74,9 @@ class NGramStorage:
         level: ask that one alone. ValueError where the storage has no such level, or has counted nothing there yet.
         """
         followers = self._find(context, self.levels if level is None else (self._seen(level),))
-        return (followers.best, True) if followers else (self._random.randrange(self.vocab_size), False)
+        if followers:
+            return followers.best, True
+        return (-1 if self.vocab_size is None else self._random.randrange(self.vocab_size)), False
 
     def followers(self, context: Sequence[int], count: int) -> list[int]:
         """Up to `count` ids that followed, the most often counted first; none for an unknown context."""
@@ -106,15 +109,15 @@ class NGram(PathDrafter):
     """Drafts from a storage that learns the prompt (and an encoder's source), what is emitted, and what the target
     would have said besides.
 
-    filler_top_k: behind each accepted id the target's so many likeliest are counted too; 1 counts none besides the
-    emitted one. stop_if_unknown: end the draft at an unknown context, instead of drafting a random id there.
-    reset_between: forget each prompt before the next. The rows of a batch share the storage. width > 1: several first
-    ids, each followed by its likeliest run.
+    storage: by default one of its own, of trigrams. filler_top_k: behind each accepted id the target's so many
+    likeliest are counted too; 1 counts none besides the emitted one. stop_if_unknown: end the draft at an unknown
+    context, instead of drafting a random id there. reset_between: forget each prompt before the next. The rows of a
+    batch share the storage. width > 1: several first ids, each followed by its likeliest run.
     After https://github.com/romsto/Speculative-Decoding; with filler_top_k=1 it is ANPD, arXiv:2404.08698.
     """
 
     num_tokens: int = 5
-    storage: NGramStorage = field(kw_only=True)
+    storage: NGramStorage = field(default_factory=NGramStorage, kw_only=True)
     filler_top_k: int = 3
     stop_if_unknown: bool = True
     reset_between: bool = True
@@ -122,6 +125,11 @@ class NGram(PathDrafter):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least("filler_top_k", 1)
+        if not self.stop_if_unknown and self.storage.vocab_size is None:
+            raise ValueError(
+                "NGram(stop_if_unknown=False) drafts random ids, and which there are is not known; give "
+                "storage=NGramStorage(3, vocab_size)"
+            )
 
     @property
     def wants_target_top(self) -> int:

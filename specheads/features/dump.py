@@ -35,6 +35,7 @@ from specheads.features.shards import FeatureError, Shard, facts, write
 from specheads.fingerprint import fingerprint
 from specheads.heads import HEADS
 from specheads.hub import commit_of
+from specheads.hub import options as hub_options
 from specheads.quantized import quantization_of
 from specheads.recipe import Recipe
 from specheads.target import decoder_of, text_config
@@ -66,10 +67,11 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Ask | None = None) 
         raise FeatureError(f"the recipe has features={recipe.features!r}: saving them takes base and data, without it")
     state, folder = PartialState(cpu=not torch.accelerator.is_available()), options.output
     launch.check(recipe.launch, state.num_processes)
-    whole = AutoConfig.from_pretrained(recipe.base)
+    hub = hub_options(recipe.base)
+    whole = AutoConfig.from_pretrained(recipe.base, **hub)
     config = whole.get_text_config(decoder=True)
     taps = tapped_layers(recipe, options, config)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.base)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.base, **hub)
     with state.main_process_first():
         datasets = build_datasets(recipe.data, tokenizer)
     splits = {name: rows for name, rows in zip(("train", "eval"), datasets, strict=True) if rows is not None}
@@ -157,11 +159,12 @@ def _open(folder: Path, index: Index, base: PreTrainedModel) -> None:
     if (folder / INDEX).exists():
         if differing := read_index(folder).differences(index):
             raise FeatureError(
-                f"{folder} holds features saved with other options ({'; '.join(differing)}): give another --output, or "
-                "the options it was begun with"
+                f"{folder} holds features saved with other options ({'; '.join(differing)}): give another {{output}}, "
+                "or the options it was begun with",
+                output=...,
             )
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FeatureError(f"{folder} holds other things than saved features: give a new --output")
+        raise FeatureError(f"{folder} holds other things than saved features: give a new {{output}}", output=...)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         index.write(folder)  # first, so that a folder that was begun is known for one
@@ -173,5 +176,6 @@ def _refuse_others(shard: Shard, rows: Sequence[dict[str, list[int]]]) -> None:
     ids = shard.whole("input_ids").tolist()
     if len(shard) != len(rows) or ids != [token for row in rows for token in row["input_ids"]]:
         raise FeatureError(
-            f"{shard.path} holds other rows than the data gives now: give another --output, or the data of its start"
+            f"{shard.path} holds other rows than the data gives now: give another {{output}}, or the data of its start",
+            output=...,
         )

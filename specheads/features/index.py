@@ -11,6 +11,7 @@ from typing import Any
 
 from specheads.checkpoint import portable, replacing
 from specheads.features.shards import AGAIN, FeatureError, facts
+from specheads.options import OptionError
 
 INDEX = "index.json"
 FORMAT = 1
@@ -22,7 +23,7 @@ def kept_tokens(law: str) -> int | None:
     if law in ("hidden", "none"):
         return None
     if name != "topk" or not number.isdecimal() or int(number) < 1:
-        raise ValueError(f"law={law!r}: expected hidden, none or topk:K, as in topk:64")
+        raise OptionError("{law}: expected hidden, none or topk:K, as in topk:64", law=law)
     return int(number)
 
 

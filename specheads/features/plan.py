@@ -15,6 +15,7 @@ from specheads.features import kept_base
 from specheads.features.index import free_bytes, kept_tokens
 from specheads.features.shards import FLOAT8, FeatureError
 from specheads.heads import HEADS
+from specheads.options import OptionError
 from specheads.recipe import Recipe
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float8_e4m3fn")
@@ -37,10 +38,10 @@ class SaveOptions:
     def __post_init__(self) -> None:
         kept_tokens(self.law)
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
+            raise OptionError(f"{{dtype}}: expected one of {', '.join(DTYPES)}", dtype=self.dtype)
         for name, least in (("batch_size", 1), ("shard_mb", 0.001)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+            if (value := getattr(self, name)) < least:
+                raise OptionError(f"{{{name}}} must be at least {least}", **{name: value})
 
 
 def tapped_layers(recipe: Recipe, options: SaveOptions, config: Any) -> tuple[int, ...]:
@@ -52,7 +53,9 @@ def tapped_layers(recipe: Recipe, options: SaveOptions, config: Any) -> tuple[in
             taps = HEADS[head.kind](head.filled(config)).layers
     layers = config.num_hidden_layers
     if not taps or not all(0 <= tap <= layers for tap in taps):
-        raise ValueError(f"taps {taps}: expected some of 0 to {layers}, the hidden states of a base of {layers} layers")
+        raise OptionError(
+            f"{{taps}}: expected some of 0 to {layers}, the hidden states of a base of {layers} layers", taps=taps
+        )
     return tuple(sorted(set(taps)))
 
 
@@ -93,7 +96,9 @@ def agree(folder: Path, tokens: int, each: int, kept: int, ask: Ask | None) -> N
     if there:
         plan += f" and {size_text(there)} are saved already"
     if whole - there > free:
-        raise FeatureError(f"too little room: {plan}; give another --output, --dtype float8_e4m3fn, or less data")
+        raise FeatureError(
+            f"too little room: {plan}; give another {{output}}, {{dtype}}, or less data", output=..., dtype=FLOAT8
+        )
     if ask is not None and not ask(plan):
         raise FeatureError(f"nothing was saved: {plan}")
 

@@ -19,13 +19,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specheads.checkpoint import replacing
+from specheads.options import OptionError
 
 FLOAT8 = torch.float8_e4m3fn
 SCALE = ".scale"
 _NUMBERS = ("input_ids", "document_ids", "position_ids", "law_ids")
 
 
-class FeatureError(ValueError):
+class FeatureError(OptionError):
     """Saved features that cannot be written or used; the message names the file and says what to do."""
 
 

@@ -43,6 +43,7 @@ def from_disk(folder: Path, head: HeadConfig | None, init_from: Any = None, dtyp
     module.to(getattr(torch, index.base["dtype"] if dtype == "auto" else dtype))
     train, *held_out = (FeatureDataset(folder, module.layers, split, index) for split in index.rows)
     model = beside_kept_base(folder, index, module)
+    model.note_trained_length(saved.config.trained_length if init_from is not None else None)
     return model, train, held_out[0] if held_out else None, FeatureCollator(index.pad_token_id)
 
 

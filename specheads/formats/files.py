@@ -57,7 +57,10 @@ class Files:
             return folder / name if (folder / name).is_file() else None
         if not may_be_repository(str(self.source)):
             return None
-        options = {**hub_options(str(self.source)), **self._hub}
+        try:
+            options = {**hub_options(self.source, **self._hub), **self._hub}
+        except FileNotFoundError:
+            return None
         try:
             path = cached_file(str(self.source), name, _raise_exceptions_for_missing_entries=False, **options)
         except OSError as error:
@@ -131,8 +134,9 @@ class Files:
         assert path is not None
         if not self.allow_pickle:
             raise CheckpointError(
-                f"{path} is a pickle, which can run code; allow_pickle=True (--allow-pickle) reads it with "
-                "torch.load(weights_only=True), which builds tensors and refuses all else"
+                f"{path} is a pickle, which can run code; {{allow_pickle}} reads it with "
+                "torch.load(weights_only=True), which builds tensors and refuses all else",
+                allow_pickle=True,
             )
         return unpickled(path)
 

@@ -35,7 +35,10 @@ def folder_of(base: str | None, revision: str | None = None) -> Path:
         raise CheckpointError(f"the base {base or 'in memory'} is no folder; save it, and give that as base=, for GGUF")
     if Path(base).is_dir():
         return Path(base).resolve()
-    return Path(snapshot_download(base, revision=revision, allow_patterns=_OF_A_BASE, **hub.options(base)))
+    try:
+        return Path(snapshot_download(base, revision=revision, allow_patterns=_OF_A_BASE, **hub.options(base)))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"the base of a GGUF file: {error}") from error
 
 
 def outtype(dtype: torch.dtype) -> str:

@@ -22,6 +22,7 @@ from specheads.losses import parse_loss
 from specheads.objective import Asked, Objective, Scores
 from specheads.options import refuse_unknown
 from specheads.planner import Plan, StaticTree
+from specheads.planner.named import STATIC_DEPTH, static_choices
 from specheads.sampling import Sampler
 from specheads.teacher import Teacher
 from specheads.tree import DraftTree
@@ -35,8 +36,8 @@ class HeadConfig:
 
     loss: what a draft's law is trained on: one of `losses.LAW_LOSSES`, 'hard', or a weighted sum such as
     'hard:0.1,tv:1.8'. dpace: the floor of D-PACE's position weights (0.5 as published); None weighs by depth alone.
-    tree: the choices of the static tree it drafts by default, each a path of ranks, as `calibration.calibrated` finds
-    them; None leaves the tree to the kind of head and of device.
+    tree: the static tree it drafts by default, by its text ("chain:4") or its choices, each a path of ranks, as
+    `calibration.calibrated` finds them; None leaves the tree to the kind of head and of device.
     """
 
     kind: ClassVar[str] = ""
@@ -52,6 +53,8 @@ class HeadConfig:
     tree: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.tree, str | StaticTree):
+            object.__setattr__(self, "tree", static_choices(self.tree, getattr(self, "num_heads", STATIC_DEPTH)))
         check_options(self)
         parse_loss(self.loss)
         if self.tree is not None:
@@ -129,6 +132,8 @@ class DraftHead(nn.Module, ABC):
 
     # Set by SpecModel.gradient_checkpointing_enable: what torch's checkpoint() takes.
     checkpointing: Mapping[str, Any] | None = None
+    # Tokens of the longest text it was trained on, which SpecModel sets; None: not known, or it attends to none before.
+    trained_length: int | None = None
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -148,6 +153,11 @@ class DraftHead(nn.Module, ABC):
     @property
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
+
+    @property
+    def attends(self) -> bool:
+        """Does it look at earlier positions itself, so that it matters how many it was trained on?"""
+        return True
 
     @property
     @abstractmethod

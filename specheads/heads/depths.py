@@ -89,6 +89,10 @@ class DepthHeads(DraftVocabulary):
         return (self.config.tap,)
 
     @property
+    def attends(self) -> bool:
+        return False
+
+    @property
     def scored_depths(self) -> int:
         return self.config.num_heads
 

@@ -107,6 +107,10 @@ class HydraHead(DepthHeads):
         super().__init__(config, nn.ModuleList(blocks), output_bias=True)
         self.prefix = PrefixLayer(config) if config.prefix_layer else None
 
+    @property
+    def attends(self) -> bool:
+        return self.prefix is not None
+
     @torch.no_grad()
     def initialise(self, base: Any) -> None:
         """Each head passing h through, as Medusa's do at first."""

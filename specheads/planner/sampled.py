@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specheads.planner.plan import MAX_NODES, Expand, positive, within
 from specheads.sampling import Sampler
-from specheads.tree import DraftTree, Shape, known_all
+from specheads.tree import DraftTree, Shape
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class SampledTree:
             scored = expand(level, above)
             width = level.shape[1]
             q = scored.law(sampler, vocab_size).flatten(0, 1)
+            # The last sibling of all may be drawn for sure from what is left, however little: no product underflows.
+            q = q.masked_fill(q < 1e-30, 0)
             left, drawn = q, []
             for _ in range(branch):
                 # A law with fewer tokens than branches is exhausted: -1 marks the empty slot.
@@ -77,7 +79,7 @@ class SampledTree:
             tokens.append(level)
         probs = torch.cat([laws[0][:, :1], *laws], 1)  # the root's entry is never read
         above = torch.cat(parents, 1)
-        shape = self._whole(above) if known_all(above[:, 1:] >= 0) else Shape.of(above, self.depth)
+        shape = self._whole(above) if bool((above[:, 1:] >= 0).all()) else Shape.of(above, self.depth)
         return DraftTree(torch.cat(tokens, 1), above, self.depth, probs, shape=shape)
 
     def _whole(self, parents: Tensor) -> Shape:

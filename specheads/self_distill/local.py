@@ -10,13 +10,14 @@ from transformers import AutoModelForCausalLM
 
 from specheads.bench.decoders import batches, new_tokens
 from specheads.data import Row, truncate
+from specheads.hub import options as hub_options
 from specheads.self_distill.options import Options
 from specheads.self_distill.questions import Ask
 
 
 def load(options: Options) -> Any:
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-    base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=dtype)
+    base: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=dtype, **hub_options(options.base))
     return base.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 

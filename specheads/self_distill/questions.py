@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 from specheads import corpus
 from specheads.conversation import Conversation
 from specheads.data import IGNORED, DataConfig, Row, load_dataset_rows, tokenize
+from specheads.row_forms import is_chat, messages_of
 from specheads.self_distill.options import WINDOWS, Options
 
 
@@ -68,7 +69,7 @@ def stream(options: Options, tokenizer: Any) -> Stream:
         encoded = [tokenizer(text, verbose=False)["input_ids"] for _, text in corpus.texts(cast(Any, options.split))]
     else:
         rows = load_dataset_rows(options.source, prompt_column="prompt")
-        if {"messages", "prompt"} & set(rows.column_names):
+        if {"messages", "prompt"} & set(rows.column_names) or is_chat(rows.column_names):
             asked = questions(options, cast(Any, rows), tokenizer)
             turns = sum(one.num_turns for one in asked)
             wanted = options.num_rows or turns
@@ -122,8 +123,9 @@ def questions(options: Options, rows: Sequence[dict[str, Any]], tokenizer: Any) 
 
 
 def question(row: dict[str, Any], tokenizer: Any, options: Options) -> Question:
-    if row.get("messages") is not None:
-        return Conversation.of(row["messages"], row.get("tools")).with_template(options.template)
+    messages = messages_of(row) if row.get("prompt") is None or row.get("messages") is not None else None
+    if messages is not None:
+        return Conversation.of(messages, row.get("tools")).with_template(options.template)
     text = row.get("prompt")
     if not isinstance(text, str) or not text:
         raise ValueError(f"expected messages or a prompt, and prompt={text!r:.60}; rows of text go into their own file")

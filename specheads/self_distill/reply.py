@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig
 
 from specheads.conversation import TOOL_ROLES, Conversation, Message
+from specheads.hub import options as hub_options
 from specheads.self_distill.local import prompt_room
 from specheads.self_distill.options import Options
 from specheads.self_distill.server import Refused
@@ -203,7 +204,7 @@ def _ended(choice: dict[str, Any]) -> bool:
 
 def _config(base: str) -> Any:
     try:
-        return AutoConfig.from_pretrained(base)
+        return AutoConfig.from_pretrained(base, **hub_options(base))
     except (OSError, ValueError):  # a folder with a tokenizer alone, or a model newer than transformers
         return None
 
@@ -211,7 +212,7 @@ def _config(base: str) -> Any:
 def _ends(base: str, config: Any, tokenizer: Any) -> set[int]:
     """The tokens that end an answer."""
     try:
-        given = [GenerationConfig.from_pretrained(base).eos_token_id]
+        given = [GenerationConfig.from_pretrained(base, **hub_options(base)).eos_token_id]
     except OSError:
         given = []
     ends: set[int] = set()

@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from specheads.hub import options as hub_options
 from specheads.self_distill import local, served
 from specheads.self_distill.options import Options
 from specheads.self_distill.questions import stream
@@ -20,7 +21,7 @@ from specheads.self_distill.rows_file import RowsFile
 
 def run(options: Options) -> None:
     """Write the rows, or go on with them. ValueError or OSError, with what was written kept, where that fails."""
-    tokenizer = AutoTokenizer.from_pretrained(options.base)
+    tokenizer = AutoTokenizer.from_pretrained(options.base, **hub_options(options.base))
     file = RowsFile(Path(options.output), stream(options, tokenizer))
     # A round has a batch of each temperature: each batch is full, as one temperature's would be.
     most = 1 if options.server else options.batch_size * len(options.temperature)

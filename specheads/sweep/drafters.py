@@ -6,18 +6,16 @@ import json
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specheads.bench import cost
-from specheads.bigram import load_bigrams
-from specheads.commands import arguments
-from specheads.convert import load_head
-from specheads.drafters import Cascade, Drafter, DraftModel, MaxGram, NGram, NGramStorage, PromptLookup
+from specheads.commands.models import OF_TEXT, Models, holds_head
+from specheads.drafters import Cascade, Drafter
 from specheads.fingerprint import fingerprint
+from specheads.options import OptionError
 from specheads.sweep.grid import PLAIN, Sweep
-from specheads.target import text_config
 
-KINDS = ("model", "lookup", "ngram", "maxgram", "cascade")
+KINDS = ("model", "cascade", *OF_TEXT)
 
 
 class Bench:
@@ -25,33 +23,36 @@ class Bench:
 
     def __init__(self, sweep: Sweep, dtype: str = "auto", device: str = "auto") -> None:
         """ValueError or OSError, with the reason, for a target or a head that does not load."""
-        self._made: dict[str, Drafter | None] = {PLAIN: None}
+        self._cascades: dict[tuple[str, str], Cascade] = {}
         self._costs: dict[tuple[int, ...], list[float]] = {}
         self.sweep = sweep
         named = [part for name in sweep.drafters for part in name.removeprefix("cascade:").split("+")]
-        heads = [name for name in named if name != PLAIN and name.partition(":")[0] not in KINDS]
-        if heads:
-            model, self.tokenizer = arguments.load(heads[0], sweep.base, dtype, device)
-            self.base: PreTrainedModel = model.base
-            self._made[heads[0]] = model.head
+        paths = (name for name in named if name != PLAIN and name.partition(":")[0] not in KINDS)
+        head = next(filter(holds_head, paths), None)
+        if head is not None:
+            self.models = Models.load(head, base=sweep.base, dtype=dtype, device=device)
+            self.models.drafters[head] = self.models.drafters.pop("head")
         elif sweep.base:
-            self.base, self.tokenizer = arguments.load_base(sweep.base, dtype, device)
+            self.models = Models.load(sweep.base, dtype=dtype, device=device)
         else:
-            raise ValueError("no head among the drafters names the target; say which it is by base (--base)")
+            raise OptionError("no head among the drafters names the target; say which it is by {base}", base=...)
+        self.base: PreTrainedModel = self.models.target
+        self.tokenizer = self.models.tokenizer
         for setting in sweep.settings():  # so that a name that stands for nothing ends a sweep before it begins
-            self.drafter(setting.drafter, setting.k_matrix)
+            drafter = self.drafter(setting.drafter, setting.k_matrix)
+            if isinstance(drafter, Cascade) and sweep.cost != "measured":
+                self.costs(drafter)
 
     def drafter(self, name: str, k_matrix: str = "") -> Drafter | None:
         """What the name stands for, made once; k_matrix: of a cascade."""
-        key = f"{name} {k_matrix}".strip()
-        if key not in self._made:
-            self._made[key] = self._cascade(name, k_matrix) if name.startswith("cascade:") else self._drafter(name)
-        return self._made[key]
-
-    def _cascade(self, name: str, k_matrix: str) -> Cascade:
-        drafts = [self.drafter(part) for part in name.removeprefix("cascade:").split("+")]
-        rows, asked = json.loads(k_matrix), self.sweep
-        return Cascade([d for d in drafts if d is not None], rows, asked.leniency, asked.notation)
+        if name == PLAIN:
+            return None
+        if not name.startswith("cascade:"):
+            return self.models.drafter(name)
+        if (name, k_matrix) not in self._cascades:
+            asked, rows = self.sweep, json.loads(k_matrix)
+            self._cascades[name, k_matrix] = self.models.cascade(name, rows, asked.leniency, asked.notation)
+        return self._cascades[name, k_matrix]
 
     def costs(self, cascade: Cascade) -> list[float] | None:
         """Of a pass of the target and of each draft, by the sweep's cost model; None where a head is among them, for
@@ -66,27 +67,10 @@ class Bench:
             self._costs[key] = cost.measured(models)
         return self._costs[key]
 
-    def _drafter(self, name: str) -> Drafter:
-        kind, _, rest = name.partition(":")
-        if kind not in KINDS:
-            return load_head(self.base, name, dtype=self.base.dtype).head
-        vocab_size = text_config(self.base).vocab_size
-        if kind == "model":
-            small: Any = AutoModelForCausalLM.from_pretrained(rest, dtype=self.base.dtype)
-            return DraftModel(small.to(self.base.device))
-        if kind == "maxgram":
-            return MaxGram(bigrams=load_bigrams(rest, vocab_size) if rest else None)
-        try:
-            number = int(rest) if rest else None
-        except ValueError as error:
-            raise ValueError(f"drafter {name!r}: {rest!r} is not a whole number") from error
-        if kind == "lookup":
-            return PromptLookup() if number is None else PromptLookup(num_tokens=number)
-        return NGram(storage=NGramStorage(3 if number is None else number, vocab_size))
-
     def identity(self) -> list[Any]:
         """What tells these models from others of the same names: digests of their weights."""
-        modules = [(name, getattr(drafter, "small", drafter)) for name, drafter in self._made.items()]
+        made = {PLAIN: None, **self.models.drafters} | {f"{name} {k}": own for (name, k), own in self._cascades.items()}
+        modules = [(name, getattr(drafter, "small", drafter)) for name, drafter in made.items()]
         return [fingerprint(self.base), *([name, digest(module)] for name, module in sorted(modules))]
 
 

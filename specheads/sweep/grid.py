@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from specheads.accept.named import rule_named, rule_text, with_threshold
-from specheads.options import refuse_unknown
+from specheads.options import OptionError, refuse_unknown
 from specheads.planner import tree_named
 from specheads.recipe import RecipeError, parse_yaml
 
 PLAIN = "none"  # the drafter that drafts nothing
-TASKS = ("signatures", "syntax", "mmlu", "gsm8k", "csqa", "humaneval", "prompts")
+TASKS = ("signatures", "syntax", "mmlu", "sampled_mmlu", "gsm8k", "csqa", "humaneval", "prompts")
 COSTS = ("measured", "model_parameters", "previous_work")
 CLOCKS = ("wall", "cpu")
 LAWLESS = ("lookup", "ngram", "maxgram", "cascade")  # what they write is a point mass, without a law
@@ -61,11 +61,11 @@ class Sweep:
     rules by name; a comma in a part stands for several, `fuzzy:js,tv:0.1,0.2`. thresholds: of each lossy rule in
     accept, in place of its own. k_matrices: of cascades, lists of rows; leniency, notation: of `Cascade`; cost: of a
     pass, measured here, or model_parameters or previous_work. trees: as on the command line; gamma: chains of so many
-    tokens. top_k shapes sampling; 1 is greedy, as is temperature 0. task: signatures, syntax, mmlu, gsm8k, csqa,
-    humaneval, or prompts without answers; data: files of its rows, else the hub or what is shipped. batch_size: prompts
-    judged at once; speed_prompts: so many of them, evenly spaced, also give the speed, one by one, `repeats` times,
-    by the clock `wall` or `cpu`: the time this process computes, for a CPU that others use too. max_new_tokens: None as
-    the task has it. run_code: let HumanEval run what the model wrote.
+    tokens. top_k shapes sampling; 1 is greedy, as is temperature 0. task: signatures, syntax, mmlu, sampled_mmlu,
+    gsm8k, csqa, humaneval, or prompts without answers; data: files of its rows, else the hub or what is shipped.
+    batch_size: prompts judged at once; speed_prompts: so many of them, evenly spaced, also give the speed, one by one,
+    `repeats` times, by the clock `wall` or `cpu`: the time this process computes, for a CPU that others use too.
+    max_new_tokens: None as the task has it. run_code: let HumanEval run what the model wrote.
     """
 
     drafters: tuple[str, ...]
@@ -102,17 +102,18 @@ class Sweep:
                 kind = {"float": float, "int": int}.get(str(field.type).removeprefix("tuple[").split(",")[0], str)
                 object.__setattr__(self, field.name, tuple(_typed(field.name, entry, kind) for entry in value))
         if not self.drafters:
-            raise ValueError(
-                "drafters is empty: give a head checkpoint, model:PATH, lookup, ngram, maxgram or cascade:…"
+            raise OptionError(
+                "{drafters} is empty: give a head checkpoint, model:PATH, lookup, ngram, maxgram or cascade:…",
+                drafters=...,
             )
         for name, least in (("gamma", 1), ("top_k", 0), ("temperature", 0)):
             for entry in getattr(self, name):
                 if not entry >= least:
-                    raise ValueError(f"{name}={entry} must be at least {least}")
+                    raise OptionError(f"{{{name}}} must be at least {least}", **{name: entry})
         for name in ("repeats", "batch_size", "speed_prompts", "num_prompts", "max_new_tokens"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+                raise OptionError(f"{{{name}}} must be a whole number of at least 1", **{name: value})
         refuse_unknown([self.task], TASKS, "task")
         refuse_unknown([self.cost], COSTS, "cost")
         cascades = [name for name in self.drafters if name.startswith("cascade:")]
@@ -121,7 +122,9 @@ class Sweep:
             raise ValueError(f"{have}, for instance [[5, 8], [0, 8]]: a row for each reviewer, a column for each draft")
         refuse_unknown([self.clock], CLOCKS, "clock")
         if self.trees and self.gamma:
-            raise ValueError("trees and gamma both say what to draft; gamma 5 is the tree chain:5")
+            raise OptionError(
+                "{trees} and {gamma} both say what to draft; a gamma of 5 is the tree chain:5", trees=..., gamma=...
+            )
         for tree in self.trees:
             tree_named(tree)
         for drafter in self.drafters:
@@ -141,7 +144,9 @@ class Sweep:
             raise ValueError(f"a sweep is a mapping with drafters, accept and so on, not {options!r:.60}")
         refuse_unknown(options, [f.name for f in dataclasses.fields(cls)], "option of a sweep")
         if options.get("drafters") is None:
-            raise ValueError("drafters is missing: give a head checkpoint, model:PATH, lookup, ngram or maxgram")
+            raise OptionError(
+                "{drafters} is missing: give a head checkpoint, model:PATH, lookup, ngram or maxgram", drafters=...
+            )
         return cls(**options)
 
     def rules(self) -> list[str]:
@@ -206,7 +211,9 @@ def _matrices(given: tuple[Any, ...]) -> tuple[str, ...]:
     try:
         read = [json.loads(matrix) if isinstance(matrix, str) else matrix for matrix in given]
     except json.JSONDecodeError as error:
-        raise ValueError(f"k_matrices={given!r:.80} is no JSON such as [[5, 8], [0, 8]]: {error}") from error
+        raise OptionError(
+            f"{{k_matrices}} is no JSON such as [[5, 8], [0, 8]]: {error}", k_matrices=", ".join(map(str, given))
+        ) from error
     if read and all(isinstance(row, list) and row and not isinstance(row[0], list) for row in read):
         read = [read]
     return tuple(json.dumps(matrix) for matrix in read)
@@ -220,5 +227,5 @@ def _typed(name: str, value: Any, kind: type) -> Any:
     except (TypeError, ValueError):
         made = None
     if made is None or isinstance(value, bool) or (kind is int and isinstance(value, float) and made != value):
-        raise ValueError(f"{name}={value!r} is not {'a whole number' if kind is int else 'a number'}")
+        raise OptionError(f"{{{name}}} is not {'a whole number' if kind is int else 'a number'}", **{name: value})
     return made

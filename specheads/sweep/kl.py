@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 
 from specheads.sampling import Sampler
+from specheads.seq2seq import decoder_start
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,29 @@ def distance(
     emitted law L, which nobody has for every rule; 0 in expectation for a lossless rule, and below 0 for one that
     prefers likely tokens more than the target does. An excess of surprisal, not a KL.
     """
-    width = max(len(prompt) + len(text) for prompt, text in zip(prompts, texts, strict=True))
-    # Padded behind, where nothing that counts attends it.
-    rows = [[*p, *x, *[0] * (width - len(p) - len(x))] for p, x in zip(prompts, texts, strict=True)]
-    logits: Tensor = base(input_ids=torch.tensor(rows, device=base.device), use_cache=False).logits
+    before = [[decoder_start(base)] for _ in prompts] if base.config.is_encoder_decoder else prompts
+    rows, _ = _padded([[*p, *x] for p, x in zip(before, texts, strict=True)], base.device)
+    if base.config.is_encoder_decoder:
+        source, mask = _padded(prompts, base.device)
+        given = {"input_ids": source, "attention_mask": mask, "decoder_input_ids": rows}
+    else:
+        given = {"input_ids": rows}
+    logits: Tensor = base(**given, use_cache=False).logits
     total = Distance()
-    for row, prompt, text in zip(logits, prompts, texts, strict=True):
+    for row, prompt, text in zip(logits, before, texts, strict=True):
         behind = row[len(prompt) - 1 : len(prompt) + len(text) - 1].float()
         nats = surprisal(behind, torch.tensor(text, device=row.device), temperature, top_k)
         inside = nats.isfinite()
         total += Distance(float(nats[inside].double().sum()), int((~inside).sum()), len(text))
     return total
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows of ids → ids (B, T) and mask (B, T), padded on the right, where nothing that counts attends it."""
+    width = max(map(len, rows))
+    ids = [[*row, *[0] * (width - len(row))] for row in rows]
+    mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def surprisal(logits: Tensor, x: Tensor, temperature: float, top_k: int) -> Tensor:

@@ -13,10 +13,10 @@ from specheads.conversation import Conversation
 from specheads.drafters import Cascade
 from specheads.planner import Plan, tree_named
 from specheads.planner.named import STATIC_DEPTH
+from specheads.recorded import Record, added, reviewed
 from specheads.sweep.drafters import Bench
 from specheads.sweep.grid import PLAIN, Setting, Sweep
 from specheads.sweep.kl import Distance, distance
-from specheads.sweep.recorded import Record, added, reviewed
 from specheads.sweep.tasks import Task
 
 Row = dict[str, Any]
@@ -105,11 +105,13 @@ def judged(
     drafter = bench.drafter(setting.drafter, setting.k_matrix)
     # A cascade counts the passes of its models, which a batch would share.
     size = 1 if isinstance(drafter, Cascade) else sweep.batch_size
+    side = "right" if bench.base.config.is_encoder_decoder else "left"
     far, right, outputs, passes = Distance(), 0, [], []
     for start in range(0, len(prompts), size):
         report(start / len(prompts))
         taken = prompts[start : start + size]
-        output = run(decoders.batches(bench.tokenizer, taken, bench.base.device, len(taken))[0], None)
+        (batch,) = decoders.batches(bench.tokenizer, taken, bench.base.device, len(taken), side=side)
+        output = run(batch, None)
         outputs.append(output.statistics)
         passes.append(getattr(drafter, "reviews", ()) if output.statistics["rows_stepped"] else ())
         far += distance(bench.base, taken, output.tokens, setting.temperature, setting.top_k)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from specheads.accept.named import THRESHOLDS, rule_named
+from specheads.line_labels import label_ends
 from specheads.sweep.grid import PLAIN
 from specheads.sweep.measure import Row
 
@@ -19,6 +20,7 @@ AXES = {
     "over_exact": "speed over the exact rule", "accepted_length": "accepted length (tokens a step)",
     "speed_up": "speed over no drafts",
 }  # fmt: skip
+MOST_ENDS = 12  # lines whose names stand at their ends
 MARKERS = "osv^D<>pP*Xhd"
 
 
@@ -44,7 +46,7 @@ def by_threshold(rows: Sequence[Row]) -> Any:
 
     across = ["surprisal_excess", *(["accuracy"] if any(row["accuracy"] is not None for row in rows) else [])]
     figure, panels = pyplot.subplots(
-        2, len(across), figsize=(6.4 * len(across), 9.6), squeeze=False, layout="constrained"
+        2, len(across), figsize=(8.0 * len(across), 9.6), squeeze=False, layout="constrained"
     )
     curves = families(rows)
     colors = [*pyplot.get_cmap("tab20")(range(20)), *pyplot.get_cmap("tab20b")(range(20))]
@@ -55,7 +57,7 @@ def by_threshold(rows: Sequence[Row]) -> Any:
                 shown = [p for p in points if p[along] is not None and p[up] is not None]
                 exact = all(p["lossless"] for p in points)
                 panel.plot(
-                    [p[along] for p in shown], [p[up] for p in shown], label=name if not i and not j else None,
+                    [p[along] for p in shown], [p[up] for p in shown], label=name,
                     color="black" if exact else colors[number % len(colors)], linestyle="none" if exact else "-",
                     marker=MARKERS[number % len(MARKERS)], markersize=8 if exact else 5, linewidth=1, alpha=0.85,
                 )  # fmt: skip
@@ -64,7 +66,10 @@ def by_threshold(rows: Sequence[Row]) -> Any:
             panel.set_xlabel(AXES[along])
             panel.set_ylabel(AXES[up])
             panel.grid(alpha=0.3)
-    legend(figure, list(curves), 6.4 * len(across))
+            if len(curves) <= MOST_ENDS:
+                label_ends(panel, panel.get_lines())
+    if len(curves) > MOST_ENDS:
+        below(figure, panels[0][0].get_lines())
     return figure
 
 
@@ -83,26 +88,27 @@ def by_tree(rows: Sequence[Row]) -> Any:
         rule = "" if row["accept"] == "exact" else row["accept"]
         name = " ".join(part for part in (row["drafter"], row["k_matrix"], rule, law, top) if part)
         curves.setdefault(name, []).append(row)
-    figure, panels = pyplot.subplots(2, 1, figsize=(6.4, 9.6), layout="constrained")
+    figure, panels = pyplot.subplots(2, 1, figsize=(8.0, 9.6), layout="constrained")
     for panel, up in zip(panels, ("speed_up", "accepted_length"), strict=True):
-        for number, points in enumerate(curves.values()):
+        for number, (name, points) in enumerate(curves.items()):
             shown = sorted((place[p["tree"] or "its own"], p[up]) for p in points if p[up] is not None)
-            panel.plot([x for x, _ in shown], [y for _, y in shown], marker=MARKERS[number % len(MARKERS)])
+            x, y = [x for x, _ in shown], [y for _, y in shown]
+            panel.plot(x, y, marker=MARKERS[number % len(MARKERS)], label=name)
         panel.set_xticks(list(place.values()), None if chains else trees)
         panel.set_xlabel("γ: tokens of a chain" if chains else "tree")
         panel.set_ylabel(AXES[up])
         panel.grid(alpha=0.3)
     panels[0].axhline(1, color="grey", linewidth=1, linestyle="--")
-    for line, name in zip(panels[0].get_lines(), curves, strict=False):
-        line.set_label(name)
-    legend(figure, list(curves), 6.4)
+    for panel in panels:
+        label_ends(panel, panel.get_lines()[: len(curves)])
     return figure
 
 
-def legend(figure: Any, names: Sequence[str], inches: float) -> None:
-    """Below all panels, in as many columns as fit."""
-    longest = 0.09 * max(map(len, names)) + 0.6  # inches
-    figure.legend(loc="outside lower center", ncols=max(1, int(inches / longest)), fontsize=8)
+def below(figure: Any, lines: Sequence[Any]) -> None:
+    """A legend under all panels, in as many columns as fit: for more lines than there is room beside their ends."""
+    longest = 0.09 * max(len(line.get_label()) for line in lines) + 0.6  # inches
+    columns = max(1, int(figure.get_figwidth() / longest))
+    figure.legend(handles=lines, loc="outside lower center", ncols=columns, fontsize=8)
 
 
 def require_matplotlib() -> None:

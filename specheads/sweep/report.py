@@ -55,7 +55,12 @@ def kept_98(rows: Sequence[Row], share: float = 0.98) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """All rows as Markdown; a column without a value in any row is left out."""
+    """All rows as Markdown."""
+    return markdown(*cells(rows))
+
+
+def cells(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Columns and lines; a column without a value in any row is left out."""
     rows = with_plain(rows)
     columns: dict[str, Any] = {
         "drafter": lambda r: r["drafter"],
@@ -75,15 +80,14 @@ def table(rows: Sequence[Row]) -> str:
         "mean KL": lambda r: _shown(r["mean_kl"], "{:.4f}"),
         "surprisal excess": lambda r: _shown(r["surprisal_excess"], "{:+.4f}") if r["temperature"] else None,
     }
-    cells = {name: [value(row) for row in rows] for name, value in columns.items()}
-    names = tuple(name for name, column in cells.items() if any(cell is not None for cell in column))
-    lines = [["–" if cells[name][i] is None else str(cells[name][i]) for name in names] for i in range(len(rows))]
-    return markdown(names, lines)
+    made = {name: [value(row) for row in rows] for name, value in columns.items()}
+    names = tuple(name for name, column in made.items() if any(cell is not None for cell in column))
+    return names, [["–" if made[name][i] is None else str(made[name][i]) for name in names] for i in range(len(rows))]
 
 
-def gamma_by_k(rows: Sequence[Row]) -> str | None:
-    """Chains of γ by top-k, as in the notebook: kept drafts of all tokens, and wall seconds of the speed prompts. None
-    unless there are several γ or several k."""
+def gamma_by_k(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]] | None:
+    """Chains of γ by top-k, as in the notebook: kept drafts of all tokens, and wall seconds of the speed prompts, as
+    columns and lines. None unless there are several γ or several k."""
     chains = [r for r in rows if r["accept"] == "exact" and str(r["tree"]).startswith("chain:")]
     laws = list(dict.fromkeys((r["temperature"], r["top_k"]) for r in chains))
     trees = list(dict.fromkeys((r["drafter"], r["tree"]) for r in chains))
@@ -105,7 +109,7 @@ def gamma_by_k(rows: Sequence[Row]) -> str | None:
                 line += [f"{row['accepted']} / {row['tokens']}", _shown(row["seconds"], "{:.2f}") or "–"]
                 line += [_shown(row["speed_up"], "{:.2f}") or "–"]
         lines.append(line)
-    return markdown(tuple(columns), lines)
+    return tuple(columns), lines
 
 
 def as_csv(rows: Sequence[Row]) -> str:
@@ -133,7 +137,7 @@ def as_markdown(rows: Sequence[Row], record: dict[str, Any], pictures: Sequence[
     text += [f"![{name}]({name})\n" for name in pictures]
     text.append(table(rows))
     if by_gamma := gamma_by_k(rows):
-        text += ["## Kept drafts and time by γ and k\n", by_gamma]
+        text += ["## Kept drafts and time by γ and k\n", markdown(*by_gamma)]
     for found in kept_98(rows):
         where = " ".join(str(found[name]) for name in ("drafter", "tree") if found[name])
         where += f" T={found['temperature']:g}" if found["temperature"] else ""

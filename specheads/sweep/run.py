@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from specheads.console import Report
+from specheads.recorded import Record, record
 from specheads.sweep.drafters import Bench
 from specheads.sweep.grid import PLAIN, Setting, Sweep
 from specheads.sweep.measure import Row, measure, prompts_of, replay
-from specheads.sweep.recorded import Record, record
 from specheads.sweep.tasks import Task, load_task
 
 RESULTS = "results.jsonl"

@@ -1,18 +1,22 @@
 """Questions with answers that are checked exactly: MMLU, GSM8K, CSQA and HumanEval, or one made of shipped data.
 
 Prompts of MMLU and GSM8K are those of Cascade Speculative Drafting, arXiv:2312.11462; CSQA is asked as MMLU is, and
-HumanEval by its own prompts. Rows come from the hub or from local files with the hub's columns.
+HumanEval by its own prompts. Rows come from the hub or from local files with the hub's columns; those of MMLU may have
+the columns that CS Drafting's files have.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from specheads.bench.prompts import held_out_prompts
-from specheads.options import refuse_unknown
+from specheads.options import OptionError, refuse_unknown
 from specheads.sweep.grid import TASKS
 from specheads.sweep.programs import passes
 from specheads.sweep.signatures import signature_questions, signature_written
@@ -32,12 +36,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Source:
-    """Where rows are on the hub, and how one becomes a question. max_new_tokens: what an answer takes."""
+    """Where rows are on the hub, and how one becomes a question. columns: one of them tells the task's rows.
+    max_new_tokens: what an answer takes."""
 
     hub: str
     subset: str | None
     split: str
-    column: str
+    columns: tuple[str, ...]
     question: Callable[[Mapping[str, Any]], Question]
     parse: Callable[[str], str | None]
     max_new_tokens: int
@@ -76,10 +81,22 @@ def number_of(text: str) -> str | None:
 
 
 def mmlu(row: Mapping[str, Any]) -> Question:
-    options = _lettered(LETTERS, row["choices"])
+    """question, choices, answer (a letter or its number), as on the hub; or CS Drafting's input, A, B, C, D, target."""
+    row = mmlu_columns(row)
+    choices = {letter: row[letter] for letter in LETTERS if row.get(letter) is not None}
+    if row["target"] not in choices:
+        raise ValueError(f"the answer {row['target']!r} is none of its choices {', '.join(choices)}")
+    prompt = f"Question: {row['input']}\n{_lettered([*choices], [*choices.values()])}\n Answer: \n"
+    return Question(f"{prompt} Let's think step by step. ", row["target"])
+
+
+def mmlu_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of MMLU in CS Drafting's columns, whichever it has."""
+    if row.get("input") is not None:
+        return {name: row[name] for name in ("input", *"ABCD", "target")}
     answer = row["answer"]
-    prompt = f"Question: {row['question']}\n{options}\n Answer: \n Let's think step by step. "
-    return Question(prompt, answer if isinstance(answer, str) else LETTERS[answer])
+    choices = dict(zip(LETTERS, row["choices"], strict=False))
+    return {"input": row["question"], **choices, "target": answer if isinstance(answer, str) else LETTERS[answer]}
 
 
 def csqa(row: Mapping[str, Any]) -> Question:
@@ -92,7 +109,11 @@ def gsm8k(row: Mapping[str, Any]) -> Question:
     answer = number_of(row["answer"])
     if answer is None:
         raise ValueError(f"the answer {row['answer']!r:.80} holds no number")
-    return Question(f"Reason the math question below step by step. Question: {row['question']}.\n Answer: ", answer)
+    return Question(gsm8k_prompt(row["question"]), answer)
+
+
+def gsm8k_prompt(question: str) -> str:
+    return f"Reason the math question below step by step. Question: {question}.\n Answer: "
 
 
 def humaneval(row: Mapping[str, Any]) -> Question:
@@ -104,16 +125,50 @@ def _lettered(letters: Sequence[str], options: Sequence[str]) -> str:
 
 
 SOURCES = {
-    "mmlu": Source("cais/mmlu", "all", "test", "choices", mmlu, choice_of, 256),
-    "gsm8k": Source("openai/gsm8k", "main", "test", "question", gsm8k, number_of, 256),
-    "csqa": Source("tau/commonsense_qa", None, "validation", "answerKey", csqa, choice_of, 256),
-    "humaneval": Source("openai/openai_humaneval", None, "test", "entry_point", humaneval, lambda text: text, 384),
+    "mmlu": Source("cais/mmlu", "all", "test", ("choices", "target"), mmlu, choice_of, 256),
+    "gsm8k": Source("openai/gsm8k", "main", "test", ("question",), gsm8k, number_of, 256),
+    "csqa": Source("tau/commonsense_qa", None, "validation", ("answerKey",), csqa, choice_of, 256),
+    "humaneval": Source("openai/openai_humaneval", None, "test", ("entry_point",), humaneval, lambda text: text, 384),
 }
+SOURCES["sampled_mmlu"] = SOURCES["mmlu"]  # a part of it, in a file of one's own
 # What an answer takes where the sweep does not say.
 LENGTHS = {
     "signatures": 24, "syntax": 96, "prompts": 128, **{name: source.max_new_tokens for name, source in SOURCES.items()},
 }  # fmt: skip
 SHIPPED_QUESTIONS = 64
+
+
+def source_of(name: str, data: Sequence[str]) -> Source:
+    """ValueError for a task without rows, and for one whose rows are on no hub."""
+    refuse_unknown([name], SOURCES, "task with rows")
+    if name == "sampled_mmlu" and not data:
+        raise OptionError("sampled_mmlu is a file of MMLU's rows that was drawn once: name it by {data}", data=...)
+    return SOURCES[name]
+
+
+def rows_of(source: Source, data: Sequence[str]) -> Iterable[Mapping[str, Any]]:
+    """The rows of a task: of local files, else the hub's. Of JSON that holds its splits by name the test split."""
+    from specheads.data import load_dataset_rows
+
+    if not data:
+        return load_dataset_rows(
+            source.hub, source.split, subset=source.subset, prompt_column=source.columns[0]
+        )  # fmt: skip
+    splits = [rows for file in data if (rows := _test_split(Path(file)))]
+    given: Any = list(itertools.chain(*splits)) if len(splits) == len(data) else list(data)
+    return load_dataset_rows(given, prompt_column=source.columns[0], text_column=source.columns[-1])
+
+
+def _test_split(file: Path) -> list[Any] | None:
+    """What {"test": [row …]} holds in a .json file, as CS Drafting's gsm8k file; None for any other."""
+    if file.suffix != ".json" or not file.is_file():
+        return None
+    try:
+        held = json.loads(file.read_text("utf8"))
+    except ValueError:  # a row a line
+        return None
+    rows = held.get("test") if isinstance(held, dict) else None
+    return rows if isinstance(rows, list) else None
 
 
 def load_task(
@@ -137,8 +192,6 @@ def load_task(
         return Task(name, questions, LENGTHS[name], lambda text, asked: signature_written(text) == asked.answer)
     if name == "prompts":
         if data:
-            from pathlib import Path
-
             from specheads.bench.prompts import prompts_from
 
             texts = [text for file in data for text in prompts_from(Path(file))][:count]
@@ -146,19 +199,14 @@ def load_task(
         else:
             asked = [*held_out_prompts(tokenizer, count or 8)]
         return Task(name, [Question(prompt, "") for prompt in asked], LENGTHS[name], None)
-    source = SOURCES[name]
+    source = source_of(name, data)
     if name == "humaneval" and not run_code:
-        raise ValueError(
-            "humaneval runs the programs that the model writes; allow it with --run-code, best in a sandbox"
+        raise OptionError(
+            "humaneval runs the programs that the model writes; allow it with {run_code}, best in a sandbox",
+            run_code=True,
         )
-    from specheads.data import load_dataset_rows
-
-    rows = load_dataset_rows(
-        list(data) or source.hub, "train" if data else source.split, subset=None if data else source.subset,
-        prompt_column=source.column,
-    )  # fmt: skip
     questions = []
-    for number, row in enumerate(rows.select(range(min(count or len(rows), len(rows)))), start=1):
+    for number, row in enumerate(itertools.islice(rows_of(source, data), count), start=1):
         try:
             questions.append(source.question(row))
         except (KeyError, TypeError, IndexError, ValueError) as error:

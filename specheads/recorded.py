@@ -22,17 +22,22 @@ from specheads.drafters import Drafter
 from specheads.generation import generate
 from specheads.planner import Plan
 from specheads.sampling import Sampler
+from specheads.seq2seq import decoder_start
 from specheads.target import Target, TargetOutput, text_config
 from specheads.tree import DraftTree
 
 
 @dataclass(frozen=True)
 class Record:
-    """outputs: prompt ids → what the target wrote behind them, greedily, its first `length` tokens or up to an end."""
+    """outputs: prompt ids → what the target wrote behind them, greedily, its first `length` tokens or up to an end.
+
+    start: of an encoder-decoder, whose encoder reads the prompt, the token its text begins with (not in outputs).
+    """
 
     vocab_size: int
     length: int
     outputs: dict[tuple[int, ...], tuple[int, ...]]
+    start: int | None = None
 
     def __post_init__(self) -> None:
         for prompt, output in self.outputs.items():
@@ -46,7 +51,8 @@ class Record:
 
     def save(self, path: Path) -> None:
         rows = [{"prompt": list(prompt), "output": list(output)} for prompt, output in self.outputs.items()]
-        text = json.dumps({"vocab_size": self.vocab_size, "length": self.length, "outputs": rows})
+        held = {"vocab_size": self.vocab_size, "length": self.length, "outputs": rows}
+        text = json.dumps(held if self.start is None else {**held, "start": self.start})
         path.write_text(text + "\n", "utf8")
 
     @classmethod
@@ -55,7 +61,7 @@ class Record:
         try:
             held = json.loads(path.read_text("utf8"))
             outputs = {tuple(row["prompt"]): tuple(row["output"]) for row in held["outputs"]}
-            return cls(held["vocab_size"], held["length"], outputs)
+            return cls(held["vocab_size"], held["length"], outputs, held.get("start"))
         except (ValueError, KeyError, TypeError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"{path} is no record of a target: {reason}") from error
@@ -63,12 +69,12 @@ class Record:
 
 def record(base: PreTrainedModel, prompts: Iterable[Sequence[int]], length: int) -> Record:
     """What the target writes behind each prompt, decoded once, token by token."""
-    outputs = {}
+    outputs, start = {}, decoder_start(base) if base.config.is_encoder_decoder else None
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], device=base.device)
         out = generate(base, ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False)
-        outputs[tuple(prompt)] = tuple(cast(Tensor, out)[0, len(prompt) :].tolist())
-    return Record(text_config(base).vocab_size, length, outputs)
+        outputs[tuple(prompt)] = tuple(cast(Tensor, out)[0, len(prompt) if start is None else 1 :].tolist())
+    return Record(text_config(base).vocab_size, length, outputs, start)
 
 
 class RecordedTarget:
@@ -76,19 +82,19 @@ class RecordedTarget:
     depth is certain, token 0 behind the end. Off a row's recorded path no path is accepted, so what stands there does
     not matter. It has no features."""
 
-    def __init__(self, record: Record, device: torch.device) -> None:
+    def __init__(self, record: Record, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         self.record, self.device = record, device
+        self.texts = [record.outputs[tuple(prompt)] for prompt in prompts]
         vocabulary = SimpleNamespace(weight=torch.empty(record.vocab_size, 0))
         # What drafters ask a target's base and config for is the size of its vocabulary.
-        config = SimpleNamespace(is_encoder_decoder=False)
+        config = SimpleNamespace(is_encoder_decoder=record.start is not None)
         self.base = SimpleNamespace(get_output_embeddings=lambda: vocabulary, config=config)
         self.config = SimpleNamespace(vocab_size=record.vocab_size)
-        self.limit, self.source, self.switch = 0, None, None
+        source = SimpleNamespace(ids=[list(prompt) for prompt in prompts])
+        self.limit, self.source, self.switch = 0, None if record.start is None else source, None
 
     def prefill(self, ids: Tensor, lengths: Tensor, *, room: int, inputs: object = None) -> TargetOutput:
-        prompts = [tuple(row[:length]) for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
-        self.texts = [self.record.outputs[prompt] for prompt in prompts]
-        self.done = [0] * len(prompts)  # recorded tokens in front of the root
+        self.done = [0] * len(self.texts)  # recorded tokens in front of the root
         self.limit = ids.shape[1] + room
         return TargetOutput(self._certain([[text[0]] for text in self.texts]), torch.empty(*ids.shape, 0))
 
@@ -127,16 +133,17 @@ def replayed(
     if tuple(prompt) not in record.outputs:
         raise ValueError(f"a prompt of {len(prompt)} tokens is not in the record; record it again with these prompts")
     length = len(record.outputs[tuple(prompt)])
+    before = list(prompt) if record.start is None else [record.start]  # what the text stands behind
 
     def stop(row: int, ids: list[int], count: int) -> int:
-        until = len(ids) - len(prompt)
+        until = len(ids) - len(before)
         return count - (until - length) if until >= length else -1
 
-    ids = torch.tensor([list(prompt)], device=device)
-    lengths = torch.tensor([len(prompt)], device=device)
+    ids = torch.tensor([before], device=device)
+    lengths = torch.tensor([len(before)], device=device)
     return decode(
-        cast(Target, RecordedTarget(record, device)), drafter, ids, lengths, plan=plan, sampler=Sampler(),
-        accept=Exact(), stop=stop, max_new_tokens=length,
+        cast(Target, RecordedTarget(record, [prompt], device)), drafter, ids, lengths, plan=plan, sampler=Sampler(),
+        accept=Exact(), stop=stop, max_new_tokens=record.length,
     )  # fmt: skip
 
 

@@ -1,0 +1,197 @@
+"""CS Drafting's wrappers: a model beside its name and the count of its reviews, which `csd` fills in.
+
+Cache or none is one and the same here, where there is always one. A review is a pass of the model.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from specheads.bench.cost import COST_MODELS
+from specheads.drafters import MaxGram
+from specheads.options import refuse_unknown
+from specheads.seq2seq import decoder_start
+
+# The first key that a model's name holds gives the cost of its reviews; of a name without any it is 0. A 7B Llama
+# counts 7,000 million (published as 70,000, a slip).
+TIME_COST = {name: dict(costs) for name, costs in COST_MODELS.items()}
+TIME_COST["model_parameters"]["llama"] = TIME_COST["model_parameters"]["7b"]
+
+
+class CSDraftingModel:
+    """A Hugging Face model, whose attributes it has too. vocab_size counts where the model's config says none.
+
+    ValueError for sample=True: `csd` is greedy.
+    """
+
+    def __init__(self, model: Any, sample: bool = False, name: str = "", vocab_size: int = 32128) -> None:
+        if sample:
+            raise ValueError(
+                "sample=True: csd() is greedy; sample with specheads.generate(target, drafter=specheads.Cascade(…), "
+                "do_sample=True)"
+            )
+        self.model, self.sample, self.name = model, sample, name
+        self.vocab_size = getattr(getattr(model, "config", None), "vocab_size", vocab_size)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "model":  # while unpickled, before there is one
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+    @property
+    def device(self) -> torch.device:
+        return getattr(self.model, "device", torch.device("cpu"))
+
+    def to(self, device: Any) -> CSDraftingModel:
+        self.model.to(device)
+        return self
+
+    def cuda(self, device: Any = None) -> CSDraftingModel:
+        self.model.cuda(device)
+        return self
+
+    def cpu(self) -> CSDraftingModel:
+        self.model.cpu()
+        return self
+
+
+class CSDraftingDecoderModel(CSDraftingModel):
+    """A decoder-only model."""
+
+    def __init__(self, model: Any, sample: bool = False, name: str = "", vocab_size: int = 32000) -> None:
+        super().__init__(model, sample, name, vocab_size)
+
+
+class CSDraftingDecoderModelKVCache(CSDraftingDecoderModel):
+    """The same."""
+
+
+class CSDraftingEncoderDecoderModel(CSDraftingModel):
+    """An encoder-decoder; first_decode_id: the token that its text begins with, 0 of a stand-in."""
+
+    @property
+    def first_decode_id(self) -> int:
+        return decoder_start(self.model) if isinstance(self.model, PreTrainedModel) else 0
+
+
+class _Counted(CSDraftingModel):
+    """forward_count: reviews since `calculate_time_cost` was called."""
+
+    def __init__(
+        self, model: Any, sample: bool = False, name: str = "", counter_version: str = "model_parameters",
+        vocab_size: int = 32128,
+    ) -> None:  # fmt: skip
+        CSDraftingModel.__init__(self, model, sample, name, vocab_size)
+        refuse_unknown([counter_version], TIME_COST, "counter_version")
+        self.counter_version = counter_version
+        self.time_cost = next((cost for key, cost in TIME_COST[counter_version].items() if key in name), 0)
+        self.forward_count = 0
+
+    def calculate_time_cost(self) -> float:
+        """The cost of the reviews so far, of which none are counted any more."""
+        cost, self.forward_count = self.forward_count * self.time_cost, 0
+        return cost
+
+
+class CountedCSDraftingDecoderModel(_Counted, CSDraftingDecoderModel):
+    def __init__(
+        self, model: Any, sample: bool = False, name: str = "", counter_version: str = "model_parameters",
+        vocab_size: int = 32000,
+    ) -> None:  # fmt: skip
+        super().__init__(model, sample, name, counter_version, vocab_size)
+
+
+class CountedCSDraftingDecoderModelKVCache(CountedCSDraftingDecoderModel, CSDraftingDecoderModelKVCache):
+    pass
+
+
+class CountedCSDraftingEncoderDecoderModel(_Counted, CSDraftingEncoderDecoderModel):
+    pass
+
+
+class _Recorded(_Counted):
+    """A target that replays the texts in the file `cache_dir`: {prompt ids: text ids}, ids joined by "_".
+
+    The text holds what stands in front of it: the start token of an encoder-decoder, the prompt of others.
+    """
+
+    def __init__(
+        self, model: Any, sample: bool = False, name: str = "", counter_version: str = "model_parameters",
+        cache_dir: str | Path = "",
+    ) -> None:  # fmt: skip
+        CSDraftingModel.__init__(self, model, sample, name, getattr(model, "vocab_size", 32128))
+        _Counted.__init__(self, model, sample, name, counter_version, self.vocab_size)
+        self.cache_dir = cache_dir
+
+    @cached_property
+    def cache(self) -> dict[str, str]:
+        return json.loads(Path(self.cache_dir).read_text("utf8"))
+
+    def text(self, prompt: list[int]) -> list[int]:
+        """The ids recorded for prompt ids. ValueError where there are none."""
+        key = "_".join(map(str, prompt))
+        if key not in self.cache:
+            raise ValueError(f"a prompt of {len(prompt)} tokens is not recorded in {self.cache_dir}")
+        return [int(token) for token in self.cache[key].split("_")]
+
+
+class CountedCSDraftingCachedDecoderModel(_Recorded, CSDraftingDecoderModel):
+    pass
+
+
+class CountedCSDraftingCachedEncoderDecoderModel(_Recorded, CountedCSDraftingEncoderDecoderModel):
+    pass
+
+
+class DummyModel:
+    """What stands in a recorded target's place of a model: a device and the size of a vocabulary."""
+
+    def __init__(self, vocab_size: int = 32128) -> None:
+        self.vocab_size, self.device = vocab_size, torch.device("cpu")
+
+    def to(self, device: Any) -> None:
+        self.device = torch.device(device)
+
+    def cuda(self, device: Any = None) -> None:
+        self.device = torch.device("cuda", device)
+
+    def cpu(self) -> None:
+        self.device = torch.device("cpu")
+
+
+class CSDraftingMaGModel(MaxGram):
+    """`MaxGram` over a bigram table (a list or tensor of ids), with the calls of a model: it has nothing to put on a
+    device, and costs nothing."""
+
+    name: str
+    vocab_size: int
+    device = torch.device("cpu")
+
+    def __init__(self, model: Any = None, sample: bool = False, name: str = "", vocab_size: int = 32128) -> None:
+        table = model.tolist() if isinstance(model, torch.Tensor) else model
+        super().__init__(bigrams=None if table is None else tuple(table))
+        vars(self).update(name=name, vocab_size=vocab_size)
+
+    def cuda(self, device: Any = None) -> CSDraftingMaGModel:
+        return self
+
+    def to(self, device: Any) -> CSDraftingMaGModel:
+        return self
+
+    def cpu(self) -> CSDraftingMaGModel:
+        return self
+
+    def calculate_time_cost(self) -> float:
+        return 0
+
+
+def get_mag_model(bi_gram_path: str | Path, is_decoder_only: bool = True) -> CSDraftingMaGModel:
+    """MaG over a bigram file, which must have an entry for each id of the target's vocabulary, its padding aside."""
+    table = json.loads(Path(bi_gram_path).read_text("utf8"))
+    return CSDraftingMaGModel(table, name="mag", vocab_size=32000 if is_decoder_only else 32128)

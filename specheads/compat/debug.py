@@ -1,0 +1,94 @@
+"""What debug=True prints: of each step the drafts that were accepted and refused and the target's own token, of each
+step of a beam search the candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+from transformers.generation.streamers import BaseStreamer
+
+from specheads.compat.witness import Witness
+from specheads.console import ACCEPTED, MARKS, OWN, REFUSED, make_console, printable, write
+
+
+class Printer:
+    """Lines of tokens on stdout: their text, or without a tokenizer their ids."""
+
+    def __init__(self, tokenizer: Any, ends: Collection[int]) -> None:
+        self.tokenizer, self.ends, self.console = tokenizer, set(ends), make_console()
+
+    def line(self, head: str, *parts: tuple[list[int], str]) -> None:
+        """head, and runs of tokens each in a style; marked where colours are not."""
+        write(self.console, head)
+        for tokens, style in parts:
+            if tokens:
+                begin, end = ("", "") if self.console.is_terminal or not style else MARKS[style]
+                text = " ".join(map(self._spelled, tokens))
+                write(self.console, " ")
+                write(self.console, f"{begin}{text}{end}", style)
+        write(self.console, "\n")
+
+    def _spelled(self, token: int) -> str:
+        return printable(str(token) if self.tokenizer is None else repr(self.tokenizer.decode([token])))
+
+    def close(self, text: list[int]) -> None:
+        """After the new ids `text`: says where an end token stands, if one does."""
+        if text and text[-1] in self.ends:
+            self.line(f"end token {text[-1]} found at position {len(text) - 1}")
+
+
+class StepPrinter(BaseStreamer):
+    """A streamer for generate(), with a Witness of its drafts; None where nothing drafts."""
+
+    def __init__(self, printer: Printer, witness: Witness | None) -> None:
+        self.printer, self.witness = printer, witness
+        self.text: list[int] = []
+        self.prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        if not self.prompt_seen:  # which Hugging Face puts first
+            self.prompt_seen = True
+            return
+        tokens, number = value.flatten().tolist(), len(self.text)
+        draft, accepted = self.witness.take() if self.witness else ([], 0)
+        self.text += tokens
+        if self.witness is None or not number:
+            self.printer.line(f"token {number}:", (tokens, OWN))
+            return
+        own = tokens[accepted:]
+        # Where the text ends at a draft, nothing was made of those after it.
+        refused = draft[accepted:] if own else []
+        head = f"{min(accepted, len(tokens))} of {len(draft)} drafts accepted, from token {number}:"
+        self.printer.line(head, (tokens[:accepted], ACCEPTED), (refused, REFUSED), (own, OWN))
+
+    def end(self) -> None:
+        self.printer.close(self.text)
+
+
+class BeamPrinter(LogitsProcessor):
+    """Prints the candidates of each step of a beam search, best first: their score, and their text with the new token
+    apart. Leaves the scores as they are.
+
+    penalty(l): what Σ log p of a text of l new tokens is divided by.
+    """
+
+    def __init__(self, printer: Printer, prompt: list[int], penalty: Any) -> None:
+        self.printer, self.penalty, self.start = printer, penalty, len(prompt)
+        self.sums = {tuple(prompt): 0.0}
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        found: dict[tuple[int, ...], float] = {}
+        for row, own in zip(map(tuple, input_ids.tolist()), scores, strict=True):
+            if row in self.sums and (len(row) == self.start or row[-1] not in self.printer.ends):
+                for token in torch.isfinite(own).nonzero().flatten().tolist():
+                    found[*row, token] = self.sums[row] + float(own[token])
+        self.sums, length = found, input_ids.shape[1] - self.start + 1
+        self.printer.line(f"candidates for token {length - 1}:")
+        for number, (row, total) in enumerate(sorted(found.items(), key=lambda one: -one[1]), 1):
+            *before, last = row[self.start :]
+            self.printer.line(f"{number:3}. {total / self.penalty(length):.3f}", (before, ""), ([last], OWN))
+        return scores

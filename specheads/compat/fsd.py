@@ -1,0 +1,136 @@
+"""FSD's classes and functions under their own names: models whose generate() drafts as its code does.
+
+Five tokens a step, the draft's likeliest, unless tree= or transformers' own arguments for an assistant say otherwise;
+divergences as in `fuzzy_from`; and the lists that its code fills on the assistant, filled as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2ForCausalLM,
+    GenerationMixin,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+)
+
+from specheads import generation
+from specheads.accept import Acceptance, Fuzzy
+from specheads.decode import Step
+from specheads.patch import LENGTHS, DraftingGenerate, replace_generate
+from specheads.planner import chain
+from specheads.target import unwrapped
+
+LISTS = (
+    "n_matches_list", "candidate_sequences_list", "n_discarded_list", "totals_list", "forced_ml_generations",
+    "theoretical_backoffs", "kl_divs",
+)  # fmt: skip
+NUM_DRAFTED = 5  # whatever the generation config says, as in FSD's code
+
+
+class FuzzyGenerationMixin(GenerationMixin):
+    """Put before a transformers model class: its generate() then takes `assistant_model=` and FSD's arguments, and what
+    else `specheads.patch` adds.
+
+    As an assistant it is given FSD's lists, one entry a step and row that drafted, which only grow (clear() them):
+    n_matches_list, the drafts accepted before the first that the divergence refuses; totals_list, these and the token
+    drawn after them; candidate_sequences_list, the tokens drafted; n_discarded_list, drafted and not accepted;
+    theoretical_backoffs, how many divergences were within the threshold, wherever they are; and kl_divs, those
+    divergences, one a draft. So they count as there, where a step ends with the token that is drawn: here it goes on
+    where that token is the draft's, and the text is longer than totals_list says by what then follows. Without a
+    threshold, n_matches_list is the drafts that stand. forced_ml_generations stays empty, as there.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for base in cls.__mro__:
+            if issubclass(base, PreTrainedModel) and not issubclass(base, FuzzyGenerationMixin):
+                cls.__name__ = base.__name__  # which a saved config names, and transformers can load
+                break
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        add_lists(self)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return FSDGenerate(self, super().generate)(*args, **kwargs)  # type: ignore[misc]
+
+
+class FSDLlamaForCausalLM(FuzzyGenerationMixin, LlamaForCausalLM):
+    """LlamaForCausalLM with FSD's generate()."""
+
+
+class FSDGemma2ForCausalLM(FuzzyGenerationMixin, Gemma2ForCausalLM):
+    """Gemma2ForCausalLM with FSD's generate()."""
+
+
+class FSDQwen2ForCausalLM(FuzzyGenerationMixin, Qwen2ForCausalLM):
+    """Qwen2ForCausalLM with FSD's generate()."""
+
+
+class FSDAutoModelForCausalLM:
+    """transformers' AutoModelForCausalLM, whose models have FSD's generate(): any that it knows, not three kinds."""
+
+    @classmethod
+    def from_pretrained(cls, model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(model_name_or_path, *args, **kwargs)
+        patch_generation(model)
+        return model
+
+
+def patch_generation(model: Any) -> AbstractContextManager[Any]:
+    """Give a model FSD's generate() and its lists (see `FuzzyGenerationMixin`), until `specheads.unpatch(model)`, or as
+    a context manager until the end of the block."""
+    undone = replace_generate(model, FSDGenerate)
+    add_lists(unwrapped(model))
+    return undone
+
+
+def add_lists(model: Any) -> None:
+    for name in LISTS:
+        if not hasattr(model, name):
+            setattr(model, name, [])
+
+
+class FSDGenerate(DraftingGenerate):
+    """The generate() of a model with FSD's names: it drafts as FSD does, and fills the assistant's lists."""
+
+    def decode(self, call: dict[str, Any]) -> Any:
+        small, config = call.get("assistant_model"), call.get("generation_config")
+        settings = [call.get("tree"), *(call.get(name, getattr(config, name, None)) for name in LENGTHS)]
+        if small is not None and all(setting is None for setting in settings):
+            call = {**call, "tree": chain(NUM_DRAFTED)}
+        asked = self.arguments(call)
+        if small is None or not hasattr(unwrapped(small), "n_matches_list"):
+            return generation.generate(self.base, **asked)
+        rule = asked.get("accept")
+        asked |= {"return_dict_in_generate": True, "output_divergences": isinstance(rule, Fuzzy)}
+        out: Any = generation.generate(self.base, **asked)
+        note_steps(unwrapped(small), out.steps, rule)
+        return out if self.returns_dict(call) else out.sequences
+
+
+def note_steps(small: Any, steps: Sequence[Step], rule: Acceptance | None) -> None:
+    """Add the steps of a generation under that rule to the lists of the assistant."""
+    for step in steps[1:]:
+        for row, drafted in enumerate(step.drafted):
+            if not drafted:
+                continue
+            matches, gained = step.accepted[row], len(step.tokens[row])
+            if isinstance(rule, Fuzzy):
+                apart = step.divergences[row]
+                near = rule.near(torch.tensor(apart, dtype=torch.float64)).tolist()
+                matches = sum(accumulate((near[node - 1] for node in step.path[row]), min))
+                small.kl_divs.extend(apart)
+                small.theoretical_backoffs.append(sum(near))
+            small.n_matches_list.append(matches)
+            small.totals_list.append(min(matches + 1, gained))
+            small.candidate_sequences_list.append(drafted)
+            small.n_discarded_list.append(drafted - matches)

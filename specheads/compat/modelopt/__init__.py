@@ -1,0 +1,81 @@
+"""ModelOpt's names for converting, saving and restoring: `import specheads.compat.modelopt as mtsp`, and as mto.
+
+As there, convert() and restore() change the object they are given, and return it. `config` has the default configs,
+`plugins` the models and the validation of acceptance.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import specheads
+from specheads.compat.modelopt import config, plugins
+from specheads.compat.modelopt.acceptance import AcceptanceRateValidation, HFARValidation
+from specheads.compat.modelopt.config import EAGLE1_DEFAULT_CFG, EAGLE3_DEFAULT_CFG, read_mode
+from specheads.compat.modelopt.in_place import transform
+from specheads.compat.modelopt.plugins import HFEagleModel, HFMedusaModel, HFModel, of_kind
+from specheads.spec_model import SpecConfig, SpecModel
+from specheads.target import text_config, unwrapped
+
+__all__ = [
+    "EAGLE1_DEFAULT_CFG", "EAGLE3_DEFAULT_CFG", "AcceptanceRateValidation", "HFARValidation", "HFEagleModel",
+    "HFMedusaModel", "config", "convert", "enable_huggingface_checkpointing", "export_hf_checkpoint",
+    "is_master", "plugins", "print_rank_0", "restore", "save",
+]  # fmt: skip
+
+
+def convert(model: PreTrainedModel, mode: Any) -> SpecModel:
+    """Give `model` a head: the same object, now a SpecModel whose `base` is what it was.
+
+    mode: "medusa", "eagle" (EAGLE-3) or "eagle1"; [(mode, config)]; or {"algorithm": mode, "config": config}.
+    ValueError where it cannot be, and then `model` is as it was.
+    """
+
+    def make(base: Any) -> SpecModel:
+        kind, options = read_mode(mode, text_config(unwrapped(base)))
+        return of_kind(specheads.convert(base, kind, **options))
+
+    return transform(model, make)
+
+
+def save(model: SpecModel, f: str | Path) -> None:
+    """The head alone, in a folder."""
+    if not isinstance(model, SpecModel):
+        raise ValueError(f"this {type(model).__name__} has no head to save; convert() it first")
+    model.save_pretrained(_path(f))
+
+
+def restore(model: PreTrainedModel, f: str | Path) -> SpecModel:
+    """Put the head saved in a folder beside `model`: the same object, changed as by convert()."""
+    return transform(model, lambda base: of_kind(specheads.load_head(base, _path(f))))
+
+
+def _path(f: Any) -> str | Path:
+    if not isinstance(f, str | Path):
+        raise ValueError(f"a head is saved in a folder: give its path, not a {type(f).__name__}")
+    return f
+
+
+def enable_huggingface_checkpointing() -> None:
+    """From here on AutoModelForCausalLM loads a saved head beside its base as convert() gives them, to train on."""
+    AutoModelForCausalLM.register(SpecConfig, HFModel, exist_ok=True)
+
+
+def export_hf_checkpoint(model: SpecModel, dtype: Any = None, *, export_dir: str | Path) -> None:
+    """The head in a folder, as ModelOpt writes it for TensorRT-LLM: EAGLE-3 alone."""
+    model.export(export_dir, "modelopt", dtype=dtype)
+
+
+def is_master() -> bool:
+    """Is this the first process of a run?"""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def print_rank_0(*values: Any) -> None:
+    """print() in the first process of a run."""
+    if is_master():
+        print(*values)

@@ -1,0 +1,97 @@
+"""The object that a user holds becomes the model with the head; what it was moves into another object, its base."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+from weakref import ref
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from specheads.patch import unpatch
+from specheads.spec_model import SpecModel
+from specheads.target import unwrapped
+
+
+def transform(held: Any, make: Callable[[Any], SpecModel]) -> SpecModel:
+    """held, which is now what make(base) gave for a base with held's class, modules, hooks and attributes.
+
+    Where make() raises, held is as it was. ValueError where held has a head already, is compiled, or is sharded.
+    """
+    _refuse(held)
+    base = _twin(held)
+    made = make(base)
+    for hooks in _hook_tables(base):
+        _move(hooks, hooks, held, base)
+    vars(held).clear()
+    held.__class__ = type(made)
+    _move(vars(made), vars(held), made, held)
+    return held
+
+
+def _refuse(held: Any) -> None:
+    if isinstance(held, SpecModel):
+        raise ValueError(
+            f"this model already has a head ({held.head.config.kind}); load the base again for another one, or keep "
+            "both with specheads.convert(model.base, ...)"
+        )
+    base = unwrapped(held)  # TypeError for what is no transformers model
+    if isinstance(base, FSDPModule):
+        raise ValueError(f"this {type(base).__name__} is sharded (fully_shard); convert it before")
+    if held._compiled_call_impl is not None:
+        raise ValueError(f"this {type(held).__name__} is compiled (model.compile()); convert it before")
+
+
+def _twin(held: nn.Module) -> nn.Module:
+    """Another object with the class and contents of `held`; what was bound to held is bound to it."""
+    twin = object.__new__(type(held))
+    _move(vars(held), vars(twin), held, twin)
+    if "generate" in vars(twin):
+        unpatch(twin)  # specheads.patch(): the model with the head drafts by itself
+    return twin
+
+
+def _hook_tables(module: nn.Module) -> list[MutableMapping[Any, Any]]:
+    """Its forward, backward and state dict hooks: changed in place, since the handles that remove them know these."""
+    return [value for name, value in vars(module).items() if name.endswith("_hooks") and isinstance(value, dict)]
+
+
+def _move(source: MutableMapping[Any, Any], into: MutableMapping[Any, Any], old: object, new: object) -> None:
+    for name, value in source.items():
+        into[name] = _rebound(value, old, new)
+
+
+def _rebound(value: Any, old: object, new: object) -> Any:
+    """A method, partial or closure of `old`, such as accelerate's forward() and to(), as one of `new`; else value."""
+    if value is old:
+        return new
+    if isinstance(value, MethodType) and value.__self__ is old:
+        return MethodType(value.__func__, new)
+    if isinstance(value, partial):
+        given = {name: _rebound(each, old, new) for name, each in value.keywords.items()}
+        made = partial(_rebound(value.func, old, new), *(_rebound(each, old, new) for each in value.args), **given)
+        _move(vars(value), vars(made), old, new)  # __wrapped__ among them
+        return made
+    if isinstance(value, FunctionType) and value.__closure__:
+        return _rebound_closure(value, old, new)
+    if isinstance(owner := getattr(value, "module", None), ref) and owner() is old:  # torch's hooks with their module
+        value.module = ref(new)
+    return value
+
+
+def _rebound_closure(function: FunctionType, old: object, new: object) -> FunctionType:
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # not filled yet
+            held = None
+        moved = _rebound(held, old, new)
+        cells.append(cell if moved is held else CellType(moved))
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
+    made.__kwdefaults__ = function.__kwdefaults__
+    _move(vars(function), vars(made), old, new)
+    return made

@@ -1,0 +1,163 @@
+"""The models that convert() makes, with ModelOpt's way of labelling batches and its names for their parts.
+
+Shapes: B batch rows, T positions, S drafted tokens, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from specheads.compat.modelopt.acceptance import HFARValidation
+from specheads.drafters.base import Context
+from specheads.heads import HeadConfig
+from specheads.heads.vocabulary import DraftVocabulary, draft_offsets
+from specheads.planner import chain
+from specheads.sampling import Sampler
+from specheads.spec_model import SpecModel
+from specheads.target import Target
+
+__all__ = ["HFARValidation", "HFEagleModel", "HFMedusaModel", "HFModel"]
+
+
+class HFModel(SpecModel):
+    """A SpecModel that also takes batches as ModelOpt's examples make them, and shows the parts of its base."""
+
+    def __getattr__(self, name: str) -> Any:
+        """The base's own modules (`model.model`, `model.lm_head`) are found where they were before convert()."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            parts = self.__dict__.get("_modules", {}).get("base")
+            if parts is None or name not in parts._modules:
+                raise
+            return parts._modules[name]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        """As SpecModel.forward, but labels may be shifted, and loss_mask may stand beside them: see supervised()."""
+        if labels is not None:
+            loss_mask = supervised(input_ids, labels, loss_mask, attention_mask)
+            if num_items_in_batch is not None:  # which counts labels, those of padding too
+                share = loss_mask.sum() / (labels != -100).sum().clamp_min(1)
+                num_items_in_batch = torch.as_tensor(num_items_in_batch, device=share.device) * share
+        return super().forward(
+            input_ids, attention_mask, None, loss_mask, position_ids, document_ids, num_items_in_batch, **kwargs
+        )
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        return of_kind(super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs))
+
+    @torch.no_grad()
+    def pseudo_speculative_generate(self, input_ids: Tensor, steps: int = 1) -> tuple[Tensor, Tensor | None]:
+        """The base's greedy next token (B, 1) after input_ids (B, T), and the greedy draft (B, S) after that one.
+
+        steps: S; 0 drafts nothing, and gives None. ValueError where the head drafts no chain so long.
+        """
+        lengths = torch.full((len(input_ids),), input_ids.shape[1], device=input_ids.device)
+        target = Target(self.base, layers=self.head.layers, scratch=steps + 1)
+        out = target.prefill(input_ids, lengths, room=steps + 1)
+        root = out.logits[:, 0].argmax(-1)
+        if steps < 1:
+            return root.unsqueeze(1), None
+        context = Context.start(target, input_ids, lengths, out.features, root)
+        tree = self.head.propose(context, Sampler(), chain(steps))
+        return root.unsqueeze(1), tree.tokens[:, 1:]
+
+
+class HFMedusaModel(HFModel):
+    @property
+    def medusa_heads(self) -> Any:
+        return self.head
+
+
+class HFEagleModel(HFModel):
+    @property
+    def eagle_config(self) -> HeadConfig:
+        return self.head.config
+
+    @property
+    def eagle_module(self) -> EagleModule:
+        return EagleModule(self)
+
+    @staticmethod
+    def load_draft_vocab_cache(model: HFEagleModel, d2t_path: str | Path | None) -> None:
+        """Draft the tokens that a d2t file names, where the draft vocabulary is narrower than the base's."""
+        head = model.head
+        if not isinstance(head, DraftVocabulary) or not head.narrow:
+            return
+        if d2t_path is None or not Path(d2t_path).is_file():
+            raise FileNotFoundError(
+                f"draft_vocab_size={len(head.d2t)} of {len(head.t2d)} needs the file of its tokens; there is no "
+                f"{d2t_path}"
+            )
+        model.eagle_module.d2t = torch.load(d2t_path, map_location=head.d2t.device, weights_only=True)
+
+
+class EagleModule:
+    """The head of a model as ModelOpt's scripts reach it: setting d2t (Vd,) chooses the tokens it can draft."""
+
+    def __init__(self, model: HFEagleModel) -> None:
+        vars(self)["model"] = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["model"].head, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        head = vars(self)["model"].head
+        if name != "d2t":
+            setattr(head, name, value)
+            return
+        if not isinstance(head, DraftVocabulary) or value.shape != head.d2t.shape:
+            size = len(head.d2t) if isinstance(head, DraftVocabulary) else 0
+            raise ValueError(f"d2t has shape {tuple(value.shape)}, and the head drafts {size} tokens of its own")
+        ids = value.to("cpu", torch.long) + torch.arange(len(value))
+        d2t, t2d = draft_offsets(ids, len(head.t2d))
+        head.d2t.copy_(d2t)
+        head.t2d.copy_(t2d)
+        head.copy_output_rows(vars(self)["model"].base)
+
+
+def of_kind(model: SpecModel) -> SpecModel:
+    """The same object, of the class that ModelOpt's names for its head are in."""
+    kind = model.head.config.kind
+    model.__class__ = {"medusa": HFMedusaModel, "eagle": HFEagleModel, "eagle3": HFEagleModel}.get(kind, HFModel)
+    return model
+
+
+def supervised(
+    input_ids: Tensor, labels: Tensor, loss_mask: Tensor | None = None, attention_mask: Tensor | None = None
+) -> Tensor:
+    """(B, T) bool, true where the token of that index is to be learnt.
+
+    labels (B, T), −100 where nothing is: ModelOpt's examples shift them, entry t being token t + 1, and Hugging Face
+    does not; the tokens tell which. loss_mask (B, T), in the same order, says which of them count. ValueError where
+    labels are other tokens than those of input_ids.
+    """
+    real = labels != -100
+    if attention_mask is not None:
+        real = real & attention_mask.bool()
+    chosen = real if loss_mask is None else loss_mask.bool() & real
+    following = torch.cat([input_ids[:, 1:], torch.full_like(input_ids[:, :1], -1)], 1)
+    if not bool(((labels != following) & chosen).any()):
+        return torch.cat([torch.zeros_like(chosen[:, :1]), chosen[:, :-1]], 1)
+    if not bool(((labels != input_ids) & chosen).any()):
+        return chosen
+    raise ValueError(
+        "labels are neither the tokens of input_ids, as Hugging Face has them, nor those shifted left by one, as "
+        "ModelOpt's examples have them"
+    )

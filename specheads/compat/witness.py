@@ -1,0 +1,54 @@
+"""A rule whose drafts and verdicts are counted as they come, before an end token cuts the text."""
+
+from __future__ import annotations
+
+from specheads.accept import Acceptance, Exact, Laws, Verdict
+from specheads.sampling import Sampler
+
+
+class Witness(Acceptance):
+    """Another rule, over chains of one row. drafted, accepted: tokens so far.
+
+    An end token may stand in the middle of a draft: the reference functions count the whole of it, and what is accepted
+    after the end token too, where `Step` counts what the text has.
+    """
+
+    def __init__(self, rule: Acceptance) -> None:
+        self.rule = rule
+        self.drafted = self.accepted = 0
+        self._last: tuple[list[int], int] = ([], 0)
+
+    @property
+    def lossless(self) -> bool:
+        return self.rule.lossless
+
+    @property
+    def needs_draft_law(self) -> bool:
+        return self.rule.needs_draft_law
+
+    @property
+    def wants_draft_law(self) -> bool:
+        return self.rule.wants_draft_law
+
+    def is_exact(self, sampler: Sampler) -> bool:
+        return False  # or nothing would be seen of the verdicts
+
+    def judge(self, laws: Laws) -> Verdict:
+        rule = Exact() if self.rule.is_exact(laws.sampler) else self.rule
+        verdict = rule.judge(laws)
+        nodes = zip(laws.tree.tokens[0].tolist(), laws.tree.shape.drafted[0].tolist(), strict=True)
+        draft, accepted = [token for token, drafted in nodes if drafted], int(verdict.length[0]) - 1
+        self.drafted, self.accepted = self.drafted + len(draft), self.accepted + accepted
+        self._last = draft, accepted
+        return verdict
+
+    def take(self) -> tuple[list[int], int]:
+        """The draft of the step that has just been made, and how many of its tokens were accepted; none where nothing
+        was drafted."""
+        last, self._last = self._last, ([], 0)
+        return last
+
+    @property
+    def rate(self) -> float:
+        """Accepted over drafted; 0 where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0

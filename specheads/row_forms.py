@@ -1,0 +1,98 @@
+"""Chats as data sets write them, ShareGPT's and Alpaca's among them, as messages of role and content."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from specheads.options import refuse_unknown, shown
+
+Message = dict[str, Any]
+TOOL_ROLES = frozenset({"tool", "function", "ipython", "observation"})  # what a tool returned, by template
+ROLES = ("system", "developer", "user", "assistant", *sorted(TOOL_ROLES))
+# Of ShareGPT and its kin; function_call is a call that the assistant makes.
+_NAMES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+    "model": "assistant", "function_call": "assistant", "function_response": "tool",
+}  # fmt: skip
+COLUMNS = ("conversations", "instruction", "input", "output", "history", "system")
+
+
+def is_chat(columns: Collection[str]) -> bool:
+    """Do rows with these columns hold chats in ShareGPT's or Alpaca's form?"""
+    return "conversations" in columns or {"instruction", "output"} <= set(columns)
+
+
+def messages_of(row: Mapping[str, Any], column: str = "messages", text_column: str | None = "text") -> Any:
+    """The messages of a row: those in `column`, else in `conversations` (ShareGPT), else of instruction, input and
+    output (Alpaca), unless the row has text; None where it has none. system is read beside the latter two, and history,
+    pairs of what was asked and answered before, beside the last."""
+    if (messages := row.get(column)) is not None:
+        return messages
+    if (messages := row.get("conversations")) is None:
+        if row.get("instruction") is None or row.get("output") is None or row.get(text_column or "") is not None:
+            return None
+        asked = "\n".join(part for part in (row["instruction"], row.get("input")) if part)
+        pairs = [*(row.get("history") or ()), (asked, row["output"])]
+        messages = [
+            {"role": role, "content": text}
+            for pair in pairs
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+    system = row.get("system")
+    return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages
+
+
+def checked(messages: Any, known: Collection[str] = ROLES) -> list[Message]:
+    """Messages as `role` and `content`, whichever way they are written. ValueError for what is no list of them, and for
+    a role that is not known, with its number."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise ValueError(f"messages={messages!r:.80}: expected a list of {{'role': …, 'content': …}}")
+    return [_checked(message, number, known) for number, message in enumerate(messages, start=1)]
+
+
+def _checked(message: Any, number: int, known: Collection[str]) -> Message:
+    if not isinstance(message, Mapping) or not ({"role", "from"} & message.keys()):
+        raise ValueError(f"message {message!r:.80}: expected a dict with 'role' and 'content', or 'from' and 'value'")
+    rest = dict(message)
+    shared = "role" not in rest
+    given = role = rest.pop("from" if shared else "role")
+    if not shared and role in known:
+        return dict(message)
+    if shared and "value" in rest:
+        rest["content"] = rest.pop("value")
+    elif shared and "content" not in rest:
+        raise ValueError(f"message {message!r:.80}: expected a dict with 'from' and 'value'")
+    if role not in known and isinstance(role, str):
+        role = _NAMES.get(role.lower(), role.lower() if role.lower() in known else role)
+    try:
+        refuse_unknown([role], [*known, *_NAMES], "role")
+    except ValueError as error:
+        raise ValueError(f"message {number}: {error}") from error
+    if shared and given == "function_call" and (call := _call(rest["content"])) is not None:
+        rest |= {"content": "", "tool_calls": [{"type": "function", "function": call}]}
+    return {"role": role, **rest}
+
+
+def _call(text: Any) -> dict[str, Any] | None:
+    """A call that is written as JSON; None for other text."""
+    try:
+        call = json.loads(text) if isinstance(text, str) else text
+    except json.JSONDecodeError:
+        return None
+    return dict(call) if isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() else None
+
+
+def template_of(tokenizer: Any, tools: Any = None) -> str:
+    """The tokenizer's chat template. MissingTemplate, which says where one belongs, where it has none."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise MissingTemplate(
+            f"the tokenizer {shown(str(tokenizer.name_or_path))} has no chat template, in which messages are written: "
+            "put that of the model it belongs to into its folder, as chat_template.jinja, or give rows of text"
+        )
+    return str(tokenizer.get_chat_template(tools=tools))
+
+
+class MissingTemplate(ValueError):
+    """A tokenizer that cannot write chats, whatever the row."""

@@ -1,0 +1,63 @@
+"""SpecTrainingArguments: transformers' options of a run, and those of heads."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+from accelerate import PartialState
+from transformers import TrainingArguments
+
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+
+
+@dataclass
+class SpecTrainingArguments(TrainingArguments):
+    """transformers' TrainingArguments, and two options of heads."""
+
+    head_lr_groups: dict[str, float] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Regular expression on parameter names → factor on learning_rate; as JSON on a command line."
+        },
+    )
+    muon: bool = field(
+        default=False,
+        metadata={"help": "torch.optim.Muon on the head's hidden matrices, AdamW on the rest."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.use_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.distributed.is_initialized():
+            # transformers 5.23 hands ddp_timeout on for GPUs alone: a process that hangs would hang the others.
+            PartialState(cpu=True, backend=self.ddp_backend, timeout=timedelta(seconds=self.ddp_timeout))
+        super().__post_init__()
+        if self.device.type == "cpu":  # where it only brings a warning
+            self.dataloader_pin_memory = False
+        if self.data_seed is None:
+            # Else the order of the rows hangs on what drew random numbers before train(), and a resumed run differs.
+            self.data_seed = self.seed
+        if isinstance(self.head_lr_groups, str):
+            self.head_lr_groups = json.loads(self.head_lr_groups)
+        for pattern, factor in self.lr_multipliers.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"head_lr_groups: {pattern!r} is no regular expression: {error}") from error
+            if not isinstance(factor, int | float) or factor < 0:
+                raise ValueError(
+                    f"head_lr_groups: {pattern!r} has the factor {factor!r}; expected a number of at least 0"
+                )
+        if self.muon and self.optim not in _ADAMW:
+            raise ValueError(f"muon=true goes with optim {' or '.join(_ADAMW)}, not {str(self.optim)!r}")
+
+    @property
+    def lr_multipliers(self) -> Mapping[str, float]:
+        groups = self.head_lr_groups or {}
+        if not isinstance(groups, Mapping):
+            raise ValueError(f"head_lr_groups={groups!r}: expected {{regular expression: factor}}")
+        return groups

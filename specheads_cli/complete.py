@@ -1,0 +1,42 @@
+"""What the shell completes for an argument or option, without torch. Paths are the shell's own: it completes a file
+wherever nothing here begins with what was typed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from specheads_cli.shipped import Kind, recipe_names, summary
+
+# As specheads.accept.named, specheads.planner.named and specheads.formats name them, which import torch.
+RULES = (
+    "exact", "block", "traversal", "unadjusted", "fuzzy", "typical", "lenient", "cs_leniency", "topn", "margin",
+    "ensemble",
+)  # fmt: skip
+TREES = ("chain", "comb", "dynamic", "best", "static", "sampled")
+ENGINES = (
+    "deepspec", "dflash", "eagle", "hydra", "jetspec", "llamacpp", "medusa", "modelopt", "openvino", "sglang",
+    "speculators", "trtllm", "vllm",
+)  # fmt: skip
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+Complete = Callable[[str], list[tuple[str, str]]]
+
+
+def complete_words(*words: str) -> Complete:
+    def complete(incomplete: str) -> list[tuple[str, str]]:
+        return [(word, "") for word in words if word.startswith(incomplete)]
+
+    return complete
+
+
+def complete_recipe(kind: Kind | None) -> Complete:
+    """The names of shipped recipes of this kind, and YAML files here."""
+
+    def complete(incomplete: str) -> list[tuple[str, str]]:
+        names = [(name, summary(name)) for name in recipe_names(kind) if name.startswith(incomplete)]
+        folder = Path(incomplete if incomplete.endswith("/") else Path(incomplete).parent)
+        files = (path.as_posix() for end in ("yaml", "yml") for path in sorted(folder.glob(f"*.{end}")))
+        return names + [(path, "") for path in files if path.startswith(incomplete)]
+
+    return complete

@@ -1,0 +1,82 @@
+"""specheads doctor: is everything here, and what will be fast or slow?"""
+
+from __future__ import annotations
+
+import platform
+from typing import Annotated, Any
+
+import typer
+
+from specheads_cli import requirements
+from specheads_cli.app import Json, app, emit
+
+
+@app.command()
+def doctor(
+    network: Annotated[bool, typer.Option("--network", help="Ask whether the model hub answers, too.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what is installed, missing or too old, which devices there are, and what will be fast or slow on them.
+
+    The exit status is 1 where a required package is missing, too old or does not load.
+
+    \b
+    Examples:
+      specheads doctor
+      specheads doctor --network
+      specheads doctor --json > machine.json
+    """
+    record = examine(network)
+    if as_json:
+        emit(record)
+    else:
+        print("\n".join(lines(record)))
+    if record["problems"]:
+        raise typer.Exit(1)
+
+
+def examine(network: bool) -> dict[str, Any]:
+    """The packages, the problems to be put right, and where there are none what the machine is."""
+    needed = requirements.required()
+    problems = [problem for package in needed if (problem := package.problem) is not None]
+    machine: dict[str, Any] = {"python": platform.python_version()}
+    if not problems:
+        try:
+            from specheads.commands import machine as here
+
+            machine = here.machine_record(network)
+        except (ImportError, OSError) as error:  # OSError: a shared library that is not there
+            problems.append(f"specheads does not load: {' '.join(str(error).split())}")
+    return {
+        **machine,
+        "required": [package.record() for package in needed],
+        "optional": [package.record() for package in requirements.optional()],
+        "problems": problems,
+    }
+
+
+def lines(record: dict[str, Any]) -> list[str]:
+    made = ["required"] + [f"  {_mark(entry)}" for entry in record["required"]]
+    made += ["optional"]
+    for entry in record["optional"]:
+        made.append(f"  {_mark(entry)}" + ("" if entry["ok"] else f": {entry['install']}"))
+    here = {name: value for name, value in record.items() if name not in ("required", "optional", "problems")}
+    made += ["here"] + [f"  {name.replace('_', ' '):<19}  {_shown(value)}" for name, value in here.items()]
+    verdict = (
+        "not usable: " + "; ".join(record["problems"]) if record["problems"] else "usable: everything required is here"
+    )
+    return [*made, verdict]
+
+
+def _mark(entry: dict[str, Any]) -> str:
+    version = entry["version"] or "-"
+    old = "" if entry["ok"] or entry["version"] is None else f", older than {entry['least']}"
+    return f"{entry['name']:<16} {version + old:<14} {entry['for']}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {entry}" for name, entry in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)

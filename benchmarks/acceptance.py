@@ -24,9 +24,9 @@ from unittest import mock
 from transformers.utils import logging as hf_logging
 
 import specheads
-from specheads.accept import walk
 from specheads.bench import decoders, environment, report, shipped
 from specheads.bench.prompts import held_out_prompts
+from specheads.decoding.acceptance import walk
 
 RULES: dict[str, specheads.Acceptance] = {
     "Exact": specheads.Exact(),
@@ -111,7 +111,7 @@ def of_steps(run: Callable[..., Any], batches: list[dict[str, Any]], ask: dict[s
             _walked.append(time.perf_counter() - began)
             return verdict
 
-        with mock.patch("specheads.decode.walk", timed):
+        with mock.patch("specheads.decoding.loop.walk", timed):
             steps = run(**batch, **ask, return_dict_in_generate=True).steps
         shares.append([own / step.seconds for own, step in zip(walked, steps[1:], strict=True)])
     return [one for batch in shares[1:] for one in batch]

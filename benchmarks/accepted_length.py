@@ -22,8 +22,8 @@ from specheads import SpecModel
 from specheads.bench import decoders
 from specheads.bench.prompts import held_out_prompts
 from specheads.bench.shipped import held_out_names
-from specheads.commands.arguments import parse_tree
-from specheads.formats.readme import RESULTS, results
+from specheads.cli.commands.arguments import parse_tree
+from specheads.models.formats.readme import RESULTS, results
 
 
 def decoded(

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from specheads.bench import environment, report
 from specheads.bench.memory import LiveMemory
-from specheads.chunked import Steps, chunked_sum
-from specheads.losses import LAW_LOSSES
-from specheads.objective import rows_of_chunk
+from specheads.losses.chunked import Steps, chunked_sum
+from specheads.losses.functions import LAW_LOSSES
+from specheads.losses.objective import rows_of_chunk
 
 ROWS, VOCAB, HIDDEN = 8192, 131_072, 256
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers.utils import logging as hf_logging
 
-from specheads import console as terminal
+from specheads import terminal
 from specheads.bench import decoders, environment, report, runner, shipped
 from specheads.bench.decoders import REFERENCE
 from specheads.bench.prompts import held_out_prompts

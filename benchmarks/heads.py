@@ -33,10 +33,10 @@ from specheads import BestFirstTree, Collator, DynamicTree, SampledTree, chain
 from specheads.bench import decoders, environment, report
 from specheads.bench.memory import LiveMemory
 from specheads.bench.prompts import held_out_prompts
-from specheads.checkpoint import replacing
-from specheads.data import DataConfig, build_datasets, token_counts
+from specheads.data.datasets import DataConfig, build_datasets, token_counts
 from specheads.heads.vocabulary import DraftVocabulary
-from specheads.losses import LAW_LOSSES
+from specheads.losses.functions import LAW_LOSSES
+from specheads.models.checkpoint import replacing
 
 DEPTH, NODES, VOCAB = 5, 16, 2048
 EAGLE3 = {"steps": DEPTH, "draft_vocab_size": VOCAB}

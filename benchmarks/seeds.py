@@ -42,13 +42,13 @@ from seed_race.workers import Local, Remote, Worker, refuse_other_model
 from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
-from specheads import corpus
 from specheads.bench import environment, report, shipped
 from specheads.bench.prompts import held_out_prompts
-from specheads.bigram import count_bigrams, save_bigrams
-from specheads.convert import load_head
-from specheads.formats import FORMATS
-from specheads.formats.exporting import head_tensors
+from specheads.data import corpus
+from specheads.decoding.drafters.bigram import count_bigrams, save_bigrams
+from specheads.models.convert import load_head
+from specheads.models.formats import FORMATS
+from specheads.models.formats.exporting import head_tensors
 
 PARTS = {  # what a checkout of each must hold
     "romsto": "sampling/speculative_decoding.py", "csd": "csd.py", "fsd": "fsd_utils.py",

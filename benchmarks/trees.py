@@ -16,11 +16,11 @@ from typing import Any
 
 from transformers.utils import logging as hf_logging
 
-from specheads import console as terminal
+from specheads import terminal
 from specheads.bench import decoders, environment, report, runner, shipped
 from specheads.bench.decoders import REFERENCE
 from specheads.bench.prompts import held_out_prompts
-from specheads.commands.arguments import parse_tree
+from specheads.cli.commands.arguments import parse_tree
 
 TREES = (
     "chain:2", "chain:3", "chain:4", "chain:5", "chain:6", "comb:3", "comb:4", "comb:5", "comb:6", "static:8",

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from specheads.accept import (
+from specheads.decoding.acceptance import (
     Acceptance,
     Block,
     CSLeniency,
@@ -18,9 +18,7 @@ from specheads.accept import (
     Unadjusted,
     fuzzy_from,
 )
-from specheads.convert import convert, load_head
-from specheads.decode import Step, decode
-from specheads.drafters import (
+from specheads.decoding.drafters import (
     Cascade,
     Context,
     Drafter,
@@ -31,7 +29,22 @@ from specheads.drafters import (
     OneLevelNGramStorage,
     PromptLookup,
 )
-from specheads.generation import generate
+from specheads.decoding.generate import generate
+from specheads.decoding.loop import Step, decode
+from specheads.decoding.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
+from specheads.decoding.planner import (
+    AdaptiveChain,
+    BestFirstTree,
+    DynamicTree,
+    Plan,
+    SampledTree,
+    StaticTree,
+    chain,
+    comb,
+)
+from specheads.decoding.sampler import Sampler
+from specheads.decoding.target.causal import Target, UnsupportedModel
+from specheads.decoding.tree import DraftTree
 from specheads.heads import (
     DraftHead,
     Eagle3Config,
@@ -41,21 +54,18 @@ from specheads.heads import (
     MedusaConfig,
     ParallelConfig,
 )
-from specheads.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
-from specheads.patch import patch, unpatch
-from specheads.planner import AdaptiveChain, BestFirstTree, DynamicTree, Plan, SampledTree, StaticTree, chain, comb
-from specheads.sampling import Sampler
-from specheads.saved_head import CheckpointError
-from specheads.spec_model import SpecConfig, SpecModel
-from specheads.target import Target, UnsupportedModel
-from specheads.tree import DraftTree
+from specheads.models.convert import convert, load_head
+from specheads.models.saved_head import CheckpointError
+from specheads.models.spec_model import SpecConfig, SpecModel
 
 __version__ = "0.1.0"
 
-# Training is imported when it is first asked for: decoding needs neither the Trainer nor datasets.
+# Imported when first asked for: decoding needs neither the Trainer nor datasets, nor other toolkits' names.
 _LAZY = {
-    "Collator": "data", "DataConfig": "data", "build_datasets": "data", "token_counts": "data",
-    "SpecTrainer": "trainer", "SpecTrainingArguments": "trainer",
+    "Collator": "data.rows", "DataConfig": "data.datasets", "build_datasets": "data.datasets",
+    "token_counts": "data.datasets",
+    "SpecTrainer": "training.trainer", "SpecTrainingArguments": "training.arguments",
+    "patch": "compat.patch", "unpatch": "compat.patch",
 }  # fmt: skip
 
 

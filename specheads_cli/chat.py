@@ -67,10 +67,10 @@ def chat(
     """
     from dataclasses import replace
 
-    from specheads.chat.console import Console
-    from specheads.chat.session import Session
-    from specheads.chat.settings import Processor, settings_like
-    from specheads.commands.models import Models
+    from specheads.cli.chat.console import Console
+    from specheads.cli.chat.session import Session
+    from specheads.cli.chat.settings import Processor, settings_like
+    from specheads.models.sources import Models
 
     settings = settings_like(
         like, length=max_new_tokens, processor=Processor("multinomial", temperature) if temperature else None,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specheads_cli.shipped import Kind, recipe_names, summary
 
-# As specheads.accept.named, specheads.planner.named and specheads.formats name them, which import torch.
+# As decoding/acceptance/named.py, decoding/planner/named.py and models/formats name them, which import torch.
 RULES = (
     "exact", "block", "traversal", "unadjusted", "fuzzy", "typical", "lenient", "cs_leniency", "topn", "margin",
     "ensemble",

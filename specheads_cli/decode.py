@@ -62,9 +62,9 @@ def generate(
       specheads generate google/flan-t5-large --assistant google/flan-t5-small --prompt "Translate to German: a house"
       specheads generate large --prompt "a" --drafter cascade:model:small+maxgram --k-matrix [[5,8],[0,8]]
     """
-    from specheads.commands import arguments
-    from specheads.commands.generate import GenerateOptions, record, show
-    from specheads.commands.models import DraftOptions, Models
+    from specheads.cli.commands import arguments
+    from specheads.cli.commands.generate import GenerateOptions, record, show
+    from specheads.models.sources import DraftOptions, Models
 
     text = arguments.read_prompt(prompt, prompt_file)
     options = GenerateOptions(
@@ -96,7 +96,7 @@ def info(
     if path is None:
         doctor(network=False, as_json=as_json)
         return
-    from specheads.commands.info import checkpoint_record, show
+    from specheads.cli.commands.info import checkpoint_record, show
 
     record = checkpoint_record(path)
     if as_json:

@@ -42,7 +42,7 @@ def examine(network: bool) -> dict[str, Any]:
     machine: dict[str, Any] = {"python": platform.python_version()}
     if not problems:
         try:
-            from specheads.commands import machine as here
+            from specheads.cli.commands import machine as here
 
             machine = here.machine_record(network)
         except (ImportError, OSError) as error:  # OSError: a shared library that is not there

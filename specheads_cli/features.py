@@ -49,8 +49,8 @@ def features(
       specheads features eagle3 --output features/small --dtype float8_e4m3fn --law topk:64 --yes
     """
     file = find_recipe(recipe, "train")
-    from specheads.commands import features as command
-    from specheads.launch import LaunchError
+    from specheads.cli.commands import features as command
+    from specheads.training.distributed.launch import LaunchError
 
     try:
         saved = command.run(

@@ -48,7 +48,7 @@ def export(
       specheads export checkpoints/eagle3 served --to llamacpp --gguf llama.cpp
       specheads export checkpoints/medusa out/medusa --to vllm --base my/model
     """
-    from specheads.commands import formats
+    from specheads.cli.commands import formats
 
     record = formats.export(model, out, to, base=base, dtype=dtype, embeddings=embeddings, gguf=gguf, check=check)
     if as_json:
@@ -81,7 +81,7 @@ def import_(
       specheads import org/eagle3-head heads/qwen3 --base Qwen/Qwen3-8B
       specheads import downloaded/medusa heads/medusa --base lmsys/vicuna-7b-v1.3 --allow-pickle
     """
-    from specheads.commands import formats
+    from specheads.cli.commands import formats
 
     record = formats.import_head(
         source, out, base=base, allow_pickle=allow_pickle, allow_nonfinite=allow_nonfinite, dtype=dtype

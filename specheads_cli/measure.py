@@ -62,10 +62,10 @@ def evaluate(
       specheads evaluate out/head --prompts questions.txt --chat
       specheads evaluate google/flan-t5-large --assistant google/flan-t5-small --prompts questions.txt
     """
-    from specheads.accept.named import rule_named
     from specheads.bench.prompts import held_out_prompts, prompts_from
-    from specheads.commands.evaluate import measure, show
-    from specheads.commands.models import DraftOptions, Models
+    from specheads.cli.commands.evaluate import measure, show
+    from specheads.decoding.acceptance.named import rule_named
+    from specheads.models.sources import DraftOptions, Models
 
     if chat and prompts is None:
         raise ValueError("--chat: the held-out files are no chat; give --prompts")
@@ -106,10 +106,10 @@ def parity(
       specheads parity checkpoints/eagle3 --data own.jsonl
       specheads parity out/eagle3 --data held_out.jsonl --dtype bfloat16 --tolerance 0.05
     """
-    from specheads.commands import arguments
-    from specheads.console import make_console, table
-    from specheads.data import DataConfig, build_datasets
-    from specheads.parity import ParityConfig, compare, prompts_of
+    from specheads.cli.commands import arguments
+    from specheads.data.datasets import DataConfig, build_datasets
+    from specheads.terminal import make_console, table
+    from specheads.training.parity import ParityConfig, compare, prompts_of
 
     config = ParityConfig(prompts, max_new_tokens=max_new_tokens, tolerance=tolerance)
     loaded, tokenizer = arguments.load(model, base, dtype, device)
@@ -152,8 +152,8 @@ def calibrate(
       specheads calibrate out/head --data own.jsonl --num-nodes 16 --save
       specheads calibrate out/head --data own.jsonl --num-nodes 64 --max-depth 5 --json
     """
-    from specheads.commands import arguments
-    from specheads.commands import calibrate as command
+    from specheads.cli.commands import arguments
+    from specheads.cli.commands import calibrate as command
 
     if save and not Path(model).is_dir():
         raise ValueError(f"--save: {model} is not a directory here, so its default tree cannot be written")

@@ -90,7 +90,7 @@ def sweep(
       specheads sweep --base large --drafter cascade:model:small+maxgram --k-matrix [[5,8],[0,8]] --record large.json
       specheads sweep --head out/head --task gsm8k --data test.jsonl --chat --accept fuzzy:js,tv:0.1,0.3 --workers 2
     """
-    from specheads.sweep.grid import numbers, read_sweep
+    from specheads.bench.sweep.grid import numbers, read_sweep
 
     given = {
         "drafters": head, "accept": accept, "thresholds": numbers(thresholds, "thresholds", float),
@@ -104,7 +104,7 @@ def sweep(
     asked = read_sweep(None if recipe is None else find_recipe(recipe, "sweep"), given)
     if record is not None and workers > 1:
         raise ValueError("--record reviews in this process; leave --workers at 1")
-    from specheads.commands import sweep as command
+    from specheads.cli.commands import sweep as command
 
     words = shlex.join(["specheads", *sys.argv[1:]])
     found = command.sweep(

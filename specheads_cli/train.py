@@ -34,8 +34,8 @@ def demo(
       specheads demo --minutes 5 --num-prompts 12
       specheads demo --json > figures.json
     """
-    from specheads.console import make_console
-    from specheads.demo import story
+    from specheads.cli.demo import story
+    from specheads.terminal import make_console
 
     options = story.DemoOptions(
         minutes=minutes, num_prompts=num_prompts, max_new_tokens=max_new_tokens, seed=seed, checkpoints=checkpoints,
@@ -78,15 +78,15 @@ def train(
     for override in overrides or []:
         if "=" not in override:
             raise ValueError(f"{override!r} is not KEY=VALUE, such as training.max_steps=100")
-    from specheads.faults import TrainingError, TrainingStopped
-    from specheads.launch import LaunchConfig, LaunchError, wait_for_all
-    from specheads.parity import ParityError
-    from specheads.recipe import read_recipe
-    from specheads.training import prepare
+    from specheads.training.distributed.launch import LaunchConfig, LaunchError, wait_for_all
+    from specheads.training.errors import TrainingError, TrainingStopped
+    from specheads.training.parity import ParityError
+    from specheads.training.recipe import read_recipe
+    from specheads.training.run import prepare
 
     wanted = read_recipe(file, overrides or [])
     if dry_run:
-        from specheads.estimate import estimate
+        from specheads.training.estimate import estimate
 
         asked = LaunchConfig(processes, distributed)
         found = estimate(wanted, processes, asked.distributed or "no", device)

@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specheads.self_distill import server
+from specheads.training.self_distill import server
 from tests.openai_server import chat
 from tests.small_chat import save_base, write
 from train import self_distill

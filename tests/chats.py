@@ -7,7 +7,7 @@ import re
 import tokenizers
 import transformers
 
-from specheads.data import IGNORED, DataConfig
+from specheads.data.datasets import IGNORED, DataConfig
 
 MARKED = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{% generation %}{{ m['content'] }}<|end|>"

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specheads.accept import Exact, walk
-from specheads.decode import decode
-from specheads.draft_law import LawKept
-from specheads.planner import Scored
-from specheads.sampling import Sampler
-from specheads.target import TargetOutput
+from specheads.decoding.acceptance import Exact, walk
+from specheads.decoding.draft_logits import LawKept
+from specheads.decoding.loop import decode
+from specheads.decoding.planner import Scored
+from specheads.decoding.sampler import Sampler
+from specheads.decoding.target.causal import TargetOutput
 
 
 class Enumerating(Sampler):

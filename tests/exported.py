@@ -10,7 +10,7 @@ from heads_on_disk import trained
 from safetensors.torch import load_file
 
 from specheads import SpecModel
-from specheads.formats import FORMATS
+from specheads.models.formats import FORMATS
 
 SIZES = {
     "num_attention_heads": foreign.HEADS, "num_key_value_heads": foreign.KV_HEADS, "head_dim": foreign.HEAD_DIM,

@@ -8,8 +8,8 @@ from unittest import mock
 from conftest import tiny_llama
 from trainers import rows, trainer_of
 
-from specheads.convert import convert
 from specheads.heads import parallel
+from specheads.models.convert import convert
 
 # Nothing is drawn at random, so that a run of two processes is that of one.
 LORA = {"r": 2, "lora_dropout": 0.0, "target_modules": ["q_proj", "down_proj"]}

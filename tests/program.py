@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import specheads_cli as cli
-from specheads.convert import convert
+from specheads.models.convert import convert
 from tests.conftest import tiny_llama
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -4,9 +4,9 @@ import json
 
 import torch
 
-from specheads.features.dump import save_features
-from specheads.features.plan import SaveOptions
-from specheads.recipe import Recipe
+from specheads.training.features.dump import save_features
+from specheads.training.features.plan import SaveOptions
+from specheads.training.recipe import Recipe
 from tests.program import ship
 
 HEADS = {

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny_llama
 
-from specheads.convert import convert
+from specheads.models.convert import convert
 
 KINDS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
 DEFAULTS = {

@@ -7,13 +7,13 @@ import pytest
 import torch
 from enumeration import Table, TableDrafter, TableTarget, distance, law_of, output_law, true_law
 
-from specheads.accept import Exact, Lenient, LevelRule, residual, walk
-from specheads.accept.exact import chances_in_order
-from specheads.accept.rule import Laws
-from specheads.decode import decode
-from specheads.planner import DynamicTree, SampledTree, StaticTree, chain
-from specheads.sampling import Sampler
-from specheads.tree import DraftTree
+from specheads.decoding.acceptance import Exact, Lenient, LevelRule, residual, walk
+from specheads.decoding.acceptance.exact import chances_in_order
+from specheads.decoding.acceptance.rule import Laws
+from specheads.decoding.loop import decode
+from specheads.decoding.planner import DynamicTree, SampledTree, StaticTree, chain
+from specheads.decoding.sampler import Sampler
+from specheads.decoding.tree import DraftTree
 
 DRAFTS = {
     "unlike": lambda v: (Table(v, 1), Table(v, 2)),
@@ -170,7 +170,7 @@ def test_enumeration_notices_a_broken_rule(broken, plan):
 
 
 def test_enumeration_notices_a_residual_that_returns_p(monkeypatch):
-    monkeypatch.setattr("specheads.accept.exact.residual", lambda p, q: p)
+    monkeypatch.setattr("specheads.decoding.acceptance.exact.residual", lambda p, q: p)
     target, draft = Table(3, 1), Table(3, 2)
     law = output_law(target, draft, SampledTree((1,)), [(0, 1)], 3)
     assert distance(law, true_law(target, [(0, 1)], 3)) > 1e-3

@@ -5,7 +5,7 @@ import torch
 from test_accept import Table, distance, output_law, true_law
 
 from specheads import AdaptiveChain, DraftTree, Sampler
-from specheads.planner import Scored
+from specheads.decoding.planner import Scored
 
 
 def laws(*rows):

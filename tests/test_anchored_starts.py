@@ -7,7 +7,7 @@ import pytest
 import torch
 from slow_heads import rows, spec_model
 
-from specheads.data import Collator
+from specheads.data.datasets import Collator
 from specheads.heads.anchored_starts import AnchoredStarts
 
 HEADS = [

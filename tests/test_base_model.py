@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from specheads import convert, corpus
-from specheads.base_training import parts, run
-from specheads.base_training.options import Options
+from specheads import convert
+from specheads.data import corpus
+from specheads.training.base_model import parts, run
+from specheads.training.base_model.options import Options
 from tests.forked import fork
 from train import base_model
 

@@ -20,11 +20,11 @@ from enumeration import (
 )
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from specheads.accept import Acceptance, Block, Exact, Traversal, Verdict, walk
-from specheads.accept.marks import path_to
-from specheads.planner import DynamicTree, SampledTree, StaticTree, chain
-from specheads.sampling import Sampler
-from specheads.tree import DraftTree
+from specheads.decoding.acceptance import Acceptance, Block, Exact, Traversal, Verdict, walk
+from specheads.decoding.acceptance.marks import path_to
+from specheads.decoding.planner import DynamicTree, SampledTree, StaticTree, chain
+from specheads.decoding.sampler import Sampler
+from specheads.decoding.tree import DraftTree
 
 DRAFTS = {
     "unlike": lambda v: (Table(v, 1), Table(v, 2)),
@@ -214,7 +214,7 @@ def test_enumeration_notices_a_broken_rule(broken, case):
 @pytest.mark.parametrize("name", ["block.stop_chance", "traversal.stop_norm"])
 def test_enumeration_notices_a_stop_that_forgets_what_was_reached(monkeypatch, name):
     made = (lambda left, reached: reached) if name.startswith("block") else (lambda left, reached: left + 0.5)
-    monkeypatch.setattr(f"specheads.accept.{name}", made)
+    monkeypatch.setattr(f"specheads.decoding.acceptance.{name}", made)
     rule, case = (
         (Block(), CHAINS["2 of 3"]) if name.startswith("block") else (Traversal(), TREES["2 children, one below each"])
     )
@@ -224,9 +224,11 @@ def test_enumeration_notices_a_stop_that_forgets_what_was_reached(monkeypatch, n
 @pytest.mark.parametrize("name", ["block", "traversal"])
 def test_enumeration_notices_a_residual_that_returns_p(monkeypatch, name):
     if name == "block":
-        monkeypatch.setattr("specheads.accept.block.residual", lambda p, q: p)
+        monkeypatch.setattr("specheads.decoding.acceptance.block.residual", lambda p, q: p)
     else:
-        monkeypatch.setattr("specheads.accept.traversal.surplus", lambda p, q: (p, p.sum(-1, keepdim=True)))
+        monkeypatch.setattr(
+            "specheads.decoding.acceptance.traversal.surplus", lambda p, q: (p, p.sum(-1, keepdim=True))
+        )
     rule, case = (Block(), CHAINS["2 of 3"]) if name == "block" else (Traversal(), TREES["2 children, one below each"])
     assert error(rule, case, DRAFTS["unlike"](3)) > 1e-3
 

@@ -5,9 +5,10 @@ import torch
 from conftest import tiny_llama
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
 
-from specheads import Target, UnsupportedModel, cache
-from specheads.cache import Reach, TreeCache, visible
-from specheads.tree import DraftTree
+from specheads import Target, UnsupportedModel
+from specheads.decoding.target import cache
+from specheads.decoding.target.cache import Reach, TreeCache, visible
+from specheads.decoding.tree import DraftTree
 
 VOCAB = 97
 SIZES = {

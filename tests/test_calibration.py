@@ -7,7 +7,7 @@ import torch
 from conftest import tiny_llama
 
 from specheads import SpecModel, StaticTree, chain, convert
-from specheads.calibration import calibrated, expected_length, measured_ranks
+from specheads.models.calibration import calibrated, expected_length, measured_ranks
 
 
 def prefix_closed_trees(width, depth, size):

@@ -7,8 +7,8 @@ import yaml
 from heads_on_disk import trained
 
 from specheads import SpecModel
-from specheads.card import card
-from specheads.recipe import Recipe
+from specheads.models.card import card
+from specheads.training.recipe import Recipe
 
 RECIPE = {
     "base": "/home/me/models/small", "data": {"train": ["/home/me/private/chats.jsonl", "org/rows"], "max_length": 512},

@@ -29,7 +29,7 @@ from specheads import (
     decode,
 )
 from specheads.bench.cost import published, walltime_improvement
-from specheads.drafters.quotas import k_matrix_of, most_written
+from specheads.decoding.drafters.quotas import k_matrix_of, most_written
 
 T5_BY_SIZE, T5_BY_WORK = [[5, 14, 10], [0, 1, 10], [0, 0, 10]], [[5, 8, 10], [0, 1, 10], [0, 0, 10]]
 LLAMA = [[13, 10], [0, 10]]

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specheads.chat.comparison import compared
-from specheads.chat.interrupt import Interruption
-from specheads.chat.session import Session
-from specheads.chat.settings import COMMANDS, Processor, Settings, change
-from specheads.commands.models import Models
+from specheads.cli.chat.comparison import compared
+from specheads.cli.chat.interrupt import Interruption
+from specheads.cli.chat.session import Session
+from specheads.cli.chat.settings import COMMANDS, Processor, Settings, change
+from specheads.models.sources import Models
 from tests.conftest import tiny_llama
 
 LENGTH = 24

@@ -4,14 +4,14 @@ import sys
 
 import pytest
 
-from specheads.accept.named import RULES
-from specheads.chat.completion import completions
-from specheads.chat.console import Console
-from specheads.chat.lines import Entry, read_entry, unescaped
-from specheads.chat.session import Session
-from specheads.chat.settings import COMMANDS, PROCESSORS, STORAGES, Settings, change
-from specheads.commands.models import Models
-from specheads.planner.named import KINDS, tree_named
+from specheads.cli.chat.completion import completions
+from specheads.cli.chat.console import Console
+from specheads.cli.chat.lines import Entry, read_entry, unescaped
+from specheads.cli.chat.session import Session
+from specheads.cli.chat.settings import COMMANDS, PROCESSORS, STORAGES, Settings, change
+from specheads.decoding.acceptance.named import RULES
+from specheads.decoding.planner.named import KINDS, tree_named
+from specheads.models.sources import Models
 from tests.program import run
 
 NAMES = ("lookup", "maxgram", "head")
@@ -89,7 +89,7 @@ def test_tab_completes_folders(tmp_path, monkeypatch):
 
 def test_readline_is_given_the_line_and_gives_the_words_in_turn(console, monkeypatch):
     readline = pytest.importorskip("readline")
-    from specheads.chat import lines
+    from specheads.cli.chat import lines
 
     monkeypatch.setattr(lines, "interactive", lambda: True)
     lines.asker(console._completions)
@@ -146,8 +146,8 @@ def test_no_error_of_a_command_costs_the_models_that_are_loaded(piped, monkeypat
     def fail(*args, **kwargs):
         raise RuntimeError("size mismatch\nfor lm_head")
 
-    monkeypatch.setattr("specheads.commands.models.load_head", fail)
-    monkeypatch.setattr("specheads.commands.models.holds_head", lambda name: "eagle3" in name)
+    monkeypatch.setattr("specheads.models.sources.load_head", fail)
+    monkeypatch.setattr("specheads.models.sources.holds_head", lambda name: "eagle3" in name)
     code, err = piped("/drafter other/eagle3\n/length 3\n")
     assert code == 0
     assert err.splitlines() == ["RuntimeError: size mismatch for lm_head (SPECHEADS_DEBUG=1 shows where)", "/length: 3"]

@@ -20,14 +20,14 @@ import rich.console
 import torch
 from transformers import AutoTokenizer
 
-from specheads.chat.interrupt import stoppable
-from specheads.chat.lines import Entry, read_entry
-from specheads.chat.session import Session
-from specheads.chat.settings import COMMANDS, Settings
-from specheads.chat.steps import Watched, refused
-from specheads.chat.view import StepStream
-from specheads.commands.models import Models
-from specheads.tree import DraftTree
+from specheads.cli.chat.interrupt import stoppable
+from specheads.cli.chat.lines import Entry, read_entry
+from specheads.cli.chat.session import Session
+from specheads.cli.chat.settings import COMMANDS, Settings
+from specheads.cli.chat.steps import Watched, refused
+from specheads.cli.chat.view import StepStream
+from specheads.decoding.tree import DraftTree
+from specheads.models.sources import Models
 from tests.conftest import tiny_llama
 from tests.program import CONTROL, run, ship
 

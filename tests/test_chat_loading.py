@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from specheads import language_model as loading
-from specheads.chat.session import Session
-from specheads.chat.settings import Processor, Settings, settings_like
-from specheads.commands.models import Models
+from specheads.cli.chat.session import Session
+from specheads.cli.chat.settings import Processor, Settings, settings_like
+from specheads.models import loading
+from specheads.models.sources import Models
 from tests.conftest import tiny_llama
 from tests.program import run, ship
 
@@ -76,7 +76,7 @@ def test_what_is_not_remembered_does_not_go_on_in_the_conversation(shipped):
 
 @pytest.mark.parametrize("kind", ["base", "eagle3"])
 def test_a_missing_library_is_one_line(kind, shipped, piped, monkeypatch):
-    monkeypatch.setattr("specheads.quantized.is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr("specheads.models.quantized.is_bitsandbytes_available", lambda: False)
     code, out, err = piped("x\n", shipped / kind, "--quantize", "4bit")
     assert (code, out) == (2, "")
     assert err == "specheads: --quantize 4bit needs bitsandbytes: pip install bitsandbytes\n"
@@ -95,7 +95,7 @@ def test_both_models_are_asked_for_in_as_many_bits(shipped, small, monkeypatch):
         asked.append((str(source), quantization_config, device_map))
         return real(source, **options)
 
-    monkeypatch.setattr("specheads.commands.models.quantization", lambda bits, dtype: (bits, dtype))
+    monkeypatch.setattr("specheads.models.sources.quantization", lambda bits, dtype: (bits, dtype))
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", load)
     Models.load(str(shipped / "base"), assistant=str(small), base=None, dtype="auto", device="cpu", quantize="8bit")
     how = ((8, torch.float32), {"": torch.device("cpu")})

@@ -1,4 +1,4 @@
-"""Claims about specheads/checkpoint.py: which base a head goes back to, and which it refuses or warns of."""
+"""Claims about specheads/models/checkpoint.py: which base a head goes back to, and which it refuses or warns of."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from conftest import tiny_llama, with_adapter
 from heads_on_disk import edit_config, same, trained
 from transformers import AutoModelForCausalLM
 
-from specheads import CheckpointError, SpecModel, checkpoint, convert, load_head
+from specheads import CheckpointError, SpecModel, convert, load_head
+from specheads.models import checkpoint
 
 pytestmark = pytest.mark.usefixtures("offline")
 

@@ -1,4 +1,4 @@
-"""Claims about specheads/checkpoint.py: a save that dies leaves the old checkpoint or none, and no litter."""
+"""Claims about specheads/models/checkpoint.py: a save that dies leaves the old checkpoint or none, and no litter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from conftest import tiny_llama
 from heads_on_disk import FILES, contents, in_new_process, same, trained
 from transformers import AutoModelForCausalLM
 
-from specheads import CheckpointError, SpecModel, checkpoint, load_head
+from specheads import CheckpointError, SpecModel, load_head
+from specheads.models import checkpoint
 
 pytestmark = pytest.mark.usefixtures("offline")
 

@@ -1,4 +1,4 @@
-"""Claims about specheads/checkpoint.py: a head comes back bit for bit, whole, and in the dtype asked for."""
+"""Claims about specheads/models/checkpoint.py: a head comes back bit for bit, whole, and in the dtype asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims about specheads/checkpoint.py: files that hold no usable head are refused with the reason."""
+"""Claims about specheads/models/checkpoint.py: files that hold no usable head are refused with the reason."""
 
 from __future__ import annotations
 

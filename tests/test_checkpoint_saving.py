@@ -1,4 +1,4 @@
-"""Claims about specheads/checkpoint.py: what a save writes, where, and what it refuses to write."""
+"""Claims about specheads/models/checkpoint.py: what a save writes, where, and what it refuses to write."""
 
 from __future__ import annotations
 

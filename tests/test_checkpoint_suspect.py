@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from specheads import CheckpointError, SpecModel, load_head
 from specheads.heads import HEADS
 from specheads.heads.limits import bounds_of
-from specheads.joint import JointConfig, attach
+from specheads.models.lora import JointConfig, attach
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -286,8 +286,8 @@ def test_a_revision_goes_with_the_base_that_is_named_beside_it(saved, monkeypatc
         asked.append((name, kwargs.get("revision")))
         return tiny_llama()
 
-    monkeypatch.setattr("specheads.checkpoint.load_language_model", from_pretrained)
-    monkeypatch.setattr("specheads.checkpoint.hub_options", lambda name, **given: {})
+    monkeypatch.setattr("specheads.models.checkpoint.load_language_model", from_pretrained)
+    monkeypatch.setattr("specheads.models.checkpoint.hub_options", lambda name, **given: {})
     edit_config(saved, base_revision="abc", base_model_name_or_path="org/one")
     SpecModel.from_pretrained(saved)
     edited(saved, base_model_name_or_path="org/two")

@@ -4,13 +4,13 @@ import pytest
 import torch
 from slow_heads import rows, spec_model
 
-from specheads import chunked
-from specheads.chunked import chunked_sum
-from specheads.data import Collator
+from specheads.data.datasets import Collator
 from specheads.heads import draws
 from specheads.heads.anchored_starts import AnchoredStarts
-from specheads.objective import Asked
-from specheads.teacher import LastHidden
+from specheads.losses import chunked
+from specheads.losses.chunked import chunked_sum
+from specheads.losses.objective import Asked
+from specheads.losses.teacher import LastHidden
 
 ROWS, HIDDEN, VOCAB = 11, 5, 7
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from specheads.convert import convert
+from specheads.models.convert import convert
 from tests.conftest import tiny_llama
 from tests.program import CONTROL, run
 

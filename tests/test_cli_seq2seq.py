@@ -10,7 +10,7 @@ import torch
 from test_draft_model import near
 from transformers import AutoModelForSeq2SeqLM
 
-from specheads.language_model import load_language_model
+from specheads.models.loading import load_language_model
 from tests import t5_on_disk
 from tests.program import CONTROL, run
 

@@ -6,7 +6,7 @@ import pytest
 from transformers.integrations import integration_utils
 
 from specheads.bench import decoders as racers
-from specheads.demo import story
+from specheads.cli.demo import story
 from tests.program import CONTROL, run
 from train import heads
 

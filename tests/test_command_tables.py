@@ -3,10 +3,10 @@
 import json
 import re
 
-from specheads import corpus
-from specheads.commands import info, sweep
-from specheads.parity import Parity
-from specheads.sweep import report
+from specheads.bench.sweep import report
+from specheads.cli.commands import info, sweep
+from specheads.data import corpus
+from specheads.training.parity import Parity
 from tests.program import run
 
 ROWS = corpus.checkpoints_dir().parent / "docs" / "benchmarks" / "sweep_rules" / "sweep.json"

@@ -24,12 +24,12 @@ from transformers import (
 
 import specheads
 from specheads import DraftTree, Exact, Fuzzy, Sampler, chain, compat, fuzzy_from
-from specheads.accept import Laws
-from specheads.accept.divergences import divergence
 from specheads.compat import fsd
 from specheads.compat.fsd import FSDAutoModelForCausalLM
-from specheads.draft_law import DraftLogits
-from specheads.patch import draft_arguments
+from specheads.compat.patch import draft_arguments
+from specheads.decoding.acceptance import Laws
+from specheads.decoding.acceptance.divergences import divergence
+from specheads.decoding.draft_logits import DraftLogits
 
 V, GAMMA = 120, 5
 TEMPERATURE, TOP_K = 0.6, 60  # more than the 50 of top_k_…, among which fewer would leave ties

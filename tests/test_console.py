@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from specheads import console as terminal
-from specheads.text import TextPieces
+from specheads import terminal
+from specheads.decoding.text import TextPieces
 
 
 class Pieces:

@@ -9,11 +9,12 @@ from seq2seq_models import tiny_t5
 from trainers import model_of, rows, trainer_of
 
 import specheads
-from specheads import CheckpointError, DraftModel, SpecModel, convert, saved_head
-from specheads.context_limits import base_length, logger, longest_text
-from specheads.corpus import checkpoints_dir
-from specheads.data import Collator
-from specheads.rows import pack
+from specheads import CheckpointError, DraftModel, SpecModel, convert
+from specheads.data.corpus import checkpoints_dir
+from specheads.data.datasets import Collator
+from specheads.data.rows import pack
+from specheads.decoding.context_limits import base_length, logger, longest_text
+from specheads.models import saved_head
 from tests.families import build
 
 HEADS = {"eagle3": True, "eagle": True, "parallel": True, "medusa": False, "hydra": True}  # those that attend

@@ -1,9 +1,9 @@
-"""Claims about specheads/conversation.py: where a chat asks the assistant, and what stands in front of each answer."""
+"""Claims about specheads/data/conversation.py: where a chat asks the assistant, and what precedes each answer."""
 
 import pytest
 from chats import UNMARKED, build_tokenizer
 
-from specheads.conversation import Conversation
+from specheads.data.conversation import Conversation
 from tests.small_chat import messages
 
 CALL = {"role": "assistant", "content": "", "reasoning_content": "I must look", "tool_calls": [

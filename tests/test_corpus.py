@@ -1,6 +1,6 @@
 """The standard library as a corpus: what is held out never trains anything."""
 
-from specheads import corpus
+from specheads.data import corpus
 
 
 def test_no_held_out_file_nor_a_copy_of_one_is_in_the_training_texts():

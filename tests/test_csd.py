@@ -10,7 +10,7 @@ from seq2seq_models import tiny_t5
 from test_draft_model import near
 
 from specheads import MaxGram, compat
-from specheads.sweep.tasks import load_task
+from specheads.bench.sweep.tasks import load_task
 
 IDS = torch.tensor([[27, 42, 22, 85, 13, 36]])
 NEW = 20

@@ -9,10 +9,10 @@ import yaml
 from transformers import AutoTokenizer
 
 from specheads import Cascade, DraftModel, MaxGram, generate
-from specheads.bigram import load_bigrams, save_bigrams
-from specheads.language_model import load_language_model
-from specheads.sweep.grid import read_sweep
-from specheads.sweep.tasks import load_task
+from specheads.bench.sweep.grid import read_sweep
+from specheads.bench.sweep.tasks import load_task
+from specheads.decoding.drafters.bigram import load_bigrams, save_bigrams
+from specheads.models.loading import load_language_model
 from tests import t5_on_disk, trained_t5
 from tests.program import run
 

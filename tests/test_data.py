@@ -1,4 +1,4 @@
-"""Claims about specheads/data.py: what a source gives, what is held out or dropped, and what is refused."""
+"""Claims about specheads/data/datasets.py: what a source gives, what is held out or dropped, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from chats import CHAT, build_tokenizer, config, supervised
 
-from specheads.data import IGNORED, DataConfig, build_datasets, load_dataset_rows, token_counts
+from specheads.data.datasets import IGNORED, DataConfig, build_datasets, load_dataset_rows, token_counts
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
 
@@ -142,7 +142,7 @@ def test_sharegpt_and_alpaca_files_train_as_the_same_chats_do(tokenizer, tmp_pat
 
 
 def test_rows_with_nothing_to_learn_are_dropped_and_counted(tokenizer, caplog):
-    with caplog.at_level(logging.WARNING, logger="specheads.data"):
+    with caplog.at_level(logging.WARNING, logger="specheads.data.datasets"):
         train, _ = build_datasets(config(train=[{"messages": CHAT}, {"messages": CHAT[:2]}]), tokenizer)
     assert len(train) == 1
     assert "train: dropped 1 of 2 rows" in caplog.text

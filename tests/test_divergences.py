@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from specheads import DraftTree, Fuzzy, Sampler
-from specheads.accept import Laws
-from specheads.accept.divergences import FORMS, NAMES, divergence
-from specheads.draft_law import DraftLogits
+from specheads.decoding.acceptance import Laws
+from specheads.decoding.acceptance.divergences import FORMS, NAMES, divergence
+from specheads.decoding.draft_logits import DraftLogits
 
 
 def kl(a, b):

@@ -13,10 +13,10 @@ from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 
 import specheads
 from specheads import DraftModel, DraftTree, DynamicTree, Exact, Fuzzy, SampledTree, Sampler, StaticTree, chain, convert
-from specheads.accept import walk
-from specheads.accept.divergences import divergence
-from specheads.draft_law import DraftLogits, LawKept
-from specheads.outputs import step_record
+from specheads.decoding.acceptance import walk
+from specheads.decoding.acceptance.divergences import divergence
+from specheads.decoding.draft_logits import DraftLogits, LawKept
+from specheads.decoding.outputs import step_record
 
 PLANS = {
     "chain": chain(4), "static": StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0))), "dynamic": DynamicTree(6, 3, 2),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specheads.commands import machine
+from specheads.cli.commands import machine
 from specheads_cli import requirements
 from tests.program import run
 

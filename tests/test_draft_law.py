@@ -4,9 +4,9 @@ import pytest
 import torch
 from test_planner import PLANS, TableDraft, paths_of
 
-from specheads.draft_law import LawKept
-from specheads.planner import SampledTree, Scored
-from specheads.sampling import Sampler
+from specheads.decoding.draft_logits import LawKept
+from specheads.decoding.planner import SampledTree, Scored
+from specheads.decoding.sampler import Sampler
 
 IDS = [3, 4, 8, 20, 31, 32, 33, 34, 35]
 

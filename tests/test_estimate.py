@@ -6,9 +6,9 @@ import pytest
 from test_launch import ROOT, material, overrides  # noqa: F401
 from test_recipe import SHIPPED
 
-from specheads.estimate import GIB, PEAKS, estimate
-from specheads.recipe import read_recipe
-from specheads.training import build_model
+from specheads.training.estimate import GIB, PEAKS, estimate
+from specheads.training.recipe import read_recipe
+from specheads.training.run import build_model
 from tests.program import run
 from train import heads
 

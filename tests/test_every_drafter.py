@@ -11,7 +11,7 @@ from test_exactness import padded_left
 from test_ngram import tiny
 
 from specheads import DraftModel, MaxGram, NGram, NGramStorage, OneLevelNGramStorage, PromptLookup, chain, convert
-from specheads.generation import generate
+from specheads.decoding.generate import generate
 
 V, PAD, NEW, NEVER = 97, 0, 64, 97
 BASES = ("Llama", "Qwen3", "GPT-2")

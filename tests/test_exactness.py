@@ -120,7 +120,7 @@ def test_generate_has_the_bases_processed_law(monkeypatch):
             sampler.processors = processors
             return sampler
 
-        monkeypatch.setattr("specheads.generation.Sampler", make)
+        monkeypatch.setattr("specheads.decoding.generate.Sampler", make)
         options = {"do_sample": True, "temperature": 0.7, "top_k": 2, "top_p": 1.0, "max_new_tokens": 3}
         out = model.generate(torch.tensor([[1, 0, 3]]), **options, tree=SampledTree((1, 1)))
         return tuple(out[0, 3:].tolist())

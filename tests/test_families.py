@@ -13,9 +13,9 @@ from families import FAMILIES, LATENT, LENGTH_DEPENDENT, VOCAB, build
 from transformers import AutoModelForSeq2SeqLM
 
 from specheads import DynamicTree, StaticTree, Target, UnsupportedModel, convert
+from specheads.decoding.planner import Scored
+from specheads.decoding.target.causal import logits_of
 from specheads.heads.block import decoder_layers, final_norm
-from specheads.planner import Scored
-from specheads.target import logits_of
 
 LENGTHS, NEW = (5, 17, 11), 32
 

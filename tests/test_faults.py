@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 from saved_features import dump, material, recipe
 from transformers import TrainerCallback
 
-from specheads import checkpoint, faults
-from specheads.faults import TrainingError, TrainingStopped, finished, last_finished
-from specheads.training import prepare, resume_point
+from specheads.models import checkpoint
+from specheads.training import errors as faults
+from specheads.training.errors import TrainingError, TrainingStopped, finished, last_finished
+from specheads.training.run import prepare, resume_point
 from tests.forked import fork
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")

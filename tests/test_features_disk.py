@@ -15,11 +15,11 @@ from saved_features import TAPS, dump, material
 from test_launch import run as launched
 from transformers import AutoConfig
 
-from specheads.features import dump as of_dump
-from specheads.features import kept_base, plan, shards
-from specheads.features.dataset import FeatureDataset
-from specheads.features.index import checked
-from specheads.features.shards import FLOAT8, FeatureError, restored, stored
+from specheads.training.features import dump as of_dump
+from specheads.training.features import kept_base, plan, shards
+from specheads.training.features.dataset import FeatureDataset
+from specheads.training.features.index import checked
+from specheads.training.features.shards import FLOAT8, FeatureError, restored, stored
 from tests.forked import fork
 from tests.program import run
 

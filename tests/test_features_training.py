@@ -8,16 +8,16 @@ from families import FAMILIES, build
 from safetensors.torch import load_file
 from saved_features import HEADS, TAPS, dump, material, recipe
 
-from specheads.convert import build_head
-from specheads.features import kept_base
-from specheads.features.dataset import FeatureDataset
-from specheads.features.forward import Forward
-from specheads.features.shards import FeatureError
+from specheads.decoding.target.causal import decoder_of, logits_of, text_config
 from specheads.heads.naming import head_config
-from specheads.spec_model import SpecModel
-from specheads.target import decoder_of, logits_of, text_config
-from specheads.teacher import tapped
-from specheads.training import prepare
+from specheads.losses.teacher import tapped
+from specheads.models.convert import build_head
+from specheads.models.spec_model import SpecModel
+from specheads.training.features import kept_base
+from specheads.training.features.dataset import FeatureDataset
+from specheads.training.features.forward import Forward
+from specheads.training.features.shards import FeatureError
+from specheads.training.run import prepare
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
 

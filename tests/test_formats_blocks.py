@@ -15,7 +15,7 @@ from foreign_rope import SCALED
 from test_formats_export import assert_comes_back
 
 from specheads import CheckpointError, SpecModel, chain
-from specheads.formats.exporting import engines_for
+from specheads.models.formats.exporting import engines_for
 from tests.conftest import tiny_llama
 
 DSPARK = {

@@ -16,9 +16,9 @@ from heads_on_disk import trained
 from safetensors.torch import load_file, save_file
 
 from specheads import CheckpointError
-from specheads.formats import ENGINES, checks
-from specheads.formats.checks import by_gguf, held
 from specheads.heads.rope import frequencies
+from specheads.models.formats import ENGINES, checks
+from specheads.models.formats.checks import by_gguf, held
 
 LLAMA3 = SCALED["llama3"]
 

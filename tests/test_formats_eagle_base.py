@@ -12,7 +12,7 @@ from safetensors import safe_open
 from snippets import blocks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specheads import corpus
+from specheads.data import corpus
 from tests.conftest import tiny_llama
 
 

@@ -14,8 +14,9 @@ from drafted import assert_drafts, embeddings
 from exported import CUSTOM, EAGLE3, FORMS, USUAL, imported, made, same, tensors_in
 from transformers import AutoTokenizer
 
-from specheads import SpecModel, corpus
-from specheads.formats.exporting import engines_for
+from specheads import SpecModel
+from specheads.data import corpus
+from specheads.models.formats.exporting import engines_for
 
 NORMED = ("vllm", "speculators", "sglang", "trtllm")
 CASES = [

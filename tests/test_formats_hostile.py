@@ -175,7 +175,7 @@ def test_a_file_that_the_hub_does_not_hand_out_is_named(cause, base, monkeypatch
     def fails(*args, **kwargs):
         raise OSError("no access") from cause.__new__(cause)  # whose makers differ between versions of the hub's client
 
-    monkeypatch.setattr("specheads.formats.files.cached_file", fails)
+    monkeypatch.setattr("specheads.models.formats.files.cached_file", fails)
     monkeypatch.setattr(hub, "_ask", lambda *name: (hub.THERE, ""))
     with pytest.raises(CheckpointError, match=r"of org/head could not be fetched: no access"):
         load("org/head", base)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from drafted import assert_drafts, embeddings
 
-from specheads import CheckpointError, SpecModel, load_head, saved_head
-from specheads.features.plan import SaveOptions, tapped_layers
-from specheads.recipe import Recipe
+from specheads import CheckpointError, SpecModel, load_head
+from specheads.models import saved_head
+from specheads.training.features.plan import SaveOptions, tapped_layers
+from specheads.training.recipe import Recipe
 from tests.conftest import tiny_llama
 
 EAGLE3 = {

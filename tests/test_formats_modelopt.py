@@ -14,7 +14,8 @@ from exported import imported, made, same, tensors_in
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from specheads import CheckpointError, SpecModel, corpus
+from specheads import CheckpointError, SpecModel
+from specheads.data import corpus
 
 USUAL = (2, 4, 5)
 

@@ -15,8 +15,8 @@ from test_formats_blocks import DFLASH, DSPARK, JETSPEC
 from transformers import AutoModelForCausalLM
 
 from specheads import SpecModel
-from specheads.formats import FORMATS
-from specheads.formats.exporting import engines_for
+from specheads.models.formats import FORMATS
+from specheads.models.formats.exporting import engines_for
 from tests.conftest import tiny_llama
 
 WRITTEN = [
@@ -138,7 +138,7 @@ def test_every_figure_of_a_readme_says_greedy_or_sampled_and_how_it_was_measured
 
 
 def test_the_shipped_heads_say_what_decoding_gave(tmp_path):
-    from specheads import corpus
+    from specheads.data import corpus
 
     for kind in ("eagle", "eagle3", "medusa"):
         model = SpecModel.from_pretrained(corpus.checkpoints_dir() / kind)

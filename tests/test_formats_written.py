@@ -11,8 +11,8 @@ import torch
 from exported import CUSTOM, EAGLE3, config_of, imported, made, tensors_in
 
 from specheads import CheckpointError, SpecModel, convert
-from specheads.formats import ENGINES
-from specheads.formats.exporting import engines_for
+from specheads.models.formats import ENGINES
+from specheads.models.formats.exporting import engines_for
 from tests.conftest import tiny_llama
 
 

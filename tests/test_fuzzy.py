@@ -21,9 +21,9 @@ from replay import BATCHES, Replay
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor, TemperatureLogitsWarper
 
 from specheads import DraftTree, DynamicTree, Exact, Fuzzy, SampledTree, Sampler, StaticTree, chain, convert
-from specheads.accept import Laws, walk
-from specheads.accept.divergences import NAMES, divergence
-from specheads.draft_law import DraftLogits, LawKept
+from specheads.decoding.acceptance import Laws, walk
+from specheads.decoding.acceptance.divergences import NAMES, divergence
+from specheads.decoding.draft_logits import DraftLogits, LawKept
 
 STATIC = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 PLANS = {"chain": chain(2), "static": STATIC, "dynamic": DynamicTree(4, 2, 2), "sampled": SampledTree((2, 1))}

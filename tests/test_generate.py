@@ -21,7 +21,7 @@ from specheads import (
     chain,
     convert,
 )
-from specheads.planner import as_plan, default_static
+from specheads.decoding.planner import as_plan, default_static
 
 # --- Randomness ---
 

@@ -20,9 +20,9 @@ from specheads import (
     comb,
     convert,
 )  # fmt: skip
-from specheads.draft_law import LawKept
-from specheads.drafters.assistant import ScheduledChain
-from specheads.planner import Idle, limited, tree_named
+from specheads.decoding.draft_logits import LawKept
+from specheads.decoding.drafters.assistant import ScheduledChain
+from specheads.decoding.planner import Idle, limited, tree_named
 from tests.families import build
 
 OPTIONS = {"do_sample": False, "max_length": 41}

@@ -21,7 +21,7 @@ from specheads import (
     Typical,
     convert,
 )
-from specheads.outputs import step_record
+from specheads.decoding.outputs import step_record
 
 
 @pytest.mark.parametrize("batch", BATCHES)

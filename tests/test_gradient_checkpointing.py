@@ -6,8 +6,8 @@ from conftest import tiny_llama
 from slow_heads import KINDS, rows, spec_model
 from trainers import model_of, same, trainer_of, weights
 
-from specheads.convert import convert
-from specheads.data import Collator
+from specheads.data.datasets import Collator
+from specheads.models.convert import convert
 
 HEADS = [
     *((kind, {}) for kind in KINDS),

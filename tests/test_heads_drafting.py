@@ -6,8 +6,8 @@ from foreign_rope import SCALED
 from replay import PROMPTS, padded
 from slow_heads import KINDS, spec_model, taps
 
-from specheads.planner import AdaptiveChain, DynamicTree, SampledTree, StaticTree, comb
-from specheads.tree import DraftTree
+from specheads.decoding.planner import AdaptiveChain, DynamicTree, SampledTree, StaticTree, comb
+from specheads.decoding.tree import DraftTree
 
 
 class Forced:

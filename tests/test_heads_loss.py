@@ -5,8 +5,8 @@ import torch
 from families import FAMILIES, build
 from slow_heads import KINDS, SLOW, rows, spec_model
 
-from specheads.data import Collator, pack
-from specheads.metrics import accepted_length
+from specheads.data.datasets import Collator, pack
+from specheads.losses.metrics import accepted_length
 
 # What their losses are compared on.
 HEADS = [

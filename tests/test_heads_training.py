@@ -5,9 +5,9 @@ import torch
 from conftest import tiny_llama
 from slow_heads import DEFAULTS, KINDS, rows, spec_model
 
-from specheads.convert import convert
-from specheads.data import Collator
-from specheads.metrics import accepted_length
+from specheads.data.datasets import Collator
+from specheads.losses.metrics import accepted_length
+from specheads.models.convert import convert
 
 
 @pytest.mark.parametrize("kind", KINDS)

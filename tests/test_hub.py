@@ -18,8 +18,9 @@ import pytest
 import torch
 from program import run, ship
 
-from specheads import DataConfig, build_datasets, convert, data, hub, load_head
-from specheads.commands.models import Models
+from specheads import DataConfig, build_datasets, convert, hub, load_head
+from specheads.data import datasets as data
+from specheads.models.sources import Models
 from tests.conftest import tiny_llama
 
 FIRST, SECOND = "1" * 40, "2" * 40

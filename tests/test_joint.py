@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from slow_heads import DEFAULTS, SLOW, rows
 from test_launch import ROOT, material, overrides  # noqa: F401
 
-from specheads.convert import convert
-from specheads.data import Collator
-from specheads.joint import JointConfig, adapters
-from specheads.recipe import RecipeError, read_recipe
-from specheads.saved_head import CheckpointError
-from specheads.spec_model import SpecModel
-from specheads.trainer import SpecTrainer, SpecTrainingArguments
+from specheads.data.datasets import Collator
+from specheads.models.convert import convert
+from specheads.models.lora import JointConfig, adapters
+from specheads.models.saved_head import CheckpointError
+from specheads.models.spec_model import SpecModel
+from specheads.training.recipe import RecipeError, read_recipe
+from specheads.training.trainer import SpecTrainer, SpecTrainingArguments
 from train import heads
 
 LORA = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.0}

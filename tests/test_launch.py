@@ -14,11 +14,11 @@ from conftest import tiny_llama
 from safetensors.torch import load_file
 from transformers.integrations import deepspeed
 
-from specheads import launch
-from specheads.launch import LaunchConfig, LaunchError
-from specheads.recipe import read_recipe
-from specheads.spec_model import SpecModel
-from specheads.training import prepare, unsharded
+from specheads.models.spec_model import SpecModel
+from specheads.training.distributed import launch
+from specheads.training.distributed.launch import LaunchConfig, LaunchError
+from specheads.training.recipe import read_recipe
+from specheads.training.run import prepare, unsharded
 
 ROOT = Path(__file__).parent.parent
 ACCELERATE = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))

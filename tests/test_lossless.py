@@ -32,8 +32,8 @@ from specheads import (
     Traversal,
     chain,
 )
-from specheads.accept import walk
-from specheads.accept.exact import path_of_tokens
+from specheads.decoding.acceptance import walk
+from specheads.decoding.acceptance.exact import path_of_tokens
 
 V, LENGTH = 3, 3
 ALONE = [(0, 1, 0)]
@@ -88,7 +88,7 @@ def small():
 @pytest.fixture
 def drafter_of(small, monkeypatch):
     """By name, a drafter; those that ask a model ask the table in its place."""
-    monkeypatch.setattr("specheads.drafters.model.Reader", TableReader)
+    monkeypatch.setattr("specheads.decoding.drafters.model.Reader", TableReader)
 
     def make(name, table):
         small.table = table
@@ -203,7 +203,7 @@ def test_a_wrong_residual_a_wrong_q_and_a_stop_that_anticipates_are_noticed(draf
     make, judge = partial(drafter_of, drafter), RULES[rule]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("exact", "block"):
-            patch.setattr(f"specheads.accept.{name}.residual", lambda p, q: p)
+            patch.setattr(f"specheads.decoding.acceptance.{name}.residual", lambda p, q: p)
         assert error(make, judge, SAMPLED["sampled chain"], ALONE) > 1e-3
     assert error(make, judge, Flat((1, 1)), ALONE) > 1e-3
     plan = SAMPLED["adaptive, sampled"]
@@ -220,7 +220,7 @@ def test_a_point_mass_that_is_drawn_for_twice_is_noticed(drafter_of, monkeypatch
         last = verdict.path.gather(1, verdict.last.unsqueeze(1)).squeeze(1)
         return replace(verdict, bonus=laws.sampler.draw(laws.p_at(last)))
 
-    monkeypatch.setattr("specheads.accept.exact.path_of_tokens", twice)
+    monkeypatch.setattr("specheads.decoding.acceptance.exact.path_of_tokens", twice)
     monkeypatch.setattr(Exact, "rest", lambda self, laws, node: laws.p_at(node))
     assert error(partial(drafter_of, drafter), RULES[rule], SHAPES["chain"], ALONE, steps=1) > 1e-3
 

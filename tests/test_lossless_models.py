@@ -14,7 +14,7 @@ from test_exactness import BaseLaw, padded_left, small_base
 
 import specheads
 from specheads import Block, DraftModel, Exact, NGram, NGramStorage, SampledTree, Target, Traversal, chain, convert
-from specheads.decode import decode
+from specheads.decoding.loop import decode
 
 PROMPTS = [(1,), (1, 0, 1, 0), (0, 1, 1)]
 DFLASH = {"sample_from_anchor": False, "causal": False, "markov_rank": 0, "block_size": 3}
@@ -157,7 +157,7 @@ def test_the_sample_shows_what_is_broken(base, broken, monkeypatch):
         walk = module.walk
         monkeypatch.setattr(module, "walk", lambda *args, **kwargs: shifted(walk(*args, **kwargs)))
     else:
-        monkeypatch.setattr("specheads.accept.exact.residual", lambda p, q: p)
+        monkeypatch.setattr("specheads.decoding.acceptance.exact.residual", lambda p, q: p)
     assert min(tails(base, drafter, plan, rule)) < FALSE_ALARM / (4 * len(CASES))
 
 

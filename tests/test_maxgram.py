@@ -11,10 +11,10 @@ from test_ngram import context
 from test_suffix import ends_of, random_row
 
 from specheads import MaxGram
-from specheads.bigram import count_bigrams, load_bigrams, save_bigrams
-from specheads.corpus import checkpoints_dir
-from specheads.drafters.suffix import SuffixAutomaton
-from specheads.generation import generate
+from specheads.data.corpus import checkpoints_dir
+from specheads.decoding.drafters.bigram import count_bigrams, load_bigrams, save_bigrams
+from specheads.decoding.drafters.suffix import SuffixAutomaton
+from specheads.decoding.generate import generate
 from train import bigram as command
 
 

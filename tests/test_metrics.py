@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from specheads.metrics import AcceptanceMeter, TrainingMeter, accepted_length, depths_reached
-from specheads.planner import StaticTree, chain
+from specheads.decoding.planner import StaticTree, chain
+from specheads.losses.metrics import AcceptanceMeter, TrainingMeter, accepted_length, depths_reached
 
 
 def random_ranks(positions=200, depths=4, seed=0):

@@ -6,7 +6,7 @@ tests/support/mutate_checkpoints.py makes one of them again, by the seed and the
 import pytest
 from support.mutate_checkpoints import MAKERS, run
 
-from specheads.formats import FORMATS
+from specheads.models.formats import FORMATS
 
 
 def broken(count, seed):

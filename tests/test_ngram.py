@@ -13,10 +13,10 @@ from test_suffix import random_row
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from specheads import Exact, MaxGram, NGram, NGramStorage, OneLevelNGramStorage, PromptLookup, Target, chain, decode
-from specheads.accept import Verdict
-from specheads.drafters.base import Context
-from specheads.drafters.paths import tree_of
-from specheads.generation import generate
+from specheads.decoding.acceptance import Verdict
+from specheads.decoding.drafters.base import Context
+from specheads.decoding.drafters.paths import tree_of
+from specheads.decoding.generate import generate
 
 V, PAD = 97, 0
 

@@ -8,14 +8,14 @@ from conftest import tiny_llama
 from families import FAMILIES, build
 from slow_heads import DEFAULTS, KINDS, rows, spec_model
 
-from specheads import chunked, objective
 from specheads.bench.memory import LiveMemory
-from specheads.chunked import chunked_sum
-from specheads.convert import convert
-from specheads.data import Collator
-from specheads.losses import HARD, LAW_LOSSES, parse_loss, position_weights
-from specheads.target import concat_taps, kept_states
-from specheads.teacher import LastHidden, WholeLogits, tapped
+from specheads.data.datasets import Collator
+from specheads.decoding.target.causal import concat_taps, kept_states
+from specheads.losses import chunked, objective
+from specheads.losses.chunked import chunked_sum
+from specheads.losses.functions import HARD, LAW_LOSSES, parse_loss, position_weights
+from specheads.losses.teacher import LastHidden, WholeLogits, tapped
+from specheads.models.convert import convert
 
 ROWS, HIDDEN, VOCAB = 13, 6, 11
 

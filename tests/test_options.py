@@ -4,12 +4,12 @@ import pickle
 
 import pytest
 
-from specheads.features.plan import SaveOptions
-from specheads.launch import LaunchConfig
+from specheads.bench.sweep.grid import Sweep
 from specheads.options import OptionError, refuse_unknown
-from specheads.parity import ParityConfig
-from specheads.recipe import RecipeError, read_recipe
-from specheads.sweep.grid import Sweep
+from specheads.training.distributed.launch import LaunchConfig
+from specheads.training.features.plan import SaveOptions
+from specheads.training.parity import ParityConfig
+from specheads.training.recipe import RecipeError, read_recipe
 from tests.program import run
 from train import features
 

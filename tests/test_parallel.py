@@ -7,11 +7,11 @@ from replay import PROMPTS, padded
 from slow_heads import rows, slow_block, slow_parallel, slow_slot, spec_model, taps
 
 from specheads import AdaptiveChain, BestFirstTree, UnsupportedModel, chain, convert
-from specheads.data import Collator, pack
+from specheads.data.datasets import Collator, pack
+from specheads.decoding.planner import Scored
 from specheads.heads import draws, parallel
 from specheads.heads.anchors import AnchoredBlocks
 from specheads.heads.parallel import ParallelConfig
-from specheads.planner import Scored
 
 
 def batch_of(*lengths):

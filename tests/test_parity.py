@@ -8,12 +8,12 @@ from conftest import tiny_llama
 from slow_heads import DEFAULTS, KINDS
 from test_launch import ROOT, material, overrides  # noqa: F401
 
-from specheads import training
-from specheads.convert import convert
-from specheads.curves import series
-from specheads.parity import Parity, ParityConfig, ParityError, compare, prompts_of
-from specheads.planner import chain
-from specheads.recipe import RecipeError, read_recipe
+from specheads.decoding.planner import chain
+from specheads.models.convert import convert
+from specheads.training import run as training
+from specheads.training.parity import Parity, ParityConfig, ParityError, compare, prompts_of
+from specheads.training.recipe import RecipeError, read_recipe
+from specheads.training.report.curves import series
 from train import heads
 
 PROMPTS = [[5, 6, 7, 8], [50, 9], [33, 34, 35, 36, 37, 38, 39]]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specheads
 from specheads import AdaptiveChain, Exact, Fuzzy, PromptLookup, SampledTree, chain, convert
-from specheads.patch import draft_arguments
+from specheads.compat.patch import draft_arguments
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 IDS = BATCHES["one"]["input_ids"]
@@ -49,7 +49,7 @@ def test_an_assistant_gives_the_models_own_greedy_text(base, small, batch, sched
 def test_a_call_without_draft_arguments_is_the_models_own(base, monkeypatch):
     expected = base.generate(IDS, num_beams=3, max_new_tokens=5)
     specheads.patch(base)
-    monkeypatch.setattr("specheads.generation.generate", None)
+    monkeypatch.setattr("specheads.decoding.generate.generate", None)
     options = {"assistant_model": None, "fsd_div_threshold": None, "drafter": None, "num_beams": 3}
     assert torch.equal(base.generate(IDS, GenerationConfig(max_new_tokens=5, num_beams=3, pad_token_id=0)), expected)
     assert torch.equal(base.generate(IDS, **options, max_new_tokens=5), expected)

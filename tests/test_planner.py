@@ -6,8 +6,16 @@ import math
 import pytest
 import torch
 
-from specheads.planner import BestFirstTree, DynamicTree, SampledTree, Scored, StaticTree, chain, default_static
-from specheads.sampling import Sampler
+from specheads.decoding.planner import (
+    BestFirstTree,
+    DynamicTree,
+    SampledTree,
+    Scored,
+    StaticTree,
+    chain,
+    default_static,
+)
+from specheads.decoding.sampler import Sampler
 
 
 class TableDraft:

@@ -6,8 +6,8 @@ from replay import BATCHES, PAD, PROMPTS, Replay, V, assert_same
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from specheads import DraftTree, SampledTree, chain
-from specheads.processors import state_of
-from specheads.turn import ended
+from specheads.decoding.processors import state_of
+from specheads.decoding.turn import ended
 
 EOS = 2
 STEPS = 14  # that the grammar below takes, the end of text included

@@ -6,9 +6,10 @@ from conftest import tiny_llama
 from test_launch import ROOT, material, overrides  # noqa: F401
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from specheads import SpecModel, convert, quantized
-from specheads.recipe import RecipeError, read_recipe
-from specheads.training import prepare
+from specheads import SpecModel, convert
+from specheads.models import quantized
+from specheads.training.recipe import RecipeError, read_recipe
+from specheads.training.run import prepare
 
 CONFIGS = {
     4: {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32},

@@ -10,7 +10,7 @@ from test_exactness import padded_left
 
 import specheads
 from specheads import DraftModel, DraftTree, chain
-from specheads.drafters.reader import Reader
+from specheads.decoding.drafters.reader import Reader
 
 
 class Checked(DraftModel):

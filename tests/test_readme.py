@@ -7,8 +7,9 @@ import pytest
 import torch
 from snippets import blocks
 
-from specheads import SpecModel, corpus
+from specheads import SpecModel
 from specheads.bench.prompts import held_out_prompts
+from specheads.data import corpus
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf8")

@@ -9,9 +9,9 @@ from transformers.integrations import integration_utils
 from transformers.trainer_utils import IntervalStrategy
 
 from specheads.heads import Eagle3Config
-from specheads.recipe import Recipe, RecipeError, read_recipe, with_overrides
-from specheads.trainer import SpecTrainingArguments
-from specheads.training import resume_point, training_arguments
+from specheads.training.recipe import Recipe, RecipeError, read_recipe, with_overrides
+from specheads.training.run import resume_point, training_arguments
+from specheads.training.trainer import SpecTrainingArguments
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SHIPPED = sorted(path for path in RECIPES.glob("*.yaml") if not path.stem.startswith("sweep_"))

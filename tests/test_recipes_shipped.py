@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import specheads_cli as cli
-from specheads.accept.named import RULES
-from specheads.formats import ENGINES
-from specheads.planner import tree_named
+from specheads.decoding.acceptance.named import RULES
+from specheads.decoding.planner import tree_named
+from specheads.models.formats import ENGINES
 from specheads_cli import complete, shipped
 from specheads_cli.shipped import find_recipe, recipe_names
 from tests.program import run

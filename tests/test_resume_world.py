@@ -12,7 +12,7 @@ from runs_of_two import KINDS, SAVED, run
 from safetensors.torch import load_file
 from test_launch import RUNNING_UNDER
 
-from specheads.resume import ResumeError, Unlogged, Writers
+from specheads.training.resume import ResumeError, Unlogged, Writers
 
 HERE = Path(__file__).parent
 

@@ -134,6 +134,6 @@ def test_a_text_with_positions_of_its_own_is_not_read_again():
 def test_other_rotary_positions_do_not_depend_on_the_length():
     base = tiny_llama()
     assert isinstance(base, LlamaForCausalLM)
-    target = specheads.target.Target(base)
+    target = specheads.decoding.target.causal.Target(base)
     target.prefill(torch.tensor([[5, 6]]), torch.tensor([2]), room=3)
     assert target.switch is None

@@ -1,4 +1,4 @@
-"""Claims about specheads/rows.py: what is supervised, and what survives cutting, packing and padding."""
+"""Claims about specheads/data/rows.py: what is supervised, and what survives cutting, packing and padding."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 import transformers
 from chats import CHAT, CHATML, MARKED, THINKING, UNMARKED, build_tokenizer, config, supervised
 
-from specheads.conversation import Conversation
-from specheads.data import IGNORED, Collator, chunk, load_dataset_rows, pack, tokenize
-from specheads.row_forms import checked
+from specheads.data.conversation import Conversation
+from specheads.data.datasets import IGNORED, Collator, chunk, load_dataset_rows, pack, tokenize
+from specheads.data.row_forms import checked
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
 

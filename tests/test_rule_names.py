@@ -3,8 +3,8 @@
 import pytest
 
 from specheads import Block, CSLeniency, Ensemble, Exact, Fuzzy, Lenient, Margin, TopN, Traversal, Typical
-from specheads.accept import Unadjusted
-from specheads.accept.named import RULES, THRESHOLDS, rule_named, rule_text, with_threshold
+from specheads.decoding.acceptance import Unadjusted
+from specheads.decoding.acceptance.named import RULES, THRESHOLDS, rule_named, rule_text, with_threshold
 
 WRITTEN = {
     "exact": Exact(),

@@ -28,8 +28,8 @@ from specheads import (
     chain,
     convert,
 )
-from specheads.accept import walk
-from specheads.draft_law import DraftLogits, LawKept
+from specheads.decoding.acceptance import walk
+from specheads.decoding.draft_logits import DraftLogits, LawKept
 
 V = 12
 

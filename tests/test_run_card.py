@@ -8,8 +8,8 @@ from trainers import rows, trainer_of
 from transformers import AutoModelForCausalLM
 
 from specheads import convert
-from specheads.card import base_license
-from specheads.run_card import is_ours
+from specheads.models.card import base_license
+from specheads.training.report.card import is_ours
 
 
 def run_beside(shipped, folder, **options):

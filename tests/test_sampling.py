@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from specheads import Exact, SampledTree, Sampler, convert
-from specheads.sampling import likeliest
+from specheads.decoding.sampler import likeliest
 
 # --- The law ---
 
@@ -261,7 +261,7 @@ def test_generate_draws_pairs_with_the_bases_chances(tiny, head, plan):
 
 
 def test_the_g_test_notices_a_residual_that_returns_p(tiny, monkeypatch):
-    monkeypatch.setattr("specheads.accept.exact.residual", lambda p, q: p)
+    monkeypatch.setattr("specheads.decoding.acceptance.exact.residual", lambda p, q: p)
     torch.manual_seed(5)
     model = convert(tiny, "eagle3")
     law = joint(tiny, PROMPT, 3, **OPTIONS)

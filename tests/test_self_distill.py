@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specheads_cli as cli
 from specheads.bench.prompts import prompts_from
-from specheads.convert import convert
-from specheads.data import DataConfig, build_datasets
-from specheads.self_distill.questions import Continued, passes, windows
+from specheads.data.datasets import DataConfig, build_datasets
+from specheads.models.convert import convert
+from specheads.training.self_distill.questions import Continued, passes, windows
 from tests.conftest import tiny_llama
 from tests.small_chat import TEMPLATE, messages, save_base, write
 from train import self_distill

@@ -1,13 +1,13 @@
-"""Claims about specheads/self_distill/rows_file.py: what is written, and that no moment to be killed at changes it."""
+"""Claims about specheads/training/self_distill/rows_file.py: what is written, whenever the run is killed."""
 
 import json
 from itertools import count, islice
 
 import pytest
 
-from specheads.self_distill import rows_file
-from specheads.self_distill.questions import Ask, Continued, Stream
-from specheads.self_distill.rows_file import SAME, RowsFile
+from specheads.training.self_distill import rows_file
+from specheads.training.self_distill.questions import Ask, Continued, Stream
+from specheads.training.self_distill.rows_file import SAME, RowsFile
 
 TURNS = (2, 1, 3, 1, 2, 1, 1, 2)
 

@@ -30,8 +30,9 @@ from transformers import (
 )
 
 import specheads
-from specheads import DraftModel, DraftTree, MaxGram, PromptLookup, UnsupportedModel, chain, convert, seq2seq
-from specheads.seq2seq import Seq2SeqTarget, Source, passes
+from specheads import DraftModel, DraftTree, MaxGram, PromptLookup, UnsupportedModel, chain, convert
+from specheads.decoding.target import seq2seq
+from specheads.decoding.target.seq2seq import Seq2SeqTarget, Source, passes
 
 BART_SIZES = {
     "vocab_size": V, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48,
@@ -104,7 +105,7 @@ def test_a_chain_grown_token_by_token_gives_the_same_logits():
 
 @torch.no_grad()
 def test_a_cache_that_grows_keeps_what_it_holds(monkeypatch):
-    monkeypatch.setattr("specheads.slot_cache.RESERVE", 1)
+    monkeypatch.setattr("specheads.decoding.target.slot_cache.RESERVE", 1)
     base = tiny_t5().double()
     target, text = Seq2SeqTarget(base, Source.encode(base, SOURCES[:1]), scratch=3), [2]
     target.prefill(torch.tensor([text]), torch.tensor([1]), room=60)

@@ -251,9 +251,9 @@ def test_a_seed_reproduces_sampled_text_whatever_the_rule(pair):
 
 @pytest.mark.parametrize("drafter", [PromptLookup(num_tokens=3), MaxGram(3), NGram(3, storage=NGramStorage(3, V))])
 def test_n_grams_are_found_in_the_source(drafter):
-    from specheads.drafters import Context
-    from specheads.sampling import Sampler
-    from specheads.seq2seq import Seq2SeqTarget, Source
+    from specheads.decoding.drafters import Context
+    from specheads.decoding.sampler import Sampler
+    from specheads.decoding.target.seq2seq import Seq2SeqTarget, Source
 
     base = tiny_t5()
     source = Source.encode(base, [[50, 51, 52, 53, 54, 1], [60, 61, 62, 1]])

@@ -7,7 +7,7 @@ from seq2seq_models import restless
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 from specheads import Block, DraftModel, Exact, SampledTree, chain, decode
-from specheads.seq2seq import Seq2SeqTarget, Source
+from specheads.decoding.target.seq2seq import Seq2SeqTarget, Source
 
 START, FIRST = 0, [1, 0]
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specheads import SpecModel
-from specheads.recipe import read_recipe
+from specheads.training.recipe import read_recipe
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CHECKPOINTS = REPOSITORY / "checkpoints"

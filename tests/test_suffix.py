@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from specheads.drafters.suffix import Match, SuffixAutomaton, copied
+from specheads.decoding.drafters.suffix import Match, SuffixAutomaton, copied
 
 
 def random_row(rng, alphabet, length):

@@ -5,13 +5,14 @@ import json
 import pytest
 import torch
 
-from specheads import DraftModel, MaxGram, PromptLookup, chain, comb, generate, recorded
-from specheads.drafters import Cascade
-from specheads.sweep import measure as measuring
-from specheads.sweep.grid import Sweep
-from specheads.sweep.kl import distance
-from specheads.sweep.measure import TIMED
-from specheads.sweep.run import Results, complete, run
+from specheads import DraftModel, MaxGram, PromptLookup, chain, comb, generate
+from specheads.bench.sweep import measure as measuring
+from specheads.bench.sweep.grid import Sweep
+from specheads.bench.sweep.kl import distance
+from specheads.bench.sweep.measure import TIMED
+from specheads.bench.sweep.run import Results, complete, run
+from specheads.decoding.drafters import Cascade
+from specheads.decoding.target import recorded
 from tests.conftest import tiny_llama
 from tests.program import run as program
 
@@ -250,7 +251,7 @@ def test_the_command_writes_its_files_goes_on_from_them_and_prints_json_alone(
     def never(*args, **kwargs):
         raise AssertionError("what is done is measured again")
 
-    monkeypatch.setattr("specheads.sweep.run.measure", never)
+    monkeypatch.setattr("specheads.bench.sweep.run.measure", never)
     code, text, err = program(capsys, *ask)
     assert code == 0 and "fuzzy:js:0.4" in text and "sweep.md" in text and "100%" in err
 

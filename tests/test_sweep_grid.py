@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from specheads.sweep.grid import Setting, Sweep, numbers, read_sweep, spread
+from specheads.bench.sweep.grid import Setting, Sweep, numbers, read_sweep, spread
 
 
 def made(**options):

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from specheads.sweep import measure as measuring
-from specheads.sweep import report
-from specheads.sweep.grid import Setting
+from specheads.bench.sweep import measure as measuring
+from specheads.bench.sweep import report
+from specheads.bench.sweep.grid import Setting
 
 
 def row_of(setting, **values):
@@ -58,7 +58,7 @@ def test_json_csv_and_markdown_say_the_same_and_pictures_are_drawn(tmp_path):
 
 def test_a_sweep_of_lossless_rules_is_drawn_against_what_is_drafted(tmp_path):
     pytest.importorskip("matplotlib")
-    from specheads.sweep import plots
+    from specheads.bench.sweep import plots
 
     chains = [
         row_of(Setting("head", tree=f"chain:{n}", temperature=t, top_k=k), speed_up=n / 2 + t, accepted_length=1.0 + n)

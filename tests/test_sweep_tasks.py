@@ -6,10 +6,10 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from specheads import corpus
-from specheads.sweep import signatures, syntax
-from specheads.sweep.programs import completed, passes
-from specheads.sweep.tasks import choice_of, load_task, number_of
+from specheads.bench.sweep import signatures, syntax
+from specheads.bench.sweep.programs import completed, passes
+from specheads.bench.sweep.tasks import choice_of, load_task, number_of
+from specheads.data import corpus
 
 ROWS = {
     "mmlu": {"question": "Two plus two?", "choices": ["3", "4", "5", "6"], "answer": 1, "subject": "arithmetic"},

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from specheads.law import DraftIds, FullLaw
-from specheads.losses import LAW_LOSSES, overlap
-from specheads.teacher import TopKTail
+from specheads.losses.functions import LAW_LOSSES, overlap
+from specheads.losses.teacher import TopKTail
+from specheads.losses.teacher_probs import DraftIds, FullLaw
 
 V, ROWS = 23, 11
 

@@ -8,11 +8,11 @@ from safetensors.torch import load_file
 from trainers import OPTIONS, logged, model_of, rows, same, trainer_of, weights
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
-from specheads.data import Collator
-from specheads.metrics import accepted_length
-from specheads.saved_head import CheckpointError
-from specheads.spec_model import SpecModel
-from specheads.trainer import SpecTrainer
+from specheads.data.datasets import Collator
+from specheads.losses.metrics import accepted_length
+from specheads.models.saved_head import CheckpointError
+from specheads.models.spec_model import SpecModel
+from specheads.training.trainer import SpecTrainer
 
 
 @pytest.mark.parametrize("named", ["labels", "loss_mask"])

@@ -10,9 +10,9 @@ from trainers import OPTIONS, logged, model_of, rows, trainer_of
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from specheads.metrics import accepted_length
-from specheads.trainer import AcceptanceProgress
-from specheads.training_log import Pace, evaluation_table
+from specheads.losses.metrics import accepted_length
+from specheads.training.report.log import Pace, evaluation_table
+from specheads.training.trainer import AcceptanceProgress
 
 
 def test_logs_cover_every_step_since_the_last_log(tmp_path):

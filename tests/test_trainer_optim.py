@@ -8,7 +8,7 @@ import torch
 from torch.optim import AdamW
 from trainers import model_of, trainer_of, weights
 
-from specheads.optim import MuonAdamW, parameter_groups
+from specheads.training.optim import MuonAdamW, parameter_groups
 
 
 def test_learning_rates_go_by_parameter_name(tmp_path):

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 import specheads
 from specheads import AdaptiveChain, DraftModel, SampledTree, StaticTree, chain
-from specheads.drafters import translation
-from specheads.drafters.translation import Translation, spelled
+from specheads.decoding.drafters import translation
+from specheads.decoding.drafters.translation import Translation, spelled
 
 SPACE = "Ġ"  # what byte-level tokenizers call it
 TEXT = "the cat sat on the mat and the rat sat on the cat in a café on the mat and on a hat "

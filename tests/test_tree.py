@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specheads.tree import DraftTree, Shape, ancestors
+from specheads.decoding.tree import DraftTree, Shape, ancestors
 
 
 def random_parents(generator, batch, num):

@@ -19,9 +19,9 @@ from specheads import (
     Unadjusted,
     chain,
 )
-from specheads.accept import Ensemble, LevelRule, Verdict, walk
-from specheads.accept.marks import path_to
-from specheads.sampling import Sampler
+from specheads.decoding.acceptance import Ensemble, LevelRule, Verdict, walk
+from specheads.decoding.acceptance.marks import path_to
+from specheads.decoding.sampler import Sampler
 
 LEVEL_RULES = [
     Exact(), Lenient(0.5), Unadjusted(), Ensemble(0.6), Fuzzy(0.1), Fuzzy(0.3, "tv"), Fuzzy(0.1, "tv", mode="rescue"),

@@ -104,7 +104,7 @@ def test_a_newcomer_trains_generates_and_exports(newcomer):
 
 def test_the_demo_of_a_wheel_trains_its_base_first_and_keeps_it(newcomer):
     script = (
-        "import sys; from specheads.demo import own_base; own_base.MINUTES = 0.02; import specheads_cli; "
+        "import sys; from specheads.cli.demo import own_base; own_base.MINUTES = 0.02; import specheads_cli; "
         "sys.exit(specheads_cli.run(sys.argv[1:]))"
     )
     demo = (

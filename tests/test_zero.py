@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from test_resume_world import assert_same_run, launched
 from zero_runs import OPTIONS
 
-from specheads import zero
-from specheads.resume import ResumeError, Unlogged, Writers
+from specheads.training.distributed import deepspeed as zero
+from specheads.training.resume import ResumeError, Unlogged, Writers
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
-from specheads.sweep.tasks import gsm8k, mmlu
+from specheads.bench.sweep.tasks import gsm8k, mmlu
 
 PLACES = ["first", "second", "third", "last"]
 WORDS = ["apple", "stone", "chair", "cloud", "train", "glass", "river"]

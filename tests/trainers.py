@@ -4,9 +4,9 @@ import datasets
 import torch
 from conftest import tiny_llama
 
-from specheads.convert import convert
-from specheads.data import Collator
-from specheads.trainer import SpecTrainer, SpecTrainingArguments
+from specheads.data.datasets import Collator
+from specheads.models.convert import convert
+from specheads.training.trainer import SpecTrainer, SpecTrainingArguments
 
 OPTIONS = {
     "medusa": {"num_heads": 2}, "hydra": {"num_heads": 2, "prefix_layer": True}, "eagle": {"metric_steps": 2},

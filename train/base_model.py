@@ -21,8 +21,8 @@ import sys
 
 from transformers import HfArgumentParser
 
-from specheads.base_training.options import Options
-from specheads.base_training.run import train
+from specheads.training.base_model.options import Options
+from specheads.training.base_model.run import train
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

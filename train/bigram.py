@@ -18,9 +18,9 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 
-from specheads import corpus
-from specheads.bigram import count_bigrams, save_bigrams
-from specheads.data import DataConfig, load_dataset_rows, tokenize
+from specheads.data import corpus
+from specheads.data.datasets import DataConfig, load_dataset_rows, tokenize
+from specheads.decoding.drafters.bigram import count_bigrams, save_bigrams
 from specheads.hub import options as hub_options
 
 

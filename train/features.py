@@ -17,10 +17,10 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from specheads.commands.features import run, summary
-from specheads.features.plan import DTYPES, SaveOptions
-from specheads.launch import LaunchError, wait_for_all
+from specheads.cli.commands.features import run, summary
 from specheads.options import OptionError
+from specheads.training.distributed.launch import LaunchError, wait_for_all
+from specheads.training.features.plan import DTYPES, SaveOptions
 from specheads_cli.shipped import find_recipe
 
 

@@ -22,12 +22,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from specheads.estimate import estimate
-from specheads.faults import TrainingError, TrainingStopped
-from specheads.launch import KINDS, LaunchError, wait_for_all
-from specheads.parity import ParityError
-from specheads.recipe import read_recipe
-from specheads.training import prepare
+from specheads.training.distributed.launch import KINDS, LaunchError, wait_for_all
+from specheads.training.errors import TrainingError, TrainingStopped
+from specheads.training.estimate import estimate
+from specheads.training.parity import ParityError
+from specheads.training.recipe import read_recipe
+from specheads.training.run import prepare
 from specheads_cli.shipped import find_recipe
 
 

@@ -32,8 +32,8 @@ from typing import Any, cast
 
 from transformers import HfArgumentParser
 
-from specheads.self_distill.options import Options
-from specheads.self_distill.run import run
+from specheads.training.self_distill.options import Options
+from specheads.training.self_distill.run import run
 
 
 class _Parser(HfArgumentParser):

@@ -12,7 +12,7 @@ import torch
 import specheads
 from seed_race.theirs import Job, Result, Setting, Side
 from specheads import Cascade, DraftModel, Exact, Fuzzy, MaxGram, NGram, NGramStorage, SampledTree, Step, chain
-from specheads.convert import load_head
+from specheads.models.convert import load_head
 
 DIVERGENCES = {"js_div": "js_paper", "kl_div": "kl", "kl_div_reversed": "kl_reversed", "tv_div": "tv"}
 

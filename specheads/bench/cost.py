@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specheads.seq2seq import Source, verifier
-from specheads.tree import DraftTree
+from specheads.decoding.target.seq2seq import Source, verifier
+from specheads.decoding.tree import DraftTree
 
 # The published ones; keys are parts of model names. model_parameters are millions (the published 70000 for 7b, and for
 # every other llama, is a slip), previous_work a share of T5-XXL's time.

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads import generation
-from specheads.accept import Acceptance
 from specheads.bench.runner import Decoder, Output, Stopwatch
-from specheads.drafters.base import Drafter
-from specheads.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
-from specheads.planner import Plan
-from specheads.spec_model import SpecModel
+from specheads.decoding import generate as generation
+from specheads.decoding.acceptance import Acceptance
+from specheads.decoding.drafters.base import Drafter
+from specheads.decoding.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
+from specheads.decoding.planner import Plan
+from specheads.models.spec_model import SpecModel
 
 REFERENCE = "transformers generate"  # what the others are compared with
 

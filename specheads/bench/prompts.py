@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specheads import corpus
-from specheads.conversation import Conversation
-from specheads.row_forms import messages_of
+from specheads.data import corpus
+from specheads.data.conversation import Conversation
+from specheads.data.row_forms import messages_of
 
 
 def held_out_prompts(tokenizer: Any, count: int, num_tokens: int = 64, held_out: list[str] | None = None) -> list[str]:

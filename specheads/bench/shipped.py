@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from specheads import corpus
-from specheads.convert import load_head
-from specheads.spec_model import SpecModel
+from specheads.data import corpus
+from specheads.models.convert import load_head
+from specheads.models.spec_model import SpecModel
 
 LABELS = {"medusa": "Medusa", "eagle": "EAGLE-1", "eagle3": "EAGLE-3"}  # of the heads that come with the repository
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import specheads
+from specheads.bench.sweep import tasks
 from specheads.compat.cs_models import CSDraftingEncoderDecoderModel, CSDraftingModel, _Counted, _Recorded
 from specheads.compat.plain import generate_plainly
-from specheads.drafters import DraftModel
-from specheads.drafters.model import vocabulary_size
-from specheads.recorded import Record, replayed
-from specheads.sweep import tasks
+from specheads.decoding.drafters import DraftModel
+from specheads.decoding.drafters.model import vocabulary_size
+from specheads.decoding.target.recorded import Record, replayed
 
 
 def csd(

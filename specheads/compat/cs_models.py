@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedModel
 
 from specheads.bench.cost import COST_MODELS
-from specheads.drafters import MaxGram
+from specheads.decoding.drafters import MaxGram
+from specheads.decoding.target.seq2seq import decoder_start
 from specheads.options import refuse_unknown
-from specheads.seq2seq import decoder_start
 
 # The first key that a model's name holds gives the cost of its reviews; of a name without any it is 0. A 7B Llama
 # counts 7,000 million (published as 70,000, a slip).

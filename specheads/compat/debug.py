@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 from specheads.compat.witness import Witness
-from specheads.console import ACCEPTED, MARKS, OWN, REFUSED, make_console, printable, write
+from specheads.terminal import ACCEPTED, MARKS, OWN, REFUSED, make_console, printable, write
 
 
 class Printer:

@@ -21,12 +21,12 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from specheads import generation
-from specheads.accept import Acceptance, Fuzzy
-from specheads.decode import Step
-from specheads.patch import LENGTHS, DraftingGenerate, replace_generate
-from specheads.planner import chain
-from specheads.target import unwrapped
+from specheads.compat.patch import LENGTHS, DraftingGenerate, replace_generate
+from specheads.decoding import generate as generation
+from specheads.decoding.acceptance import Acceptance, Fuzzy
+from specheads.decoding.loop import Step
+from specheads.decoding.planner import chain
+from specheads.decoding.target.causal import unwrapped
 
 LISTS = (
     "n_matches_list", "candidate_sequences_list", "n_discarded_list", "totals_list", "forced_ml_generations",

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel, TopKLogitsWarper
 
 from specheads.compat.plain import checked_model, generate_plainly
 from specheads.compat.processors import top_k_of, whole
-from specheads.drafters import DraftModel
+from specheads.decoding.drafters import DraftModel
+from specheads.decoding.planner import SampledTree, chain
 from specheads.options import shown
-from specheads.planner import SampledTree, chain
 
 _MODELS: dict[str, PreTrainedModel] = {}
 

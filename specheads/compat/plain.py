@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from specheads import generation
 from specheads.compat.processors import whole
+from specheads.decoding import generate as generation
+from specheads.decoding.target.causal import text_config, unwrapped
 from specheads.options import shown
-from specheads.target import text_config, unwrapped
 
 # What a model's own generation config may switch on, switched off: the reference functions read the model's logits,
 # and know nothing of a repetition penalty that came with its checkpoint.

@@ -25,7 +25,7 @@ class LogitsProcessor(ABC):
     where it is the token that was drawn. generate() takes a processor as its logits_processor= too.
     """
 
-    # As specheads.processors reads them. A subclass is watched for state that it keeps from call to call.
+    # As specheads.decoding.processors reads them. A subclass is watched for state that it keeps from call to call.
     ignores_ids = True
     depends_on_prefix_only = True
 

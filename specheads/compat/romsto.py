@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specheads.accept import Acceptance, Exact, Unadjusted
 from specheads.compat.debug import Printer, StepPrinter
 from specheads.compat.plain import checked_ids, checked_model, generate_plainly, room_for
 from specheads.compat.processors import GreedyProcessor, LogitsProcessor, whole
 from specheads.compat.witness import Witness
-from specheads.drafters import DraftModel, NGram, NGramStorage
-from specheads.drafters.base import Drafter
+from specheads.decoding.acceptance import Acceptance, Exact, Unadjusted
+from specheads.decoding.drafters import DraftModel, NGram, NGramStorage
+from specheads.decoding.drafters.base import Drafter
+from specheads.decoding.planner import Plan, SampledTree, chain
 from specheads.options import shown
-from specheads.planner import Plan, SampledTree, chain
 
 EndTokens = int | list[int]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads.drafters import ngram
+from specheads.decoding.drafters import ngram
 
 Ids = Sequence[int] | Tensor
 

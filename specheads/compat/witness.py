@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from specheads.accept import Acceptance, Exact, Laws, Verdict
-from specheads.sampling import Sampler
+from specheads.decoding.acceptance import Acceptance, Exact, Laws, Verdict
+from specheads.decoding.sampler import Sampler
 
 
 class Witness(Acceptance):

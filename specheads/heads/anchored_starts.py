@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specheads.heads import draws
 from specheads.heads.base import HeadConfig
-from specheads.objective import Asked
+from specheads.losses.objective import Asked
 
 
 @dataclass(frozen=True)

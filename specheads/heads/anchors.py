@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specheads.heads import draws
-from specheads.objective import Asked
+from specheads.losses.objective import Asked
 
 
 @dataclass(frozen=True, slots=True)

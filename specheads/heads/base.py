@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from specheads.drafters.base import Context
+from specheads.decoding.drafters.base import Context
+from specheads.decoding.planner import Plan, StaticTree
+from specheads.decoding.planner.named import STATIC_DEPTH, static_choices
+from specheads.decoding.sampler import Sampler
+from specheads.decoding.tree import DraftTree
 from specheads.heads import draws
 from specheads.heads.limits import DEEPEST, check_choices, check_options
-from specheads.law import DraftIds
-from specheads.losses import parse_loss
-from specheads.objective import Asked, Objective, Scores
+from specheads.losses.functions import parse_loss
+from specheads.losses.objective import Asked, Objective, Scores
+from specheads.losses.teacher import Teacher
+from specheads.losses.teacher_probs import DraftIds
 from specheads.options import refuse_unknown
-from specheads.planner import Plan, StaticTree
-from specheads.planner.named import STATIC_DEPTH, static_choices
-from specheads.sampling import Sampler
-from specheads.teacher import Teacher
-from specheads.tree import DraftTree
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specheads.cache import TreeCache
+from specheads.decoding.target.cache import TreeCache
+from specheads.decoding.target.causal import decoder_of, text_config
 from specheads.heads.rope import rotate
-from specheads.quantized import matrix
-from specheads.target import decoder_of, text_config
+from specheads.models.quantized import matrix
 
 
 class Block(nn.Module):

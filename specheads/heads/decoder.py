@@ -12,12 +12,12 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
-from specheads.cache import TreeCache, additive
-from specheads.drafters.base import Context
+from specheads.decoding.drafters.base import Context
+from specheads.decoding.planner import Plan
+from specheads.decoding.target.cache import TreeCache, additive
 from specheads.heads.base import HeadConfig
 from specheads.heads.block import Block
 from specheads.heads.rope import RotaryTable, checked, inherited, refuse_overflow
-from specheads.planner import Plan
 
 T = TypeVar("T")
 # block, its index, attention input and residual (B, T, H), rotary → output (B, T, H)

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specheads.drafters.base import Context
+from specheads.decoding.drafters.base import Context
+from specheads.decoding.planner import Expand, Plan, default_static
+from specheads.decoding.sampler import Sampler
+from specheads.decoding.tree import DraftTree
 from specheads.heads.anchored_starts import AnchoredStarts, AnchoredStartsConfig
 from specheads.heads.base import TapBatch
 from specheads.heads.limits import ANY_LAYER, MOST_LAYERS
 from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
-from specheads.objective import Asked
-from specheads.planner import Expand, Plan, default_static
-from specheads.sampling import Sampler
-from specheads.tree import DraftTree
+from specheads.losses.objective import Asked
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from specheads.decoding.target.causal import refuse_more_than_lm_head
 from specheads.heads import draws
 from specheads.heads.base import TapBatch
 from specheads.heads.feature import FeatureHead, UnrolledConfig
 from specheads.heads.limits import DEEPEST
-from specheads.losses import feature_distance
-from specheads.target import refuse_more_than_lm_head
+from specheads.losses.functions import feature_distance
 
 
 @dataclass(frozen=True)

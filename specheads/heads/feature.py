@@ -13,17 +13,17 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from specheads.cache import Levels, Reach, rows_of
-from specheads.drafters.base import Context
+from specheads.decoding.drafters.base import Context
+from specheads.decoding.planner import DynamicTree, Plan, Scored, chain
+from specheads.decoding.sampler import Sampler
+from specheads.decoding.target.cache import Levels, Reach, rows_of
+from specheads.decoding.tree import DraftTree
 from specheads.heads.anchored_starts import AnchoredStarts, AnchoredStartsConfig
 from specheads.heads.base import DraftHead, TapBatch
 from specheads.heads.block import Block
 from specheads.heads.decoder import Attend, DecoderConfig, attend_with, document_mask, read_committed
 from specheads.heads.limits import ANY_LAYER, DEEPEST, MOST_LAYERS
-from specheads.objective import Asked
-from specheads.planner import DynamicTree, Plan, Scored, chain
-from specheads.sampling import Sampler
-from specheads.tree import DraftTree
+from specheads.losses.objective import Asked
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specheads.cache import rows_of
-from specheads.drafters.base import Context
+from specheads.decoding.drafters.base import Context
+from specheads.decoding.planner import Expand, Plan, Scored
+from specheads.decoding.target.cache import rows_of
 from specheads.heads.base import TapBatch
 from specheads.heads.block import Block, copy_layer, copy_norm, decoder_layers, final_norm
 from specheads.heads.decoder import Attend, DecoderConfig, document_mask, read_committed
 from specheads.heads.depths import DepthHeads, DepthHeadsConfig, ResBlock
-from specheads.objective import Asked
-from specheads.planner import Expand, Plan, Scored
+from specheads.losses.objective import Asked
 
 _DECODER = [name for name in DecoderConfig.__dataclass_fields__ if name not in DepthHeadsConfig.__dataclass_fields__]
 

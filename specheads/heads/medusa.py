@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from specheads.drafters.base import Context
+from specheads.decoding.drafters.base import Context
+from specheads.decoding.planner import Expand, Plan, Scored
 from specheads.heads.base import TapBatch
 from specheads.heads.depths import DepthHeads, DepthHeadsConfig, ResBlock
-from specheads.objective import Asked
-from specheads.planner import Expand, Plan, Scored
+from specheads.losses.objective import Asked
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specheads.cache import Reach, TreeCache, additive, visible
-from specheads.chunked import calls_of_all
-from specheads.drafters.base import Context
+from specheads.decoding.drafters.base import Context
+from specheads.decoding.planner import BestFirstTree, Plan, Scored
+from specheads.decoding.sampler import Sampler
+from specheads.decoding.target.cache import Reach, TreeCache, additive, visible
+from specheads.decoding.target.causal import UnsupportedModel, logits_of, refuse_more_than_lm_head
+from specheads.decoding.tree import DraftTree
 from specheads.heads.anchors import AnchoredBlocks
 from specheads.heads.base import TapBatch
 from specheads.heads.block import copy_norm, final_norm
@@ -32,11 +35,8 @@ from specheads.heads.context_layer import ContextLayer
 from specheads.heads.decoder import keep_committed
 from specheads.heads.parallel_config import ParallelConfig
 from specheads.heads.vocabulary import DraftVocabulary
-from specheads.losses import wide
-from specheads.planner import BestFirstTree, Plan, Scored
-from specheads.sampling import Sampler
-from specheads.target import UnsupportedModel, logits_of, refuse_more_than_lm_head
-from specheads.tree import DraftTree
+from specheads.losses.chunked import calls_of_all
+from specheads.losses.functions import wide
 
 # Slots of a training row in one pass: blocks are masked from one another, which wastes attention, but a GPU idles over
 # few.

@@ -41,7 +41,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.utils import logging as hf_logging  # noqa: E402
 
 from specheads import CheckpointError, SpecModel, UnsupportedModel  # noqa: E402
-from specheads.joint import adapters, detach  # noqa: E402
+from specheads.models.lora import adapters, detach  # noqa: E402
 from support.mutations import MUTATIONS, base_name  # noqa: E402
 
 BYTES, SECONDS, LINE = 2 << 30, 20, 4000  # of memory and of each file; of time; characters of an error

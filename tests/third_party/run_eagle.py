@@ -33,7 +33,7 @@ def ours(folder: Path) -> None:
     from specheads import SpecModel, chain
     from specheads.bench.prompts import held_out_prompts
     from specheads.bench.shipped import held_out_names
-    from specheads.corpus import checkpoints_dir
+    from specheads.data.corpus import checkpoints_dir
 
     base = checkpoints_dir() / "base"
     tokenizer = AutoTokenizer.from_pretrained(base)

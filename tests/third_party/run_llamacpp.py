@@ -45,9 +45,10 @@ from foreign_rope import SCALED
 from third_party.taught import DFLASH, DSPARK, blocks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specheads import SpecModel, chain, convert, corpus
+from specheads import SpecModel, chain, convert
 from specheads.bench.prompts import held_out_prompts
-from specheads.formats.gguf_files import DRAFT, TARGET
+from specheads.data import corpus
+from specheads.models.formats.gguf_files import DRAFT, TARGET
 
 BASE, HEAD = "checkpoints/base", "checkpoints/eagle3"
 DEPTH, PROMPTS, TOKENS, CONTEXT = 5, 12, 64, 1024

@@ -43,7 +43,7 @@ def ours(folder: Path) -> None:
     from specheads import DynamicTree, SpecModel, chain
     from specheads.bench.prompts import held_out_prompts
     from specheads.bench.shipped import held_out_names
-    from specheads.corpus import checkpoints_dir
+    from specheads.data.corpus import checkpoints_dir
 
     base = checkpoints_dir() / "base"
     model = SpecModel.from_pretrained(checkpoints_dir() / "eagle3", dtype=torch.float32)

@@ -28,7 +28,7 @@ from speculators.models.eagle3 import Eagle3SpeculatorConfig
 from transformers import AutoModelForCausalLM
 
 from specheads import SpecModel
-from specheads.formats import checks
+from specheads.models.formats import checks
 
 CASES = {
     "draft vocabulary": {"draft_vocab_size": 40},

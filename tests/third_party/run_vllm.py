@@ -40,8 +40,8 @@ from specheads import SpecModel, chain, convert
 from specheads.bench import report
 from specheads.bench.prompts import held_out_prompts
 from specheads.bench.shipped import LABELS, held_out_names
-from specheads.corpus import checkpoints_dir
-from specheads.formats.exporting import engines_for
+from specheads.data.corpus import checkpoints_dir
+from specheads.models.formats.exporting import engines_for
 
 NUM_PROMPTS, NEW_TOKENS, DRAFTED = 12, 64, 5
 SCALED_TYPES = ("linear", "llama3", "yarn")  # of rotary positions, on the shipped EAGLE-3 head's weights

@@ -18,8 +18,8 @@ from specheads.compat.modelopt.acceptance import AcceptanceRateValidation, HFARV
 from specheads.compat.modelopt.config import EAGLE1_DEFAULT_CFG, EAGLE3_DEFAULT_CFG, read_mode
 from specheads.compat.modelopt.in_place import transform
 from specheads.compat.modelopt.plugins import HFEagleModel, HFMedusaModel, HFModel, of_kind
-from specheads.spec_model import SpecConfig, SpecModel
-from specheads.target import text_config, unwrapped
+from specheads.decoding.target.causal import text_config, unwrapped
+from specheads.models.spec_model import SpecConfig, SpecModel
 
 __all__ = [
     "EAGLE1_DEFAULT_CFG", "EAGLE3_DEFAULT_CFG", "AcceptanceRateValidation", "HFARValidation", "HFEagleModel",

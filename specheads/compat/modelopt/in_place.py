@@ -11,9 +11,9 @@ from weakref import ref
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from specheads.patch import unpatch
-from specheads.spec_model import SpecModel
-from specheads.target import unwrapped
+from specheads.compat.patch import unpatch
+from specheads.decoding.target.causal import unwrapped
+from specheads.models.spec_model import SpecModel
 
 
 def transform(held: Any, make: Callable[[Any], SpecModel]) -> SpecModel:

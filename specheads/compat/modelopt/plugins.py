@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from specheads.compat.modelopt.acceptance import HFARValidation
-from specheads.drafters.base import Context
+from specheads.decoding.drafters.base import Context
+from specheads.decoding.planner import chain
+from specheads.decoding.sampler import Sampler
+from specheads.decoding.target.causal import Target
 from specheads.heads import HeadConfig
 from specheads.heads.vocabulary import DraftVocabulary, draft_offsets
-from specheads.planner import chain
-from specheads.sampling import Sampler
-from specheads.spec_model import SpecModel
-from specheads.target import Target
+from specheads.models.spec_model import SpecModel
 
 __all__ = ["HFARValidation", "HFEagleModel", "HFMedusaModel", "HFModel"]
 

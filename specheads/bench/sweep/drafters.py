@@ -1,0 +1,81 @@
+"""What the words of a sweep stand for: the target, its tokenizer, and each drafter, loaded when first asked for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from specheads.bench import cost
+from specheads.bench.sweep.grid import PLAIN, Sweep
+from specheads.decoding.drafters import Cascade, Drafter
+from specheads.models.fingerprint import fingerprint
+from specheads.models.sources import OF_TEXT, Models, holds_head
+from specheads.options import OptionError
+
+KINDS = ("model", "cascade", *OF_TEXT)
+
+
+class Bench:
+    """The models of one sweep on one device."""
+
+    def __init__(self, sweep: Sweep, dtype: str = "auto", device: str = "auto") -> None:
+        """ValueError or OSError, with the reason, for a target or a head that does not load."""
+        self._cascades: dict[tuple[str, str], Cascade] = {}
+        self._costs: dict[tuple[int, ...], list[float]] = {}
+        self.sweep = sweep
+        named = [part for name in sweep.drafters for part in name.removeprefix("cascade:").split("+")]
+        paths = (name for name in named if name != PLAIN and name.partition(":")[0] not in KINDS)
+        head = next(filter(holds_head, paths), None)
+        if head is not None:
+            self.models = Models.load(head, base=sweep.base, dtype=dtype, device=device)
+            self.models.drafters[head] = self.models.drafters.pop("head")
+        elif sweep.base:
+            self.models = Models.load(sweep.base, dtype=dtype, device=device)
+        else:
+            raise OptionError("no head among the drafters names the target; say which it is by {base}", base=...)
+        self.base: PreTrainedModel = self.models.target
+        self.tokenizer = self.models.tokenizer
+        for setting in sweep.settings():  # so that a name that stands for nothing ends a sweep before it begins
+            drafter = self.drafter(setting.drafter, setting.k_matrix)
+            if isinstance(drafter, Cascade) and sweep.cost != "measured":
+                self.costs(drafter)
+
+    def drafter(self, name: str, k_matrix: str = "") -> Drafter | None:
+        """What the name stands for, made once; k_matrix: of a cascade."""
+        if name == PLAIN:
+            return None
+        if not name.startswith("cascade:"):
+            return self.models.drafter(name)
+        if (name, k_matrix) not in self._cascades:
+            asked, rows = self.sweep, json.loads(k_matrix)
+            self._cascades[name, k_matrix] = self.models.cascade(name, rows, asked.leniency, asked.notation)
+        return self._cascades[name, k_matrix]
+
+    def costs(self, cascade: Cascade) -> list[float] | None:
+        """Of a pass of the target and of each draft, by the sweep's cost model; None where a head is among them, for
+        which none is known."""
+        if cascade.has_head:
+            return None
+        models = [self.base, *(getattr(draft, "small", None) for draft in cascade.drafts)]
+        if self.sweep.cost != "measured":
+            return cost.published(self.sweep.cost, [getattr(model, "name_or_path", None) for model in models])
+        key = tuple(id(model) for model in models)
+        if key not in self._costs:
+            self._costs[key] = cost.measured(models)
+        return self._costs[key]
+
+    def identity(self) -> list[Any]:
+        """What tells these models from others of the same names: digests of their weights."""
+        made = {PLAIN: None, **self.models.drafters} | {f"{name} {k}": own for (name, k), own in self._cascades.items()}
+        modules = [(name, getattr(drafter, "small", drafter)) for name, drafter in made.items()]
+        return [fingerprint(self.base), *([name, digest(module)] for name, module in sorted(modules))]
+
+
+def digest(module: Any) -> list[float]:
+    """Sums over each weight of a module, in float64; of what has no weights, nothing."""
+    if not isinstance(module, nn.Module):
+        return []
+    return [float(weight.detach().double().sum()) for weight in module.parameters()]

@@ -1,0 +1,231 @@
+"""What a sweep is asked for, in YAML or on the command line, and the settings it comes to."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specheads.decoding.acceptance.named import rule_named, rule_text, with_threshold
+from specheads.decoding.planner import tree_named
+from specheads.options import OptionError, refuse_unknown
+from specheads.training.recipe import RecipeError, parse_yaml
+
+PLAIN = "none"  # the drafter that drafts nothing
+TASKS = ("signatures", "syntax", "mmlu", "sampled_mmlu", "gsm8k", "csqa", "humaneval", "prompts")
+COSTS = ("measured", "model_parameters", "previous_work")
+CLOCKS = ("wall", "cpu")
+LAWLESS = ("lookup", "ngram", "maxgram", "cascade")  # what they write is a point mass, without a law
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to decode. drafter and tree as on the command line (tree None: the drafter's own); accept: the rule's
+    text; temperature 0 is greedy; top_k: sample among so many tokens, 0 all; k_matrix: of a cascade, as JSON."""
+
+    drafter: str
+    accept: str = "exact"
+    tree: str | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    k_matrix: str = ""
+
+    @property
+    def lossless(self) -> bool:
+        return rule_named(self.accept).lossless
+
+    @property
+    def reference(self) -> Setting:
+        """What its speed is a ratio to: the same drafts under the exact rule; for a lossless rule, no drafts."""
+        if self.drafter != PLAIN and not self.lossless:
+            return dataclasses.replace(self, accept="exact")
+        return dataclasses.replace(self, drafter=PLAIN, accept="exact", tree=None, k_matrix="")
+
+    def __str__(self) -> str:
+        parts = [self.drafter, self.k_matrix, self.tree or "", "" if self.drafter == PLAIN else self.accept]
+        if self.temperature:
+            parts.append(f"T={self.temperature:g}" + (f" k={self.top_k}" if self.top_k else ""))
+        return " ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All drafters × rules × trees × temperatures × top-k on one task; every list may be given as one value.
+
+    drafters: head checkpoints, `model:PATH`, `lookup[:TOKENS]`, `ngram[:ORDER]`, `maxgram[:BIGRAMS]`,
+    `cascade:DRAFTER+DRAFTER…`, `none`; with a head the base it names is the target, unless `base` says another. accept:
+    rules by name; a comma in a part stands for several, `fuzzy:js,tv:0.1,0.2`. thresholds: of each lossy rule in
+    accept, in place of its own. k_matrices: of cascades, lists of rows; leniency, notation: of `Cascade`; cost: of a
+    pass, measured here, or model_parameters or previous_work. trees: as on the command line; gamma: chains of so many
+    tokens. top_k shapes sampling; 1 is greedy, as is temperature 0. task: signatures, syntax, mmlu, sampled_mmlu,
+    gsm8k, csqa, humaneval, or prompts without answers; data: files of its rows, else the hub or what is shipped.
+    batch_size: prompts judged at once; speed_prompts: so many of them, evenly spaced, also give the speed, one by one,
+    `repeats` times, by the clock `wall` or `cpu`: the time this process computes, for a CPU that others use too.
+    max_new_tokens: None as the task has it. run_code: let HumanEval run what the model wrote.
+    """
+
+    drafters: tuple[str, ...]
+    base: str | None = None
+    accept: tuple[str, ...] = ("exact",)
+    thresholds: tuple[float, ...] = ()
+    k_matrices: tuple[str, ...] = ()
+    leniency: float = 1.0
+    notation: str = "incremental"
+    cost: str = "measured"
+    trees: tuple[str, ...] = ()
+    gamma: tuple[int, ...] = ()
+    temperature: tuple[float, ...] = ()
+    top_k: tuple[int, ...] = ()
+    task: str = "signatures"
+    data: tuple[str, ...] = ()
+    num_prompts: int | None = None
+    max_new_tokens: int | None = None
+    batch_size: int = 8
+    speed_prompts: int = 16
+    repeats: int = 1
+    clock: str = "wall"
+    seed: int = 0
+    chat: bool = False
+    run_code: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if "tuple" in str(field.type):
+                value = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
+                if field.name == "k_matrices":
+                    value = _matrices(value)
+                kind = {"float": float, "int": int}.get(str(field.type).removeprefix("tuple[").split(",")[0], str)
+                object.__setattr__(self, field.name, tuple(_typed(field.name, entry, kind) for entry in value))
+        if not self.drafters:
+            raise OptionError(
+                "{drafters} is empty: give a head checkpoint, model:PATH, lookup, ngram, maxgram or cascade:…",
+                drafters=...,
+            )
+        for name, least in (("gamma", 1), ("top_k", 0), ("temperature", 0)):
+            for entry in getattr(self, name):
+                if not entry >= least:
+                    raise OptionError(f"{{{name}}} must be at least {least}", **{name: entry})
+        for name in ("repeats", "batch_size", "speed_prompts", "num_prompts", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise OptionError(f"{{{name}}} must be a whole number of at least 1", **{name: value})
+        refuse_unknown([self.task], TASKS, "task")
+        refuse_unknown([self.cost], COSTS, "cost")
+        cascades = [name for name in self.drafters if name.startswith("cascade:")]
+        if bool(cascades) != bool(self.k_matrices):
+            have = f"{cascades[0]!r} takes k_matrices" if cascades else "k_matrices are for drafters cascade:…"
+            raise ValueError(f"{have}, for instance [[5, 8], [0, 8]]: a row for each reviewer, a column for each draft")
+        refuse_unknown([self.clock], CLOCKS, "clock")
+        if self.trees and self.gamma:
+            raise OptionError(
+                "{trees} and {gamma} both say what to draft; a gamma of 5 is the tree chain:5", trees=..., gamma=...
+            )
+        for tree in self.trees:
+            tree_named(tree)
+        for drafter in self.drafters:
+            if drafter.partition(":")[0] in LAWLESS:
+                for rule in self.rules():
+                    if rule_named(rule).needs_draft_law:
+                        raise ValueError(
+                            f"accept {rule!r} compares the draft's law with the target's, and {drafter!r} gives none; "
+                            "sweep it with a head or a draft model"
+                        )
+        self.settings()
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> Sweep:
+        """ValueError for an unknown, missing or malformed option."""
+        if not isinstance(options, Mapping):
+            raise ValueError(f"a sweep is a mapping with drafters, accept and so on, not {options!r:.60}")
+        refuse_unknown(options, [f.name for f in dataclasses.fields(cls)], "option of a sweep")
+        if options.get("drafters") is None:
+            raise OptionError(
+                "{drafters} is missing: give a head checkpoint, model:PATH, lookup, ngram or maxgram", drafters=...
+            )
+        return cls(**options)
+
+    def rules(self) -> list[str]:
+        """The rules as `rule_text` writes them, each once."""
+        made: dict[str, None] = {}
+        for text in itertools.chain.from_iterable(map(spread, self.accept)):
+            name = text.partition(":")[0]
+            if self.thresholds and name not in ("exact", "block", "traversal", "unadjusted"):
+                made |= dict.fromkeys(with_threshold(text, value) for value in self.thresholds)
+            else:
+                made[rule_text(rule_named(text))] = None
+        return list(made)
+
+    def laws(self) -> list[tuple[float, int]]:
+        """Temperature and top-k of each law, each once; (0, 0) is greedy, whichever of the two says so."""
+        top_k = self.top_k or (0,)
+        temperatures = self.temperature or ((1.0,) if any(k > 1 for k in top_k) else (0.0,))
+        pairs = [(t, k) if t and k != 1 else (0.0, 0) for t in temperatures for k in top_k]
+        return list(dict.fromkeys(pairs))
+
+    def settings(self) -> list[Setting]:
+        """Every setting once, the exact rule in front of each drafter's others, and no drafts in front of all."""
+        trees: tuple[str | None, ...] = self.trees or tuple(f"chain:{n}" for n in self.gamma) or (None,)
+        made: dict[Setting, None] = {}
+        for temperature, top_k in self.laws():
+            made[Setting(PLAIN, temperature=temperature, top_k=top_k)] = None
+            for drafter, tree in itertools.product(self.drafters, trees):
+                if drafter == PLAIN:
+                    continue
+                matrices = self.k_matrices if drafter.startswith("cascade:") else ("",)
+                for matrix, rule in itertools.product(matrices, ["exact", *self.rules()]):
+                    made[Setting(drafter, rule, tree, temperature, top_k, matrix)] = None
+        return list(made)
+
+
+def spread(text: str) -> Iterator[str]:
+    """Every rule that a text with commas stands for: `fuzzy:js,tv:0.1` → `fuzzy:js:0.1`, `fuzzy:tv:0.1`."""
+    parts = []
+    for part in text.split(":"):
+        key, equals, values = part.rpartition("=")
+        parts.append([f"{key}{equals}{value.strip()}" for value in values.split(",")])
+    return map(":".join, itertools.product(*parts))
+
+
+def read_sweep(path: Path | None, overrides: Mapping[str, Any]) -> Sweep:
+    """The sweep in a YAML file, if any, with options over it. ValueError where it cannot be run, OSError unread."""
+    options: Any = {}
+    if path is not None:
+        options = parse_yaml(path.read_text("utf8"), str(path))
+        if not isinstance(options, dict):
+            raise RecipeError(f"{path} holds {options!r:.60}: expected a mapping with drafters, accept and so on")
+    return Sweep.from_dict({**options, **{key: value for key, value in overrides.items() if value not in (None, [])}})
+
+
+def numbers(text: str | None, name: str, kind: type) -> list[Any] | None:
+    """`0.02,0.05` → numbers. ValueError that names the option."""
+    return None if text is None else [_typed(name, part.strip(), kind) for part in text.split(",")]
+
+
+def _matrices(given: tuple[Any, ...]) -> tuple[str, ...]:
+    """Matrices as lists or JSON, or the rows of one → each as JSON."""
+    try:
+        read = [json.loads(matrix) if isinstance(matrix, str) else matrix for matrix in given]
+    except json.JSONDecodeError as error:
+        raise OptionError(
+            f"{{k_matrices}} is no JSON such as [[5, 8], [0, 8]]: {error}", k_matrices=", ".join(map(str, given))
+        ) from error
+    if read and all(isinstance(row, list) and row and not isinstance(row[0], list) for row in read):
+        read = [read]
+    return tuple(json.dumps(matrix) for matrix in read)
+
+
+def _typed(name: str, value: Any, kind: type) -> Any:
+    if kind is str:
+        return str(value)
+    try:
+        made = kind(value)
+    except (TypeError, ValueError):
+        made = None
+    if made is None or isinstance(value, bool) or (kind is int and isinstance(value, float) and made != value):
+        raise OptionError(f"{{{name}}} is not {'a whole number' if kind is int else 'a number'}", **{name: value})
+    return made

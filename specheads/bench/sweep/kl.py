@@ -1,0 +1,87 @@
+"""How far a text's law is from the target's, by the text alone: the same measure for every rule, ours or not.
+
+p is the target's law. Shapes: T generated tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
+
+from specheads.decoding.sampler import Sampler
+from specheads.decoding.target.seq2seq import decoder_start
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Sums over tokens. nats: of each token's distance; outside: how many tokens the target's law rules out, which
+    are not in nats; tokens: all of them."""
+
+    nats: float = 0.0
+    outside: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Distance) -> Distance:
+        return Distance(self.nats + other.nats, self.outside + other.outside, self.tokens + other.tokens)
+
+    @property
+    def mean(self) -> float | None:
+        """Nats a token, of those inside; None where there are none."""
+        inside = self.tokens - self.outside
+        return self.nats / inside if inside else None
+
+
+@torch.inference_mode()
+def distance(
+    base: PreTrainedModel, prompts: Sequence[list[int]], texts: Sequence[list[int]], temperature: float = 0.0,
+    top_k: int = 0,
+) -> Distance:  # fmt: skip
+    """How far the texts generated behind the prompts are from the target's law, in one pass over all of them.
+
+    temperature 0: Σ log(max p / p(x)), p at temperature 1. A greedy text's law at each token is a point mass, whose
+    KL from p is −log p(x); this is that KL less the one that the target's own greedy token has there, so 0 for any
+    lossless rule, and no rule can have less.
+    temperature > 0: Σ (−log p(x) − H(p)), p under temperature and top-k. Its mean is KL(L‖p) + H(L) − H(p) for the
+    emitted law L, which nobody has for every rule; 0 in expectation for a lossless rule, and below 0 for one that
+    prefers likely tokens more than the target does. An excess of surprisal, not a KL.
+    """
+    before = [[decoder_start(base)] for _ in prompts] if base.config.is_encoder_decoder else prompts
+    rows, _ = _padded([[*p, *x] for p, x in zip(before, texts, strict=True)], base.device)
+    if base.config.is_encoder_decoder:
+        source, mask = _padded(prompts, base.device)
+        given = {"input_ids": source, "attention_mask": mask, "decoder_input_ids": rows}
+    else:
+        given = {"input_ids": rows}
+    logits: Tensor = base(**given, use_cache=False).logits
+    total = Distance()
+    for row, prompt, text in zip(logits, before, texts, strict=True):
+        behind = row[len(prompt) - 1 : len(prompt) + len(text) - 1].float()
+        nats = surprisal(behind, torch.tensor(text, device=row.device), temperature, top_k)
+        inside = nats.isfinite()
+        total += Distance(float(nats[inside].double().sum()), int((~inside).sum()), len(text))
+    return total
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows of ids → ids (B, T) and mask (B, T), padded on the right, where nothing that counts attends it."""
+    width = max(map(len, rows))
+    ids = [[*row, *[0] * (width - len(row))] for row in rows]
+    mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def surprisal(logits: Tensor, x: Tensor, temperature: float, top_k: int) -> Tensor:
+    """Of tokens x (T,) under logits (T, V), each token's term of `distance`; infinite where p rules it out."""
+    x = x.unsqueeze(1)
+    if not temperature:
+        return (logits.max(-1, keepdim=True).values - logits.gather(1, x)).squeeze(1)
+    processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        processors.append(TopKLogitsWarper(top_k))
+    p = Sampler(processors, do_sample=True).law(logits)
+    return torch.xlogy(p, p).sum(-1) - p.gather(1, x).squeeze(1).log()

@@ -1,0 +1,173 @@
+"""One setting measured: speed interleaved with its reference, what was accepted, how many answers are right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from specheads.bench import cost, decoders, runner
+from specheads.bench.sweep.drafters import Bench
+from specheads.bench.sweep.grid import PLAIN, Setting, Sweep
+from specheads.bench.sweep.kl import Distance, distance
+from specheads.bench.sweep.tasks import Task
+from specheads.data.conversation import Conversation
+from specheads.decoding.acceptance.named import rule_named
+from specheads.decoding.drafters import Cascade
+from specheads.decoding.planner import Plan, tree_named
+from specheads.decoding.planner.named import STATIC_DEPTH
+from specheads.decoding.target.recorded import Record, added, reviewed
+
+Row = dict[str, Any]
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+# Columns that no other run, not even of the same setting, gives again.
+TIMED = ("seconds", "tokens_per_second", "speed_up", "speed_up_of_each_repeat")
+
+
+def decoder(bench: Bench, sweep: Sweep, setting: Setting, max_new_tokens: int) -> runner.Decoder:
+    """Our loop under that setting."""
+    sampling: dict[str, Any] = {}
+    if setting.temperature:
+        # 0 and 1.0 switch off what the target's own generation config may ask for.
+        sampling = {"do_sample": True, "temperature": setting.temperature, "top_k": setting.top_k, "top_p": 1.0,
+                    "seed": sweep.seed}  # fmt: skip
+    drafter = bench.drafter(setting.drafter, setting.k_matrix)
+    plan = plan_of(setting, drafter)
+    return decoders.drafted(
+        bench.base, max_new_tokens, draft=drafter or False, plan=plan, accept=rule_named(setting.accept), **sampling
+    )
+
+
+def plan_of(setting: Setting, drafter: Any) -> Plan | None:
+    """The setting's tree; None for the drafter's own, and where nothing drafts."""
+    if drafter is None or setting.tree is None:
+        return None
+    return tree_named(setting.tree, getattr(getattr(drafter, "config", None), "num_heads", STATIC_DEPTH))
+
+
+def prompts_of(bench: Bench, sweep: Sweep, task: Task) -> list[list[int]]:
+    """The ids of each prompt, in the chat template if asked for. ValueError for a prompt without tokens."""
+    made = []
+    for question in task.questions:
+        prompt = question.prompt
+        if isinstance(prompt, str):
+            text = Conversation.of_text(prompt).prompt((), bench.tokenizer) if sweep.chat else prompt
+            prompt = bench.tokenizer(text)["input_ids"] if isinstance(text, str) else text
+        made.append(prompt)
+    if [] in made:
+        raise ValueError(f"prompt {made.index([])} has no tokens; give at least one character")
+    return made
+
+
+def measure(
+    bench: Bench, sweep: Sweep, task: Task, setting: Setting, *,
+    report: Callable[[float, str], None] | None = None,
+) -> Row:  # fmt: skip
+    """The setting's row. Text is judged on all prompts, in batches; speed on `speed_prompts` of them, evenly
+    spaced, one by one, in turn with the setting's reference, as a ratio to it in the same repeat."""
+    prompts, length = prompts_of(bench, sweep, task), sweep.max_new_tokens or task.max_new_tokens
+    own, other = str(setting), str(setting.reference)
+    racers = {own: decoder(bench, sweep, setting, length)}
+    racers[other] = racers.get(other) or decoder(bench, sweep, setting.reference, length)
+    timed = min(sweep.speed_prompts, len(prompts))
+    spaced = [prompts[i * len(prompts) // timed] for i in range(timed)]  # a task's first may be out of one file
+    batches = decoders.batches(bench.tokenizer, spaced, bench.base.device)
+    runs = len(batches) * len(racers) * sweep.repeats  # beside them, a batch that is judged counts as one
+    raced = runs / (runs + len(prompts) / sweep.batch_size)
+
+    def racing(part: float, name: str) -> None:
+        if report:
+            report(part * raced, name)
+
+    def judging(part: float) -> None:
+        if report:
+            report(raced + part * (1 - raced), f"judging {own}")
+
+    race = runner.race(racers, batches, repeats=sweep.repeats, report=racing, clock=CLOCKS[sweep.clock])
+    return {
+        **setting_columns(setting),
+        "lossless": setting.lossless,
+        "reference": None if other == own else other,
+        **judged(bench, sweep, task, setting, prompts, racers[own], judging),
+        "seconds": median(sum(run.seconds for run in repeat) for repeat in race.runs[own]),
+        "tokens_per_second": race.tokens_per_second(own),
+        "speed_up": race.speed_up(own, other),
+        "speed_up_of_each_repeat": [a / b for a, b in zip(race.speeds(own), race.speeds(other), strict=True)],
+    }
+
+
+def judged(
+    bench: Bench, sweep: Sweep, task: Task, setting: Setting, prompts: list[list[int]], run: runner.Decoder,
+    report: Callable[[float], None],
+) -> Row:  # fmt: skip
+    """What the setting writes on all prompts: drafts accepted, right answers, distance from the target's law."""
+    drafter = bench.drafter(setting.drafter, setting.k_matrix)
+    # A cascade counts the passes of its models, which a batch would share.
+    size = 1 if isinstance(drafter, Cascade) else sweep.batch_size
+    side = "right" if bench.base.config.is_encoder_decoder else "left"
+    far, right, outputs, passes = Distance(), 0, [], []
+    for start in range(0, len(prompts), size):
+        report(start / len(prompts))
+        taken = prompts[start : start + size]
+        (batch,) = decoders.batches(bench.tokenizer, taken, bench.base.device, len(taken), side=side)
+        output = run(batch, None)
+        outputs.append(output.statistics)
+        passes.append(getattr(drafter, "reviews", ()) if output.statistics["rows_stepped"] else ())
+        far += distance(bench.base, taken, output.tokens, setting.temperature, setting.top_k)
+        for text, question in zip(output.tokens, task.questions[start:], strict=False):
+            if task.correct is not None:
+                right += task.correct(bench.tokenizer.decode(text, skip_special_tokens=True), question)
+    tokens, drafted, accepted, reviews, gained = (
+        sum(s[name] for s in outputs) for name in ("tokens", "drafted", "accepted", "rows_stepped", "gained")
+    )
+    return {
+        "prompts": len(prompts), "tokens": tokens, "reviews": reviews, "drafted": drafted, "accepted": accepted,
+        "accepted_length": gained / reviews if reviews else 1.0,
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "correct": right if task.correct is not None else None,
+        "accuracy": right / len(prompts) if task.correct is not None else None,
+        "mean_kl": far.mean if not setting.temperature else None,
+        "surprisal_excess": far.mean,
+        "outside": far.outside,
+        **walltime(bench, drafter, gained, reviews, added(passes) if any(passes) else None),
+    }  # fmt: skip
+
+
+def walltime(bench: Bench, drafter: Any, gained: int, reviews: int, draft_reviews: list[int] | None) -> Row:
+    """Of a cascade: the reviews by each of its drafts, and the standardised walltime improvement by the sweep's cost
+    model; None of other drafters, which do not count. `gained` tokens came of `reviews` by the target."""
+    if draft_reviews is None:
+        return {"draft_reviews": None, "swi": None}
+    costs = bench.costs(drafter)
+    swi = cost.walltime_improvement(gained, [reviews, *draft_reviews], costs) if costs else None
+    return {"draft_reviews": draft_reviews, "swi": swi}
+
+
+def replay(bench: Bench, sweep: Sweep, record: Record, setting: Setting, prompts: list[list[int]]) -> Row:
+    """The setting's row against a record of the target, which does not decode: no speed, and nothing of the text, which
+    is the record's. ValueError for what a record cannot replay."""
+    drafter = bench.drafter(setting.drafter, setting.k_matrix)
+    if drafter is None or setting.accept != "exact" or setting.temperature:
+        raise ValueError(f"{setting}: a record replays greedy text under the exact rule, with drafts")
+    plan = plan_of(setting, drafter) or drafter.default_plan(bench.base.device, False)
+    found = reviewed(record, prompts, drafter, plan, bench.base.device)
+    gained = found["tokens"] - len(prompts)
+    empty = dict.fromkeys((
+        "correct", "accuracy", "mean_kl", "surprisal_excess", "outside", "seconds", "tokens_per_second", "speed_up",
+        "speed_up_of_each_repeat",
+    ))  # fmt: skip
+    return {
+        **setting_columns(setting), "lossless": True, "reference": None, "prompts": len(prompts), **found,
+        "acceptance_rate": found["accepted"] / found["drafted"] if found["drafted"] else None, **empty,
+        **walltime(bench, drafter, gained, found["reviews"], found["draft_reviews"]),
+    }  # fmt: skip
+
+
+def setting_columns(setting: Setting) -> Row:
+    """The setting as plain values."""
+    return {
+        "drafter": setting.drafter, "accept": None if setting.drafter == PLAIN else setting.accept,
+        "k_matrix": setting.k_matrix or None, "tree": setting.tree, "temperature": setting.temperature,
+        "top_k": setting.top_k,
+    }  # fmt: skip

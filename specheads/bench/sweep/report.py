@@ -1,0 +1,185 @@
+"""A sweep's rows as JSON, CSV and Markdown, all from the same values. The pictures are in `plots`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specheads.bench import environment
+from specheads.bench.report import markdown
+from specheads.bench.sweep.measure import Row
+
+NAME = "sweep"
+
+
+def with_plain(rows: Sequence[Row]) -> list[Row]:
+    """The rows with `speed_up_over_plain`: of a lossy rule its own ratio times its reference's, since no run races it
+    against no drafts itself; None where the reference is not among the rows."""
+    known = {_place(row): row for row in rows}
+    made = []
+    for row in rows:
+        over: float | None = row["speed_up"]
+        if over is not None and not row["lossless"]:
+            exact = known.get((row["drafter"], "exact", *_place(row)[2:]))
+            over = over * exact["speed_up"] if exact else None
+        made.append({**row, "speed_up_over_plain": over})
+    return made
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return row["drafter"], row["accept"], row["tree"], row["temperature"], row["top_k"], row.get("k_matrix")
+
+
+def kept_98(rows: Sequence[Row], share: float = 0.98) -> list[dict[str, Any]]:
+    """Of each drafter, tree and law: the fastest lossy rule that keeps `share` of the exact rule's accuracy, None where
+    none does, and whether it is faster than the exact rule."""
+    made = []
+    for exact in rows:
+        if exact["accept"] != "exact" or not exact["accuracy"]:
+            continue
+        rivals = [r for r in rows if _place(r)[2:] == _place(exact)[2:] and r["drafter"] == exact["drafter"]]
+        kept = [r for r in rivals if not r["lossless"] and r["accuracy"] >= share * exact["accuracy"]]
+        best = max(kept, key=lambda r: r["speed_up"], default=None)
+        made.append({
+            "drafter": exact["drafter"], "tree": exact["tree"], "temperature": exact["temperature"],
+            "top_k": exact["top_k"], "share": share, "accept": best["accept"] if best else None,
+            "accuracy": best["accuracy"] if best else None, "exact_accuracy": exact["accuracy"],
+            "speed_up_over_exact": best["speed_up"] if best else None,
+            "faster": bool(best and best["speed_up"] > 1),
+        })  # fmt: skip
+    return made
+
+
+def table(rows: Sequence[Row]) -> str:
+    """All rows as Markdown."""
+    return markdown(*cells(rows))
+
+
+def cells(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Columns and lines; a column without a value in any row is left out."""
+    rows = with_plain(rows)
+    columns: dict[str, Any] = {
+        "drafter": lambda r: r["drafter"],
+        "rule": lambda r: r["accept"],
+        "tree": lambda r: r["tree"],
+        "k-matrix": lambda r: r.get("k_matrix"),
+        "T": lambda r: f"{r['temperature']:g}" if any(s["temperature"] for s in rows) else None,
+        "k": lambda r: r["top_k"] or None,
+        "lossless": lambda r: "yes" if r["lossless"] else "no",
+        "accuracy": lambda r: _shown(r["accuracy"], "{:.1%}"),
+        "× exact": lambda r: None if r["lossless"] else _shown(r["speed_up"], "{:.2f}"),
+        "× no drafts": lambda r: _shown(r["speed_up_over_plain"], "{:.2f}"),
+        "tokens/s": lambda r: _shown(r["tokens_per_second"], "{:.1f}"),
+        "accepted length": lambda r: _shown(r["accepted_length"], "{:.2f}"),
+        "reviews": lambda r: _counts(r),
+        "SWI": lambda r: _shown(r.get("swi"), "{:.2f}"),
+        "mean KL": lambda r: _shown(r["mean_kl"], "{:.4f}"),
+        "surprisal excess": lambda r: _shown(r["surprisal_excess"], "{:+.4f}") if r["temperature"] else None,
+    }
+    made = {name: [value(row) for row in rows] for name, value in columns.items()}
+    names = tuple(name for name, column in made.items() if any(cell is not None for cell in column))
+    return names, [["–" if made[name][i] is None else str(made[name][i]) for name in names] for i in range(len(rows))]
+
+
+def gamma_by_k(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]] | None:
+    """Chains of γ by top-k, as in the notebook: kept drafts of all tokens, and wall seconds of the speed prompts, as
+    columns and lines. None unless there are several γ or several k."""
+    chains = [r for r in rows if r["accept"] == "exact" and str(r["tree"]).startswith("chain:")]
+    laws = list(dict.fromkeys((r["temperature"], r["top_k"]) for r in chains))
+    trees = list(dict.fromkeys((r["drafter"], r["tree"]) for r in chains))
+    if len(laws) < 2 and len({tree for _, tree in trees}) < 2:
+        return None
+    known = {_place(row): row for row in chains}
+    columns = ["drafter", "γ"]
+    for temperature, k in laws:
+        name = "k=1" if not temperature else f"k={k or 'all'}" + (f", T={temperature:g}" if temperature != 1 else "")
+        columns += [f"{name}: kept / tokens", "seconds", "× no drafts"]
+    lines = []
+    for drafter, tree in trees:
+        line = [drafter, tree.removeprefix("chain:")]
+        for law in laws:
+            row = known.get((drafter, "exact", tree, *law, None))
+            if row is None:
+                line += ["–"] * 3
+            else:
+                line += [f"{row['accepted']} / {row['tokens']}", _shown(row["seconds"], "{:.2f}") or "–"]
+                line += [_shown(row["speed_up"], "{:.2f}") or "–"]
+        lines.append(line)
+    return tuple(columns), lines
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """One line a row; of the repeats' ratios a list with spaces between."""
+    rows = with_plain(rows)
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in row.items()})
+    return file.getvalue()
+
+
+def as_markdown(rows: Sequence[Row], record: dict[str, Any], pictures: Sequence[str] = ()) -> str:
+    text = ["# A sweep\n"]
+    if record.get("command"):
+        text.append(f"`{record['command']}`\n")
+    text.append(f"{environment.line(record['environment'])}.\n")
+    text.append(
+        f"{rows[0]['prompts']} prompts of `{record['task']}`, {record['max_new_tokens']} new tokens. Speed is at batch "
+        f"1 on {record['speed_prompts']} of them, {record['clock']} clock, median of {record['repeats']}; a lossy rule "
+        "takes turns with the exact one, and what is exact with no drafts. × no drafts of a lossy rule is its ratio "
+        "times the exact rule's.\n"
+    )
+    text += [f"![{name}]({name})\n" for name in pictures]
+    text.append(table(rows))
+    if by_gamma := gamma_by_k(rows):
+        text += ["## Kept drafts and time by γ and k\n", markdown(*by_gamma)]
+    for found in kept_98(rows):
+        where = " ".join(str(found[name]) for name in ("drafter", "tree") if found[name])
+        where += f" T={found['temperature']:g}" if found["temperature"] else ""
+        if found["accept"] is None:
+            said = "no lossy rule does"
+        else:
+            said = (
+                f"the fastest is `{found['accept']}`: accuracy {found['accuracy']:.1%}, "
+                f"{found['speed_up_over_exact']:.2f} times the exact rule's speed"
+            )
+        text.append(
+            f"Of {where}, keeping {found['share']:.0%} of the exact rule's accuracy "
+            f"({found['exact_accuracy']:.1%}): {said}.\n"
+        )
+    return "\n".join(text)
+
+
+def write(folder: Path, rows: Sequence[Row], record: dict[str, Any], *, plots: bool = True) -> list[Path]:
+    """sweep.json, sweep.csv, sweep.md and, with plots, PNG pictures in `folder`. ImportError where matplotlib is not
+    installed and plots are asked for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures: list[Path] = []
+    if plots:
+        from specheads.bench.sweep.plots import draw
+
+        pictures = draw(folder, with_plain(rows))
+    texts = {
+        "json": json.dumps({**record, "kept": kept_98(rows), "rows": with_plain(rows)}, indent=1) + "\n",
+        "csv": as_csv(rows),
+        "md": as_markdown(rows, record, [path.name for path in pictures]),
+    }
+    made = []
+    for suffix, text in texts.items():
+        made.append(folder / f"{NAME}.{suffix}")
+        made[-1].write_text(text, "utf8")
+    return made + pictures
+
+
+def _counts(row: Row) -> str | None:
+    """Reviews by the target and by each draft of a cascade."""
+    return None if row.get("draft_reviews") is None else " / ".join(map(str, [row["reviews"], *row["draft_reviews"]]))
+
+
+def _shown(value: float | None, form: str) -> str | None:
+    return None if value is None else form.format(value)

@@ -1,0 +1,184 @@
+"""All settings of a sweep, one after another or over several processes; what is done is kept and not done again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specheads.bench.sweep.drafters import Bench
+from specheads.bench.sweep.grid import PLAIN, Setting, Sweep
+from specheads.bench.sweep.measure import Row, measure, prompts_of, replay
+from specheads.bench.sweep.tasks import Task, load_task
+from specheads.decoding.target.recorded import Record, record
+from specheads.terminal import Report
+
+RESULTS = "results.jsonl"
+
+
+def key_of(setting: Setting, common: str) -> str:
+    """A digest of one setting and of all that the settings of a sweep share."""
+    # Without what is at its default, so that a field that comes later does not make all that is done be done again.
+    fields = {f.name: getattr(setting, f.name) for f in dataclasses.fields(setting)}
+    given = {f.name: fields[f.name] for f in dataclasses.fields(setting) if fields[f.name] != f.default}
+    text = json.dumps([given, common], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def common_of(bench: Bench, sweep: Sweep, task: Task) -> str:
+    """A digest of the models, prompts, answers and lengths, without which a row would be another's."""
+    prompts = prompts_of(bench, sweep, task)
+    answers = [question.answer for question in task.questions]
+    length = sweep.max_new_tokens or task.max_new_tokens
+    shared = [
+        bench.identity(), str(bench.base.dtype), prompts, answers, length, sweep.repeats, sweep.speed_prompts,
+        sweep.clock, sweep.batch_size, sweep.seed, task.name,
+    ]  # fmt: skip
+    if sweep.k_matrices:
+        shared.append([sweep.leniency, sweep.notation, sweep.cost])
+    return hashlib.sha256(json.dumps(shared).encode()).hexdigest()[:16]
+
+
+class Results:
+    """The rows of a sweep that are done, in a file of one JSON object a line, each put there whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads what is there. A last line that was cut short by a crash is dropped, from the file too."""
+        self.path = path
+        self.rows: dict[str, Row] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = path.read_bytes() if path.exists() else b""
+        kept = whole[: whole.rfind(b"\n") + 1]
+        if kept != whole:
+            with open(path, "r+b") as file:
+                file.truncate(len(kept))
+        for number, line in enumerate(kept.decode("utf8").splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                self.rows[record["key"]] = record["row"]
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number} is no result of a sweep; move the file away") from error
+
+    def add(self, key: str, row: Row) -> None:
+        self.rows[key] = row
+        line = json.dumps({"key": key, "row": row}, allow_nan=False).encode() + b"\n"
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(file, line)
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+def complete(
+    results: Results, settings: Sequence[Setting], common: str,
+    measured: Callable[[list[Setting], Callable[[float, str], None]], Iterable[tuple[Setting, Row]]], tell: Report,
+) -> list[Row]:  # fmt: skip
+    """The row of each setting, in order: those there are from `results`, the others as `measured` gives them, which
+    is handed the settings and a report of how far one of them is."""
+    keys = {setting: key_of(setting, common) for setting in settings}
+    left = [setting for setting in settings if keys[setting] not in results.rows]
+    done = len(settings) - len(left)
+
+    def within(fraction: float, note: str) -> None:
+        tell(min((done + fraction) / len(settings), 0.999), f"{done} of {len(settings)} done; {note}")
+
+    if left:
+        for setting, row in measured(left, within):
+            results.add(keys[setting], row)
+            done += 1
+            within(0.0, str(setting))
+    tell(1.0, f"{len(settings)} settings")
+    return [results.rows[key] for key in keys.values()]
+
+
+def run(
+    sweep: Sweep, folder: Path, *, dtype: str = "auto", device: str = "auto", workers: int = 1, tell: Report
+) -> list[Row]:  # fmt: skip
+    """Measure every setting that `folder`/results.jsonl has not, and give the rows of all, in the grid's order."""
+    bench = Bench(sweep, dtype, device)
+    task = _task(sweep, bench)
+    results = Results(folder / RESULTS)
+
+    def here(settings: list[Setting], within: Callable[[float, str], None]) -> Iterator[tuple[Setting, Row]]:
+        for setting in settings:
+            yield setting, measure(bench, sweep, task, setting, report=lambda part, name: within(part, name))
+
+    def spread(settings: list[Setting], within: Callable[[float, str], None]) -> Iterator[tuple[Setting, Row]]:
+        yield from over_processes(sweep, settings, workers, dtype, str(bench.base.device))
+
+    common = common_of(bench, sweep, task)
+    return complete(results, sweep.settings(), common, here if workers == 1 else spread, tell)
+
+
+def run_recorded(sweep: Sweep, folder: Path, path: Path, *, dtype: str, device: str, tell: Report) -> list[Row]:
+    """As `run`, but each setting that drafts reviewed against the record in `path`, which the target writes once where
+    there is none."""
+    bench = Bench(sweep, dtype, device)
+    task = _task(sweep, bench)
+    prompts, length = prompts_of(bench, sweep, task), sweep.max_new_tokens or task.max_new_tokens
+    if not path.exists():
+        tell(0.0, "recording the target")
+        record(bench.base, prompts, length).save(path)
+    known = Record.load(path)
+
+    def here(settings: list[Setting], within: Callable[[float, str], None]) -> Iterator[tuple[Setting, Row]]:
+        for setting in settings:
+            yield setting, replay(bench, sweep, known, setting, prompts)
+
+    common = common_of(bench, sweep, task) + hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    settings = [setting for setting in sweep.settings() if setting.drafter != PLAIN]
+    return complete(Results(folder / RESULTS), settings, common, here, tell)
+
+
+def over_processes(
+    sweep: Sweep, settings: list[Setting], workers: int, dtype: str, device: str
+) -> Iterator[tuple[Setting, Row]]:
+    """Each setting and its row as they come from `workers` processes, each with models of its own: on CUDA each on
+    the next device, on a CPU each with its share of the threads."""
+    spawn = multiprocessing.get_context("spawn")  # a forked process can use neither CUDA nor torch's threads
+    numbers = spawn.Queue()
+    for number in range(workers):
+        numbers.put(number)
+    threads = max(1, torch.get_num_threads() // workers)
+    pool = ProcessPoolExecutor(workers, spawn, _begin, (sweep, dtype, device, threads, numbers))
+    try:
+        waiting = {pool.submit(_measured, setting): setting for setting in settings}
+        while waiting:
+            done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in done:
+                setting = waiting.pop(future)
+                yield setting, future.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_worker: dict[str, Any] = {}
+
+
+def _begin(sweep: Sweep, dtype: str, device: str, threads: int, numbers: Any) -> None:
+    """In a new process: its models."""
+    torch.set_num_threads(threads)
+    if device.startswith("cuda"):
+        device = f"cuda:{numbers.get() % torch.cuda.device_count()}"
+    bench = Bench(sweep, dtype, device)
+    _worker.update(bench=bench, sweep=sweep, task=_task(sweep, bench))
+
+
+def _measured(setting: Setting) -> Row:
+    with contextlib.suppress(KeyboardInterrupt):
+        return measure(_worker["bench"], _worker["sweep"], _worker["task"], setting)
+    raise RuntimeError("stopped")
+
+
+def _task(sweep: Sweep, bench: Bench) -> Task:
+    return load_task(sweep.task, bench.tokenizer, data=sweep.data, count=sweep.num_prompts, run_code=sweep.run_code)

@@ -1,0 +1,86 @@
+"""An exact-answer task of shipped data alone: write a function's parameters again, of the held-out standard library.
+
+The prompt is the beginning of a function out of a held-out file, and below it `def NAME(` once more; right is the
+parameter list it has, to the letter but for white space. The shipped base gets about half of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from specheads.data import corpus
+
+SHOWN = 64  # tokens of the function that the prompt shows
+SHORTEST, LONGEST = 6, 12  # tokens of a parameter list; one shorter is `self` as a rule
+
+
+def signature_questions(tokenizer: Any, count: int, held_out: list[str] | None = None) -> list[tuple[list[int], str]]:
+    """`count` pairs of prompt ids and parameter list, evenly spaced over all there are, the same for the same files.
+
+    ValueError where there are fewer.
+    """
+    usable = []
+    for _, text in corpus.texts("held_out", held_out):
+        for head, parameters, source in functions(text):
+            if SHORTEST <= len(tokenizer(parameters)["input_ids"]) <= LONGEST:
+                usable.append((head, parameters, source))
+    if len(usable) < count:
+        raise ValueError(
+            f"{count} signatures asked for, but the held-out files have {len(usable)} that are long enough"
+        )
+    made = []
+    for i in range(count):
+        head, parameters, source = usable[i * len(usable) // count]
+        shown = tokenizer(source)["input_ids"][:SHOWN]
+        made.append(([*shown, *tokenizer("\n\n" + head, add_special_tokens=False)["input_ids"]], plain(parameters)))
+    return made
+
+
+def functions(text: str) -> Iterator[tuple[str, str, str]]:
+    """Of each function in a file: `    def NAME(`, what follows up to the colon in front of its body, and its source.
+    A file that this Python does not parse has none, nor have lines that are not ASCII, whose columns are bytes."""
+    try:
+        module = ast.parse(text)
+    except SyntaxError:
+        return
+    if not text.isascii():
+        return
+    lines = text.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+    for node in ast.walk(module):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        start, body = starts[node.lineno - 1], node.body[0]
+        head = f"{' ' * node.col_offset}def {node.name}("
+        if text.startswith(head, start) and node.end_lineno and node.end_col_offset is not None:
+            written = signature_written(text[start + len(head) : starts[body.lineno - 1] + body.col_offset])
+            if written is not None:
+                end = starts[node.end_lineno - 1] + node.end_col_offset
+                whole = text[start + len(head) : end]
+                yield head, whole[: len(_until_colon(whole) or "")], text[start:end]
+
+
+def signature_written(text: str) -> str | None:
+    """The parameters and annotations behind `def NAME(` up to the colon that ends them, white space aside; None
+    where no colon does."""
+    written = _until_colon(text)
+    return None if written is None else plain(written)
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\s+", "", text)
+
+
+def _until_colon(text: str) -> str | None:
+    """Up to and with the colon that stands in no bracket, one having been opened before the text."""
+    depth = 1
+    for i, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == ":" and depth == 0:
+            return text[: i + 1]
+    return None

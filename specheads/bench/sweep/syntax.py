@@ -1,0 +1,76 @@
+"""An exactly judged task of shipped data with text of some length: go on with a function so that Python can parse it.
+
+The prompt is the first lines of a function out of a held-out file; what is written is right where no line that is whole
+breaks Python's grammar. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import codeop
+import warnings
+from typing import Any
+
+from specheads.bench.sweep.signatures import functions
+from specheads.data import corpus
+
+SHOWN = 64  # tokens of the function that the prompt shows, at most and in whole lines
+LEFT = 24  # tokens that the function has beyond SHOWN, at least
+ALLOW_INCOMPLETE = codeop.PyCF_ALLOW_INCOMPLETE_INPUT  # type: ignore[attr-defined]  # known to consoles
+
+
+def syntax_questions(tokenizer: Any, count: int, held_out: list[str] | None = None) -> list[tuple[str, str]]:
+    """`count` pairs of prompt and the blocks it lies in (see `blocks`), evenly spaced over all there are, the same for
+    the same files.
+
+    ValueError where there are fewer.
+    """
+    usable = []
+    for _, text in corpus.texts("held_out", held_out):
+        for head, _, source in functions(text):
+            indent = len(head) - len(head.lstrip())
+            lines = source.splitlines(keepends=True)
+            shown = beginning(tokenizer, lines, blocks(indent))
+            # 12 characters a token is more than code has.
+            if shown and len(tokenizer(source[: 12 * (SHOWN + LEFT)])["input_ids"]) >= SHOWN + LEFT:
+                usable.append((shown, blocks(indent)))
+    if len(usable) < count:
+        raise ValueError(f"{count} functions asked for, but the held-out files have {len(usable)} that are long enough")
+    return [usable[i * len(usable) // count] for i in range(count)]
+
+
+def beginning(tokenizer: Any, lines: list[str], around: str) -> str | None:
+    """The first lines of a function, at most SHOWN tokens of them; None where a statement or a text would go on behind
+    them, or they are the definition alone."""
+    shown, number = "", 0
+    for line in lines:
+        if len(tokenizer(shown + line)["input_ids"]) > SHOWN:
+            break
+        shown, number = shown + line, number + 1
+    if number < 2 or number == len(lines) or not lines[number].strip():
+        return None
+    indent = len(lines[number]) - len(lines[number].lstrip())
+    return shown if compiles(f"{around}{shown}{' ' * indent}pass\n") else None
+
+
+def blocks(indent: int) -> str:
+    """Lines that open a block at every fourth column in front of `indent`, for a piece of a file to stand in."""
+    return "".join(" " * column + "if True:\n" for column in range(0, indent, 4))
+
+
+def parses(prompt: str, completion: str, around: str) -> bool:
+    """Can Python parse prompt and completion as far as they go, in whole lines? around: the blocks they lie in."""
+    text = prompt + completion
+    return compiles(around + text[: text.rfind("\n") + 1], ALLOW_INCOMPLETE)
+
+
+def compiles(text: str, flags: int = 0) -> bool:
+    """Is it a program, or with ALLOW_INCOMPLETE the beginning of one? It is not run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it would warn about, a model wrote it
+        try:
+            compile(text, "<written>", "exec", flags, dont_inherit=True)
+        except SyntaxError as error:
+            return bool(flags) and "incomplete input" in str(error)
+        except (ValueError, RecursionError, MemoryError):  # null characters, or nested too deeply
+            return False
+    return True

@@ -1,0 +1,222 @@
+"""Questions with answers that are checked exactly: MMLU, GSM8K, CSQA and HumanEval, or one made of shipped data.
+
+Prompts of MMLU and GSM8K are those of Cascade Speculative Drafting, arXiv:2312.11462; CSQA is asked as MMLU is, and
+HumanEval by its own prompts. Rows come from the hub or from local files with the hub's columns; those of MMLU may have
+the columns that CS Drafting's files have.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specheads.bench.prompts import held_out_prompts
+from specheads.bench.sweep.grid import TASKS
+from specheads.bench.sweep.programs import passes
+from specheads.bench.sweep.signatures import signature_questions, signature_written
+from specheads.bench.sweep.syntax import parses, syntax_questions
+from specheads.options import OptionError, refuse_unknown
+
+LETTERS = "ABCDEFGHIJ"
+
+
+@dataclass(frozen=True)
+class Question:
+    """prompt: text or token ids. answer: as the task's `parse` gives it."""
+
+    prompt: str | list[int]
+    answer: str
+    extra: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where rows are on the hub, and how one becomes a question. columns: one of them tells the task's rows.
+    max_new_tokens: what an answer takes."""
+
+    hub: str
+    subset: str | None
+    split: str
+    columns: tuple[str, ...]
+    question: Callable[[Mapping[str, Any]], Question]
+    parse: Callable[[str], str | None]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """Questions and how their answers are judged; parse None: there is nothing to judge."""
+
+    name: str
+    questions: list[Question]
+    max_new_tokens: int
+    correct: Callable[[str, Question], bool] | None
+
+
+def choice_of(text: str) -> str | None:
+    """The letter a worked answer settles on: behind the last "answer is", else the last in brackets, else the one that
+    the text opens with."""
+    said = re.findall(r"(?i:answer\s*(?:is|:)?\s*:?\s*)\(?([A-J])\b", text) or re.findall(r"\(([A-J])\)", text)
+    said = said or re.findall(r"^\s*([A-J])(?=[.):,]|\s*$)", text)
+    return said[-1] if said else None
+
+
+def number_of(text: str) -> str | None:
+    """The number a worked answer ends in: behind "####", else behind the last "answer is", else the last there is.
+
+    Without thousands separators, and without a fraction where that is zero.
+    """
+    number = r"\s*\$?\s*(-?\d[\d,]*(?:\.\d+)?)"
+    found = re.findall("####" + number, text) or re.findall(r"answer\s*(?:is|:)\s*:?" + number, text, re.IGNORECASE)
+    found = found or re.findall(r"(?<![\d.])(-?\d[\d,]*(?:\.\d+)?)", text)
+    if not found:
+        return None
+    plain = found[-1].replace(",", "")
+    return plain.rstrip("0").rstrip(".") if "." in plain else plain
+
+
+def mmlu(row: Mapping[str, Any]) -> Question:
+    """question, choices, answer (a letter or its number), as on the hub; or CS Drafting's input, A, B, C, D, target."""
+    row = mmlu_columns(row)
+    choices = {letter: row[letter] for letter in LETTERS if row.get(letter) is not None}
+    if row["target"] not in choices:
+        raise ValueError(f"the answer {row['target']!r} is none of its choices {', '.join(choices)}")
+    prompt = f"Question: {row['input']}\n{_lettered([*choices], [*choices.values()])}\n Answer: \n"
+    return Question(f"{prompt} Let's think step by step. ", row["target"])
+
+
+def mmlu_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of MMLU in CS Drafting's columns, whichever it has."""
+    if row.get("input") is not None:
+        return {name: row[name] for name in ("input", *"ABCD", "target")}
+    answer = row["answer"]
+    choices = dict(zip(LETTERS, row["choices"], strict=False))
+    return {"input": row["question"], **choices, "target": answer if isinstance(answer, str) else LETTERS[answer]}
+
+
+def csqa(row: Mapping[str, Any]) -> Question:
+    options = _lettered(row["choices"]["label"], row["choices"]["text"])
+    prompt = f"Question: {row['question']}\n{options}\n Answer: \n Let's think step by step. "
+    return Question(prompt, row["answerKey"])
+
+
+def gsm8k(row: Mapping[str, Any]) -> Question:
+    answer = number_of(row["answer"])
+    if answer is None:
+        raise ValueError(f"the answer {row['answer']!r:.80} holds no number")
+    return Question(gsm8k_prompt(row["question"]), answer)
+
+
+def gsm8k_prompt(question: str) -> str:
+    return f"Reason the math question below step by step. Question: {question}.\n Answer: "
+
+
+def humaneval(row: Mapping[str, Any]) -> Question:
+    return Question(row["prompt"], row["entry_point"], {"test": row["test"]})
+
+
+def _lettered(letters: Sequence[str], options: Sequence[str]) -> str:
+    return " ".join(f"({letter}) {option}" for letter, option in zip(letters, options, strict=False))
+
+
+SOURCES = {
+    "mmlu": Source("cais/mmlu", "all", "test", ("choices", "target"), mmlu, choice_of, 256),
+    "gsm8k": Source("openai/gsm8k", "main", "test", ("question",), gsm8k, number_of, 256),
+    "csqa": Source("tau/commonsense_qa", None, "validation", ("answerKey",), csqa, choice_of, 256),
+    "humaneval": Source("openai/openai_humaneval", None, "test", ("entry_point",), humaneval, lambda text: text, 384),
+}
+SOURCES["sampled_mmlu"] = SOURCES["mmlu"]  # a part of it, in a file of one's own
+# What an answer takes where the sweep does not say.
+LENGTHS = {
+    "signatures": 24, "syntax": 96, "prompts": 128, **{name: source.max_new_tokens for name, source in SOURCES.items()},
+}  # fmt: skip
+SHIPPED_QUESTIONS = 64
+
+
+def source_of(name: str, data: Sequence[str]) -> Source:
+    """ValueError for a task without rows, and for one whose rows are on no hub."""
+    refuse_unknown([name], SOURCES, "task with rows")
+    if name == "sampled_mmlu" and not data:
+        raise OptionError("sampled_mmlu is a file of MMLU's rows that was drawn once: name it by {data}", data=...)
+    return SOURCES[name]
+
+
+def rows_of(source: Source, data: Sequence[str]) -> Iterable[Mapping[str, Any]]:
+    """The rows of a task: of local files, else the hub's. Of JSON that holds its splits by name the test split."""
+    from specheads.data.datasets import load_dataset_rows
+
+    if not data:
+        return load_dataset_rows(
+            source.hub, source.split, subset=source.subset, prompt_column=source.columns[0]
+        )  # fmt: skip
+    splits = [rows for file in data if (rows := _test_split(Path(file)))]
+    given: Any = list(itertools.chain(*splits)) if len(splits) == len(data) else list(data)
+    return load_dataset_rows(given, prompt_column=source.columns[0], text_column=source.columns[-1])
+
+
+def _test_split(file: Path) -> list[Any] | None:
+    """What {"test": [row …]} holds in a .json file, as CS Drafting's gsm8k file; None for any other."""
+    if file.suffix != ".json" or not file.is_file():
+        return None
+    try:
+        held = json.loads(file.read_text("utf8"))
+    except ValueError:  # a row a line
+        return None
+    rows = held.get("test") if isinstance(held, dict) else None
+    return rows if isinstance(rows, list) else None
+
+
+def load_task(
+    name: str, tokenizer: Any, *, data: Sequence[str] = (), count: int | None = None, run_code: bool = False
+) -> Task:
+    """The first `count` questions of a task, or evenly spaced ones of `signatures` and `syntax`. ValueError or OSError,
+    with the reason, for rows that are not the task's; ValueError for HumanEval unless run_code allows to run what is
+    written."""
+    refuse_unknown([name], TASKS, "task")
+    if name in ("signatures", "syntax") and data:
+        raise ValueError(f"the task {name} is made of shipped data and takes no data")
+    if name == "syntax":
+        begun = syntax_questions(tokenizer, count or SHIPPED_QUESTIONS)
+        return Task(
+            name, [Question(shown, around) for shown, around in begun], LENGTHS[name],
+            lambda text, asked: isinstance(asked.prompt, str) and parses(asked.prompt, text, asked.answer),
+        )  # fmt: skip
+    if name == "signatures":
+        made = signature_questions(tokenizer, count or SHIPPED_QUESTIONS)
+        questions = [Question(ids, answer) for ids, answer in made]
+        return Task(name, questions, LENGTHS[name], lambda text, asked: signature_written(text) == asked.answer)
+    if name == "prompts":
+        if data:
+            from specheads.bench.prompts import prompts_from
+
+            texts = [text for file in data for text in prompts_from(Path(file))][:count]
+            asked = [t if isinstance(t, str) else t.prompt((), tokenizer) for t in texts]
+        else:
+            asked = [*held_out_prompts(tokenizer, count or 8)]
+        return Task(name, [Question(prompt, "") for prompt in asked], LENGTHS[name], None)
+    source = source_of(name, data)
+    if name == "humaneval" and not run_code:
+        raise OptionError(
+            "humaneval runs the programs that the model writes; allow it with {run_code}, best in a sandbox",
+            run_code=True,
+        )
+    questions = []
+    for number, row in enumerate(itertools.islice(rows_of(source, data), count), start=1):
+        try:
+            questions.append(source.question(row))
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            reason = f"no column {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"{name}, row {number}: {reason}; expected the columns of {source.hub}") from error
+
+    def correct(text: str, asked: Question) -> bool:
+        if name == "humaneval":
+            assert isinstance(asked.prompt, str)
+            return passes(asked.prompt, text, asked.extra["test"], asked.answer)
+        return source.parse(text) == asked.answer
+
+    return Task(name, questions, source.max_new_tokens, correct)

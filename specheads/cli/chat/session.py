@@ -1,0 +1,244 @@
+"""What runs: the ways of decoding that are switched on, over one prompt with one seed, and the conversation."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, StoppingCriteriaList
+
+from specheads.cli.chat.interrupt import Interruption
+from specheads.cli.chat.settings import Settings, change
+from specheads.data.conversation import Conversation, Message
+from specheads.decoding.acceptance import Acceptance, Exact
+from specheads.decoding.acceptance.named import rule_named
+from specheads.decoding.drafters import Drafter, DraftModel, NGram, NGramStorage, OneLevelNGramStorage
+from specheads.decoding.drafters.model import NO_LIMIT, vocabulary_size
+from specheads.decoding.drafters.paths import PathDrafter
+from specheads.decoding.generate import SpecGenerateOutput, generate
+from specheads.decoding.loop import Step
+from specheads.decoding.planner import Plan, SampledTree, chain, tree_named
+from specheads.decoding.planner.named import STATIC_DEPTH
+from specheads.decoding.target.causal import text_config
+from specheads.models.sources import Models, described
+
+TARGET = "target alone"
+STORAGES = {"basic": NGramStorage, "onelevel": OneLevelNGramStorage}
+TRIED = 2  # tokens that new settings are tried on: the first takes no draft
+RUNS = ("drafter", "accept", "tree", "gamma", "processor")  # settings whose change is tried
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way of decoding. law: whose law the text has, as the comparison says it."""
+
+    name: str
+    detail: str
+    law: str
+    model: PreTrainedModel
+    tokenizer: Any
+    drafter: Drafter | None = None
+    plan: Plan | None = None
+    rule: Acceptance = field(default_factory=Exact)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one way of decoding gave. full: it ended where the model's positions do; stopped: somebody asked for it."""
+
+    mode: Mode
+    steps: list[Step]
+    text: str
+    statistics: dict[str, Any]
+    full: bool
+    stopped: bool
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for step in self.steps for token in step.tokens[0]]
+
+
+class Session:
+    """Models, settings, the n-gram storage, and the conversation so far."""
+
+    def __init__(self, models: Models, settings: Settings) -> None:
+        """ValueError where the settings do not go with the models."""
+        self.models, self.tokenizer = models, models.tokenizer
+        self.settings = settings
+        self.forget()
+        self.storage = self._new_storage(settings)
+        self._refuse_unfit(settings)
+        self._try(settings, target=True)
+
+    def forget(self) -> None:
+        """The conversation; what n-grams learnt stays."""
+        self.turns: list[tuple[str, str]] = []  # what was asked, and answered
+
+    def change(self, name: str, rest: str) -> None:
+        """The command `/name rest`. ValueError, in which case nothing has changed."""
+        try:
+            new = change(self.settings, name, rest)
+            self._refuse_unfit(new)
+            if any(getattr(new, key) != getattr(self.settings, key) for key in RUNS):
+                self._try(new)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"/{name}: {error}") from error
+        if name == "set_ngramstorage":
+            self.storage = self._new_storage(new)
+        if not new.remember:
+            self.forget()
+        self.settings = new
+
+    def modes(self, settings: Settings | None = None) -> list[Mode]:
+        """Those switched on, the target alone first."""
+        now = self.settings if settings is None else settings
+        rule, sampled = rule_named(now.accept), now.processor.samples
+        drafter = self.models.drafter(now.drafter)
+        target = (self.models.target, self.tokenizer)
+        made = []
+        if now.target:
+            made.append(Mode(TARGET, "a token a step", "the target's", *target))
+        if now.speculative:
+            plan = self._plan(now, drafter, sampled)
+            shape = now.tree or (f"chain:{now.gamma}" if now.gamma else None)
+            detail = ", ".join(filter(None, (described(now.drafter, drafter), shape, now.accept)))
+            made.append(Mode("speculative", detail, _law(rule), *target, drafter, plan, rule))
+        if now.ngram:
+            grams = NGram(
+                now.gamma or NGram.num_tokens, storage=self.storage, filler_top_k=now.top_k_filler,
+                reset_between=now.reset_in_between,
+            )  # fmt: skip
+            # N-grams have no law of their own to compare.
+            own, name = (Exact(), "exact") if rule.needs_draft_law else (rule, now.accept)
+            made.append(Mode("n-gram", f"{now.storage} {now.ngram_n}, {name}", _law(own), *target, grams, None, own))
+        if now.alone:
+            assert isinstance(drafter, DraftModel)
+            tokenizer = drafter.tokenizer if drafter.through_text else self.tokenizer
+            made.append(Mode("draft model alone", drafter.small.name_or_path, "its own", drafter.small, tokenizer))
+        return made
+
+    def prompt_ids(self, prompt: str, tokenizer: Any) -> list[int]:
+        """What stands in front of the answer. ValueError where that is nothing, or the template refuses it."""
+        if not self.settings.chat:
+            ids = list(tokenizer(prompt, verbose=False)["input_ids"])
+        else:
+            asked = [*(question for question, _ in self.turns), prompt]
+            turns: list[tuple[Message, ...]] = [({"role": "user", "content": question},) for question in asked]
+            if self.settings.system is not None:
+                turns[0] = ({"role": "system", "content": self.settings.system}, *turns[0])
+            ids = Conversation(tuple(turns)).prompt([answer for _, answer in self.turns], tokenizer)
+        if not ids:
+            raise ValueError("the prompt has no tokens; give at least one character")
+        return ids
+
+    def seed(self) -> int:
+        """Of the next prompt."""
+        return secrets.randbelow(2**31) if self.settings.seed is None else self.settings.seed
+
+    def run(
+        self, mode: Mode, prompt: str, seed: int, *, drafter: Drafter | None = None,
+        streamer: Any = None, stop: Interruption | None = None,
+    ) -> Outcome:  # fmt: skip
+        """One way's answer. drafter: stands in for the mode's; streamer: as generate() takes them.
+
+        ValueError for a prompt that does not fit.
+        """
+        ids = self.prompt_ids(prompt, mode.tokenizer)
+        positions = getattr(text_config(mode.model), "max_position_embeddings", None) or NO_LIMIT
+        if len(ids) >= positions:
+            advice = "; /clear begins a new conversation" if self.turns and self.settings.chat else ""
+            raise ValueError(f"the prompt takes {len(ids)} tokens, and the model has {positions} positions{advice}")
+        room = positions - self._given(mode.model, ids)
+        out = self._generate(
+            mode, ids, self.settings, seed, min(self.settings.length, room), drafter=drafter, streamer=streamer,
+            stopping_criteria=None if stop is None else StoppingCriteriaList([stop]),
+        )  # fmt: skip
+        assert out.steps is not None
+        tokens = [token for step in out.steps for token in step.tokens[0]]
+        text = mode.tokenizer.decode(tokens, skip_special_tokens=True)
+        full = len(tokens) == room < self.settings.length
+        return Outcome(mode, out.steps, text, out.statistics(), full, stop is not None and stop.asked)
+
+    def _given(self, model: PreTrainedModel, ids: list[int]) -> int:
+        """Tokens that stand in front of a text behind the prompt `ids`: of an encoder-decoder its start token alone."""
+        return 1 if model.config.is_encoder_decoder else len(ids)
+
+    def keep(self, prompt: str, outcomes: Sequence[Outcome]) -> None:
+        """Take the first way's answer into the conversation; none of a turn that was stopped."""
+        if (
+            self.settings.chat
+            and self.settings.remember
+            and outcomes
+            and not any(outcome.stopped for outcome in outcomes)
+        ):
+            self.turns.append((prompt, outcomes[0].text))
+
+    def _generate(
+        self, mode: Mode, ids: list[int], settings: Settings, seed: int, length: int, *,
+        drafter: Drafter | None = None, **kwargs: Any,
+    ) -> SpecGenerateOutput:  # fmt: skip
+        prompt: Tensor = torch.tensor([ids], device=mode.model.device)
+        if settings.processor.samples:
+            # Neutral values, over what the model's own generation config may ask for.
+            kwargs |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "logits_processor": settings.processor.warpers()}
+        return generate(  # type: ignore[return-value]
+            mode.model, prompt, attention_mask=torch.ones_like(prompt), drafter=drafter or mode.drafter,
+            tree=mode.plan, accept=mode.rule, seed=seed, max_new_tokens=length, do_sample=settings.processor.samples,
+            return_dict_in_generate=True, **kwargs,
+        )  # fmt: skip
+
+    def _plan(self, settings: Settings, drafter: Drafter, sampled: bool) -> Plan | None:
+        if settings.tree is not None:
+            depth = getattr(getattr(drafter, "config", None), "num_heads", STATIC_DEPTH)
+            return tree_named(settings.tree, depth)
+        if settings.gamma is None:
+            return None
+        # Drawn from the draft's law where the drafter would do so by itself.
+        usual = drafter.default_plan(self.models.target.device, sampled)
+        return SampledTree((1,) * settings.gamma) if isinstance(usual, SampledTree) else chain(settings.gamma)
+
+    def _new_storage(self, settings: Settings) -> NGramStorage:
+        return STORAGES[settings.storage](settings.ngram_n, vocabulary_size(self.models.target))
+
+    def _refuse_unfit(self, settings: Settings) -> None:
+        drafter = self.models.drafter(settings.drafter)
+        if settings.alone and not isinstance(drafter, DraftModel):
+            raise ValueError(
+                f"{settings.drafter!r} cannot write alone: that takes a draft model (--assistant, /drafter NAME)"
+            )
+        # One step does not show it, where a text must repeat itself before it is drafted from.
+        if isinstance(drafter, PathDrafter) and rule_named(settings.accept).needs_draft_law:
+            raise ValueError(
+                f"{settings.accept} compares the draft's law with the target's, and {settings.drafter!r} "
+                "gives none: draft with a head or a draft model, or accept by another rule"
+            )
+        if (settings.chat or settings.system is not None) and not self.tokenizer.chat_template:
+            raise ValueError("the model's tokenizer has no chat template, so prompts stay text to be continued")
+        if settings.system is not None:
+            messages: tuple[Message, ...] = (
+                {"role": "system", "content": settings.system}, {"role": "user", "content": "a"},
+            )  # fmt: skip
+            ids = Conversation((messages,)).prompt((), self.tokenizer)
+            if settings.system.strip() not in self.tokenizer.decode(ids):
+                raise ValueError("the model's chat template leaves system messages out")
+
+    def _try(self, settings: Settings, *, target: bool = False) -> None:
+        """Decode a step, so that a drafter, a tree and a rule that do not go together are refused when they are set;
+        the first prompt then finds the models warm, too."""
+        ids = list(self.tokenizer("a")["input_ids"])
+        given = self._given(self.models.target, ids)
+
+        def enough(text: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            return torch.full((len(text),), text.shape[1] >= given + TRIED)
+
+        for mode in self.modes(replace(settings, target=target, speculative=True, ngram=False, alone=False)):
+            length = TRIED + (mode.plan.depth if mode.plan else 0)  # room for the whole of a tree
+            self._generate(mode, ids, settings, 0, length, eos_token_id=None, stopping_criteria=[enough])
+
+
+def _law(rule: Acceptance) -> str:
+    return "lossless" if rule.lossless else "lossy"

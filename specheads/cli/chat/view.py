@@ -1,0 +1,103 @@
+"""What the console shows: texts as they come, drafts in their colours, the comparison, the list of commands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specheads import terminal
+from specheads.cli.chat.comparison import COLUMNS, cells, compared
+from specheads.cli.chat.session import Mode, Outcome
+from specheads.cli.chat.settings import COMMANDS, Settings
+from specheads.cli.chat.steps import Watched, refused
+from specheads.decoding.tree import DraftTree
+from specheads.terminal import ACCEPTED, MARKS, OWN, REFUSED
+
+
+class StepStream(terminal.TokenStream):
+    """Accepted drafts, the draft refused behind them, and the target's own token, each in its colour.
+
+    Of a tree the path drafted first is shown as refused.
+    """
+
+    def __init__(self, console: Console, tokenizer: Any, watched: Watched | None) -> None:
+        super().__init__(console, tokenizer, colored=True)
+        self.watched = watched
+        self.tree: DraftTree | None = None
+        self.step: list[int] = []
+        self.marked = OWN
+
+    def put(self, value: Any) -> None:
+        super().put(value)
+        if self.watched is not None:
+            self.tree, self.step = self.watched.take(), value.flatten().tolist()
+
+    def _flush(self, depth: int, *, last: bool = False) -> None:
+        # A text that stops at a draft has nothing refused behind it: what else was drafted was not looked at.
+        if self.held is not None and not depth and self.tree is not None:
+            text = self.pieces.peek(*refused(self.tree, self.step[:-1]))
+            self._write(text.replace("\n", "⏎"), REFUSED)
+        super()._flush(depth, last=last)
+
+    def _show(self, token: int, depth: int, *, last: bool = False) -> None:
+        self.depths.append(depth)
+        self._write(self.pieces.add(token, last=last), ACCEPTED if depth else OWN)
+
+    def close(self, accepted: int) -> None:
+        super().close(accepted)
+        self._write("", OWN)  # which closes a mark that is open
+
+    def _write(self, text: str, style: str) -> None:
+        if not self.console.is_terminal and style != self.marked and (text or style == OWN):
+            text = MARKS[self.marked][1] + MARKS[style][0] + text
+            self.marked = style
+        terminal.write(self.console, text, style)
+
+
+def stream(console: Console, mode: Mode, debug: str, watched: Watched | None) -> terminal.TokenStream:
+    """What prints the text of one way of decoding, in the view asked for."""
+    if debug == "steps":
+        return StepStream(console, mode.tokenizer, watched)
+    return terminal.TokenStream(console, mode.tokenizer, colored=debug == "depth")
+
+
+def heading(console: Console, mode: Mode) -> None:
+    line = Text(mode.name, style="bold")
+    line.append(f"  {terminal.printable(mode.detail)}", style="not bold bright_black")
+    console.print(line, soft_wrap=True)
+
+
+def legend(debug: str) -> Text:
+    """One line that says which colour is what in this view."""
+    if debug == "depth":
+        return terminal.legend()
+    line = Text()
+    for text, style in (("accepted drafts", ACCEPTED), ("refused drafts", REFUSED), ("the target's own", OWN)):
+        line.append(text, style).append("   ")
+    return line
+
+
+def comparison(console: Console, outcomes: Sequence[Outcome], note: str) -> None:
+    """The figures side by side, and what holds for all of them."""
+    rows = [cells(name, figures) for name, figures in compared(outcomes).items()]
+    console.print(terminal.table("", COLUMNS, rows))
+    if note:
+        console.print(note, style="bright_black")
+
+
+def commands(console: Console, settings: Settings) -> None:
+    """Every command, what it is set to, and what it does."""
+    listed = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Commands", title_justify="left", title_style="bold")
+    listed.add_column("command", no_wrap=True)
+    listed.add_column("now")
+    listed.add_column("what it does")
+    for name, command in COMMANDS.items():
+        value = terminal.printable(command.value(settings))
+        style = {"on": "green", "off": "red"}.get(value, "cyan")
+        listed.add_row(Text(f"/{name} {command.usage}".rstrip()), Text(value, style), Text(command.meaning))
+    console.print(listed)

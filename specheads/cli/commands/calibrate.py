@@ -1,0 +1,46 @@
+"""`specheads calibrate`: the static tree that a head's own ranks on data call for, saved with the head if asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from specheads import terminal
+from specheads.data.datasets import DataConfig, build_datasets
+from specheads.models import saved_head
+from specheads.models.calibration import calibrated, expected_length, measured_ranks
+from specheads.models.spec_model import SpecModel
+
+SIZES = (2, 4, 8, 12, 16, 24, 32, 48, 64)
+
+
+def calibrate(
+    model: SpecModel, tokenizer: Any, data: list[str], *, num_nodes: int, max_depth: int | None, max_rows: int,
+    max_length: int,
+) -> dict[str, Any]:  # fmt: skip
+    """The best tree of `num_nodes`, and what it and the best of other sizes would have yielded on the data."""
+    config = DataConfig(train=data, max_samples=max_rows, max_length=max_length)
+    rows, _ = build_datasets(config, tokenizer)
+    with terminal.progress(terminal.make_console(stderr=True), "measuring ranks") as told:
+        ranks = measured_ranks(model, rows, report=lambda done: told(done, f"{len(rows)} rows"))
+    tree = calibrated(ranks, num_nodes, max_depth)
+    sizes = sorted({*SIZES, num_nodes})
+    return {
+        "positions": len(ranks), "tree": tree.choices, "accepted_length": expected_length(tree, ranks),
+        "by_nodes": {size: expected_length(calibrated(ranks, size, max_depth), ranks) for size in sizes},
+    }  # fmt: skip
+
+
+def save(model: SpecModel, directory: Path, record: dict[str, Any]) -> None:
+    """Make the tree the default of the checkpoint in `directory`, whose tensors stay as they are."""
+    model.set_default_tree(record["tree"])
+    model.save_pretrained(directory, state_dict=saved_head.read(directory).tensors)
+
+
+def show(record: dict[str, Any]) -> None:
+    out = terminal.make_console()
+    rows = [[str(size), f"{length:.3f}"] for size, length in record["by_nodes"].items()]
+    title = f"the best tree of each size at {record['positions']:,} positions"
+    out.print(terminal.table(title, ("nodes", "accepted length"), rows))
+    choices = " ".join("".join(f"{rank}." for rank in choice).rstrip(".") for choice in record["tree"])
+    out.print(f"{len(record['tree']) + 1} nodes, accepted length {record['accepted_length']:.3f}: {choices}")

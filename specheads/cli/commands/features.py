@@ -1,0 +1,45 @@
+"""`specheads features` and train/features.py: save what a recipe's base sees, once somebody has agreed to the size."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specheads.training.features.dump import Saved, save_features
+from specheads.training.features.plan import SaveOptions, size_text
+from specheads.training.features.shards import FeatureError
+from specheads.training.recipe import read_recipe
+
+
+def run(
+    recipe: Path, overrides: Sequence[str], output: Path, *, taps: str | None = None, yes: bool = False, **options: Any
+) -> Saved:
+    """taps: as on the command line, '2,16,29'; options: others of `SaveOptions`; without `yes` it asks first."""
+    try:
+        layers = None if taps is None else tuple(int(tap) for tap in taps.split(","))
+    except ValueError as error:
+        raise ValueError(f"--taps {taps!r}: expected layer numbers such as 2,16,29") from error
+    chosen = SaveOptions(output, layers, **options)
+    return save_features(read_recipe(recipe, overrides), chosen, told if yes else asked)
+
+
+def told(plan: str) -> bool:
+    print(f"saving {plan}", file=sys.stderr)
+    return True
+
+
+def asked(plan: str) -> bool:
+    if not sys.stdin.isatty():
+        raise FeatureError(f"{plan}: say --yes where nobody can be asked")
+    print(f"This takes {plan}.\nGo on? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def summary(saved: Saved) -> str:
+    early = "; the base ran as far as the last tap" if saved.early else ""
+    return (
+        f"saved {saved.folder}: {saved.tokens:,} tokens of {saved.rows:,} rows, {size_text(saved.bytes)} in "
+        f"{saved.files} files, of which this process made {saved.made}{early}"
+    )

@@ -1,0 +1,67 @@
+"""`specheads export` and `import`: heads into the forms of other programs, and out of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging as hf_logging
+
+from specheads.cli.commands.arguments import DTYPES
+from specheads.models import checkpoint
+from specheads.models.formats import ENGINES, checks
+from specheads.models.formats.exporting import form_for
+from specheads.models.spec_model import SpecModel
+from specheads.options import refuse_unknown
+
+
+def export(
+    source: str, out: Path, to: str, *, base: str | None, dtype: str | None, embeddings: bool, gguf: Path | None,
+    check: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Where the export is, in which form, and what a check of it found."""
+    refuse_unknown([to], ENGINES, what="format for --to")
+    _known(dtype)
+    hf_logging.disable_progress_bar()
+    model: Any = SpecModel.from_pretrained(source, base=base)
+    folder = model.export(out, to, dtype=dtype, embeddings=embeddings, gguf=gguf)
+    form = form_for(model, to)
+    record = {
+        "written": str(folder), "form": form.title, "written_for": form.versions,
+        "files": sorted(path.name for path in folder.iterdir()), "read_next": str(folder / "README.md"),
+    }  # fmt: skip
+    return {**record, "check": checks.check(folder, to, model)} if check else record
+
+
+def import_head(
+    source: str, out: Path, *, base: str | None, allow_pickle: bool, allow_nonfinite: bool, dtype: str | None
+) -> dict[str, Any]:
+    """What was read and where it was saved."""
+    _known(dtype)
+    if Path(source).exists() and out.exists() and out.resolve() == Path(source).resolve():
+        raise ValueError(f"{out} is the source itself; give another directory")
+    hf_logging.disable_progress_bar()
+    model: Any = SpecModel.from_pretrained(
+        source, base=base, allow_pickle=allow_pickle, allow_nonfinite=allow_nonfinite
+    )
+    if dtype is not None:
+        model.head.to(checkpoint.as_dtype(dtype))
+    model.save_pretrained(out)
+    return {
+        "written": str(out), "kind": model.head.config.kind, "base": model.config.base_model_name_or_path,
+        "parameters": sum(p.numel() for p in model.head.parameters()),
+        "dtype": str(model.head.dtype).removeprefix("torch."), "tapped_layers": list(model.head.layers),
+    }  # fmt: skip
+
+
+def _known(dtype: str | None) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}")
+
+
+def show(record: dict[str, Any]) -> None:
+    """One line a value on stdout."""
+    width = max(map(len, record))
+    for name, value in record.items():
+        text = ", ".join(map(str, value)) if isinstance(value, list) else value
+        print(f"{name.replace('_', ' '):<{width}}  {text}")

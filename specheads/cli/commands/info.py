@@ -1,0 +1,64 @@
+"""`specheads info PATH`: what a head checkpoint holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from specheads.hub import did_you_mean
+from specheads.models import saved_head
+
+_UNITS = {
+    "parameters": ("parameters", ",d"), "megabytes": ("size (MB)", ".2f"),
+    "draft_vocabulary": ("draft vocabulary (tokens)", ",d"),
+}  # fmt: skip
+
+
+def checkpoint_record(path: Path) -> dict[str, Any]:
+    """What the head checkpoint in the directory `path` holds. CheckpointError where it is none."""
+    if not path.is_dir():
+        hint = did_you_mean(str(path))
+        raise saved_head.CheckpointError(f"{path} is not a directory{hint}; give one that save_pretrained() wrote")
+    saved = saved_head.read(path)
+    options = {name: value for name, value in saved.head.to_dict().items() if name != "kind"}
+    weights = [t for t in saved.tensors.values() if t.is_floating_point()]
+    tap = options.get("tap")
+    return {
+        "kind": saved.head.kind,
+        "base": saved.config.base_model_name_or_path,
+        "base_revision": saved.config.base_revision,
+        "base_fingerprint": saved.config.base_fingerprint,
+        "parameters": sum(t.numel() for t in weights),
+        "dtype": sorted({str(t.dtype).removeprefix("torch.") for t in weights}),
+        "megabytes": round(_megabytes(path), 2),
+        "tapped_layers": list(options.get("taps") or ([] if tap is None else [tap])),
+        "draft_vocabulary": options.get("draft_vocab_size") or options.get("vocab_size"),
+        "options": options,
+    }
+
+
+def show(record: dict[str, Any]) -> None:
+    """One line a value on stdout; a table of values below its name, a line each."""
+    width = max(len(_UNITS.get(name, (name,))[0]) for name, value in record.items() if not isinstance(value, dict))
+    for name, value in record.items():
+        if isinstance(value, dict) and value:
+            print(name.replace("_", " "))
+            known = {k: v for k, v in value.items() if v is not None}
+            inner = max(map(len, known), default=0)
+            print("".join(f"  {k:<{inner}}  {_shown(v)}\n" for k, v in known.items()), end="")
+            continue
+        if name in _UNITS and value is not None:
+            name, value = _UNITS[name][0], f"{value:{_UNITS[name][1]}}"
+        if value is None:
+            value = "none"
+        elif isinstance(value, list):
+            value = ", ".join(map(str, value)) or "none"
+        print(f"{name.replace('_', ' '):<{width}}  {value}")
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _megabytes(folder: Path) -> float:
+    return sum(p.stat().st_size for p in folder.iterdir() if p.is_file()) / 1e6

@@ -1,0 +1,99 @@
+"""What `specheads doctor` says of the machine: versions, devices, shipped checkpoints, what will be fast or slow."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+import psutil  # accelerate's own dependency
+import torch
+from huggingface_hub import constants
+
+from specheads.bench.environment import bfloat16_is_fast, environment
+from specheads.data import corpus
+from specheads.heads import HEADS
+
+_SECONDS = 5.0  # that the hub has to answer
+
+
+def machine_record(network: bool = False) -> dict[str, Any]:
+    """environment(), the known heads, the shipped checkpoints with their sizes, and a line on each thing that decides
+    how fast it will be. network: ask the hub too."""
+    here = environment()
+    record = {
+        **here, "heads": list(HEADS), "shipped_checkpoints": _shipped(), "memory": _memory(), "compiler": _compiler(),
+        "bfloat16": _bfloat16(), "attention": _attention(), "threads": _threads(here),
+    }  # fmt: skip
+    return record | {"hub": _hub(constants.ENDPOINT)} if network else record
+
+
+def _shipped() -> dict[str, str] | str:
+    try:
+        folder = corpus.checkpoints_dir()
+    except FileNotFoundError:
+        return "none: they come with the repository; `specheads demo` trains a base and a head of its own"
+    sizes = {p.name: sum(f.stat().st_size for f in p.iterdir() if f.is_file()) for p in sorted(folder.iterdir())
+             if (p / "config.json").is_file()}  # fmt: skip
+    return {name: f"{size / 1e6:.1f} MB" for name, size in sizes.items()}
+
+
+def _memory() -> str:
+    gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    sizes = [f"{psutil.virtual_memory().total / 1e9:.0f} GB", *(f"{size / 1e9:.0f} GB on GPU {i}" for i, size in
+                                                               enumerate(gpus))]  # fmt: skip
+    return ", ".join(sizes) + "; a base of 8B parameters takes 16 GB in bfloat16, and its training more (--dry-run)"
+
+
+def _compiler() -> str:
+    """That torch.compile would use."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    found = next((path for path in map(shutil.which, names) if path), None)
+    if found is None:
+        return f"none of {', '.join(names)}, so torch.compile fails: install g++, or name one in CXX"
+    if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
+        return f"{found}, but no triton, so torch.compile fails on the GPU: pip install triton"
+    return f"{found}, which torch.compile takes"
+
+
+def _bfloat16() -> str:
+    device = "GPU" if torch.cuda.is_available() else "processor"
+    if bfloat16_is_fast():
+        return f"fast on this {device}"
+    return f"slow on this {device}, which has no instructions for it: train with training.bf16=false"
+
+
+def _attention() -> str:
+    kernels = "sdpa or eager"
+    if importlib.util.find_spec("flash_attn") is not None:
+        return f"{kernels}; flash_attn is installed, but its kernels take no tree masks"
+    return f"{kernels}, of which sdpa, the default, is the faster"
+
+
+def _threads(here: dict[str, Any]) -> str:
+    threads, cores, load = here["torch_threads"], here["cores"], here["load_average"]
+    line = f"{threads} on {cores} cores"
+    if threads > cores:
+        line += f": more than there are cores, which is slow; set OMP_NUM_THREADS={cores}"
+    elif load is not None and load > cores:
+        line += f"; other programs use the machine (load {load}), so that times will be longer"
+    return line
+
+
+def _hub(endpoint: str) -> str:
+    """Whether the hub answers; never an error, since models on disk need none."""
+    if constants.HF_HUB_OFFLINE:
+        return f"{endpoint} not asked: HF_HUB_OFFLINE is set"
+    began = time.monotonic()
+    try:
+        request = urllib.request.Request(endpoint, method="HEAD")
+        with urllib.request.urlopen(request, timeout=_SECONDS):
+            return f"{endpoint} answers in {time.monotonic() - began:.1f} s"
+    except urllib.error.HTTPError as error:
+        return f"{endpoint} answers with status {error.code}"
+    except (OSError, ValueError) as error:
+        return f"{endpoint} cannot be reached ({error}): use models on disk, or a mirror named in HF_ENDPOINT"

@@ -1,0 +1,62 @@
+"""`specheads sweep`: every setting measured, kept as it is done, and shown as a table, files and pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from specheads import terminal
+from specheads.bench import environment
+from specheads.bench.sweep import report
+from specheads.bench.sweep.grid import Sweep
+from specheads.bench.sweep.plots import require_matplotlib
+from specheads.bench.sweep.run import run, run_recorded
+from specheads.bench.sweep.tasks import LENGTHS
+
+_TEXT = ("drafter", "rule", "tree", "k-matrix")
+_LEGEND = {
+    "× exact": "speed over the exact rule's with the same drafts",
+    "× no drafts": "speed over plain decoding",
+    "accepted length": "tokens a step, the target's own included",
+    "reviews": "passes of the target / of each draft of a cascade that reviews",
+    "SWI": "speed over plain decoding by counted passes and their costs (standardised walltime improvement)",
+    "mean KL": "nats a token between the target and what was written",
+    "surprisal excess": "nats a token that the target finds the text less likely than its own",
+}
+
+
+def sweep(
+    asked: Sweep, out: Path, *, dtype: str, device: str, workers: int, plots: bool, command: str,
+    recorded: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The record that sweep.json holds, and the files written. Progress goes to stderr."""
+    plots = plots and recorded is None  # which has no speed and no accuracy to draw
+    if plots:
+        require_matplotlib()  # before hours of measuring, not behind them
+    where = environment.environment()
+    with terminal.progress(terminal.make_console(stderr=True), "sweeping") as tell:
+        if recorded is not None:
+            rows = run_recorded(asked, out, recorded, dtype=dtype, device=device, tell=tell)
+        else:
+            rows = run(asked, out, dtype=dtype, device=device, workers=workers, tell=tell)
+    record = {
+        "command": command, "environment": where, "workers": workers, "task": asked.task, "repeats": asked.repeats,
+        "speed_prompts": min(asked.speed_prompts, rows[0]["prompts"]), "clock": asked.clock, "seed": asked.seed,
+        "max_new_tokens": asked.max_new_tokens or LENGTHS[asked.task],
+    }  # fmt: skip
+    files = report.write(out, rows, record, plots=plots)
+    return {**record, "kept": report.kept_98(rows), "rows": report.with_plain(rows), "files": [str(f) for f in files]}
+
+
+def show(record: dict[str, Any]) -> None:
+    """The table on stdout, and where the files are."""
+    columns, lines = report.cells(record["rows"])
+    title = f"{record['task']}: speed is the median of {record['repeats']}, {record['clock']} clock"
+    left = sum(name in _TEXT for name in columns)
+    print(terminal.as_text(terminal.table(title, columns, lines, left=left)))
+    for name, meaning in _LEGEND.items():
+        if name in columns:
+            print(f"{name}: {meaning}")
+    if by_gamma := report.gamma_by_k(record["rows"]):
+        print("\n" + terminal.as_text(terminal.table("Kept drafts and time by γ and k", *by_gamma)))
+    print("written: " + ", ".join(record["files"]))

@@ -1,0 +1,178 @@
+"""The demo's training: an EAGLE-3 head, against the clock, on source files and on the base's own continuations."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
+
+from specheads import terminal
+from specheads.bench.environment import bfloat16_is_fast
+from specheads.data import corpus
+from specheads.heads import Eagle3Head
+from specheads.models.spec_model import SpecModel
+from specheads.training.trainer import SpecTrainer, SpecTrainingArguments
+
+
+@dataclass(frozen=True)
+class LiveOptions:
+    """Minutes, the rows of a step, their tokens, the peak learning rate, and which share of the time goes into
+    continuations of the base's own, which are then that share of the rows: own_time, own_share."""
+
+    minutes: float
+    seed: int
+    rows: int = 6
+    row_tokens: int = 160  # as long as what is then decoded: 64 tokens of a prompt and 96 more
+    learning_rate: float = 4e-3
+    own_time: float = 0.12
+    own_share: float = 0.5
+
+
+class Rows(Dataset):
+    """Windows of `ids` (T,) and rows of `own` (R, row_tokens), drawn by index: row i is always the same."""
+
+    def __init__(self, ids: Tensor, own: Tensor, options: LiveOptions) -> None:
+        self.ids, self.own, self.options = ids, own, options
+
+    def __len__(self) -> int:
+        return 10**7
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        rng = random.Random(self.options.seed * len(self) + index)
+        if len(self.own) and rng.random() < self.options.own_share:
+            row = self.own[rng.randrange(len(self.own))]
+        else:
+            start = rng.randrange(len(self.ids) - self.options.row_tokens)
+            row = self.ids[start : start + self.options.row_tokens]
+        return {"input_ids": row, "labels": row}
+
+
+class TimedTrainer(SpecTrainer):
+    """Trains until the clock says so; the learning rate warms up over 10 steps and falls as time passes."""
+
+    def __init__(self, *args: Any, seconds: float, tell: terminal.Report, **kwargs: Any) -> None:
+        self.seconds = seconds
+        self.began = time.monotonic()
+        super().__init__(*args, **kwargs)
+        self.remove_callback(PrinterCallback)
+        self.add_callback(_Clock(self, tell))
+
+    @property
+    def passed(self) -> float:
+        """Share of the time, 0 to 1."""
+        return min(1.0, (time.monotonic() - self.began) / self.seconds)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
+        def factor(step: int) -> float:
+            return min(1.0, (step + 1) / 10) * max(0.03, min(1.0, (1 - self.passed) / 0.7))
+
+        self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, factor)  # type: ignore[arg-type]
+        return self.lr_scheduler
+
+
+class _Clock(TrainerCallback):
+    def __init__(self, trainer: TimedTrainer, tell: terminal.Report) -> None:
+        self.trainer, self.tell = trainer, tell
+        self.history: list[dict[str, float]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = self.trainer.passed >= 1
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs and "accepted_length" in logs:
+            loss, length = float(logs["loss"]), float(logs["accepted_length"])
+            self.history.append({"step": state.global_step, "loss": loss, "accepted_length": length})
+            self.tell(self.trainer.passed, f"step {state.global_step}  loss {loss:.2f}  accepted length {length:.2f}")
+
+
+def train_live(
+    model: SpecModel, tokenizer: Any, held_out: list[str], options: LiveOptions, out: Console
+) -> dict[str, Any]:
+    """Train the head for the time asked for, showing loss and accepted length (of chains, on the rows trained on)."""
+    seconds = options.minutes * 60
+    began = time.monotonic()
+    ids = training_ids(tokenizer, held_out, options)
+    head = model.head
+    assert isinstance(head, Eagle3Head)
+    head.set_draft_vocabulary(torch.bincount(ids, minlength=len(head.t2d)), model.base)
+    with terminal.progress(out, "the base continues prompts") as tell:
+        own = continuations(model.base, ids, options, seconds * options.own_time, tell)
+    with (
+        terminal.progress(out, "training") as tell,
+        tempfile.TemporaryDirectory() as scratch,
+        warnings.catch_warnings(),
+    ):
+        # The norms keep float32 weights under bfloat16 autocast; torch says once that this is not its fastest path.
+        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+        arguments = SpecTrainingArguments(
+            output_dir=scratch, max_steps=10**6, per_device_train_batch_size=options.rows, logging_steps=5,
+            learning_rate=options.learning_rate, muon=True, head_lr_groups={"lm_head": 0.25}, adam_beta2=0.95,
+            weight_decay=0.0, max_grad_norm=1.0, bf16=bfloat16_is_fast(), use_cpu=model.device.type == "cpu",
+            save_strategy="no", report_to="none", disable_tqdm=True, seed=options.seed, dataloader_pin_memory=False,
+        )  # fmt: skip
+        left = max(seconds / 2, seconds - (time.monotonic() - began))
+        trainer = TimedTrainer(model, arguments, train_dataset=Rows(ids, own, options), seconds=left, tell=tell)
+        trainer.train()
+        tell(1.0, f"{trainer.state.global_step} steps")
+    history = next(c.history for c in trainer.callback_handler.callbacks if isinstance(c, _Clock))
+    steps = trainer.state.global_step
+    tokens = steps * options.rows * options.row_tokens
+    out.print(f"{steps} steps, {tokens / 1e3:.0f}k tokens, {tokens / left:.0f} tokens/s")
+    model.eval()
+    return {"seconds": time.monotonic() - began, "steps": steps, "tokens": tokens, "history": history}
+
+
+def training_ids(tokenizer: Any, held_out: list[str], options: LiveOptions) -> Tensor:
+    """(T,) ids of randomly chosen files that nobody holds out, each behind the tokenizer's bos; more than are read."""
+    files = [path for name, path in corpus.stdlib_files().items() if name not in set(held_out)]
+    random.Random(options.seed).shuffle(files)
+    characters = 100_000 + int(500_000 * options.minutes)
+    ids: list[int] = []
+    for path in files:
+        text = corpus.read_text(path)
+        if text is None:
+            continue
+        ids += [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
+        ids += tokenizer(text, verbose=False)["input_ids"]
+        characters -= len(text)
+        if characters < 0:
+            break
+    if len(ids) <= options.row_tokens:
+        raise ValueError(f"the standard library's source gives only {len(ids)} tokens to train on; install it whole")
+    return torch.tensor(ids)
+
+
+@torch.no_grad()
+def continuations(base: PreTrainedModel, ids: Tensor, options: LiveOptions, seconds: float, tell: Any) -> Tensor:
+    """(R, row_tokens): windows of a quarter row and the base's own greedy text behind them, as many as time allows.
+
+    A head drafts for what the base would write, which is not quite what people wrote.
+    """
+    rng, prompt = random.Random(options.seed + 1), options.row_tokens // 4
+    made, began = [], time.monotonic()
+    longest = 0.0
+    while (passed := time.monotonic() - began) + longest < seconds:
+        starts = [rng.randrange(len(ids) - prompt) for _ in range(32)]
+        windows = torch.stack([ids[start : start + prompt] for start in starts]).to(base.device)
+        length = options.row_tokens - prompt
+        rows = base.generate(  # type: ignore[operator]
+            windows, attention_mask=torch.ones_like(windows), max_new_tokens=length, min_new_tokens=length,
+            do_sample=False, max_time=max(1.0, seconds - passed),
+        )  # fmt: skip
+        if rows.shape[1] < options.row_tokens:  # out of time
+            break
+        made.append(rows.cpu())
+        longest = max(longest, time.monotonic() - began - passed)
+        tell(min(0.99, (time.monotonic() - began) / seconds), f"{32 * len(made)} texts")
+    tell(1.0, f"{32 * len(made)} texts")
+    return torch.cat(made) if made else torch.empty(0, options.row_tokens, dtype=torch.long)

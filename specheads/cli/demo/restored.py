@@ -1,0 +1,78 @@
+"""A saved head in a new Python process: it restores base + head, writes the texts, and hands their tokens back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers.utils import logging as hf_logging
+
+from specheads import terminal
+from specheads.bench import decoders
+from specheads.bench.shipped import load_base
+from specheads.cli.commands.generate import write_text
+from specheads.models.convert import load_head
+
+
+def show_elsewhere(head: Path, base: Path, prompts: list[str], max_new_tokens: int, out: Console) -> list[list[int]]:
+    """Restore the saved head in a new Python process, which prints the texts; their token ids."""
+    with tempfile.TemporaryDirectory() as scratch:
+        task, answer = Path(scratch) / "task.json", Path(scratch) / "answer.json"
+        record = {"head": str(head), "base": str(base), "prompts": prompts, "max_new_tokens": max_new_tokens}
+        task.write_text(json.dumps(record), "utf8")
+        out.file.flush()
+        done = subprocess.run(
+            [sys.executable, "-m", "specheads.cli.demo.restored", str(task), str(answer)],
+            stdout=_stream(out),
+            check=False,
+        )
+        if done.returncode:
+            raise ValueError(f"the new process could not restore {head} (exit code {done.returncode})")
+        return json.loads(answer.read_text("utf8"))
+
+
+def _stream(out: Console) -> Any:
+    """The console's own file where a process can write to it, else nothing: what a test captures has no descriptor."""
+    try:
+        out.file.fileno()
+    except (OSError, ValueError):
+        return subprocess.DEVNULL
+    return out.file
+
+
+def show(head: str, base: str, prompts: list[str], max_new_tokens: int) -> list[list[int]]:
+    """Restore a head, print its text behind each prompt as it comes, coloured by draft depth; the token ids."""
+    hf_logging.disable_progress_bar()
+    out = terminal.make_console()
+    loaded, tokenizer = load_base(Path(base))
+    model = load_head(loaded, head, dtype=loaded.dtype)
+    if out.is_terminal:
+        out.print(terminal.legend())
+    texts = []
+    for prompt, batch in zip(prompts, decoders.batches(tokenizer, prompts, loaded.device), strict=True):
+        out.print()
+        result, depths = write_text(
+            out,
+            loaded,
+            tokenizer,
+            prompt,
+            batch,
+            drafter=model.head,
+            color_depth=True,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+        )
+        speed = result.statistics()["tokens_per_second"]
+        out.print(f"\n── {terminal.depth_counts(depths)}; {speed:.0f} tokens/s", style="italic")
+        texts += decoders.new_tokens(loaded, batch, result.sequences)
+    return texts
+
+
+if __name__ == "__main__":
+    given, written = (Path(argument) for argument in sys.argv[1:])
+    written.write_text(json.dumps(show(**json.loads(given.read_text("utf8")))), "utf8")

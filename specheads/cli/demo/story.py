@@ -1,0 +1,182 @@
+"""The demo: give a base an EAGLE-3 head, train it live, save it, restore it in a new process, and race it.
+
+One run, in order: train_live() → save_pretrained() → show_elsewhere() → compare() → one table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from specheads import terminal
+from specheads.bench import decoders, environment, report, runner, shipped
+from specheads.bench.decoders import REFERENCE
+from specheads.bench.prompts import held_out_prompts
+from specheads.cli.demo.live import LiveOptions, train_live
+from specheads.cli.demo.own_base import own_base
+from specheads.cli.demo.restored import show_elsewhere
+from specheads.decoding.planner import chain
+from specheads.models.convert import convert, load_head
+from specheads.models.spec_model import SpecModel
+
+LIVE = "EAGLE-3, just trained"
+DRAFT_VOCAB = 1024  # of the live head: its output matrix is then a third of it, not two thirds
+STEPS = 3  # of training-time test, of the live head
+NUM_SHOWN = 2  # prompts whose text is shown
+REPEATS = 3  # of the race
+RACE_SECONDS = 130.0  # no further repeat of the race begins behind this
+TIE = 1e-3  # logits closer than this may change places between two float32 passes of different shape
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """checkpoints: the folder of base/ and the heads, None for the shipped one, or where none is shipped a base trained
+    here; minutes and seed: of the training; output: where the head is saved."""
+
+    minutes: float
+    num_prompts: int
+    max_new_tokens: int
+    seed: int
+    checkpoints: Path | None
+    output: Path
+
+
+def run(options: DemoOptions, out: Console) -> dict[str, Any]:
+    """Tell the whole story on `out`; its figures, with `differing` texts, of which there should be none. ValueError or
+    OSError on bad input."""
+    began = time.monotonic()
+    hf_logging.disable_progress_bar()
+    torch.manual_seed(options.seed)
+    folder, raced = find_base(options, out)
+    base, tokenizer = shipped.load_base(folder)
+    held_out = shipped.held_out_names(folder)
+    prompts = held_out_prompts(tokenizer, options.num_prompts, held_out=held_out)
+
+    heading(out, "1  A frozen base model gets a draft head")
+    draft_vocab = min(DRAFT_VOCAB, base.config.vocab_size)
+    model = convert(
+        base, "eagle3", steps=STEPS, draft_vocab_size=draft_vocab, norm_before_residual=True, tree=chain(4).choices
+    )
+    describe(model, out)
+
+    heading(out, f"2  {options.minutes:g} minutes of training on the standard library's source")
+    trained = train_live(model, tokenizer, held_out, LiveOptions(options.minutes, options.seed), out)
+    model.save_pretrained(options.output)
+    del model
+    size = sum(p.stat().st_size for p in options.output.iterdir()) / 1e6
+    out.print(f"saved {options.output} ({size:.1f} MB: the head alone)")
+
+    heading(out, "3  Restored in a new process, drafting for text it has never seen")
+    texts = show_elsewhere(options.output, folder, prompts[:NUM_SHOWN], options.max_new_tokens, out)
+
+    heading(out, f"4  The same {len(prompts)} prompts through every decoder")
+    models = shipped.load_heads(base, folder.parent, raced, missing=out.print)
+    models[LIVE] = load_head(base, options.output, dtype=base.dtype)
+    batches = decoders.batches(tokenizer, prompts, base.device)
+    race = compare(base, models, batches, options.max_new_tokens, out)
+    rows, where = report.summary(race, REFERENCE), environment.environment()
+    num_raced = len(race.runs[LIVE][0])
+    title = f"{num_raced} prompts × {options.max_new_tokens} tokens, greedy, median of {len(race.runs[LIVE])}"
+    out.print(terminal.table(title, report.COLUMNS, [report.cells(name, row) for name, row in rows.items()]))
+    out.print(environment.line(where))
+    differing, ties = differences(race, base, batches, texts)
+    tell_differences(differing, ties, race, out)
+
+    seconds = time.monotonic() - began
+    out.print(f"{seconds // 60:.0f} min {seconds % 60:.0f} s in all")
+    out.print(f'more: specheads generate {options.output} --prompt "import os" --color-depth')
+    return {
+        "decoders": rows, "environment": where, "training": trained, "same_text": not differing and not ties,
+        "differing": differing, "near_ties": ties, "num_prompts": num_raced,
+        "max_new_tokens": options.max_new_tokens, "seconds": seconds,
+    }  # fmt: skip
+
+
+def find_base(options: DemoOptions, out: Console) -> tuple[Path, Iterable[str]]:
+    """The folder of the base, and the names of the heads beside it. A wheel has neither: then a base is trained."""
+    try:
+        return shipped.find_base(options.checkpoints), shipped.LABELS
+    except FileNotFoundError:
+        if options.checkpoints is not None:
+            raise
+    heading(
+        out, "0  No base model came with the package: a tiny one is trained on the standard library, in a minute or two"
+    )
+    return own_base(options.output.with_name(f"{options.output.name}-base") / "base", options.seed, out), ()
+
+
+def heading(out: Console, text: str) -> None:
+    out.print(f"\n{text}", style="bold")
+
+
+def describe(model: SpecModel, out: Console) -> None:
+    """The sizes of base and head, and where the head sits."""
+    layers = ", ".join(map(str, model.head.layers))
+    out.print(
+        f"base: {type(model.base).__name__}, {model.base.num_parameters() / 1e6:.1f}M parameters, frozen\n"
+        f"head: EAGLE-3 on layers {layers}, {sum(p.numel() for p in model.head.parameters()) / 1e6:.1f}M parameters, "
+        "started from the base's output matrix"
+    )
+
+
+def compare(
+    base: PreTrainedModel, models: dict[str, SpecModel], batches: list[dict[str, Tensor]], max_new_tokens: int,
+    out: Console,
+) -> runner.Race:  # fmt: skip
+    """transformers' generate(), our loop without drafts, and every head, in turn on the same prompts."""
+    racers = {
+        REFERENCE: decoders.transformers_generate(base, max_new_tokens),
+        "our loop, no drafts": decoders.drafted(base, max_new_tokens),
+        **{name: decoders.drafted(model, max_new_tokens) for name, model in models.items()},
+    }
+    with terminal.progress(out, "racing") as tell:
+        return runner.race(racers, batches, repeats=REPEATS, budget=RACE_SECONDS, report=tell)
+
+
+@torch.no_grad()
+def differences(
+    race: runner.Race, base: PreTrainedModel, batches: list[dict[str, Tensor]], restored: list[list[int]]
+) -> tuple[list[str], list[str]]:
+    """Where texts differ from transformers' own, and apart from these where the two best tokens were so close that the
+    rounding of another pass shape may choose between them.
+
+    restored: the first texts as the restored head wrote them.
+    """
+    differing: list[str] = []
+    ties: list[str] = []
+    for name in race.runs:
+        for i, row, at in race.differing(name, REFERENCE):
+            tokens = race.runs[REFERENCE][0][i].output.tokens[row][:at]
+            ids = torch.cat([batches[i]["input_ids"][row], torch.tensor(tokens, device=base.device, dtype=torch.long)])
+            best = base(input_ids=ids.unsqueeze(0)).logits[0, -1].topk(2).values
+            margin = float(best[0] - best[1])
+            place = f"{name} on prompt {i + 1} from token {at + 1} on (the best two are {margin:.2g} apart)"
+            (differing if margin > TIE else ties).append(place)
+    live = [run.output.tokens[0] for run in race.runs[LIVE][0][: len(restored)]]
+    if live != restored[: len(live)]:
+        differing.append("the restored process wrote other text than the head does here")
+    return differing, ties
+
+
+def tell_differences(differing: list[str], ties: list[str], race: runner.Race, out: Console) -> None:
+    """One line of verdict."""
+    runs = race.runs[REFERENCE][0]
+    size = (
+        f"{len(race.runs)} decoders × {len(runs)} prompts, {sum(r.num_tokens for r in runs)} tokens each, "
+        "and the restored process"
+    )
+    if differing:
+        out.print("✗ not every text is the same: " + "; ".join(differing + ties), style="bold red")
+    elif ties:
+        out.print(f"≈ every text is the same ({size}) but for near ties: " + "; ".join(ties), style="bold yellow")
+    else:
+        out.print(f"✓ every text is the same: {size}", style="bold green")

@@ -1,0 +1,173 @@
+"""patch(): a Hugging Face model whose own generate() takes draft arguments, transformers' names for them included."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from transformers import GenerationMixin
+
+from specheads.decoding import generate as generation
+from specheads.decoding.acceptance import Fuzzy, fuzzy_from
+from specheads.decoding.drafters import PromptLookup
+from specheads.decoding.drafters.assistant import Assistant, AssistantOptions
+from specheads.decoding.target.causal import unwrapped
+from specheads.models.spec_model import SpecModel
+
+_POSITIONAL = [*inspect.signature(GenerationMixin.generate).parameters][1:]
+_DRAFTERS = ("assistant_model", "draft", "drafter", "prompt_lookup_num_tokens")
+_FUZZY = ("fsd_div_type", "fsd_div_threshold", "fsd_div_logit_processor")
+_OURS = ("tree", "accept", "seed")
+_FLAGS = ("output_divergences", "fsd_tracking")  # which by themselves make no call ours
+LENGTHS = ("num_assistant_tokens", "assistant_confidence_threshold", "num_assistant_tokens_schedule")
+
+
+def patch(model: Any) -> AbstractContextManager[Any]:
+    """Let this model's generate() draft: `model.generate(**inputs, assistant_model=small, fsd_div_threshold=0.4)`.
+
+    A call with one of these arguments goes through `specheads.generate`; any other is the model's own, untouched.
+    assistant_model: a smaller model, which drafts as the call's num_assistant_tokens, assistant_confidence_threshold
+    and num_assistant_tokens_schedule say, or its own generation config (see AssistantOptions); assistant_tokenizer
+    and tokenizer where its vocabulary is another. prompt_lookup_num_tokens, and max_matching_ngram_size: copy from the
+    text. fsd_div_threshold, fsd_div_type, fsd_div_logit_processor: FSD's, as in `fuzzy_from`; its fsd_tracking is
+    output_divergences, and asks for nothing where none could come back. draft, tree, accept, seed,
+    output_divergences: as in `specheads.generate`.
+
+    Patching again changes nothing. As a context manager, it is undone at the end of the block. A peft model is patched
+    at the model within, whose generate() its own calls.
+    """
+    return replace_generate(model, DraftingGenerate)
+
+
+def replace_generate(model: Any, kind: type[DraftingGenerate]) -> AbstractContextManager[Any]:
+    """`patch` with a generate() of this kind, in the place of one of another kind too."""
+    base = _base_of(model)
+    before = vars(base).get("generate")
+    if type(before) is kind:
+        return nullcontext(model)
+    base.generate = kind(base, before.before if isinstance(before, DraftingGenerate) else before)
+    return _Undone(model)
+
+
+def unpatch(model: Any) -> None:
+    """Give the model its own generate() back; one that is not patched stays as it is."""
+    base = _base_of(model)
+    patched = vars(base).get("generate")
+    if isinstance(patched, DraftingGenerate):
+        del base.generate
+        if patched.before is not None:
+            base.generate = patched.before
+
+
+def _base_of(model: Any) -> Any:
+    if isinstance(model, SpecModel):
+        raise ValueError("the generate() of a SpecModel drafts already: give it draft=, tree= and accept=")
+    return unwrapped(model)
+
+
+class _Undone(AbstractContextManager[Any]):
+    """Unpatches the model at the end of a block."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __enter__(self) -> Any:
+        return self.model
+
+    def __exit__(self, *error: object) -> None:
+        unpatch(self.model)
+
+
+class DraftingGenerate:
+    """The generate() of a patched model; an object and not a closure, so that the model can be copied and pickled.
+
+    before: a generate() that the model had of its own, in its class's place.
+    """
+
+    def __init__(self, base: Any, before: Any) -> None:
+        self.base, self.before = base, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
+        config = call.get("generation_config")
+        lookup = "prompt_lookup_num_tokens"
+        if config is not None and call.get(lookup) is None:
+            call[lookup] = getattr(config, lookup, None)
+        # A custom_generate decodes in its own way; that of specheads.generate comes through here too.
+        ours = call.get("custom_generate") is None
+        if not (ours and _given(call, (*_DRAFTERS, *_FUZZY, *_OURS))):
+            for name in (*_FUZZY, *_OURS, *_FLAGS, "draft", "drafter"):
+                kwargs.pop(name, None)
+            return self._own(*args, **kwargs)
+        return self.decode(call)
+
+    def decode(self, call: dict[str, Any]) -> Any:
+        """What a call with these arguments, drafts among them, gives."""
+        return generation.generate(self.base, **self.arguments(call))
+
+    def arguments(self, call: dict[str, Any]) -> dict[str, Any]:
+        """`draft_arguments`, with fsd_tracking as output_divergences where the call can give these back."""
+        asked = draft_arguments(call)
+        if asked.pop("fsd_tracking", False) and isinstance(asked.get("accept"), Fuzzy) and self.returns_dict(call):
+            asked["output_divergences"] = True
+        return asked
+
+    def returns_dict(self, call: dict[str, Any]) -> bool:
+        """Does the call, or its generation config, ask for more than ids?"""
+        config = call.get("generation_config") or self.base.generation_config
+        asked = call.get("return_dict_in_generate")
+        return bool(config.return_dict_in_generate if asked is None else asked)
+
+    def _own(self, *args: Any, **kwargs: Any) -> Any:
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.base).generate(self.base, *args, **kwargs)
+
+
+def _given(call: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Those of these arguments that say something: None, and FSD's list of no warpers, do not."""
+    return {
+        name: call[name]
+        for name in names
+        if call.get(name) is not None and not (name == "fsd_div_logit_processor" and len(call[name]) == 0)
+    }
+
+
+def draft_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a patched generate() → those of `specheads.generate`. ValueError for what contradicts itself."""
+    rest = {name: value for name, value in call.items() if name not in (*_DRAFTERS, *_FUZZY, *LENGTHS)}
+    own_tokenizer, longest = rest.pop("assistant_tokenizer", None), rest.pop("max_matching_ngram_size", None)
+    drafts = _given(call, _DRAFTERS)
+    if len(drafts) > 1 and not drafts.keys() <= {"draft", "drafter"}:
+        raise ValueError(f"{' and '.join(f'{name}=' for name in drafts)} each say what drafts; give one of them")
+    lengths = _given(call, LENGTHS)
+    if lengths and ("assistant_model" not in drafts or call.get("tree") is not None):
+        raise ValueError(
+            f"{next(iter(lengths))}= is for assistant_model= without tree=; give any other drafter tree=chain(...)"
+        )
+    fuzzy = _given(call, _FUZZY)
+    if fuzzy:
+        name = next(iter(fuzzy))
+        if not drafts:
+            raise ValueError(f"{name}= says which drafts stand, but nothing drafts; give assistant_model= or draft=")
+        if rest.get("accept") is not None:
+            raise ValueError(f"{name}= and accept= both say which drafts stand; give one of them")
+        rest["accept"] = fuzzy_from(**fuzzy)
+    config = call.get("generation_config")
+    if "assistant_model" in drafts:
+        given = {name: lengths.get(name, getattr(config, name, None)) for name in LENGTHS}
+        small, tokenizer = drafts["assistant_model"], rest.get("tokenizer")
+        if own_tokenizer is not None and tokenizer is None:
+            raise ValueError("assistant_tokenizer= also takes tokenizer=, that of the model itself")
+        options = AssistantOptions.of(small, {name: value for name, value in given.items() if value is not None})
+        texts = {"tokenizer": own_tokenizer, "target_tokenizer": tokenizer} if own_tokenizer is not None else {}
+        rest["drafter"] = Assistant(small, options, **texts)
+    elif "prompt_lookup_num_tokens" in drafts:
+        longest = longest or getattr(config, "max_matching_ngram_size", None)
+        found = {"max_ngram": longest} if longest else {}
+        rest["drafter"] = PromptLookup(drafts["prompt_lookup_num_tokens"], **found)
+    else:
+        rest |= drafts
+    return rest

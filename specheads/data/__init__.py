@@ -1,0 +1,1 @@
+"""From files, folders, the hub or memory to batches of token ids and labels."""

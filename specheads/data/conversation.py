@@ -1,0 +1,140 @@
+"""What a row asks a model: the places of a chat where the assistant speaks, and the token ids in front of each."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jinja2 import TemplateError
+
+from specheads.data.row_forms import TOOL_ROLES, Message, checked, template_of
+from specheads.data.rows import without_none
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A chat without its answers. turns: the messages in front of each answer, the last of them a user's or a tool's.
+
+    A turn that begins with the assistant's own messages puts them in the place of the answer before it.
+    template: further variables of the chat template, such as {"enable_thinking": False}.
+    """
+
+    turns: tuple[tuple[Message, ...], ...]
+    tools: list[Any] | None = None
+    template: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, messages: Any, tools: Any = None) -> Conversation:
+        """Of a row's columns: the assistant is asked after each message of the user and after each run of tool results.
+
+        What it says in the row is left out, but for messages that tool results follow: those stay, calls, reasoning and
+        all, because the results are those of this call, and nobody can run the tools of a data set again. The model is
+        still asked in their place, so that its own call can be learnt; the chat then goes on with the call of the row.
+        Raises ValueError for what are no messages.
+        """
+        turns: list[tuple[Message, ...]] = []
+        turn: list[Message] = []
+        said: list[Message] = []  # by the assistant, since the last of the others
+        for message in checked(without_none(messages)):
+            is_result = message["role"] in TOOL_ROLES
+            if turn and turn[-1]["role"] in TOOL_ROLES and not is_result:
+                turns.append(tuple(turn))
+                turn = []
+            if message["role"] == "assistant":
+                said.append(dict(message))
+                continue
+            if "content" not in message:
+                raise ValueError(f"message {message!r:.80}: expected a dict with 'role' and 'content'")
+            turn += [*said, dict(message)] if is_result else [dict(message)]
+            said = []
+            if message["role"] == "user":
+                turns.append(tuple(turn))
+                turn = []
+        if turn and turn[-1]["role"] in TOOL_ROLES:
+            turns.append(tuple(turn))
+        return cls(tuple(turns), without_none(json.loads(tools) if isinstance(tools, str) else tools) or None)
+
+    @classmethod
+    def of_text(cls, text: str) -> Conversation:
+        """The text as the only message of the user."""
+        return cls(turns=(({"role": "user", "content": text},),))
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.turns)
+
+    @property
+    def key(self) -> str:
+        """The same for conversations that ask the same: Unicode's composed form, without white space at the ends."""
+        return json.dumps([_normal(self.turns), _normal(self.tools)], sort_keys=True, default=str)
+
+    def with_template(self, template: Mapping[str, Any] | None) -> Conversation:
+        return replace(self, template=template)
+
+    def keeps_call(self, turn: int) -> bool:
+        """Does the row's own message stand in the place of the answer to this turn, in front of the next one?"""
+        return turn + 1 < len(self.turns) and self.turns[turn + 1][0]["role"] == "assistant"
+
+    def messages(self, answers: Sequence[str]) -> list[Message]:
+        """What stands in front of the next answer, where the earlier turns got `answers`."""
+        messages: list[Message] = []
+        for turn, answer in enumerate(answers):
+            messages += self.turns[turn]
+            if not self.keeps_call(turn):
+                messages.append({"role": "assistant", "content": answer})
+        return [*messages, *self.turns[len(answers)]]
+
+    def text(self, messages: Sequence[Message], tokenizer: Any, *, generation_prompt: bool) -> str:
+        """The messages through the chat template. ValueError where there is none, or it refuses them."""
+        template_of(tokenizer)
+        try:
+            return str(
+                tokenizer.apply_chat_template(
+                    [_with_parsed_calls(message) for message in messages],
+                    tools=self.tools,
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
+                    **(self.template or {}),
+                )
+            )
+        except TemplateError as error:
+            said = f"{messages[0]!r:.80}, …" if len(messages) > 1 else f"{messages[0]!r:.80}"
+            raise ValueError(f"the chat template refuses {said}: {error}") from error
+
+    def prompt(self, answers: Sequence[str], tokenizer: Any) -> list[int]:
+        """Token ids in front of the next answer, where the earlier turns got `answers`, generation prompt included.
+
+        Raises ValueError where the tokenizer has no chat template, or one that refuses these messages.
+        """
+        text = self.text(self.messages(answers), tokenizer, generation_prompt=True)
+        # The template writes the special tokens: a second bos would be none the model has seen.
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _with_parsed_calls(message: Message) -> Message:
+    """OpenAI's format and most data have a call's arguments as JSON in a string; templates write that string quoted."""
+    if not isinstance(calls := message.get("tool_calls"), list):
+        return message
+    parsed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(text := function.get("arguments"), str):
+            try:
+                arguments = json.loads(text)
+            except json.JSONDecodeError:
+                arguments = text
+            if isinstance(arguments, dict):
+                call = {**call, "function": {**function, "arguments": arguments}}
+        parsed.append(call)
+    return {**message, "tool_calls": parsed}
+
+
+def _normal(value: Any) -> Any:
+    if isinstance(value, str):
+        return unicodedata.normalize("NFC", value).strip()
+    if isinstance(value, Mapping):
+        return {key: _normal(item) for key, item in value.items()}
+    return [_normal(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,87 @@
+"""The one corpus every Python install carries: the standard library's source (PSF licence), with held-out files."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+_MIN_CHARS, _MAX_CHARS = 200, 400_000
+_HELD_OUT_EVERY = 20
+
+Split = Literal["train", "held_out"]
+
+
+def checkpoints_dir() -> Path:
+    """The folder of the shipped base model and heads. Raises FileNotFoundError where the package came without it."""
+    folder = Path(__file__).resolve().parents[2] / "checkpoints"
+    if not (folder / "base" / "config.json").is_file():
+        raise FileNotFoundError(
+            f"no shipped checkpoints at {folder}: they come with the repository, not with the wheel; name a model of "
+            "your own, or `specheads demo` trains a base and a head"
+        )
+    return folder
+
+
+def stdlib_files() -> dict[str, Path]:
+    """Relative name → path of each standard-library source file of this interpreter, sorted by path."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skip = ("site-packages", "dist-packages", "lib2to3/tests/data")
+    files = {}
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if not any(part in name for part in skip) and "bad" not in path.name:
+            files[name] = path
+    return files
+
+
+def read_text(path: Path) -> str | None:
+    """The file's text, or None if it is not UTF-8 or is too short or too long to learn from."""
+    try:
+        text = path.read_text("utf8")
+    except UnicodeDecodeError:
+        return None
+    return text if _MIN_CHARS <= len(text) <= _MAX_CHARS else None
+
+
+def default_held_out() -> list[str]:
+    """Every 20th usable file: the rule that made checkpoints/base/held_out.txt."""
+    usable = [name for name, path in stdlib_files().items() if read_text(path) is not None]
+    return usable[::_HELD_OUT_EVERY]
+
+
+def held_out_names() -> list[str]:
+    """The names no shipped model or head was trained on, as recorded beside the shipped base model; where none is
+    shipped, what the same rule gives here, as it does for the base that `specheads demo` then trains."""
+    try:
+        folder = checkpoints_dir()
+    except FileNotFoundError:
+        return default_held_out()
+    return (folder / "base" / "held_out.txt").read_text("utf8").split()
+
+
+def texts(split: Split, held_out: list[str] | None = None) -> Iterator[tuple[str, str]]:
+    """(name, text) of each standard-library file of the split, in path order."""
+    held = set(held_out_names() if held_out is None else held_out)
+    for name, path in stdlib_files().items():
+        if (name in held) == (split == "held_out") and (text := read_text(path)) is not None:
+            yield name, text
+
+
+def texts_of(paths: Iterable[str | Path]) -> Iterator[tuple[str, str]]:
+    """(name, text) of each file named, and of each .py file in the folders named, in path order.
+
+    Raises FileNotFoundError for a path that is not there, and ValueError for one that gives no text to learn from.
+    """
+    for given in map(Path, paths):
+        if not given.exists():
+            raise FileNotFoundError(f"--data {given}: no such file or folder")
+        files = sorted(given.rglob("*.py")) if given.is_dir() else [given]
+        found = [(str(path), text) for path in files if (text := read_text(path)) is not None]
+        if not found:
+            raise ValueError(
+                f"--data {given}: no {'.py file in it' if given.is_dir() else 'file'} of {_MIN_CHARS} to {_MAX_CHARS} "
+                "characters in UTF-8; name files or folders of Python source"
+            )
+        yield from found

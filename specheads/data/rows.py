@@ -1,0 +1,270 @@
+"""One row of text or chat → token ids and labels; cut, packed into sequences, collated into batches.
+
+labels[t] == input_ids[t] where token t is supervised, else -100: Hugging Face's convention, indexed by the predicted
+token itself. labels[0] of every document is -100, because nothing predicts it. B batch rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from specheads.data.row_forms import ROLES, checked, messages_of, template_of
+
+if TYPE_CHECKING:
+    from specheads.data.datasets import DataConfig
+
+IGNORED = -100
+Row = dict[str, list[int]]
+Span = tuple[int, int]
+
+_COMPARED = re.compile(r"""==\s*['"](\w+)['"]""")  # words that a template looks for, other roles among them
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Row:
+    """One row → input_ids, labels. Chat wins where a row has both columns, and is cut to max_length; text is not cut.
+
+    Text: every token but the first is supervised; eos is appended. Chat, in any of the forms of row_forms: the
+    assistant's tokens with their end of turn. A `tools` column goes to the template. A row that has input_ids already
+    keeps them, and its labels (without any, all but the first token). Raises ValueError for a malformed row.
+    """
+    if row.get("input_ids") is not None:
+        return _tokenized(row["input_ids"], row.get("labels"))
+    if (messages := messages_of(row, config.messages_column, config.text_column)) is not None:
+        return truncate(_tokenize_chat(messages, row.get("tools"), tokenizer), config.max_length, tokenizer)
+    text = row.get(config.text_column)
+    if text is None or not isinstance(text, str):
+        raise ValueError(
+            f"a row with columns {sorted(row)} has {config.text_column}={text!r:.60}: expected a string there, "
+            f"or a list of messages in {config.messages_column!r}"
+        )
+    ids = list(tokenizer(text, verbose=False)["input_ids"])
+    eos = tokenizer.eos_token_id
+    if eos is not None and ids[-1:] != [eos]:
+        ids.append(eos)
+    return {"input_ids": ids, "labels": [IGNORED, *ids[1:]] if ids else []}
+
+
+def _tokenized(input_ids: Any, labels: Any) -> Row:
+    ids = list(input_ids)
+    given = ids if labels is None else list(labels)
+    if len(given) != len(ids) or any(label not in (IGNORED, token) for token, label in zip(ids, given, strict=False)):
+        raise ValueError(
+            f"a row has {len(ids)} input_ids and labels {given[:8]}: expected as many, each the token itself or "
+            f"{IGNORED} where it is not to be learnt"
+        )
+    return {"input_ids": ids, "labels": [IGNORED, *given[1:]] if ids else []}
+
+
+def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase) -> Row:
+    tools = without_none(json.loads(tools) if isinstance(tools, str) else tools) or None
+    template = template_of(tokenizer, tools)
+    messages = checked(without_none(messages), (*ROLES, *_COMPARED.findall(template)))
+    try:
+        if _GENERATION_MARK.search(template):
+            known: dict[str, Any] = {**tokenizer.special_tokens_map, "tools": tools, "chat_template": template}
+            rendered: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **known)
+            (text,), (spans,) = rendered
+        else:
+            text, spans = _spans_by_rendering(messages, tools, tokenizer)
+    except (TemplateError, TypeError) as error:  # TypeError: of a content that is no text
+        raise ValueError(f"the chat template refuses {messages!r:.80}: {error}") from error
+    spans = [_to_end_of_turn(text, start, end, tokenizer) for start, end in spans]
+    ids, token_spans = _token_spans(text, spans, tokenizer)
+    labels = [IGNORED] * len(ids)
+    for first, stop in token_spans:
+        labels[first:stop] = ids[first:stop]
+    labels[:1] = [IGNORED] * len(labels[:1])
+    return {"input_ids": ids, "labels": labels}
+
+
+def without_none(value: Any) -> Any:
+    """Nested dicts and lists without the keys whose value is None."""
+    # Arrow gives every struct the fields of all rows, None where a row had none: templates would print them
+    if isinstance(value, Mapping):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _spans_by_rendering(messages: list[Any], tools: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
+    """The conversation as text, and the characters of each assistant turn: what follows its generation prompt.
+
+    An assistant turn that opens the conversation answers no prompt and is left out. Raises ValueError where the
+    template renders a turn differently once others follow it.
+    """
+
+    def render(turns: list[Any], prompt: bool = False) -> str:
+        return str(tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=prompt))
+
+    text, spans = render(messages), []
+    for i in range(1, len(messages)):
+        if messages[i]["role"] != "assistant":
+            continue
+        prompt, done = render(messages[:i], prompt=True), render(messages[: i + 1])
+        # Qwen3 drops the thinking of a turn once another follows: its end is then the first end of turn
+        eos_at = text.find(tokenizer.eos_token, len(prompt)) if tokenizer.eos_token else -1
+        if text.startswith(prompt) and text.startswith(done):
+            spans.append((len(prompt), max(len(prompt), len(done))))
+        elif text.startswith(prompt) and eos_at >= 0:
+            spans.append((len(prompt), eos_at + len(tokenizer.eos_token)))
+        else:
+            same = len(os.path.commonprefix([text, prompt if not text.startswith(prompt) else done]))  # noqa: RUF071
+            raise ValueError(
+                f"the chat template renders the turns up to message {i} differently when the whole conversation is "
+                f"there (from {text[same : same + 40]!r} on), so the assistant's tokens cannot be found: put "
+                "{% generation %} … {% endgeneration %} around them in the template, or keep one assistant turn a row"
+            )
+    return text, spans
+
+
+def _to_end_of_turn(text: str, start: int, end: int, tokenizer: PreTrainedTokenizerBase) -> Span:
+    """The span with the eos that follows it and without the white space after its last special token.
+
+    The assistant emits the end of turn and stops there; the newline after it is the template's.
+    """
+    if tokenizer.eos_token and text.startswith(tokenizer.eos_token, end):
+        end += len(tokenizer.eos_token)
+    bare = text[start:end].rstrip()
+    return (start, start + len(bare)) if bare.endswith(tuple(tokenizer.all_special_tokens)) else (start, end)
+
+
+def _token_spans(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[Span]]:
+    """Ids of the text, and for each span of characters the tokens [first, stop) that touch it."""
+    # Not apply_chat_template's own mask: where a tokenizer trims white space from its offsets (GPT-2, Llama 3) a turn
+    # that starts with a space loses every later turn, and one that ends with a space takes in the user's (HF 5.23)
+    if not tokenizer.is_fast:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        counts = {0: 0, len(text): len(ids)}
+        for edge in {edge for span in spans for edge in span} - set(counts):
+            head = tokenizer(text[:edge], add_special_tokens=False, verbose=False)["input_ids"]
+            if ids[: len(head)] != head:
+                raise ValueError(
+                    f"{type(tokenizer).__name__} has no offsets and merges tokens across the edge of an assistant turn "
+                    f"at {text[max(0, edge - 20) : edge + 20]!r}: use the fast tokenizer"
+                )
+            counts[edge] = len(head)
+        return ids, [(counts[start], counts[end]) for start, end in spans]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    starts, ends = [list(edge) for edge in zip(*encoded["offset_mapping"], strict=True)] or ([], [])
+    token_spans = []
+    for start, end in spans:
+        first, stop = bisect_left(ends, start + 1), bisect_left(ends, end + 1)
+        if stop < len(ends) and starts[stop] < end:  # a token that crosses the end belongs to the turn
+            stop += 1
+        token_spans.append((first, stop))
+    return encoded["input_ids"], token_spans
+
+
+def truncate(row: Row, max_length: int, tokenizer: PreTrainedTokenizerBase) -> Row:
+    """The row if it fits, else its last max_length tokens up to the last supervised one, behind its bos if any."""
+    ids, labels = row["input_ids"], row["labels"]
+    if len(ids) <= max_length:
+        return row
+    end = max((t + 1 for t, label in enumerate(labels) if label != IGNORED), default=len(ids))
+    bos = _leading_bos(ids, tokenizer)
+    start = max(0, end - max_length)
+    return _spliced(ids, labels, start + len(bos), end, bos)
+
+
+def chunk(row: Row, max_length: int, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+    """A long text as consecutive rows of at most max_length tokens, each after the text's bos if it has one.
+
+    The first token of a chunk is not supervised; a lone last token, which nothing predicts, is left out.
+    """
+    ids, labels = row["input_ids"], row["labels"]
+    bos = _leading_bos(ids, tokenizer)
+    step = max_length - len(bos)
+    rows = [{"input_ids": ids[:max_length], "labels": labels[:max_length]}]
+    for start in range(max_length, len(ids) - 1, step):
+        rows.append(_spliced(ids, labels, start, start + step, bos))
+    return rows
+
+
+def _leading_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    # Kept in front of a cut row: Llama and Gemma attend to it everywhere, and their features are off without it
+    return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
+
+
+def _spliced(ids: list[int], labels: list[int], start: int, end: int, bos: list[int]) -> Row:
+    return {"input_ids": bos + ids[start:end], "labels": [IGNORED] * (len(bos) + 1) + labels[start + 1 : end]}
+
+
+# ------------------------------------------------------------------------------------------------- packing and batching
+
+
+def pack(rows: Iterable[Row], max_length: int) -> list[Row]:
+    """Rows → sequences of at most max_length tokens, each row in the fullest open sequence that still takes it.
+
+    Adds document_ids (1, 1, 2, 2, 2, …) and position_ids, which restart with each document. The first token of a
+    document is never supervised. Raises ValueError for a row longer than max_length.
+    """
+    sequences: list[Row] = []
+    room: list[tuple[int, int]] = []  # (free tokens, sequence), sorted
+    for row in rows:
+        length = len(row["input_ids"])
+        if length > max_length:
+            raise ValueError(f"a row of {length} tokens does not fit max_length={max_length}: truncate or chunk first")
+        at = bisect_left(room, (length, -1))
+        if at < len(room):
+            free, index = room.pop(at)
+        else:
+            free, index = max_length, len(sequences)
+            sequences.append({"input_ids": [], "labels": [], "document_ids": [], "position_ids": []})
+        into = sequences[index]
+        document = into["document_ids"][-1] + 1 if into["document_ids"] else 1
+        into["input_ids"] += row["input_ids"]
+        into["labels"] += [IGNORED, *row["labels"][1:]][:length]
+        into["document_ids"] += [document] * length
+        into["position_ids"] += range(length)
+        if free > length:
+            insort(room, (free - length, index))
+    return sequences
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Rows → a batch padded on the right to its longest row: int64 tensors, (B, T) each.
+
+    input_ids, attention_mask (1 on tokens), labels (-100 on padding), position_ids, document_ids (0 on padding; 1 on
+    the tokens of a row that was not packed). T is rounded up to pad_to_multiple_of.
+    """
+
+    pad_token_id: int
+    pad_to_multiple_of: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pad_token_id, int) or self.pad_token_id < 0:
+            raise ValueError(f"pad_token_id={self.pad_token_id!r}: expected a token id; eos_token_id will do")
+        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
+            raise ValueError(f"pad_to_multiple_of={self.pad_to_multiple_of}: expected None or at least 1")
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        longest, multiple = max(len(row["input_ids"]) for row in rows), self.pad_to_multiple_of or 1
+        width = -(-longest // multiple) * multiple
+        padding = {
+            "input_ids": self.pad_token_id,
+            "attention_mask": 0,
+            "labels": IGNORED,
+            "position_ids": 0,
+            "document_ids": 0,
+        }
+        batch = {name: torch.full((len(rows), width), value) for name, value in padding.items()}
+        for b, row in enumerate(rows):
+            length = len(row["input_ids"])
+            ones, order = torch.ones(length, dtype=torch.int64), torch.arange(length)
+            columns = {"attention_mask": ones, "position_ids": order, "document_ids": ones, **row}
+            for name in padding:
+                batch[name][b, :length] = torch.as_tensor(columns[name], dtype=torch.int64)
+        return batch

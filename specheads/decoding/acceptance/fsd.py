@@ -1,0 +1,65 @@
+"""fuzzy_from(): the rule that the arguments of the official FSD code ask for, under its names.
+
+p is the target's distribution, q the draft's, m = (p + q) / 2. FSD, arXiv:2502.20704.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from specheads.decoding.acceptance.divergences import NAMES
+from specheads.decoding.acceptance.exact import Exact
+from specheads.decoding.acceptance.fuzzy import WARPERS, Fuzzy
+from specheads.decoding.acceptance.rule import Acceptance
+from specheads.options import refuse_unknown
+
+# What that code computes under each of its names, by the names of `Fuzzy`: its "js" is none.
+TYPES = {"kl_div": "kl", "kl_div_reversed": "kl_reversed", "js_div": "js_paper", "tv_div": "tv"}
+TYPES |= {
+    f"{over}_{name}": f"{over}_{TYPES[name]}" for over in ("top_k", "top_p") for name in TYPES if "rev" not in name
+}
+EPSILON = 1e-10  # what it adds to each probability that processors have made
+
+
+def fuzzy_from(
+    fsd_div_type: str | None = "js_div",
+    fsd_div_threshold: float | None = None,
+    fsd_div_logit_processor: str | Iterable[str] | None = None,
+    **options: Any,
+) -> Acceptance:
+    """The rule that the official FSD code's arguments ask for; a threshold of None, and type "sd", are `Exact`.
+
+    fsd_div_type: a name with "_div" means what that code computes: "kl_div" KL(q‖p), "kl_div_reversed" KL(p‖q),
+    "js_div" ½KL(m‖p) + ½KL(m‖q) (`Fuzzy`'s "js_paper"), "tv_div" ½Σ|p − q|; "top_k_…" (kl, js, tv) of the target's 50
+    likeliest tokens and one bucket for the rest; "top_p_…" of its nucleus, where that code stops with an error. All are
+    in nats, of raw logits; "…_processed" of those under the call's processors, smoothed by 1e-10, but for
+    "kl_div_reversed_processed", which is of the raw ones there too. "random" as in `Fuzzy`. None is "js_div". A name
+    without "_div" is `Fuzzy`'s own: "js" is the true Jensen-Shannon.
+    fsd_div_logit_processor: which of the call's warpers the divergence sees, of "temperature", "top_k" and "top_p",
+    smoothed as above; it says nothing to a "…_processed" type. options are Fuzzy's own.
+    """
+    name = fsd_div_type or "js_div"
+    plain = name.removesuffix("_processed")
+    refuse_unknown([plain], [*TYPES, "random", "sd", *NAMES], "fsd_div_type")
+    warpers = _warper_names(fsd_div_logit_processor)
+    if plain == "sd" or fsd_div_threshold is None:
+        return Exact()
+    made: dict[str, Any] = {"processed": name != plain and plain != "kl_div_reversed"}
+    if not made["processed"]:
+        made["warpers"] = "+".join(warpers)
+    if plain in TYPES and (made["processed"] or warpers):
+        made["epsilon"] = EPSILON
+    return Fuzzy(fsd_div_threshold, TYPES.get(plain, plain), **{**made, **options})
+
+
+def _warper_names(given: str | Iterable[Any] | None) -> list[str]:
+    """Names of warpers, each once, in the order they are applied in. ValueError for anything else."""
+    names = re.findall(r"\w+", given) if isinstance(given, str) else list(given or ())
+    if any(name not in WARPERS for name in names):
+        raise ValueError(
+            f"fsd_div_logit_processor={given!r} must name the call's own warpers, of {', '.join(WARPERS)}, as in "
+            "('temperature', 'top_p')"
+        )
+    return [name for name in WARPERS if name in names]

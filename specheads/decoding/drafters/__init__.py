@@ -1,0 +1,13 @@
+"""Drafters: whatever proposes a tree from a context."""
+
+from specheads.decoding.drafters.base import Context, Drafter
+from specheads.decoding.drafters.cascade import Cascade
+from specheads.decoding.drafters.lookup import PromptLookup
+from specheads.decoding.drafters.maxgram import MaxGram
+from specheads.decoding.drafters.model import DraftModel
+from specheads.decoding.drafters.ngram import NGram, NGramStorage, OneLevelNGramStorage
+
+__all__ = [
+    "Cascade", "Context", "DraftModel", "Drafter", "MaxGram", "NGram", "NGramStorage", "OneLevelNGramStorage",
+    "PromptLookup",
+]  # fmt: skip

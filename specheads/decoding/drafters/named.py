@@ -1,0 +1,56 @@
+"""Drafters by name, as generate(), the command line and the console take them: `head`, `lookup`, `ngram`, `maxgram`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from specheads.decoding.drafters.base import Drafter
+from specheads.decoding.drafters.lookup import PromptLookup
+from specheads.decoding.drafters.maxgram import MaxGram
+from specheads.decoding.drafters.ngram import NGram
+from specheads.options import refuse_class, refuse_unknown
+
+OF_TEXT: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "ngram": NGram, "maxgram": MaxGram}
+
+
+def as_drafter(draft: Any, head: Drafter | None = None) -> Drafter | None:
+    """What `draft` stands for: True or "head" for `head`, a name of OF_TEXT, a drafter itself; None for False or None.
+
+    ValueError for "head" where there is none and for an unknown name; TypeError for what cannot draft.
+    """
+    if draft is None or draft is False:
+        return None
+    if draft is True or draft == "head":
+        if head is None:
+            raise ValueError(
+                f"draft={draft!r}: this model has no head to draft with; load one with specheads.load_head(base, "
+                "checkpoint) and call its generate(), or give draft='lookup' or a DraftModel(small)"
+            )
+        return head
+    if isinstance(draft, str):
+        try:
+            refuse_unknown([draft], ["head", *OF_TEXT], "drafter")
+        except ValueError as error:
+            raise ValueError(
+                f"draft={draft!r}: {error}; for a head checkpoint give load_head(base, PATH).head, for a smaller "
+                "model DraftModel(model)"
+            ) from error
+        return OF_TEXT[draft]()
+    refuse_class("draft", draft, "drafter", "propose")
+    if not hasattr(draft, "propose"):
+        raise TypeError(f"draft={type(draft).__name__} cannot propose trees; for a language model, give DraftModel(it)")
+    return draft
+
+
+def either(draft: Any, drafter: Any, head: Drafter | None = None, *, default: Any = None) -> Drafter | None:
+    """The drafter of a call that takes `draft`, and `drafter` as another name of it. default: draft where not given.
+
+    ValueError where both are given and differ.
+    """
+    if drafter is None:
+        return as_drafter(draft, head)
+    found = as_drafter(drafter, head)
+    if draft is not default and draft is not drafter and as_drafter(draft, head) != found:
+        raise ValueError("draft= and drafter= are two names of one argument, and differ here; give draft= alone")
+    return found

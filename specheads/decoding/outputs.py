@@ -1,0 +1,89 @@
+"""What generate(..., return_dict_in_generate=True) gives: Hugging Face's fields, and the steps behind them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+
+from specheads.decoding.loop import Step
+
+
+class _Statistics:
+    """What the steps of a generation add up to."""
+
+    steps: list[Step] | None
+    lossless: bool | None
+
+    def statistics(self) -> dict[str, Any]:
+        """Totals a person asks for; accepted_length counts the bonus token, over the steps each row took part in.
+
+        divergence_by_depth, only with output_divergences=True: the mean D of the nodes drafted at depth 1, 2 …
+        """
+        assert self.steps is not None
+        drafting = self.steps[1:]
+        taken = sum(bool(row) for step in drafting for row in step.tokens)
+        tokens = sum(len(row) for step in self.steps for row in step.tokens)
+        gained = sum(len(row) for step in drafting for row in step.tokens)
+        seconds = sum(step.seconds for step in self.steps)
+        depths = [n for step in drafting for n, row in zip(step.accepted, step.tokens, strict=True) if row]
+        made = {
+            "tokens": tokens,
+            "steps": len(drafting),
+            "drafted": sum(sum(step.drafted) for step in drafting),
+            "accepted": sum(depths),
+            "accepted_length": gained / taken if taken else 1.0,
+            "accepted_by_depth": [sum(n >= d for n in depths) / taken for d in range(1, max(depths, default=0) + 1)],
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds if seconds else float("nan"),
+            "lossless": self.lossless,
+        }
+        if any(step.divergences for step in drafting):
+            made["divergence_by_depth"] = mean_divergences(drafting)
+        return made
+
+
+@dataclass
+class SpecGenerateOutput(_Statistics, GenerateDecoderOnlyOutput):
+    """HF's fields, and steps: one `decode.Step` each, the prefill first. lossless: has the text the base's own law?"""
+
+    steps: list[Step] | None = None
+    lossless: bool | None = None
+
+
+@dataclass
+class SpecSeq2SeqOutput(_Statistics, GenerateEncoderDecoderOutput):
+    """The same of an encoder-decoder."""
+
+    steps: list[Step] | None = None
+    lossless: bool | None = None
+
+
+def mean_divergences(steps: list[Step]) -> list[float]:
+    """The mean divergence of the nodes drafted at depth 1, 2 …, in steps that have kept them; NaN for none."""
+    found: dict[int, list[float]] = {}
+    for step in steps:
+        for values, parents in zip(step.divergences, step.parents, strict=True):
+            depths = [0]
+            for value, parent in zip(values, parents, strict=True):
+                depths.append(depths[parent] + 1)
+                found.setdefault(depths[-1], []).extend([] if math.isnan(value) else [value])
+    return [sum(found[d]) / len(found[d]) if found[d] else math.nan for d in sorted(found)]
+
+
+def by_position(kept: list[list[tuple[Tensor, Tensor]]], part: int) -> tuple[Tensor, ...]:
+    """Per row and token (V,) → per token (B, V), in float32 as HF returns them; rows that have ended hold zeros."""
+    empty = torch.zeros_like(kept[0][0][part])
+    return tuple(
+        torch.stack([row[i][part] if i < len(row) else empty for row in kept]).float()
+        for i in range(max(map(len, kept)))
+    )
+
+
+def step_record(step: Step) -> dict[str, Any]:
+    """A Step as plain JSON values."""
+    return {name: value for name, value in asdict(step).items() if name != "scores"}

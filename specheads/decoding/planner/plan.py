@@ -1,0 +1,137 @@
+"""The protocol of a plan, and what a drafter tells it.
+
+A plan grows a tree through a drafter's `expand`, which scores the children of one level's nodes:
+expand(tokens (B, k), parents (B, k) indices into the level before, or None at the root) → Scored.
+Shapes: B batch rows, V vocabulary, K candidates a node, k nodes a level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from specheads.decoding.sampler import Sampler
+from specheads.decoding.tree import DraftTree
+
+MAX_NODES = 1024  # of a tree, the root included: a pass takes a mask of its square
+MAX_SLOTS = 8 * MAX_NODES  # that a drafter expands for one tree
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Draft logits (B, k, Vd) of the token after each node; ids (Vd,) are their target ids, None if the same.
+
+    logits (B, 1, Vd) with width k: a law that all k nodes share. confidence() (B, k): the chance, as the drafter itself
+    sees it, that what it drafts behind a node is accepted; None where it has no such output.
+    """
+
+    logits: Tensor
+    ids: Tensor | None = None
+    width: int = 0
+    confidence: Callable[[], Tensor] | None = None
+
+    def top(self, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` likeliest: log-probabilities (B, k, count) and target ids (B, k, count), best first."""
+        best, ids = self._top(count)
+        return best.float() - self.logits.float().logsumexp(-1, keepdim=True), ids
+
+    def top_ids(self, count: int) -> Tensor:
+        """The ids of `top` alone, side by side: (B, k · count)."""
+        if count > 1 or self.width > 1:
+            return self._top(count)[1].flatten(1)
+        index = self.logits.argmax(-1)  # a fraction of topk's time
+        return index if self.ids is None else self.ids.take(index)  # as self.ids[index], in half the time
+
+    def chance(self, tokens: Tensor) -> Tensor:
+        """(B, k) the probability of target ids tokens (B, k); 0 outside the draft vocabulary."""
+        log_p = self.logits.float().log_softmax(-1)
+        log_p = log_p.expand(-1, tokens.shape[1], -1)
+        if self.ids is None:
+            return log_p.gather(2, tokens.unsqueeze(2)).squeeze(2).exp()
+        return (log_p.exp() * (self.ids == tokens.unsqueeze(2))).sum(2)
+
+    def law(self, sampler: Sampler, vocab_size: int) -> Tensor:
+        """q (B, k, V) over all target ids, as the sampler processes it; zero where that rules out every token."""
+        logits = self.logits.flatten(0, 1)
+        if self.ids is not None:  # first, because processors know tokens by their target ids
+            logits = logits.new_full((len(logits), vocab_size), -torch.inf).index_copy_(1, self.ids, logits)
+        q = sampler.draft_law(logits).unflatten(0, self.logits.shape[:2])
+        return q.expand(-1, self.width, -1) if self.width > 1 else q
+
+    def _top(self, count: int) -> tuple[Tensor, Tensor]:
+        best, index = self.logits.topk(min(count, self.logits.shape[-1]), dim=-1)
+        ids = index if self.ids is None else self.ids[index]
+        if self.width > 1:
+            best, ids = best.expand(-1, self.width, -1), ids.expand(-1, self.width, -1)
+        return best, ids
+
+
+Expand = Callable[[Tensor, Tensor | None], Scored]
+
+
+class Plan(Protocol):
+    """A way of growing trees. num_nodes: how many nodes each has, root included; depth: of the deepest."""
+
+    @property
+    def num_nodes(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def drafting_slots(self) -> int:
+        """KV slots a drafter with a cache of its own needs for the nodes it expands below the root. It reads a path
+        that was accepted in the same slots, so that they are depth + 1 at least."""
+        ...
+
+    def limited(self, depth: int) -> Plan:
+        """The same plan with no node deeper than `depth`, which is at least 1 and less than its own."""
+        ...
+
+    def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree: ...
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Drafts nothing, in place of `plan`, which follows or came before: the drafter reads the text all the same."""
+
+    plan: Plan
+
+    @property
+    def num_nodes(self) -> int:
+        return 1
+
+    @property
+    def depth(self) -> int:
+        return 0
+
+    @property
+    def drafting_slots(self) -> int:
+        return max(self.plan.drafting_slots, self.plan.depth + 1)
+
+    def limited(self, depth: int) -> Self:
+        return self
+
+    def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
+        return DraftTree.root_only(root)
+
+
+def limited(plan: Plan, depth: int) -> Plan:
+    """`plan` with no node deeper than `depth`: `plan` itself where it has none, one that drafts nothing at depth 0."""
+    if depth >= plan.depth:
+        return plan
+    return plan.limited(depth) if depth > 0 else Idle(plan)
+
+
+def positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")
+
+
+def within(name: str, value: int, most: int) -> None:
+    """ValueError unless value is 1 to most: a larger plan would take memory before it drafted anything."""
+    positive(name, value)
+    if value > most:
+        raise ValueError(f"{name}={value} must be at most {most}")

@@ -1,0 +1,165 @@
+"""Trees of a fixed shape: choices as Medusa writes them, chains, combs. Shapes: B batch rows, C candidates."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specheads.decoding.planner.plan import MAX_NODES, Expand, positive, within
+from specheads.decoding.sampler import Sampler
+from specheads.decoding.tree import DraftTree, Shape
+
+
+class _Level(NamedTuple):
+    """One level of a static tree. Its candidates are the `width` best followers of each of `num_above` nodes.
+
+    nodes: candidates that are in the tree; inner: those among them that have children; parents: of each inner node,
+    its parent's place among the inner nodes of the level above.
+    """
+
+    width: int
+    num_above: int
+    nodes: list[int]
+    inner: list[int]
+    parents: list[int]
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A fixed shape: each choice is a node's path of ranks from the root, as Medusa writes them.
+
+    choices: ((0,), (0, 0), (1,)) is the likeliest token, its likeliest follower, and the second likeliest token.
+    ValueError if a choice's parent is missing. Medusa, arXiv:2401.10774.
+    """
+
+    choices: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.choices) >= MAX_NODES:
+            raise ValueError(f"a static tree of {len(self.choices)} choices: {MAX_NODES - 1} at most")
+        chosen = tuple(sorted({tuple(c) for c in self.choices}, key=lambda c: (len(c), c)))
+        if not chosen:
+            raise ValueError("a static tree needs at least one choice, for instance ((0,),)")
+        for choice in chosen:
+            if not choice or min(choice) < 0:
+                raise ValueError(f"choice {choice!r} is not a path of ranks ≥ 0, such as (0, 1)")
+            if len(choice) > 1 and choice[:-1] not in chosen:
+                raise ValueError(f"choice {choice} has no parent: add {choice[:-1]}")
+        object.__setattr__(self, "choices", chosen)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.choices) + 1
+
+    @property
+    def depth(self) -> int:
+        return max(len(choice) for choice in self.choices)
+
+    @property
+    def drafting_slots(self) -> int:
+        return sum(len(level.inner) for level in self._levels[:-1])
+
+    def limited(self, depth: int) -> StaticTree:
+        made: dict[int, StaticTree] = self.__dict__.setdefault("_limited", {})
+        if depth not in made:
+            made[depth] = StaticTree(tuple(choice for choice in self.choices if len(choice) <= depth))
+        return made[depth]
+
+    @cached_property
+    def _levels(self) -> list[_Level]:
+        levels = []
+        above: list[tuple[int, ...]] = [()]  # the nodes of the level above that have children
+        for depth in range(1, self.depth + 1):
+            nodes = [c for c in self.choices if len(c) == depth]
+            width = 1 + max(c[-1] for c in nodes)
+            inner = [c for c in nodes if any(d[:-1] == c for d in self.choices)]
+            levels.append(
+                _Level(
+                    width, len(above),
+                    [above.index(c[:-1]) * width + c[-1] for c in nodes],
+                    [above.index(c[:-1]) * width + c[-1] for c in inner],
+                    [above.index(c[:-1]) for c in inner],
+                )
+            )  # fmt: skip
+            above = inner
+        return levels
+
+    def _tables(self, batch: int, device: torch.device) -> tuple[Shape, Tensor, list[tuple[Tensor, Tensor]]]:
+        """The shape of every tree, which of all candidates its nodes are, and per level `inner` and `parents` as
+        tensors: made once per batch size and device."""
+        made = self.__dict__.setdefault("_made", {})
+        if (batch, device) not in made:
+            place = {(): 0} | {choice: i + 1 for i, choice in enumerate(self.choices)}
+            parents = torch.tensor([[-1] + [place[choice[:-1]] for choice in self.choices]], device=device)
+            chosen, start = [0], 1  # the root stands before the candidates of all levels
+            tables = []
+            for level in self._levels:
+                chosen += [start + candidate for candidate in level.nodes]
+                start += level.num_above * level.width
+                inner = torch.tensor(level.inner, dtype=torch.long, device=device)
+                above = torch.tensor([level.parents], dtype=torch.long, device=device)
+                tables.append((inner, above.expand(batch, -1)))
+            shape = Shape.of(parents.expand(batch, -1), self.depth)
+            made[batch, device] = shape, torch.tensor(chosen, device=device), tables
+        return made[batch, device]
+
+    def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
+        shape, chosen, tables = self._tables(root.shape[0], root.device)
+        tokens, parents = root.unsqueeze(1), None
+        candidates = [tokens]
+        for level, (inner, above) in zip(self._levels, tables, strict=True):
+            scored = expand(tokens, parents)
+            if scored.logits.shape[-1] < level.width:
+                raise ValueError(
+                    f"rank {level.width - 1} in a tree needs a draft vocabulary of {level.width} tokens or more, not "
+                    f"{scored.logits.shape[-1]}"
+                )
+            candidates.append(scored.top_ids(level.width))
+            tokens, parents = among(candidates[-1], inner), above
+        return DraftTree(among(torch.cat(candidates, 1), chosen), shape.parents, self.depth, shape=shape)
+
+
+def among(candidates: Tensor, chosen: Tensor) -> Tensor:
+    """(B, C), (c,) ascending → (B, c): the columns chosen; all of them, as in a chain, without looking."""
+    return candidates if len(chosen) == candidates.shape[1] else candidates.index_select(1, chosen)
+
+
+def chain(depth: int) -> StaticTree:
+    """A chain of the likeliest tokens, `depth` of them."""
+    within("depth", depth, MAX_NODES - 1)
+    return StaticTree(tuple((0,) * n for n in range(1, depth + 1)))
+
+
+def comb(depth: int, width: int = 2) -> StaticTree:
+    """A chain of the likeliest tokens, and beside each its next likeliest, `width` candidates a level in all.
+
+    It costs the drafter no more passes than the bare chain, and the target `width` times the nodes.
+    """
+    positive("depth", depth)
+    positive("width", width)
+    within("depth × width", depth * width, MAX_NODES - 1)
+    return StaticTree(tuple((*(0,) * level, rank) for level in range(depth) for rank in range(width)))
+
+
+def default_static(budget: int, depth: int, accuracy: Sequence[float] = (0.6, 0.15, 0.07, 0.04, 0.03)) -> StaticTree:
+    """The static tree of `budget` nodes, or of all there are, for a head nothing is known of: rank accuracies of a
+    moderately trained one, the same and independent at each depth. One counted on data: `calibration.calibrated`."""
+    if budget < 2:
+        raise ValueError(f"a tree of {budget} nodes drafts nothing; ask for 2 or more")
+    if budget > MAX_NODES:
+        raise ValueError(f"a static tree of {budget} nodes: ask for {MAX_NODES} at most")
+    heap: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(accuracy)]
+    chosen: list[tuple[int, ...]] = []
+    while heap and len(chosen) < budget - 1:
+        value, choice = heapq.heappop(heap)
+        chosen.append(choice)
+        if len(choice) < depth:
+            for rank, share in enumerate(accuracy):
+                heapq.heappush(heap, (value * share, (*choice, rank)))
+    return StaticTree(tuple(chosen))

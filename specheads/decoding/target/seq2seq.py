@@ -1,0 +1,271 @@
+"""Seq2SeqTarget: prefill, verify and commit chains of drafts over Hugging Face encoder-decoders (T5, BART and kin).
+
+Shapes: B batch rows, R rows of one pass, N nodes of a chain, W columns of a pass, S source columns, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from specheads.decoding.planner import Plan
+from specheads.decoding.target.causal import Target, TargetOutput, UnsupportedModel, forward_arguments, text_config
+from specheads.decoding.target.model_inputs import ModelInputs
+from specheads.decoding.target.slot_cache import SlotCache
+from specheads.decoding.tree import DraftTree
+
+# What a pass costs beyond its columns, in columns: measured on a CPU with models of T5-small's and BART-base's size (35
+# and 20). An accelerator reads the weights for a few hundred columns in the time it computes them.
+PASS_ON_CPU, PASS_ELSEWHERE = 24, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What the encoder made of each row's source: hidden (B, S, H), under mask (B, S) or None where nothing is padding.
+
+    ids: the source itself, unpadded, on the host; None where it was given as encoder_outputs or embeddings.
+    """
+
+    hidden: Tensor
+    mask: Tensor | None
+    ids: list[list[int]] | None
+
+    @classmethod
+    @torch.no_grad()
+    def encode(cls, base: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Source:
+        """Run the encoder of `base` once, over rows of ids, none of them empty; an id it does not know is its last."""
+        weight: Any = base.get_input_embeddings().weight
+        width, device = max(map(len, rows)), weight.device
+        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+        encoder: Any = base.get_encoder()
+        hidden = encoder(
+            input_ids=ids.clamp(max=len(weight) - 1), attention_mask=mask, return_dict=True
+        ).last_hidden_state
+        return cls(hidden, mask, [list(row) for row in rows])
+
+
+def decoder_start(base: PreTrainedModel) -> int:
+    """The token that generate() lets the decoder's text begin with. ValueError where the model names none."""
+    config: Any = base.generation_config
+    start = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
+    if not isinstance(start, int):
+        raise ValueError(f"{type(base).__name__} names no decoder_start_token_id; set it in its generation config")
+    return start
+
+
+def refuse_unsupported(base: PreTrainedModel) -> None:
+    """Raise UnsupportedModel, with the reason, for an encoder-decoder whose decoder cannot verify a chain in a pass."""
+    name = type(base).__name__
+    arguments = forward_arguments(base)
+    for needed in ("encoder_outputs", "decoder_input_ids", "past_key_values"):
+        if needed not in arguments:
+            raise UnsupportedModel(f"{name}.forward takes no {needed}, so its decoder cannot run over a cache alone")
+    config, parts = text_config(base), list(base.get_decoder().modules())
+    if base.main_input_name != "input_ids":
+        raise UnsupportedModel(f"the encoder of {name} reads {base.main_input_name}; only text to text is supported")
+    if getattr(base, "_is_stateful", False) or config.model_type == "prophetnet":
+        raise UnsupportedModel(f"the decoder of {name} takes one token at a time, so it cannot verify a draft")
+    # M2M100, NLLB, FSMT, decoders of RoBERTa's kind: behind a padding id in a draft, positions would be off by one.
+    if any(hasattr(part, name) for part in parts for name in ("create_position_ids_from_input_ids", "make_positions")):
+        raise UnsupportedModel(f"{name} counts positions by which ids are padding, which a pass over a draft changes")
+    if getattr(config, "expert_capacity", None):
+        raise UnsupportedModel(f"{name} has experts of limited capacity: a token's law depends on what is fed with it")
+    if base.get_output_embeddings() is None:
+        raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForSeq2SeqLM")
+
+
+def verifier(
+    base: PreTrainedModel,
+    layers: tuple[int, ...] = (),
+    *,
+    scratch: int = 1,
+    source: Source | None = None,
+    decoder_mask: Tensor | None = None,
+) -> Target:
+    """The Target for a base of either kind; an encoder-decoder has a source.
+
+    Raises UnsupportedModel for a base that cannot be served, and for features of a decoder with an encoder.
+    """
+    if source is None:
+        return Target(base, layers, scratch=scratch)
+    if layers:
+        raise UnsupportedModel(
+            f"{type(base).__name__} is an encoder-decoder model, and draft heads are for decoder-only ones; draft with "
+            "DraftModel(a smaller encoder-decoder), PromptLookup(), MaxGram() or NGram(...)"
+        )
+    return Seq2SeqTarget(base, source, scratch=scratch, decoder_mask=decoder_mask)
+
+
+def refuse_branching(base: PreTrainedModel, plan: Plan) -> None:
+    """ValueError for a plan whose trees branch."""
+    if plan.num_nodes != plan.depth + 1:
+        raise ValueError(
+            f"chains only: {type(base).__name__} takes no position_ids, its decoder's positions follow the cache, so "
+            f"two nodes cannot share a depth as in {plan}; give tree=chain(4), SampledTree((1,) * 4) or "
+            "AdaptiveChain(), and drafters of runs width=1"
+        )
+
+
+class Seq2SeqTarget(Target):
+    """The decoder of an encoder-decoder as verifier of chains, over a cache in which slot t holds position t.
+
+    These models take no position_ids: the decoder derives positions (T5's relative bias, BART's learnt table) from
+    the number of tokens in its cache and the column of the pass, the same for all rows. So a row's nodes are fed in
+    the columns at which its own positions stand, between columns that are fed in vain and not kept; rows whose lengths
+    have drifted further apart than such columns are worth are verified in passes of their own (`passes`; a batch of 1
+    has one pass a step). A chain that is accepted already lies where it belongs, so committing is counting.
+
+    The encoder is run by the caller, once (`Source`), and the keys and values of cross-attention are made in prefill.
+    active (B,): rows whose outputs matter, None for all; the others are left out of passes, and get zero logits.
+    """
+
+    def __init__(
+        self, base: PreTrainedModel, source: Source, *, scratch: int = 1, decoder_mask: Tensor | None = None
+    ) -> None:
+        """scratch: the most nodes a chain will have. decoder_mask (B, T): 0 where the decoder's prompt is padding.
+
+        Raises UnsupportedModel with the reason for a model that cannot be served.
+        """
+        refuse_unsupported(base)
+        self.base, self.layers, self.scratch = base, (), scratch
+        self.config = text_config(base)
+        weight: Any = base.get_input_embeddings().weight
+        self.device = weight.device
+        self.source, self.decoder_mask = source, decoder_mask
+        self.limit = 0
+        self.cache: SlotCache  # type: ignore[assignment]
+        self._cross: Any
+        self._cross_of_all: list[tuple[Any, Any]]  # keys and values of each of its layers, of all rows
+
+    @torch.no_grad()
+    def prefill(self, ids: Tensor, lengths: Tensor, *, room: int, inputs: ModelInputs | None = None) -> TargetOutput:
+        """Commit decoder prompts ids (B, T), packed left, of lengths (B,); `room` more tokens per row will follow.
+
+        logits are those behind each row's last token, (B, 1, V).
+        """
+        self.limit = ids.shape[1] + room
+        self._cross, self._cross_of_all = DynamicCache(), []
+        self.cache = SlotCache(len(ids), self.limit, torch.zeros_like(lengths))
+        logits = self._feed(ids, [0] * len(ids))
+        self.cache.lengths = lengths
+        last = (lengths - 1).to(logits.device)
+        return TargetOutput(logits[torch.arange(len(ids), device=logits.device), last].unsqueeze(1), self._none(ids))
+
+    @torch.no_grad()
+    def verify(self, tree: DraftTree) -> TargetOutput:
+        """One pass over all nodes of chains (where row lengths are near; see the class): logits (B, N, V)."""
+        place = torch.arange(tree.num_nodes, device=tree.parents.device)
+        if not bool(((tree.parents == place - 1) | (tree.parents < 0)).all()):
+            raise ValueError(
+                f"chains only: {type(self.base).__name__} takes no position_ids, so two nodes of a draft cannot share "
+                "a depth; give tree=chain(4) or AdaptiveChain(), and drafters of runs width=1"
+            )
+        return TargetOutput(self._feed(tree.tokens, self.cache.lengths.tolist()), self._none(tree.tokens))
+
+    def levels(self) -> Any:
+        """Behind what is committed, a chain to be grown by `deepen`."""
+        return _Depth()
+
+    @torch.no_grad()
+    def deepen(self, levels: Any, tokens: Tensor, parents: Tensor) -> TargetOutput:
+        """One pass over the next token (B, 1) of a growing chain: logits (B, 1, V)."""
+        if tokens.shape[1] != 1:
+            raise ValueError(f"chains only: a draft of {type(self.base).__name__} has one node a level, not {tokens}")
+        start = [length + levels.depth for length in self.cache.lengths.tolist()]
+        levels.depth += 1
+        return TargetOutput(self._feed(tokens, start), self._none(tokens))
+
+    def commit(self, path: Tensor, length: Tensor, bound: int) -> None:
+        """Keep the first length (B,) nodes of the chains last fed; path and bound say no more of a chain."""
+        self.cache.lengths = self.cache.lengths + length
+
+    def _none(self, ids: Tensor) -> Tensor:
+        return torch.empty(*ids.shape, 0, device=ids.device)
+
+    def _feed(self, ids: Tensor, start: list[int]) -> Tensor:
+        """ids (B, N), of which row b's first stands at position start[b] → logits (B, N, V)."""
+        active = [True] * len(start) if self.active is None else self.active.tolist()
+        rows = [b for b, going in enumerate(active) if going and start[b] <= self.last_position]
+        overhead = PASS_ON_CPU if ids.device.type == "cpu" else PASS_ELSEWHERE
+        logits = None
+        for own in passes([start[b] for b in rows], ids.shape[1], overhead):
+            some = [rows[i] for i in own]
+            found = self._pass(ids[some], [start[b] for b in some], some)
+            if len(some) == len(start):
+                return found
+            if logits is None:
+                logits = found.new_zeros(*ids.shape, found.shape[-1])
+            logits[some] = found
+        if logits is None:
+            weight: Any = self.base.get_output_embeddings().weight
+            logits = torch.zeros(*ids.shape, len(weight), dtype=weight.dtype, device=weight.device)
+        return logits
+
+    def _pass(self, ids: Tensor, start: list[int], rows: list[int]) -> Tensor:
+        """One forward over ids (R, N) at their positions: logits (R, N, V). Past the length limit nothing is fed (no
+        table need reach there), and logits mean nothing."""
+        first, num = min(start), ids.shape[1]
+        width = min(max(start) - first + num, self.last_position + 1 - first)
+        offset = torch.tensor(start, device=ids.device).unsqueeze(1) - first  # (R, 1)
+        node = torch.arange(width, device=ids.device) - offset  # (R, W): which node stands in a column
+        at = slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else torch.tensor(rows)
+        own = None if width == num and first == max(start) else (node >= 0) & (node < num)
+        self.cache.open(at, first, width, own)
+        logits = self._forward_rows(ids.gather(1, node.clamp(0, num - 1)), at, first + width)
+        if own is None:
+            return logits
+        column = (torch.arange(num, device=ids.device) + offset).clamp(max=width - 1).to(logits.device)
+        return logits.gather(1, column.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+
+    def _forward_rows(self, ids: Tensor, at: slice | Tensor, end: int) -> Tensor:
+        """The decoder over ids (R, W) of the batch rows `at`, behind whatever the cache holds: logits (R, W, V)."""
+        mask = None
+        if self.decoder_mask is not None:
+            mask = self.decoder_mask[at][:, :end]
+            mask = torch.cat([mask, mask.new_ones(len(ids), end - mask.shape[1])], 1)
+        for layer, (keys, values) in zip(self._cross.layers, self._cross_of_all, strict=True):
+            layer.keys, layer.values = keys[at], values[at]
+        out = self.base(
+            encoder_outputs=BaseModelOutput(last_hidden_state=self.source.hidden[at]),
+            attention_mask=None if self.source.mask is None else self.source.mask[at],
+            decoder_input_ids=ids,
+            decoder_attention_mask=mask,
+            past_key_values=EncoderDecoderCache(self.cache, self._cross),
+            use_cache=True,
+        )
+        if not self._cross_of_all:
+            self._cross_of_all = [(layer.keys, layer.values) for layer in self._cross.layers]
+        return out.logits
+
+
+@dataclass
+class _Depth:
+    """How many tokens of a growing chain have been fed."""
+
+    depth: int = 0
+
+
+def passes(start: Sequence[int], num: int, overhead: int) -> list[list[int]]:
+    """Rows that begin at positions `start` → which of them to feed together, each row `num` tokens.
+
+    A pass of rows from position a to b costs overhead + rows · (b − a + num) columns; their sum is the least possible.
+    """
+    order = sorted(range(len(start)), key=start.__getitem__)
+    best = [(0, 0)]  # of the first rows in order: the least cost, and where the last pass of it begins
+    for stop in range(1, len(order) + 1):
+        reach = start[order[stop - 1]] + num
+        best.append(min((best[i][0] + overhead + (stop - i) * (reach - start[order[i]]), i) for i in range(stop)))
+    found, stop = [], len(order)
+    while stop:
+        begin = best[stop][1]
+        found.append(sorted(order[begin:stop]))
+        stop = begin
+    return found[::-1]

@@ -1,0 +1,232 @@
+"""A draft tree: tokens and parents, and what follows from them (depth, ancestors, positions).
+
+Shapes: B batch rows, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from specheads.decoding.draft_logits import DraftLogits
+
+
+def ancestors(parents: Tensor, max_depth: int | None = None) -> Tensor:
+    """(B, N) parents → (B, N, N) bool: entry [b, i, j] is True where j is i or an ancestor of i.
+
+    By pointer doubling, so the number of passes is logarithmic in the depth and no value leaves the device.
+    """
+    num = parents.shape[1]
+    reach = torch.eye(num, dtype=torch.float32, device=parents.device).expand(*parents.shape, num)
+    hop = (torch.arange(num, device=parents.device) == parents.unsqueeze(-1)).float()  # (B, N, N) i → its parent
+    span, depth = 1, num - 1 if max_depth is None else max_depth
+    while span <= depth:
+        reach = reach + hop @ reach  # (I + P)(I + P^2)(I + P^4)…: each path counted once
+        span *= 2
+        if span <= depth:
+            hop = hop @ hop
+    return reach > 0.5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the parents of a tree imply. A static plan makes it once for all its trees.
+
+    parents (B, N) as DraftTree's; ancestors (B, N, N) bool; depth (B, N) int64, 0 at the root.
+    """
+
+    parents: Tensor
+    ancestors: Tensor
+    depth: Tensor
+
+    @classmethod
+    def of(cls, parents: Tensor, max_depth: int | None = None) -> Shape:
+        mask = ancestors(parents, max_depth)
+        return cls(parents, mask, mask.sum(-1) - 1)
+
+    @cached_property
+    def elder(self) -> Tensor:
+        """(B, N, N) True where node j is a sibling of node i and stands before it."""
+        before = torch.ones_like(self.ancestors[:1]).tril(-1)
+        return (self.parents.unsqueeze(1) == self.parents.unsqueeze(2)) & before
+
+    @cached_property
+    def ranks(self) -> Tensor:
+        """(B, N) how many siblings stand before each node."""
+        return self.elder.sum(-1)
+
+    @cached_property
+    def first(self) -> Tensor:
+        """(B, N) True at drafted nodes before which no sibling stands."""
+        return self.drafted & (self.ranks == 0)
+
+    @cached_property
+    def children(self) -> Tensor:
+        """(B, N, N) True where node j is a child of node i."""
+        return self.parents.unsqueeze(1) == torch.arange(self.parents.shape[1], device=self.parents.device).unsqueeze(1)
+
+    @cached_property
+    def most_siblings(self) -> int:
+        """The most children a node has. A host integer: where the shape is new, asking waits for the device."""
+        return 1 if self.in_line else int(self.children.sum(2).max())
+
+    @cached_property
+    def kids(self) -> Tensor:
+        """(B · N, most) the children of each node in order, counted over all rows; 0, which is a root, behind the last.
+        Asking waits as for `most_siblings`."""
+        batch, num = self.parents.shape
+        place = torch.arange(batch * num, device=self.parents.device).view(batch, num)
+        if self.in_line:
+            return torch.where(self.drafted.roll(-1, 1), place + 1, 0).view(-1, 1)
+        order = torch.where(self.children, self.children.cumsum(2) - 1, self.most_siblings)
+        table = place.new_zeros(batch, num, self.most_siblings + 1)
+        return table.scatter_(2, order, place.unsqueeze(1).expand_as(order))[:, :, :-1].flatten(0, 1)
+
+    @cached_property
+    def families(self) -> tuple[Tensor, list[Tensor]]:
+        """Where siblings are: the nodes (F,) with two children or more, counted over all rows, and their first children
+        (F,), their second …, as `kids` has them. Where the shape is new, asking waits for the device."""
+        above = ((self.kids > 0).sum(1) > 1).nonzero().squeeze(1)
+        return above, list(self.kids[above].T.contiguous())
+
+    @cached_property
+    def falls(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """What happens where no node stands, as (nodes (F,), a child of each (F,), that one's elder siblings (F, r)):
+        every node has lost a child for each time it is named, and none before it has lost one itself. Counted over all
+        rows, and waiting, as in `families`."""
+        num, depth, rank = self.parents.shape[1], self.depth.flatten(), self.ranks.flatten()
+        child = self.drafted.flatten().nonzero().squeeze(1)
+        above = child // num * num + self.parents.flatten()[child]
+        order = (depth * num + rank)[child]
+        turns = [(order == one, one % num) for one in sorted(set(order.tolist()))]
+        return [(above[now], child[now], self.kids[above[now], :elder]) for now, elder in turns]
+
+    @cached_property
+    def leaves_first(self) -> Tensor:
+        """(B, N) the nodes of each row as they are met when each comes behind all below it and its elder siblings with
+        all below these; what nothing reaches last. Asking waits as for `families`."""
+        rows = []
+        for parents in self.parent_lists:
+            below: dict[int, list[int]] = {}
+            for node, above in enumerate(parents):
+                if node:
+                    below.setdefault(above, []).append(node)
+
+            order, ahead = [], [0]
+            while ahead:
+                order.append(ahead.pop())
+                ahead += below.get(order[-1], ())
+            order.reverse()
+            rows.append([*order, *sorted(set(range(len(parents))) - set(order))])
+        return torch.tensor(rows, device=self.parents.device)
+
+    @cached_property
+    def in_line(self) -> bool:
+        """Is each drafted node the child of the one before it, in every row? Asking waits as for `families`."""
+        before = torch.arange(-1, self.parents.shape[1] - 1, device=self.parents.device)
+        return not bool((self.drafted & (self.parents != before)).any())
+
+    @cached_property
+    def parent_lists(self) -> list[list[int]]:
+        """Parents for Python. Asking waits as for `families`."""
+        return self.parents.tolist()
+
+    @cached_property
+    def drafted(self) -> Tensor:
+        """(B, N) False at the root and at unused slots."""
+        return self.parents >= 0
+
+    @cached_property
+    def num_drafted(self) -> Tensor:
+        """(B, 1) how many of the nodes were drafted."""
+        return self.drafted.sum(1, keepdim=True)
+
+    @cached_property
+    def above(self) -> Tensor:
+        """(B, N) parents, with node 0 where there is none, so that one can gather by it."""
+        return self.parents.clamp_min(0)
+
+    def rows_of(self, size: int) -> tuple[Tensor, Tensor]:
+        """(B, N) where each node's row, and where its parent's, begins in a table of rows of that size; made once."""
+        made = self.__dict__.setdefault("_rows_of", {})
+        if size not in made:
+            made[size] = torch.arange(self.parents.shape[1], device=self.parents.device) * size, self.above * size
+        return made[size]
+
+    @cached_property
+    def unneeded(self) -> Tensor:
+        """(B, N, N) True where node j need not be accepted for node i to be: it is not on i's path, or the root."""
+        unneeded = ~self.ancestors
+        unneeded[:, :, 0] = True
+        return unneeded
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Drafted tokens as a tree per batch row.
+
+    tokens (B, N): tokens[:, 0] is the root, committed but not yet in the target's KV cache.
+    parents (B, N): parents[b, i] < i; -1 at the root, and at unused slots behind it (which nothing can reach).
+    max_depth: no node is deeper (a host integer, so that loops over depth need no transfer).
+    probs (B, N, V): the law each token was drawn from, siblings in the order drawn and without replacement;
+      None where tokens were chosen without a coin the target shares (top-k, n-grams): a point mass.
+      Siblings of a point-mass tree carry distinct tokens.
+    logits: the draft's own behind each node that has children, where a rule asked for them.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    max_depth: int
+    probs: Tensor | None = None
+    logits: DraftLogits | None = None
+    shape: Shape = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.tokens.shape != self.parents.shape:
+            raise ValueError(f"tokens {tuple(self.tokens.shape)} and parents {tuple(self.parents.shape)} must be alike")
+        if self.shape is None:
+            object.__setattr__(self, "shape", Shape.of(self.parents, self.max_depth))
+
+    @classmethod
+    def root_only(cls, root: Tensor) -> DraftTree:
+        """The tree of plain autoregressive decoding: root (B,) and nothing drafted."""
+        return cls(root.unsqueeze(1), torch.full_like(root, -1).unsqueeze(1), 0)
+
+    @classmethod
+    def chains(cls, root: Tensor, drafts: Sequence[Sequence[int]]) -> DraftTree:
+        """Behind root (B,) a chain of each row's drafted ids, which may be none."""
+        depth = max(map(len, drafts))
+        tokens = [[*draft, *[0] * (depth - len(draft))] for draft in drafts]
+        parents = [[-1, *range(len(draft)), *[-1] * (depth - len(draft))] for draft in drafts]
+        drafted = torch.tensor(tokens, dtype=root.dtype, device=root.device).view(len(drafts), depth)
+        return cls(torch.cat([root.unsqueeze(1), drafted], 1), torch.tensor(parents, device=root.device), depth)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def is_chain(self) -> bool:
+        """Has each node the one before it for a parent, in every row?"""
+        return self.num_nodes <= self.max_depth + 1 and self.shape.in_line
+
+    @property
+    def siblings_drawn(self) -> bool:
+        """Does any node have two children or more that were drawn with a coin?"""
+        return self.probs is not None and not self.is_chain
+
+    def chance_drawn(self) -> Tensor:
+        """(B, N) the probability of each node's token in the law it was drawn from."""
+        assert self.probs is not None
+        own, _ = self.shape.rows_of(self.probs.shape[2])
+        return self.probs.flatten(1).gather(1, own + self.tokens)
+
+    def eldest(self, marked: Tensor) -> Tensor:
+        """(B, N) bool → (B, N): of siblings that are marked the first alone."""
+        return marked if self.is_chain else marked & ~(self.shape.elder & marked.unsqueeze(1)).any(2)

@@ -1,0 +1,189 @@
+"""How far drafts would have been accepted: accepted length and accuracy per depth, in sums that add exactly.
+
+R positions where drafts started, S drafted depths. ranks (R, S): rank of the base's own token in the draft of each
+depth, 0 where it is the draft's first choice, −1 outside the draft vocabulary. overlaps (R, S): α = Σ min(p, q), the
+chance that a token sampled from the draft is accepted by the exact rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specheads.decoding.planner import StaticTree
+
+
+def accepted_length(ranks: Tensor) -> float:
+    """1 + mean over positions of the leading run of first choices: tokens a pass of a drafted chain yields.
+
+    The 1 is the base's own token behind the accepted ones. ValueError where there is no position.
+    """
+    meter = AcceptanceMeter()
+    meter.add(ranks)
+    return meter.compute()["accepted_length"]
+
+
+def depths_reached(tree: StaticTree, ranks: Tensor) -> Tensor:
+    """(R,) how many tokens of a static tree are accepted, greedily, where the base's own tokens have those ranks."""
+    choices = ((), *tree.choices)
+    place = {choice: i for i, choice in enumerate(choices)}
+    width = 1 + max(choice[-1] for choice in tree.choices)
+    # children[i, r]: the node that is child r of node i; −1 where there is none. Its last row is that of no node.
+    children = torch.tensor([[place.get((*choice, r), -1) for r in range(width)] + [-1] for choice in choices])
+    children = torch.cat([children, torch.full_like(children[:1], -1)]).to(ranks.device)
+    bounded = torch.where((ranks < 0) | (ranks >= width), width, ranks)
+    node = torch.zeros(len(ranks), dtype=torch.long, device=ranks.device)
+    reached = torch.zeros_like(node)
+    for rank in bounded.unbind(1):
+        node = children[node, rank]
+        reached += node >= 0
+    return reached
+
+
+@dataclass
+class AcceptanceMeter:
+    """Counts over ranks. Meters of batches, micro-batches or processes add up to the meter of all their positions.
+
+    tree: a static tree to count too. counts (2 + 2S,) int64, on the device of the ranks: positions; first choices at
+    each depth; runs that reach past each depth; tokens accepted of the tree. chances (1 + 2S,) float64: positions with
+    overlaps; Σ α at each depth; Σ of the products of α up to each depth. None before the first ranks or overlaps.
+    """
+
+    tree: StaticTree | None = None
+    counts: Tensor | None = None
+    chances: Tensor | None = None
+
+    def add(self, ranks: Tensor | None, overlaps: Tensor | None = None) -> None:
+        """Count ranks and overlaps (R, S); None, from a batch too short to score, counts nothing. ValueError on
+        another S."""
+        if ranks is None:
+            return
+        if ranks.ndim != 2:
+            raise ValueError(f"ranks have shape {tuple(ranks.shape)}: expected (positions, depths)")
+        hits = ranks.detach() == 0
+        runs = hits.long().cumprod(1)
+        in_tree = hits.new_zeros(1, dtype=torch.long)
+        if self.tree is not None:
+            in_tree += depths_reached(self.tree, ranks).sum()
+        self.counts = _sum(self.counts, torch.cat([_rows(hits, torch.long), hits.sum(0), runs.sum(0), in_tree]))
+        if overlaps is not None:
+            alphas = overlaps.detach().double()
+            chances = torch.cat([_rows(alphas, torch.float64), alphas.sum(0), alphas.cumprod(1).sum(0)])
+            self.chances = _sum(self.chances, chances)
+
+    def merge(self, other: AcceptanceMeter) -> None:
+        if other.counts is not None:
+            self.counts = _sum(self.counts, other.counts)
+        if other.chances is not None:
+            self.chances = _sum(self.chances, other.chances)
+
+    def compute(self) -> dict[str, float]:
+        """accepted_length, of a greedy chain; for each depth k = 1 … S accuracy_depth_k, the share of first choices,
+        and conditional_accuracy_depth_k, that share where every depth before was a first choice (left out where none
+        was). With a tree of S depths at most accepted_length_tree, the same of the tree. With overlaps
+        acceptance_depth_k, the mean α, and accepted_length_sampled, of a chain sampled at temperature 1, for texts
+        the base itself would write.
+
+        ValueError where nothing was counted.
+        """
+        positions, *rest, in_tree = self.counts.tolist() if self.counts is not None else [0, 0]
+        if not positions:
+            raise ValueError(
+                "no position was scored: every sequence is shorter than the drafted depth, or unsupervised"
+            )
+        hits, runs = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        result = {"accepted_length": 1 + sum(runs) / positions}
+        if self.tree is not None and self.tree.depth <= len(hits):
+            result["accepted_length_tree"] = 1 + in_tree / positions
+        result |= {f"accuracy_depth_{k}": hit / positions for k, hit in enumerate(hits, 1)}
+        before = [positions, *runs]
+        result |= {
+            f"conditional_accuracy_depth_{k}": run / past
+            for k, (run, past) in enumerate(zip(runs, before, strict=False), 1)
+            if past
+        }
+        if self.chances is not None and self.chances[0]:
+            measured, *chances = self.chances.tolist()
+            alphas, products = chances[: len(chances) // 2], chances[len(chances) // 2 :]
+            result["accepted_length_sampled"] = 1 + sum(products) / measured
+            result |= {f"acceptance_depth_{k}": alpha / measured for k, alpha in enumerate(alphas, 1)}
+        return result
+
+
+def _rows(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.full((1,), len(values), dtype=dtype, device=values.device)
+
+
+def _sum(held: Tensor | None, more: Tensor) -> Tensor:
+    if held is None:
+        return more.clone()
+    if held.shape != more.shape:
+        raise ValueError(f"ranks of {(len(more) - 1) // 2} depths cannot be added to ranks of {(len(held) - 1) // 2}")
+    return held + more.to(held.device)
+
+
+@dataclass
+class TrainingMeter:
+    """What is reported between two logs: acceptance, and every loss term as a mean over supervised tokens."""
+
+    acceptance: AcceptanceMeter = field(default_factory=AcceptanceMeter)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    tokens: Tensor | None = None
+
+    def add(
+        self, ranks: Tensor | None, terms: dict[str, Tensor], num_items: Tensor | float, tokens: Tensor,
+        overlaps: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """One batch: terms were divided by num_items; tokens () of this batch were supervised."""
+        self.acceptance.add(ranks, overlaps)
+        for name, term in terms.items():
+            # float64, so that the order of batches does not show
+            summed = (term.detach() * num_items).double()
+            self.sums[name] = self.sums[name] + summed if name in self.sums else summed
+        self.tokens = tokens if self.tokens is None else self.tokens + tokens
+
+    def state(self) -> dict[str, list[float]]:
+        """Plain numbers, to be gathered from every process; one transfer from the device for each kind."""
+        counts, chances = self.acceptance.counts, self.acceptance.chances
+        names = list(self.sums)
+        values = torch.stack([self.sums[name] for name in names]).tolist() if names else []
+        return {
+            "counts": [] if counts is None else counts.tolist(),
+            "chances": [] if chances is None else chances.tolist(),
+            "tokens": [0 if self.tokens is None else int(self.tokens)],
+            **{f"term {name}": [value] for name, value in zip(names, values, strict=True)},
+        }
+
+    @classmethod
+    def of_states(cls, states: list[dict[str, list[float]]], device: torch.device) -> TrainingMeter:
+        """The meter that has counted all that the meters of these `state()`s had."""
+        meter = cls()
+        for state in states:
+            meter.acceptance.merge(_acceptance(state, device))
+            tokens = torch.tensor(state["tokens"][0], device=device)
+            meter.tokens = tokens if meter.tokens is None else meter.tokens + tokens
+            for key in (key for key in state if key.startswith("term ")):
+                name, more = key.removeprefix("term "), torch.tensor(state[key][0], dtype=torch.float64, device=device)
+                meter.sums[name] = meter.sums[name] + more if name in meter.sums else more
+        return meter
+
+    @staticmethod
+    def combined(states: list[dict[str, list[float]]], tree: StaticTree | None = None) -> dict[str, float]:
+        """The report over the states of all processes, whose meters counted that tree; without acceptance where no
+        position was scored."""
+        meter = TrainingMeter.of_states(states, torch.device("cpu"))
+        acceptance, tokens = meter.acceptance, 0 if meter.tokens is None else int(meter.tokens)
+        acceptance.tree = tree
+        scored = acceptance.counts is not None and bool(acceptance.counts[0])
+        terms = {name: float(meter.sums[name]) / max(tokens, 1) for name in sorted(meter.sums)}
+        return {**(acceptance.compute() if scored else {}), **terms}
+
+
+def _acceptance(state: dict[str, list[float]], device: torch.device) -> AcceptanceMeter:
+    counts, chances = state["counts"], state["chances"]
+    return AcceptanceMeter(
+        counts=torch.tensor(counts, dtype=torch.long, device=device) if counts else None,
+        chances=torch.tensor(chances, dtype=torch.float64, device=device) if chances else None,
+    )

@@ -1,0 +1,182 @@
+"""The model card of a head, written from what its training run left behind: figures, recipe, curves."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+import yaml
+
+from specheads.hub import may_be_repository
+from specheads.models.formats.exporting import engines_for
+from specheads.models.formats.readme import history, results
+from specheads.training.recipe import RECIPE, parse_yaml
+from specheads.training.report.curves import FILE as CURVES
+
+if TYPE_CHECKING:
+    from specheads.models.spec_model import SpecModel
+
+_TITLES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "medusa": "Medusa", "hydra": "Hydra"}
+_SHOWN = 8  # evaluations listed at most
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of a run: its final metrics, its log, its recipe as YAML, other lines on how it was trained, and
+    whether its curves were drawn."""
+
+    results: Mapping[str, Any] = field(default_factory=dict)
+    history: Sequence[Mapping[str, Any]] = ()
+    recipe: str | None = None
+    trained: Sequence[str] = ()
+    curves: bool = False
+
+    @classmethod
+    def of_folder(cls, run: Path) -> Record:
+        """What a run left in its folder."""
+        recipe = (run / RECIPE).read_text("utf8") if (run / RECIPE).is_file() else None
+        return cls(results(run), history(run), recipe, curves=(run / CURVES).is_file())
+
+
+def card(model: SpecModel, run: Any = None, *, repo_id: str = "HEAD", license: str | None = None) -> str:
+    """Markdown with the hub's metadata in front. run: the folder of the run (default: where the head was loaded from);
+    what is not there is left out. license: of the head, a name the hub knows."""
+    folder = Path(str(run or model.config.name_or_path or ""))
+    known = Record.of_folder(folder) if str(folder) != "." and folder.is_dir() else Record()
+    given = "" if _on_the_hub(_named(model)) else ', base="path/to/the/base"'  # not said where it is not on the hub
+    return text(model, known, f'"{repo_id}"{given}', _serving(model, repo_id), license)
+
+
+def text(model: SpecModel, run: Record, source: str, served: str, license: str | None = None) -> str:
+    """The card. source: the arguments of from_pretrained() that load the head; served: the section on other servers."""
+    import specheads
+
+    kind, named = model.head.config.kind, _named(model)
+    base = _public(named)
+    metadata: dict[str, Any] = {"library_name": "specheads", "tags": ["speculative-decoding", "draft-head", kind]}
+    if _on_the_hub(named):
+        metadata["base_model"] = base
+    if license is not None:
+        metadata["license"] = license
+    parameters = sum(p.numel() for p in model.head.parameters())
+    licensed = base_license(named)
+    parts = [
+        f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
+        f"# {_TITLES.get(kind, kind)} draft head for {base}",
+        f"It drafts tokens that {base} then verifies: the same text, or under sampling the same law, in fewer passes. "
+        f"{parameters / 1e6:.2f}M parameters."
+        + (f" Licence of {base}: {licensed}; the head is of no use without it." if licensed else ""),
+        "```python\nimport specheads\nfrom transformers import AutoTokenizer\n\n"
+        f"model = specheads.SpecModel.from_pretrained({source})\n"
+        "tokenizer = AutoTokenizer.from_pretrained(model.base.name_or_path)\n"
+        'inputs = tokenizer("The first thing to know is", return_tensors="pt")\n'
+        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))\n```",
+        *_measured(run),
+        *_trained(model, run),
+        served,
+        f"Made with specheads {specheads.__version__}, torch {torch.__version__} and transformers "
+        f"{transformers.__version__}.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def write(model: SpecModel, folder: Path, run: Any = None, *, repo_id: str, license: str | None = None) -> None:
+    """README.md in `folder`, and the picture that it shows."""
+    (folder / "README.md").write_text(card(model, run, repo_id=repo_id, license=license), "utf8")
+    picture = Path(str(run or model.config.name_or_path or "")) / CURVES
+    if picture.is_file():
+        shutil.copyfile(picture, folder / CURVES)
+
+
+def base_license(name: str) -> str | None:
+    """What the card in the base's folder says; None where there is none here."""
+    path = Path(name) / "README.md"
+    front = path.read_text("utf8", errors="replace").split("---", 2) if path.is_file() else []
+    try:
+        said = yaml.safe_load(front[1]) if len(front) == 3 and not front[0].strip() else None
+    except yaml.YAMLError:
+        return None
+    found = said.get("license") if isinstance(said, dict) else None
+    return found if isinstance(found, str) and found else None
+
+
+def _named(model: SpecModel) -> str:
+    return model.config.base_model_name_or_path or "its base model"
+
+
+def _measured(run: Record) -> list[str]:
+    """Accepted length, accuracy by depth, and how they came about."""
+    last: dict[str, Any] = {}
+    for log in run.history:  # each evaluation's, and of several the last
+        last |= {name: value for name, value in log.items() if name.startswith("eval_")}
+    last |= run.results
+    parts = []
+    if (length := last.get("eval_accepted_length")) is not None:
+        parts.append(f"Accepted length of a greedy chain on held-out rows, bonus token included: **{length:.2f}**.")
+    if (measured := last.get("parity_measured")) is not None:
+        parts.append(f"The same in real decoding at the end of the run: {measured:.2f}.")
+    if (served := last.get("parity_served")) is not None:
+        parts.append(f"With the tree that it drafts by default: {served:.2f}.")
+    depths: list[str] = []
+    while (share := last.get(f"eval_accuracy_depth_{len(depths) + 1}")) is not None:
+        behind = last.get(f"eval_conditional_accuracy_depth_{len(depths) + 1}")
+        depths.append(f"| {len(depths) + 1} | {share:.3f} | {'' if behind is None else f'{behind:.3f}'} |")
+    if depths:
+        head = "| depth | first choice is the base's | of those with every depth before right |\n|---:|---:|---:|"
+        parts.append("\n".join([head, *depths]))
+    evaluated = [log for log in run.history if "eval_accepted_length" in log and "step" in log]
+    if len(evaluated) > 1:
+        kept = sorted({round(i * (len(evaluated) - 1) / (_SHOWN - 1)) for i in range(_SHOWN)})
+        shown = [
+            (log["step"], log["eval_accepted_length"], log.get("eval_loss")) for log in map(evaluated.__getitem__, kept)
+        ]
+        rows = [f"| {step} | {length:.2f} | {'' if loss is None else f'{loss:.4g}'} |" for step, length, loss in shown]
+        parts.append("\n".join(["| step | accepted length | loss |\n|---:|---:|---:|", *rows]))
+    if run.curves:
+        parts.append(f"![loss, accepted length and accuracy over the steps]({CURVES})")
+    return [f"## Measured\n\n{parts[0]}", *parts[1:]] if parts else []
+
+
+def _trained(model: SpecModel, run: Record) -> list[str]:
+    """Data and options of the run; of files their names alone."""
+    parts = list(run.trained)
+    if (longest := model.config.trained_length) is not None:
+        parts.append(f"The longest text it was trained on has {longest} tokens.")
+    if run.recipe is not None:
+        recipe = parse_yaml(run.recipe, RECIPE)
+        recipe = _without_paths({name: value for name, value in recipe.items() if name != "launch"})
+        recipe.get("training", {}).pop("output_dir", None)
+        parts.append(f"```yaml\n{yaml.safe_dump(recipe, sort_keys=False).rstrip()}\n```")
+    return [f"## Trained\n\n{parts[0]}", *parts[1:]] if parts else []
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_paths(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(inner) for inner in value]
+    return _public(value) if isinstance(value, str) and "/" in value else value
+
+
+def _on_the_hub(name: str) -> bool:
+    return may_be_repository(name) and not Path(name).exists()
+
+
+def _public(name: str) -> str:
+    """A name of the hub, else the last part of a path: one of this machine says nothing elsewhere."""
+    return name if _on_the_hub(name) else Path(name).name
+
+
+def _serving(model: SpecModel, repo_id: str) -> str:
+    engines = engines_for(model)
+    if not engines:
+        return "## Served\n\nBy specheads; no other program reads a head of this form."
+    lines = [f"specheads export {repo_id} served --to {engine}" for engine in engines]
+    return (
+        "## Served\n\nEach writes a README with the command of that server.\n\n```bash\n" + "\n".join(lines) + "\n```"
+    )

@@ -1,0 +1,288 @@
+"""Save and load a head: one safetensors file and config.json, written so that a crash leaves the old ones or none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from specheads.decoding.target.causal import text_config, unwrapped
+from specheads.hub import commit_of
+from specheads.hub import options as hub_options
+from specheads.models.fingerprint import fingerprint
+from specheads.models.loading import load_language_model
+from specheads.models.lora import JointConfig, adapted_modules, attach, detach, is_adapter
+from specheads.models.quantized import quantization_of, restored
+from specheads.models.saved_head import (
+    CONFIG,
+    WEIGHTS,
+    CheckpointError,
+    SavedHead,
+    adapter_tensors,
+    head_tensors,
+    misfits,
+    read,
+)
+from specheads.models.weights_file import refuse_nonfinite, widest
+from specheads.options import listing, reason, shortened, shown
+
+if TYPE_CHECKING:
+    from specheads.models.spec_model import SpecConfig, SpecModel
+
+_HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+logger = hf_logging.get_logger(__name__)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place when the block ends well, and is gone when it does not."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary.touch(exist_ok=False)
+    mode = temporary.stat().st_mode  # what the umask allows; safetensors would leave the file to its owner alone
+    try:
+        yield temporary
+        temporary.chmod(mode)
+        with open(temporary, "rb+") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype given as torch's or by name; None for None and "auto". ValueError for anything else."""
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if dtype in (None, "auto"):
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype={dtype!r} is not a floating point type; give torch.bfloat16 or 'bfloat16', say")
+    return found
+
+
+def save(model: SpecModel, directory: Any, state_dict: dict[str, Tensor] | None = None) -> None:
+    """Write the head of `model`. state_dict: gathered by a launcher that shards parameters, else the model's own.
+
+    The weights file carries the config too and is replaced in one step, so that the two files cannot disagree.
+    """
+    folder = Path(directory)
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; give a directory to save into")
+    state_dict = model.head_state_dict() if state_dict is None else state_dict
+    sharded = any(hasattr(t, "full_tensor") for name, t in state_dict.items() if name.startswith("head."))
+    tensors = {} if sharded else head_tensors(state_dict)
+    if sharded or (differing := misfits(tensors, model.head.config)):
+        raise CheckpointError(
+            "the state dict to save does not hold the whole head: "
+            f"{'its tensors are shards' if sharded else differing}. With sharded parameters gather them first: "
+            "state_dict=accelerator.get_state_dict(model); DeepSpeed ZeRO-3: "
+            "stage3_gather_16bit_weights_on_model_save: true"
+        )
+    if model.joint is not None:
+        tensors |= adapter_tensors(state_dict)
+        if missing := sorted(set(model.head_state_dict()) - set(tensors)):
+            raise CheckpointError(f"the state dict to save does not hold the adapters {', '.join(missing[:4])}")
+    _refuse_other_models(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = model.config.to_diff_dict()
+    config["base_model_name_or_path"] = portable(model.config.base_model_name_or_path, folder)
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    with replacing(folder / WEIGHTS) as path:
+        save_file(tensors, path, metadata={"format": "pt", "specheads_config": json.dumps(config)})
+    with replacing(folder / CONFIG) as path:
+        path.write_text(text, "utf8")
+
+
+def _refuse_other_models(folder: Path) -> None:
+    """A head saved into the folder of its base would replace the base."""
+    try:
+        there = json.loads((folder / CONFIG).read_bytes())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if there != "specheads":
+        raise CheckpointError(f"{folder} holds a {there} model, which the head's files would replace; save elsewhere")
+
+
+def portable(name: str | None, folder: Path) -> str | None:
+    """A local base is named relative to the checkpoint, so that both can move together; a hub id stays."""
+    if name is None or not Path(name).is_dir():
+        return name
+    relative = os.path.relpath(Path(name).resolve(), folder.resolve())
+    return relative if relative.startswith(".") else f"./{relative}"
+
+
+def load(
+    source: Any,
+    *,
+    base: PreTrainedModel | str | os.PathLike[str] | None = None,
+    config: SpecConfig | None = None,
+    dtype: torch.dtype | str | None = None,
+    allow_pickle: bool = False,
+    allow_nonfinite: bool = False,
+    **kwargs: Any,
+) -> SpecModel:
+    """Base + head from a directory or hub id, in the form of this library or one of specheads.models.formats. Raises
+    CheckpointError with what is wrong and where.
+
+    dtype: of both, and of the head alone beside a base that is in memory; by default each has the one it was saved
+    in. config: of the checkpoint, as Auto classes pass it; only its attention implementation counts, since the
+    weights file says itself what it holds. allow_pickle: read a foreign form's pickles too, as tensors and nothing
+    else. allow_nonfinite: NaN and Inf among the head's weights are no error. Other arguments go to the loading of the
+    base.
+    """
+    from specheads.models.convert import build_head
+    from specheads.models.formats.importing import detect
+    from specheads.models.spec_model import SpecConfig, SpecModel
+
+    hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if kwargs.get(name) is not None}
+    for name in (*_HUB_OPTIONS, "_from_auto", "adapter_kwargs"):  # of the head's repository, not of the base's
+        kwargs.pop(name, None)
+    torch_dtype = kwargs.pop("torch_dtype", None)
+    dtype = torch_dtype if dtype is None else dtype
+    wanted_dtype = as_dtype(dtype)
+    if config is not None and config._attn_implementation:
+        kwargs.setdefault("attn_implementation", config._attn_implementation)
+
+    options = {"dtype": wanted_dtype or "auto", **kwargs}
+    if (foreign := detect(source, hub, allow_pickle)) is not None:
+        recorded = SpecConfig(base_model_name_or_path=foreign.base_name)
+        model = foreign.model(unwrapped(_base_beside(source, base, recorded, Path(), hub, options)), allow_nonfinite)
+        if wanted_dtype is not None:
+            model.head.to(wanted_dtype)
+        return model.eval()
+    saved = read(source, **hub)
+    if allow_nonfinite:  # of the head: adapters are part of the model that is decoded, which has no text then
+        refuse_nonfinite(source, adapter_tensors(saved.tensors), allowable=False)
+    else:
+        refuse_nonfinite(source, saved.tensors)
+    recorded, as_recorded = saved.config, base is None
+    base = unwrapped(_base_beside(source, base, recorded, saved.folder, hub, options))
+    check_base(recorded, fingerprint(base), source)
+    check_options(saved, base, source)
+
+    # What is saved from here on sits on this base; a local name in the file is relative to the file.
+    recorded.base_model_name_or_path = getattr(base, "name_or_path", None) or _resolved(recorded, saved.folder)
+    recorded.base_revision = commit_of(base) or (recorded.base_revision if as_recorded else None)
+    recorded.base_fingerprint = fingerprint(base)
+    recorded.base_quantization = quantization_of(base)
+    recorded.name_or_path = str(source)
+    if recorded.joint is not None:
+        # Where the tensors are, and not by target_modules, which may be a stranger's regular expression.
+        modules = adapted_modules(saved.tensors)
+        if not modules:
+            raise CheckpointError(f"{source}: its config has adapters (joint), and its weights have none")
+        try:
+            attach(base, replace(JointConfig.of(recorded.joint), target_modules=modules))
+        except ValueError as error:
+            raise CheckpointError(f"{source}: {reason(error)}") from error
+        try:
+            restore_adapters(base, adapter_tensors(saved.tensors), wanted_dtype, source)
+        except CheckpointError:
+            detach(base)
+            raise
+    model = SpecModel(recorded, base, build_head(saved.head, base))
+    place = next(model.head.parameters()).device
+    # Copied: a tensor read from a safetensors file is a view of the file, which may be written to later.
+    # In one dtype, or layers could not follow one another: the widest there is, which holds every value exactly.
+    of_head = head_tensors(saved.tensors)
+    dtypes = {True: widest(of_head.values()), False: None}
+    copies = {
+        name.removeprefix("head."): t.to(place, dtypes[t.is_floating_point()], copy=True) for name, t in of_head.items()
+    }
+    model.head.load_state_dict(copies, strict=True, assign=True)
+    if wanted_dtype is not None:
+        model.head.to(wanted_dtype)
+    return model.eval()
+
+
+def check_options(saved: SavedHead, base: PreTrainedModel, source: Any) -> None:
+    """CheckpointError where the head's options leave a size to the base, or this base has no such layers or tokens."""
+    try:
+        filled = saved.head.filled(text_config(base))
+    except ValueError as error:
+        raise CheckpointError(f"{source}: its head does not fit this base: {reason(error)}") from error
+    if filled != saved.head:
+        left_out = [name for name, value in asdict(saved.head).items() if value != getattr(filled, name)]
+        raise CheckpointError(f"{source}: its config leaves sizes of the head out: {', '.join(left_out)}")
+
+
+def restore_adapters(base: PreTrainedModel, tensors: dict[str, Tensor], dtype: torch.dtype | None, source: Any) -> None:
+    """In that dtype, None for the one they were saved in, the widest of several. CheckpointError where they do not fit
+    the base's."""
+    own = {f"base.{name}": parameter for name, parameter in base.named_parameters() if is_adapter(name)}
+    wrong = sorted(set(own) ^ set(tensors)) or [n for n, t in tensors.items() if t.shape != own[n].shape]
+    if wrong:
+        raise CheckpointError(f"{source}: its adapters do not fit the base: {listing(wrong)}")
+    for name, tensor in tensors.items():
+        own[name].data = tensor.to(own[name].device, dtype or widest(tensors.values()), copy=True)
+
+
+def check_base(config: SpecConfig, own: dict[str, Any], source: Any) -> None:
+    """CheckpointError if the base whose fingerprint is `own` has other sizes than the one the head was trained for; a
+    warning if only its weights differ (a fine-tune of it: the text stays right, fewer drafts are accepted)."""
+    of_head = {name: config.head[name] for name in ("hidden_size", "vocab_size") if config.head.get(name)}
+    recorded = {**of_head, **config.base_fingerprint}
+    weights = recorded.pop("weights", None)
+    differing = [
+        f"{shortened(name)} is {own.get(name)!r}, not {shown(value)}"
+        for name, value in recorded.items()
+        if value != own.get(name)
+    ]
+    if differing:
+        named = f" ({shortened(config.base_model_name_or_path)})" if config.base_model_name_or_path else ""
+        raise CheckpointError(f"{source} was trained for another base{named}: {', '.join(differing[:12])}")
+    if weights and own["weights"] and weights != own["weights"]:
+        logger.warning(
+            "%s was trained for %s, whose weights differ from this base's: the text will be right, but fewer drafts "
+            "will be accepted than its card says", source, shortened(config.base_model_name_or_path or "another base"),
+        )  # fmt: skip
+
+
+def _base_beside(
+    source: Any, base: Any, config: SpecConfig, folder: Path, hub: dict[str, Any], options: dict[str, Any]
+) -> PreTrainedModel:
+    """The base in memory, which takes no options but the dtype of the head, or the one named here or there, loaded."""
+    if base is None or isinstance(base, str | os.PathLike):
+        return _load_base(source, base, config, folder, hub, **options)
+    if ignored := sorted(name for name, value in options.items() if value and name != "dtype"):
+        raise ValueError(f"{ignored} would have no effect on a base that is in memory already")
+    return base
+
+
+def _load_base(
+    source: Any, base: Any, config: SpecConfig, folder: Path, hub: dict[str, Any], **kwargs: Any
+) -> PreTrainedModel:
+    name = _resolved(config, folder) if base is None else os.fspath(base)
+    if not name:
+        raise CheckpointError(f"{source} does not name the base it was trained for; give it with base=...")
+    if base is None and (config.base_model_name_or_path or "").startswith(".") and not Path(name).is_dir():
+        raise CheckpointError(f"the base model of {source} is not at {shortened(name)}; give its place with base=...")
+    shared = {k: hub[k] for k in ("token", "cache_dir", "local_files_only", "proxies") if k in hub}
+    revision = {"revision": config.base_revision} if base is None and config.base_revision else {}
+    try:
+        options = hub_options(name, **shared) | shared
+        if base is None and "quantization_config" not in kwargs:
+            kwargs |= restored(config.base_quantization, name, **revision, **options)
+        return load_language_model(name, **revision, **options, **kwargs)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) and base is not None:
+            raise  # of the arguments, and not of what a file says
+        raise CheckpointError(
+            f"the base model {shown(name)} that {source} goes with cannot be loaded; give another with base=... "
+            f"({reason(error)})"
+        ) from error
+
+
+def _resolved(config: SpecConfig, folder: Path) -> str | None:
+    name = config.base_model_name_or_path
+    return str((folder / name).resolve()) if name and name.startswith(".") else name

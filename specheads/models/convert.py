@@ -1,0 +1,84 @@
+"""convert(): attach a draft head to a frozen base model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from specheads.decoding.target.causal import UnsupportedModel, refuse_unsupported, text_config, unwrapped
+from specheads.heads import HEADS, DraftHead, HeadConfig
+from specheads.heads.naming import head_config
+from specheads.hub import commit_of
+from specheads.hub import options as hub_options
+from specheads.models import checkpoint
+from specheads.models.fingerprint import fingerprint
+from specheads.models.frozen import mark_frozen
+from specheads.models.loading import load_language_model
+from specheads.models.lora import JointConfig, attach
+from specheads.models.quantized import quantization_of
+from specheads.models.spec_model import SpecConfig, SpecModel
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+def convert(
+    base: PreTrainedModel | str | os.PathLike[str],
+    head: str | HeadConfig | list[Any],
+    *,
+    dtype: torch.dtype | str | None = None,
+    init: bool = True,
+    lora: JointConfig | LoraConfig | Mapping[str, Any] | None = None,
+    **options: Any,
+) -> SpecModel:
+    """Freeze `base`, build a draft head beside it, and return both as a SpecModel.
+
+    base: a Hugging Face decoder-only model, or a name to load. head: a name (`heads.HEADS` has them), a head config, or
+    [(name, options)]; options by name. dtype: of the head's parameters (float32 unless given, as suits training).
+    init: start the head from the base's own layers where shapes agree. lora: new adapters on the base, which learn with
+    the head (Medusa-2, see JointConfig); the base is then changed in place, and decodes with them. Raises
+    UnsupportedModel, a ValueError, with the reason for a base that trees cannot be verified on.
+    """
+    if isinstance(base, str | os.PathLike):
+        base = load_language_model(base, **hub_options(base))
+    base = unwrapped(base)
+    refuse_unsupported(base)
+    if not base.get_output_embeddings().weight.is_floating_point():
+        raise UnsupportedModel(
+            "the base's output matrix is quantised, which heads read: load it with llm_int8_skip_modules=['lm_head']"
+        )
+    config = head_config(head, options).filled(text_config(base))
+    module = build_head(config, base)
+    module.refuse_unfit(base.eval())
+    module.take_frozen(base)
+    if init:
+        module.initialise(base)
+    module.to(checkpoint.as_dtype(dtype) or torch.float32)
+    described = spec_config(config, base)
+    if lora is not None:
+        joint = JointConfig.of(lora)
+        attach(base, joint)
+        described.joint = joint.to_dict()
+    model = SpecModel(described, base, module)
+    mark_frozen(base)
+    return model
+
+
+def build_head(config: HeadConfig, base: PreTrainedModel) -> DraftHead:
+    """A head of these (filled) options, on the device where the base ends."""
+    with torch.device(base.get_output_embeddings().weight.device):
+        return HEADS[config.kind](config)
+
+
+def spec_config(config: HeadConfig, base: PreTrainedModel) -> SpecConfig:
+    name = getattr(base, "name_or_path", None) or None
+    return SpecConfig.of(config, name, commit_of(base), fingerprint(base), quantization_of(base))
+
+
+def load_head(base: PreTrainedModel, directory: Any, **kwargs: Any) -> SpecModel:
+    """Put the head saved in `directory` (or on the hub) beside a base that is already in memory."""
+    return checkpoint.load(directory, base=base, **kwargs)

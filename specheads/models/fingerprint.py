@@ -1,0 +1,30 @@
+"""Which base a head belongs to, in a few values that its checkpoint keeps."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from specheads.decoding.target.causal import text_config
+
+_SIZES = (
+    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "vocab_size",
+)  # fmt: skip
+
+
+def fingerprint(base: PreTrainedModel) -> dict[str, Any]:
+    """What identifies a base: the sizes in its config, and a digest of a few values of every weight (None where some
+    weights are not here: on meta, offloaded, or in shards)."""
+    config = text_config(base)
+    record = {name: getattr(config, name, None) for name in _SIZES}
+    weights = [p.detach() for p in base.parameters() if p.is_floating_point()]
+    if any(p.is_meta or p.numel() == 0 for p in weights):
+        return {**record, "weights": None}
+    # In bfloat16, so that the dtype a base is loaded in does not change what it is.
+    sample = [p.reshape(-1)[:: max(1, p.numel() // 16)].to("cpu", torch.bfloat16) for p in weights]
+    values = torch.cat(sample).view(torch.int16).numpy()
+    return {**record, "weights": hashlib.sha256(values.tobytes()).hexdigest()[:16]}

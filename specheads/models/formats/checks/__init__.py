@@ -1,0 +1,39 @@
+"""`--check`: an export loaded by the code of the program it is for, where that is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specheads.models.formats.checks import by_gguf, by_modelopt, by_speculators, by_transformers, by_vllm
+
+if TYPE_CHECKING:
+    from specheads.models.spec_model import SpecModel
+
+Check = Callable[[Path, "SpecModel"], str]
+
+# The module whose presence says that a program is here, and what has it load an export.
+_CHECKS: dict[str, tuple[str, Check | None]] = {
+    "vllm": ("vllm", by_vllm.check), "sglang": ("sglang", None), "trtllm": ("tensorrt_llm", None),
+    "speculators": ("speculators", by_speculators.check), "eagle": ("eagle", None), "medusa": ("medusa", None),
+    "hydra": ("hydra", None), "modelopt": ("modelopt", by_modelopt.check), "llamacpp": ("gguf", by_gguf.check),
+    "dflash": ("dflash", None), "jetspec": ("jetspec", None), "deepspec": ("deepspec", None),
+    "openvino": ("openvino_genai", None),
+}  # fmt: skip
+
+
+def check(folder: Path, engine: str, model: SpecModel) -> str:
+    """What was loaded, by which version, and what of it was compared with the head, in one line.
+
+    CheckpointError where the program's own code fails on it, or reads other values than were written.
+    """
+    module, run = _CHECKS[engine]
+    if importlib.util.find_spec(module) is None:
+        found = f"not checked: {module} is not installed here"
+    elif run is None:
+        found = f"not checked: {module} reads heads in a running server alone; its README has the command"
+    else:
+        found = run(folder, model)
+    return "; ".join(line for line in (found, by_transformers.check(folder, model)) if line)

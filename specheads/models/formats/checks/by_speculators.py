@@ -1,0 +1,24 @@
+"""speculators' from_pretrained, and every tensor it then holds against the file."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specheads.models.formats.checks.by_transformers import llama
+from specheads.models.formats.checks.held import compare
+
+if TYPE_CHECKING:
+    from specheads.models.spec_model import SpecModel
+
+
+def check(folder: Path, model: SpecModel) -> str:
+    from speculators import SpeculatorModel
+
+    program = f"speculators {version('speculators')}"
+    loaded = SpeculatorModel.from_pretrained(str(folder), attn_implementation="eager")
+    found = f"{program} loads it, with the values of all {compare(program, folder, loaded.state_dict())} tensors"
+    if model.head.config.kind != "eagle3":  # whose block is a Qwen3's
+        return found
+    return f"{found}, {llama(program, folder, loaded.config.transformer_layer_config, model.head.config)}"

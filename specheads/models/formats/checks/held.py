@@ -1,0 +1,58 @@
+"""What a program holds after loading an export, compared with what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specheads.heads.rope import frequencies
+from specheads.models.formats.files import Files
+from specheads.models.saved_head import CheckpointError
+
+
+def compare(program: str, folder: Path, held: Mapping[str, Tensor], unread: tuple[str, ...] = ()) -> int:
+    """How many tensors of the file it holds, each with its values in the dtype it keeps them in.
+
+    held: its tensors by the file's names. unread: names that it has no use for. CheckpointError with those that differ.
+    """
+    files = Files(folder)
+    names = [name for name in files.shapes if name not in unread]
+    wrong = [name for name in names if name not in held or not _same(held[name], files.tensor(name))]
+    if wrong:
+        raise CheckpointError(f"{program} did not read {', '.join(sorted(wrong)[:6])} of {folder} as written")
+    return len(names)
+
+
+def _same(theirs: Tensor, own: Tensor) -> bool:
+    return theirs.shape == own.shape and torch.equal(theirs.detach().cpu(), own.to(theirs.dtype))
+
+
+def compare_values(program: str, folder: Path, theirs: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """CheckpointError with the values of a config that a program reads otherwise than they are here."""
+    wrong = [f"{n} as {theirs.get(n)!r}, not {value!r}" for n, value in own.items() if theirs.get(n) != value]
+    if wrong:
+        raise CheckpointError(f"{program} reads of {folder} {'; '.join(wrong)}")
+
+
+def positions_below(end: int) -> Tensor:
+    """(P,) the first 64 positions, and those around each power of two below `end`."""
+    around = [1 << i for i in range(6, end.bit_length())]
+    return torch.tensor(sorted({*range(min(64, end)), *(p + d for p in around for d in (-1, 0, 1) if p + d < end)}))
+
+
+def compare_rotary(program: str, head: Any, positions: Tensor, cos: Tensor, sin: Tensor) -> str:
+    """Its cos and sin (P, d / 2) at positions (P,), within what their dtype and an angle in float32 resolve."""
+    angles, factor = frequencies(head.head_dim, head.rope_parameters)
+    angle = torch.outer(positions.float(), angles)
+    gaps = (torch.stack([cos, sin]).detach().cpu().float() - torch.stack([angle.cos(), angle.sin()]) * factor).abs()
+    allowed = positions.unsqueeze(1) * 2.0**-22 + 2 * max(1.0, factor) * torch.finfo(cos.dtype).eps
+    if bool((gaps > allowed).any()):
+        raise CheckpointError(
+            f"{program} rotates positions up to {int(positions[-1])} by other angles than the head does: cos and sin "
+            f"are {float(gaps.max()):.1e} apart"
+        )
+    return f"rotary positions up to {int(positions[-1]):,}"

@@ -1,0 +1,107 @@
+"""The one decoder block of EAGLE heads as a Llama checkpoint has it: tensor names, and the config's keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+
+from specheads.decoding.target.causal import text_config
+from specheads.heads.decoder import DecoderConfig
+from specheads.heads.feature import FeatureHeadConfig
+from specheads.models.formats import positions
+from specheads.models.formats.files import Files, flag, real, shown, whole
+from specheads.models.formats.format import check_sizes, dtype_of
+from specheads.models.saved_head import CheckpointError
+
+_ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+
+
+def block_names(head: DecoderConfig, i: int, theirs: str, norm: str = "input_layernorm") -> dict[str, str]:
+    """Ours → theirs for decoder block i, whose names begin with `theirs` there ("midlayer.", "layers.0."); norm: the
+    one that a later block begins with."""
+    ours = f"blocks.{i}."
+    names = {f"{ours}{m}.weight": f"{theirs}self_attn.{m}.weight" for m in _ATTENTION}
+    names |= {f"{ours}{m}.weight": f"{theirs}mlp.{m}.weight" for m in _MLP}
+    names |= {f"{ours}{m}.bias": f"{theirs}self_attn.{m}.bias" for m in _ATTENTION if head.attention_bias}
+    names |= {f"{ours}{m}.bias": f"{theirs}mlp.{m}.bias" for m in _MLP if head.mlp_bias}
+    names[f"{ours}post_attention_layernorm.weight"] = f"{theirs}post_attention_layernorm.weight"
+    if i:
+        names[f"later_norms.{i - 1}.weight"] = f"{theirs}{norm}.weight"
+    return names
+
+
+def block_options(
+    files: Files, config: dict[str, Any], base: PreTrainedModel, layers: int, kind: str = "llama"
+) -> dict[str, Any]:
+    """Head options out of the config of a decoder, whose missing keys mean what they mean to transformers.
+
+    layers: how many the tensors make up; kind: llama or qwen3, whichever block the head has. CheckpointError where the
+    block is none that heads here have.
+    """
+    usual: Any = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]()
+    if (model_type := config.get("model_type", kind)) != kind:
+        raise CheckpointError(
+            f"{files}: its decoder is of type {shown(model_type)}; such heads here have {kind}'s block"
+        )
+    if (act := config.get("hidden_act", "silu")) != "silu":
+        raise CheckpointError(f"{files}: its activation is {shown(act)}; heads here have silu")
+    hidden, vocab = (whole(config, name, getattr(usual, name)) for name in ("hidden_size", "vocab_size"))
+    check_sizes(files, {"hidden_size": hidden, "vocab_size": vocab}, base)
+    if (target := config.get("target_hidden_size")) not in (None, hidden):
+        raise CheckpointError(
+            f"{files}: it reads features of {shown(target)} values in a stream of {hidden} (target_hidden_size); heads "
+            "here have the base's hidden size"
+        )
+    if (claimed := whole(config, "num_hidden_layers", layers)) != layers:
+        raise CheckpointError(f"{files}: its config says {claimed} decoder layers, and its tensors make up {layers}")
+    heads = whole(config, "num_attention_heads", usual.num_attention_heads)
+    return {
+        "hidden_size": hidden, "vocab_size": vocab, "num_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": whole(config, "num_key_value_heads", heads if kind == "llama" else 32),
+        "head_dim": whole(config, "head_dim", max(1, hidden // heads) if kind == "llama" else usual.head_dim),
+        "intermediate_size": whole(config, "intermediate_size", usual.intermediate_size),
+        "rms_norm_eps": real(config, "rms_norm_eps", usual.rms_norm_eps),
+        "rope_parameters": positions.read(files, config),
+        "attention_bias": _attention_bias(files, config, kind), "mlp_bias": flag(config, "mlp_bias"),
+    }  # fmt: skip
+
+
+def zero_biases(files: Files, config: dict[str, Any], head: FeatureHeadConfig) -> dict[str, Tensor]:
+    """Zeros (H,) for o_proj of each block of a file with biases on queries, keys and values alone (qkv_bias), which is
+    what such a block computes; {} for others."""
+    assert head.hidden_size
+    if not flag(config, "qkv_bias") or flag(config, "attention_bias"):
+        return {}
+    dtype = next(t.dtype for t in files.shapes.values() if t.is_floating_point())
+    return {f"blocks.{i}.o_proj.bias": torch.zeros(head.hidden_size, dtype=dtype) for i in range(head.num_layers)}
+
+
+def _attention_bias(files: Files, config: dict[str, Any], kind: str) -> bool:
+    """attention_bias: on all four of its matrices; qkv_bias: on three of them, as the EAGLE repository and vLLM read it
+    of a Llama's block. CheckpointError where they do not go together."""
+    every, three = flag(config, "attention_bias"), flag(config, "qkv_bias")
+    if three and kind != "llama":
+        raise CheckpointError(f"{files}: its head has qkv_bias=true, which readers of {kind}'s block do not know")
+    if every and config.get("qkv_bias") is False:
+        raise CheckpointError(
+            f"{files}: its config says attention_bias=true and qkv_bias=false; its readers would disagree"
+        )
+    return every or three
+
+
+def block_config(head: FeatureHeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
+    """The Llama config of a head's decoder, every size written out."""
+    own = text_config(base)
+    ids = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {
+        "model_type": "llama", "hidden_size": head.hidden_size, "vocab_size": head.vocab_size,
+        "num_hidden_layers": head.num_layers, "num_attention_heads": head.num_attention_heads,
+        "num_key_value_heads": head.num_key_value_heads, "head_dim": head.head_dim,
+        "intermediate_size": head.intermediate_size, "hidden_act": "silu", "rms_norm_eps": head.rms_norm_eps,
+        **positions.written(head), "max_position_embeddings": getattr(own, "max_position_embeddings", None) or 2048,
+        "tie_word_embeddings": False, "torch_dtype": dtype_of(tensors),
+        **{name: value for name, value in ids.items() if value is not None},
+    }  # fmt: skip

@@ -1,0 +1,162 @@
+"""DFlash as z-lab publishes it and vLLM, SGLang and ModelOpt share it; JetSpec is the same with causal slots.
+
+The config is that of a Qwen3 model with a table dflash_config in it. The base's own embeddings and output matrix are
+used, and are not in the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.decoding.target.causal import text_config
+from specheads.heads import HeadConfig, ParallelConfig
+from specheads.models.formats import layer_ids, parallel, vocabulary
+from specheads.models.formats.decoder import block_config
+from specheads.models.formats.files import Files, architectures, flag, real, shown, table, whole
+from specheads.models.formats.format import Written
+from specheads.models.formats.positions import GGUF, SGLANG, USUAL
+from specheads.models.formats.serving import OPENVINO, TRTLLM, WHOLE_BLOCK, llamacpp, vllm
+from specheads.models.saved_head import CheckpointError
+
+ARCHITECTURE = "DFlashDraftModel"
+_TABLE, _LAYERS, _MASK = "dflash_config", "target_layer_ids", "mask_embedding.pt"
+# What else such a config may ask of a head, and what heads here do. Whatever differs is refused by name.
+_FLAGS = {
+    "use_swa": False, "attention_sink_bias": False, "add_swa_attention_sink_bias": False, "is_neox_style": True,
+    "use_aux_hidden_state": True, "shift_label": False,
+}  # fmt: skip
+_ABSENT = ("projector_type", "attention_value_scale", "swa_window_size")
+
+
+@dataclass(frozen=True)
+class DFlash(parallel.Parallel):
+    behind: bool | None = False
+
+    def recognises(self, files: Files) -> bool:
+        config = files.config or {}
+        named = _TABLE in config or any(name.startswith("DFlash") for name in architectures(config))
+        return named and self.causal is not None and self.causal == _causal(files, config, table(config, _TABLE))
+
+    def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
+        config = files.config or {}
+        inner = table(config, _TABLE)
+        self._refuse_others(files, config, inner, text_config(base).hidden_size)
+        options = parallel.read_options(
+            files, config, config, base, layer_ids.from_outputs(files, inner, _LAYERS),
+            whole(inner, "mask_token_id", config.get("mask_token_id"), least=0), _block_size(files, config, inner),
+        )  # fmt: skip
+        return {**options, "causal": _causal(files, config, inner), "sample_from_anchor": False}
+
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+        assert isinstance(head, ParallelConfig) and head.taps
+        # JetSpec reads causal_head, vLLM causal, whose own default differs from layer to layer.
+        causal = {"causal": head.causal} | ({"causal_head": True} if head.causal else {})
+        config = {
+            "architectures": [ARCHITECTURE], **block_config(head, tensors, base), "model_type": "qwen3",
+            "attention_bias": head.attention_bias, "block_size": head.block_size,
+            "layer_types": ["full_attention"] * head.num_layers,
+            "num_target_layers": text_config(base).num_hidden_layers,
+            _TABLE: {"mask_token_id": head.mask_token_id, _LAYERS: layer_ids.captured(head.taps), **causal},
+        }  # fmt: skip
+        if head.draft_vocab_size != head.vocab_size:
+            config["draft_vocab_size"] = head.draft_vocab_size
+        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
+        texts = {TRTLLM: _trtllm_options(head)} if self.engine == "trtllm" else {}
+        return Written(config, named | vocabulary.offsets(tensors), texts=texts)
+
+    @staticmethod
+    def _refuse_others(files: Files, config: dict[str, Any], inner: dict[str, Any], hidden: int) -> None:
+        """CheckpointError for a head of this family that is none of ours, by what it says or has."""
+        others = [name for name in architectures(config) if name.startswith("DFlash") and name != ARCHITECTURE]
+        if others:
+            raise CheckpointError(f"{files} is of the class {shown(others[0])}; {ARCHITECTURE} is read here")
+        for place in (config, inner):
+            for name, ours in _FLAGS.items():
+                if flag(place, name, ours) != ours:
+                    raise CheckpointError(f"{files}: its head has {name}={str(not ours).lower()}, which is not read")
+            if found := next((name for name in _ABSENT if place.get(name) is not None), None):
+                raise CheckpointError(f"{files}: its head has {found}={shown(place[found])}, which is not read")
+        if flag(inner, "sample_from_anchor"):
+            raise CheckpointError(f"{files}: sample_from_anchor=true, which readers of this form do not take")
+        if (scale := real(config, "logit_scale", 1.0)) != 1:
+            raise CheckpointError(f"{files}: it scales its logits by {scale}; heads here use the base's own")
+        if (target := inner.get("target_hidden_size")) not in (None, hidden):
+            raise CheckpointError(f"{files}: it reads features of {shown(target)} values (target_hidden_size)")
+        if files.find(_MASK) is not None:
+            raise CheckpointError(f"{files} has {_MASK}, an embedding in place of the mask token's, which is not read")
+
+
+def _causal(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> bool:
+    """Do slots see only those before them? By whichever of its readers' keys there are."""
+    places = ((config, "is_causal"), (inner, "causal"), (inner, "causal_head"))
+    said = {name: flag(place, name) for place, name in places if place.get(name) is not None}
+    if len(set(said.values())) > 1:
+        told = ", ".join(f"{name}={str(value).lower()}" for name, value in said.items())
+        raise CheckpointError(f"{files}: its config says {told}; its readers would disagree")
+    return any(said.values())
+
+
+def _trtllm_options(head: ParallelConfig) -> str:
+    """The file that trtllm-serve is started with; what it leaves out is read from config.json."""
+    lines = ["decoding_type: DFlash", f"max_draft_len: {head.num_drafted}", "speculative_model: {folder}"]
+    return "speculative_config:\n" + "".join(f"  {line}\n" for line in lines)
+
+
+def _block_size(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> int:
+    """At the top in older heads, in the table in newer ones."""
+    sizes = {whole(place, "block_size") for place in (config, inner) if place.get("block_size") is not None}
+    if len(sizes) != 1:
+        said = f"block_size={sorted(sizes)}" if sizes else "no block_size"
+        raise CheckpointError(f"{files}: its config has {said}; expected one")
+    return sizes.pop()
+
+
+_SGLANG = """\
+```bash
+python -m sglang.launch_server --model-path $base_arg --speculative-algorithm DFLASH \\
+  --speculative-draft-model-path $folder_arg --speculative-num-draft-tokens $nodes
+```
+"""
+
+FORMATS = (
+    DFlash(
+        "dflash", "DFlash (z-lab's form, which the servers share)", "z-lab's DFlash heads, vLLM 0.32, SGLang 0.5.23",
+        f"{vllm('dflash', WHOLE_BLOCK)}\nBy SGLang:\n\n{_SGLANG}",
+    ),
+    DFlash(
+        "jetspec", "JetSpec", "hao-ai-lab/JetSpec (main)", """\
+```python
+from jetspec import DraftHeadTreeDrafter, load_draft_head
+
+head = load_draft_head("$folder")
+drafter = DraftHeadTreeDrafter(
+    head, target=engine.model, block_size=head.block_size, target_layer_ids=head.target_layer_ids
+)
+```
+
+`engine` is its engine, which it makes of the base `$base`.
+""",
+        causal=True,
+    ),
+    DFlash("vllm", "DFlash for vLLM", "vLLM 0.32 and 0.33", vllm("dflash", WHOLE_BLOCK), narrow=True, causal=None),
+    DFlash("sglang", "DFlash for SGLang", "SGLang 0.5.23 and later sources", _SGLANG, positions=SGLANG),
+    DFlash(
+        "trtllm", "DFlash for TensorRT-LLM", "TensorRT-LLM (main) with the PyTorch backend", """\
+```bash
+trtllm-serve $base_arg --backend pytorch --extra_llm_api_options $folder_arg/trtllm.yml
+```
+""",
+        positions=USUAL,
+    ),
+    DFlash(
+        "llamacpp", "DFlash for llama.cpp", "llama.cpp b11549, and run with it", llamacpp("dflash"), biased=False,
+        positions=GGUF,
+    ),
+    DFlash(
+        "openvino", "DFlash for OpenVINO GenAI", "OpenVINO GenAI 2026.4 with optimum-intel 2.2", OPENVINO,
+    ),
+)  # fmt: skip

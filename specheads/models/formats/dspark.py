@@ -1,0 +1,84 @@
+"""DSpark in the `speculators` form: a block drafted at once over the target's features, and a bias by the token before.
+
+Its slots see one another both ways, and speak of the token behind their place, or of their own as in DFlash.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.heads import HeadConfig, ParallelConfig
+from specheads.models.formats import parallel, vocabulary
+from specheads.models.formats.files import Files, table, whole, wholes
+from specheads.models.formats.format import Written
+from specheads.models.formats.serving import HUB_ID, vllm_gpu
+from specheads.models.formats.speculators import VERSION, nested_block, speculators_config
+from specheads.models.saved_head import CheckpointError
+
+_LAYERS = "aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True)
+class DSpark(parallel.Parallel):
+    engine: str = "speculators"
+    title: str = "speculators DSpark"
+    versions: str = f"speculators {VERSION}, vLLM 0.33"
+    serving: str = f"{vllm_gpu('dspark')}\n{HUB_ID}\n"
+    marked: bool = True
+    narrow: bool = True
+
+    def recognises(self, files: Files) -> bool:
+        return (files.config or {}).get("speculators_model_type") == "dspark"
+
+    def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
+        config = files.config or {}
+        marks = parallel.read_marks(files, config, behind=True, markov_rank=256, confidence=True)
+        return {**nested_options(files, base), **marks}
+
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+        assert isinstance(head, ParallelConfig)
+        marks = {
+            "markov_rank": head.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": head.confidence,
+            "confidence_head_with_markov": head.markov_rank > 0,
+        }  # fmt: skip
+        config = nested_config("dspark", "DSpark", head, tensors, base, marks)
+        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
+        return Written(config, named | vocabulary.offsets(tensors))
+
+
+def nested_options(files: Files, base: PreTrainedModel) -> dict[str, Any]:
+    """Options out of a config of speculators, whose decoder's is nested and whose layers are hidden_states."""
+    config = files.config or {}
+    taps = wholes(config, _LAYERS)
+    if not taps:
+        raise CheckpointError(f"{files}: its config has no {_LAYERS}")
+    return parallel.read_options(
+        files, config, table(config, "transformer_layer_config"), base, taps, whole(config, "mask_token_id", least=0),
+        whole(config, "block_size", 8),
+    )  # fmt: skip
+
+
+def nested_config(
+    kind: str, name: str, head: ParallelConfig, tensors: dict[str, Tensor], base: PreTrainedModel,
+    more: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """The config of a parallel head for speculators; more: the keys that its kind adds."""
+    assert head.taps
+    return {
+        "architectures": [f"{name}DraftModel"], "auto_map": {"": f"config.{name}SpeculatorConfig"},
+        "speculators_model_type": kind, "speculators_version": VERSION, "block_size": head.block_size,
+        "draft_vocab_size": head.draft_vocab_size, "target_hidden_size": None, _LAYERS: list(head.taps),
+        "mask_token_id": head.mask_token_id,
+        # Of sliding layers, which there are none of. vLLM 0.32 takes false for "every layer is causal".
+        "sliding_window_non_causal": True,
+        "sample_from_anchor": head.sample_from_anchor, **more, "tie_word_embeddings": False,
+        **nested_block(head, tensors, base, "qwen3"),
+        "speculators_config": speculators_config(kind, head.num_drafted, base),
+    }  # fmt: skip
+
+
+FORMATS = (DSpark(),)

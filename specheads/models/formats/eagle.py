@@ -1,0 +1,138 @@
+"""EAGLE-1 and EAGLE-2 as the EAGLE repository, vLLM and SGLang read them.
+
+They share the tensors and disagree on the bias of fc: on unless "bias" says false in the EAGLE repository, dropped in
+silence by vLLM, always there in SGLang, and random where the file has none. So a head without one goes to SGLang with
+a bias of zeros, and "bias": false everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.decoding.target.causal import text_config
+from specheads.heads import EagleConfig, HeadConfig
+from specheads.models.formats import older
+from specheads.models.formats.decoder import block_config, block_names, block_options, zero_biases
+from specheads.models.formats.files import Files, flag
+from specheads.models.formats.format import Format, Written, check_embeddings, count
+from specheads.models.formats.positions import EVERY, LINEAR, SGLANG, Positions
+from specheads.models.formats.serving import OLDER, vllm
+from specheads.models.saved_head import CheckpointError
+
+
+@dataclass(frozen=True)
+class Eagle(Format):
+    """architecture: what its server calls the class; fc_bias: heeds that bias; zeros: wants it even if it is none;
+    positions: the scaled ones it has."""
+
+    kind: ClassVar[str] = EagleConfig.kind
+    engine: str
+    title: str
+    versions: str
+    serving: str
+    embeds: bool | None = True
+    architecture: str = "LlamaForCausalLM"
+    fc_bias: bool = True
+    zeros: bool = False
+    deep: bool = False
+    biased: bool = False
+    positions: Positions = EVERY
+
+    def recognises(self, files: Files) -> bool:
+        return self.engine == "eagle" and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(files.names)
+
+    def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
+        config = files.config or {}
+        if flag(config, "add_para_norm"):
+            raise CheckpointError(
+                f"{files}: its head has add_para_norm=true, norms on what fc reads (HASS), which heads here do not "
+                "have yet"
+            )
+        options = block_options(files, config, base, count(files, "layers."))
+        biased = flag(config, "bias", default=True)
+        if not biased and "fc.bias" in files.shapes:
+            size = options["hidden_size"]
+            if files.shapes["fc.bias"].shape != (size,):
+                raise CheckpointError(f"{files}: fc.bias is {tuple(files.shapes['fc.bias'].shape)}, not ({size},)")
+            if files.tensor("fc.bias").any():
+                raise CheckpointError(
+                    f'{files}: its config says "bias": false and fc.bias is not zero, so SGLang would add it and '
+                    'others not; write "bias": true, or take fc.bias away'
+                )
+        return {**options, "fc_bias": biased, "taps": (text_config(base).num_hidden_layers,)}
+
+    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
+        assert isinstance(head, EagleConfig)
+        names = {"fc.weight": "fc.weight"} | ({"fc.bias": "fc.bias"} if head.fc_bias else {})
+        for i in range(head.num_layers):
+            names |= block_names(head, i, f"layers.{i}.")
+        return names
+
+    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+        if "embed_tokens.weight" in files.shapes:
+            check_embeddings(files, "embed_tokens.weight", base)
+        assert isinstance(head, EagleConfig)
+        return zero_biases(files, files.config or {}, head), {"embed_tokens.weight", "fc.bias"}
+
+    def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
+        assert isinstance(head, EagleConfig) and head.taps
+        wrong, layers = [], text_config(base).num_hidden_layers
+        if head.taps != (layers,):
+            wrong.append(
+                f"it reads hidden_states {head.taps[0]}, and EAGLE-1 is fed what comes behind the final norm ({layers})"
+            )
+        if head.fc_bias and not self.fc_bias and tensors["fc.bias"].any():
+            wrong.append("fc has a bias, which is dropped")
+        if head.num_layers > 1 and not self.deep:
+            wrong.append(f"it has {head.num_layers} decoder layers, and one is known to be read right")
+        if (head.attention_bias or head.mlp_bias) and not self.biased:
+            wrong.append("its decoder has biases, which are dropped")
+        return wrong + self.positions.refusals(head)
+
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+        assert isinstance(head, EagleConfig)
+        # vLLM reads "bias" as that of attention; what is left of one in fc is zeros here.
+        biased = head.fc_bias and self.fc_bias
+        config = {"architectures": [self.architecture], **block_config(head, tensors, base), "bias": biased}
+        if head.attention_bias or head.mlp_bias:
+            config |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
+        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
+        if self.zeros and not head.fc_bias:
+            named["fc.bias"] = torch.zeros(len(named["fc.weight"]), dtype=named["fc.weight"].dtype)
+        return Written(config, named, texts=older.base_files(base) if self.engine == "eagle" else {})
+
+
+FORMATS = (
+    Eagle(
+        "eagle", "EAGLE-1 (the EAGLE repository's form, which vLLM and SGLang share)",
+        "SafeAILab/EAGLE (main, transformers 4.53)", f"""\
+```python
+from eagle.model.ea_model import EaModel
+
+model = EaModel.from_pretrained(use_eagle3=False, base_model_path="$base", ea_model_path="$folder")
+```
+{OLDER}""",
+        deep=True, positions=LINEAR,
+    ),
+    Eagle(
+        "vllm", "EAGLE-1 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", vllm("eagle"),
+        fc_bias=False, deep=True, biased=True,
+    ),
+    Eagle(
+        "sglang", "EAGLE-1 for SGLang", "SGLang 0.5.23", """\
+```bash
+python -m sglang.launch_server --model-path $base_arg --speculative-algorithm EAGLE \\
+  --speculative-draft-model-path $folder_arg --speculative-num-steps $depth \\
+  --speculative-eagle-topk 1 --speculative-num-draft-tokens $nodes
+```
+""",
+        architecture="LlamaForCausalLMEagle", zeros=True,
+        positions=SGLANG,
+    ),
+)  # fmt: skip

@@ -1,0 +1,147 @@
+"""A head in the form that another program reads: config, tensors and a README with the command that serves it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specheads.models.checkpoint import as_dtype
+from specheads.models.formats import ENGINES, FORMATS, gguf_files, older
+from specheads.models.formats.format import Format, Written, embeddings_of
+from specheads.models.formats.readme import readme
+from specheads.models.formats.serving import absolute
+from specheads.models.saved_head import CONFIG, CheckpointError
+from specheads.options import refuse_unknown
+
+if TYPE_CHECKING:
+    from specheads.models.spec_model import SpecModel
+
+
+def export(
+    model: SpecModel, out: Any, to: str, *, dtype: torch.dtype | str | None = None, embeddings: bool = False,
+    gguf: Path | str | None = None,
+) -> Path:  # fmt: skip
+    """Write the head of `model` into the directory `out` as `to` reads it, whole or not at all; returns `out`.
+
+    to: one of ENGINES. dtype: of the weights (default: as they are). embeddings: put the base's into the file too,
+    where the format leaves that open. gguf: llama.cpp's checkout or converter, for llamacpp: write the GGUF files of
+    base and head too, with the weights of both in `dtype` then.
+    CheckpointError where the format cannot hold the head, with the reason and the nearest that can; where `out` holds
+    files already; where the base is not in memory and the format wants of it; where the converter fails.
+    """
+    form, folder = form_for(model, to), Path(out)
+    make_gguf = _gguf(model, to, as_dtype(dtype), gguf) if gguf is not None else None
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not an empty directory; give a new one to export into")
+    tensors = head_tensors(model, as_dtype(dtype))
+    written = form.write(model.head.config, tensors, model.base)
+    named = {name: t.contiguous().clone() for name, t in written.tensors.items()}
+    if embeddings and form.embeds is None:
+        raise CheckpointError(f"{form.title} has no place for the base's embeddings; export without them")
+    if embeddings or form.embeds:
+        weight = next(t for t in tensors.values() if t.is_floating_point())
+        named["embed_tokens.weight"] = embeddings_of(model.base).to("cpu", weight.dtype).contiguous().clone()
+    base, place = absolute(model.config.base_model_name_or_path or "BASE"), str(folder.resolve())
+    in_yaml = place if shlex.quote(place) == place else json.dumps(place)
+    texts = {
+        name: text.replace("{folder}", in_yaml) if name.endswith(".yml") else text
+        for name, text in written.texts.items()
+    }
+    texts[CONFIG] = json.dumps(written.config, indent=2) + "\n"
+    texts["README.md"] = readme(
+        form, model, base, place, f"{place}/{older.FOLDER}" if any("/" in name for name in texts) else base
+    )
+    _write(folder, written, named, texts, make_gguf)
+    return folder
+
+
+def _gguf(model: SpecModel, to: str, dtype: torch.dtype | None, gguf: Path | str) -> Callable[[Path], None]:
+    """What writes the GGUF files into the folder of an export; everything it needs is looked for first."""
+    if to != "llamacpp":
+        raise ValueError(f"GGUF files are for llamacpp alone, not for {to}")
+    script = gguf_files.converter(gguf)
+    base = gguf_files.folder_of(model.config.base_model_name_or_path, model.config.base_revision)
+    dtypes = (dtype or model.base.dtype, dtype or model.head.dtype)
+    for each in dtypes:
+        gguf_files.outtype(each)
+    return lambda folder: gguf_files.write(script, folder, base, dtypes)
+
+
+def form_for(model: SpecModel, to: str) -> Format:
+    """The format that holds this head for that engine. ValueError where there is no such engine, CheckpointError
+    where it cannot hold the head."""
+    refuse_unknown([to], ENGINES, what="format to export to")
+    if model.joint is not None:
+        raise CheckpointError(
+            "this head was trained together with adapters of its base, which no format holds; merge the adapters into "
+            "the base, save it, and put the head beside that"
+        )
+    head, able = model.head.config, engines_for(model)
+    nearest = f"formats that can: {', '.join(able)}" if able else "no format can"
+    forms = [form for form in FORMATS if (form.engine, form.kind) == (to, head.kind)]
+    if not forms:
+        raise CheckpointError(f"{to} has no form for a head of kind {head.kind}; {nearest}")
+    tensors, told = head_tensors(model), []
+    for form in forms:
+        if not (wrong := form.refusals(head, tensors, model.base)):
+            return form
+        told.append(f"{form.title} cannot hold this head: {'; '.join(wrong)}")
+    raise CheckpointError("; ".join([*told, nearest]))
+
+
+def engines_for(model: SpecModel) -> list[str]:
+    """The engines whose format can hold this head; none where its base has adapters, which would be left behind."""
+    if model.joint is not None:
+        return []
+    head, tensors = model.head.config, head_tensors(model)
+    forms = [form for form in FORMATS if form.kind == head.kind]
+    return sorted({form.engine for form in forms if not form.refusals(head, tensors, model.base)})
+
+
+def head_tensors(model: SpecModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The head's tensors by our names, on the CPU."""
+    state = {name: t.detach().to("cpu") for name, t in model.head.state_dict().items()}
+    if any(hasattr(t, "full_tensor") for t in state.values()):
+        raise CheckpointError("the head's tensors are shards; save the head, load it in one process, and export that")
+    return {name: t.to(dtype) if dtype is not None and t.is_floating_point() else t for name, t in state.items()}
+
+
+def _write(
+    folder: Path, written: Written, tensors: dict[str, Tensor], texts: dict[str, str],
+    more: Callable[[Path], None] | None,
+) -> None:  # fmt: skip
+    """All files into a directory that then takes its place: a crash leaves nothing under that name.
+
+    more: adds files made of the others; llama.cpp's converter writes the name of their directory into its own."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    around = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    temporary = around / folder.name
+    temporary.mkdir(parents=True)
+    try:
+        if written.weights.endswith(".safetensors"):
+            save_file(tensors, temporary / written.weights, metadata={"format": "pt"})
+        else:
+            torch.save(tensors, temporary / written.weights)
+        for name, text in texts.items():
+            (temporary / name).parent.mkdir(exist_ok=True)
+            (temporary / name).write_text(text, "utf8")
+        if more is not None:
+            more(temporary)
+        mode = (temporary / CONFIG).stat().st_mode
+        for path in filter(Path.is_file, temporary.rglob("*")):
+            path.chmod(mode)  # what the umask allows; safetensors would leave the file to its owner alone
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+        os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(around, ignore_errors=True)

@@ -1,0 +1,257 @@
+"""A foreign checkpoint as files: what it holds is known, and can be checked, before any of it is in memory.
+
+Everything here may come from a stranger. A damaged or hostile file is a CheckpointError that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import pickletools
+import re
+import sys
+import zipfile
+from collections.abc import Collection
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from torch import Tensor
+from transformers.utils import cached_file
+
+from specheads.hub import may_be_repository
+from specheads.hub import options as hub_options
+from specheads.models.formats import shards
+from specheads.models.saved_head import CONFIG, WEIGHTS, CheckpointError
+from specheads.models.weights_file import MOST_JSON, damaged, header, meta, tensors_of
+from specheads.options import reason, shortened, shown
+
+SAFE = (WEIGHTS, shards.INDEX, "medusa_lm_head.safetensors")
+PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
+# What a pickle of plain tensors by name calls. torch.load(weights_only=True) allows more, bytearray(10**11) among it.
+_CALLED = re.compile(
+    r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch (?!Untyped|Typed)\w+Storage"
+)
+_OTHER_CALLS = {"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"}
+
+
+class Files:
+    """One foreign checkpoint, a directory or a hub id. hub: revision, subfolder, token … of a hub id.
+
+    allow_pickle: read pickles too, by torch.load(weights_only=True), which builds tensors and runs no code of theirs.
+    """
+
+    def __init__(self, source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = False) -> None:
+        self.source, self.allow_pickle = source, allow_pickle
+        self._hub = hub or {}
+
+    def __str__(self) -> str:
+        return str(self.source)
+
+    def find(self, name: str) -> Path | None:
+        """Where one file of the checkpoint is; None where it has none of that name. CheckpointError where the hub
+        does not hand it out, or it cannot be stored."""
+        folder = Path(self.source) / self._hub.get("subfolder", "")
+        if folder.is_dir():
+            return folder / name if (folder / name).is_file() else None
+        if not may_be_repository(str(self.source)):
+            return None
+        try:
+            options = {**hub_options(self.source, **self._hub), **self._hub}
+        except FileNotFoundError:
+            return None
+        try:
+            path = cached_file(str(self.source), name, _raise_exceptions_for_missing_entries=False, **options)
+        except OSError as error:
+            absent = EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+            if isinstance(error.__cause__, absent) and not isinstance(error.__cause__, GatedRepoError):
+                return None
+            raise CheckpointError(f"{name} of {self.source} could not be fetched: {reason(error)}") from error
+        return None if path is None else Path(path)
+
+    @cached_property
+    def config(self) -> dict[str, Any] | None:
+        """config.json; None where there is none, or what stands there is no table. CheckpointError where it is huge."""
+        path = self.find(CONFIG)
+        return None if path is None else read_table(path)
+
+    @cached_property
+    def weights(self) -> Path | None:
+        """The file with the tensors, or the index of several: safetensors where there is one, else a pickle."""
+        return next((path for name in (*SAFE, *PICKLES) if (path := self.find(name)) is not None), None)
+
+    @property
+    def pickled(self) -> bool:
+        return self.weights is not None and self.weights.name not in SAFE
+
+    @cached_property
+    def shapes(self) -> dict[str, Tensor]:
+        """Every tensor as one on the meta device: its shape and dtype, and nothing of its values."""
+        if self.pickled:
+            return {name: meta(self.weights, name, tuple(t.shape), t.dtype) for name, t in self._unpickled.items()}
+        assert self.weights is not None
+        if self._index is None:
+            return header(self.weights)[0]
+        found: dict[str, Tensor] = {}
+        for name, path in self._shards.items():
+            part = header(path)[0]
+            shards.check_held(self.weights, name, [t for t, file in self._index.items() if file == name], part)
+            found |= part
+        return found
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the tensors, for which no file beside an index is fetched."""
+        return self.shapes if self._index is None else self._index
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, a copy: it does not follow the file. Compare `shapes` with what is expected first."""
+        if self.pickled:
+            return self._unpickled[name].clone(memory_format=torch.contiguous_format)
+        path = self.weights if self._index is None else self._shards[self._index[name]]
+        assert path is not None
+        return tensors_of(path, [name])[name].clone()
+
+    @cached_property
+    def _index(self) -> dict[str, str] | None:
+        """Tensor → name of its file, where there are several; None where there is one."""
+        if self.weights is None or self.weights.name != shards.INDEX:
+            return None
+        return shards.read_index(self.weights, read_table(self.weights))
+
+    @cached_property
+    def _shards(self) -> dict[str, Path]:
+        """Every file that the index names. CheckpointError where one is not there."""
+        found = {name: self.find(name) for name in sorted(set((self._index or {}).values()))}
+        if missing := [name for name, path in found.items() if path is None]:
+            raise CheckpointError(f"{self.weights} names {missing[0]}, which is not beside it; copy it there too")
+        return {name: path for name, path in found.items() if path is not None}
+
+    @cached_property
+    def _unpickled(self) -> dict[str, Tensor]:
+        path = self.weights
+        assert path is not None
+        if not self.allow_pickle:
+            raise CheckpointError(
+                f"{path} is a pickle, which can run code; {{allow_pickle}} reads it with "
+                "torch.load(weights_only=True), which builds tensors and refuses all else",
+                allow_pickle=True,
+            )
+        return unpickled(path)
+
+
+def read_table(path: Path, most: int | None = MOST_JSON) -> dict[str, Any] | None:
+    """A JSON object; None where the file holds none. CheckpointError where it has more bytes than `most`, as no config
+    has; None for a file of our own."""
+    if most is not None and (size := path.stat().st_size) > most:
+        raise CheckpointError(f"{path} has {size:,} bytes; a config has at most {most:,}")
+    try:
+        table = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):  # no JSON, or nested deeper than any config
+        return None
+    return table if isinstance(table, dict) else None
+
+
+def unpickled(path: Path) -> dict[str, Tensor]:
+    """The tensors of a torch.save() archive by name, mapped and not read. CheckpointError where it holds anything
+    else, and where it would take more memory than it has bytes."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+            inside = [entry for entry in archive.infolist() if entry.filename.lower().endswith("data.pkl")]
+            program = archive.read(inside[0]) if len(inside) == 1 and not packed else b""
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise CheckpointError(
+            f"{path} is damaged, cut short, or older than torch 1.6 ({reason(error)}); copy it again, or save it "
+            "again as safetensors"
+        ) from error
+    if packed:  # torch.save never packs; what is packed may unfold to any size
+        raise CheckpointError(
+            f"{path} holds compressed entries ({shortened(packed[0])}), which torch.save() does not write"
+        )
+    _refuse_calls(path, program)
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a hostile pickle can fail in any way
+        raise damaged(path, f"{type(error).__name__}: {error}") from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{path} holds a {type(loaded).__name__}, not tensors by name")
+    for name, tensor in loaded.items():
+        plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not isinstance(name, str) or not plain or tensor.is_quantized:
+            raise CheckpointError(f"{path}: {shortened(name)!r} is not a plain tensor under a name")
+        if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+            raise CheckpointError(
+                f"{path}: {shortened(name)} has shape {tuple(tensor.shape)} over fewer values than that"
+            )
+    return loaded
+
+
+def _refuse_calls(path: Path, program: bytes) -> None:
+    """CheckpointError where a pickle calls anything but what builds tensors by name; nothing of it is run."""
+    try:
+        codes = [(code.name, argument) for code, argument, _ in pickletools.genops(program)]
+    except (ValueError, UnicodeError) as error:
+        raise damaged(path, f"its pickle cannot be read: {error}") from error
+    for name, argument in codes:
+        if name in _OTHER_CALLS or (name == "GLOBAL" and not _CALLED.fullmatch(str(argument))):
+            called = str(argument).replace(" ", ".") if name == "GLOBAL" else name
+            raise CheckpointError(f"{path}: its pickle calls {shown(called)}, which plain tensors by name do not need")
+
+
+# --- Values of a config ---
+
+
+def whole(config: dict[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
+    """A whole number of a config. CheckpointError where it is none, or below `least`, or there is neither it nor a
+    default."""
+    value = config.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+        raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected a whole number from {least} to 2³¹")
+    return value
+
+
+def real(config: dict[str, Any], name: str, default: float) -> float:
+    """A finite number above 0 of a config; CheckpointError where it is none."""
+    value = config.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected a number above 0")
+    return float(value)
+
+
+def flag(config: dict[str, Any], name: str, default: bool = False) -> bool:
+    """true or false of a config; CheckpointError where it is something else."""
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected true or false")
+    return value
+
+
+def table(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """A table inside a config, empty where there is none; CheckpointError where it is something else."""
+    value = config.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected a table of options")
+    return value
+
+
+def wholes(config: dict[str, Any], name: str) -> tuple[int, ...] | None:
+    """A list of whole numbers of a config; None where there is none. CheckpointError where it is something else."""
+    value = config.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) > 64 or any(type(i) is not int or abs(i) > 2**31 for i in value):
+        raise CheckpointError(f"{CONFIG} has {name}={shown(value)}; expected a list of layer numbers")
+    return tuple(value)
+
+
+def architectures(config: dict[str, Any]) -> list[str]:
+    """The classes a config names; [] where it names none."""
+    value = config.get("architectures")
+    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []

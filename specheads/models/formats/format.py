@@ -1,0 +1,210 @@
+"""What a foreign format is: a table of tensor names and a config translation, in both directions.
+
+A format's file is read in three steps, none of which trusts it: `recognises` by its config and the names of its
+tensors; `options`, the head its config describes; then every shape and dtype against that head on the meta device,
+before a tensor is read. Shapes: V vocabulary, Vd draft vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.decoding.target.causal import text_config
+from specheads.heads import HEADS, HeadConfig
+from specheads.models.formats.files import Files
+from specheads.models.formats.serving import filled
+from specheads.models.saved_head import WEIGHTS, CheckpointError
+from specheads.models.weights_file import refuse_nonfinite, widest
+from specheads.options import listing, reason, shortened
+
+_MOST = 64  # layers, or heads of one depth each
+
+
+@dataclass(frozen=True)
+class Written:
+    """An export: config.json, the tensors and the file they go to, and whatever else its server reads, as text."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    weights: str = WEIGHTS
+    texts: dict[str, str] = field(default_factory=dict)  # by file name; {folder} of a .yml is where the export is
+
+
+class Format(ABC):
+    """One form on disk of one kind of head.
+
+    engine: what `--to` calls it; kind: of the head; title: what messages call it; versions: those it was written for;
+    serving: Markdown with the commands, a template (serving.py); embeds: whether the base's embeddings are part of it,
+    None where they have no place. Where a file has them, they are compared with the base's.
+    """
+
+    kind: ClassVar[str]
+    engine: str
+    title: str
+    versions: str
+    serving: str
+    embeds: bool | None = False
+
+    def recognises(self, files: Files) -> bool:
+        """Is this the form of those files? A form that several engines share is recognised by one of them."""
+        return False
+
+    @abstractmethod
+    def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
+        """The options of the head that the files describe. CheckpointError for what no head of ours can hold."""
+
+    @abstractmethod
+    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
+        """Ours → theirs, for every tensor that is the same in both; found: the names in a file that is read, where
+        there are several ways to name them. What is not the same, `special` translates."""
+
+    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+        """Our tensors that are made from theirs, and the names of theirs that this has looked at.
+
+        It runs before the other shapes are compared: it may return one tensor under several names, or the base's own,
+        which are copied behind that."""
+        return {}, set()
+
+    @abstractmethod
+    def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
+        """Why this format cannot hold that head; [] where it can."""
+
+    @abstractmethod
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+        """The export of a head that nothing speaks against, without embeddings."""
+
+    def serve(self, base: str, folder: str, depth: int) -> str:
+        """Markdown: the exact commands that serve it, drafting `depth` tokens a step."""
+        return filled(self.serving, base, folder, depth)
+
+
+def read(
+    form: Format, files: Files, base: PreTrainedModel, allow_nonfinite: bool = False
+) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """The head in `files` as ours: its config and its tensors. CheckpointError with what is wrong."""
+    if not any(t.is_floating_point() for t in files.shapes.values()):
+        raise CheckpointError(f"{files}: none of its {len(files.shapes)} tensors holds floating point numbers")
+    given = form.options(files, base)
+    try:
+        head = HEADS[form.kind].Config.from_options(given).filled(text_config(base))
+        own = meta_tensors(head)
+    except (AssertionError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{files}: its config does not describe a head of {form.title}: {reason(error)}"
+        ) from error
+    made, looked_at = form.special(files, head, base)
+    names = {ours: theirs for ours, theirs in form.names(head, files.shapes).items() if ours not in made}
+    _check(form, files, own, names, looked_at)
+    tensors = {ours: t.clone() for ours, t in made.items()}
+    tensors |= {ours: files.tensor(theirs) for ours, theirs in names.items()}
+    if not allow_nonfinite:
+        refuse_nonfinite(files, {names.get(ours, ours): t for ours, t in tensors.items()})
+    # One dtype for all, or layers could not follow one another: the widest there is, which holds every value exactly.
+    dtype = widest(tensors.values())
+    return head, {name: tensors[name].to(dtype) if own[name].is_floating_point() else tensors[name] for name in own}
+
+
+def meta_tensors(head: HeadConfig) -> dict[str, Tensor]:
+    """What a head of this config holds, on the meta device: nothing is allocated for what a config claims."""
+    with torch.device("meta"):
+        return HEADS[head.kind](head).state_dict()
+
+
+def dtype_of(tensors: dict[str, Tensor]) -> str:
+    """The dtype of the weights, by name; the one that holds all exactly where there are several."""
+    return str(widest(tensors.values())).removeprefix("torch.")
+
+
+def _check(form: Format, files: Files, own: dict[str, Tensor], names: dict[str, str], looked_at: set[str]) -> None:
+    """CheckpointError where the file's tensors are not those of the head, in the words of the file."""
+    found, wanted = files.shapes, {theirs: own[ours] for ours, theirs in names.items()}
+    wrong = listed("missing", set(wanted) - set(found)) + listed("unknown", set(found) - set(wanted) - looked_at)
+    for name in sorted(set(wanted) & set(found)):
+        if found[name].shape != wanted[name].shape:
+            wrong.append(f"{name} has shape {shortened(tuple(found[name].shape))}, not {tuple(wanted[name].shape)}")
+        elif found[name].is_floating_point() != wanted[name].is_floating_point():
+            wrong.append(f"{name} is {found[name].dtype}, where {wanted[name].dtype} was expected")
+    if wrong:
+        raise CheckpointError(f"{files}: its tensors are not those of {form.title}: {'; '.join(wrong[:8])}")
+
+
+def listed(what: str, names: Iterable[str]) -> list[str]:
+    """[] or one phrase with the first of the names."""
+    names = list(names)
+    return [f"{what} {listing(names)}"] if names else []
+
+
+def count(files: Files, prefix: str, part: str = "") -> int:
+    """How many i there are in names that begin with `{prefix}{i}.` and hold `part`: layers or heads, by the tensors
+    and no config. CheckpointError where there are more than any head has."""
+    names = {name.removeprefix(prefix) for name in files.shapes if name.startswith(prefix) and part in name}
+    found = {name.partition(".")[0] for name in names}
+    number = len({int(i) for i in found if i.isascii() and i.isdigit() and len(i) < 6})
+    if number > _MOST:
+        raise CheckpointError(
+            f"{files}: its tensors make up {number} heads or layers ({prefix}0 …); a head has at most {_MOST}"
+        )
+    return number
+
+
+def check_sizes(files: Files, sizes: dict[str, int], base: PreTrainedModel) -> None:
+    """CheckpointError where the head was made for a base of other sizes."""
+    own = text_config(base)
+    wrong = [
+        f"{name} is {getattr(own, name)}, not {value}" for name, value in sizes.items() if getattr(own, name) != value
+    ]
+    if wrong:
+        raise CheckpointError(f"{files} was made for another base: {', '.join(wrong)} as it says")
+
+
+def embeddings_of(base: PreTrainedModel) -> Tensor:
+    """The base's embeddings (V, H). CheckpointError where they are not in memory."""
+    weight = base.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    if weight.is_meta or not weight.numel():
+        raise CheckpointError(
+            "the base's embeddings are not in memory (offloaded or sharded), and this format holds a copy of them; "
+            "load the base whole"
+        )
+    return weight.detach()
+
+
+def output_matrix(user: Files | str, base: PreTrainedModel) -> Tensor:
+    """The base's output matrix (V, H), for a file or form that drafts through it. CheckpointError where that is not
+    usable."""
+    layer = base.get_output_embeddings()
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    if getattr(layer, "bias", None) is not None or weight.shape[-1] != text_config(base).hidden_size:
+        raise CheckpointError(f"{user} uses the base's output layer, which is more than a matrix over the hidden size")
+    if weight.is_meta or not weight.numel():
+        raise CheckpointError(f"{user} uses the base's output matrix, which is not in memory; load the base whole")
+    return weight.detach().to("cpu")
+
+
+def check_embeddings(files: Files, name: str, base: PreTrainedModel, own: Tensor | None = None) -> None:
+    """CheckpointError unless a matrix of the file is the base's, its embeddings or `own`: heads here draft with those.
+
+    They are compared in the coarser of the two dtypes, and may differ by what rounding once to bfloat16 does.
+    """
+    own, found = embeddings_of(base) if own is None else own, files.shapes[name]
+    if found.shape != own.shape or not found.is_floating_point():
+        raise CheckpointError(
+            f"{files}: {name} is {tuple(found.shape)} of {found.dtype}, not {tuple(own.shape)} as in the base"
+        )
+    theirs = files.tensor(name)
+    if torch.equal(theirs, own.to("cpu", theirs.dtype)) or torch.equal(theirs.to(own.dtype), own.cpu()):
+        return
+    if torch.allclose(theirs.float(), own.cpu().float(), rtol=2**-7, atol=1e-4):
+        return
+    raise CheckpointError(
+        f"{files}: {name} is not the base's matrix, and heads here draft with the base's own: it was made for another "
+        "base, or trained too"
+    )

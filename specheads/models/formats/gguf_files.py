@@ -1,0 +1,70 @@
+"""GGUF files for llama.cpp, by its own converter: the head's draft.gguf and its base's target.gguf."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers.utils import logging
+
+from specheads import hub
+from specheads.models.formats import gguf_converter
+from specheads.models.saved_head import CheckpointError
+
+logger = logging.get_logger("specheads")
+
+SCRIPT, TARGET, DRAFT = "convert_hf_to_gguf.py", "target.gguf", "draft.gguf"
+_OUTTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_OF_A_BASE = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
+
+
+def converter(path: Path | str) -> Path:
+    """The converter that `path` is, or that is in that checkout of llama.cpp. CheckpointError where there is none."""
+    script = Path(path) / SCRIPT if Path(path).is_dir() else Path(path)
+    if script.name != SCRIPT or not script.is_file():
+        raise CheckpointError(f"{path} is neither llama.cpp's {SCRIPT} nor a checkout of llama.cpp that holds it")
+    return script.resolve()
+
+
+def folder_of(base: str | None, revision: str | None = None) -> Path:
+    """Where the files of a base are: a folder, or those of the hub. CheckpointError where it is neither."""
+    if base is None or not (Path(base).is_dir() or hub.may_be_repository(base)):
+        raise CheckpointError(f"the base {base or 'in memory'} is no folder; save it, and give that as base=, for GGUF")
+    if Path(base).is_dir():
+        return Path(base).resolve()
+    try:
+        return Path(snapshot_download(base, revision=revision, allow_patterns=_OF_A_BASE, **hub.options(base)))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"the base of a GGUF file: {error}") from error
+
+
+def outtype(dtype: torch.dtype) -> str:
+    """What the converter calls it. CheckpointError where it has no name for it."""
+    if dtype not in _OUTTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _OUTTYPES)
+        raise CheckpointError(f"GGUF files are written in {known}, not {dtype}; give one as dtype")
+    return _OUTTYPES[dtype]
+
+
+def write(script: Path, head: Path, base: Path, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """target.gguf and draft.gguf into `head`, an export for llama.cpp.
+
+    dtypes: of the base and of the head. CheckpointError with the converter's last word where it fails.
+    """
+    target, draft = map(outtype, dtypes)
+    _run(script, base, "--outtype", target, "--outfile", head / TARGET)
+    _run(script, head, "--target-model-dir", base, "--outtype", draft, "--outfile", head / DRAFT)
+
+
+def _run(script: Path, model: Path, *options: Path | str) -> None:
+    logger.info("%s converts %s", script.name, model)
+    command = [sys.executable, gguf_converter.__file__, script, model, *options]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
+        missing = "ModuleNotFoundError" in said[-1]
+        more = f"; {sys.executable} needs what its requirements/ name" if missing else ""
+        raise CheckpointError(f"{script} cannot convert {model}: {said[-1].strip()}{more}")

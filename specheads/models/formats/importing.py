@@ -1,0 +1,80 @@
+"""A foreign checkpoint as a head here: recognised by its files, and said in one logged line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from specheads.decoding.target.causal import refuse_unsupported
+from specheads.models.convert import build_head, spec_config
+from specheads.models.formats import FORMATS
+from specheads.models.formats.files import Files, architectures, table
+from specheads.models.formats.format import Format, read
+from specheads.models.spec_model import SpecConfig, SpecModel
+
+logger = hf_logging.get_logger(__name__)
+_NAMED = ("medusa_", "hydra_")  # weights whose file says what they are
+
+
+@dataclass(frozen=True)
+class Found:
+    """A foreign checkpoint and the form it is in."""
+
+    form: Format
+    files: Files
+
+    @property
+    def base_name(self) -> str | None:
+        """The base it names, if it does."""
+        config = self.files.config or {}
+        named = config.get("base_model_name_or_path")
+        if "speculators_config" in config:
+            named = table(table(config, "speculators_config"), "verifier").get("name_or_path")
+        return named if isinstance(named, str) and named else None
+
+    def model(self, base: PreTrainedModel, allow_nonfinite: bool = False) -> SpecModel:
+        """Base + head. CheckpointError with what is wrong, or what no head here can hold."""
+        refuse_unsupported(base)
+        head, tensors = read(self.form, self.files, base, allow_nonfinite)
+        logger.warning(
+            "%s holds %s: read as a head of kind %s, in %s",
+            self.files, self.form.title, head.kind, next(t.dtype for t in tensors.values() if t.is_floating_point()),
+        )  # fmt: skip
+        model = SpecModel(spec_config(head, base), base, build_head(head, base))
+        model.head.refuse_unfit(base)
+        place = next(model.head.parameters()).device
+        model.head.load_state_dict({name: t.to(place) for name, t in tensors.items()}, strict=True, assign=True)
+        return model
+
+
+def detect(source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = False) -> Found | None:
+    """The form of a foreign checkpoint; None where the files are none: one of ours, a base model, or nothing at all.
+
+    CheckpointError for damaged files, and for a pickle unless allowed.
+    """
+    files = Files(source, hub, allow_pickle)
+    config = files.config or {}
+    if config.get("model_type") == SpecConfig.model_type or files.weights is None:
+        return None
+    if not config and not files.weights.name.startswith(_NAMED):
+        return None  # a config that is missing or garbled is told where checkpoints of ours are read
+    if files.pickled and not allow_pickle and not _calls_itself_a_head(files, config):
+        return None
+    form = next((form for form in FORMATS if form.recognises(files)), None)
+    return None if form is None else Found(form, files)
+
+
+def _calls_itself_a_head(files: Files, config: dict[str, Any]) -> bool:
+    """By its config and file names alone: one decoder layer is no base model."""
+    assert files.weights is not None
+    keys = {
+        "draft_vocab_size", "hydra_num_heads", "medusa_num_heads", "num_medusa_heads", "speculators_model_type",
+        "dflash_config", "markov_rank",
+    }  # fmt: skip
+    return bool(
+        keys & config.keys() or files.weights.name.startswith(_NAMED) or config.get("num_hidden_layers") == 1
+        or config.get("model_type") == "medusa" or any("Eagle" in arch for arch in architectures(config))
+    )  # fmt: skip

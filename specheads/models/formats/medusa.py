@@ -1,0 +1,152 @@
+"""Medusa as FasterDecoding wrote it, and TensorRT-LLM reads it: {head}.{layer}.linear, then {head}.{L} as the output.
+
+Version 1 is a pickle with output matrices; version 2 is safetensors without them, the base's own being used.
+Shapes: K heads, L layers a head, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.decoding.target.causal import text_config
+from specheads.heads import HeadConfig, MedusaConfig
+from specheads.heads.vocabulary import DraftVocabularyConfig
+from specheads.models.formats.files import Files
+from specheads.models.formats.format import Format, Written, count, output_matrix
+from specheads.models.formats.serving import base_name
+from specheads.models.saved_head import CheckpointError
+
+
+def block_names(head: MedusaConfig, theirs: str) -> dict[str, str]:
+    """Ours → theirs for every ResBlock; theirs: with {h}, {l} and {what}."""
+    return {
+        f"blocks.{h}.{layer}.linear.{what}": theirs.format(h=h, l=layer, what=what)
+        for h in range(head.num_heads)
+        for layer in range(head.num_layers)
+        for what in ("weight", "bias")
+    }
+
+
+def tap_refusal(head: Any, base: PreTrainedModel) -> list[str]:
+    """Medusa and Hydra everywhere read what comes behind the final norm."""
+    layers = text_config(base).num_hidden_layers
+    if head.tap == layers:
+        return []
+    return [f"it reads hidden_states {head.tap}, and such heads are fed what comes behind the final norm ({layers})"]
+
+
+@dataclass(frozen=True)
+class Medusa(Format):
+    """shared: its reader has one module for all layers of a head, so they must be equal; weights: the file."""
+
+    kind: ClassVar[str] = MedusaConfig.kind
+    engine: str
+    title: str
+    versions: str
+    serving: str
+    shared: bool
+    weights: str
+    embeds: bool | None = None
+
+    def recognises(self, files: Files) -> bool:
+        config = files.config or {}
+        counted = config.keys() & {"medusa_num_heads", "num_medusa_heads"}
+        return self.engine == "medusa" and bool(counted or (files.weights and files.weights.name.startswith("medusa_")))
+
+    def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
+        names = files.shapes
+        if any(name.startswith("medusa_head.") for name in names):
+            raise CheckpointError(
+                f"{files} is a Medusa-2 model: heads under medusa_head. beside a base that was trained with them, "
+                "which no other base replaces; save the base alone and the heads, without that prefix, as "
+                "medusa_lm_head.safetensors, and import those with the base"
+            )
+        heads = count(files, "")  # the published config of version 1 counts 2 whatever there is
+        layers = count(files, "0.", ".linear.")
+        if not heads or not layers:
+            raise CheckpointError(f"{files}: no tensors like 0.0.linear.weight, as Medusa heads have them")
+        own = text_config(base)
+        return {
+            "num_heads": heads, "num_layers": layers, "hidden_size": own.hidden_size, "vocab_size": own.vocab_size,
+            "draft_vocab_size": own.vocab_size,
+        }  # fmt: skip
+
+    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
+        assert isinstance(head, MedusaConfig)
+        outputs = {f"lm_heads.{h}.weight": f"{h}.{head.num_layers}.weight" for h in range(head.num_heads)}
+        return block_names(head, "{h}.{l}.linear.{what}") | outputs
+
+    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+        assert isinstance(head, MedusaConfig)
+        outputs = {ours: theirs for ours, theirs in self.names(head).items() if ours.startswith("lm_heads.")}
+        made: dict[str, Tensor] = {}
+        if not any(theirs in files.shapes for theirs in outputs.values()):
+            made = dict.fromkeys(outputs, output_matrix(files, base))
+        return made | every_token(head), set()
+
+    def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
+        assert isinstance(head, MedusaConfig)
+        wrong = tap_refusal(head, base)
+        if head.draft_vocab_size != head.vocab_size:
+            wrong.append(
+                f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and there is no place for which"
+            )
+        if self.shared and not _equal_layers(head, tensors):
+            wrong.append(f"its {head.num_layers} layers a head differ, and one module is read for all of them")
+        return wrong
+
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+        assert isinstance(head, MedusaConfig)
+        config = {
+            "base_model_name_or_path": base_name(base),
+            "medusa_num_heads": head.num_heads, "num_medusa_heads": head.num_heads,
+            "medusa_num_layers": head.num_layers,
+        }  # fmt: skip
+        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
+        return Written(config, named, weights=self.weights)
+
+
+def every_token(head: DraftVocabularyConfig) -> dict[str, Tensor]:
+    """d2t (V,) and t2d (V,) of a head that drafts every token."""
+    assert head.vocab_size
+    return {
+        "d2t": torch.zeros(head.vocab_size, dtype=torch.long), "t2d": torch.ones(head.vocab_size, dtype=torch.bool)
+    }  # fmt: skip
+
+
+def _equal_layers(head: MedusaConfig, tensors: dict[str, Tensor]) -> bool:
+    return all(
+        torch.equal(tensors[f"blocks.{h}.{layer}.linear.{what}"], tensors[f"blocks.{h}.0.linear.{what}"])
+        for h in range(head.num_heads)
+        for layer in range(1, head.num_layers)
+        for what in ("weight", "bias")
+    )
+
+
+FORMATS = (
+    Medusa(
+        "medusa", "Medusa (FasterDecoding's form)", "FasterDecoding/Medusa, version 1", """\
+```bash
+python -m medusa.inference.cli --model $folder_arg
+```
+""",
+        shared=True, weights="medusa_lm_head.pt",
+    ),
+    Medusa(
+        "trtllm", "Medusa for TensorRT-LLM", "TensorRT-LLM with the engine backend, which alone has Medusa", """\
+```bash
+python examples/medusa/convert_checkpoint.py --model_dir $base_arg --medusa_model_dir $folder_arg \\
+  --output_dir $folder_arg/medusa_ckpt --num_medusa_heads $depth
+trtllm-build --checkpoint_dir $folder_arg/medusa_ckpt --output_dir $folder_arg/medusa_engine \\
+  --speculative_decoding_mode medusa
+```
+""",
+        shared=False, weights="medusa_lm_head.safetensors",
+    ),
+)  # fmt: skip

@@ -1,0 +1,67 @@
+"""EAGLE-3 as ModelOpt exports it: layers numbered by their outputs, no t2d, no embeddings.
+
+The decoder block of a head for a Hugging Face model is "layers.0." there; of one for Megatron's "midlayer.", or
+"midlayer.0." where there are several. Both are read, by the names in the file; the former is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.decoding.target.causal import text_config
+from specheads.heads import Eagle3Config, HeadConfig
+from specheads.models.formats import eagle3, layer_ids
+from specheads.models.formats.decoder import block_config
+from specheads.models.formats.files import Files
+from specheads.models.formats.format import Written
+from specheads.models.formats.serving import TRTLLM
+
+
+@dataclass(frozen=True)
+class ModelOpt(eagle3.Eagle3):
+    engine: str = "modelopt"
+    title: str = "ModelOpt's EAGLE-3 export"
+    versions: str = "nvidia-modelopt 0.47, as TensorRT-LLM reads it"
+    embeds: bool | None = None
+    serving: str = """\
+```bash
+trtllm-serve $base_arg --backend pytorch --extra_llm_api_options $folder_arg/trtllm.yml
+```
+
+The layers to read are in `trtllm.yml` where they are not the usual ones: TensorRT-LLM takes them from there alone.
+ModelOpt itself does not load its exports back: this form is for what reads them.
+"""
+
+    def recognises(self, files: Files) -> bool:
+        inner = (files.config or {}).get("eagle_config")
+        return isinstance(inner, dict) and "use_input_layernorm_in_first_layer" in inner
+
+    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
+        assert isinstance(head, Eagle3Config)
+        return eagle3.tensor_names(head, "layers.0.", found)
+
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+        assert isinstance(head, Eagle3Config) and head.taps
+        inner = {
+            layer_ids.KEY: [tap - 1 for tap in head.taps], "use_aux_hidden_state": True,
+            "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+        }  # fmt: skip
+        config = {
+            "architectures": [eagle3.ARCHITECTURE], "draft_vocab_size": head.draft_vocab_size,
+            **block_config(head, tensors, base), "attention_bias": False, "mlp_bias": False, "eagle_config": inner,
+        }  # fmt: skip
+        layers = text_config(base).num_hidden_layers
+        if head.taps != layer_ids.usual(layers) and len(head.taps) != 3:
+            config["num_aux_hidden_states"] = len(head.taps)
+        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
+        if len(tensors["d2t"]) != len(tensors["t2d"]):
+            named["d2t"] = tensors["d2t"]
+        return Written(config, named, texts={TRTLLM: eagle3.trtllm_options(head, layers)})
+
+
+FORMATS = (ModelOpt(),)

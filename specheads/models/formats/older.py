@@ -1,0 +1,82 @@
+"""A base as transformers 4 reads it, for the EAGLE repository: its config, its tokenizer and an index of its weights.
+
+That repository looks for the embeddings in model.safetensors.index.json, which a base in one file has not, and its
+transformers (4.53) knows neither rope_parameters nor the tokenizer class TokenizersBackend. The weights stay where
+they are: the index names them by their absolute paths.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from transformers import PreTrainedModel
+
+from specheads.models.formats.files import read_table
+from specheads.models.saved_head import CONFIG, WEIGHTS
+
+FOLDER, INDEX = "base", "model.safetensors.index.json"
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_COPIED = (_TOKENIZER, "generation_config.json", "chat_template.jinja", "special_tokens_map.json")
+
+
+def base_files(base: PreTrainedModel) -> dict[str, str]:
+    """Texts by file name, in FOLDER; {} where the base is no folder of safetensors on this machine."""
+    name = getattr(base, "name_or_path", None)
+    if not name or not (Path(name) / CONFIG).is_file():
+        return {}
+    source = Path(name)
+    config, index = read_table(source / CONFIG), _index(source)
+    if config is None or index is None:
+        return {}
+    texts = {CONFIG: _json(_config(config)), INDEX: _json(index)}
+    texts |= {name: (source / name).read_text("utf8") for name in _COPIED if (source / name).is_file()}
+    if (source / _TOKENIZER_CONFIG).is_file():
+        texts[_TOKENIZER_CONFIG] = _json(_tokenizer(read_table(source / _TOKENIZER_CONFIG, most=None) or {}, source))
+    return {f"{FOLDER}/{name}": text for name, text in texts.items()}
+
+
+def _index(source: Path) -> dict[str, Any] | None:
+    """Every tensor's file; None where the base is in no safetensors."""
+    place = source.resolve()
+    if (source / INDEX).is_file():
+        index = read_table(source / INDEX, most=None) or {}
+        named = {name: str(place / file) for name, file in index.get("weight_map", {}).items()}
+        return {"metadata": index.get("metadata", {}), "weight_map": named}
+    if not (source / WEIGHTS).is_file():
+        return None
+    with safe_open(source / WEIGHTS, "pt") as file:
+        named = {name: str(place / WEIGHTS) for name in sorted(file.keys())}
+    return {"metadata": {"total_size": (source / WEIGHTS).stat().st_size}, "weight_map": named}
+
+
+def _config(config: dict[str, Any]) -> dict[str, Any]:
+    """rope_theta and rope_scaling for rope_parameters, torch_dtype for dtype, beside them."""
+    older = dict(config)
+    if "dtype" in config:
+        older["torch_dtype"] = config["dtype"]
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+        kind = scaling.get("rope_type", "default")
+        older["rope_theta"] = rope["rope_theta"]
+        older["rope_scaling"] = None if kind == "default" else {"type": kind, **scaling}
+    return older
+
+
+def _tokenizer(config: dict[str, Any], source: Path) -> dict[str, Any]:
+    """The class by its older name, and special tokens under the key that they had."""
+    older = {name: value for name, value in config.items() if name not in ("backend", "is_local", "local_files_only")}
+    if older.get("tokenizer_class") == "TokenizersBackend":
+        older["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(older.get("extra_special_tokens"), list):
+        older["additional_special_tokens"] = older.pop("extra_special_tokens")
+    if "chat_template" not in older and (source / "chat_template.jinja").is_file():
+        older["chat_template"] = (source / "chat_template.jinja").read_text("utf8")
+    return older
+
+
+def _json(table: dict[str, Any]) -> str:
+    return json.dumps(table, indent=2, ensure_ascii=False) + "\n"

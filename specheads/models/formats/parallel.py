@@ -1,0 +1,151 @@
+"""What the forms of a parallel block head share: tensor names, the decoder's options, what of the base is beside them.
+
+They differ in where the config says it, in how layers are numbered (layer_ids.py), and in which heads they hold.
+Shapes: V vocabulary, r Markov rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.decoding.target.causal import text_config
+from specheads.heads import HeadConfig, ParallelConfig
+from specheads.models.formats import layer_ids, vocabulary
+from specheads.models.formats.decoder import block_names, block_options
+from specheads.models.formats.files import Files, flag, shown, whole
+from specheads.models.formats.format import Format, check_embeddings, count, output_matrix
+from specheads.models.formats.positions import EVERY, Positions
+from specheads.models.saved_head import CheckpointError
+
+_NORMS = ("input_layernorm", "q_norm", "k_norm")
+
+
+@dataclass(frozen=True)
+class Parallel(Format):
+    """marked: has a Markov bias and a confidence; narrow: has a draft vocabulary; causal: what its slots see of one
+    another, None where that is the config's to say; behind: what slots speak of (sample_from_anchor), likewise; ranked:
+    wants a Markov bias; biased: takes biases in attention; positions: the scaled ones it has."""
+
+    kind: ClassVar[str] = ParallelConfig.kind
+    engine: str
+    title: str
+    versions: str
+    serving: str
+    embeds: bool | None = None
+    marked: bool = False
+    narrow: bool = False
+    causal: bool | None = False
+    behind: bool | None = None
+    ranked: bool = False
+    biased: bool = True
+    positions: Positions = EVERY
+
+    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
+        assert isinstance(head, ParallelConfig)
+        names = {f"{n}.weight": f"{n}.weight" for n in ("fc", "hidden_norm", "norm")}
+        for i in range(head.num_layers):
+            theirs = f"layers.{i}."
+            block = block_names(head, 0, theirs)
+            names |= {f"decoder.{i}.{ours.removeprefix('blocks.0.')}": name for ours, name in block.items()}
+            for norm in _NORMS:
+                names[f"decoder.{i}.{norm}.weight"] = (
+                    f"{theirs}{'' if norm == _NORMS[0] else 'self_attn.'}{norm}.weight"
+                )
+        if head.draft_vocab_size != head.vocab_size:
+            names["lm_head.weight"] = "lm_head.weight"
+        if head.markov_rank:
+            names |= {
+                "markov_embed.weight": "markov_head.markov_w1.weight",
+                "markov_lm_head.weight": "markov_head.markov_w2.weight",
+            }
+        if head.confidence:
+            names |= {f"confidence.{w}": f"confidence_head.proj.{w}" for w in ("weight", "bias")}
+        return names
+
+    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+        assert isinstance(head, ParallelConfig) and head.vocab_size and head.draft_vocab_size
+        made, looked_at = vocabulary.from_offsets(files, head.vocab_size, head.draft_vocab_size)
+        for name, own in (("embed_tokens.weight", None), ("lm_head.weight", output_matrix)):
+            if name in files.shapes and (own is None or head.draft_vocab_size == head.vocab_size):
+                check_embeddings(files, name, base, None if own is None else own(files, base))
+                looked_at.add(name)
+        return made, looked_at
+
+    def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
+        assert isinstance(head, ParallelConfig)
+        wrong = [layer_ids.refusal(head.taps or (), text_config(base).num_hidden_layers)]
+        if self.causal is not None and head.causal != self.causal and head.block_size > 1:
+            wrong.append(
+                "its slots see only those before them (causal), and all of a block are seen" if head.causal else
+                "its slots see one another both ways (causal=false), and only those before them are seen"
+            )  # fmt: skip
+        if self.behind is not None and head.sample_from_anchor != self.behind:
+            wrong.append(
+                f"its slots speak of {_place(head.sample_from_anchor)} (sample_from_anchor), and those of its readers "
+                f"of {_place(self.behind)}"
+            )
+        if not self.marked and (head.markov_rank or head.confidence):
+            extra = ["a Markov bias"] * bool(head.markov_rank) + ["a confidence"] * head.confidence
+            wrong.append(f"it has {' and '.join(extra)}, which is not part of this form")
+        if not self.narrow and head.draft_vocab_size != head.vocab_size:
+            wrong.append(f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and its readers draft all")
+        if head.mask_token_id is None:
+            wrong.append(
+                "it has an embedding of its own behind the root, and a token of the base is read (mask_token_id)"
+            )
+        if self.ranked and not head.markov_rank:
+            wrong.append("it has no Markov bias (markov_rank=0), without which its readers do not load it")
+        if head.attention_bias and not self.biased:
+            wrong.append("its attention has biases, which its readers do not have")
+        wrong += self.positions.refusals(head)
+        if head.mlp_bias:
+            wrong.append("its decoder has biases in the MLP, which Qwen3's has not")
+        return [reason for reason in wrong if reason]
+
+
+def _place(behind: bool) -> str:
+    return "the place behind their own" if behind else "their own place"
+
+
+def read_options(
+    files: Files, config: dict[str, Any], block: dict[str, Any], base: PreTrainedModel, taps: tuple[int, ...],
+    mask: int, size: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Options of a head without marks: of its config, the (nested) one of its decoder, the hidden_states it reads, the
+    mask token and the slots of a block. CheckpointError for what no head here can hold."""
+    kinds = block.get("layer_types")
+    if kinds is None and flag(block, "use_sliding_window"):
+        kinds = "sliding_attention"
+    if kinds is not None and kinds != ["full_attention"] * len(kinds if isinstance(kinds, list) else "?"):
+        raise CheckpointError(f"{files}: its layers are {shown(kinds)}; those of heads here see everything")
+    if wrong := layer_ids.refusal(taps, text_config(base).num_hidden_layers):
+        raise CheckpointError(f"{files}: {wrong}")
+    options = block_options(files, block, base, count(files, "layers."), "qwen3")
+    draft = whole(config, "draft_vocab_size", options["vocab_size"])
+    if draft > options["vocab_size"]:
+        raise CheckpointError(f"{files}: draft_vocab_size={draft} exceeds the vocabulary of {options['vocab_size']}")
+    if size > 4096:
+        raise CheckpointError(f"{files}: block_size={size} is more than any draft")
+    return {
+        **options, "draft_vocab_size": draft, "taps": taps, "causal": False, "block_size": size,
+        "draft_depth": min(size, 8), "mask_token_id": mask, "markov_rank": 0, "confidence": False,
+    }  # fmt: skip
+
+
+def read_marks(files: Files, config: dict[str, Any], behind: bool, **usual: Any) -> dict[str, Any]:
+    """What a DSpark config adds; behind, usual: what its missing keys mean. CheckpointError for other variants."""
+    rank = whole(config, "markov_rank", usual.get("markov_rank"), least=0)
+    if rank and (variant := config.get("markov_head_type", "vanilla")) != "vanilla":
+        raise CheckpointError(f"{files}: markov_head_type={shown(variant)}; heads here have the vanilla one")
+    sure = flag(config, "enable_confidence_head", default=usual.get("confidence", False))
+    if sure and rank and not flag(config, "confidence_head_with_markov", default=usual.get("confidence", False)):
+        raise CheckpointError(f"{files}: confidence_head_with_markov=false; heads here read the token before too")
+    return {
+        "markov_rank": rank, "confidence": sure,
+        "sample_from_anchor": flag(config, "sample_from_anchor", default=behind),
+    }  # fmt: skip

@@ -1,0 +1,84 @@
+"""Rotary positions in foreign configs: how they are read and written, and which scaled ones a program has.
+
+Heads are published with rope_theta and rope_scaling, which transformers 4 and 5 read, or with rope_parameters, which
+transformers 5 has in their place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from specheads.heads.decoder import DecoderConfig
+from specheads.heads.rope import USUAL_THETA, completed
+from specheads.models.formats.files import Files, real, shown, table, whole
+from specheads.models.saved_head import CheckpointError
+
+_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The scaled positions that a program has: types of rope, of YaRN's options those it heeds, and whether it heeds
+    rope_theta with them."""
+
+    types: tuple[str, ...] = ("linear", "llama3", "yarn")
+    yarn: tuple[str, ...] = _YARN
+    theta: bool = True
+
+    def refusals(self, head: DecoderConfig) -> list[str]:
+        """Why it does not have the head's; [] where it does."""
+        assert head.rope_parameters
+        kind, theta = head.rope_parameters["rope_type"], head.rope_parameters["rope_theta"]
+        if kind == "default":
+            return []
+        wrong = f"its positions are scaled (rope_type {kind})"
+        if kind not in self.types:
+            return [f"{wrong}, and its readers have {', '.join(self.types)}"]
+        if not self.theta and theta != USUAL_THETA:
+            return [f"{wrong} with rope_theta={theta:g}, and its readers then take {USUAL_THETA:g}"]
+        if kind == "yarn" and (other := [name for name in _YARN if name in head.rope_parameters.keys() - self.yarn]):
+            return [f"{wrong} with {', '.join(other)}, which its readers do not heed"]
+        return []
+
+
+EVERY = Positions()
+USUAL = Positions(yarn=("beta_fast", "beta_slow"))
+SGLANG = Positions(yarn=("beta_fast", "beta_slow", "truncate"))
+GGUF = Positions(("linear", "yarn"), yarn=("beta_fast", "beta_slow"))  # of Qwen3's blocks, in llama.cpp
+LINEAR = Positions(("linear",), theta=False)  # of code from before other types
+
+
+def written(head: DecoderConfig) -> dict[str, Any]:
+    """The keys of a config that both transformers 4 and 5 read; the EAGLE repository knows the type as `type` alone."""
+    assert head.rope_parameters
+    scaling = {name: value for name, value in head.rope_parameters.items() if name != "rope_theta"}
+    theta, kind = head.rope_parameters["rope_theta"], scaling["rope_type"]
+    return {"rope_theta": theta} | ({} if kind == "default" else {"rope_scaling": {"type": kind, **scaling}})
+
+
+def read(files: Files, config: dict[str, Any]) -> dict[str, Any]:
+    """Plain RoPE with a base of 10000 where there is nothing: consumers do not take the target's.
+
+    CheckpointError where its two places disagree, or only a part of each attention head is rotated; what else no head
+    can have, the options of heads refuse.
+    """
+    longest, original = whole(config, "max_position_embeddings", 2048), config.get("original_max_position_embeddings")
+    found = []
+    for name in ("rope_parameters", "rope_scaling"):
+        place = table(config, name)
+        share = config.get("partial_rotary_factor", place.get("partial_rotary_factor"))
+        if share not in (None, 1, 1.0):
+            raise CheckpointError(
+                f"{files}: it rotates {shown(share)} of each attention head; heads here rotate all of it"
+            )
+        if original is not None:
+            place = {**place, "original_max_position_embeddings": original}
+        made = {**completed(place, longest), "rope_theta": real(config | place, "rope_theta", USUAL_THETA)}
+        if made["rope_type"] == "default":  # to which nothing else means anything
+            made = {name: made[name] for name in ("rope_type", "rope_theta")}
+        if table(config, name):
+            found.append(made)
+    if len(found) > 1 and found[0] != found[1]:
+        raise CheckpointError(f"{files}: its rope_parameters and its rope_scaling do not say the same; take one away")
+    return found[0] if found else made

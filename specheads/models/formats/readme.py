@@ -1,0 +1,95 @@
+"""The README of an export: what it is, the command that serves it, and what to expect of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specheads.models.formats.files import read_table
+from specheads.models.formats.format import Format
+
+if TYPE_CHECKING:
+    from specheads.models.spec_model import SpecModel
+
+RESULTS, STATE = "results.json", "trainer_state.json"
+
+
+def readme(form: Format, model: SpecModel, base: str, folder: str, served: str) -> str:
+    """Markdown for the directory of an export; served: the base as its commands name it."""
+    import specheads
+
+    config: Any = model.head.config
+    # a parallel head drafts its whole block there, and the first draft_depth of it here
+    depth = next(getattr(config, n) for n in ("num_heads", "num_drafted", "draft_depth") if hasattr(config, n))
+    lines = [
+        f"# {form.title}", "",
+        f"A draft head of kind {config.kind} for `{base}`, exported by specheads {specheads.__version__}.", "",
+        form.serve(served, folder, depth).rstrip(), "",
+        f"Written for: {form.versions}. What was run and what was only read is in docs/compatibility.md of specheads.",
+    ]  # fmt: skip
+    lines += ["", "The paths above are those of the machine that wrote this.", "", "## What to expect", ""]
+    if rows := measured(model.config.name_or_path, model.head.scored_depths):
+        lines += [
+            "Tokens gained in one step of decoding (the accepted length, the bonus token included):", "",
+            "| text | how it was measured | tokens a step |", "|---|---|---:|",
+            *(f"| {text} | {how} | {length:.2f} |" for text, how, length in rows), "",
+            "Compare a server with a row that was decoded, at its temperature and length of draft: sampled text "
+            "accepts less, longer drafts more. An estimate weighs every position alike, so decoding differs from it. "
+            "Much less means that the head was not loaded as it is: the text stays right without it.",
+        ]  # fmt: skip
+    else:
+        lines += [
+            "What it accepts was not recorded with it; `specheads evaluate` measures it in greedy decoding. Compare: a "
+            "head that a server loads wrongly still gives the right text, only slowly.",
+        ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def measured(checkpoint: Any, depth: int) -> list[tuple[str, str, float]]:
+    """What is known of how much the head accepts: greedy or sampled, how it was measured, tokens a step.
+
+    depth: of the drafts that training scores. Recorded by training (estimates, and the parity gate's decoding) and by
+    benchmarks/accepted_length.py (`decoded`).
+    """
+    folder = Path(str(checkpoint or ""))
+    found = results(folder) if checkpoint and folder.is_dir() else {}
+    estimate = f"estimated by training on its held-out rows, a chain of {depth} from every position"
+    decoded = "decoded at the end of its training, held-out prompts"
+    known = [
+        ("greedy", f"{estimate}: first choices that are the base's own", accepted_length(checkpoint)),
+        ("sampled, T = 1", f"{estimate}: overlap of the distributions", found.get("eval_accepted_length_sampled")),
+        ("greedy", f"{decoded}, a chain of {depth}", found.get("parity_measured")),
+        ("greedy", f"{decoded}, its default tree", found.get("parity_served")),
+    ]
+    for run in found.get("decoded") or ():
+        temperature = run["temperature"]
+        text = f"sampled, T = {temperature:g}" if temperature else "greedy"
+        how = f"decoded by specheads, {run['prompts']} held-out prompts × {run['new_tokens']} tokens, {run['tree']}"
+        known.append((text, how, run["accepted_length"]))
+    return [(text, how, float(length)) for text, how, length in known if isinstance(length, int | float)]
+
+
+def accepted_length(checkpoint: Any) -> float | None:
+    """What its training measured on held-out rows, where the checkpoint's folder says so."""
+    folder = Path(str(checkpoint or ""))
+    if not checkpoint or not folder.is_dir():
+        return None
+    length = results(folder).get("eval_accepted_length")
+    if isinstance(length, int | float):
+        return float(length)
+    lengths = [log.get("eval_accepted_length") for log in reversed(history(folder))]
+    return next((float(length) for length in lengths if isinstance(length, int | float)), None)
+
+
+def results(run: Path) -> dict[str, Any]:
+    """The final metrics of a run; {} where its folder has none."""
+    return _table(run / RESULTS)
+
+
+def history(run: Path) -> list[dict[str, Any]]:
+    """The log of a run, every step of it: some megabytes; [] where its folder has none."""
+    return [log for log in _table(run / STATE).get("log_history") or () if isinstance(log, dict)]
+
+
+def _table(path: Path) -> dict[str, Any]:
+    return (read_table(path, most=None) or {}) if path.is_file() else {}

@@ -1,0 +1,45 @@
+"""DFlash in the `speculators` form: a block drafted at once, whose slots speak of their own place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.heads import HeadConfig, ParallelConfig
+from specheads.models.formats import parallel, vocabulary
+from specheads.models.formats.dspark import nested_config, nested_options
+from specheads.models.formats.files import Files, flag
+from specheads.models.formats.format import Written
+from specheads.models.formats.serving import HUB_ID, WHOLE_BLOCK, vllm
+from specheads.models.formats.speculators import VERSION
+
+
+@dataclass(frozen=True)
+class SpeculatorsDFlash(parallel.Parallel):
+    """Heads with sample_from_anchor are read too, and written as DSpark's, by whose method alone vLLM takes them."""
+
+    engine: str = "speculators"
+    title: str = "speculators DFlash"
+    versions: str = f"speculators {VERSION}, vLLM 0.32 and 0.33"
+    serving: str = vllm("dflash", f"{WHOLE_BLOCK}\n{HUB_ID}")
+    narrow: bool = True
+    behind: bool | None = False
+
+    def recognises(self, files: Files) -> bool:
+        return (files.config or {}).get("speculators_model_type") == "dflash"
+
+    def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
+        behind = flag(files.config or {}, "sample_from_anchor")
+        return {**nested_options(files, base), "sample_from_anchor": behind}
+
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+        assert isinstance(head, ParallelConfig)
+        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
+        config = nested_config("dflash", "DFlash", head, tensors, base, {})
+        return Written(config, named | vocabulary.offsets(tensors))
+
+
+FORMATS = (SpeculatorsDFlash(),)

@@ -1,0 +1,136 @@
+"""Medusa as vLLM read it up to 0.32: blocks and lm_heads, with an optional map of the tokens drafted.
+
+Two forms hold a draft vocabulary. Output matrices (Vd, H) with truncated_vocab_size = Vd are what vLLM's comments
+describe and 0.32 fails on, which makes them with V rows. So all V rows are written here, and the map and Vd are for who
+reads it back: vLLM looks at a map only where truncated_vocab_size is below V.
+Shapes: K heads, L layers a head, H hidden, V vocabulary, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.heads import HeadConfig, MedusaConfig
+from specheads.models.formats import vocabulary
+from specheads.models.formats.files import Files, architectures, flag, real, whole
+from specheads.models.formats.format import Format, Written, check_sizes, count, dtype_of
+from specheads.models.formats.medusa import block_names, tap_refusal
+from specheads.models.formats.serving import vllm
+from specheads.models.saved_head import CheckpointError
+
+
+@dataclass(frozen=True)
+class VllmMedusa(Format):
+    kind: ClassVar[str] = MedusaConfig.kind
+    engine: str = "vllm"
+    title: str = "vLLM Medusa"
+    embeds: bool | None = None
+    versions: str = "vLLM up to 0.32, with which it was run; 0.33 dropped Medusa"
+    serving: str = vllm("medusa")
+
+    def recognises(self, files: Files) -> bool:
+        config = files.config or {}
+        return config.get("model_type") == "medusa" or "MedusaModel" in architectures(config)
+
+    def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
+        config, names = files.config or {}, files.shapes
+        sizes = {name: whole(config, name) for name in ("hidden_size", "vocab_size")}
+        check_sizes(files, sizes, base)
+        heads = count(files, "blocks.")
+        layers = count(files, "blocks.0.layers.")
+        claimed = whole(config, "num_heads", heads), whole(config, "num_hidden_layers", layers)
+        if claimed != (heads, layers):
+            raise CheckpointError(
+                f"{files}: its config says {claimed[0]} heads of {claimed[1]} layers, and its tensors make up {heads} "
+                f"of {layers}"
+            )
+        if not flag(config, "medusa_fc_bias") and any(name.endswith(".bias") for name in names):
+            raise CheckpointError(
+                f'{files}: it has biases, which vLLM drops unless its config says "medusa_fc_bias": true; write that '
+                "where the heads were trained with them, else take the biases away"
+            )
+        if (scale := real(config, "logit_scale", 1.0)) != 1:
+            raise CheckpointError(f"{files}: its logits are scaled (logit_scale={scale}), which heads here do not have")
+        key = "draft_vocab_size" if "draft_vocab_size" in config else "truncated_vocab_size"
+        draft = whole(config, key, sizes["vocab_size"])
+        if draft > sizes["vocab_size"]:
+            raise CheckpointError(f"{files}: {key}={draft} exceeds vocab_size={sizes['vocab_size']}")
+        return {**sizes, "num_heads": heads, "num_layers": layers, "draft_vocab_size": draft}
+
+    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
+        assert isinstance(head, MedusaConfig)
+        outputs = {f"lm_heads.{h}.weight": f"lm_heads.{h}.weight" for h in range(head.num_heads)}
+        return block_names(head, "blocks.{h}.layers.{l}.{what}") | outputs
+
+    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+        assert isinstance(head, MedusaConfig) and head.hidden_size and head.vocab_size and head.draft_vocab_size
+        vocab, draft, found = head.vocab_size, head.draft_vocab_size, files.shapes
+        if "token_map" in found:
+            made, looked_at = vocabulary.from_map(files, "token_map", vocab, draft), {"token_map"}
+        else:
+            if draft != vocab:
+                raise CheckpointError(
+                    f"{files}: it drafts {draft} of {vocab} tokens, and has no token_map that says which"
+                )
+            made, looked_at = vocabulary.from_ids(files, "token_map", torch.arange(vocab), vocab), set()
+        ids = torch.arange(draft) + made["d2t"]
+        shared, read = flag(files.config or {}, "original_lm_head"), dict[str, Tensor]()
+        for h in range(head.num_heads):
+            own = f"lm_heads.{h}.weight"
+            theirs = next((n for n in ("lm_head.weight", "lm_heads.0.weight") if n in found), own) if shared else own
+            if theirs not in found or not found[theirs].is_floating_point():
+                continue
+            # All rows of the vocabulary may be there: vLLM takes those in the map. Other shapes are told later.
+            whole_vocabulary = draft != vocab and tuple(found[theirs].shape) == (vocab, head.hidden_size)
+            if whole_vocabulary or (shared and tuple(found[theirs].shape) == (draft, head.hidden_size)):
+                if theirs not in read:
+                    rows = files.tensor(theirs)
+                    read[theirs] = rows[ids] if whole_vocabulary else rows
+                made[own] = read[theirs]
+                looked_at.add(theirs)
+        if not any(name.endswith(".bias") for name in found):
+            zeros = torch.zeros(head.hidden_size, dtype=getattr(torch, dtype_of(found)))
+            made |= {
+                f"blocks.{h}.{layer}.linear.bias": zeros
+                for h in range(head.num_heads)
+                for layer in range(head.num_layers)
+            }
+        return made, looked_at
+
+    def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
+        assert isinstance(head, MedusaConfig)
+        return tap_refusal(head, base)
+
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+        assert isinstance(head, MedusaConfig)
+        config = {
+            "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": head.hidden_size,
+            "vocab_size": head.vocab_size, "truncated_vocab_size": head.vocab_size, "num_heads": head.num_heads,
+            "num_hidden_layers": head.num_layers, "medusa_fc_bias": True, "original_lm_head": False,
+            "torch_dtype": dtype_of(tensors),
+        }  # fmt: skip
+        named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
+        if head.draft_vocab_size != head.vocab_size:
+            assert head.vocab_size
+            ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+            for h in range(head.num_heads):
+                named[f"lm_heads.{h}.weight"] = all_rows(tensors[f"lm_heads.{h}.weight"], ids, head.vocab_size)
+            named["token_map"], config["draft_vocab_size"] = ids, head.draft_vocab_size
+        return Written(config, named)
+
+
+def all_rows(rows: Tensor, ids: Tensor, vocab: int) -> Tensor:
+    """(Vd, H) of the tokens ids (Vd,) → (V, H), which drafts the same ones: every other token has the mean row, hence
+    the mean of their logits, which is never above the largest (zeros would be, where all logits are negative)."""
+    whole = rows.float().mean(0).to(rows.dtype).repeat(vocab, 1)
+    whole[ids] = rows
+    return whole
+
+
+FORMATS = (VllmMedusa(),)

@@ -1,0 +1,61 @@
+"""The draft vocabulary in foreign forms: offsets d2t with or without t2d, or a map of target ids.
+
+Shapes: V vocabulary, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specheads.heads.vocabulary import draft_offsets
+from specheads.models.formats.files import Files
+from specheads.models.saved_head import CheckpointError
+
+
+def from_offsets(files: Files, vocab: int, draft: int) -> tuple[dict[str, Tensor], set[str]]:
+    """Our d2t and t2d from the file's, and the names looked at. t2d may be missing, and both where Vd = V."""
+    looked_at = {"d2t", "t2d"} & set(files.shapes)
+    if "d2t" in looked_at:
+        ids = _integers(files, "d2t", draft)  # whose size is checked: what the config claims is not allocated
+        ids = ids + torch.arange(draft)
+    elif draft == vocab:
+        ids = torch.arange(vocab)
+    else:
+        raise CheckpointError(f"{files}: it drafts {draft} of {vocab} tokens, and has no d2t that says which")
+    made = from_ids(files, "d2t", ids, vocab)
+    if "t2d" in looked_at:
+        found = files.shapes["t2d"]
+        if found.shape != (vocab,) or found.is_floating_point():
+            raise CheckpointError(
+                f"{files}: t2d is {tuple(found.shape)} of {found.dtype}, not ({vocab},) of torch.bool"
+            )
+        if not torch.equal(files.tensor("t2d").bool(), made["t2d"]):
+            raise CheckpointError(f"{files}: t2d and d2t do not name the same {draft} tokens")
+    return made, looked_at
+
+
+def from_map(files: Files, name: str, vocab: int, draft: int) -> dict[str, Tensor]:
+    """Our d2t and t2d from a list of target ids (Vd,)."""
+    return from_ids(files, name, _integers(files, name, draft), vocab)
+
+
+def from_ids(files: Files, name: str, ids: Tensor, vocab: int) -> dict[str, Tensor]:
+    """d2t (Vd,) and t2d (V,) for target ids (Vd,). CheckpointError where they are no set of tokens."""
+    try:
+        d2t, t2d = draft_offsets(ids, vocab)
+    except ValueError as error:
+        raise CheckpointError(f"{files}: {name} {error}") from error
+    return {"d2t": d2t, "t2d": t2d}
+
+
+def _integers(files: Files, name: str, size: int) -> Tensor:
+    found = files.shapes[name]
+    if found.shape != (size,) or found.dtype not in (torch.int64, torch.int32):
+        raise CheckpointError(f"{files}: {name} is {tuple(found.shape)} of {found.dtype}, not ({size},) of torch.int64")
+    return files.tensor(name).long()
+
+
+def offsets(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """d2t and t2d as they are written: nothing where Vd = V, since vLLM raises on a d2t it does not expect."""
+    return {} if len(tensors["d2t"]) == len(tensors["t2d"]) else {"d2t": tensors["d2t"], "t2d": tensors["t2d"]}

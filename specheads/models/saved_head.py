@@ -1,0 +1,247 @@
+"""What a head checkpoint holds, read without its base and refused, with the reason, where it does not hold together."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.utils import cached_file
+from transformers.utils import logging as hf_logging
+
+from specheads.heads import HEADS, HeadConfig
+from specheads.heads.vocabulary import draft_offsets
+from specheads.hub import did_you_mean, may_be_repository
+from specheads.hub import options as hub_options
+from specheads.models.lora import JointConfig, is_adapter
+from specheads.models.weights_file import MOST_JSON, CheckpointError, header, tensors_of
+from specheads.options import listing, reason, shortened, shown
+
+if TYPE_CHECKING:
+    from specheads.models.spec_model import SpecConfig
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_TABLES, _NAMES = (
+    ("head", "base_fingerprint", "joint", "base_quantization"),
+    ("base_model_name_or_path", "base_revision"),
+)
+_MOST_NAME = 4096  # characters of a path
+_MOST_LENGTH = 2**40  # tokens of a text
+logger = hf_logging.get_logger(__name__)
+
+
+def head_tensors(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The head's part of a SpecModel's state dict, under the names it has there, contiguous and on the CPU."""
+    return {name: t.detach().to("cpu").contiguous() for name, t in state_dict.items() if name.startswith("head.")}
+
+
+def adapter_tensors(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same of the adapters that were trained with it, `base.…lora_…`."""
+    return {name: t.detach().to("cpu").contiguous() for name, t in state_dict.items() if is_adapter(name)}
+
+
+def misfits(tensors: dict[str, Tensor], config: HeadConfig) -> str:
+    """How `tensors` differ from what a head of these options holds, by name; "" where they do not."""
+    with torch.device("meta"):  # sizes only: nothing is allocated for what a file claims
+        own = {f"head.{name}": t for name, t in HEADS[config.kind](config).state_dict().items()}
+    missing, unexpected = set(own) - set(tensors), set(tensors) - set(own)
+    found = [f"{what} [{listing(names, 12, shown)}]" for what, names in
+             (("missing", missing), ("unexpected", unexpected)) if names]  # fmt: skip
+    for name, wanted in own.items():
+        given = tensors.get(name, wanted)
+        if given.shape != wanted.shape:
+            found.append(f"{name} has shape {shortened(tuple(given.shape))}, not {tuple(wanted.shape)}")
+        elif given.dtype != wanted.dtype and not (given.is_floating_point() and wanted.is_floating_point()):
+            found.append(f"{name} is {given.dtype}, not {wanted.dtype}")
+    return "; ".join(found[:16])
+
+
+@dataclass(frozen=True)
+class SavedHead:
+    """What a checkpoint holds: its config and the head's part of it, the tensors as `head.…`; folder: where it is."""
+
+    config: SpecConfig
+    head: HeadConfig
+    tensors: dict[str, Tensor]
+    folder: Path
+
+
+def read(source: Any, **hub: Any) -> SavedHead:
+    """A checkpoint without its base, from a directory or hub id; hub: revision, subfolder, token … of a hub id.
+
+    The config in the weights file is the one that counts, but for which base it is: that is read from config.json where
+    there is one, in which a user changes it. Raises CheckpointError with what is wrong and where, as for
+    a foreign form, which is read beside its base alone.
+    """
+    from specheads.models.formats.importing import detect
+
+    try:
+        return _read(source, hub)
+    except CheckpointError as error:
+        if (foreign := detect(source, hub)) is None:
+            raise
+        raise CheckpointError(
+            f"{source} holds {foreign.form.title}, which takes its base to be read: write it in our form first, with "
+            f"`specheads import {source} OUT`"
+        ) from error
+
+
+def _read(source: Any, hub: dict[str, Any]) -> SavedHead:
+    from specheads.models.spec_model import SpecConfig
+
+    beside = None
+    if path := _find(source, CONFIG, hub):
+        with open(path, "rb") as file:
+            beside = _parsed(file.read(MOST_JSON + 1), path)
+    weights = _find(source, WEIGHTS, hub)
+    if weights is None:
+        raise CheckpointError(f"{source} has no {WEIGHTS}: not a head checkpoint, or one that was never finished")
+    shapes, metadata = header(weights)
+    text = metadata.get("specheads_config")
+    stored = beside if text is None else _agreed(_parsed(text, f"the header of {weights}"), beside, source)
+    if stored is None:
+        raise CheckpointError(f"{source} has no {CONFIG}, nor a config in the header of {WEIGHTS}")
+    known = {name: stored.get(name) or None for name in (*_TABLES, *_NAMES, "trained_length")}
+    config = SpecConfig(**known, architectures=["SpecModel"])
+    try:
+        head = config.head_config()
+        joint = None if config.joint is None else JointConfig.of(config.joint)
+        adapters = {name: t for name, t in shapes.items() if joint and is_adapter(name)}
+        differing = misfits({name: t for name, t in shapes.items() if name not in adapters}, head)
+        differing = differing or ("" if joint is None else _rank_misfits(adapters, joint))
+    except (AssertionError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        why = reason(error) or _left_out(config)  # a head asserts that it has sizes
+        raise CheckpointError(f"{source}: its config does not describe a head this version knows: {why}") from error
+    if differing:
+        raise CheckpointError(f"{source}: the tensors do not fit its head: {differing}")
+    tensors = tensors_of(weights, shapes)
+    _refuse_odd_vocabulary(weights, tensors)
+    return SavedHead(config, head, tensors, Path(weights).parent)
+
+
+def _left_out(config: SpecConfig) -> str:
+    head = config.head_config()
+    return f"sizes are missing or null, among {listing(f.name for f in fields(head) if getattr(head, f.name) is None)}"
+
+
+def _rank_misfits(adapters: dict[str, Tensor], joint: JointConfig) -> str:
+    """How adapters differ from the rank they are said to have; "" where they do not."""
+    wrong = []
+    for name, t in adapters.items():
+        first = name.rpartition(".lora_")[2].partition(".")[0].endswith("A")  # (r, n), and B is (n, r)
+        if not t.is_floating_point() or t.dim() != 2 or t.shape[0 if first else 1] != joint.r:
+            wrong.append(f"{shortened(name)} has shape {shortened(tuple(t.shape))}, and lora.r={joint.r}")
+    return wrong[0] if wrong else ""
+
+
+def _refuse_odd_vocabulary(path: Any, tensors: dict[str, Tensor]) -> None:
+    """CheckpointError where d2t and t2d of a head are no draft vocabulary; drafts would lie outside the base's."""
+    d2t, t2d = tensors.get("head.d2t"), tensors.get("head.t2d")
+    if d2t is None or t2d is None:
+        return
+    try:
+        _, drafted = draft_offsets(torch.arange(len(d2t)) + d2t, len(t2d))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: head.d2t {error}; copy or train it again") from error
+    if not torch.equal(drafted, t2d):
+        raise CheckpointError(f"{path}: head.t2d and head.d2t do not name the same {len(d2t)} tokens")
+
+
+def _agreed(inside: dict[str, Any], beside: dict[str, Any] | None, source: Any) -> dict[str, Any]:
+    """The config `inside` the weights file, of the base that the one `beside` it names; a warning where they say
+    different things of the head."""
+    if beside is None:
+        return inside
+    name, revision = _NAMES
+    agreed = dict(inside)
+    if name in beside and beside[name] != inside.get(name):
+        logger.info("%s: its base is %s by %s, and %s by the header of %s; the former is taken", source,
+                    shown(beside[name]), CONFIG, shown(inside.get(name)), WEIGHTS)  # fmt: skip
+        agreed[name] = beside[name]
+        agreed[revision] = None  # of the other base, unless it was changed too
+    if revision in beside and beside[revision] != inside.get(revision):
+        agreed[revision] = beside[revision]
+    differing = []
+    for table in _TABLES:
+        ours, theirs = inside.get(table) or {}, beside.get(table) or {}
+        for option in sorted(ours.keys() | theirs.keys()) if table in beside else ():
+            if not _same(ours.get(option), theirs.get(option)):
+                differing.append(f"{table}.{shortened(option)} is {shown(ours.get(option))}, not "
+                                 f"{shown(theirs.get(option))}")  # fmt: skip
+    if differing:
+        more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
+        logger.warning(
+            "%s: the header of %s says otherwise than %s, and counts: %s%s. To change options, change those of the "
+            "head in memory and save it again", source, WEIGHTS, CONFIG, "; ".join(differing[:4]), more,
+        )  # fmt: skip
+    return agreed
+
+
+def _same(one: object, other: object) -> bool:
+    try:
+        return one == other
+    except RecursionError:  # nested deeper than any option
+        return False
+
+
+def _parsed(text: str | bytes, where: Any) -> dict[str, Any]:
+    from specheads.models.spec_model import SpecConfig
+
+    if len(text) > MOST_JSON:
+        raise CheckpointError(f"{where} has a config of more than {MOST_JSON:,} bytes; those of heads have thousands")
+    try:
+        stored = json.loads(text)
+    except (ValueError, RecursionError) as error:  # nested deeper than any config
+        raise CheckpointError(f"{where} is not JSON ({reason(error)}); copy or save the checkpoint again") from error
+    kind = stored.get("model_type") if isinstance(stored, dict) else None
+    if kind != SpecConfig.model_type:
+        raise CheckpointError(
+            f"{where} is not the config of a draft head (model_type={shown(kind)}); a base model is given a head with "
+            "specheads.convert()"
+        )
+    for name in _TABLES:
+        if not isinstance(stored.get(name) or {}, dict):
+            raise CheckpointError(f"{where}: {name} should be a table of options, not {shown(stored[name])}")
+    length = stored.get("trained_length")
+    if length is not None and (type(length) is not int or not 1 <= length <= _MOST_LENGTH):
+        raise CheckpointError(f"{where}: trained_length should be a whole number of tokens, not {shown(length)}")
+    for name in _NAMES:
+        value = stored.get(name)
+        if value is not None and not (
+            isinstance(value, str) and len(value) <= _MOST_NAME and min(value, default=" ") >= " "
+        ):
+            raise CheckpointError(f"{where}: {name} should be a name or a path, not {shown(value)}")
+    return stored
+
+
+def _find(source: Any, name: str, hub: dict[str, Any]) -> str | None:
+    """The path of one file of a checkpoint; None where a directory does not hold it."""
+    folder = Path(source) / hub.get("subfolder", "")
+    if folder.is_dir():
+        if (folder / name).is_file():
+            return str(folder / name)
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLES)
+        if name == WEIGHTS and pickles:
+            raise CheckpointError(
+                f"{folder} has no {WEIGHTS}, and its pickles {pickles} are not loaded, since a pickle can run code"
+            )
+        return None
+    if folder.is_file() or not may_be_repository(str(source)):
+        raise CheckpointError(
+            f"{folder} is not a directory with {CONFIG} and {WEIGHTS}, nor a hub id (owner/name)"
+            f"{did_you_mean(str(source))}"
+        )
+    try:
+        options = {**hub_options(source, **hub), **hub}
+    except FileNotFoundError as error:
+        raise CheckpointError(str(error)) from error
+    try:
+        return cached_file(str(source), name, **options)
+    except OSError as error:
+        raise CheckpointError(
+            f"{source} is neither a directory nor a hub repository with {name}: {reason(error)}"
+        ) from error

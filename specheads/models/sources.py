@@ -1,0 +1,206 @@
+"""What a command decodes with: the target, and all that can draft for it, by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+from specheads.cli.commands import arguments
+from specheads.decoding.drafters import Cascade, Drafter, DraftModel, MaxGram, NGram, NGramStorage, PromptLookup
+from specheads.decoding.drafters.bigram import load_bigrams
+from specheads.decoding.drafters.model import refuse_other_kind
+from specheads.decoding.drafters.named import OF_TEXT
+from specheads.decoding.target.causal import text_config
+from specheads.heads import DraftHead
+from specheads.hub import options as hub_options
+from specheads.models.convert import load_head
+from specheads.models.formats.importing import detect
+from specheads.models.loading import load_language_model
+from specheads.models.quantized import quantization
+from specheads.models.spec_model import SpecConfig
+from specheads.options import nearest, shown
+
+ORDER = 3  # tokens of an n-gram
+QUANTIZE = {"4bit": 4, "8bit": 8}
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Which of a command's options say what drafts. draft=False: nothing does, and no other option is given.
+
+    ValueError, in one line, for options that contradict one another."""
+
+    assistant: str | None = None
+    name: str | None = None
+    k_matrix: str | None = None
+    leniency: float = 1.0
+    draft: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.draft and (self.assistant or self.name):
+            option = "--assistant" if self.assistant else "--drafter"
+            raise ValueError(f"{option} says what drafts and --no-draft that nothing does; give one of them")
+        if self.assistant and self.name not in (None, "model"):
+            raise ValueError(f"--assistant and --drafter {self.name} both say what drafts; give one of them")
+        cascade = (self.name or "").startswith("cascade:")
+        if cascade and self.k_matrix is None:
+            raise ValueError(f"--drafter {self.name} takes --k-matrix, [[5,8],[0,8]] say: a row for each reviewer")
+        if not cascade and (self.k_matrix is not None or self.leniency != 1):
+            raise ValueError("--k-matrix and --leniency are of a cascade; give --drafter cascade:DRAFTER+DRAFTER…")
+
+    def drafter(self, models: Models) -> tuple[str | None, Drafter | None]:
+        """What drafts, and how it is called in a table; None for both where nothing does."""
+        if not self.draft:
+            return None, None
+        name = self.name or models.best
+        if not name.startswith("cascade:"):
+            return described(name, models.drafter(name)), models.drafter(name)
+        try:
+            rows = json.loads(self.k_matrix or "")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--k-matrix {self.k_matrix!r} is no JSON such as [[5,8],[0,8]]: {error}") from error
+        return name, models.cascade(name, rows, self.leniency)
+
+
+@dataclass
+class Models:
+    """The target and its tokenizer, and the drafters loaded so far: `head` and `model` where the command line gave
+    them, others by the name they were asked for. quantize: the target and draft models are in 4bit or 8bit."""
+
+    target: PreTrainedModel
+    tokenizer: Any
+    drafters: dict[str, Drafter] = field(default_factory=dict)
+    quantize: str | None = None
+
+    @classmethod
+    def load(
+        cls, source: str, *, assistant: str | None = None, base: str | None = None, dtype: str = "auto",
+        device: str = "auto", quantize: str | None = None,
+    ) -> Models:  # fmt: skip
+        """source: a head checkpoint, or a plain Hugging Face model. quantize: the target and draft models in 4bit or
+        8bit, one of QUANTIZE; heads stay as they are. ValueError, OSError or ImportError with the reason."""
+        wanted, place = arguments.placement(dtype, device)
+        options = quantized_options(quantize, wanted, place)
+        arguments.refuse_unshipped(source)
+        if holds_head(source):
+            model, tokenizer = arguments.load(source, base, dtype, device, **options)
+            models = cls(model.base, tokenizer, {"head": model.head}, quantize)
+        elif base is not None:
+            raise ValueError(f"--base: {source} is a whole model, and no head that would stand on another base")
+        else:
+            target = load_language_model(source, dtype=wanted or "auto", **options, **hub_options(source))
+            models = cls(placed(target, place), tokenizer_of(source), quantize=quantize)
+        if assistant is not None:
+            models.drafters["model"] = models.draft_model(assistant)
+        return models
+
+    @property
+    def best(self) -> str:
+        """The drafter to begin with."""
+        return next((name for name in ("model", "head") if name in self.drafters), "lookup")
+
+    def names(self) -> list[str]:
+        """What `drafter` takes besides models that it has not loaded yet."""
+        return [*OF_TEXT, *(name for name in self.drafters if name not in OF_TEXT)]
+
+    def drafter(self, name: str) -> Drafter:
+        """By name, loaded when it is first asked for: `head`, `model`, `lookup[:TOKENS]`, `ngram[:ORDER]`,
+        `maxgram[:BIGRAMS]`, `model:PATH` (of the target's vocabulary), or the path of a head or of a model (of any).
+        ValueError or OSError where there is none."""
+        if name not in self.drafters:
+            self.drafters[name] = self._load(name)
+        return self.drafters[name]
+
+    def cascade(self, name: str, k_matrix: Any, leniency: float = 1.0, notation: str = "incremental") -> Cascade:
+        """`cascade:DRAFTER+DRAFTER…`; the options are those of `Cascade`."""
+        drafts = [self.drafter(part) for part in name.removeprefix("cascade:").split("+")]
+        return Cascade(drafts, k_matrix, leniency, notation)
+
+    def draft_model(self, source: str, *, through_text: bool = True) -> DraftModel:
+        """A smaller model; through_text: of a vocabulary that may be another than the target's."""
+        options = quantized_options(self.quantize, self.target.dtype, self.target.device)
+        small = load_language_model(source, dtype=self.target.dtype, **options, **hub_options(source))
+        refuse_other_kind(small, self.target)
+        small = placed(small, self.target.device)
+        if not through_text:
+            return DraftModel(small)
+        return DraftModel(small, tokenizer=tokenizer_of(source), target_tokenizer=self.tokenizer)
+
+    def _load(self, name: str) -> Drafter:
+        kind, _, rest = name.partition(":")
+        known = ["head", "model", *OF_TEXT]
+        if kind not in known and (near := nearest(name, known)) and "/" not in name and not Path(name).exists():
+            raise ValueError(f"unknown drafter {shown(name)}; did you mean {near!r}?")
+        if name in ("head", "model"):
+            how = "a head checkpoint as MODEL" if name == "head" else "--assistant SMALL_MODEL"
+            raise ValueError(f"there is no {name} to draft with: start with {how}, or name a checkpoint")
+        if kind == "cascade":
+            raise ValueError(f"drafter {name!r} takes a k-matrix: give it where there is an option for one")
+        if kind == "model":
+            return self.draft_model(rest, through_text=False)
+        if kind == "maxgram":
+            return MaxGram(bigrams=load_bigrams(rest, text_config(self.target).vocab_size) if rest else None)
+        if kind in OF_TEXT:
+            try:
+                number = int(rest) if rest else None
+            except ValueError as error:
+                raise ValueError(f"drafter {name!r}: {rest!r} is not a whole number") from error
+            if kind == "lookup":
+                return PromptLookup() if number is None else PromptLookup(num_tokens=number)
+            return NGram(storage=NGramStorage(ORDER if number is None else number, text_config(self.target).vocab_size))
+        try:
+            is_head = holds_head(name)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error}; without a checkpoint: {', '.join(known)}") from error
+        if is_head:
+            return load_head(self.target, name, dtype=self.target.dtype).head
+        return self.draft_model(name)
+
+
+def holds_head(source: str) -> bool:
+    """Is it a head checkpoint, in our form or a foreign one, rather than a whole model? Where nothing can be read too:
+    the loading of heads says why."""
+    if detect(source, hub_options(source)) is not None:
+        return True
+    try:
+        config = AutoConfig.from_pretrained(source, **hub_options(source))
+    except OSError:
+        return True
+    return isinstance(config, SpecConfig)
+
+
+def quantized_options(quantize: str | None, dtype: torch.dtype | None, place: torch.device) -> dict[str, Any]:
+    """What loads a model in 4bit or 8bit, computed in `dtype`; nothing for None. ValueError for another name,
+    ImportError where the library is missing."""
+    if quantize is None:
+        return {}
+    if quantize not in QUANTIZE:
+        raise ValueError(f"--quantize {shown(quantize)}: known: {', '.join(QUANTIZE)}")
+    try:
+        config = quantization(QUANTIZE[quantize], dtype or torch.bfloat16)
+    except ImportError:
+        raise ImportError(f"--quantize {quantize} needs bitsandbytes: pip install bitsandbytes") from None
+    return {"quantization_config": config, "device_map": {"": place}}
+
+
+def placed(model: Any, device: torch.device) -> PreTrainedModel:
+    """A model in eval mode on the device, where loading has not put it anywhere itself."""
+    return (model if getattr(model, "hf_device_map", None) else model.to(device)).eval()
+
+
+def tokenizer_of(source: str) -> Any:
+    return AutoTokenizer.from_pretrained(source, **hub_options(source))
+
+
+def described(name: str, drafter: Drafter) -> str:
+    """`eagle3 head`, `draft model Qwen/Qwen3-0.6B`, `lookup`."""
+    if isinstance(drafter, DraftHead):
+        return f"{drafter.config.kind} head"
+    if isinstance(drafter, DraftModel):
+        return f"draft model {drafter.small.name_or_path}"
+    return name

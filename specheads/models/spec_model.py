@@ -1,0 +1,358 @@
+"""SpecModel: a frozen base and the draft head beside it; forward() is the loss, generate() decodes with tree drafts."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from specheads.decoding import generate as generation
+from specheads.decoding.drafters.base import Drafter
+from specheads.decoding.drafters.named import either
+from specheads.decoding.planner import StaticTree
+from specheads.decoding.planner.named import static_choices
+from specheads.decoding.target.causal import logits_of
+from specheads.heads import HEADS, DraftHead, HeadConfig, TapBatch
+from specheads.heads.naming import head_kind
+from specheads.losses.teacher import LiveTeacher, Teacher, packed_mask, tapped
+from specheads.models import checkpoint
+from specheads.models.lora import JointConfig, adapters, base_loss, is_adapter
+
+
+class SpecConfig(PreTrainedConfig):
+    """What config.json of a head checkpoint holds: the head's options, which base it was trained for and how that was
+    quantised, where adapters were trained with it (joint), their options, and trained_length, the tokens of the longest
+    text it was trained on (None: not recorded)."""
+
+    model_type = "specheads"
+
+    def __init__(
+        self,
+        head: dict[str, Any] | None = None,
+        base_model_name_or_path: str | None = None,
+        base_revision: str | None = None,
+        base_fingerprint: dict[str, Any] | None = None,
+        joint: dict[str, Any] | None = None,
+        base_quantization: dict[str, Any] | None = None,
+        trained_length: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.head = head or {}
+        self.base_model_name_or_path = base_model_name_or_path
+        self.base_revision = base_revision
+        self.base_fingerprint = base_fingerprint or {}
+        self.joint = joint
+        self.base_quantization = base_quantization
+        self.trained_length = trained_length
+
+    @classmethod
+    def of(
+        cls, head: HeadConfig, name: str | None, revision: str | None, fingerprint: dict[str, Any],
+        quantization: dict[str, Any] | None = None,
+    ) -> SpecConfig:  # fmt: skip
+        """The record of a head of these (filled) options beside the base of that name, revision and fingerprint."""
+        return cls(
+            head=head.to_dict(), base_model_name_or_path=name, base_revision=revision, base_fingerprint=fingerprint,
+            base_quantization=quantization, architectures=["SpecModel"],
+        )  # fmt: skip
+
+    def head_config(self) -> HeadConfig:
+        options = dict(self.head)
+        return HEADS[head_kind(options.pop("kind", None))].Config.from_options(options)
+
+
+@dataclass
+class SpecOutput(ModelOutput):
+    """loss: the head's; ranks and overlaps (R', S) and terms: see DraftHead.loss."""
+
+    loss: Tensor | None = None
+    ranks: Tensor | None = None
+    overlaps: Tensor | None = None
+    terms: dict[str, Tensor] | None = None
+
+
+class SpecModel(PreTrainedModel):
+    """A frozen base model and the draft head beside it."""
+
+    config_class = SpecConfig
+    base_model_prefix = "base"
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _keys_to_ignore_on_save = None
+
+    def __init__(self, config: SpecConfig, base: PreTrainedModel, head: DraftHead) -> None:
+        super().__init__(config)
+        self.base = base.requires_grad_(False).eval()
+        self.head = head
+        self.note_trained_length(config.trained_length)
+        self.joint = None if config.joint is None else JointConfig.of(config.joint)
+        self.progress = 1.0  # share of the run that is done, which a trainer tells
+        self.draw_seed: int | None = None  # TapBatch.seed, which it tells too
+        if self.joint is not None:
+            for adapter in adapters(base):
+                adapter.requires_grad_(True)
+        # A plain Trainer that restores a head-only file must not call the base's tensors missing.
+        self._keys_to_ignore_on_save = [f"base.{name}" for name in base.state_dict() if not self._is_trained(name)]
+        # What launchers ask a model for: which weights are tied, which layers to shard as a whole, what is where.
+        tied = getattr(base, "all_tied_weights_keys", None) or {}
+        self.all_tied_weights_keys = {f"base.{name}": f"base.{source}" for name, source in tied.items()}
+        self._no_split_modules = base._no_split_modules
+        if placed := getattr(base, "hf_device_map", None):
+            self.hf_device_map = {f"base.{name}": device for name, device in placed.items()}
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        return self.base.generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: GenerationConfig) -> None:
+        if "base" in self._modules:
+            self.base.generation_config = value
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.base.get_input_embeddings()
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.base.get_output_embeddings()
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> torch.nn.Embedding:
+        raise ValueError("the base is frozen and the head has its vocabulary; resize the base before convert()")
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        return True
+
+    def head_state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, under the names of this model: the head's tensors, `head.…`, and the adapters'."""
+        trained = {f"base.{name}": t for name, t in self.base.state_dict().items() if self._is_trained(name)}
+        return {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()} | trained
+
+    def _is_trained(self, name: str) -> bool:
+        """Is this tensor of the base an adapter that learns with the head?"""
+        return self.joint is not None and is_adapter(name)
+
+    def train(self, mode: bool = True) -> SpecModel:
+        super().train(mode)
+        self.base.eval()  # frozen: its dropout stays off
+        if self.joint is not None:
+            for name, module in self.base.named_modules():
+                if name.endswith("lora_dropout"):
+                    module.train(mode)
+        return self
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        """The head's loss on input_ids (B, T).
+
+        labels (B, T): −100 where token t is not to be learnt (HF's convention, before any shift), or loss_mask
+        (B, T), true where it is; with neither this is the base's own forward, and its own output.
+        document_ids (B, T): 1, 2 … for packed documents, which do not see one another; 0 is padding.
+        """
+        if labels is not None and loss_mask is not None:
+            raise ValueError("give labels or loss_mask, not both")
+        if labels is None and loss_mask is None:
+            if document_ids is not None:
+                raise ValueError("packed documents (document_ids) need labels or loss_mask, to say what is learnt")
+            return self.base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids) if document_ids is None else (document_ids > 0).long()
+        documents = attention_mask.long() if document_ids is None else document_ids
+        packed = document_ids is not None and bool((document_ids > 1).any())
+        if position_ids is None:
+            position_ids = positions_of(documents)
+        supervised = (labels != -100) if labels is not None else loss_mask.bool()  # type: ignore[union-attr]
+        features, teacher = self.seen(input_ids, attention_mask, position_ids, documents if packed else None, **kwargs)
+        batch = TapBatch(
+            tokens=input_ids,
+            features=features,
+            teacher=teacher,
+            supervised=supervised & (documents > 0),
+            documents=documents,
+            position_ids=position_ids,
+            embed=self.base.get_input_embeddings(),
+            lm_head=lambda hidden: logits_of(self.base, hidden),
+            num_items=num_items_in_batch,
+            seed=self.draw_seed,
+        )
+        loss, terms = self.head.loss(batch)
+        if self.joint is not None:
+            assert isinstance(teacher, LiveTeacher)
+            mask = packed_mask(self.base, documents, position_ids) if packed else attention_mask
+            own = base_loss(self.joint, batch, teacher, self.base, mask)
+            loss = own + self.joint.weight(self.progress) * loss
+            terms["base"] = own.detach()
+        return SpecOutput(loss, terms.pop("ranks", None), terms.pop("overlaps", None), terms)
+
+    def seen(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, documents: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Teacher]:
+        """What the base makes of a batch: the tapped features (B, T, F), and its law. documents: of packed rows."""
+        mask = attention_mask if documents is None else packed_mask(self.base, documents, position_ids)
+        with torch.set_grad_enabled(self.joint is not None and torch.is_grad_enabled()):
+            return tapped(self.base, input_ids, mask, position_ids, self.head.layers)
+
+    def note_trained_length(self, length: int | None) -> None:
+        """The head has been trained on texts of so many tokens; that of the longest is kept, and saved with it."""
+        self.config.trained_length = max(length or 0, self.config.trained_length or 0) or None
+        self.head.trained_length = self.config.trained_length if self.head.attends else None
+
+    def set_default_tree(self, tree: StaticTree | str | tuple[tuple[int, ...], ...] | None) -> None:
+        """The static tree to draft unless generate() is told another, saved with the head: the tree, its text
+        ("static:16", "chain:4"), or its choices; None: the usual one of its kind. ValueError for what is none.
+        """
+        choices = static_choices(tree) if isinstance(tree, str | StaticTree) else tree
+        self.head.config = replace(self.head.config, tree=choices)
+        self.config.head = self.head.config.to_dict()
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *,
+        draft: Drafter | str | bool | None = True,
+        drafter: Drafter | str | None = None,
+        **kwargs: Any,
+    ) -> Tensor | ModelOutput:
+        """Hugging Face's generate() with tree drafts: the same arguments, the same text, in fewer passes.
+
+        draft: True or "head" for this model's head, False for plain decoding through the same loop, "lookup", "ngram",
+        "maxgram", or any other drafter; drafter: another name of it. tree: a plan (`DynamicTree`, `StaticTree`,
+        `chain`, `SampledTree`; default: the head's) or its text, "chain:3". accept: the rule (default `Exact`; lossless
+        as it is: `Block`, `Traversal`; not lossless: `Fuzzy`, `Typical` and others) or its text, "fuzzy:js:0.2". seed:
+        of the sampling. With return_dict_in_generate=True the output also has `steps` and `statistics()`. Stopping
+        criteria are asked row by row, after each token.
+        """
+        found = either(draft, drafter, self.head, default=True)
+        return generation.generate(self.base, inputs, draft=found, **kwargs)
+
+    def gradient_checkpointing_enable(  # type: ignore[override]
+        self,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Make the activations of the head's blocks again in the backward pass instead of keeping them; the frozen base
+        keeps none. gradient_checkpointing_kwargs: torch's checkpoint() takes them."""
+        options = dict(gradient_checkpointing_kwargs or {})
+        if options.pop("use_reentrant", False):
+            raise ValueError("use_reentrant=true gives blocks of frozen features no gradients; leave it out")
+        if every_n_layers != 1 or offload:
+            raise ValueError(f"every_n_layers={every_n_layers}, offload={offload}: heads recompute every block or none")
+        if self.joint is not None:
+            raise ValueError(
+                "gradient checkpointing is of the head alone, and a base with adapters keeps more; leave it"
+            )
+        self.head.checkpointing = options
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.head.checkpointing = None
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return self.head.checkpointing is not None
+
+    is_activation_checkpointing = is_gradient_checkpointing
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Write the head alone: model.safetensors and config.json, atomically; push_to_hub=True uploads it too.
+
+        state_dict: gathered by a launcher that shards parameters. repo_id and what else `push_to_hub` takes go there.
+        """
+        if is_main_process:
+            checkpoint.save(self, save_directory, state_dict)
+            if push_to_hub:
+                self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **{"run": save_directory, **kwargs})
+
+    def push_to_hub(  # type: ignore[override]
+        self, repo_id: str, *, run: Any = None, license: str | None = None, **options: Any
+    ) -> str:
+        """Upload the head with a model card written from its run: figures, recipe, curves, how to serve it elsewhere.
+
+        run: the folder of the training run (default: where the head was loaded from). license: of the head. options:
+        commit_message, private, token, revision, create_pr. A card that is on the hub already stays as it is. A base
+        that is a folder of this machine is not named: whoever loads the head gives base=.
+        """
+        from specheads.hub import upload
+        from specheads.models import card
+
+        with tempfile.TemporaryDirectory() as temporary:
+            folder, named = Path(temporary), self.config.base_model_name_or_path
+            try:
+                if named and Path(named).is_dir():
+                    self.config.base_model_name_or_path = None
+                checkpoint.save(self, folder)
+            finally:
+                self.config.base_model_name_or_path = named
+            card.write(self, folder, run, repo_id=repo_id, license=license)
+            return upload(folder, repo_id, **options)
+
+    def export(
+        self, out: Any, to: str, *, dtype: torch.dtype | str | None = None, embeddings: bool = False,
+        gguf: Path | str | None = None,
+    ) -> Path:  # fmt: skip
+        """Write the head into the directory `out` in the form of another program, with a README that serves it.
+
+        to: vllm, sglang, trtllm, llamacpp, speculators, eagle, medusa, modelopt or hydra. See formats.exporting.export.
+        """
+        from specheads.models.formats.exporting import export
+
+        return export(self, out, to, dtype=dtype, embeddings=embeddings, gguf=gguf)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> SpecModel:
+        """Restore base + head from a directory or hub id, in the form of this library or a foreign one, which is
+        recognised by its files and said in the log. base=: another base model (or its name) for the head; revision,
+        subfolder, token … say where the head is, dtype is that of both, allow_pickle=True reads a foreign form's
+        pickles as tensors, allow_nonfinite=True takes NaN and Inf among the weights; the rest (device_map,
+        attn_implementation …) goes to the loading of the base."""
+        return checkpoint.load(pretrained_model_name_or_path, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config: SpecConfig, **kwargs: Any) -> SpecModel:
+        raise ValueError(
+            "a config alone makes no SpecModel: give a base a head with convert(), or use from_pretrained()"
+        )
+
+
+def positions_of(documents: Tensor) -> Tensor:
+    """(B, T) document ids → position of each token in its document; 0 at padding."""
+    place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    fresh = torch.ones_like(documents, dtype=torch.bool)
+    fresh[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    start = torch.where(fresh, place, 0).cummax(1).values
+    return torch.where(documents > 0, place - start, 0)
+
+
+AutoConfig.register(SpecConfig.model_type, SpecConfig)
+AutoModelForCausalLM.register(SpecConfig, SpecModel)

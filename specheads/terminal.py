@@ -1,0 +1,162 @@
+"""What the commands show: text coloured by draft depth, tables, progress. Plain text where there is no terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from specheads.decoding.text import TextPieces
+
+# Index is the draft depth; 0 is the target's own token. Deeper drafts share the last style.
+DEPTH_STYLES = ("", "green", "cyan", "blue", "magenta", "yellow", "red", "bright_red")
+# Styles of drafted tokens, and of the target's own; without a terminal they are told apart as in a word diff.
+ACCEPTED, REFUSED, OWN = "green", "red strike", "blue"
+MARKS = {ACCEPTED: ("{+", "+}"), REFUSED: ("[-", "-]"), OWN: ("", "")}
+_LOG_WIDTH = 110  # of tables and rules in a log file
+_LOG_EVERY = 15.0  # seconds between two progress lines there
+
+Report = Callable[[float, str], None]
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """On stdout or stderr as they are now; without a terminal it writes no control characters."""
+    file = sys.stderr if stderr else sys.stdout
+    terminal = file.isatty()
+    return Console(
+        file=file,
+        force_terminal=terminal,
+        color_system="auto" if terminal else None,
+        width=None if terminal else _LOG_WIDTH,
+        highlight=False,
+        # Text is text: a rule `fuzzy:tv:0.1` is no television, and a k-matrix [[5, 8], …] no style.
+        markup=False,
+        emoji=False,
+        soft_wrap=not terminal,
+    )
+
+
+def depth_style(depth: int) -> str:
+    return DEPTH_STYLES[min(depth, len(DEPTH_STYLES) - 1)]
+
+
+def printable(text: str) -> str:
+    """The text with control characters other than newline and tab spelt out, so that a model cannot steer a
+    terminal."""
+    shown = (c if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f") else repr(c)[1:-1] for c in text)
+    return "".join(shown)
+
+
+def legend() -> Text:
+    """One line that says which colour is which draft depth."""
+    line = Text("the model's own token", style=DEPTH_STYLES[0])
+    line.append("   accepted drafts at depth")
+    for depth in range(1, len(DEPTH_STYLES)):
+        more = "+" if depth == len(DEPTH_STYLES) - 1 else ""
+        line.append(f" {depth}{more}", style=DEPTH_STYLES[depth])
+    return line
+
+
+class TokenStream:
+    """A streamer for generate() that prints one row's text step by step, each token in the style of its draft depth.
+
+    Call close() behind generate() with how many tokens of the last step were drafted: the last token of a step is
+    the target's own unless the text stopped at a draft, which only the finished steps tell.
+    """
+
+    def __init__(self, console: Console, tokenizer: Any, *, colored: bool) -> None:
+        self.console, self.colored = console, colored
+        self.pieces = TextPieces(tokenizer)
+        self.prompt_seen = False
+        self.held: int | None = None
+        self.depths: list[int] = []
+
+    def put(self, value: Any) -> None:
+        if not self.prompt_seen:  # Hugging Face puts the prompt first
+            self.prompt_seen = True
+            return
+        self._flush(0)
+        *drafted, self.held = value.flatten().tolist()
+        for depth, token in enumerate(drafted, start=1):
+            self._show(token, depth)
+        self.drafted = len(drafted)
+
+    def end(self) -> None:
+        """Part of the streamer protocol; what is held waits for close()."""
+
+    def close(self, accepted: int) -> None:
+        self._flush(accepted if self.held is not None and accepted > self.drafted else 0, last=True)
+
+    def _flush(self, depth: int, *, last: bool = False) -> None:
+        if self.held is not None:
+            self._show(self.held, depth, last=last)
+            self.held = None
+
+    def _show(self, token: int, depth: int, *, last: bool = False) -> None:
+        self.depths.append(depth)
+        write(self.console, self.pieces.add(token, last=last), depth_style(depth) if self.colored else "")
+
+
+def write(console: Console, text: str, style: str = "") -> None:
+    """Print text as it is, without a line end: styled and made harmless on a terminal, verbatim elsewhere."""
+    if console.is_terminal:
+        console.print(Text(printable(text), style=style), end="", soft_wrap=True)
+    else:
+        console.file.write(text)
+    console.file.flush()
+
+
+def depth_counts(depths: Sequence[int]) -> str:
+    """`61 of 96 tokens were drafted: 40 at depth 1, 21 at depth 2`."""
+    drafted = [d for d in depths if d]
+    each = ", ".join(f"{drafted.count(d)} at depth {d}" for d in sorted(set(drafted)))
+    return f"{len(drafted)} of {len(depths)} tokens were accepted drafts" + (f": {each}" if each else "")
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> Table:
+    """The first `left` columns left, the others right."""
+    made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    for i, name in enumerate(columns):
+        made.add_column(name, justify="right" if i >= left else "left", no_wrap=bool(i))
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def as_text(shown: Table) -> str:
+    """A table as plain lines as wide as it is, for what does not print on a console, which would cut it."""
+    file = io.StringIO()
+    Console(file=file, width=1000, color_system=None, markup=False, emoji=False).print(shown)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+
+
+@contextmanager
+def progress(console: Console, what: str, *, clock: Callable[[], float] = time.monotonic) -> Iterator[Report]:
+    """A progress bar; the block calls report(fraction, note). In a log file it is a line every few seconds."""
+    if console.is_terminal:
+        columns = (
+            TextColumn("{task.description}", markup=False), BarColumn(bar_width=30),
+            TextColumn("{task.percentage:3.0f}%"), TextColumn("{task.fields[note]}", markup=False), TimeElapsedColumn(),
+        )  # fmt: skip
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task(what, total=1.0, note="")
+            yield lambda fraction, note: bar.update(task, completed=fraction, note=note)
+        return
+    began, shown, done = clock(), clock() - _LOG_EVERY, False
+
+    def report(fraction: float, note: str) -> None:
+        nonlocal shown, done
+        if not done and (clock() - shown >= _LOG_EVERY or fraction >= 1):
+            shown, done = clock(), fraction >= 1
+            console.print(f"{what} {fraction:.0%}  {note}  {clock() - began:.0f} s")
+
+    yield report

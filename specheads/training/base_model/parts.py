@@ -1,0 +1,106 @@
+"""Tokenizer, model, teacher and optimizers of a base model to be trained."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from specheads.training.base_model.options import Options
+
+SPECIAL = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|pad|>"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}<|user|>{{ m['content'] }}"
+    "{% elif m['role'] == 'assistant' %}<|assistant|>{% generation %}{{ m['content'] }}<|endoftext|>{% endgeneration %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE(byte_fallback=False))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    )
+    end, user, assistant, pad = SPECIAL
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=end,
+        eos_token=end,
+        pad_token=pad,
+        extra_special_tokens=[user, assistant],
+        model_max_length=1024,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
+    """One stream of ids, each file behind an <|endoftext|>."""
+    ids: list[int] = []
+    for row in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+        ids += [tokenizer.bos_token_id, *row]
+    return np.array(ids, dtype=np.int64)
+
+
+def with_layers(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+    """More layers: the same function, the new ones copies whose output projections are zero, spread evenly.
+    Fewer: some of the model's own, spread evenly, its first and last among them."""
+    old = model.config.num_hidden_layers
+    if layers < old:
+        kept = [round(i * (old - 1) / max(1, layers - 1)) for i in range(layers)]
+        stack = torch.nn.ModuleList(model.model.layers[i] for i in kept)
+    else:
+        after = [round((i + 1) * old / (layers - old)) - 1 for i in range(layers - old)]
+        stack = torch.nn.ModuleList()
+        for i, layer in enumerate(model.model.layers):
+            stack.append(layer)
+            for _ in range(after.count(i)):
+                new = copy.deepcopy(layer)
+                torch.nn.init.zeros_(new.self_attn.o_proj.weight)
+                torch.nn.init.zeros_(new.mlp.down_proj.weight)
+                stack.append(new)
+    for i, layer in enumerate(stack):
+        layer.self_attn.layer_idx = i  # type: ignore[union-attr]
+    model.model.layers = stack
+    model.config.num_hidden_layers = layers
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = [model.config.layer_types[0]] * layers
+    return model
+
+
+def load_teacher(path: str, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """The model that is learnt from; ValueError where it has other tokens."""
+    own: dict[str, int] = PreTrainedTokenizerFast.from_pretrained(path).get_vocab()
+    if own != tokenizer.get_vocab():
+        raise ValueError(f"--teacher {path} has another tokenizer; start from it or from a model of its: --init {path}")
+    return LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
+
+
+def build_model(options: Options) -> LlamaForCausalLM:
+    """The model that --init names, with the layers asked for, or a new one."""
+    if options.init:
+        return with_layers(LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32), options.layers)
+    heads = options.hidden_size // options.head_dim
+    config = LlamaConfig(
+        hidden_size=options.hidden_size, num_hidden_layers=options.layers, head_dim=options.head_dim,
+        intermediate_size=options.intermediate_size, num_attention_heads=heads, num_key_value_heads=max(1, heads // 2),
+        vocab_size=options.vocab_size, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=0,
+        eos_token_id=0, pad_token_id=3, rms_norm_eps=1e-5,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def build_optimizers(model: LlamaForCausalLM, options: Options) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Muon for the matrices, AdamW for embeddings and norms, each with its peak learning rate."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    muon = torch.optim.Muon(matrices, lr=options.muon_lr, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original")
+    adam = torch.optim.AdamW(others, lr=options.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    return [(muon, options.muon_lr), (adam, options.adam_lr)]

@@ -1,0 +1,89 @@
+"""DeepSpeed's checkpoints as heads need them: without the frozen base, and read by any number of processes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from specheads.training.resume import ResumeError, writers_of
+
+UNIVERSAL, LATEST = "universal", "latest_universal"  # the folder, and the file in which DeepSpeed looks for its name
+
+
+def attend(engine: Any) -> None:
+    """Let a DeepSpeedEngine leave frozen parameters out of its checkpoints, and read those that any number of
+    processes wrote."""
+    save, load = engine.save_checkpoint, engine.load_checkpoint
+
+    def save_checkpoint(save_dir: str, *args: Any, exclude_frozen_parameters: bool = True, **options: Any) -> Any:
+        return save(save_dir, *args, exclude_frozen_parameters=exclude_frozen_parameters, **options)
+
+    def load_checkpoint(load_dir: str, *args: Any, **options: Any) -> Any:
+        options["load_module_strict"] = False  # the base is not there
+        written = writers_of(load_dir, PartialState().process_index)
+        if written is None or written.processes == PartialState().num_processes:
+            return load(load_dir, *args, **options)
+        with universal(Path(load_dir)) as folder:
+            engine._config.load_universal_checkpoint = True
+            try:
+                loaded = load(load_dir, *args, **options)
+            finally:
+                engine._config.load_universal_checkpoint = False
+            set_right(engine.optimizer.optimizer, folder)
+        return loaded
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+
+@contextmanager
+def universal(checkpoint: Path) -> Iterator[Path]:
+    """The checkpoint's state by parameter in place of by process, in a folder there while it is read. ResumeError
+    where DeepSpeed cannot make it."""
+    state = PartialState()
+    folder = checkpoint / UNIVERSAL
+    failure = None
+    if state.is_main_process:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that ended here
+        failure = _convert(checkpoint / (checkpoint / "latest").read_text("utf8").strip(), folder)
+    (failure,) = broadcast_object_list([failure])
+    if failure is not None:
+        raise ResumeError(
+            f"{checkpoint} was written by another number of processes, and DeepSpeed could not bring it into a form "
+            f"for this one: {failure}"
+        )
+    yield folder
+    state.wait_for_everyone()
+    if state.is_main_process:
+        shutil.rmtree(folder)
+        (checkpoint / LATEST).unlink()
+
+
+def _convert(parts: Path, folder: Path) -> str | None:
+    """DeepSpeed's command, which prints much; what went wrong, if anything did."""
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    done = subprocess.run(
+        [*command, *workers, "--input_folder", str(parts), "--output_folder", str(folder)],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    return None if done.returncode == 0 else " ".join(done.stderr.split())[-300:]
+
+
+def set_right(optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """What DeepSpeed (0.19) restores wrongly at stage 3: one step count for all flat parameters together, which each
+    of them then counts on, and the first group's options in every group."""
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].clone()
+    saved = torch.load(folder / "zero" / "optimizer_state.pt", map_location="cpu", weights_only=False)
+    for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update({name: value for name, value in options.items() if name != "params"})

@@ -1,0 +1,110 @@
+"""Saved features as rows and batches of training, as tokens are in data.py and rows.py.
+
+Shapes: T tokens of a row, B batch rows, F tapped features, H hidden, K likeliest tokens kept.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from specheads.data.rows import IGNORED, Collator
+from specheads.training.features.index import Index, checked
+from specheads.training.features.shards import FeatureError, Shard
+
+_OPEN = 16  # files kept open at a time
+_TOKENS = ("input_ids", "supervised", "document_ids", "position_ids")
+
+
+class FeatureDataset(Dataset):
+    """The rows of one split, in the order of the data they were saved from.
+
+    A row is input_ids, labels, document_ids and position_ids (T,), features (T, F) of the layers asked for, and
+    last_hidden (T, H), or law_ids and law_log_p (T, K) and law_tail (T,), or neither. FeatureError where a file is
+    damaged, missing, or does not hold those layers.
+    """
+
+    def __init__(
+        self, folder: str | Path, layers: Sequence[int], split: str = "train", index: Index | None = None
+    ) -> None:
+        self.folder, self.layers, self.split = Path(folder), tuple(layers), split
+        self.index = checked(self.folder) if index is None else index
+        if missing := sorted(set(self.layers) - set(self.index.taps)):
+            raise FeatureError(
+                f"the head reads layers {self.layers}, and {folder} holds {self.index.taps}: save {missing} too, with "
+                f"--taps {','.join(map(str, sorted({*self.layers, *self.index.taps})))} --output elsewhere"
+            )
+        self.shards = self.index.shards(split)
+        self.firsts = [rows.start for _, rows in self.shards]
+        self.taps = {layer: f"tap_{layer}" for layer in self.layers}
+        self.law: tuple[str, ...] = ()
+        if self.index.law == "hidden":
+            self.law = ("last_hidden",) if self.index.last_tap is None else (f"tap_{self.index.last_tap}",)
+        elif self.index.law != "none":
+            self.law = ("law_ids", "law_log_p", "law_tail")
+        self._open: OrderedDict[int, Shard] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self.index.rows[self.split]
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        number = bisect_right(self.firsts, i) - 1
+        names = dict.fromkeys([*_TOKENS, *self.taps.values(), *self.law])
+        found = self._shard(number).row(i - self.firsts[number], tuple(names))
+        made = {name: found[name].long() for name in _TOKENS}
+        made["labels"] = _labels(made["input_ids"], made.pop("supervised").bool())
+        made["features"] = torch.cat([found[self.taps[layer]] for layer in self.layers], -1)
+        if self.index.law == "hidden":
+            return {**made, "last_hidden": found[self.law[0]]}
+        return {**made, **{name: found[name] for name in self.law}}
+
+    def labels(self) -> Iterator[dict[str, list[int]]]:
+        """The labels alone, which are read without the features."""
+        for number in range(len(self.shards)):
+            shard = self._shard(number)
+            labels = _labels(shard.whole("input_ids").long(), shard.whole("supervised")).tolist()
+            yield from ({"labels": labels[start:stop]} for start, stop in pairwise(shard.starts))
+
+    def _shard(self, number: int) -> Shard:
+        if number not in self._open:
+            self._open[number] = Shard(self.folder / self.shards[number][0])
+            if len(self._open) > _OPEN:
+                self._open.popitem(last=False)
+        self._open.move_to_end(number)
+        return self._open[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict()}  # a worker opens its own
+
+
+def _labels(ids: Tensor, supervised: Tensor) -> Tensor:
+    return torch.where(supervised, ids, IGNORED)
+
+
+@dataclass(frozen=True)
+class FeatureCollator:
+    """Rows of a FeatureDataset → what `Collator` makes of their tokens, and everything else (B, T, …), 0 at padding."""
+
+    pad_token_id: int
+
+    def __call__(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        tokens = ("input_ids", "labels", "document_ids", "position_ids")
+        batch = Collator(self.pad_token_id)([{name: row[name] for name in tokens} for row in rows])
+        width = batch["input_ids"].shape[1]
+        for name in rows[0].keys() - set(tokens):
+            first = rows[0][name]
+            batch[name] = first.new_zeros(len(rows), width, *first.shape[1:])
+            for b, row in enumerate(rows):
+                batch[name][b, : len(row[name])] = row[name]
+        return batch

@@ -1,0 +1,181 @@
+"""Saving what a base sees: rows of a recipe's data through the base once, into files that training reads in its place.
+
+The rows of a file are fixed by the options alone, so that any number of processes write the same files, and a run that
+was stopped goes on with the first one that is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+from specheads.data.datasets import build_datasets
+from specheads.decoding.target.causal import decoder_of, text_config
+from specheads.heads import HEADS
+from specheads.hub import commit_of
+from specheads.hub import options as hub_options
+from specheads.models.fingerprint import fingerprint
+from specheads.models.quantized import quantization_of
+from specheads.training.distributed import launch
+from specheads.training.features import kept_base
+from specheads.training.features.index import INDEX, Index, read_index
+from specheads.training.features.passes import Writer
+from specheads.training.features.plan import (
+    Ask,
+    SaveOptions,
+    agree,
+    base_dtype,
+    bytes_per_token,
+    num_tokens,
+    saved_files,
+    tapped_layers,
+)
+from specheads.training.features.shards import FeatureError, Shard, facts, write
+from specheads.training.recipe import Recipe
+from specheads.training.run import load_base, padding_id
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a run did: tokens and bytes in the folder, those of the base too, files made now, and whether passes ended
+    behind the last tap."""
+
+    folder: Path
+    rows: int
+    tokens: int
+    bytes: int
+    files: int
+    made: int
+    early: bool
+
+
+def save_features(recipe: Recipe, options: SaveOptions, ask: Ask | None = None) -> Saved:
+    """Save what the recipe's base sees of its data. ask: is told what it will take before anything is written, and says
+    whether to go on; None asks nobody.
+
+    FeatureError where the folder holds other features, the disk has too little room, or a file cannot be written;
+    LaunchError where other processes run than were asked for; the errors of data and models.
+    """
+    if recipe.features or recipe.data is None:
+        raise FeatureError(f"the recipe has features={recipe.features!r}: saving them takes base and data, without it")
+    state, folder = PartialState(cpu=not torch.accelerator.is_available()), options.output
+    launch.check(recipe.launch, state.num_processes)
+    hub = hub_options(recipe.base)
+    whole = AutoConfig.from_pretrained(recipe.base, **hub)
+    config = whole.get_text_config(decoder=True)
+    taps = tapped_layers(recipe, options, config)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.base, **hub)
+    with state.main_process_first():
+        datasets = build_datasets(recipe.data, tokenizer)
+    splits = {name: rows for name, rows in zip(("train", "eval"), datasets, strict=True) if rows is not None}
+    tokens = sum(map(num_tokens, splits.values()))
+    each = bytes_per_token(config, taps, options, recipe)
+    count = sum(map(len, splits.values()))
+    shard_rows = max(1, round(options.shard_mb * 2**20 * count / (tokens * each)))
+    if state.is_main_process:
+        agree(folder, tokens, each, kept_base.kept_bytes(whole, base_dtype(config, recipe)), ask)
+    base = load_base(recipe).eval()
+    if recipe.bits is None:  # else it was loaded to where it belongs
+        base = base.to(state.device)
+    index = Index(
+        taps, _dtype_name(options.dtype, base), options.law, _last_tap(base, taps), options.batch_size, shard_rows,
+        padding_id(tokenizer), _record(base), {name: len(rows) for name, rows in splits.items()}, {}, {},
+    )  # fmt: skip
+    if state.is_main_process:
+        _open(folder, index, base)
+    state.wait_for_everyone()
+    writer = Writer(base, index)
+    work, made = [(name, *shard) for name in splits for shard in index.shards(name)], 0
+    work = work[state.process_index :: state.num_processes]
+    with tqdm(total=sum(len(rows) for *_, rows in work), unit="row", disable=not state.is_local_main_process) as bar:
+        for name, file, rows in work:
+            for litter in folder.glob(f".{file}.*"):
+                litter.unlink()
+            chosen = [splits[name][i] for i in rows]
+            if (folder / file).exists():
+                _refuse_others(Shard(folder / file), chosen)
+            else:
+                write(folder / file, writer.shard(chosen))
+                made += 1
+            bar.update(len(rows))
+    state.wait_for_everyone()
+    if state.is_main_process:
+        files = {name: [facts(folder / file) for file, _ in index.shards(name)] for name in splits}
+        kept = facts(folder / kept_base.FOLDER / kept_base.WEIGHTS)
+        replace(index, files=files, kept=kept).write(folder)
+    state.wait_for_everyone()
+    size = sum(path.stat().st_size for path in saved_files(folder))
+    number = sum(1 for _ in folder.glob("*.safetensors"))
+    return Saved(folder, count, tokens, size, number, made, writer.forward.early)
+
+
+def _dtype_name(name: str, base: PreTrainedModel) -> str:
+    return str(base.dtype).removeprefix("torch.") if name == "auto" else name
+
+
+@torch.no_grad()
+def _last_tap(base: PreTrainedModel, taps: Sequence[int]) -> int | None:
+    """The tap that is the last hidden state, bit for bit on a few tokens, and so need not be saved twice."""
+    last = text_config(base).num_hidden_layers
+    if last not in taps:
+        return None
+    ids = torch.arange(4, device=base.device).unsqueeze(0)
+    out = decoder_of(base)(input_ids=ids, use_cache=False, output_hidden_states=True)
+    same = out.hidden_states is not None and torch.equal(out.hidden_states[last], out.last_hidden_state)
+    return last if same else None
+
+
+def _record(base: PreTrainedModel) -> dict[str, Any]:
+    name = base.name_or_path or ""
+    return {
+        "name": str(Path(name).resolve()) if Path(name).is_dir() else name, "revision": commit_of(base),
+        "fingerprint": fingerprint(base), "dtype": str(base.dtype).removeprefix("torch."), "unfit": _unfit(base),
+        "quantization": quantization_of(base),
+    }  # fmt: skip
+
+
+def _unfit(base: PreTrainedModel) -> dict[str, str]:
+    """Kinds of head that cannot learn from this base, and why: without its weights that can no longer be tried."""
+    reasons = {}
+    for kind, head in HEADS.items():
+        try:
+            with torch.device("meta"):
+                module = head(head.Config().filled(text_config(base)))
+            module.refuse_unfit(base)
+        except ValueError as error:
+            reasons[kind] = str(error)
+    return reasons
+
+
+def _open(folder: Path, index: Index, base: PreTrainedModel) -> None:
+    """Make the folder, or see that what is in it was begun with the same options."""
+    if (folder / INDEX).exists():
+        if differing := read_index(folder).differences(index):
+            raise FeatureError(
+                f"{folder} holds features saved with other options ({'; '.join(differing)}): give another {{output}}, "
+                "or the options it was begun with",
+                output=...,
+            )
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FeatureError(f"{folder} holds other things than saved features: give a new {{output}}", output=...)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        index.write(folder)  # first, so that a folder that was begun is known for one
+    if not (folder / kept_base.FOLDER / kept_base.WEIGHTS).exists():
+        kept_base.keep(base, folder)
+
+
+def _refuse_others(shard: Shard, rows: Sequence[dict[str, list[int]]]) -> None:
+    ids = shard.whole("input_ids").tolist()
+    if len(shard) != len(rows) or ids != [token for row in rows for token in row["input_ids"]]:
+        raise FeatureError(
+            f"{shard.path} holds other rows than the data gives now: give another {{output}}, or the data of its start",
+            output=...,
+        )

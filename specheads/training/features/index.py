@@ -1,0 +1,132 @@
+"""The index of a folder of saved features: what was saved of each token, of which base, and in which files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from specheads.models.checkpoint import portable, replacing
+from specheads.options import OptionError
+from specheads.training.features.shards import AGAIN, FeatureError, facts
+
+INDEX = "index.json"
+FORMAT = 1
+
+
+def kept_tokens(law: str) -> int | None:
+    """'topk:64' → 64; None for 'hidden' and 'none'. ValueError for anything else."""
+    name, _, number = law.partition(":")
+    if law in ("hidden", "none"):
+        return None
+    if name != "topk" or not number.isdecimal() or int(number) < 1:
+        raise OptionError("{law}: expected hidden, none or topk:K, as in topk:64", law=law)
+    return int(number)
+
+
+@dataclass(frozen=True)
+class Index:
+    """taps: hidden_states saved, as Hugging Face indices; dtype of them; law: hidden, topk:K or none; last_tap: the tap
+    that is the last hidden state too, if one is. batch_size and shard_rows: rows of a pass, and of a file.
+
+    base: its name, revision, fingerprint, and `unfit`, kind of head → why it cannot learn from this base.
+    rows: of each split; files: of each split what `facts` says of each, none until all are written; kept: the same of
+    the base's file.
+    """
+
+    taps: tuple[int, ...]
+    dtype: str
+    law: str
+    last_tap: int | None
+    batch_size: int
+    shard_rows: int
+    pad_token_id: int
+    base: dict[str, Any]
+    rows: dict[str, int]
+    files: dict[str, list[dict[str, Any]]]
+    kept: dict[str, Any]
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.files)
+
+    def shards(self, split: str) -> list[tuple[str, range]]:
+        """The files of a split and which of its rows each holds, whoever writes them."""
+        count, size = self.rows[split], self.shard_rows
+        return [
+            (f"{split}-{number:05d}.safetensors", range(start, min(start + size, count)))
+            for number, start in enumerate(range(0, count, size))
+        ]
+
+    def differences(self, other: Index) -> list[str]:
+        """What another saving would do otherwise, as 'name: this, not that'; files do not count."""
+        mine, theirs = asdict(self), asdict(other)
+        return [
+            f"{name}: {mine[name]!r}, not {theirs[name]!r}"
+            for name in mine
+            if name not in ("files", "kept") and mine[name] != theirs[name]
+        ]
+
+    def write(self, folder: Path) -> None:
+        record = {"format": FORMAT, **asdict(self)}
+        record["base"] = {**self.base, "name": portable(self.base["name"], folder)}
+        with replacing(folder / INDEX) as path:
+            path.write_text(json.dumps(record, indent=2) + "\n", "utf8")
+
+
+def read_index(folder: Path) -> Index:
+    """FeatureError where there is none, or one that another version or something else wrote."""
+    path = folder / INDEX
+    if not path.is_file():
+        raise FeatureError(f"{folder} has no {INDEX}: give a folder that `specheads features` has filled")
+    try:
+        record = json.loads(path.read_text("utf8"))
+        version = record.pop("format")
+        if version != FORMAT:
+            raise FeatureError(
+                f"{path} has format {version!r}, and this version reads {FORMAT}; save the features again"
+            )
+        if not isinstance(record["base"], Mapping) or {f.name for f in fields(Index)} != set(record):
+            raise KeyError(f"it has {sorted(record)}")
+    except FeatureError:
+        raise
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise FeatureError(f"{path} is damaged, or no index of saved features ({error}); {AGAIN}") from error
+    name = record["base"]["name"]
+    if name and name.startswith("."):
+        record["base"] = {**record["base"], "name": str((folder / name).resolve())}
+    return Index(**{**record, "taps": tuple(record["taps"])})
+
+
+def checked(folder: Path) -> Index:
+    """The index of a folder that is complete: every file there, of the size it had, and with its header. FeatureError
+    names the first that is not."""
+    index = read_index(folder)
+    if not index.finished:
+        raise FeatureError(f"{folder} is not finished: {AGAIN.replace('it alone', 'the rest')}")
+    from specheads.training.features.kept_base import FOLDER
+
+    known = [(folder / FOLDER, index.kept), *((folder, entry) for files in index.files.values() for entry in files)]
+    for place, entry in known:
+        path = place / entry["file"]
+        found = facts(path)
+        if found != entry:
+            wrong = ", ".join(
+                f"{name} {found[name]}, not {entry[name]}" for name in entry if found[name] != entry[name]
+            )
+            raise FeatureError(f"{path} is damaged or not the one that was saved ({wrong}); delete it and {AGAIN}")
+    for split, files in index.files.items():
+        if [entry["file"] for entry in files] != [name for name, _ in index.shards(split)]:
+            raise FeatureError(f"{folder / INDEX} does not list the files of its {split} rows; {AGAIN}")
+    return index
+
+
+def free_bytes(folder: Path) -> int:
+    """Room on the disk of a folder that may not exist yet."""
+    while not folder.exists():
+        folder = folder.parent
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize

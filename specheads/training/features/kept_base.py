@@ -1,0 +1,128 @@
+"""What of the base is kept beside its features, so that training needs no base: the embeddings of all tokens, the
+output matrix, and the last layer and norm, from which heads start.
+
+Shapes: V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from specheads.heads.block import decoder_layers, final_norm
+from specheads.training.features.shards import FeatureError, write_tensors
+
+FOLDER, WEIGHTS = "base", "kept.safetensors"
+
+
+@torch.no_grad()
+def keep(base: PreTrainedModel, folder: Path) -> None:
+    """Write the base's config and what is kept of its weights to folder/base."""
+    place = folder / FOLDER
+    place.mkdir(exist_ok=True)
+    base.config.save_pretrained(place)
+    write_tensors(place / WEIGHTS, {name: t.detach().cpu().contiguous().clone() for name, t in _kept(base).items()})
+
+
+@torch.no_grad()
+def kept_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """What `keep` will write of a base of this config, loaded in that dtype, by its sizes alone."""
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return sum(t.numel() * t.element_size() for t in _kept(base).values())
+
+
+def _kept(base: PreTrainedModel) -> dict[str, Tensor]:
+    embed, lm_head = cast(nn.Embedding, base.get_input_embeddings()), cast(nn.Linear, base.get_output_embeddings())
+    layers, norm = decoder_layers(base), final_norm(base)
+    ids = torch.arange(len(embed.weight), device=embed.weight.device)
+    # What the module gives and not its matrix: some scale it (Gemma).
+    tensors = {"embed": torch.cat([embed(part) for part in ids.split(4096)])}
+    if not _same(lm_head.weight, tensors["embed"], embed):
+        tensors["lm_head.weight"] = lm_head.weight
+    if getattr(lm_head, "bias", None) is not None:
+        tensors["lm_head.bias"] = lm_head.bias
+    if layers is not None:  # experts, the only weights of 3 dimensions, are no start for a head
+        tensors |= {f"layer.{name}": p for name, p in layers[-1].named_parameters() if p.ndim <= 2}
+    if norm is not None:
+        tensors |= {f"norm.{name}": p for name, p in norm.named_parameters()}
+    return tensors
+
+
+def _same(matrix: Tensor, embedded: Tensor, embed: nn.Embedding) -> bool:
+    if matrix.is_meta:  # where nothing can be compared; subclasses scale what they embed
+        return matrix is embed.weight and type(embed) is nn.Embedding
+    return matrix.shape == embedded.shape and torch.equal(matrix, embedded)
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    path = folder / FOLDER / WEIGHTS
+    try:
+        tensors = load_file(path)
+        return {"lm_head.weight": tensors["embed"], **tensors}
+    except FileNotFoundError as error:
+        raise FeatureError(f"{path} is missing: {folder} is no folder of saved features, or one cut short") from error
+    except (SafetensorError, OSError, KeyError) as error:
+        raise FeatureError(f"{path} is damaged ({error}); copy it again, or save the features again") from error
+
+
+def _linear(tensors: dict[str, Tensor]) -> nn.Linear:
+    weight, bias = tensors["lm_head.weight"], tensors.get("lm_head.bias")
+    with torch.device("meta"):
+        made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+    made.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias}, assign=True)
+    return made
+
+
+class KeptBase(nn.Module):
+    """The base of a head in training from saved features: its config, embeddings (V, H) and output matrix alone."""
+
+    _no_split_modules = None
+
+    def __init__(self, folder: Path, name: str | None) -> None:
+        super().__init__()
+        tensors = _read(folder)
+        self.config = AutoConfig.from_pretrained(folder / FOLDER)
+        self.name_or_path, self.generation_config = name, GenerationConfig()
+        self.embed_tokens, self.lm_head = nn.Embedding.from_pretrained(tensors["embed"]), _linear(tensors)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            f"the base {self.name_or_path} is not in memory in training from saved features; save the head and load it "
+            "with SpecModel.from_pretrained(...) to decode"
+        )
+
+
+def skeleton(folder: Path) -> PreTrainedModel:
+    """The base without the weights of all layers but the last: what a head starts from, and nothing that runs."""
+    tensors = _read(folder)
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / FOLDER))
+    base.set_input_embeddings(nn.Embedding.from_pretrained(tensors["embed"]))
+    base.set_output_embeddings(_linear(tensors))
+    layers = decoder_layers(base)
+    for prefix, module in (("layer.", None if layers is None else layers[-1]), ("norm.", final_norm(base))):
+        own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        if module is not None and own:
+            module.load_state_dict(own, strict=False, assign=True)
+    return base

@@ -1,0 +1,47 @@
+"""A SpecModel that trains its head on saved features: the same forward(), with what the base saw read from a batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.decoding.target.causal import logits_of
+from specheads.heads import DraftHead
+from specheads.losses.teacher import LastHidden, Teacher, TopKTail
+from specheads.models.spec_model import SpecConfig, SpecModel
+from specheads.training.features.index import Index
+from specheads.training.features.kept_base import KeptBase
+
+
+class FeatureModel(SpecModel):
+    """Takes batches of FeatureCollator. Its checkpoints are those of a SpecModel and name the base."""
+
+    def seen(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, documents: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Teacher]:
+        if "features" not in kwargs:
+            raise ValueError("a batch without features, in training from saved ones: FeatureCollator makes them")
+        hidden, law = kwargs.get("last_hidden"), [kwargs.get(name) for name in ("law_ids", "law_log_p", "law_tail")]
+        if hidden is not None:
+            teacher: Teacher = LastHidden(hidden.flatten(0, 1), lambda rows: logits_of(self.base, rows))
+        elif law[0] is not None:
+            teacher = TopKTail(*(cast(Tensor, part).flatten(0, 1) for part in law))
+        else:
+            teacher = TopKTail.of_text(input_ids)
+        return kwargs["features"], teacher
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base(*args, **kwargs)  # which says that it is not there
+
+
+def beside_kept_base(folder: Path, index: Index, module: DraftHead) -> FeatureModel:
+    """A head and what was kept of its base."""
+    name, revision, fingerprint = (index.base[key] for key in ("name", "revision", "fingerprint"))
+    base, record = (
+        KeptBase(folder, name),
+        SpecConfig.of(module.config, name, revision, fingerprint, index.base.get("quantization")),
+    )
+    return FeatureModel(record, cast(PreTrainedModel, base), module)

@@ -1,0 +1,111 @@
+"""What saving features will take, known before the base is loaded: which layers, how many bytes, and is there room?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import torch
+
+from specheads.heads import HEADS
+from specheads.models import saved_head
+from specheads.options import OptionError
+from specheads.training.features import kept_base
+from specheads.training.features.index import free_bytes, kept_tokens
+from specheads.training.features.shards import FLOAT8, FeatureError
+from specheads.training.recipe import Recipe
+
+DTYPES = ("auto", "bfloat16", "float16", "float32", "float8_e4m3fn")
+Ask = Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """taps: hidden_states to save (default: those the recipe's head reads); dtype of them, auto being the base's; law:
+    hidden saves the last hidden state, topk:K the K likeliest tokens and the chance of the rest, none nothing.
+    batch_size: rows of a pass; shard_mb: megabytes of a file, roughly."""
+
+    output: Path
+    taps: tuple[int, ...] | None = None
+    dtype: str = "auto"
+    law: str = "hidden"
+    batch_size: int = 8
+    shard_mb: float = 512
+
+    def __post_init__(self) -> None:
+        kept_tokens(self.law)
+        if self.dtype not in DTYPES:
+            raise OptionError(f"{{dtype}}: expected one of {', '.join(DTYPES)}", dtype=self.dtype)
+        for name, least in (("batch_size", 1), ("shard_mb", 0.001)):
+            if (value := getattr(self, name)) < least:
+                raise OptionError(f"{{{name}}} must be at least {least}", **{name: value})
+
+
+def tapped_layers(recipe: Recipe, options: SaveOptions, config: Any) -> tuple[int, ...]:
+    taps = options.taps
+    if taps is None:
+        head = recipe.head if recipe.init_from is None else saved_head.read(recipe.init_from).head
+        assert head is not None
+        with torch.device("meta"):
+            taps = HEADS[head.kind](head.filled(config)).layers
+    layers = config.num_hidden_layers
+    if not taps or not all(0 <= tap <= layers for tap in taps):
+        raise OptionError(
+            f"{{taps}}: expected some of 0 to {layers}, the hidden states of a base of {layers} layers", taps=taps
+        )
+    return tuple(sorted(set(taps)))
+
+
+def num_tokens(rows: Any) -> int:
+    batches = rows.select_columns("input_ids").with_format("arrow").iter(1000)
+    return sum(pc.sum(pc.list_value_length(batch["input_ids"])).as_py() for batch in batches)
+
+
+def base_dtype(config: Any, recipe: Recipe) -> torch.dtype:
+    name = recipe.base_dtype if recipe.base_dtype != "auto" else str(config.dtype or torch.float32)
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def bytes_per_token(config: Any, taps: Sequence[int], options: SaveOptions, recipe: Recipe) -> int:
+    dtype = base_dtype(config, recipe) if options.dtype == "auto" else getattr(torch, options.dtype)
+    states = len(taps) + (options.law == "hidden" and config.num_hidden_layers not in taps)
+    kept = min(kept_tokens(options.law) or 0, config.vocab_size)
+    law = 8 * kept + 4 if kept else 0
+    return 13 + states * (config.hidden_size * dtype.itemsize + 4 * (dtype == FLOAT8)) + law
+
+
+def saved_files(folder: Path) -> list[Path]:
+    """What takes room in a folder of features: its shards, and what is kept of the base."""
+    kept = folder / kept_base.FOLDER / kept_base.WEIGHTS
+    return [*folder.glob("*.safetensors"), *[kept] * kept.exists()]
+
+
+def agree(folder: Path, tokens: int, each: int, kept: int, ask: Ask | None) -> None:
+    """FeatureError where there is too little room, or whoever is asked does not want it. kept: bytes of the base."""
+    whole, free = tokens * each + kept, free_bytes(folder)
+    there = sum(path.stat().st_size for path in saved_files(folder))
+    plan = (
+        f"{tokens:,} tokens, {each:,} bytes each, and {size_text(kept)} of the base: {size_text(whole)} in {folder}, "
+        f"where {size_text(free)} are free"
+    )
+    if there:
+        plan += f" and {size_text(there)} are saved already"
+    if whole - there > free:
+        raise FeatureError(
+            f"too little room: {plan}; give another {{output}}, {{dtype}}, or less data", output=..., dtype=FLOAT8
+        )
+    if ask is not None and not ask(plan):
+        raise FeatureError(f"nothing was saved: {plan}")
+
+
+def size_text(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:,.1f} TB"

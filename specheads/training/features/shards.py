@@ -1,0 +1,118 @@
+"""One file of saved features: rows of text laid end to end, each tensor one line a token, in the dtype asked for.
+
+Shapes: N tokens of all rows of a file, T tokens of a row, H hidden, K likeliest tokens kept.
+input_ids, document_ids, position_ids (N,) int32; supervised (N,) bool; starts (rows + 1,) int64; tap_k (N, H) for each
+tapped layer; last_hidden (N, H), or law_ids (N, K) int32 with law_log_p (N, K) and law_tail (N,). In float8_e4m3fn
+each line has its own scale, <name>.scale (N,) float32.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specheads.models.checkpoint import replacing
+from specheads.options import OptionError
+
+FLOAT8 = torch.float8_e4m3fn
+SCALE = ".scale"
+_NUMBERS = ("input_ids", "document_ids", "position_ids", "law_ids")
+
+
+class FeatureError(OptionError):
+    """Saved features that cannot be written or used; the message names the file and says what to do."""
+
+
+def stored(name: str, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Hidden states (T, H) as they are saved. float8: each line scaled so that its largest entry is 448, the largest
+    there is; an entry x comes back within max(|x| / 16, largest / 448 / 1024)."""
+    if dtype != FLOAT8:
+        return {name: x.to("cpu", dtype)}
+    limit = torch.finfo(FLOAT8).max
+    scale = x.float().abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny * limit) / limit
+    scaled = (x.float() / scale.unsqueeze(-1)).clamp(-limit, limit)
+    return {name: scaled.to(FLOAT8).cpu(), name + SCALE: scale.cpu()}
+
+
+def restored(x: Tensor, scale: Tensor | None) -> Tensor:
+    """What `stored` saved, (T, H): float8 as bfloat16, which is finer, others as they are."""
+    return x if scale is None else (x.float() * scale.unsqueeze(-1)).to(torch.bfloat16)
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Tensor]]) -> None:
+    """All rows of a file, each a dict of tensors with T lines, at once and only whole. FeatureError on a full disk."""
+    lengths = torch.tensor([0, *(len(row["input_ids"]) for row in rows)])
+    tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    tensors = {name: t.int() if name in _NUMBERS else t for name, t in tensors.items()}
+    # In the header, whose checksum the index keeps: files of as many rows and tokens are else hard to tell apart.
+    text = f"{zlib.crc32(tensors['input_ids'].numpy().tobytes()):08x}"
+    write_tensors(path, {**tensors, "starts": lengths.cumsum(0)}, {"text": text})
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """metadata: one entry at most, since the order of several is drawn anew in each process."""
+    try:
+        with replacing(path) as temporary:
+            save_file(dict(tensors), temporary, metadata=metadata)
+    except (OSError, SafetensorError) as error:
+        raise FeatureError(
+            f"{path} could not be written ({error}); the files before it are whole: make room and run the same "
+            "command again, and it goes on from there"
+        ) from error
+
+
+class Shard:
+    """A file of saved rows, open for reading a row at a time. FeatureError, with its name, where it is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.file = safe_open(path, framework="pt")
+            self.names = tuple(self.file.keys())
+            self.starts = self.file.get_tensor("starts").tolist()
+            lines = {name: self.file.get_slice(name).get_shape()[0] for name in self.names if name != "starts"}
+        except FileNotFoundError as error:
+            raise FeatureError(f"{path} is missing; copy it again, or {AGAIN}") from error
+        except (SafetensorError, OSError, ValueError) as error:
+            raise FeatureError(f"{path} is damaged or cut short ({error}); delete it and {AGAIN}") from error
+        if set(lines.values()) != {self.starts[-1]} or "input_ids" not in lines:
+            raise FeatureError(f"{path} is damaged: its tensors have {lines} lines; delete it and {AGAIN}")
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def row(self, i: int, names: Sequence[str]) -> dict[str, Tensor]:
+        """The tensors named, of row i; hidden states as `restored`."""
+        here = slice(self.starts[i], self.starts[i + 1])
+        found = {}
+        for name in names:
+            scale = self.file.get_slice(name + SCALE)[here] if name + SCALE in self.names else None
+            found[name] = restored(self.file.get_slice(name)[here], scale)
+        return found
+
+    def whole(self, name: str) -> Tensor:
+        """One tensor of all rows, (N, …)."""
+        return self.file.get_tensor(name)
+
+
+AGAIN = "run the command that saved the features again: what is there stays, and it alone is made"
+
+
+def facts(path: Path) -> dict[str, Any]:
+    """What the index keeps of a file: its size, and a checksum of its header, by which a file that was exchanged or
+    cut short is known without reading it."""
+    try:
+        with open(path, "rb") as file:
+            length = file.read(8)
+            header = file.read(min(int.from_bytes(length, "little"), 1 << 26))
+            size = file.seek(0, 2)
+    except FileNotFoundError as error:
+        raise FeatureError(f"{path} is missing; copy it again, or {AGAIN}") from error
+    return {"file": path.name, "bytes": size, "header": f"{zlib.crc32(length + header):08x}"}

@@ -1,0 +1,72 @@
+"""A training run from saved features: head, rows and collator, without the base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specheads.data.datasets import token_counts
+from specheads.decoding.target.causal import UnsupportedModel, text_config
+from specheads.heads import HEADS, DraftHead, DraftVocabulary, HeadConfig
+from specheads.losses.functions import HARD, parse_loss
+from specheads.models import checkpoint, saved_head
+from specheads.training.features.dataset import FeatureCollator, FeatureDataset
+from specheads.training.features.index import Index, checked
+from specheads.training.features.kept_base import skeleton
+from specheads.training.features.model import FeatureModel, beside_kept_base
+from specheads.training.features.shards import FeatureError
+
+Parts = tuple[FeatureModel, FeatureDataset, FeatureDataset | None, FeatureCollator]
+
+
+def from_disk(folder: Path, head: HeadConfig | None, init_from: Any = None, dtype: str = "float32") -> Parts:
+    """Model, rows to train on, rows held out and collator. head: of a new head; init_from: a checkpoint to go on from;
+    dtype: of the head, "auto" for the base's.
+
+    FeatureError where the folder is damaged or does not hold what the head needs; UnsupportedModel where that kind of
+    head cannot learn from that base; CheckpointError where init_from is a head of another base.
+    """
+    index = checked(folder)
+    if init_from is not None:
+        saved = saved_head.read(init_from)
+        if saved.config.joint:
+            raise FeatureError(f"{init_from} was trained with adapters on its base, which {folder} was saved without")
+        checkpoint.check_base(saved.config, index.base["fingerprint"], init_from)
+        refuse_unfit(folder, index, saved.head)
+        module = HEADS[saved.head.kind](saved.head)
+        module.load_state_dict({name.removeprefix("head."): t.clone() for name, t in saved.tensors.items()})
+    else:
+        assert head is not None
+        module = new_head(folder, index, head)
+    module.to(getattr(torch, index.base["dtype"] if dtype == "auto" else dtype))
+    train, *held_out = (FeatureDataset(folder, module.layers, split, index) for split in index.rows)
+    model = beside_kept_base(folder, index, module)
+    model.note_trained_length(saved.config.trained_length if init_from is not None else None)
+    return model, train, held_out[0] if held_out else None, FeatureCollator(index.pad_token_id)
+
+
+def new_head(folder: Path, index: Index, head: HeadConfig) -> DraftHead:
+    """Started as convert() starts it beside the base itself, its draft vocabulary counted on the saved rows."""
+    base = skeleton(folder)
+    config = head.filled(text_config(base))
+    refuse_unfit(folder, index, config)
+    module = HEADS[config.kind](config)
+    module.refuse_unfit(base)
+    module.take_frozen(base)
+    module.initialise(base)
+    if isinstance(module, DraftVocabulary) and module.target_ids is not None:
+        rows = FeatureDataset(folder, (), index=index).labels()
+        module.set_draft_vocabulary(token_counts(rows, len(module.t2d)), base)
+    return module
+
+
+def refuse_unfit(folder: Path, index: Index, config: HeadConfig) -> None:
+    if reason := index.base["unfit"].get(config.kind):
+        raise UnsupportedModel(reason)
+    if index.law == "none" and any(name != HARD for name, _ in parse_loss(config.loss)):
+        raise FeatureError(
+            f"loss {config.loss!r} needs the base's law, and {folder} was saved with --law none: save again with --law "
+            "hidden or topk:64, or give head.loss=hard"
+        )

@@ -1,0 +1,227 @@
+"""A recipe: base, head, data and training of one run as YAML, with dotted overrides, checked before anything loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specheads.data.datasets import DataConfig
+from specheads.heads import HEADS, HeadConfig
+from specheads.heads.naming import head_config
+from specheads.models.lora import JointConfig
+from specheads.options import refuse_unknown
+from specheads.training import options as training_options
+from specheads.training.distributed.launch import LaunchConfig
+from specheads.training.parity import ParityConfig
+
+
+class RecipeError(ValueError):
+    """A recipe, or an override of one, that cannot be run; one line that says why."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose 1e-4 is a number. (YAML 1.1 wants 1.0e-4 and reads the rest as text.)"""
+
+
+_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+RECIPE = "recipe.yaml"  # what a run leaves of it in its output folder
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What one run of train/heads.py does.
+
+    base: path or hub id; base_dtype and head_dtype: "auto", "float32", "bfloat16" or "float16" ("auto" is what the
+    base was saved in); load_in_4bit, load_in_8bit: the base quantised by bitsandbytes (with lora: QLoRA);
+    attn_implementation: of the base. features: a folder of saved features, which takes the place of base, data and
+    their options: those are not read then. head: {kind: …, options}. init_from: a head checkpoint to go
+    on from, instead of a new head. training: SpecTrainingArguments by name; resume_from_checkpoint: auto is the last
+    one in output_dir, if any. early_stopping: evaluations without a better training.metric_for_best_model before the
+    run ends. launch: what the launcher is expected to have started. parity: the comparison with real decoding that
+    ends the run; parity.prompts=0 leaves it out. lora: adapters on the base that learn with the head, see JointConfig.
+    """
+
+    training: dict[str, Any]
+    base: str = ""
+    data: DataConfig | None = None
+    features: str | None = None
+    head: HeadConfig | None = None
+    base_dtype: str = "auto"
+    head_dtype: str = "float32"
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    attn_implementation: str | None = None
+    init_from: str | None = None
+    early_stopping: int | None = None
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    parity: ParityConfig = field(default_factory=ParityConfig)
+    lora: JointConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.features is not None and (not isinstance(self.features, str) or not self.features):
+            raise RecipeError(f"features={self.features!r}: expected a folder that `specheads features` has filled")
+        if self.features is not None and self.lora is not None:
+            raise RecipeError(
+                "lora trains the base too, which saved features stand in for: give lora=null or no features"
+            )
+        if not isinstance(self.base, str) or not (self.base or self.features):
+            raise RecipeError(f"base={self.base!r}: expected a path or a hub id")
+        for name in ("base_dtype", "head_dtype"):
+            if getattr(self, name) not in DTYPES:
+                raise RecipeError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(DTYPES)}")
+        for name in ("init_from", "attn_implementation"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise RecipeError(f"{name}={value!r:.60}: expected text, or null")
+        for name in ("load_in_4bit", "load_in_8bit"):
+            if not isinstance(getattr(self, name), bool):
+                raise RecipeError(f"{name}={getattr(self, name)!r:.60}: expected true or false")
+        if self.early_stopping is not None and (type(self.early_stopping) is not int or self.early_stopping < 1):
+            raise RecipeError(f"early_stopping={self.early_stopping!r:.60}: expected a whole number of at least 1")
+        if self.load_in_4bit and self.load_in_8bit:
+            raise RecipeError("load_in_4bit and load_in_8bit are both true: give one of them")
+        if (self.head is None) == (self.init_from is None):
+            raise RecipeError(
+                "give either head (a new one: head.kind=eagle3) or init_from (a head checkpoint to go on from), not "
+                + ("neither" if self.head is None else "both; with init_from write head=null")
+            )
+        if self.lora is not None and self.init_from is not None:
+            raise RecipeError(
+                "lora puts new adapters on a base; with init_from those of that checkpoint are trained on"
+            )
+        if self.early_stopping is not None and not self._picks_the_best():
+            raise RecipeError(
+                f"early_stopping={self.early_stopping} needs training.eval_strategy other than no, "
+                "training.metric_for_best_model (accepted_length, say) and training.load_best_model_at_end=true"
+            )
+        if not self.training.get("output_dir"):
+            raise RecipeError("training.output_dir is missing: give the folder the head is saved to")
+
+    def _picks_the_best(self) -> bool:
+        wanted = ("metric_for_best_model", "load_best_model_at_end")
+        return str(self.training.get("eval_strategy", "no")) != "no" and all(self.training.get(n) for n in wanted)
+
+    def to_yaml(self) -> str:
+        """The recipe of the same run, without what is left to defaults; rows that no file holds cannot be in it."""
+
+        def changed(section: Any) -> dict[str, Any]:
+            named = () if section is None else dataclasses.fields(section)
+            given = {f.name: (getattr(section, f.name), f.default) for f in named}
+            return {name: value for name, (value, usual) in given.items() if value != usual and _plain(value)}
+
+        options = {**changed(self), "head": None if self.head is None else self.head.to_dict()}
+        options |= {name: changed(getattr(self, name)) for name in ("data", "launch", "parity")}
+        options["lora"] = None if self.lora is None else self.lora.to_dict()
+        options["training"] = {name: value for name, value in self.training.items() if _plain(value)}
+        return yaml.safe_dump({name: value for name, value in options.items() if value}, sort_keys=False)
+
+    @property
+    def bits(self) -> int | None:
+        """Of each weight of the base's layers, where it is quantised."""
+        return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> Recipe:
+        """RecipeError for an unknown, missing or malformed option, with its dotted name."""
+        if not isinstance(options, Mapping):
+            raise RecipeError(f"a recipe is a mapping with base, head, data and training, not {options!r:.60}")
+        options = dict(options)
+        try:
+            refuse_unknown(options, [f.name for f in dataclasses.fields(cls)])
+            for name in ("training",) if options.get("features") else ("base", "data", "training"):
+                if options.get(name) is None:
+                    raise RecipeError(f"{name} is missing: set it in the recipe or as {name}=…")
+            sections = {
+                name: _section(name, options.get(name))
+                for name in ("data", "training", "launch", "parity", "head", "lora")
+            }
+            return cls(
+                **{key: value for key, value in options.items() if key not in (*sections, "base")},
+                base=options.get("base") or "",
+                data=DataConfig.from_dict(sections["data"]) if options.get("data") is not None else None,
+                training=training_options.checked(sections["training"]),
+                launch=LaunchConfig.from_dict(sections["launch"]),
+                parity=ParityConfig.from_dict(sections["parity"]),
+                lora=JointConfig.of(sections["lora"]) if options.get("lora") is not None else None,
+                head=_head(sections["head"]) if options.get("head") is not None else None,
+            )
+        except RecipeError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise RecipeError(str(error)) from error
+
+
+def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a YAML file with `key=value` overrides: dotted keys, values typed as in YAML."""
+    file = Path(path)
+    if not file.is_file():
+        raise RecipeError(f"no recipe {str(path)!r} (looked from {Path.cwd()})")
+    options = parse_yaml(file.read_text("utf8"), str(path))
+    if not isinstance(options, Mapping):
+        raise RecipeError(f"{path} holds {options!r:.60}: expected a mapping with base, head, data and training")
+    return Recipe.from_dict(with_overrides(options, overrides))
+
+
+def with_overrides(options: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`options` with each `a.b=value` put in its place; a section that is absent or null is made."""
+    result = _copied(options)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise RecipeError(f"override {override!r}: expected key=value, for instance training.max_steps=100")
+        *path, last = key.split(".")
+        place = result
+        for name in path:
+            if place.get(name) is None:
+                place[name] = {}
+            place = place[name]
+            if not isinstance(place, dict):
+                raise RecipeError(f"override {override!r}: {name!r} is {place!r}, which has no options")
+        place[last] = parse_yaml(text, f"override {override!r}")
+    return result
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    return value
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_plain, value.values()))
+    return isinstance(value, str | int | float | None) or (isinstance(value, list | tuple) and all(map(_plain, value)))
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """The value of a YAML text; RecipeError, which begins with its name, where it is none."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{name} is no YAML: {' '.join(str(error).split())}") from error
+
+
+def _section(name: str, value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RecipeError(f"{name}={value!r:.60}: expected a mapping of options")
+    return dict(value)
+
+
+def _head(options: dict[str, Any]) -> HeadConfig:
+    if "kind" not in options:
+        raise RecipeError(f"head.kind is missing: give one of {', '.join(HEADS)}")
+    kind = options.pop("kind")
+    return head_config(kind, options)

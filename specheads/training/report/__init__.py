@@ -1,0 +1,1 @@
+"""What a run shows: its log lines, its curves, its model card."""

@@ -1,0 +1,57 @@
+"""The model card of a run: README.md in its folder and beside each checkpoint, unless the user wrote one there."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specheads.models import card
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from specheads.models.spec_model import SpecModel
+
+FILE = "README.md"
+_MARK = "<!-- written by specheads, and again after each evaluation unless you change it: {} -->\n"
+
+
+def write(model: SpecModel, folder: Path, record: card.Record) -> None:
+    """The card of the head in `folder`; a README.md that is there and not ours stays."""
+    path, source = folder / FILE, folder.as_posix()
+    if not is_ours(path):
+        return
+    given = "" if model.config.base_model_name_or_path else ', base="path/to/the/base"'
+    served = (
+        f"## Served\n\n`specheads export {source} served --to vllm` writes it for another program (sglang, trtllm, "
+        "llamacpp …), or says why that does not read such a head."
+    )
+    text = card.text(model, record, f'"{source}"{given}', served)
+    path.write_text(text + "\n" + _MARK.format(_digest(text + "\n")), "utf8")
+
+
+def is_ours(path: Path) -> bool:
+    """May the file be written? It is not there, or is as write() left it."""
+    if not path.exists():
+        return True
+    text, marked, digest = path.read_text("utf8", errors="replace").rpartition(_MARK.partition("{}")[0])
+    return bool(marked) and re.sub(r" -->\s*$", "", digest) == _digest(text)
+
+
+def described(arguments: TrainingArguments, steps: int, rows: Any, processes: int) -> list[str]:
+    """How a run was trained that has no recipe."""
+    count = len(rows) if hasattr(rows, "__len__") else None
+    batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * processes
+    optimizer = "Muon with AdamW" if getattr(arguments, "muon", False) else getattr(
+        arguments.optim, "value", arguments.optim)  # fmt: skip
+    schedule = getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type)
+    return [
+        f"{steps:,} steps of {batch:,} rows{'' if count is None else f' out of {count:,}'}, {optimizer}, learning rate "
+        f"{arguments.learning_rate:g} ({schedule}), seed {arguments.seed}."
+    ]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

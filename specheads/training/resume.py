@@ -1,0 +1,91 @@
+"""What a checkpoint says of the processes that wrote it, and what a run of others goes on with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specheads.models.checkpoint import replacing
+
+WHOLE = ("no", "ddp")  # kinds whose checkpoints hold everything whole, and read one another's
+
+
+class ResumeError(ValueError):
+    """A checkpoint that this run cannot go on from as the one that wrote it would have."""
+
+
+@dataclass(frozen=True)
+class Writers:
+    """processes: how many there were; rows: of a step, over all of them and their accumulation; kind: see launch."""
+
+    processes: int
+    rows: int
+    kind: str
+
+    def refuse(self, written: Writers, checkpoint: Path, other_rows: bool = False) -> None:
+        """ResumeError where a run of these cannot go on from what others have written. other_rows: steps of another
+        size are meant."""
+        anew = f"or begin a new run from its head: head=null init_from={checkpoint}"
+        if self.kind != written.kind and not (self.kind in WHOLE and written.kind in WHOLE):
+            raise ResumeError(
+                f"{checkpoint} was written by a run of the kind {written.kind!r}, whose optimizer state one of the "
+                f"kind {self.kind!r} cannot read: go on with {written.kind!r}, {anew}"
+            )
+        if self.rows != written.rows and not other_rows:
+            raise ResumeError(
+                f"{checkpoint} was written by a run with {written.rows} rows a step ({written.processes} processes); "
+                f"this one has {self.rows} ({self.processes} processes) and would lose its place in the data: choose "
+                "training.per_device_train_batch_size and training.gradient_accumulation_steps so that their product "
+                f"with the processes is {written.rows}, or begin the data anew with training.ignore_data_skip=true"
+            )
+
+
+@dataclass(frozen=True)
+class Unlogged:
+    """What a process has summed since the last log. meters: of states of TrainingMeters; loss: the Trainer's own sum;
+    last_logged: the step of that log."""
+
+    meters: list[dict[str, list[float]]]
+    loss: float
+    last_logged: int
+
+    def save(self, folder: str, process: int, writers: Writers) -> None:
+        with replacing(_file(folder, process)) as path:
+            path.write_text(json.dumps({**asdict(self), **asdict(writers)}), "utf8")
+        if process == 0:
+            for left in Path(folder).glob("unlogged_*.json"):  # of more processes that were at this step before
+                if left not in [_file(folder, i) for i in range(writers.processes)]:
+                    left.unlink()
+
+    @classmethod
+    def load(cls, folder: str, process: int, processes: int) -> Unlogged:
+        """For one of so many processes: what it had summed itself. Where others wrote, the first goes on from the
+        meters of all, and each from the mean of their losses, as the Trainer logs the mean of its processes."""
+        writers = writers_of(folder, process)
+        assert writers is not None
+        same = writers.processes == processes  # whose files may lie on machines of their own
+        records = [_read(_file(folder, i)) for i in ([process] if same else range(writers.processes))]
+        meters = [meter for record in records for meter in record["meters"]] if same or process == 0 else []
+        return cls(meters, sum(record["loss"] for record in records) / len(records), records[0]["last_logged"])
+
+
+def writers_of(folder: str | Path, process: int = 0) -> Writers | None:
+    """Those of a checkpoint, as the process finds it; None where it does not say."""
+    own = next((path for path in (_file(folder, process), _file(folder, 0)) if path.is_file()), None)
+    if own is None or "processes" not in (record := _read(own)):
+        return None
+    return Writers(record["processes"], record["rows"], record["kind"])
+
+
+def _file(folder: str | Path, process: int) -> Path:
+    return Path(folder) / f"unlogged_{process}.json"
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        return json.loads(path.read_text("utf8"))
+    except (OSError, ValueError) as error:
+        raise ResumeError(f"{path}, which each process leaves in a checkpoint, cannot be read: {error}") from error

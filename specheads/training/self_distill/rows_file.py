@@ -1,0 +1,150 @@
+"""The file the rows go to: in the order of the questions, none twice, and how far it is where a run was stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, chain, islice, pairwise
+from pathlib import Path
+
+from specheads.data.datasets import Row
+from specheads.training.self_distill.questions import Ask, Stream
+
+SAME = "the same line is there already"
+
+
+class RowsFile:
+    """Lines of JSON at `path`, one an answer, written a round of questions at a time.
+
+    An answer that is no line of its own has one in `path`.left_out: {"answer": its number among all, from 0, "why": …}.
+    Each answer is in one of the two, so that the two say how many there are. What is left out is written first: lines
+    without it would be taken for other answers. A process that is killed leaves whole rounds and at most a part of one.
+    """
+
+    def __init__(self, path: Path, stream: Stream) -> None:
+        self.path, self.stream = path, stream
+        self.left_out_path = path.with_name(path.name + ".left_out")
+        self.lines = self.answers = 0
+        self.idle = 0  # questions in a row that brought no line
+        self.asked_all = False
+        self.left_out: Counter[str] = Counter()
+        self._seen: set[bytes] = set()
+
+    @property
+    def finished(self) -> bool:
+        return self.asked_all or self.lines >= self.stream.wanted or self.idle >= self.stream.cycle
+
+    def go_on(self, round_size: Callable[[int], int]) -> Iterator[Ask]:
+        """What is still to be asked; the rest of a round that was cut short is taken away and asked again.
+
+        round_size: lines still wanted → questions of a round.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        ends, digests = self._read()
+        left_out = self._read_left_out()
+        asks, wanted = self.stream.asks, self.stream.wanted
+        if len(digests) >= wanted:  # a file longer than what is asked for stays as it is
+            self.lines, self.left_out = len(digests), Counter(left_out.values())
+            os.truncate(self.path, ends[-1])
+            return asks
+        numbers = sorted(left_out)
+        while not self.finished:
+            asked = list(islice(asks, round_size(wanted - self.lines)))
+            self.asked_all = not asked
+            ends_at = list(accumulate((one.num_turns for one in asked), initial=self.answers))
+            lines = [b - a - bisect_left(numbers, b) + bisect_left(numbers, a) for a, b in pairwise(ends_at)]
+            if self.lines + min(sum(lines), wanted - self.lines) > len(digests):
+                asks = chain(asked, asks)
+                break
+            self.answers = ends_at[-1]
+            self.lines = min(self.lines + sum(lines), wanted)
+            for number in lines:
+                self.idle = 0 if number else self.idle + 1
+        kept = {number: why for number, why in left_out.items() if number < self.answers}
+        self.left_out = Counter(kept.values())
+        self._seen = set(digests[: self.lines])
+        if self.path.exists():
+            os.truncate(self.path, ends[self.lines])
+        records = "".join(_record(number, why) for number, why in sorted(kept.items())).encode()
+        if self.left_out_path.exists() and self.left_out_path.read_bytes() != records:
+            new = self.left_out_path.with_name(self.left_out_path.name + ".new")
+            new.write_bytes(records)
+            os.replace(new, self.left_out_path)
+        return asks
+
+    def add(self, asked: Sequence[Ask], results: Sequence[Sequence[Row | str]]) -> None:
+        """Write the answers to a round: rows, or why there is none."""
+        lines, records = list[bytes](), list[str]()
+        for one, turns in zip(asked, results, strict=True):
+            assert len(turns) == one.num_turns
+            before = len(lines)
+            for result in turns:
+                why = result if isinstance(result, str) else None
+                if not isinstance(result, str):
+                    line = (json.dumps(result) + "\n").encode()
+                    if (digest := _digest(line)) in self._seen:
+                        why = SAME
+                    elif self.lines + len(lines) < self.stream.wanted:
+                        self._seen.add(digest)
+                        lines.append(line)
+                if why is not None:
+                    self.left_out[why] += 1
+                    records.append(_record(self.answers, why))
+                self.answers += 1
+            self.idle = 0 if len(lines) > before else self.idle + 1
+        if records:
+            _append(self.left_out_path, "".join(records).encode())
+        _append(self.path, b"".join(lines))
+        self.lines += len(lines)
+
+    def summary(self) -> str:
+        """What became of the answers, in one line."""
+        said = f"{self.path}: {self.lines} lines"
+        if self.lines < self.stream.wanted:
+            said += f" of the {self.stream.wanted} asked for: the questions have no further answers"
+        if same := self.left_out[SAME]:
+            said += f"; left out {same} answers that were the same lines again"
+        if refused := self.left_out.total() - same:
+            why = next(why for why in self.left_out if why != SAME)
+            said += f"; left out {refused} answers ({self.left_out_path} says why), such as: {why}"
+        return said
+
+    def _read(self) -> tuple[list[int], list[bytes]]:
+        """Where each whole line ends, from 0 on, and the digest of each."""
+        ends, digests = [0], []
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                for line in file:
+                    if line.endswith(b"\n"):
+                        ends.append(ends[-1] + len(line))
+                        digests.append(_digest(line))
+        return ends, digests
+
+    def _read_left_out(self) -> dict[int, str]:
+        if not self.left_out_path.exists():
+            return {}
+        lines = self.left_out_path.read_bytes().splitlines(keepends=True)
+        records = [json.loads(line) for line in lines if line.endswith(b"\n")]
+        return {record["answer"]: record["why"] for record in records}
+
+
+def _record(number: int, why: str) -> str:
+    return json.dumps({"answer": number, "why": why}) + "\n"
+
+
+def _digest(line: bytes) -> bytes:
+    return hashlib.blake2b(line, digest_size=16).digest()
+
+
+def _append(path: Path, content: bytes) -> None:
+    try:
+        with path.open("ab") as file:
+            file.write(content)
+    except OSError as error:
+        raise OSError(
+            f"{path}: {error.strerror}; what was written is kept: start again with the same options"
+        ) from error

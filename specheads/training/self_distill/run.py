@@ -1,0 +1,44 @@
+"""From options to the finished file."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from itertools import islice
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from specheads.hub import options as hub_options
+from specheads.training.self_distill import local, served
+from specheads.training.self_distill.options import Options
+from specheads.training.self_distill.questions import stream
+from specheads.training.self_distill.rows_file import RowsFile
+
+
+def run(options: Options) -> None:
+    """Write the rows, or go on with them. ValueError or OSError, with what was written kept, where that fails."""
+    tokenizer = AutoTokenizer.from_pretrained(options.base, **hub_options(options.base))
+    file = RowsFile(Path(options.output), stream(options, tokenizer))
+    # A round has a batch of each temperature: each batch is full, as one temperature's would be.
+    most = 1 if options.server else options.batch_size * len(options.temperature)
+
+    def round_size(room: int) -> int:
+        return min(most, room)
+
+    asks = file.go_on(round_size)
+    if not file.finished:
+        with tqdm(total=file.stream.wanted, initial=file.lines, unit="row") as bar:
+            if options.server:
+                asyncio.run(served.fill(file, asks, options, tokenizer, bar))
+            else:
+                base = local.load(options)
+                while not file.finished and (batch := list(islice(asks, round_size(file.stream.wanted - file.lines)))):
+                    # Of the place in the file, so that a run that goes on samples what it would have sampled.
+                    torch.manual_seed(random.Random(f"{options.seed} {file.answers}").getrandbits(63))
+                    file.add(batch, local.answer(base, tokenizer, batch, options))
+                    bar.update(file.lines - bar.n)
+    print(file.summary(), file=sys.stderr)

@@ -1,0 +1,286 @@
+"""SpecTrainer: transformers' Trainer with what heads need: accepted length in every log, learning rates per group,
+checkpoints of the head alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import Trainer, set_seed
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, get_last_checkpoint
+
+from specheads.data.repeats import without_repeats
+from specheads.decoding.context_limits import longest_text
+from specheads.decoding.planner import StaticTree
+from specheads.losses.metrics import AcceptanceMeter, TrainingMeter
+from specheads.models.card import Record
+from specheads.models.frozen import explanation, is_marked
+from specheads.models.lora import is_adapter
+from specheads.models.saved_head import CONFIG, CheckpointError
+from specheads.models.spec_model import SpecModel, SpecOutput
+from specheads.training.arguments import SpecTrainingArguments as SpecTrainingArguments
+from specheads.training.distributed import deepspeed as zero
+from specheads.training.distributed.fsdp import trained_alone
+from specheads.training.distributed.launch import kind_of
+from specheads.training.errors import STATE, TrainingError, go_on, is_unwritten, refuse_not_finite
+from specheads.training.optim import MuonAdamW, parameter_groups
+from specheads.training.report import card as run_card
+from specheads.training.report.log import AcceptanceProgress as AcceptanceProgress
+from specheads.training.report.log import Pace, printer_for
+from specheads.training.resume import Unlogged, Writers, writers_of
+
+
+class SpecTrainer(Trainer):
+    """Trains the head of a SpecModel.
+
+    Logs accepted_length, accuracy_depth_k and the head's loss terms, over everything since the last log; evaluations
+    report them as eval_…, exact over the whole evaluation set, and those that metrics.AcceptanceMeter makes of the
+    head's tree and of sampling. The loss of a step is that of its global batch: a mean
+    over all supervised tokens, whatever the micro-batches and processes it was cut into.
+    """
+
+    args: SpecTrainingArguments
+    recipe: str | None = None  # as YAML, where one was followed
+
+    def __init__(self, model: SpecModel, args: SpecTrainingArguments, **kwargs: Any) -> None:
+        if is_marked(model):
+            raise ValueError(explanation(model))
+        if not isinstance(model, SpecModel):
+            raise ValueError(f"SpecTrainer trains a SpecModel, not {type(model).__name__}: make one with convert()")
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"one process sees {args.n_gpu} GPUs: start one process a GPU with `accelerate launch` or `torchrun`, "
+                "or choose one with CUDA_VISIBLE_DEVICES"
+            )
+        self._training_meter, self._evaluation_meter = TrainingMeter(), TrainingMeter()
+        self._pace = Pace()
+        self._longest: Tensor | None = None  # () tokens of the longest text seen since the head was last told
+        super().__init__(model, args, **kwargs)
+        if args.muon and self.is_deepspeed_enabled:
+            raise ValueError(
+                "muon=true steps on whole matrices, which DeepSpeed flattens: launch with accelerate/fsdp2 or "
+                "accelerate/ddp (see `specheads recipes`), or give muon=false"
+            )
+        for callback in list(self.callback_handler.callbacks):
+            if (printer := printer_for(callback, self._pace)) is not None:
+                self.remove_callback(callback)
+                self.add_callback(printer)
+
+    # Loss and reports
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:  # fmt: skip
+        tokens = supervised_tokens(inputs)
+        told, step = self.accelerator.unwrap_model(model), self.state.global_step
+        told.progress, told.draw_seed = step / max(1, self.state.max_steps), self.args.seed << 32 | step
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        refuse_not_finite(loss.detach(), "loss", self.state.global_step + 1, self.args.output_dir)
+        divisor = tokens.clamp_min(1) if num_items_in_batch is None else num_items_in_batch
+        self._training_meter.add(outputs.ranks, outputs.terms or {}, divisor, tokens)
+        length = longest_text(inputs)
+        self._longest = length if self._longest is None else torch.maximum(self._longest, length)
+        return (loss, outputs) if return_outputs else loss
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        state = self.accelerator.gradient_state
+        own = (without_repeats(batch, state) for batch in epoch_iterator)
+        return super().get_batch_samples(own, num_batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        # Trainer counts labels only; a batch may name its tokens by loss_mask instead.
+        if batch_samples and "labels" not in batch_samples[0] and "loss_mask" in batch_samples[0]:
+            batch_samples = [{"labels": torch.where(batch["loss_mask"].bool(), 0, -100)} for batch in batch_samples]
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            states = gather_object([self._training_meter.state()])
+            logs.update(TrainingMeter.combined(states))
+            self._pace.tokens += sum(int(state["tokens"][0]) for state in states)
+            self._training_meter = TrainingMeter()
+        super().log(logs, *args, **kwargs)
+
+    def _report(self, meter: TrainingMeter) -> dict[str, float]:
+        return TrainingMeter.combined(gather_object([meter.state()]), meter.acceptance.tree)
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:  # fmt: skip
+        self._evaluation_meter = TrainingMeter(AcceptanceMeter(self._scored_tree()))
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        assert output.metrics is not None
+        for name, value in self._report(self._evaluation_meter).items():
+            output.metrics[f"{metric_key_prefix}_{name}"] = value
+        return output
+
+    def _scored_tree(self) -> StaticTree | None:
+        """The tree the head will draft, where its shape is fixed."""
+        plan = self.accelerator.unwrap_model(self.model).head.default_plan(self.args.device, do_sample=False)
+        return plan if isinstance(plan, StaticTree) else None
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        inputs = without_repeats(self._prepare_inputs(inputs), self.accelerator.gradient_state)
+        tokens = supervised_tokens(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            outputs: SpecOutput = model(**inputs)
+        assert outputs.loss is not None
+        loss = outputs.loss.detach()
+        terms = {"loss": loss, **(outputs.terms or {})}
+        self._evaluation_meter.add(outputs.ranks, terms, tokens.clamp_min(1), tokens, outputs.overlaps)
+        return loss, None, None
+
+    # Optimizer
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is not None or not (self.args.muon or self.args.lr_multipliers):
+            return super().create_optimizer(*([] if model is None else [model]))
+        args, module = self.args, self.model if model is None else model
+        assert isinstance(module, nn.Module)
+        groups = parameter_groups(
+            module.named_parameters(),
+            learning_rate=args.learning_rate,
+            weight_decay=args.weight_decay,
+            decayed=self.get_decay_parameter_names(module),
+            multipliers=args.lr_multipliers,
+        )
+        if args.muon:
+            self.optimizer = MuonAdamW(groups, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+        else:
+            kind, options = self.get_optimizer_cls_and_kwargs(args, module)  # type: ignore[arg-type]
+            groups = [{key: value for key, value in group.items() if key != "names"} for group in groups]
+            self.optimizer = kind(groups, **options)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        # Between making the engine and reading a checkpoint with it, transformers asks for nothing else.
+        if self.is_deepspeed_enabled:
+            zero.attend(self.accelerator.deepspeed_engine_wrapped.engine)
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if norm is not None and self.accelerator.scaler is None:  # a scaler leaves out such steps and lowers its scale
+            refuse_not_finite(norm, "gradient", self.state.global_step + 1, self.args.output_dir)
+        return norm
+
+    # Checkpoints
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """TrainingError where it cannot be written: what there is of it goes, and earlier ones stay."""
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            (folder / STATE).unlink(missing_ok=True)  # of an earlier run: until all is written it is not finished
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if not is_unwritten(error):
+                raise
+            if self.args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)
+            reason = " ".join(str(error).split())[:200]
+            raise TrainingError(
+                f"{folder} could not be written ({reason}); {go_on(self.args.output_dir)}, once there is room"
+            ) from error
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with trained_alone(self.accelerator):
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with trained_alone(self.accelerator):
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        with trained_alone(self.accelerator):
+            super()._load_best_model()
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        unlogged = Unlogged([self._training_meter.state()], float(self._tr_loss), self._globalstep_last_logged)
+        unlogged.save(output_dir, self.args.process_index, self._writers())
+        # The first process writes trainer_state.json next, which says that the checkpoint is whole.
+        self.accelerator.wait_for_everyone()
+
+    def _note_trained_length(self) -> None:
+        """Tell the head, and so its checkpoints, of the longest text of this process: rows are dealt out at random."""
+        if self._longest is not None:
+            self.accelerator.unwrap_model(self.model).note_trained_length(int(self._longest))
+            self._longest = None
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        writers = None if checkpoint is None else writers_of(checkpoint, self.args.process_index)
+        if checkpoint is None or writers is None:
+            return
+        if writers.processes != self.args.world_size:
+            # transformers goes on with the numbers the run began with, which would drop the same weights once more.
+            set_seed(self.args.seed + self.state.global_step)
+        stored = json.loads((Path(checkpoint) / CONFIG).read_text("utf8"))
+        self.accelerator.unwrap_model(self.model).note_trained_length(stored.get("trained_length"))
+        unlogged = Unlogged.load(checkpoint, self.args.process_index, self.args.world_size)
+        self._training_meter = TrainingMeter.of_states(unlogged.meters, self.args.device)
+        self._tr_loss.fill_(unlogged.loss)
+        self._total_loss_scalar = -unlogged.loss  # train_loss stays the mean over the steps since the resumption
+        self._globalstep_last_logged = unlogged.last_logged
+
+    def _writers(self) -> Writers:
+        """This run as its checkpoints tell of it."""
+        rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        return Writers(self.args.world_size, rows * self.args.world_size, kind_of(self.accelerator))
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """transformers' own. ResumeError, a ValueError, for a checkpoint that this run would not go on from as the one
+        that wrote it."""
+        if resume_from_checkpoint:
+            found = (
+                get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+            )
+            if found is not None and (written := writers_of(found, self.args.process_index)) is not None:
+                self._writers().refuse(written, Path(found), other_rows=self.args.ignore_data_skip)
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        self._note_trained_length()
+        return output
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """The head alone; a launcher that shards parameters passes what it gathered."""
+        if self.args.should_save:
+            self._note_trained_length()
+            model = self.accelerator.unwrap_model(self.model)
+            folder = output_dir or self.args.output_dir
+            model.save_pretrained(folder, state_dict=state_dict)
+            run_card.write(model, Path(str(folder)), self.record())
+
+    def record(self) -> Record:
+        """What a model card says of the run so far."""
+        steps, processes = self.state.global_step, self.args.world_size
+        trained = [] if self.recipe else run_card.described(self.args, steps, self.train_dataset, processes)
+        return Record(history=self.state.log_history, recipe=self.recipe, trained=trained)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        missing = [name for name in load_result.missing_keys if name.startswith("head.") or is_adapter(name)]
+        if missing or load_result.unexpected_keys:
+            raise CheckpointError(
+                f"the checkpoint does not fit this head: missing {missing}, unexpected {load_result.unexpected_keys}; "
+                "resume with the recipe it was made with"
+            )
+
+
+def supervised_tokens(inputs: Mapping[str, Any]) -> Tensor:
+    """() int64: how many tokens of the batch are supervised."""
+    if inputs.get("labels") is not None:
+        return (inputs["labels"] != -100).sum()
+    if inputs.get("loss_mask") is not None:
+        return inputs["loss_mask"].bool().sum()
+    raise ValueError(f"a batch has {sorted(inputs)}: expected labels or loss_mask; data.Collator makes them")

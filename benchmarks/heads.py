@@ -33,7 +33,8 @@ from specheads import BestFirstTree, Collator, DynamicTree, SampledTree, chain
 from specheads.bench import decoders, environment, report
 from specheads.bench.memory import LiveMemory
 from specheads.bench.prompts import held_out_prompts
-from specheads.data.datasets import DataConfig, build_datasets, token_counts
+from specheads.data.config import DataConfig
+from specheads.data.datasets import build_datasets, token_counts
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.functions import LAW_LOSSES
 from specheads.models.checkpoint import replacing

@@ -43,7 +43,8 @@ from transformers.utils import logging as hf_logging
 from specheads import SpecModel, chain
 from specheads.bench import decoders, environment, memory, report
 from specheads.bench.prompts import held_out_prompts
-from specheads.data.datasets import DataConfig, build_datasets, token_counts
+from specheads.data.config import DataConfig
+from specheads.data.datasets import build_datasets, token_counts
 
 HERE = Path(__file__).resolve().parent
 DEPTHS = {"eagle3": 4, "medusa": 4}

@@ -57,12 +57,11 @@ from specheads.heads import (
 from specheads.models.convert import convert, load_head
 from specheads.models.saved_head import CheckpointError
 from specheads.models.spec_model import SpecConfig, SpecModel
-
-__version__ = "0.1.0"
+from specheads.version import __version__ as __version__
 
 # Imported when first asked for: decoding needs neither the Trainer nor datasets, nor other toolkits' names.
 _LAZY = {
-    "Collator": "data.rows", "DataConfig": "data.datasets", "build_datasets": "data.datasets",
+    "Collator": "data.rows", "DataConfig": "data.config", "build_datasets": "data.datasets",
     "token_counts": "data.datasets",
     "SpecTrainer": "training.trainer", "SpecTrainingArguments": "training.arguments",
     "patch": "compat.patch", "unpatch": "compat.patch",

@@ -107,7 +107,8 @@ def parity(
       specheads parity out/eagle3 --data held_out.jsonl --dtype bfloat16 --tolerance 0.05
     """
     from specheads.cli.commands import arguments
-    from specheads.data.datasets import DataConfig, build_datasets
+    from specheads.data.config import DataConfig
+    from specheads.data.datasets import build_datasets
     from specheads.terminal import make_console, table
     from specheads.training.parity import ParityConfig, compare, prompts_of
 

@@ -7,7 +7,8 @@ import re
 import tokenizers
 import transformers
 
-from specheads.data.datasets import IGNORED, DataConfig
+from specheads.data.config import DataConfig
+from specheads.data.datasets import IGNORED
 
 MARKED = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{% generation %}{{ m['content'] }}<|end|>"

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from specheads.decoding.acceptance import Exact, walk
-from specheads.decoding.draft_logits import LawKept
 from specheads.decoding.loop import decode
 from specheads.decoding.planner import Scored
+from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.target.causal import TargetOutput
 
@@ -248,7 +248,9 @@ def step_law(target, draft, plan, rule, prompt, *, processors=None, change=lambd
         verifier = TableTarget(target)
         verifier.rows = [list(prompt[:-1])]
         context = SimpleNamespace(history=[list(prompt)], root=torch.tensor([prompt[-1]]))
-        tree = TableDrafter(draft, change).propose(context, sampler, LawKept(plan) if rule.wants_draft_law else plan)
+        tree = TableDrafter(draft, change).propose(
+            context, sampler, RecordDraftLogits(plan) if rule.wants_draft_law else plan
+        )
         verdict = walk(tree, verifier.verify(tree).logits, rule, sampler, [list(prompt)])
         path = verdict.path[0, 1 : verdict.length[0]]
         return (*tree.tokens[0, path].tolist(), int(verdict.bonus))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from specheads import terminal
+from specheads.cli import token_stream
 from specheads.decoding.text import TextPieces
 
 
@@ -35,20 +36,20 @@ class Screen:
 
 def test_each_token_is_coloured_by_its_draft_depth():
     screen = Screen()
-    stream = terminal.TokenStream(screen, Pieces(), colored=True)
+    stream = token_stream.TokenStream(screen, Pieces(), colored=True)
     for step in (b"prompt", b"a", b"bcd", b"ef"):
         stream.put(torch.tensor(list(step)))
     stream.end()
     stream.close(accepted=1)
     assert stream.depths == [0, 1, 2, 0, 1, 0]
-    styles = terminal.DEPTH_STYLES
+    styles = token_stream.DEPTH_STYLES
     assert screen.written == [
         ("a", styles[0]), ("b", styles[1]), ("c", styles[2]), ("d", styles[0]), ("e", styles[1]), ("f", styles[0])
     ]  # fmt: skip
 
 
 def test_a_text_that_stops_at_a_draft_ends_in_its_colour():
-    stream = terminal.TokenStream(Screen(), Pieces(), colored=True)
+    stream = token_stream.TokenStream(Screen(), Pieces(), colored=True)
     for step in (b"prompt", b"a", b"bc"):
         stream.put(torch.tensor(list(step)))
     stream.close(accepted=2)  # both tokens of the last step were drafted: the text stopped before the bonus

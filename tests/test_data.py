@@ -9,7 +9,8 @@ import pytest
 import torch
 from chats import CHAT, build_tokenizer, config, supervised
 
-from specheads.data.datasets import IGNORED, DataConfig, build_datasets, load_dataset_rows, token_counts
+from specheads.data.config import DataConfig
+from specheads.data.datasets import IGNORED, build_datasets, load_dataset_rows, token_counts
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
 

@@ -15,8 +15,9 @@ import specheads
 from specheads import DraftModel, DraftTree, DynamicTree, Exact, Fuzzy, SampledTree, Sampler, StaticTree, chain, convert
 from specheads.decoding.acceptance import walk
 from specheads.decoding.acceptance.divergences import divergence
-from specheads.decoding.draft_logits import DraftLogits, LawKept
+from specheads.decoding.draft_logits import DraftLogits
 from specheads.decoding.outputs import step_record
+from specheads.decoding.planner.record import RecordDraftLogits
 
 PLANS = {
     "chain": chain(4), "static": StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0))), "dynamic": DynamicTree(6, 3, 2),
@@ -82,7 +83,7 @@ def test_every_node_of_a_tree_has_the_divergence_at_its_parent(plan, processed):
     class Context:
         history, root = [list(row) for row in rows], torch.tensor([row[-1] for row in rows])
 
-    tree = TableDrafter(draft).propose(Context, sampler, LawKept(PLANS[plan]))
+    tree = TableDrafter(draft).propose(Context, sampler, RecordDraftLogits(PLANS[plan]))
     verifier = TableTarget(target)
     verifier.rows = [list(row[:-1]) for row in rows]
     logits = verifier.verify(tree).logits

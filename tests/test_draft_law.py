@@ -1,11 +1,11 @@
-"""LawKept: every plan's tree keeps what the drafter said of each node with children, and is else the same tree."""
+"""RecordDraftLogits: every plan's tree keeps what the drafter said of each node with children, and is else the same tree."""
 
 import pytest
 import torch
 from test_planner import PLANS, TableDraft, paths_of
 
-from specheads.decoding.draft_logits import LawKept
 from specheads.decoding.planner import SampledTree, Scored
+from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.sampler import Sampler
 
 IDS = [3, 4, 8, 20, 31, 32, 33, 34, 35]
@@ -27,7 +27,7 @@ def test_each_node_with_children_keeps_the_drafts_logits(name, batch, ids):
     draft = TableDraft(batch, len(IDS), seed=batch, ids=ids)
     vocab_size = len(IDS) if ids is None else 40
     plain = grown(PLANS[name], draft, batch, vocab_size)
-    tree = grown(LawKept(PLANS[name]), draft, batch, vocab_size)
+    tree = grown(RecordDraftLogits(PLANS[name]), draft, batch, vocab_size)
     assert plain.logits is None
     assert torch.equal(tree.tokens, plain.tokens) and torch.equal(tree.parents, plain.parents)
     for row in range(batch):
@@ -51,7 +51,7 @@ def test_a_law_that_a_level_shares_is_kept_for_all_its_nodes(name):
     def expand(tokens, parents):
         return Scored(laws[:, next(depth)].unsqueeze(1), width=tokens.shape[1])
 
-    tree = grown(LawKept(PLANS[name]), expand, 2, 11)
+    tree = grown(RecordDraftLogits(PLANS[name]), expand, 2, 11)
     for row in range(2):
         for node in inner_nodes(tree, row):
             at = int(tree.shape.depth[row, node])
@@ -62,7 +62,7 @@ def test_a_law_that_a_level_shares_is_kept_for_all_its_nodes(name):
 
 def test_slots_left_unused_by_an_exhausted_law_disturb_no_other():
     draft = TableDraft(2, 2)
-    tree = grown(LawKept(SampledTree((3, 2))), draft, 2, 2)
+    tree = grown(RecordDraftLogits(SampledTree((3, 2))), draft, 2, 2)
     assert (tree.parents[:, 1:] < 0).any()
     for row in range(2):
         paths = paths_of(tree, row)
@@ -75,5 +75,5 @@ def test_slots_left_unused_by_an_exhausted_law_disturb_no_other():
 
 def test_sizes_are_the_plans_own():
     for plan in PLANS.values():
-        kept = LawKept(plan)
+        kept = RecordDraftLogits(plan)
         assert (kept.num_nodes, kept.depth, kept.drafting_slots) == (plan.num_nodes, plan.depth, plan.drafting_slots)

@@ -23,7 +23,8 @@ from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor, Tem
 from specheads import DraftTree, DynamicTree, Exact, Fuzzy, SampledTree, Sampler, StaticTree, chain, convert
 from specheads.decoding.acceptance import Laws, walk
 from specheads.decoding.acceptance.divergences import NAMES, divergence
-from specheads.decoding.draft_logits import DraftLogits, LawKept
+from specheads.decoding.draft_logits import DraftLogits
+from specheads.decoding.planner.record import RecordDraftLogits
 
 STATIC = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 PLANS = {"chain": chain(2), "static": STATIC, "dynamic": DynamicTree(4, 2, 2), "sampled": SampledTree((2, 1))}
@@ -105,7 +106,7 @@ def test_a_step_begins_as_the_published_one_and_goes_on_from_a_drawn_token(thres
 
 def grown(target, draft, plan, sampler, rows=((0, 1), (3,))):
     context = SimpleNamespace(history=[list(row) for row in rows], root=torch.tensor([row[-1] for row in rows]))
-    tree = TableDrafter(draft).propose(context, sampler, LawKept(plan))
+    tree = TableDrafter(draft).propose(context, sampler, RecordDraftLogits(plan))
     verifier = TableTarget(target)
     verifier.rows = [list(row[:-1]) for row in rows]
     return tree, verifier.verify(tree).logits

@@ -20,9 +20,9 @@ from specheads import (
     comb,
     convert,
 )  # fmt: skip
-from specheads.decoding.draft_logits import LawKept
 from specheads.decoding.drafters.assistant import ScheduledChain
 from specheads.decoding.planner import Idle, limited, tree_named
+from specheads.decoding.planner.record import RecordDraftLogits
 from tests.families import build
 
 OPTIONS = {"do_sample": False, "max_length": 41}
@@ -111,7 +111,12 @@ def test_nothing_is_drafted_beyond_what_is_left(model, plan, left):
             gained = [n + len(row) for n, row in zip(gained, step.tokens, strict=True)]
 
 
-LIMITED = [*filter(None, PLANS.values()), ScheduledChain(8, 0.0, now=5), LawKept(chain(5)), tree_named("best:20,6,4")]
+LIMITED = [
+    *filter(None, PLANS.values()),
+    ScheduledChain(8, 0.0, now=5),
+    RecordDraftLogits(chain(5)),
+    tree_named("best:20,6,4"),
+]
 
 
 @pytest.mark.parametrize("plan", LIMITED, ids=repr)

@@ -29,7 +29,8 @@ from specheads import (
     convert,
 )
 from specheads.decoding.acceptance import walk
-from specheads.decoding.draft_logits import DraftLogits, LawKept
+from specheads.decoding.draft_logits import DraftLogits
+from specheads.decoding.planner.record import RecordDraftLogits
 
 V = 12
 
@@ -96,7 +97,7 @@ def test_cs_leniency_compares_with_the_drafts_law_at_each_depth():
     for seed in range(20):
         target, draft, prompt = Table(6, seed, scale=1), Table(6, seed + 50, scale=1), (0, 1)
         context = SimpleNamespace(history=[list(prompt)], root=torch.tensor([1]))
-        tree = TableDrafter(draft).propose(context, Sampler(), LawKept(chain(3)))
+        tree = TableDrafter(draft).propose(context, Sampler(), RecordDraftLogits(chain(3)))
         verifier = TableTarget(target)
         verifier.rows = [[0]]
         verdict = walk(tree, verifier.verify(tree).logits, rule, Sampler())

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specheads_cli as cli
 from specheads.bench.prompts import prompts_from
-from specheads.data.datasets import DataConfig, build_datasets
+from specheads.data.config import DataConfig
+from specheads.data.datasets import build_datasets
 from specheads.models.convert import convert
 from specheads.training.self_distill.questions import Continued, passes, windows
 from tests.conftest import tiny_llama

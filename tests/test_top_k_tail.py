@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from specheads.decoding.draft_ids import DraftIds
 from specheads.losses.functions import LAW_LOSSES, overlap
 from specheads.losses.teacher import TopKTail
-from specheads.losses.teacher_probs import DraftIds, FullLaw
+from specheads.losses.teacher_probs import FullLaw
 
 V, ROWS = 23, 11
 

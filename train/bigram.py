@@ -19,7 +19,8 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 
 from specheads.data import corpus
-from specheads.data.datasets import DataConfig, load_dataset_rows, tokenize
+from specheads.data.config import DataConfig
+from specheads.data.datasets import load_dataset_rows, tokenize
 from specheads.decoding.drafters.bigram import count_bigrams, save_bigrams
 from specheads.hub import options as hub_options
 

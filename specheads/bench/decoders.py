@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.bench.runner import Decoder, Output, Stopwatch
-from specheads.decoding import generate as generation
 from specheads.decoding.acceptance import Acceptance
 from specheads.decoding.drafters.base import Drafter
+from specheads.decoding.generate import generate
 from specheads.decoding.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
 from specheads.decoding.planner import Plan
 from specheads.models.spec_model import SpecModel
@@ -100,7 +100,7 @@ def drafted(
 
     def run(batch: dict[str, Any], watch: Any) -> Output:
         with torch.no_grad():
-            out = generation.generate(
+            out = generate(
                 base, **batch, drafter=drafter, max_new_tokens=max_new_tokens, streamer=watch, tree=plan,
                 accept=accept, return_dict_in_generate=True, **options,
             )  # fmt: skip

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import transformers
 
+from specheads.version import __version__
+
 
 def environment() -> dict[str, Any]:
     """Hardware and versions; no name of the machine or of a place on it."""
-    import specheads
-
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "cpu": _cpu_name(),
@@ -26,7 +26,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
-        "specheads": specheads.__version__,
+        "specheads": __version__,
     }
 
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import specheads
 from specheads.bench.sweep import tasks
 from specheads.compat.cs_models import CSDraftingEncoderDecoderModel, CSDraftingModel, _Counted, _Recorded
 from specheads.compat.plain import generate_plainly
-from specheads.decoding.drafters import DraftModel
+from specheads.decoding.drafters import Cascade, DraftModel
 from specheads.decoding.drafters.model import vocabulary_size
 from specheads.decoding.target.recorded import Record, replayed
 
@@ -36,7 +35,7 @@ def csd(
     every pass, the first of which reads the prompt and gives a token.
     """
     drafts = [DraftModel(bare) if isinstance(bare := _bare(draft), PreTrainedModel) else bare for draft in draft_list]
-    cascade = specheads.Cascade(drafts, torch.as_tensor(k_matrix).tolist(), leniency=float(leniency))
+    cascade = Cascade(drafts, torch.as_tensor(k_matrix).tolist(), leniency=float(leniency))
     if isinstance(target_model, _Recorded):
         output, reviews = _replay(cascade, target_model, initial_input, input_ids, max_length)
     else:

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from specheads.compat.patch import LENGTHS, DraftingGenerate, replace_generate
-from specheads.decoding import generate as generation
 from specheads.decoding.acceptance import Acceptance, Fuzzy
+from specheads.decoding.generate import generate
 from specheads.decoding.loop import Step
 from specheads.decoding.planner import chain
 from specheads.decoding.target.causal import unwrapped
@@ -109,10 +109,10 @@ class FSDGenerate(DraftingGenerate):
             call = {**call, "tree": chain(NUM_DRAFTED)}
         asked = self.arguments(call)
         if small is None or not hasattr(unwrapped(small), "n_matches_list"):
-            return generation.generate(self.base, **asked)
+            return generate(self.base, **asked)
         rule = asked.get("accept")
         asked |= {"return_dict_in_generate": True, "output_divergences": isinstance(rule, Fuzzy)}
-        out: Any = generation.generate(self.base, **asked)
+        out: Any = generate(self.base, **asked)
         note_steps(unwrapped(small), out.steps, rule)
         return out if self.returns_dict(call) else out.sequences
 

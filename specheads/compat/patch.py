@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import GenerationMixin
 
-from specheads.decoding import generate as generation
 from specheads.decoding.acceptance import Fuzzy, fuzzy_from
 from specheads.decoding.drafters import PromptLookup
 from specheads.decoding.drafters.assistant import Assistant, AssistantOptions
+from specheads.decoding.generate import generate
 from specheads.decoding.target.causal import unwrapped
 from specheads.models.spec_model import SpecModel
 
@@ -105,7 +105,7 @@ class DraftingGenerate:
 
     def decode(self, call: dict[str, Any]) -> Any:
         """What a call with these arguments, drafts among them, gives."""
-        return generation.generate(self.base, **self.arguments(call))
+        return generate(self.base, **self.arguments(call))
 
     def arguments(self, call: dict[str, Any]) -> dict[str, Any]:
         """`draft_arguments`, with fsd_tracking as output_divergences where the call can give these back."""

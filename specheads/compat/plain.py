@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.compat.processors import whole
-from specheads.decoding import generate as generation
+from specheads.decoding.generate import generate
 from specheads.decoding.target.causal import text_config, unwrapped
 from specheads.options import shown
 
@@ -37,7 +37,7 @@ def generate_plainly(
 ) -> Any:
     """ids (1, T) → what `specheads.generate(..., **options)` gives with its steps, of at most max_new_tokens."""
     ids = on_device(ids, model)
-    return generation.generate(
+    return generate(
         model, ids, attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens, do_sample=do_sample, logits_processor=LogitsProcessorList(processors),
         return_dict_in_generate=True, **PLAIN, **options,

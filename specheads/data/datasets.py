@@ -12,7 +12,6 @@ import os
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from specheads import hub
 from specheads.data import row_forms
+from specheads.data.config import DataConfig
 from specheads.data.rows import IGNORED, Collator, Row, chunk, pack, tokenize, truncate
-from specheads.options import OptionError, refuse_unknown
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -36,57 +35,6 @@ __all__ = [
 _log = logging.getLogger(__name__)
 _FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 _PACK_ROWS = 1000  # rows packed together: enough that little is wasted, few enough that the order stays
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """What to train on. train, eval: path, list of paths, glob, saved dataset folder, hub id, Dataset or rows.
-
-    max_length in tokens; max_samples in rows of train, drawn with `seed`; eval_fraction of the rows of train is held
-    out when there is no eval. split, eval_split and subset are read for hub ids and saved folders only.
-    """
-
-    train: Any
-    eval: Any = None
-    split: str = "train"
-    eval_split: str = "test"
-    subset: str | None = None
-    text_column: str = "text"
-    messages_column: str = "messages"
-    max_length: int = 2048
-    packing: bool = False
-    num_proc: int | None = None
-    max_samples: int | None = None
-    seed: int = 0
-    eval_fraction: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.train is None or (isinstance(self.train, (str, list, tuple)) and not self.train):
-            raise OptionError(
-                "{train}: give a path, a list of paths, a glob, a hub dataset id or rows", train=self.train
-            )
-        for name, least in {"max_length": 2, "num_proc": 1, "max_samples": 1, "seed": 0}.items():
-            value = getattr(self, name)
-            if value is None and name in ("num_proc", "max_samples"):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise OptionError(f"{{{name}}}: expected a whole number of at least {least}", **{name: value})
-        if self.packing not in (True, False):
-            raise ValueError(f"packing={self.packing!r}: expected true or false")
-        if not isinstance(self.eval_fraction, (int, float)) or not 0 <= self.eval_fraction < 1:
-            raise ValueError(f"eval_fraction={self.eval_fraction!r}: expected a number in [0, 1)")
-        if self.eval is not None and self.eval_fraction:
-            raise ValueError(f"eval and eval_fraction={self.eval_fraction} are both given: keep one of the two")
-        if self.text_column == self.messages_column:
-            raise ValueError(f"text_column and messages_column are both {self.text_column!r}: they must differ")
-
-    @classmethod
-    def from_dict(cls, options: Mapping[str, Any]) -> DataConfig:
-        """Raises ValueError for an unknown key, naming the nearest known one, and for a missing `train`."""
-        refuse_unknown(options, [field.name for field in fields(cls)], what="data option")
-        if "train" not in options:
-            raise ValueError("data option 'train' is missing: give a path, a list of paths, a glob or a hub dataset id")
-        return cls(**options)
 
 
 # -------------------------------------------------------------------------------------------------------------- loading

@@ -23,7 +23,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from specheads.data.row_forms import ROLES, checked, messages_of, template_of
 
 if TYPE_CHECKING:
-    from specheads.data.datasets import DataConfig
+    from specheads.data.config import DataConfig
 
 IGNORED = -100
 Row = dict[str, list[int]]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.acceptance import Acceptance, Verdict, walk
-from specheads.decoding.draft_logits import LawKept
 from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.planner import Idle, Plan
+from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.processors import StateWatch
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.target.causal import Target
@@ -84,7 +84,7 @@ def decode(
     refuse_broken_laws(bool(sampler.finite))
     running, count = [True] * batch, torch.ones_like(root)  # (B,) tokens gained
     if plan and (accept.wants_draft_law or keep_divergences):
-        plan = LawKept(plan)
+        plan = RecordDraftLogits(plan)
     watch = StateWatch(sampler.processors) if plan else None
     end_ids = torch.tensor(sorted(eos), dtype=ids.dtype, device=root.device) if sampler.needs_prefix else None
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from specheads.decoding.draft_ids import DraftIds
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import Plan, StaticTree
 from specheads.decoding.planner.named import STATIC_DEPTH, static_choices
@@ -24,7 +25,6 @@ from specheads.heads.limits import DEEPEST, check_choices, check_options
 from specheads.losses.functions import parse_loss
 from specheads.losses.objective import Asked, Objective, Scores
 from specheads.losses.teacher import Teacher
-from specheads.losses.teacher_probs import DraftIds
 from specheads.options import refuse_unknown
 
 T = TypeVar("T")

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from specheads.decoding.target.cache import TreeCache
 from specheads.decoding.target.causal import decoder_of, text_config
 from specheads.heads.rope import rotate
-from specheads.models.quantized import matrix
 
 
 class Block(nn.Module):
@@ -110,7 +109,7 @@ def copy_layer(block: Block, layer: nn.Module) -> None:
             continue
         path, stored = source[name]
         quantised = not stored.is_floating_point()
-        given = matrix(layer.get_submodule(path.rpartition(".")[0]), dtype) if quantised else stored
+        given = dense_weight(layer.get_submodule(path.rpartition(".")[0]), dtype) if quantised else stored
         if given is None or given.is_meta or given.shape != own.shape:
             continue
         with torch.no_grad():
@@ -134,3 +133,14 @@ def final_norm(base: Any) -> nn.Module | None:
     """The norm behind the base's last layer, under the names models give it."""
     names = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
     return next((norm for name in names if (norm := getattr(decoder_of(base), name, None)) is not None), None)
+
+
+@torch.no_grad()
+def dense_weight(linear: nn.Module, dtype: torch.dtype) -> Tensor | None:
+    """The weights (out, in) that a linear layer applies, whatever it keeps them as; None for another layer."""
+    size, weight = getattr(linear, "in_features", None), getattr(linear, "weight", None)
+    if size is None or not isinstance(weight, Tensor) or weight.is_meta:
+        return None
+    out = linear(torch.eye(size, device=weight.device, dtype=dtype))  # the identity comes out as the weights
+    bias = getattr(linear, "bias", None)
+    return (out if bias is None else out - bias).T

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import BestFirstTree, Plan, Scored
+from specheads.decoding.precision import at_least_float32
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.target.cache import Reach, TreeCache, additive, visible
 from specheads.decoding.target.causal import UnsupportedModel, logits_of, refuse_more_than_lm_head
@@ -36,7 +37,6 @@ from specheads.heads.decoder import keep_committed
 from specheads.heads.parallel_config import ParallelConfig
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.chunked import calls_of_all
-from specheads.losses.functions import wide
 
 # Slots of a training row in one pass: blocks are masked from one another, which wastes attention, but a GPU idles over
 # few.
@@ -201,7 +201,7 @@ class ParallelHead(DraftVocabulary):
         total, terms = scores.total / batch.denominator, scores.terms(batch.denominator)
         if config.confidence:
             assert scores.alphas is not None
-            sure = wide(self.confidence(rows))
+            sure = at_least_float32(self.confidence(rows))
             missed = F.binary_cross_entropy_with_logits(sure, scores.alphas.to(sure.dtype), reduction="none")
             weight = asked.weights * missed.new_tensor(weights)[asked.depths]
             terms["confidence"] = (missed.detach() * asked.weights).sum() / batch.denominator

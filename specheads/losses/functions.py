@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specheads.decoding.precision import at_least_float32
 from specheads.options import refuse_unknown, shown
 
 LawLoss = Callable[[Tensor, Tensor], Tensor]
@@ -89,7 +90,7 @@ def parse_loss(text: str) -> tuple[tuple[str, float], ...]:
 
 def feature_distance(predicted: Tensor, features: Tensor) -> Tensor:
     """The mean smooth-L1 distance of each row: (R, H) both → (R,). EAGLE, arXiv:2401.15077."""
-    return F.smooth_l1_loss(wide(predicted), wide(features), reduction="none").mean(-1)
+    return F.smooth_l1_loss(at_least_float32(predicted), at_least_float32(features), reduction="none").mean(-1)
 
 
 def position_weights(chances: Tensor, floor: float) -> Tensor:
@@ -97,8 +98,3 @@ def position_weights(chances: Tensor, floor: float) -> Tensor:
     q̃ = (1 − floor) q + floor: how many accepted tokens hang on depth j. arXiv:2605.18810."""
     reached = ((1 - floor) * chances + floor).cumprod(1)
     return reached.flip(1).cumsum(1).flip(1)
-
-
-def wide(x: Tensor) -> Tensor:
-    """In float32, where it is narrower: what logarithms and sums over a vocabulary need."""
-    return x if x.element_size() >= 4 else x.float()

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specheads.decoding.draft_ids import DraftIds
+from specheads.decoding.precision import at_least_float32
 from specheads.losses.chunked import Steps, chunked_sum
-from specheads.losses.functions import HARD, LAW_LOSSES, LawLoss, overlap, position_weights, wide
+from specheads.losses.functions import HARD, LAW_LOSSES, LawLoss, overlap, position_weights
 from specheads.losses.teacher import Teacher
-from specheads.losses.teacher_probs import DraftIds, Law
+from specheads.losses.teacher_probs import Law
 
 Project = Callable[[Tensor, int], Tensor]  # rows of depth s (C, H) → draft logits (C, Vd)
 
@@ -154,7 +156,7 @@ class Objective:
             for s, (place, ranked, chunk) in enumerate(drafts):
                 graded = trained[s] and torch.is_grad_enabled()
                 with torch.set_grad_enabled(graded):
-                    logits = wide(project(chunk, s))
+                    logits = at_least_float32(project(chunk, s))
                 with torch.no_grad():
                     asked_for = logits if len(ranked) == len(place) else logits[torch.searchsorted(place, ranked)]
                     best = in_draft(part_of(law, heard, ranked).best, draft)
@@ -203,7 +205,7 @@ class Objective:
         self, asked: Asked, rows: Sequence[Tensor], project: Project, draft: DraftIds | None, chunk: int
     ) -> Tensor:
         """(R, S) of each draft's loss."""
-        of_depth = torch.tensor(self.depth_weights, dtype=wide(rows[0]).dtype, device=rows[0].device)
+        of_depth = torch.tensor(self.depth_weights, dtype=at_least_float32(rows[0]).dtype, device=rows[0].device)
         weights = asked.weights * of_depth[asked.depths]
         if self.pace is None:
             return weights
@@ -214,7 +216,9 @@ class Objective:
             found = weights.new_zeros(here.stop - here.start, len(rows))
             for s, (place, chunk) in enumerate(zip(given[: len(rows)], given[len(rows) :], strict=True)):
                 own = token[place]
-                chances = wide(project(chunk, s)).softmax(-1).gather(1, own.clamp_min(0).unsqueeze(1)).squeeze(1)
+                chances = (
+                    at_least_float32(project(chunk, s)).softmax(-1).gather(1, own.clamp_min(0).unsqueeze(1)).squeeze(1)
+                )
                 found[place - here.start, s] = chances * (own >= 0)
             yield weights.new_zeros(())
             return (found,)

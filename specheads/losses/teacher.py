@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specheads.decoding.draft_ids import DraftIds
+from specheads.decoding.precision import at_least_float32
 from specheads.decoding.sampler import likeliest
 from specheads.decoding.target.cache import additive
 from specheads.decoding.target.causal import (
@@ -28,8 +30,7 @@ from specheads.decoding.target.causal import (
     takes_mask_dict,
     text_config,
 )
-from specheads.losses.functions import wide
-from specheads.losses.teacher_probs import NEVER, DraftIds, FullLaw, Law, TopKTailLaw
+from specheads.losses.teacher_probs import NEVER, FullLaw, Law, TopKTailLaw
 
 
 class Teacher(Protocol):
@@ -98,7 +99,7 @@ class TopKTail:
     @torch.no_grad()
     def of(cls, logits: Tensor, k: int) -> TopKTail:
         """logits (R, V), of which K = min(k, V) are kept."""
-        full = wide(logits)
+        full = at_least_float32(logits)
         total = full.logsumexp(-1)
         kept, ids = full.topk(min(k, full.shape[-1]), dim=-1)
         # Of equally likely tokens topk puts any first; the best is the one that argmax names.

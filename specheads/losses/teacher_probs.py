@@ -13,22 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specheads.decoding.precision import at_least_float32
 from specheads.decoding.sampler import likeliest
-from specheads.losses.functions import wide
-
-
-@dataclass(frozen=True, slots=True)
-class DraftIds:
-    """Which tokens a head can draft: ids (Vd,) the target id of each, place (V,) the reverse, −1 for the others."""
-
-    ids: Tensor
-    place: Tensor
-
-    @classmethod
-    def of(cls, ids: Tensor, vocab_size: int) -> DraftIds:
-        place = torch.full((vocab_size,), -1, device=ids.device)
-        place[ids] = torch.arange(len(ids), device=ids.device)
-        return cls(ids, place)
 
 
 class Law(Protocol):
@@ -63,7 +49,7 @@ class FullLaw:
     @cached_property
     def _kept(self) -> tuple[Tensor, Tensor]:
         """The logits compared, (R, X), and their log-sum (R, 1)."""
-        kept = wide(self._logits if self._draft is None else self._logits.index_select(1, self._draft.ids))
+        kept = at_least_float32(self._logits if self._draft is None else self._logits.index_select(1, self._draft.ids))
         return kept, kept.logsumexp(-1, keepdim=True)
 
     @cached_property
@@ -74,7 +60,11 @@ class FullLaw:
     @cached_property
     def mass(self) -> Tensor:
         share = self._kept[1].squeeze(-1)
-        return torch.ones_like(share) if self._draft is None else (share - wide(self._logits).logsumexp(-1)).exp()
+        return (
+            torch.ones_like(share)
+            if self._draft is None
+            else (share - at_least_float32(self._logits).logsumexp(-1)).exp()
+        )
 
     def outcomes(self, log_q: Tensor) -> Tensor:
         return log_q

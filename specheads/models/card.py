@@ -17,6 +17,7 @@ from specheads.models.formats.exporting import engines_for
 from specheads.models.formats.readme import history, results
 from specheads.training.recipe import RECIPE, parse_yaml
 from specheads.training.report.curves import FILE as CURVES
+from specheads.version import __version__
 
 if TYPE_CHECKING:
     from specheads.models.spec_model import SpecModel
@@ -54,8 +55,6 @@ def card(model: SpecModel, run: Any = None, *, repo_id: str = "HEAD", license: s
 
 def text(model: SpecModel, run: Record, source: str, served: str, license: str | None = None) -> str:
     """The card. source: the arguments of from_pretrained() that load the head; served: the section on other servers."""
-    import specheads
-
     kind, named = model.head.config.kind, _named(model)
     base = _public(named)
     metadata: dict[str, Any] = {"library_name": "specheads", "tags": ["speculative-decoding", "draft-head", kind]}
@@ -79,8 +78,7 @@ def text(model: SpecModel, run: Record, source: str, served: str, license: str |
         *_measured(run),
         *_trained(model, run),
         served,
-        f"Made with specheads {specheads.__version__}, torch {torch.__version__} and transformers "
-        f"{transformers.__version__}.",
+        f"Made with specheads {__version__}, torch {torch.__version__} and transformers {transformers.__version__}.",
     ]
     return "\n\n".join(parts) + "\n"
 

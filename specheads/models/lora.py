@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from specheads.decoding.precision import at_least_float32
 from specheads.decoding.target.causal import text_config
 from specheads.heads import TapBatch
 from specheads.losses.chunked import Steps, chunked_sum
-from specheads.losses.functions import kl, wide
+from specheads.losses.functions import kl
 from specheads.losses.objective import Asked, rows_of_chunk
 from specheads.losses.teacher import LiveTeacher, Teacher, tapped
 from specheads.options import reason, refuse_unknown, shown
@@ -156,7 +157,7 @@ def base_loss(config: JointConfig, batch: TapBatch, own: LiveTeacher, base: Any,
             _, reference = tapped(base, batch.tokens, attention_mask, batch.position_ids, ())
 
     def compute(here: slice, part: Tensor) -> Steps:
-        logits = wide(own.project(part))
+        logits = at_least_float32(own.project(part))
         if reference is None:
             yield cross_entropy(logits, asked.tokens[here], reduction="sum")
         else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import AutoConfig, BitsAndBytesConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import is_bitsandbytes_available
@@ -42,14 +41,3 @@ def restored(recorded: dict[str, Any] | None, name: str, **options: Any) -> dict
         return {"quantization_config": AutoQuantizationConfig.from_dict(recorded)}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"base_quantization={shown(recorded)} is no quantisation ({reason(error)})") from error
-
-
-@torch.no_grad()
-def matrix(linear: nn.Module, dtype: torch.dtype) -> Tensor | None:
-    """The weights (out, in) that a linear layer applies, whatever it keeps them as; None for another layer."""
-    size, weight = getattr(linear, "in_features", None), getattr(linear, "weight", None)
-    if size is None or not isinstance(weight, Tensor) or weight.is_meta:
-        return None
-    out = linear(torch.eye(size, device=weight.device, dtype=dtype))  # the identity comes out as the weights
-    bias = getattr(linear, "bias", None)
-    return (out if bias is None else out - bias).T

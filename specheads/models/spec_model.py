@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from specheads.decoding import generate as generation
 from specheads.decoding.drafters.base import Drafter
 from specheads.decoding.drafters.named import either
+from specheads.decoding.generate import generate
 from specheads.decoding.planner import StaticTree
 from specheads.decoding.planner.named import static_choices
 from specheads.decoding.target.causal import logits_of
@@ -247,7 +247,7 @@ class SpecModel(PreTrainedModel):
         criteria are asked row by row, after each token.
         """
         found = either(draft, drafter, self.head, default=True)
-        return generation.generate(self.base, inputs, draft=found, **kwargs)
+        return generate(self.base, inputs, draft=found, **kwargs)
 
     def gradient_checkpointing_enable(  # type: ignore[override]
         self,

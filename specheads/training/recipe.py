@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from specheads.data.datasets import DataConfig
+from specheads.data.config import DataConfig
 from specheads.heads import HEADS, HeadConfig
 from specheads.heads.naming import head_config
 from specheads.models.lora import JointConfig

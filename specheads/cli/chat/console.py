@@ -11,6 +11,7 @@ import torch
 from rich.text import Text
 
 from specheads import terminal
+from specheads.cli import token_stream
 from specheads.cli.chat import view
 from specheads.cli.chat.comparison import compared
 from specheads.cli.chat.completion import completions
@@ -135,7 +136,7 @@ class Console:
         finally:
             terminal.write(self.out, "\n")
         if debug == "depth":
-            self._say(terminal.depth_counts(shown.depths))
+            self._say(token_stream.depth_counts(shown.depths))
         return outcome
 
     def _note(self, seed: int, outcomes: list[Outcome]) -> str:

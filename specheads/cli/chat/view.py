@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specheads import terminal
+from specheads.cli import token_stream
 from specheads.cli.chat.comparison import COLUMNS, cells, compared
 from specheads.cli.chat.session import Mode, Outcome
 from specheads.cli.chat.settings import COMMANDS, Settings
@@ -19,7 +20,7 @@ from specheads.decoding.tree import DraftTree
 from specheads.terminal import ACCEPTED, MARKS, OWN, REFUSED
 
 
-class StepStream(terminal.TokenStream):
+class StepStream(token_stream.TokenStream):
     """Accepted drafts, the draft refused behind them, and the target's own token, each in its colour.
 
     Of a tree the path drafted first is shown as refused.
@@ -59,11 +60,11 @@ class StepStream(terminal.TokenStream):
         terminal.write(self.console, text, style)
 
 
-def stream(console: Console, mode: Mode, debug: str, watched: Watched | None) -> terminal.TokenStream:
+def stream(console: Console, mode: Mode, debug: str, watched: Watched | None) -> token_stream.TokenStream:
     """What prints the text of one way of decoding, in the view asked for."""
     if debug == "steps":
         return StepStream(console, mode.tokenizer, watched)
-    return terminal.TokenStream(console, mode.tokenizer, colored=debug == "depth")
+    return token_stream.TokenStream(console, mode.tokenizer, colored=debug == "depth")
 
 
 def heading(console: Console, mode: Mode) -> None:
@@ -75,7 +76,7 @@ def heading(console: Console, mode: Mode) -> None:
 def legend(debug: str) -> Text:
     """One line that says which colour is what in this view."""
     if debug == "depth":
-        return terminal.legend()
+        return token_stream.legend()
     line = Text()
     for text, style in (("accepted drafts", ACCEPTED), ("refused drafts", REFUSED), ("the target's own", OWN)):
         line.append(text, style).append("   ")

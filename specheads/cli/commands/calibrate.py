@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from specheads import terminal
-from specheads.data.datasets import DataConfig, build_datasets
+from specheads.data.config import DataConfig
+from specheads.data.datasets import build_datasets
 from specheads.models import saved_head
 from specheads.models.calibration import calibrated, expected_length, measured_ranks
 from specheads.models.spec_model import SpecModel

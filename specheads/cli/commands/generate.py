@@ -10,6 +10,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from specheads import terminal
+from specheads.cli import token_stream
 from specheads.cli.commands.arguments import parse_tree
 from specheads.data.row_forms import template_of
 from specheads.decoding.acceptance.named import rule_named
@@ -101,8 +102,8 @@ def show(
     terminal.write(out, "\n")
     if color_depth:
         if errors.is_terminal:
-            errors.print(terminal.legend())
-        errors.print(terminal.depth_counts(depths))
+            errors.print(token_stream.legend())
+        errors.print(token_stream.depth_counts(depths))
     statistics = result.statistics()
     errors.print(
         f"{statistics['tokens']} tokens in {statistics['seconds']:.2f} s: {statistics['tokens_per_second']:.1f} "
@@ -116,7 +117,7 @@ def write_text(
 ) -> tuple[SpecGenerateOutput, list[int]]:  # fmt: skip
     """Write the text of `base` behind `prompt`, and with color_depth the prompt too, to tell them apart; without a
     terminal a ▶ does. The output of generate() and the draft depth of each token."""
-    shown = terminal.TokenStream(out, tokenizer, colored=color_depth)
+    shown = token_stream.TokenStream(out, tokenizer, colored=color_depth)
     if color_depth:
         terminal.write(out, prompt, "bright_black")
         if not out.is_terminal:

@@ -15,6 +15,7 @@ from transformers.utils import logging as hf_logging
 from specheads import terminal
 from specheads.bench import decoders
 from specheads.bench.shipped import load_base
+from specheads.cli import token_stream
 from specheads.cli.commands.generate import write_text
 from specheads.models.convert import load_head
 
@@ -52,7 +53,7 @@ def show(head: str, base: str, prompts: list[str], max_new_tokens: int) -> list[
     loaded, tokenizer = load_base(Path(base))
     model = load_head(loaded, head, dtype=loaded.dtype)
     if out.is_terminal:
-        out.print(terminal.legend())
+        out.print(token_stream.legend())
     texts = []
     for prompt, batch in zip(prompts, decoders.batches(tokenizer, prompts, loaded.device), strict=True):
         out.print()
@@ -68,7 +69,7 @@ def show(head: str, base: str, prompts: list[str], max_new_tokens: int) -> list[
             do_sample=False,
         )
         speed = result.statistics()["tokens_per_second"]
-        out.print(f"\n── {terminal.depth_counts(depths)}; {speed:.0f} tokens/s", style="italic")
+        out.print(f"\n── {token_stream.depth_counts(depths)}; {speed:.0f} tokens/s", style="italic")
         texts += decoders.new_tokens(loaded, batch, result.sequences)
     return texts
 

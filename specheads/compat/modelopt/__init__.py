@@ -12,13 +12,14 @@ from typing import Any
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import specheads
 from specheads.compat.modelopt import config, plugins
 from specheads.compat.modelopt.acceptance import AcceptanceRateValidation, HFARValidation
 from specheads.compat.modelopt.config import EAGLE1_DEFAULT_CFG, EAGLE3_DEFAULT_CFG, read_mode
 from specheads.compat.modelopt.in_place import transform
 from specheads.compat.modelopt.plugins import HFEagleModel, HFMedusaModel, HFModel, of_kind
 from specheads.decoding.target.causal import text_config, unwrapped
+from specheads.models.convert import convert as convert_native
+from specheads.models.convert import load_head
 from specheads.models.spec_model import SpecConfig, SpecModel
 
 __all__ = [
@@ -37,7 +38,7 @@ def convert(model: PreTrainedModel, mode: Any) -> SpecModel:
 
     def make(base: Any) -> SpecModel:
         kind, options = read_mode(mode, text_config(unwrapped(base)))
-        return of_kind(specheads.convert(base, kind, **options))
+        return of_kind(convert_native(base, kind, **options))
 
     return transform(model, make)
 
@@ -51,7 +52,7 @@ def save(model: SpecModel, f: str | Path) -> None:
 
 def restore(model: PreTrainedModel, f: str | Path) -> SpecModel:
     """Put the head saved in a folder beside `model`: the same object, changed as by convert()."""
-    return transform(model, lambda base: of_kind(specheads.load_head(base, _path(f))))
+    return transform(model, lambda base: of_kind(load_head(base, _path(f))))
 
 
 def _path(f: Any) -> str | Path:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specheads.losses.teacher_probs import DraftIds
+from specheads.decoding.draft_ids import DraftIds
 
 
 def kl(log_q: Tensor, log_p: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from transformers.generation import logits_process as hf
 from specheads.decoding.acceptance.divergences import FORMS, NAMES, divergence, smoothed
 from specheads.decoding.acceptance.exact import Exact, chances_in_order
 from specheads.decoding.acceptance.rule import Laws, LevelRule
+from specheads.decoding.precision import at_least_float32
 from specheads.decoding.sampler import Sampler
-from specheads.losses.functions import wide
 from specheads.options import refuse_unknown
 
 MODES = ("divergence", "rescue")
@@ -131,6 +131,6 @@ class Fuzzy(LevelRule):
                 draft, target = smoothed(draft, self.epsilon), smoothed(target.softmax(-1), self.epsilon).log()
             draft = draft.log()
         else:
-            target, draft, ids = wide(target), wide(draft), kept.ids
+            target, draft, ids = at_least_float32(target), at_least_float32(draft), kept.ids
         apart = divergence(self.divergence, draft, target, k=self.k, top_p=self.top_p, ids=ids, p_is_law=known)
         return apart.view_as(laws.tree.tokens)

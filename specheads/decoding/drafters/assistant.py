@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.draft_logits import LawKept
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.drafters.model import DraftModel
 from specheads.decoding.planner import AdaptiveChain, Expand, Plan, SampledTree, chain
 from specheads.decoding.planner.plan import positive
+from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
@@ -97,7 +97,7 @@ class Assistant(DraftModel):
         return self.options.plan(do_sample and not self.through_text)
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
-        inner = plan.plan if isinstance(plan, LawKept) else plan
+        inner = plan.plan if isinstance(plan, RecordDraftLogits) else plan
         if not isinstance(inner, ScheduledChain):
             return super().propose(context, sampler, plan)
         memory = context.memory
@@ -106,7 +106,9 @@ class Assistant(DraftModel):
             own = memory["scheduled"].after(accepted_whole(context.new, memory["drafted"]))
         memory["scheduled"] = own
         inner = own.limited(min(own.depth, inner.depth))
-        tree = super().propose(context, sampler, replace(plan, plan=inner) if isinstance(plan, LawKept) else inner)
+        tree = super().propose(
+            context, sampler, replace(plan, plan=inner) if isinstance(plan, RecordDraftLogits) else inner
+        )
         memory["drafted"] = tree.shape.drafted.sum(1)
         return tree
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from specheads.models.formats.files import read_table
 from specheads.models.formats.format import Format
+from specheads.version import __version__
 
 if TYPE_CHECKING:
     from specheads.models.spec_model import SpecModel
@@ -16,14 +17,12 @@ RESULTS, STATE = "results.json", "trainer_state.json"
 
 def readme(form: Format, model: SpecModel, base: str, folder: str, served: str) -> str:
     """Markdown for the directory of an export; served: the base as its commands name it."""
-    import specheads
-
     config: Any = model.head.config
     # a parallel head drafts its whole block there, and the first draft_depth of it here
     depth = next(getattr(config, n) for n in ("num_heads", "num_drafted", "draft_depth") if hasattr(config, n))
     lines = [
         f"# {form.title}", "",
-        f"A draft head of kind {config.kind} for `{base}`, exported by specheads {specheads.__version__}.", "",
+        f"A draft head of kind {config.kind} for `{base}`, exported by specheads {__version__}.", "",
         form.serve(served, folder, depth).rstrip(), "",
         f"Written for: {form.versions}. What was run and what was only read is in docs/compatibility.md of specheads.",
     ]  # fmt: skip

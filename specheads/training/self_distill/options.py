@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from specheads.data.datasets import DataConfig
+from specheads.data.config import DataConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 WINDOWS = 4000  # rows made of text where --num_rows does not say

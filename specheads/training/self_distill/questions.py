@@ -10,8 +10,9 @@ from itertools import count
 from typing import Any, ClassVar, cast
 
 from specheads.data import corpus
+from specheads.data.config import DataConfig
 from specheads.data.conversation import Conversation
-from specheads.data.datasets import IGNORED, DataConfig, Row, load_dataset_rows, tokenize
+from specheads.data.datasets import IGNORED, Row, load_dataset_rows, tokenize
 from specheads.data.row_forms import is_chat, messages_of
 from specheads.training.self_distill.options import WINDOWS, Options
 

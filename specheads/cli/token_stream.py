@@ -1,0 +1,76 @@
+"""Generated text in the colours of its draft depths, as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from specheads.decoding.text import TextPieces
+from specheads.terminal import write
+
+# Index is the draft depth; 0 is the target's own token. Deeper drafts share the last style.
+DEPTH_STYLES = ("", "green", "cyan", "blue", "magenta", "yellow", "red", "bright_red")
+
+
+def depth_style(depth: int) -> str:
+    return DEPTH_STYLES[min(depth, len(DEPTH_STYLES) - 1)]
+
+
+def legend() -> Text:
+    """One line that says which colour is which draft depth."""
+    line = Text("the model's own token", style=DEPTH_STYLES[0])
+    line.append("   accepted drafts at depth")
+    for depth in range(1, len(DEPTH_STYLES)):
+        more = "+" if depth == len(DEPTH_STYLES) - 1 else ""
+        line.append(f" {depth}{more}", style=DEPTH_STYLES[depth])
+    return line
+
+
+class TokenStream:
+    """A streamer for generate() that prints one row's text step by step, each token in the style of its draft depth.
+
+    Call close() behind generate() with how many tokens of the last step were drafted: the last token of a step is
+    the target's own unless the text stopped at a draft, which only the finished steps tell.
+    """
+
+    def __init__(self, console: Console, tokenizer: Any, *, colored: bool) -> None:
+        self.console, self.colored = console, colored
+        self.pieces = TextPieces(tokenizer)
+        self.prompt_seen = False
+        self.held: int | None = None
+        self.depths: list[int] = []
+
+    def put(self, value: Any) -> None:
+        if not self.prompt_seen:  # Hugging Face puts the prompt first
+            self.prompt_seen = True
+            return
+        self._flush(0)
+        *drafted, self.held = value.flatten().tolist()
+        for depth, token in enumerate(drafted, start=1):
+            self._show(token, depth)
+        self.drafted = len(drafted)
+
+    def end(self) -> None:
+        """Part of the streamer protocol; what is held waits for close()."""
+
+    def close(self, accepted: int) -> None:
+        self._flush(accepted if self.held is not None and accepted > self.drafted else 0, last=True)
+
+    def _flush(self, depth: int, *, last: bool = False) -> None:
+        if self.held is not None:
+            self._show(self.held, depth, last=last)
+            self.held = None
+
+    def _show(self, token: int, depth: int, *, last: bool = False) -> None:
+        self.depths.append(depth)
+        write(self.console, self.pieces.add(token, last=last), depth_style(depth) if self.colored else "")
+
+
+def depth_counts(depths: Sequence[int]) -> str:
+    """`61 of 96 tokens were drafted: 40 at depth 1, 21 at depth 2`."""
+    drafted = [d for d in depths if d]
+    each = ", ".join(f"{drafted.count(d)} at depth {d}" for d in sorted(set(drafted)))
+    return f"{len(drafted)} of {len(depths)} tokens were accepted drafts" + (f": {each}" if each else "")

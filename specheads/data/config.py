@@ -1,0 +1,60 @@
+"""DataConfig: what to train on, and how rows become token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from specheads.options import OptionError, refuse_unknown
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on. train, eval: path, list of paths, glob, saved dataset folder, hub id, Dataset or rows.
+
+    max_length in tokens; max_samples in rows of train, drawn with `seed`; eval_fraction of the rows of train is held
+    out when there is no eval. split, eval_split and subset are read for hub ids and saved folders only.
+    """
+
+    train: Any
+    eval: Any = None
+    split: str = "train"
+    eval_split: str = "test"
+    subset: str | None = None
+    text_column: str = "text"
+    messages_column: str = "messages"
+    max_length: int = 2048
+    packing: bool = False
+    num_proc: int | None = None
+    max_samples: int | None = None
+    seed: int = 0
+    eval_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.train is None or (isinstance(self.train, (str, list, tuple)) and not self.train):
+            raise OptionError(
+                "{train}: give a path, a list of paths, a glob, a hub dataset id or rows", train=self.train
+            )
+        for name, least in {"max_length": 2, "num_proc": 1, "max_samples": 1, "seed": 0}.items():
+            value = getattr(self, name)
+            if value is None and name in ("num_proc", "max_samples"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise OptionError(f"{{{name}}}: expected a whole number of at least {least}", **{name: value})
+        if self.packing not in (True, False):
+            raise ValueError(f"packing={self.packing!r}: expected true or false")
+        if not isinstance(self.eval_fraction, (int, float)) or not 0 <= self.eval_fraction < 1:
+            raise ValueError(f"eval_fraction={self.eval_fraction!r}: expected a number in [0, 1)")
+        if self.eval is not None and self.eval_fraction:
+            raise ValueError(f"eval and eval_fraction={self.eval_fraction} are both given: keep one of the two")
+        if self.text_column == self.messages_column:
+            raise ValueError(f"text_column and messages_column are both {self.text_column!r}: they must differ")
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> DataConfig:
+        """Raises ValueError for an unknown key, naming the nearest known one, and for a missing `train`."""
+        refuse_unknown(options, [field.name for field in fields(cls)], what="data option")
+        if "train" not in options:
+            raise ValueError("data option 'train' is missing: give a path, a list of paths, a glob or a hub dataset id")
+        return cls(**options)

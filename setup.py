@@ -33,7 +33,15 @@ setup(
         "qlora": ["bitsandbytes>=0.46"],
         "sweep": ["matplotlib>=3.8"],
         "plots": ["matplotlib>=3.8"],
-        "dev": ["pytest>=8.0", "pytest-xdist>=3.5", "ruff>=0.9", "mypy>=1.15", "pre-commit>=4.0", "types-PyYAML"],
+        "dev": [
+            "pytest>=8.0",
+            "pytest-xdist>=3.5",
+            "ruff>=0.9",
+            "mypy>=1.15",
+            "import-linter>=2.6",
+            "pre-commit>=4.0",
+            "types-PyYAML",
+        ],
     },
     entry_points={"console_scripts": ["specheads = specheads_cli:main"]},
     classifiers=[

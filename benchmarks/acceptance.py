@@ -24,8 +24,9 @@ from unittest import mock
 from transformers.utils import logging as hf_logging
 
 import specheads
-from specheads.bench import decoders, environment, report, shipped
+from specheads.bench import environment, report, shipped
 from specheads.bench.prompts import held_out_prompts
+from specheads.decoding import prompt_batches
 from specheads.decoding.acceptance import walk
 
 RULES: dict[str, specheads.Acceptance] = {
@@ -75,7 +76,7 @@ def main() -> int:
         (model,) = shipped.load_heads(base, folder.parent, [options.head]).values()
         run, drafts = model.generate, options.head
     prompts = held_out_prompts(tokenizer, options.num_prompts, 64, shipped.held_out_names(folder))
-    batches = decoders.batches(tokenizer, prompts, base.device)
+    batches = prompt_batches.batches(tokenizer, prompts, base.device)
     shares: dict[str, dict[str, list[float]]] = {rule: {tree: [] for tree in TREES} for rule in RULES}
     for _, (rule, accept), (tree, (temperature, plan)) in product(range(options.repeats), RULES.items(), TREES.items()):
         if rule == "Block" and isinstance(plan, specheads.SampledTree) and max(plan.branches) > 1:

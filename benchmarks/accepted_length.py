@@ -23,7 +23,8 @@ from specheads.bench import decoders
 from specheads.bench.prompts import held_out_prompts
 from specheads.bench.shipped import held_out_names
 from specheads.cli.commands.arguments import parse_tree
-from specheads.models.formats.readme import RESULTS, results
+from specheads.decoding import prompt_batches
+from specheads.models.run_files import RESULTS, results
 
 
 def decoded(
@@ -58,7 +59,7 @@ def main() -> None:
         base = Path(model.config.base_model_name_or_path)
         tokenizer = AutoTokenizer.from_pretrained(base)
         prompts = held_out_prompts(tokenizer, given.num_prompts, held_out=held_out_names(base))
-        batches = decoders.batches(tokenizer, prompts, model.device)
+        batches = prompt_batches.batches(tokenizer, prompts, model.device)
         rows = [decoded(model, batches, t, given.tree, given.max_new_tokens) for t in given.temperatures]
         print(folder, *rows, sep="\n  ", flush=True)
         if given.record:

@@ -22,6 +22,7 @@ from specheads import terminal
 from specheads.bench import decoders, environment, report, runner, shipped
 from specheads.bench.decoders import REFERENCE
 from specheads.bench.prompts import held_out_prompts
+from specheads.decoding import prompt_batches
 
 
 def main() -> int:
@@ -65,7 +66,7 @@ def main() -> int:
         for label, model in heads.items():
             racers[label] = decoders.drafted(model, options.max_new_tokens)
         with terminal.progress(errors, f"batch {size}") as tell:
-            batches = decoders.batches(tokenizer, prompts, base.device, size)
+            batches = prompt_batches.batches(tokenizer, prompts, base.device, size)
             result = runner.race(racers, batches, repeats=options.repeats, report=tell)
         rows = report.summary(result, REFERENCE)
         record[f"batch_{size}"] = rows

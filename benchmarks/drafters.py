@@ -22,6 +22,7 @@ from specheads import terminal
 from specheads.bench import decoders, environment, report, runner, shipped
 from specheads.bench.decoders import REFERENCE
 from specheads.bench.prompts import held_out_prompts
+from specheads.decoding import prompt_batches
 
 
 def main() -> int:
@@ -64,7 +65,7 @@ def main() -> int:
     pair("prompt lookup, 10 tokens", theirs, specheads.PromptLookup(num_tokens=10))
 
     with terminal.progress(terminal.make_console(stderr=True), "drafters") as tell:
-        batches = decoders.batches(tokenizer, prompts, base.device)
+        batches = prompt_batches.batches(tokenizer, prompts, base.device)
         result = runner.race(racers, batches, repeats=options.repeats, report=tell)
     rows = report.summary(result, REFERENCE)
     ratios = {own: result.speed_up(own, other) for own, other in pairs.items()}

@@ -35,9 +35,10 @@ from specheads.bench.memory import LiveMemory
 from specheads.bench.prompts import held_out_prompts
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets, token_counts
+from specheads.decoding import prompt_batches
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.functions import LAW_LOSSES
-from specheads.models.checkpoint import replacing
+from specheads.models.files import replacing
 
 DEPTH, NODES, VOCAB = 5, 16, 2048
 EAGLE3 = {"steps": DEPTH, "draft_vocab_size": VOCAB}
@@ -106,7 +107,7 @@ def trained(kind: str, head: dict[str, Any], rows: Any, options: argparse.Namesp
 def measured(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, float]:
     """Accepted length of real decoding, by temperature and shape."""
     prompts = held_out_prompts(tokenizer, options.num_prompts)
-    batches = decoders.batches(tokenizer, prompts, model.device)
+    batches = prompt_batches.batches(tokenizer, prompts, model.device)
     tree = BestFirstTree(NODES, DEPTH, 4) if model.head.config.kind == "parallel" else DynamicTree(NODES, DEPTH, 4)
     asked = {
         "greedy chain": {"do_sample": False, "tree": chain(DEPTH)},

@@ -23,8 +23,9 @@ from unittest import mock
 import torch
 from transformers.utils import logging as hf_logging
 
-from specheads.bench import decoders, environment, report, shipped
+from specheads.bench import environment, report, shipped
 from specheads.bench.prompts import held_out_prompts
+from specheads.decoding import prompt_batches
 from specheads.decoding.loop import decode
 
 # Reading any of these waits for the device and copies to the host.
@@ -111,7 +112,7 @@ def main() -> int:
     rows: list[list[str]] = []
     record: dict[str, Any] = {}
     for size in options.batch_sizes:
-        (batch,) = decoders.batches(tokenizer, prompts[:size], base.device, size)
+        (batch,) = prompt_batches.batches(tokenizer, prompts[:size], base.device, size)
         figures = measured(model, batch, options.max_new_tokens, options.repeats)
         record[f"batch_{size}"] = figures
         limit = figures["tree_nodes"] * size * base.config.vocab_size

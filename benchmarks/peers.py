@@ -45,6 +45,7 @@ from specheads.bench import decoders, environment, memory, report
 from specheads.bench.prompts import held_out_prompts
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets, token_counts
+from specheads.decoding import prompt_batches
 
 HERE = Path(__file__).resolve().parent
 DEPTHS = {"eagle3": 4, "medusa": 4}
@@ -108,7 +109,7 @@ def accepted_length(folder: Path, options: argparse.Namespace, depth: int) -> fl
     base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32)
     model = SpecModel.from_pretrained(folder, base=base).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.base)
-    prompts = decoders.batches(tokenizer, held_out_prompts(tokenizer, options.num_prompts), model.device)
+    prompts = prompt_batches.batches(tokenizer, held_out_prompts(tokenizer, options.num_prompts), model.device)
     return decoders.accepted_length(model, prompts, max_new_tokens=64, do_sample=False, tree=chain(depth))
 
 

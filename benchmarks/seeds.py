@@ -108,7 +108,7 @@ def write_head(target: str, head: str, out: Path) -> str:
     config, form = model.head.config, next(form for form in FORMATS if form.engine == "modelopt")
     if config.kind != form.kind:
         raise SystemExit(f"--modelopt-head {head} is a head of kind {config.kind}: give one of kind {form.kind}")
-    tensors = head_tensors(model)
+    tensors = head_tensors(model.head)
     if wrong := form.refusals(replace(config, norm_before_residual=False), tensors, model.base):
         raise SystemExit(f"--modelopt-head {head}: ModelOpt has no such head: {'; '.join(wrong)}")
     written = form.write(config, tensors, model.base)

@@ -21,6 +21,7 @@ from specheads.bench import decoders, environment, report, runner, shipped
 from specheads.bench.decoders import REFERENCE
 from specheads.bench.prompts import held_out_prompts
 from specheads.cli.commands.arguments import parse_tree
+from specheads.decoding import prompt_batches
 
 TREES = (
     "chain:2", "chain:3", "chain:4", "chain:5", "chain:6", "comb:3", "comb:4", "comb:5", "comb:6", "static:8",
@@ -43,7 +44,7 @@ def main() -> int:
     folder = shipped.find_base(options.checkpoints)
     base, tokenizer = shipped.load_base(folder, "cpu")
     prompts = held_out_prompts(tokenizer, options.num_prompts, held_out=shipped.held_out_names(folder))
-    batches = decoders.batches(tokenizer, prompts, base.device, 1)
+    batches = prompt_batches.batches(tokenizer, prompts, base.device, 1)
     where = environment.environment()
     command = "python benchmarks/trees.py " + " ".join(sys.argv[1:])
     text = [

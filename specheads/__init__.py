@@ -54,9 +54,10 @@ from specheads.heads import (
     MedusaConfig,
     ParallelConfig,
 )
+from specheads.models.config import SpecConfig
 from specheads.models.convert import convert, load_head
-from specheads.models.saved_head import CheckpointError
-from specheads.models.spec_model import SpecConfig, SpecModel
+from specheads.models.files import CheckpointError
+from specheads.models.spec_model import SpecModel
 from specheads.version import __version__ as __version__
 
 # Imported when first asked for: decoding needs neither the Trainer nor datasets, nor other toolkits' names.

@@ -7,6 +7,9 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import yaml
 
 _LISTED = 24  # known names that one message lists at most
 _LONGEST = 80  # characters of a value, or a name, that a message quotes
@@ -103,3 +106,21 @@ def listing(names: Iterable[str], most: int = 6, quoted: Callable[[str], str] = 
     names = sorted(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(quoted, names[:most])) + more
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose 1e-4 is a number. (YAML 1.1 wants 1.0e-4 and reads the rest as text.)"""
+
+
+_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_yaml(text: str, name: str) -> Any:
+    """The value of a YAML text; ValueError, which begins with its name, where it is none."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is no YAML: {' '.join(str(error).split())}") from error

@@ -70,7 +70,7 @@ def chat(
     from specheads.cli.chat.console import Console
     from specheads.cli.chat.session import Session
     from specheads.cli.chat.settings import Processor, settings_like
-    from specheads.models.sources import Models
+    from specheads.models.named import Models
 
     settings = settings_like(
         like, length=max_new_tokens, processor=Processor("multinomial", temperature) if temperature else None,

@@ -63,8 +63,9 @@ def generate(
       specheads generate large --prompt "a" --drafter cascade:model:small+maxgram --k-matrix [[5,8],[0,8]]
     """
     from specheads.cli.commands import arguments
+    from specheads.cli.commands.draft_options import DraftOptions
     from specheads.cli.commands.generate import GenerateOptions, record, show
-    from specheads.models.sources import DraftOptions, Models
+    from specheads.models.named import Models
 
     text = arguments.read_prompt(prompt, prompt_file)
     options = GenerateOptions(

@@ -63,9 +63,10 @@ def evaluate(
       specheads evaluate google/flan-t5-large --assistant google/flan-t5-small --prompts questions.txt
     """
     from specheads.bench.prompts import held_out_prompts, prompts_from
+    from specheads.cli.commands.draft_options import DraftOptions
     from specheads.cli.commands.evaluate import measure, show
     from specheads.decoding.acceptance.named import rule_named
-    from specheads.models.sources import DraftOptions, Models
+    from specheads.models.named import Models
 
     if chat and prompts is None:
         raise ValueError("--chat: the held-out files are no chat; give --prompts")
@@ -106,14 +107,14 @@ def parity(
       specheads parity checkpoints/eagle3 --data own.jsonl
       specheads parity out/eagle3 --data held_out.jsonl --dtype bfloat16 --tolerance 0.05
     """
-    from specheads.cli.commands import arguments
     from specheads.data.config import DataConfig
     from specheads.data.datasets import build_datasets
+    from specheads.models.named import load_with_tokenizer
     from specheads.terminal import make_console, table
     from specheads.training.parity import ParityConfig, compare, prompts_of
 
     config = ParityConfig(prompts, max_new_tokens=max_new_tokens, tolerance=tolerance)
-    loaded, tokenizer = arguments.load(model, base, dtype, device)
+    loaded, tokenizer = load_with_tokenizer(model, base, dtype, device)
     rows, _ = build_datasets(DataConfig(train=data, max_length=max_length, max_samples=prompts), tokenizer)
     found = compare(loaded, prompts_of(rows, config), config)
     if found is None:
@@ -153,12 +154,12 @@ def calibrate(
       specheads calibrate out/head --data own.jsonl --num-nodes 16 --save
       specheads calibrate out/head --data own.jsonl --num-nodes 64 --max-depth 5 --json
     """
-    from specheads.cli.commands import arguments
     from specheads.cli.commands import calibrate as command
+    from specheads.models.named import load_with_tokenizer
 
     if save and not Path(model).is_dir():
         raise ValueError(f"--save: {model} is not a directory here, so its default tree cannot be written")
-    spec, tokenizer = arguments.load(model, base, dtype, device)
+    spec, tokenizer = load_with_tokenizer(model, base, dtype, device)
     found = command.calibrate(
         spec, tokenizer, data, num_nodes=num_nodes, max_depth=max_depth, max_rows=max_rows, max_length=max_length
     )

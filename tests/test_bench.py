@@ -8,6 +8,7 @@ import torch
 from specheads.bench import decoders, environment, report
 from specheads.bench.prompts import held_out_prompts, prompts_from
 from specheads.bench.runner import Output, race, repeated
+from specheads.decoding import prompt_batches
 from specheads.models.convert import convert
 
 
@@ -224,12 +225,12 @@ def test_prompt_files_are_read_and_what_is_wrong_is_named_by_its_line(tmp_path):
 
 
 def test_batches_are_padded_in_front_and_an_empty_prompt_is_refused():
-    made = decoders.batches(Letters(), ["abc", "d", "ef"], torch.device("cpu"), size=2)
+    made = prompt_batches.batches(Letters(), ["abc", "d", "ef"], torch.device("cpu"), size=2)
     assert made[0]["input_ids"].tolist() == [[97, 98, 99], [0, 0, 100]]
     assert made[0]["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
     assert made[1]["input_ids"].tolist() == [[101, 102]]
     with pytest.raises(ValueError, match="prompt 2 has no tokens"):
-        decoders.batches(Letters(), ["a", "b", ""], torch.device("cpu"), size=2)
+        prompt_batches.batches(Letters(), ["a", "b", ""], torch.device("cpu"), size=2)
 
 
 def test_the_report_names_hardware_and_versions_and_writes_both_files(tmp_path):

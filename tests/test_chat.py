@@ -10,7 +10,7 @@ from specheads.cli.chat.comparison import compared
 from specheads.cli.chat.interrupt import Interruption
 from specheads.cli.chat.session import Session
 from specheads.cli.chat.settings import COMMANDS, Processor, Settings, change
-from specheads.models.sources import Models
+from specheads.models.named import Models
 from tests.conftest import tiny_llama
 
 LENGTH = 24

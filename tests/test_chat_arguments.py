@@ -11,7 +11,7 @@ from specheads.cli.chat.session import Session
 from specheads.cli.chat.settings import COMMANDS, PROCESSORS, STORAGES, Settings, change
 from specheads.decoding.acceptance.named import RULES
 from specheads.decoding.planner.named import KINDS, tree_named
-from specheads.models.sources import Models
+from specheads.models.named import Models
 from tests.program import run
 
 NAMES = ("lookup", "maxgram", "head")
@@ -146,8 +146,8 @@ def test_no_error_of_a_command_costs_the_models_that_are_loaded(piped, monkeypat
     def fail(*args, **kwargs):
         raise RuntimeError("size mismatch\nfor lm_head")
 
-    monkeypatch.setattr("specheads.models.sources.load_head", fail)
-    monkeypatch.setattr("specheads.models.sources.holds_head", lambda name: "eagle3" in name)
+    monkeypatch.setattr("specheads.models.named.load_head", fail)
+    monkeypatch.setattr("specheads.models.named.holds_head", lambda name: "eagle3" in name)
     code, err = piped("/drafter other/eagle3\n/length 3\n")
     assert code == 0
     assert err.splitlines() == ["RuntimeError: size mismatch for lm_head (SPECHEADS_DEBUG=1 shows where)", "/length: 3"]

@@ -27,7 +27,7 @@ from specheads.cli.chat.settings import COMMANDS, Settings
 from specheads.cli.chat.steps import Watched, refused
 from specheads.cli.chat.view import StepStream
 from specheads.decoding.tree import DraftTree
-from specheads.models.sources import Models
+from specheads.models.named import Models
 from tests.conftest import tiny_llama
 from tests.program import CONTROL, run, ship
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from specheads.cli.chat.session import Session
 from specheads.cli.chat.settings import Processor, Settings, settings_like
 from specheads.models import loading
-from specheads.models.sources import Models
+from specheads.models.named import Models
 from tests.conftest import tiny_llama
 from tests.program import run, ship
 
@@ -95,7 +95,7 @@ def test_both_models_are_asked_for_in_as_many_bits(shipped, small, monkeypatch):
         asked.append((str(source), quantization_config, device_map))
         return real(source, **options)
 
-    monkeypatch.setattr("specheads.models.sources.quantization", lambda bits, dtype: (bits, dtype))
+    monkeypatch.setattr("specheads.models.named.quantization", lambda bits, dtype: (bits, dtype))
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", load)
     Models.load(str(shipped / "base"), assistant=str(small), base=None, dtype="auto", device="cpu", quantize="8bit")
     how = ((8, torch.float32), {"": torch.device("cpu")})

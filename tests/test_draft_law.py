@@ -1,4 +1,4 @@
-"""RecordDraftLogits: every plan's tree keeps what the drafter said of each node with children, and is else the same tree."""
+"""RecordDraftLogits: every plan's tree is the same, and keeps what the drafter said of each node with children."""
 
 import pytest
 import torch

@@ -11,7 +11,7 @@ from saved_features import HEADS, TAPS, dump, material, recipe
 from specheads.decoding.target.causal import decoder_of, logits_of, text_config
 from specheads.heads.naming import head_config
 from specheads.losses.teacher import tapped
-from specheads.models.convert import build_head
+from specheads.models.build import build_head
 from specheads.models.spec_model import SpecModel
 from specheads.training.features import kept_base
 from specheads.training.features.dataset import FeatureDataset

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from specheads import CheckpointError
 from specheads.heads.rope import frequencies
-from specheads.models.formats import ENGINES, checks
-from specheads.models.formats.checks import by_gguf, held
+from specheads.models import export_checks
+from specheads.models.export_checks import by_gguf, held
+from specheads.models.formats import ENGINES
 
 LLAMA3 = SCALED["llama3"]
 
@@ -45,7 +46,7 @@ def test_where_its_program_is_missing_that_is_said_in_one_line(to, tmp_path, mon
     model = trained(base, kind, **BLOCKS.get(to, {}))
     model.export(tmp_path / "out", to)
     installed(monkeypatch)
-    found = checks.check(tmp_path / "out", to, model)
+    found = export_checks.check(tmp_path / "out", to, model)
     module = {"trtllm": "tensorrt_llm", "llamacpp": "gguf", "openvino": "openvino_genai"}.get(to, to)
     assert found.startswith(f"not checked: {module} is not installed here") and "\n" not in found
     assert (f"transformers {transformers.__version__} reads its config" in found) == (
@@ -56,7 +57,9 @@ def test_where_its_program_is_missing_that_is_said_in_one_line(to, tmp_path, mon
 def test_a_program_that_reads_heads_in_its_server_alone_is_not_asked(scaled, tmp_path, monkeypatch):
     scaled.export(tmp_path / "out", "sglang")
     installed(monkeypatch, "sglang")
-    assert checks.check(tmp_path / "out", "sglang", scaled).startswith("not checked: sglang reads heads in a running")
+    assert export_checks.check(tmp_path / "out", "sglang", scaled).startswith(
+        "not checked: sglang reads heads in a running"
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,20 +72,20 @@ def test_a_program_that_reads_heads_in_its_server_alone_is_not_asked(scaled, tmp
 )
 def test_what_transformers_reads_otherwise_is_an_error(change, said, scaled, tmp_path):
     scaled.export(tmp_path / "out", "sglang")
-    assert "10 sizes, rotary positions up to 1,023" in checks.by_transformers.check(tmp_path / "out", scaled)
+    assert "10 sizes, rotary positions up to 1,023" in export_checks.by_transformers.check(tmp_path / "out", scaled)
     path = tmp_path / "out" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(CheckpointError, match=said):
-        checks.by_transformers.check(tmp_path / "out", scaled)
+        export_checks.by_transformers.check(tmp_path / "out", scaled)
 
 
 @pytest.mark.parametrize("to", ["vllm", "modelopt", "llamacpp", "speculators"])
 def test_a_program_that_is_here_is_asked(to, scaled, tmp_path, monkeypatch):
-    folder, (module, run) = scaled.export(tmp_path / "out", to), checks._CHECKS[to]
+    folder, (module, run) = scaled.export(tmp_path / "out", to), export_checks._CHECKS[to]
     assert run is not None
     installed(monkeypatch, module)
-    monkeypatch.setitem(checks._CHECKS, to, (module, lambda given, model: f"asked of {given.name}"))
-    assert checks.check(folder, to, scaled).startswith("asked of out")
+    monkeypatch.setitem(export_checks._CHECKS, to, (module, lambda given, model: f"asked of {given.name}"))
+    assert export_checks.check(folder, to, scaled).startswith("asked of out")
 
 
 # --- vLLM ---
@@ -124,7 +127,7 @@ def vllm(monkeypatch, named):
 
 def test_vllm_is_asked_for_the_head_and_all_it_holds_is_compared(vllm, tmp_path):
     vllm.model.export(tmp_path / "out", "vllm", dtype="float32")
-    found = checks.check(tmp_path / "out", "vllm", vllm.model)
+    found = export_checks.check(tmp_path / "out", "vllm", vllm.model)
     assert found.startswith(
         "vLLM 0.0 loads it as Eagle3LlamaForCausalLM, with the values of all 14 tensors, hidden states [1, 3, 6], "
         "rotary positions up to 511; transformers "
@@ -150,14 +153,14 @@ def test_what_vllm_holds_otherwise_is_an_error(change, said, vllm, tmp_path):
     vllm.model.export(tmp_path / "out", "vllm")
     vllm.change = change
     with pytest.raises(CheckpointError, match=said):
-        checks.check(tmp_path / "out", "vllm", vllm.model)
+        export_checks.check(tmp_path / "out", "vllm", vllm.model)
 
 
 def test_where_vllm_fails_its_last_word_is_the_error(vllm, tmp_path):
     vllm.model.export(tmp_path / "out", "vllm")
     vllm.code = 1
     with pytest.raises(CheckpointError, match=r"vLLM cannot load .*out: ValueError: no such head"):
-        checks.check(tmp_path / "out", "vllm", vllm.model)
+        export_checks.check(tmp_path / "out", "vllm", vllm.model)
 
 
 # --- gguf ---
@@ -225,10 +228,10 @@ def gguf(monkeypatch, scaled, tmp_path):
 
 
 def test_a_gguf_file_is_read_back_whole(gguf, scaled):
-    found = checks.check(gguf.folder, "llamacpp", scaled)
+    found = export_checks.check(gguf.folder, "llamacpp", scaled)
     assert found.startswith("gguf reads draft.gguf: 12 values of its metadata, the values of 14 tensors; transformers ")
     (gguf.folder / "draft.gguf").unlink()
-    assert "holds no draft.gguf; export with --gguf" in checks.check(gguf.folder, "llamacpp", scaled)
+    assert "holds no draft.gguf; export with --gguf" in export_checks.check(gguf.folder, "llamacpp", scaled)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +249,7 @@ def test_a_gguf_file_is_read_back_whole(gguf, scaled):
 def test_what_a_gguf_file_holds_otherwise_is_an_error(change, said, gguf, scaled):
     change(gguf)
     with pytest.raises(CheckpointError, match=said):
-        checks.check(gguf.folder, "llamacpp", scaled)
+        export_checks.check(gguf.folder, "llamacpp", scaled)
 
 
 def test_a_changed_file_is_seen(scaled, tmp_path):

@@ -29,7 +29,7 @@ def of_its_kind(base, to, kind, options):
     """A head that the engine takes."""
     tried = [options] if options is not None else [DFLASH, JETSPEC, DSPARK]
     heads = [made(base, kind, **each) for each in tried]
-    return next(head for head in heads if to in engines_for(head))
+    return next(head for head in heads if to in engines_for(head.config, head.base, head.head))
 
 
 @pytest.fixture(scope="module")

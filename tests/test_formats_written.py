@@ -101,7 +101,7 @@ def test_what_a_format_cannot_hold_is_refused_with_the_reason_and_what_can(to, k
 
 def test_a_head_with_adapters_on_its_base_is_not_exported_without_them(tmp_path):
     model = convert(tiny_llama(), "eagle3", lora={"r": 2, "lora_alpha": 4}, draft_vocab_size=40)
-    assert engines_for(model) == []
+    assert engines_for(model.config, model.base, model.head) == []
     with pytest.raises(CheckpointError, match="merge the adapters into the base, save it, and put the head beside"):
         model.export(tmp_path / "out", "vllm")
     assert not list(tmp_path.iterdir())

@@ -16,8 +16,8 @@ from test_launch import ROOT, material, overrides  # noqa: F401
 
 from specheads.data.datasets import Collator
 from specheads.models.convert import convert
+from specheads.models.files import CheckpointError
 from specheads.models.lora import JointConfig, adapters
-from specheads.models.saved_head import CheckpointError
 from specheads.models.spec_model import SpecModel
 from specheads.training.recipe import RecipeError, read_recipe
 from specheads.training.trainer import SpecTrainer, SpecTrainingArguments

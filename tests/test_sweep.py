@@ -11,8 +11,8 @@ from specheads.bench.sweep.grid import Sweep
 from specheads.bench.sweep.kl import distance
 from specheads.bench.sweep.measure import TIMED
 from specheads.bench.sweep.run import Results, complete, run
+from specheads.decoding import recorded
 from specheads.decoding.drafters import Cascade
-from specheads.decoding.target import recorded
 from tests.conftest import tiny_llama
 from tests.program import run as program
 
@@ -137,7 +137,7 @@ def test_rows_say_what_generate_does_and_two_workers_say_the_same(shipped, quest
 
 
 def test_speed_is_of_prompts_spaced_over_the_task(shipped, questions, tmp_path, cache_in_tmp, monkeypatch):
-    asked_for, batches = [], measuring.decoders.batches
+    asked_for, batches = [], measuring.prompt_batches.batches
     monkeypatch.setattr(
         measuring.decoders,
         "batches",

@@ -10,7 +10,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
 from specheads.data.datasets import Collator
 from specheads.losses.metrics import accepted_length
-from specheads.models.saved_head import CheckpointError
+from specheads.models.files import CheckpointError
 from specheads.models.spec_model import SpecModel
 from specheads.training.trainer import SpecTrainer
 

@@ -14,7 +14,7 @@ from specheads.compat.cs_models import CSDraftingEncoderDecoderModel, CSDrafting
 from specheads.compat.plain import generate_plainly
 from specheads.decoding.drafters import Cascade, DraftModel
 from specheads.decoding.drafters.model import vocabulary_size
-from specheads.decoding.target.recorded import Record, replayed
+from specheads.decoding.recorded import Record, replayed
 
 
 def csd(

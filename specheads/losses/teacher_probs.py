@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specheads.decoding.draft_ids import DraftIds
 from specheads.decoding.precision import at_least_float32
 from specheads.decoding.sampler import likeliest
 

@@ -6,21 +6,20 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
 import yaml
+from transformers import PreTrainedModel
 
+from specheads.heads import DraftHead
 from specheads.hub import may_be_repository
+from specheads.models.config import SpecConfig
 from specheads.models.formats.exporting import engines_for
-from specheads.models.formats.readme import history, results
-from specheads.training.recipe import RECIPE, parse_yaml
-from specheads.training.report.curves import FILE as CURVES
+from specheads.models.run_files import CURVES, RECIPE, history, results
+from specheads.options import read_yaml
 from specheads.version import __version__
-
-if TYPE_CHECKING:
-    from specheads.models.spec_model import SpecModel
 
 _TITLES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "medusa": "Medusa", "hydra": "Hydra"}
 _SHOWN = 8  # evaluations listed at most
@@ -44,25 +43,31 @@ class Record:
         return cls(results(run), history(run), recipe, curves=(run / CURVES).is_file())
 
 
-def card(model: SpecModel, run: Any = None, *, repo_id: str = "HEAD", license: str | None = None) -> str:
+def card(
+    config: SpecConfig, base: PreTrainedModel, head: DraftHead, run: Any = None, *, repo_id: str = "HEAD",
+    license: str | None = None,
+) -> str:  # fmt: skip
     """Markdown with the hub's metadata in front. run: the folder of the run (default: where the head was loaded from);
     what is not there is left out. license: of the head, a name the hub knows."""
-    folder = Path(str(run or model.config.name_or_path or ""))
+    folder = Path(str(run or config.name_or_path or ""))
     known = Record.of_folder(folder) if str(folder) != "." and folder.is_dir() else Record()
-    given = "" if _on_the_hub(_named(model)) else ', base="path/to/the/base"'  # not said where it is not on the hub
-    return text(model, known, f'"{repo_id}"{given}', _serving(model, repo_id), license)
+    given = "" if _on_the_hub(_named(config)) else ', base="path/to/the/base"'  # not said where it is not on the hub
+    return text(config, head, known, f'"{repo_id}"{given}', _serving(config, base, head, repo_id), license)
 
 
-def text(model: SpecModel, run: Record, source: str, served: str, license: str | None = None) -> str:
+def text(
+    config: SpecConfig, head: DraftHead, run: Record, source: str, served: str,
+    license: str | None = None,
+) -> str:  # fmt: skip
     """The card. source: the arguments of from_pretrained() that load the head; served: the section on other servers."""
-    kind, named = model.head.config.kind, _named(model)
+    kind, named = head.config.kind, _named(config)
     base = _public(named)
     metadata: dict[str, Any] = {"library_name": "specheads", "tags": ["speculative-decoding", "draft-head", kind]}
     if _on_the_hub(named):
         metadata["base_model"] = base
     if license is not None:
         metadata["license"] = license
-    parameters = sum(p.numel() for p in model.head.parameters())
+    parameters = sum(p.numel() for p in head.parameters())
     licensed = base_license(named)
     parts = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
@@ -76,17 +81,20 @@ def text(model: SpecModel, run: Record, source: str, served: str, license: str |
         'inputs = tokenizer("The first thing to know is", return_tensors="pt")\n'
         "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))\n```",
         *_measured(run),
-        *_trained(model, run),
+        *_trained(config, run),
         served,
         f"Made with specheads {__version__}, torch {torch.__version__} and transformers {transformers.__version__}.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def write(model: SpecModel, folder: Path, run: Any = None, *, repo_id: str, license: str | None = None) -> None:
+def write(
+    folder: Path, config: SpecConfig, base: PreTrainedModel, head: DraftHead, run: Any = None, *, repo_id: str,
+    license: str | None = None,
+) -> None:  # fmt: skip
     """README.md in `folder`, and the picture that it shows."""
-    (folder / "README.md").write_text(card(model, run, repo_id=repo_id, license=license), "utf8")
-    picture = Path(str(run or model.config.name_or_path or "")) / CURVES
+    (folder / "README.md").write_text(card(config, base, head, run, repo_id=repo_id, license=license), "utf8")
+    picture = Path(str(run or config.name_or_path or "")) / CURVES
     if picture.is_file():
         shutil.copyfile(picture, folder / CURVES)
 
@@ -103,8 +111,8 @@ def base_license(name: str) -> str | None:
     return found if isinstance(found, str) and found else None
 
 
-def _named(model: SpecModel) -> str:
-    return model.config.base_model_name_or_path or "its base model"
+def _named(config: SpecConfig) -> str:
+    return config.base_model_name_or_path or "its base model"
 
 
 def _measured(run: Record) -> list[str]:
@@ -140,13 +148,13 @@ def _measured(run: Record) -> list[str]:
     return [f"## Measured\n\n{parts[0]}", *parts[1:]] if parts else []
 
 
-def _trained(model: SpecModel, run: Record) -> list[str]:
+def _trained(config: SpecConfig, run: Record) -> list[str]:
     """Data and options of the run; of files their names alone."""
     parts = list(run.trained)
-    if (longest := model.config.trained_length) is not None:
+    if (longest := config.trained_length) is not None:
         parts.append(f"The longest text it was trained on has {longest} tokens.")
     if run.recipe is not None:
-        recipe = parse_yaml(run.recipe, RECIPE)
+        recipe = read_yaml(run.recipe, RECIPE)
         recipe = _without_paths({name: value for name, value in recipe.items() if name != "launch"})
         recipe.get("training", {}).pop("output_dir", None)
         parts.append(f"```yaml\n{yaml.safe_dump(recipe, sort_keys=False).rstrip()}\n```")
@@ -170,8 +178,8 @@ def _public(name: str) -> str:
     return name if _on_the_hub(name) else Path(name).name
 
 
-def _serving(model: SpecModel, repo_id: str) -> str:
-    engines = engines_for(model)
+def _serving(config: SpecConfig, base: PreTrainedModel, head: DraftHead, repo_id: str) -> str:
+    engines = engines_for(config, base, head)
     if not engines:
         return "## Served\n\nBy specheads; no other program reads a head of this form."
     lines = [f"specheads export {repo_id} served --to {engine}" for engine in engines]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -18,87 +16,62 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from specheads.decoding.target.causal import text_config, unwrapped
+from specheads.heads import DraftHead, HeadConfig
 from specheads.hub import commit_of
 from specheads.hub import options as hub_options
+from specheads.models.build import build_head
+from specheads.models.config import SpecConfig
+from specheads.models.files import CONFIG, WEIGHTS, CheckpointError, portable, refuse_nonfinite, replacing, widest
 from specheads.models.fingerprint import fingerprint
-from specheads.models.loading import load_language_model
+from specheads.models.formats.importing import detect
+from specheads.models.loading import as_dtype, load_language_model
 from specheads.models.lora import JointConfig, adapted_modules, attach, detach, is_adapter
 from specheads.models.quantized import quantization_of, restored
-from specheads.models.saved_head import (
-    CONFIG,
-    WEIGHTS,
-    CheckpointError,
-    SavedHead,
-    adapter_tensors,
-    head_tensors,
-    misfits,
-    read,
-)
-from specheads.models.weights_file import refuse_nonfinite, widest
+from specheads.models.saved_head import SavedHead, adapter_tensors, head_tensors, misfits, read
 from specheads.options import listing, reason, shortened, shown
-
-if TYPE_CHECKING:
-    from specheads.models.spec_model import SpecConfig, SpecModel
 
 _HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 logger = hf_logging.get_logger(__name__)
 
 
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place when the block ends well, and is gone when it does not."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    temporary.touch(exist_ok=False)
-    mode = temporary.stat().st_mode  # what the umask allows; safetensors would leave the file to its owner alone
-    try:
-        yield temporary
-        temporary.chmod(mode)
-        with open(temporary, "rb+") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+class Restored(NamedTuple):
+    """What a checkpoint gives: the config of the model, its base and its head, both with their weights."""
+
+    config: SpecConfig
+    base: PreTrainedModel
+    head: DraftHead
 
 
-def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype given as torch's or by name; None for None and "auto". ValueError for anything else."""
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if dtype in (None, "auto"):
-        return None
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"dtype={dtype!r} is not a floating point type; give torch.bfloat16 or 'bfloat16', say")
-    return found
-
-
-def save(model: SpecModel, directory: Any, state_dict: dict[str, Tensor] | None = None) -> None:
-    """Write the head of `model`. state_dict: gathered by a launcher that shards parameters, else the model's own.
+def save(
+    directory: Any, config: SpecConfig, head: HeadConfig, state_dict: dict[str, Tensor], names: Collection[str]
+) -> None:
+    """Write the head and its adapters out of the state dict of a SpecModel, whose checkpoint holds these names.
 
     The weights file carries the config too and is replaced in one step, so that the two files cannot disagree.
     """
     folder = Path(directory)
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; give a directory to save into")
-    state_dict = model.head_state_dict() if state_dict is None else state_dict
     sharded = any(hasattr(t, "full_tensor") for name, t in state_dict.items() if name.startswith("head."))
     tensors = {} if sharded else head_tensors(state_dict)
-    if sharded or (differing := misfits(tensors, model.head.config)):
+    if sharded or (differing := misfits(tensors, head)):
         raise CheckpointError(
             "the state dict to save does not hold the whole head: "
             f"{'its tensors are shards' if sharded else differing}. With sharded parameters gather them first: "
             "state_dict=accelerator.get_state_dict(model); DeepSpeed ZeRO-3: "
             "stage3_gather_16bit_weights_on_model_save: true"
         )
-    if model.joint is not None:
+    if config.joint is not None:
         tensors |= adapter_tensors(state_dict)
-        if missing := sorted(set(model.head_state_dict()) - set(tensors)):
+        if missing := sorted(set(names) - set(tensors)):
             raise CheckpointError(f"the state dict to save does not hold the adapters {', '.join(missing[:4])}")
     _refuse_other_models(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = model.config.to_diff_dict()
-    config["base_model_name_or_path"] = portable(model.config.base_model_name_or_path, folder)
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    written = config.to_diff_dict()
+    written["base_model_name_or_path"] = portable(config.base_model_name_or_path, folder)
+    text = json.dumps(written, indent=2, sort_keys=True) + "\n"
     with replacing(folder / WEIGHTS) as path:
-        save_file(tensors, path, metadata={"format": "pt", "specheads_config": json.dumps(config)})
+        save_file(tensors, path, metadata={"format": "pt", "specheads_config": json.dumps(written)})
     with replacing(folder / CONFIG) as path:
         path.write_text(text, "utf8")
 
@@ -113,14 +86,6 @@ def _refuse_other_models(folder: Path) -> None:
         raise CheckpointError(f"{folder} holds a {there} model, which the head's files would replace; save elsewhere")
 
 
-def portable(name: str | None, folder: Path) -> str | None:
-    """A local base is named relative to the checkpoint, so that both can move together; a hub id stays."""
-    if name is None or not Path(name).is_dir():
-        return name
-    relative = os.path.relpath(Path(name).resolve(), folder.resolve())
-    return relative if relative.startswith(".") else f"./{relative}"
-
-
 def load(
     source: Any,
     *,
@@ -130,8 +95,8 @@ def load(
     allow_pickle: bool = False,
     allow_nonfinite: bool = False,
     **kwargs: Any,
-) -> SpecModel:
-    """Base + head from a directory or hub id, in the form of this library or one of specheads.models.formats. Raises
+) -> Restored:
+    """Config, base and head from a directory or hub id, in the form of this library or one of formats/. Raises
     CheckpointError with what is wrong and where.
 
     dtype: of both, and of the head alone beside a base that is in memory; by default each has the one it was saved
@@ -140,9 +105,7 @@ def load(
     else. allow_nonfinite: NaN and Inf among the head's weights are no error. Other arguments go to the loading of the
     base.
     """
-    from specheads.models.convert import build_head
-    from specheads.models.formats.importing import detect
-    from specheads.models.spec_model import SpecConfig, SpecModel
+    from specheads.models.config import SpecConfig
 
     hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if kwargs.get(name) is not None}
     for name in (*_HUB_OPTIONS, "_from_auto", "adapter_kwargs"):  # of the head's repository, not of the base's
@@ -156,10 +119,9 @@ def load(
     options = {"dtype": wanted_dtype or "auto", **kwargs}
     if (foreign := detect(source, hub, allow_pickle)) is not None:
         recorded = SpecConfig(base_model_name_or_path=foreign.base_name)
-        model = foreign.model(unwrapped(_base_beside(source, base, recorded, Path(), hub, options)), allow_nonfinite)
-        if wanted_dtype is not None:
-            model.head.to(wanted_dtype)
-        return model.eval()
+        base = unwrapped(_base_beside(source, base, recorded, Path(), hub, options))
+        recorded, head = foreign.read_head(base, allow_nonfinite)
+        return Restored(recorded, base, head if wanted_dtype is None else head.to(wanted_dtype))
     saved = read(source, **hub)
     if allow_nonfinite:  # of the head: adapters are part of the model that is decoded, which has no text then
         refuse_nonfinite(source, adapter_tensors(saved.tensors), allowable=False)
@@ -190,19 +152,18 @@ def load(
         except CheckpointError:
             detach(base)
             raise
-    model = SpecModel(recorded, base, build_head(saved.head, base))
-    place = next(model.head.parameters()).device
+    head = build_head(saved.head, base)
+    device = next(head.parameters()).device
     # Copied: a tensor read from a safetensors file is a view of the file, which may be written to later.
     # In one dtype, or layers could not follow one another: the widest there is, which holds every value exactly.
     of_head = head_tensors(saved.tensors)
     dtypes = {True: widest(of_head.values()), False: None}
     copies = {
-        name.removeprefix("head."): t.to(place, dtypes[t.is_floating_point()], copy=True) for name, t in of_head.items()
+        name.removeprefix("head."): t.to(device, dtypes[t.is_floating_point()], copy=True)
+        for name, t in of_head.items()
     }
-    model.head.load_state_dict(copies, strict=True, assign=True)
-    if wanted_dtype is not None:
-        model.head.to(wanted_dtype)
-    return model.eval()
+    head.load_state_dict(copies, strict=True, assign=True)
+    return Restored(recorded, base, head if wanted_dtype is None else head.to(wanted_dtype))
 
 
 def check_options(saved: SavedHead, base: PreTrainedModel, source: Any) -> None:

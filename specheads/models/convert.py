@@ -10,17 +10,14 @@ import torch
 from transformers import PreTrainedModel
 
 from specheads.decoding.target.causal import UnsupportedModel, refuse_unsupported, text_config, unwrapped
-from specheads.heads import HEADS, DraftHead, HeadConfig
+from specheads.heads import HeadConfig
 from specheads.heads.naming import head_config
-from specheads.hub import commit_of
 from specheads.hub import options as hub_options
-from specheads.models import checkpoint
-from specheads.models.fingerprint import fingerprint
+from specheads.models.build import build_head, spec_config
 from specheads.models.frozen import mark_frozen
-from specheads.models.loading import load_language_model
+from specheads.models.loading import as_dtype, load_language_model
 from specheads.models.lora import JointConfig, attach
-from specheads.models.quantized import quantization_of
-from specheads.models.spec_model import SpecConfig, SpecModel
+from specheads.models.spec_model import SpecModel
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -57,7 +54,7 @@ def convert(
     module.take_frozen(base)
     if init:
         module.initialise(base)
-    module.to(checkpoint.as_dtype(dtype) or torch.float32)
+    module.to(as_dtype(dtype) or torch.float32)
     described = spec_config(config, base)
     if lora is not None:
         joint = JointConfig.of(lora)
@@ -68,17 +65,6 @@ def convert(
     return model
 
 
-def build_head(config: HeadConfig, base: PreTrainedModel) -> DraftHead:
-    """A head of these (filled) options, on the device where the base ends."""
-    with torch.device(base.get_output_embeddings().weight.device):
-        return HEADS[config.kind](config)
-
-
-def spec_config(config: HeadConfig, base: PreTrainedModel) -> SpecConfig:
-    name = getattr(base, "name_or_path", None) or None
-    return SpecConfig.of(config, name, commit_of(base), fingerprint(base), quantization_of(base))
-
-
 def load_head(base: PreTrainedModel, directory: Any, **kwargs: Any) -> SpecModel:
     """Put the head saved in `directory` (or on the hub) beside a base that is already in memory."""
-    return checkpoint.load(directory, base=base, **kwargs)
+    return SpecModel.from_pretrained(directory, base=base, **kwargs)

@@ -1,12 +1,16 @@
-"""Which Auto class loads a language model: the one place that knows decoder-only models from encoder-decoders."""
+"""Loading a language model by name: which Auto class, in which dtype, on which device."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.utils import logging as hf_logging
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Options of from_pretrained() that say where a model is.
 _PLACES = (
     "revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies", "trust_remote_code",
@@ -29,3 +33,36 @@ def load_language_model(name: str | os.PathLike[str], **options: Any) -> PreTrai
             "language model or a text-to-text encoder-decoder"
         )
     return auto.from_pretrained(name, **options)
+
+
+def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype given as torch's or by name; None for None and "auto". ValueError for anything else."""
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if dtype in (None, "auto"):
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype={dtype!r} is not a floating point type; give torch.bfloat16 or 'bfloat16', say")
+    return found
+
+
+def placement(dtype: str, device: str) -> tuple[torch.dtype | None, torch.device]:
+    """--dtype and --device as torch's; None for the dtype a model was saved in. ValueError where they are none."""
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype!r} is none of auto, {', '.join(DTYPES)}")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device!r} is not usable here: {error}") from error
+    hf_logging.disable_progress_bar()
+    return DTYPES.get(dtype, torch.float32 if place.type == "cpu" else None), place
+
+
+def refuse_unshipped(source: str) -> None:
+    """ValueError for a path in checkpoints/, as help and README name them, where there is no such folder."""
+    if source.startswith("checkpoints/") and not Path("checkpoints").is_dir():
+        raise ValueError(
+            f"{source} is not here: the heads in checkpoints/ come with the repository, not with the wheel; "
+            "`specheads demo` trains one of its own in runs/demo"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,12 @@ from specheads.heads import HEADS, HeadConfig
 from specheads.heads.vocabulary import draft_offsets
 from specheads.hub import did_you_mean, may_be_repository
 from specheads.hub import options as hub_options
+from specheads.models.config import SpecConfig
+from specheads.models.files import CONFIG, MOST_JSON, WEIGHTS, CheckpointError, header, tensors_of
+from specheads.models.formats.importing import detect
 from specheads.models.lora import JointConfig, is_adapter
-from specheads.models.weights_file import MOST_JSON, CheckpointError, header, tensors_of
 from specheads.options import listing, reason, shortened, shown
 
-if TYPE_CHECKING:
-    from specheads.models.spec_model import SpecConfig
-
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TABLES, _NAMES = (
     ("head", "base_fingerprint", "joint", "base_quantization"),
@@ -77,8 +75,6 @@ def read(source: Any, **hub: Any) -> SavedHead:
     there is one, in which a user changes it. Raises CheckpointError with what is wrong and where, as for
     a foreign form, which is read beside its base alone.
     """
-    from specheads.models.formats.importing import detect
-
     try:
         return _read(source, hub)
     except CheckpointError as error:
@@ -91,8 +87,6 @@ def read(source: Any, **hub: Any) -> SavedHead:
 
 
 def _read(source: Any, hub: dict[str, Any]) -> SavedHead:
-    from specheads.models.spec_model import SpecConfig
-
     beside = None
     if path := _find(source, CONFIG, hub):
         with open(path, "rb") as file:
@@ -189,8 +183,6 @@ def _same(one: object, other: object) -> bool:
 
 
 def _parsed(text: str | bytes, where: Any) -> dict[str, Any]:
-    from specheads.models.spec_model import SpecConfig
-
     if len(text) > MOST_JSON:
         raise CheckpointError(f"{where} has a config of more than {MOST_JSON:,} bytes; those of heads have thousands")
     try:

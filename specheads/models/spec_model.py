@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from specheads.decoding.drafters.base import Drafter
@@ -18,54 +18,13 @@ from specheads.decoding.generate import generate
 from specheads.decoding.planner import StaticTree
 from specheads.decoding.planner.named import static_choices
 from specheads.decoding.target.causal import logits_of
-from specheads.heads import HEADS, DraftHead, HeadConfig, TapBatch
-from specheads.heads.naming import head_kind
+from specheads.heads import DraftHead, TapBatch
+from specheads.hub import upload
 from specheads.losses.teacher import LiveTeacher, Teacher, packed_mask, tapped
-from specheads.models import checkpoint
+from specheads.models import card, checkpoint
+from specheads.models.config import SpecConfig
+from specheads.models.formats.exporting import export
 from specheads.models.lora import JointConfig, adapters, base_loss, is_adapter
-
-
-class SpecConfig(PreTrainedConfig):
-    """What config.json of a head checkpoint holds: the head's options, which base it was trained for and how that was
-    quantised, where adapters were trained with it (joint), their options, and trained_length, the tokens of the longest
-    text it was trained on (None: not recorded)."""
-
-    model_type = "specheads"
-
-    def __init__(
-        self,
-        head: dict[str, Any] | None = None,
-        base_model_name_or_path: str | None = None,
-        base_revision: str | None = None,
-        base_fingerprint: dict[str, Any] | None = None,
-        joint: dict[str, Any] | None = None,
-        base_quantization: dict[str, Any] | None = None,
-        trained_length: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.head = head or {}
-        self.base_model_name_or_path = base_model_name_or_path
-        self.base_revision = base_revision
-        self.base_fingerprint = base_fingerprint or {}
-        self.joint = joint
-        self.base_quantization = base_quantization
-        self.trained_length = trained_length
-
-    @classmethod
-    def of(
-        cls, head: HeadConfig, name: str | None, revision: str | None, fingerprint: dict[str, Any],
-        quantization: dict[str, Any] | None = None,
-    ) -> SpecConfig:  # fmt: skip
-        """The record of a head of these (filled) options beside the base of that name, revision and fingerprint."""
-        return cls(
-            head=head.to_dict(), base_model_name_or_path=name, base_revision=revision, base_fingerprint=fingerprint,
-            base_quantization=quantization, architectures=["SpecModel"],
-        )  # fmt: skip
-
-    def head_config(self) -> HeadConfig:
-        options = dict(self.head)
-        return HEADS[head_kind(options.pop("kind", None))].Config.from_options(options)
 
 
 @dataclass
@@ -82,6 +41,7 @@ class SpecModel(PreTrainedModel):
     """A frozen base model and the draft head beside it."""
 
     config_class = SpecConfig
+    config: SpecConfig
     base_model_prefix = "base"
     _supports_sdpa = True
     _supports_attention_backend = True
@@ -290,9 +250,13 @@ class SpecModel(PreTrainedModel):
         state_dict: gathered by a launcher that shards parameters. repo_id and what else `push_to_hub` takes go there.
         """
         if is_main_process:
-            checkpoint.save(self, save_directory, state_dict)
+            self._write(save_directory, state_dict)
             if push_to_hub:
                 self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **{"run": save_directory, **kwargs})
+
+    def _write(self, directory: Any, state_dict: dict[str, Tensor] | None = None) -> None:
+        own = self.head_state_dict()
+        checkpoint.save(directory, self.config, self.head.config, own if state_dict is None else state_dict, own)
 
     def push_to_hub(  # type: ignore[override]
         self, repo_id: str, *, run: Any = None, license: str | None = None, **options: Any
@@ -303,18 +267,15 @@ class SpecModel(PreTrainedModel):
         commit_message, private, token, revision, create_pr. A card that is on the hub already stays as it is. A base
         that is a folder of this machine is not named: whoever loads the head gives base=.
         """
-        from specheads.hub import upload
-        from specheads.models import card
-
         with tempfile.TemporaryDirectory() as temporary:
             folder, named = Path(temporary), self.config.base_model_name_or_path
             try:
                 if named and Path(named).is_dir():
                     self.config.base_model_name_or_path = None
-                checkpoint.save(self, folder)
+                self._write(folder)
             finally:
                 self.config.base_model_name_or_path = named
-            card.write(self, folder, run, repo_id=repo_id, license=license)
+            card.write(folder, self.config, self.base, self.head, run, repo_id=repo_id, license=license)
             return upload(folder, repo_id, **options)
 
     def export(
@@ -325,9 +286,7 @@ class SpecModel(PreTrainedModel):
 
         to: vllm, sglang, trtllm, llamacpp, speculators, eagle, medusa, modelopt or hydra. See formats.exporting.export.
         """
-        from specheads.models.formats.exporting import export
-
-        return export(self, out, to, dtype=dtype, embeddings=embeddings, gguf=gguf)
+        return export(self.config, self.base, self.head, out, to, dtype=dtype, embeddings=embeddings, gguf=gguf)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> SpecModel:
@@ -336,7 +295,8 @@ class SpecModel(PreTrainedModel):
         subfolder, token … say where the head is, dtype is that of both, allow_pickle=True reads a foreign form's
         pickles as tensors, allow_nonfinite=True takes NaN and Inf among the weights; the rest (device_map,
         attn_implementation …) goes to the loading of the base."""
-        return checkpoint.load(pretrained_model_name_or_path, **kwargs)
+        config, base, head = checkpoint.load(pretrained_model_name_or_path, **kwargs)
+        return cls(config, base, head).eval()
 
     @classmethod
     def _from_config(cls, config: SpecConfig, **kwargs: Any) -> SpecModel:
@@ -354,5 +314,4 @@ def positions_of(documents: Tensor) -> Tensor:
     return torch.where(documents > 0, place - start, 0)
 
 
-AutoConfig.register(SpecConfig.model_type, SpecConfig)
 AutoModelForCausalLM.register(SpecConfig, SpecModel)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from specheads.data.config import DataConfig
 from specheads.heads import HEADS, HeadConfig
 from specheads.heads.naming import head_config
 from specheads.models.lora import JointConfig
-from specheads.options import refuse_unknown
+from specheads.options import read_yaml, refuse_unknown
 from specheads.training import options as training_options
 from specheads.training.distributed.launch import LaunchConfig
 from specheads.training.parity import ParityConfig
@@ -25,16 +24,6 @@ class RecipeError(ValueError):
     """A recipe, or an override of one, that cannot be run; one line that says why."""
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML whose 1e-4 is a number. (YAML 1.1 wants 1.0e-4 and reads the rest as text.)"""
-
-
-_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-RECIPE = "recipe.yaml"  # what a run leaves of it in its output folder
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -207,9 +196,9 @@ def _plain(value: Any) -> bool:
 def parse_yaml(text: str, name: str) -> Any:
     """The value of a YAML text; RecipeError, which begins with its name, where it is none."""
     try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{name} is no YAML: {' '.join(str(error).split())}") from error
+        return read_yaml(text, name)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
 
 
 def _section(name: str, value: Any) -> dict[str, Any]:

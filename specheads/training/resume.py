@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specheads.models.checkpoint import replacing
+from specheads.models.files import replacing
 
 WHOLE = ("no", "ddp")  # kinds whose checkpoints hold everything whole, and read one another's
 

@@ -15,11 +15,8 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     EarlyStoppingCallback,
-    PreTrainedModel,
     TrainerCallback,
     TrainerState,
     set_seed,
@@ -35,8 +32,10 @@ from specheads.heads.vocabulary import DraftVocabulary
 from specheads.hub import options as hub_options
 from specheads.models.card import Record
 from specheads.models.convert import convert, load_head
-from specheads.models.quantized import quantization
+from specheads.models.loading import as_dtype
+from specheads.models.run_files import RECIPE, RESULTS
 from specheads.models.spec_model import SpecModel
+from specheads.training.base import load_base, padding_id
 from specheads.training.distributed import launch
 from specheads.training.distributed.launch import LaunchError
 from specheads.training.errors import (
@@ -52,12 +51,11 @@ from specheads.training.errors import (
 )
 from specheads.training.options import refuse_absent_reporters
 from specheads.training.parity import Parity, ParityConfig, compare, prompts_of
-from specheads.training.recipe import RECIPE, Recipe, RecipeError
+from specheads.training.recipe import Recipe, RecipeError
 from specheads.training.report import card as run_card
 from specheads.training.report import curves
 from specheads.training.trainer import SpecTrainer, SpecTrainingArguments
 
-RESULTS = "results.json"
 SHARDED = ("fsdp", "fsdp2", "zero3")  # no process has the whole model
 _log = logging.getLogger(__name__)
 
@@ -130,7 +128,7 @@ class Run:
             (output / RESULTS).write_text(json.dumps(metrics, indent=2, sort_keys=True) + "\n", "utf8")
             curves.draw(output, self.trainer.state.log_history)
             model = self.trainer.accelerator.unwrap_model(self.trainer.model, keep_fp32_wrapper=False)
-            run_card.write(model, output, Record.of_folder(output))
+            run_card.write(output, model, Record.of_folder(output))
 
     def _at_the_end(self) -> dict[str, float] | None:
         """The metrics of a run that had taken its last step before, with its head restored; transformers (5.23) would
@@ -268,7 +266,7 @@ def unsharded(arguments: SpecTrainingArguments) -> Iterator[None]:
 def build_model(recipe: Recipe, train: Iterable[Any]) -> SpecModel:
     """Base + head: new, with a draft vocabulary counted on the training data where it has one, or from a checkpoint."""
     base = load_base(recipe)
-    dtype = base.dtype if recipe.head_dtype == "auto" else _dtype(recipe.head_dtype)
+    dtype = base.dtype if recipe.head_dtype == "auto" else as_dtype(recipe.head_dtype)
     if recipe.init_from is not None:
         model = load_head(base, recipe.init_from)
         model.head.to(dtype)
@@ -279,25 +277,3 @@ def build_model(recipe: Recipe, train: Iterable[Any]) -> SpecModel:
         if isinstance(head, DraftVocabulary) and head.target_ids is not None:
             head.set_draft_vocabulary(token_counts(train, len(head.t2d)), base)
     return model
-
-
-def load_base(recipe: Recipe) -> PreTrainedModel:
-    hub = hub_options(recipe.base)
-    dtype: Any = recipe.base_dtype if recipe.base_dtype == "auto" else _dtype(recipe.base_dtype)
-    options: dict[str, Any] = {**hub, "dtype": dtype}
-    if recipe.attn_implementation is not None:
-        options["attn_implementation"] = recipe.attn_implementation
-    if recipe.bits is not None:
-        if dtype == "auto":
-            dtype = getattr(AutoConfig.from_pretrained(recipe.base, **hub), "dtype", None) or torch.float32
-        options["quantization_config"] = quantization(recipe.bits, dtype)
-    return AutoModelForCausalLM.from_pretrained(recipe.base, **options)
-
-
-def padding_id(tokenizer: Any) -> int:
-    """What fills rows up to the longest of a batch."""
-    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)

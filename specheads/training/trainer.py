@@ -21,9 +21,9 @@ from specheads.decoding.context_limits import longest_text
 from specheads.decoding.planner import StaticTree
 from specheads.losses.metrics import AcceptanceMeter, TrainingMeter
 from specheads.models.card import Record
+from specheads.models.files import CONFIG, CheckpointError
 from specheads.models.frozen import explanation, is_marked
 from specheads.models.lora import is_adapter
-from specheads.models.saved_head import CONFIG, CheckpointError
 from specheads.models.spec_model import SpecModel, SpecOutput
 from specheads.training.arguments import SpecTrainingArguments as SpecTrainingArguments
 from specheads.training.distributed import deepspeed as zero
@@ -260,7 +260,7 @@ class SpecTrainer(Trainer):
             model = self.accelerator.unwrap_model(self.model)
             folder = output_dir or self.args.output_dir
             model.save_pretrained(folder, state_dict=state_dict)
-            run_card.write(model, Path(str(folder)), self.record())
+            run_card.write(Path(str(folder)), model, self.record())
 
     def record(self) -> Record:
         """What a model card says of the run so far."""

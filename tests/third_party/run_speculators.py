@@ -28,7 +28,7 @@ from speculators.models.eagle3 import Eagle3SpeculatorConfig
 from transformers import AutoModelForCausalLM
 
 from specheads import SpecModel
-from specheads.models.formats import checks
+from specheads.models import export_checks
 
 CASES = {
     "draft vocabulary": {"draft_vocab_size": 40},
@@ -127,9 +127,8 @@ def blocks(folder, base):
         out = model.export(folder / name, "speculators")
         theirs = loaded_block(out, kind)
         assert_drafts(model, block_of(theirs), target_ids(theirs) if model.head.narrow else None)
-        print(
-            f"{name}: its backbone (and Markov head) give our draft logits; {checks.check(out, 'speculators', model)}"
-        )
+        found = export_checks.check(out, "speculators", model)
+        print(f"{name}: its backbone (and Markov head) give our draft logits; {found}")
         theirs.save_pretrained(folder / f"{name}-saved")
         again = SpecModel.from_pretrained(folder / f"{name}-saved", base=base)
         assert again.head.config.sample_from_anchor == model.head.config.sample_from_anchor
@@ -154,7 +153,7 @@ def main() -> None:
         out = model.export(folder / name.replace(" ", "-"), "speculators")
         theirs = loaded(out)
         assert_drafts(model, forward_of(theirs, model.head.layers), target_ids(theirs))
-        print(f"{name}: its forward gives our draft logits; {checks.check(out, 'speculators', model)}")
+        print(f"{name}: its forward gives our draft logits; {export_checks.check(out, 'speculators', model)}")
         theirs.save_pretrained(folder / f"{name}-saved")
         again = SpecModel.from_pretrained(folder / f"{name}-saved", base=base)
         assert again.head.layers == model.head.layers

@@ -140,7 +140,7 @@ def exports(given: list[str], folder: Path) -> Iterator[tuple[SpecModel, str, in
     for n, source in enumerate(given):
         model = SpecModel.from_pretrained(source, base=checkpoints_dir() / "base", dtype=torch.float32)
         label = "JetSpec" if model.head.config.causal else "DFlash"
-        forms = [to for to in engines_for(model) if to in ("vllm", "speculators")]
+        forms = [to for to in engines_for(model.config, model.base, model.head) if to in ("vllm", "speculators")]
         out = {f"{label} as {to}": model.export(folder / f"{n}-{to}", to) for to in forms}
         wrong = f"{label}, causal={str(not model.head.config.causal).lower()} in place"
         yield model, "dflash", model.head.scored_depths, out | {wrong: otherwise(model, folder / f"{n}-wrong")}, wrong

@@ -12,7 +12,7 @@ from specheads.bench import cost
 from specheads.bench.sweep.grid import PLAIN, Sweep
 from specheads.decoding.drafters import Cascade, Drafter
 from specheads.models.fingerprint import fingerprint
-from specheads.models.sources import OF_TEXT, Models, holds_head
+from specheads.models.named import OF_TEXT, Models, holds_head
 from specheads.options import OptionError
 
 KINDS = ("model", "cascade", *OF_TEXT)

@@ -13,11 +13,12 @@ from specheads.bench.sweep.grid import PLAIN, Setting, Sweep
 from specheads.bench.sweep.kl import Distance, distance
 from specheads.bench.sweep.tasks import Task
 from specheads.data.conversation import Conversation
+from specheads.decoding import prompt_batches
 from specheads.decoding.acceptance.named import rule_named
 from specheads.decoding.drafters import Cascade
 from specheads.decoding.planner import Plan, tree_named
 from specheads.decoding.planner.named import STATIC_DEPTH
-from specheads.decoding.target.recorded import Record, added, reviewed
+from specheads.decoding.recorded import Record, added, reviewed
 
 Row = dict[str, Any]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -72,7 +73,7 @@ def measure(
     racers[other] = racers.get(other) or decoder(bench, sweep, setting.reference, length)
     timed = min(sweep.speed_prompts, len(prompts))
     spaced = [prompts[i * len(prompts) // timed] for i in range(timed)]  # a task's first may be out of one file
-    batches = decoders.batches(bench.tokenizer, spaced, bench.base.device)
+    batches = prompt_batches.batches(bench.tokenizer, spaced, bench.base.device)
     runs = len(batches) * len(racers) * sweep.repeats  # beside them, a batch that is judged counts as one
     raced = runs / (runs + len(prompts) / sweep.batch_size)
 
@@ -110,7 +111,7 @@ def judged(
     for start in range(0, len(prompts), size):
         report(start / len(prompts))
         taken = prompts[start : start + size]
-        (batch,) = decoders.batches(bench.tokenizer, taken, bench.base.device, len(taken), side=side)
+        (batch,) = prompt_batches.batches(bench.tokenizer, taken, bench.base.device, len(taken), side=side)
         output = run(batch, None)
         outputs.append(output.statistics)
         passes.append(getattr(drafter, "reviews", ()) if output.statistics["rows_stepped"] else ())

@@ -20,7 +20,7 @@ from specheads.cli.chat.lines import Entry, asker, interactive, read_entry
 from specheads.cli.chat.session import Mode, Outcome, Session
 from specheads.cli.chat.settings import COMMANDS
 from specheads.cli.chat.steps import Watched
-from specheads.models.sources import described
+from specheads.models.named import described
 from specheads.options import nearest, reason, shortened
 
 FAILURES = (ValueError, OSError, torch.OutOfMemoryError)

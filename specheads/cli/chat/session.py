@@ -24,7 +24,7 @@ from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan, SampledTree, chain, tree_named
 from specheads.decoding.planner.named import STATIC_DEPTH
 from specheads.decoding.target.causal import text_config
-from specheads.models.sources import Models, described
+from specheads.models.named import Models, described
 
 TARGET = "target alone"
 STORAGES = {"basic": NGramStorage, "onelevel": OneLevelNGramStorage}

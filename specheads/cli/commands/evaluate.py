@@ -10,10 +10,11 @@ from specheads.bench import decoders, environment, report, runner
 from specheads.bench.decoders import REFERENCE
 from specheads.cli.commands.arguments import parse_tree
 from specheads.data.conversation import Conversation
+from specheads.decoding import prompt_batches
 from specheads.decoding.acceptance import Acceptance
 from specheads.decoding.acceptance.named import rule_text
 from specheads.decoding.drafters import Drafter
-from specheads.models.sources import Models
+from specheads.models.named import Models
 
 _LEGEND = (
     f"speed-up: over {REFERENCE}. accepted length: tokens a step, the base's own included.",
@@ -40,7 +41,7 @@ def measure(
         own = decoders.drafted(model, max_new_tokens, draft=drafter, plan=plan, accept=rule)
         racers[f"{name}, {rule_text(rule)}"] = own
     with terminal.progress(terminal.make_console(stderr=True), "measuring") as told:
-        batches = decoders.batches(tokenizer, asked, model.device)
+        batches = prompt_batches.batches(tokenizer, asked, model.device)
         result = runner.race(racers, batches, repeats=repeats, report=told)
     return {
         "num_prompts": len(prompts), "max_new_tokens": max_new_tokens, "repeats": repeats, "tree": tree,

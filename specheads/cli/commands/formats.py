@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers.utils import logging as hf_logging
 
-from specheads.cli.commands.arguments import DTYPES
-from specheads.models import checkpoint
-from specheads.models.formats import ENGINES, checks
+from specheads.models import export_checks
+from specheads.models.formats import ENGINES
 from specheads.models.formats.exporting import form_for
+from specheads.models.loading import DTYPES, as_dtype
 from specheads.models.spec_model import SpecModel
 from specheads.options import refuse_unknown
 
@@ -25,12 +25,12 @@ def export(
     hf_logging.disable_progress_bar()
     model: Any = SpecModel.from_pretrained(source, base=base)
     folder = model.export(out, to, dtype=dtype, embeddings=embeddings, gguf=gguf)
-    form = form_for(model, to)
+    form = form_for(model.config, model.base, model.head, to)
     record = {
         "written": str(folder), "form": form.title, "written_for": form.versions,
         "files": sorted(path.name for path in folder.iterdir()), "read_next": str(folder / "README.md"),
     }  # fmt: skip
-    return {**record, "check": checks.check(folder, to, model)} if check else record
+    return {**record, "check": export_checks.check(folder, to, model)} if check else record
 
 
 def import_head(
@@ -45,7 +45,7 @@ def import_head(
         source, base=base, allow_pickle=allow_pickle, allow_nonfinite=allow_nonfinite
     )
     if dtype is not None:
-        model.head.to(checkpoint.as_dtype(dtype))
+        model.head.to(as_dtype(dtype))
     model.save_pretrained(out)
     return {
         "written": str(out), "kind": model.head.config.kind, "base": model.config.base_model_name_or_path,

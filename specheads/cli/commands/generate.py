@@ -16,7 +16,7 @@ from specheads.data.row_forms import template_of
 from specheads.decoding.acceptance.named import rule_named
 from specheads.decoding.drafters import Drafter
 from specheads.decoding.generate import SpecGenerateOutput, generate
-from specheads.models.sources import Models
+from specheads.models.named import Models
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from specheads.hub import did_you_mean
 from specheads.models import saved_head
+from specheads.models.files import CheckpointError
 
 _UNITS = {
     "parameters": ("parameters", ",d"), "megabytes": ("size (MB)", ".2f"),
@@ -18,7 +19,7 @@ def checkpoint_record(path: Path) -> dict[str, Any]:
     """What the head checkpoint in the directory `path` holds. CheckpointError where it is none."""
     if not path.is_dir():
         hint = did_you_mean(str(path))
-        raise saved_head.CheckpointError(f"{path} is not a directory{hint}; give one that save_pretrained() wrote")
+        raise CheckpointError(f"{path} is not a directory{hint}; give one that save_pretrained() wrote")
     saved = saved_head.read(path)
     options = {name: value for name, value in saved.head.to_dict().items() if name != "kind"}
     weights = [t for t in saved.tensors.values() if t.is_floating_point()]

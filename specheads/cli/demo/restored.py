@@ -13,10 +13,10 @@ from rich.console import Console
 from transformers.utils import logging as hf_logging
 
 from specheads import terminal
-from specheads.bench import decoders
 from specheads.bench.shipped import load_base
 from specheads.cli import token_stream
 from specheads.cli.commands.generate import write_text
+from specheads.decoding import prompt_batches
 from specheads.models.convert import load_head
 
 
@@ -55,7 +55,7 @@ def show(head: str, base: str, prompts: list[str], max_new_tokens: int) -> list[
     if out.is_terminal:
         out.print(token_stream.legend())
     texts = []
-    for prompt, batch in zip(prompts, decoders.batches(tokenizer, prompts, loaded.device), strict=True):
+    for prompt, batch in zip(prompts, prompt_batches.batches(tokenizer, prompts, loaded.device), strict=True):
         out.print()
         result, depths = write_text(
             out,
@@ -70,7 +70,7 @@ def show(head: str, base: str, prompts: list[str], max_new_tokens: int) -> list[
         )
         speed = result.statistics()["tokens_per_second"]
         out.print(f"\n── {token_stream.depth_counts(depths)}; {speed:.0f} tokens/s", style="italic")
-        texts += decoders.new_tokens(loaded, batch, result.sequences)
+        texts += prompt_batches.new_tokens(loaded, batch, result.sequences)
     return texts
 
 

@@ -24,6 +24,7 @@ from specheads.bench.prompts import held_out_prompts
 from specheads.cli.demo.live import LiveOptions, train_live
 from specheads.cli.demo.own_base import own_base
 from specheads.cli.demo.restored import show_elsewhere
+from specheads.decoding import prompt_batches
 from specheads.decoding.planner import chain
 from specheads.models.convert import convert, load_head
 from specheads.models.spec_model import SpecModel
@@ -81,7 +82,7 @@ def run(options: DemoOptions, out: Console) -> dict[str, Any]:
     heading(out, f"4  The same {len(prompts)} prompts through every decoder")
     models = shipped.load_heads(base, folder.parent, raced, missing=out.print)
     models[LIVE] = load_head(base, options.output, dtype=base.dtype)
-    batches = decoders.batches(tokenizer, prompts, base.device)
+    batches = prompt_batches.batches(tokenizer, prompts, base.device)
     race = compare(base, models, batches, options.max_new_tokens, out)
     rows, where = report.summary(race, REFERENCE), environment.environment()
     num_raced = len(race.runs[LIVE][0])

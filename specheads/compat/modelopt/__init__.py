@@ -18,9 +18,10 @@ from specheads.compat.modelopt.config import EAGLE1_DEFAULT_CFG, EAGLE3_DEFAULT_
 from specheads.compat.modelopt.in_place import transform
 from specheads.compat.modelopt.plugins import HFEagleModel, HFMedusaModel, HFModel, of_kind
 from specheads.decoding.target.causal import text_config, unwrapped
+from specheads.models.config import SpecConfig
 from specheads.models.convert import convert as convert_native
 from specheads.models.convert import load_head
-from specheads.models.spec_model import SpecConfig, SpecModel
+from specheads.models.spec_model import SpecModel
 
 __all__ = [
     "EAGLE1_DEFAULT_CFG", "EAGLE3_DEFAULT_CFG", "AcceptanceRateValidation", "HFARValidation", "HFEagleModel",

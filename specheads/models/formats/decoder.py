@@ -11,10 +11,10 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from specheads.decoding.target.causal import text_config
 from specheads.heads.decoder import DecoderConfig
 from specheads.heads.feature import FeatureHeadConfig
+from specheads.models.files import CheckpointError
 from specheads.models.formats import positions
 from specheads.models.formats.files import Files, flag, real, shown, whole
 from specheads.models.formats.format import check_sizes, dtype_of
-from specheads.models.saved_head import CheckpointError
 
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 

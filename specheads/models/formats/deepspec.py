@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.target.causal import text_config
 from specheads.heads import HeadConfig, ParallelConfig
+from specheads.models.files import CheckpointError
 from specheads.models.formats import layer_ids, parallel, vocabulary
 from specheads.models.formats.decoder import block_config
 from specheads.models.formats.files import Files, architectures, shown, whole
 from specheads.models.formats.format import Written, output_matrix
 from specheads.models.formats.positions import GGUF, SGLANG
 from specheads.models.formats.serving import llamacpp, vllm_gpu
-from specheads.models.saved_head import CheckpointError
 
 ARCHITECTURE = "Qwen3DSparkModel"
 _LAYERS = "target_layer_ids"

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.target.causal import text_config
 from specheads.heads import HeadConfig, ParallelConfig
+from specheads.models.files import CheckpointError
 from specheads.models.formats import layer_ids, parallel, vocabulary
 from specheads.models.formats.decoder import block_config
 from specheads.models.formats.files import Files, architectures, flag, real, shown, table, whole
 from specheads.models.formats.format import Written
 from specheads.models.formats.positions import GGUF, SGLANG, USUAL
 from specheads.models.formats.serving import OPENVINO, TRTLLM, WHOLE_BLOCK, llamacpp, vllm
-from specheads.models.saved_head import CheckpointError
 
 ARCHITECTURE = "DFlashDraftModel"
 _TABLE, _LAYERS, _MASK = "dflash_config", "target_layer_ids", "mask_embedding.pt"

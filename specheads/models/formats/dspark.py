@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.heads import HeadConfig, ParallelConfig
+from specheads.models.files import CheckpointError
 from specheads.models.formats import parallel, vocabulary
 from specheads.models.formats.files import Files, table, whole, wholes
 from specheads.models.formats.format import Written
 from specheads.models.formats.serving import HUB_ID, vllm_gpu
 from specheads.models.formats.speculators import VERSION, nested_block, speculators_config
-from specheads.models.saved_head import CheckpointError
 
 _LAYERS = "aux_hidden_state_layer_ids"
 

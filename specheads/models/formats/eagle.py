@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.target.causal import text_config
 from specheads.heads import EagleConfig, HeadConfig
+from specheads.models.files import CheckpointError
 from specheads.models.formats import older
 from specheads.models.formats.decoder import block_config, block_names, block_options, zero_biases
 from specheads.models.formats.files import Files, flag
 from specheads.models.formats.format import Format, Written, check_embeddings, count
 from specheads.models.formats.positions import EVERY, LINEAR, SGLANG, Positions
 from specheads.models.formats.serving import OLDER, vllm
-from specheads.models.saved_head import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.target.causal import text_config
 from specheads.heads import Eagle3Config, HeadConfig
+from specheads.models.files import CheckpointError
 from specheads.models.formats import eagle_config, layer_ids, older, vocabulary
 from specheads.models.formats.decoder import block_config, block_names, block_options, zero_biases
 from specheads.models.formats.eagle_config import NORMS
@@ -23,7 +24,6 @@ from specheads.models.formats.files import Files, architectures, flag, whole
 from specheads.models.formats.format import Format, Written, check_embeddings, count, embeddings_of, output_matrix
 from specheads.models.formats.positions import EVERY, LINEAR, SGLANG, USUAL, Positions
 from specheads.models.formats.serving import OLDER, TRTLLM, llamacpp, vllm
-from specheads.models.saved_head import CheckpointError
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _MOVED = ("norm_before_fc", "norm_features", "norm_output")  # what SGLang and TensorRT-LLM have of NORMS

@@ -9,29 +9,30 @@ import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from specheads.models.checkpoint import as_dtype
+from specheads.heads import DraftHead
+from specheads.models.config import SpecConfig
+from specheads.models.files import CONFIG, CheckpointError
 from specheads.models.formats import ENGINES, FORMATS, gguf_files, older
 from specheads.models.formats.format import Format, Written, embeddings_of
 from specheads.models.formats.readme import readme
 from specheads.models.formats.serving import absolute
-from specheads.models.saved_head import CONFIG, CheckpointError
+from specheads.models.loading import as_dtype
 from specheads.options import refuse_unknown
-
-if TYPE_CHECKING:
-    from specheads.models.spec_model import SpecModel
 
 
 def export(
-    model: SpecModel, out: Any, to: str, *, dtype: torch.dtype | str | None = None, embeddings: bool = False,
+    config: SpecConfig, base: PreTrainedModel, head: DraftHead, out: Any, to: str, *,
+    dtype: torch.dtype | str | None = None, embeddings: bool = False,
     gguf: Path | str | None = None,
 ) -> Path:  # fmt: skip
-    """Write the head of `model` into the directory `out` as `to` reads it, whole or not at all; returns `out`.
+    """Write `head` into the directory `out` as `to` reads it, whole or not at all; returns `out`.
 
     to: one of ENGINES. dtype: of the weights (default: as they are). embeddings: put the base's into the file too,
     where the format leaves that open. gguf: llama.cpp's checkout or converter, for llamacpp: write the GGUF files of
@@ -39,78 +40,79 @@ def export(
     CheckpointError where the format cannot hold the head, with the reason and the nearest that can; where `out` holds
     files already; where the base is not in memory and the format wants of it; where the converter fails.
     """
-    form, folder = form_for(model, to), Path(out)
-    make_gguf = _gguf(model, to, as_dtype(dtype), gguf) if gguf is not None else None
+    form, folder = form_for(config, base, head, to), Path(out)
+    make_gguf = _gguf(config, base, head, to, as_dtype(dtype), gguf) if gguf is not None else None
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not an empty directory; give a new one to export into")
-    tensors = head_tensors(model, as_dtype(dtype))
-    written = form.write(model.head.config, tensors, model.base)
+    tensors = head_tensors(head, as_dtype(dtype))
+    written = form.write(head.config, tensors, base)
     named = {name: t.contiguous().clone() for name, t in written.tensors.items()}
     if embeddings and form.embeds is None:
         raise CheckpointError(f"{form.title} has no place for the base's embeddings; export without them")
     if embeddings or form.embeds:
         weight = next(t for t in tensors.values() if t.is_floating_point())
-        named["embed_tokens.weight"] = embeddings_of(model.base).to("cpu", weight.dtype).contiguous().clone()
-    base, place = absolute(model.config.base_model_name_or_path or "BASE"), str(folder.resolve())
+        named["embed_tokens.weight"] = embeddings_of(base).to("cpu", weight.dtype).contiguous().clone()
+    named_base, place = absolute(config.base_model_name_or_path or "BASE"), str(folder.resolve())
     in_yaml = place if shlex.quote(place) == place else json.dumps(place)
     texts = {
         name: text.replace("{folder}", in_yaml) if name.endswith(".yml") else text
         for name, text in written.texts.items()
     }
     texts[CONFIG] = json.dumps(written.config, indent=2) + "\n"
-    texts["README.md"] = readme(
-        form, model, base, place, f"{place}/{older.FOLDER}" if any("/" in name for name in texts) else base
-    )
+    served = f"{place}/{older.FOLDER}" if any("/" in name for name in texts) else named_base
+    texts["README.md"] = readme(form, head, config.name_or_path, named_base, place, served)
     _write(folder, written, named, texts, make_gguf)
     return folder
 
 
-def _gguf(model: SpecModel, to: str, dtype: torch.dtype | None, gguf: Path | str) -> Callable[[Path], None]:
+def _gguf(
+    config: SpecConfig, base: PreTrainedModel, head: DraftHead, to: str, dtype: torch.dtype | None, gguf: Path | str
+) -> Callable[[Path], None]:
     """What writes the GGUF files into the folder of an export; everything it needs is looked for first."""
     if to != "llamacpp":
         raise ValueError(f"GGUF files are for llamacpp alone, not for {to}")
     script = gguf_files.converter(gguf)
-    base = gguf_files.folder_of(model.config.base_model_name_or_path, model.config.base_revision)
-    dtypes = (dtype or model.base.dtype, dtype or model.head.dtype)
+    source = gguf_files.folder_of(config.base_model_name_or_path, config.base_revision)
+    dtypes = (dtype or base.dtype, dtype or head.dtype)
     for each in dtypes:
         gguf_files.outtype(each)
-    return lambda folder: gguf_files.write(script, folder, base, dtypes)
+    return lambda folder: gguf_files.write(script, folder, source, dtypes)
 
 
-def form_for(model: SpecModel, to: str) -> Format:
+def form_for(config: SpecConfig, base: PreTrainedModel, head: DraftHead, to: str) -> Format:
     """The format that holds this head for that engine. ValueError where there is no such engine, CheckpointError
     where it cannot hold the head."""
     refuse_unknown([to], ENGINES, what="format to export to")
-    if model.joint is not None:
+    if config.joint is not None:
         raise CheckpointError(
             "this head was trained together with adapters of its base, which no format holds; merge the adapters into "
             "the base, save it, and put the head beside that"
         )
-    head, able = model.head.config, engines_for(model)
+    able = engines_for(config, base, head)
     nearest = f"formats that can: {', '.join(able)}" if able else "no format can"
-    forms = [form for form in FORMATS if (form.engine, form.kind) == (to, head.kind)]
+    forms = [form for form in FORMATS if (form.engine, form.kind) == (to, head.config.kind)]
     if not forms:
-        raise CheckpointError(f"{to} has no form for a head of kind {head.kind}; {nearest}")
-    tensors, told = head_tensors(model), []
+        raise CheckpointError(f"{to} has no form for a head of kind {head.config.kind}; {nearest}")
+    tensors, told = head_tensors(head), []
     for form in forms:
-        if not (wrong := form.refusals(head, tensors, model.base)):
+        if not (wrong := form.refusals(head.config, tensors, base)):
             return form
         told.append(f"{form.title} cannot hold this head: {'; '.join(wrong)}")
     raise CheckpointError("; ".join([*told, nearest]))
 
 
-def engines_for(model: SpecModel) -> list[str]:
+def engines_for(config: SpecConfig, base: PreTrainedModel, head: DraftHead) -> list[str]:
     """The engines whose format can hold this head; none where its base has adapters, which would be left behind."""
-    if model.joint is not None:
+    if config.joint is not None:
         return []
-    head, tensors = model.head.config, head_tensors(model)
-    forms = [form for form in FORMATS if form.kind == head.kind]
-    return sorted({form.engine for form in forms if not form.refusals(head, tensors, model.base)})
+    tensors = head_tensors(head)
+    forms = [form for form in FORMATS if form.kind == head.config.kind]
+    return sorted({form.engine for form in forms if not form.refusals(head.config, tensors, base)})
 
 
-def head_tensors(model: SpecModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def head_tensors(head: DraftHead, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """The head's tensors by our names, on the CPU."""
-    state = {name: t.detach().to("cpu") for name, t in model.head.state_dict().items()}
+    state = {name: t.detach().to("cpu") for name, t in head.state_dict().items()}
     if any(hasattr(t, "full_tensor") for t in state.values()):
         raise CheckpointError("the head's tensors are shards; save the head, load it in one process, and export that")
     return {name: t.to(dtype) if dtype is not None and t.is_floating_point() else t for name, t in state.items()}

@@ -5,7 +5,6 @@ Everything here may come from a stranger. A damaged or hostile file is a Checkpo
 
 from __future__ import annotations
 
-import json
 import pickletools
 import re
 import sys
@@ -22,9 +21,17 @@ from transformers.utils import cached_file
 
 from specheads.hub import may_be_repository
 from specheads.hub import options as hub_options
+from specheads.models.files import (
+    CONFIG,
+    WEIGHTS,
+    CheckpointError,
+    damaged,
+    header,
+    meta,
+    read_table,
+    tensors_of,
+)
 from specheads.models.formats import shards
-from specheads.models.saved_head import CONFIG, WEIGHTS, CheckpointError
-from specheads.models.weights_file import MOST_JSON, damaged, header, meta, tensors_of
 from specheads.options import reason, shortened, shown
 
 SAFE = (WEIGHTS, shards.INDEX, "medusa_lm_head.safetensors")
@@ -139,18 +146,6 @@ class Files:
                 allow_pickle=True,
             )
         return unpickled(path)
-
-
-def read_table(path: Path, most: int | None = MOST_JSON) -> dict[str, Any] | None:
-    """A JSON object; None where the file holds none. CheckpointError where it has more bytes than `most`, as no config
-    has; None for a file of our own."""
-    if most is not None and (size := path.stat().st_size) > most:
-        raise CheckpointError(f"{path} has {size:,} bytes; a config has at most {most:,}")
-    try:
-        table = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):  # no JSON, or nested deeper than any config
-        return None
-    return table if isinstance(table, dict) else None
 
 
 def unpickled(path: Path) -> dict[str, Tensor]:

@@ -18,10 +18,9 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.target.causal import text_config
 from specheads.heads import HEADS, HeadConfig
+from specheads.models.files import WEIGHTS, CheckpointError, refuse_nonfinite, widest
 from specheads.models.formats.files import Files
 from specheads.models.formats.serving import filled
-from specheads.models.saved_head import WEIGHTS, CheckpointError
-from specheads.models.weights_file import refuse_nonfinite, widest
 from specheads.options import listing, reason, shortened
 
 _MOST = 64  # layers, or heads of one depth each

@@ -11,8 +11,8 @@ from huggingface_hub import snapshot_download
 from transformers.utils import logging
 
 from specheads import hub
+from specheads.models.files import CheckpointError
 from specheads.models.formats import gguf_converter
-from specheads.models.saved_head import CheckpointError
 
 logger = logging.get_logger("specheads")
 

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.causal import text_config
 from specheads.heads import HeadConfig, HydraConfig
 from specheads.heads.rope import rope_of
+from specheads.models.files import CheckpointError
 from specheads.models.formats.decoder import block_names
 from specheads.models.formats.files import Files, flag, shown, whole
 from specheads.models.formats.format import Format, Written, count
 from specheads.models.formats.medusa import every_token, tap_refusal
 from specheads.models.formats.positions import LINEAR
 from specheads.models.formats.serving import base_name
-from specheads.models.saved_head import CheckpointError
 
 _PREFIX = "prefix_embeding_layer."  # sic
 _SIZES = (

@@ -9,11 +9,12 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from specheads.decoding.target.causal import refuse_unsupported
-from specheads.models.convert import build_head, spec_config
+from specheads.heads import DraftHead
+from specheads.models.build import build_head, spec_config
+from specheads.models.config import SpecConfig
 from specheads.models.formats import FORMATS
 from specheads.models.formats.files import Files, architectures, table
 from specheads.models.formats.format import Format, read
-from specheads.models.spec_model import SpecConfig, SpecModel
 
 logger = hf_logging.get_logger(__name__)
 _NAMED = ("medusa_", "hydra_")  # weights whose file says what they are
@@ -35,19 +36,20 @@ class Found:
             named = table(table(config, "speculators_config"), "verifier").get("name_or_path")
         return named if isinstance(named, str) and named else None
 
-    def model(self, base: PreTrainedModel, allow_nonfinite: bool = False) -> SpecModel:
-        """Base + head. CheckpointError with what is wrong, or what no head here can hold."""
+    def read_head(self, base: PreTrainedModel, allow_nonfinite: bool = False) -> tuple[SpecConfig, DraftHead]:
+        """The head, for that base, and its config. CheckpointError with what is wrong, or what no head here can
+        hold."""
         refuse_unsupported(base)
-        head, tensors = read(self.form, self.files, base, allow_nonfinite)
+        config, tensors = read(self.form, self.files, base, allow_nonfinite)
         logger.warning(
             "%s holds %s: read as a head of kind %s, in %s",
-            self.files, self.form.title, head.kind, next(t.dtype for t in tensors.values() if t.is_floating_point()),
+            self.files, self.form.title, config.kind, next(t.dtype for t in tensors.values() if t.is_floating_point()),
         )  # fmt: skip
-        model = SpecModel(spec_config(head, base), base, build_head(head, base))
-        model.head.refuse_unfit(base)
-        place = next(model.head.parameters()).device
-        model.head.load_state_dict({name: t.to(place) for name, t in tensors.items()}, strict=True, assign=True)
-        return model
+        head = build_head(config, base)
+        head.refuse_unfit(base)
+        device = next(head.parameters()).device
+        head.load_state_dict({name: t.to(device) for name, t in tensors.items()}, strict=True, assign=True)
+        return spec_config(config, base), head
 
 
 def detect(source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = False) -> Found | None:

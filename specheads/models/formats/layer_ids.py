@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files, table, wholes
-from specheads.models.saved_head import CheckpointError
 
 KEY = "eagle_aux_hidden_state_layer_ids"
 

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.causal import text_config
 from specheads.heads import HeadConfig, MedusaConfig
 from specheads.heads.vocabulary import DraftVocabularyConfig
+from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import Format, Written, count, output_matrix
 from specheads.models.formats.serving import base_name
-from specheads.models.saved_head import CheckpointError
 
 
 def block_names(head: MedusaConfig, theirs: str) -> dict[str, str]:

@@ -14,8 +14,7 @@ from typing import Any
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from specheads.models.formats.files import read_table
-from specheads.models.saved_head import CONFIG, WEIGHTS
+from specheads.models.files import CONFIG, WEIGHTS, read_table
 
 FOLDER, INDEX = "base", "model.safetensors.index.json"
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"

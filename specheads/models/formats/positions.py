@@ -11,8 +11,8 @@ from typing import Any
 
 from specheads.heads.decoder import DecoderConfig
 from specheads.heads.rope import USUAL_THETA, completed
+from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files, real, shown, table, whole
-from specheads.models.saved_head import CheckpointError
 
 _YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from specheads.models.formats.files import read_table
+from specheads.heads import DraftHead
 from specheads.models.formats.format import Format
+from specheads.models.run_files import accepted_length, results
 from specheads.version import __version__
 
-if TYPE_CHECKING:
-    from specheads.models.spec_model import SpecModel
 
-RESULTS, STATE = "results.json", "trainer_state.json"
-
-
-def readme(form: Format, model: SpecModel, base: str, folder: str, served: str) -> str:
-    """Markdown for the directory of an export; served: the base as its commands name it."""
-    config: Any = model.head.config
+def readme(form: Format, head: DraftHead, checkpoint: Any, base: str, folder: str, served: str) -> str:
+    """Markdown for the directory of an export. checkpoint: the folder the head was loaded from, if any; base: its name;
+    served: the base as the commands of the other program name it."""
+    config: Any = head.config
     # a parallel head drafts its whole block there, and the first draft_depth of it here
     depth = next(getattr(config, n) for n in ("num_heads", "num_drafted", "draft_depth") if hasattr(config, n))
     lines = [
@@ -27,7 +24,7 @@ def readme(form: Format, model: SpecModel, base: str, folder: str, served: str) 
         f"Written for: {form.versions}. What was run and what was only read is in docs/compatibility.md of specheads.",
     ]  # fmt: skip
     lines += ["", "The paths above are those of the machine that wrote this.", "", "## What to expect", ""]
-    if rows := measured(model.config.name_or_path, model.head.scored_depths):
+    if rows := measured(checkpoint, head.scored_depths):
         lines += [
             "Tokens gained in one step of decoding (the accepted length, the bonus token included):", "",
             "| text | how it was measured | tokens a step |", "|---|---|---:|",
@@ -66,29 +63,3 @@ def measured(checkpoint: Any, depth: int) -> list[tuple[str, str, float]]:
         how = f"decoded by specheads, {run['prompts']} held-out prompts × {run['new_tokens']} tokens, {run['tree']}"
         known.append((text, how, run["accepted_length"]))
     return [(text, how, float(length)) for text, how, length in known if isinstance(length, int | float)]
-
-
-def accepted_length(checkpoint: Any) -> float | None:
-    """What its training measured on held-out rows, where the checkpoint's folder says so."""
-    folder = Path(str(checkpoint or ""))
-    if not checkpoint or not folder.is_dir():
-        return None
-    length = results(folder).get("eval_accepted_length")
-    if isinstance(length, int | float):
-        return float(length)
-    lengths = [log.get("eval_accepted_length") for log in reversed(history(folder))]
-    return next((float(length) for length in lengths if isinstance(length, int | float)), None)
-
-
-def results(run: Path) -> dict[str, Any]:
-    """The final metrics of a run; {} where its folder has none."""
-    return _table(run / RESULTS)
-
-
-def history(run: Path) -> list[dict[str, Any]]:
-    """The log of a run, every step of it: some megabytes; [] where its folder has none."""
-    return [log for log in _table(run / STATE).get("log_history") or () if isinstance(log, dict)]
-
-
-def _table(path: Path) -> dict[str, Any]:
-    return (read_table(path, most=None) or {}) if path.is_file() else {}

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from specheads.models.saved_head import WEIGHTS, CheckpointError
+from specheads.models.files import WEIGHTS, CheckpointError
 from specheads.options import shortened, shown
 
 INDEX = f"{WEIGHTS}.index.json"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specheads.heads.vocabulary import draft_offsets
+from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
-from specheads.models.saved_head import CheckpointError
 
 
 def from_offsets(files: Files, vocab: int, draft: int) -> tuple[dict[str, Tensor], set[str]]:

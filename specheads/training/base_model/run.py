@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specheads.data import corpus
-from specheads.models.checkpoint import replacing
+from specheads.models.files import replacing
 from specheads.training.base_model.options import Options
 from specheads.training.base_model.parts import build_model, build_optimizers, encode, load_teacher, train_tokenizer
 

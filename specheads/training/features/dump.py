@@ -23,6 +23,7 @@ from specheads.hub import commit_of
 from specheads.hub import options as hub_options
 from specheads.models.fingerprint import fingerprint
 from specheads.models.quantized import quantization_of
+from specheads.training.base import load_base, padding_id
 from specheads.training.distributed import launch
 from specheads.training.features import kept_base
 from specheads.training.features.index import INDEX, Index, read_index
@@ -39,7 +40,6 @@ from specheads.training.features.plan import (
 )
 from specheads.training.features.shards import FeatureError, Shard, facts, write
 from specheads.training.recipe import Recipe
-from specheads.training.run import load_base, padding_id
 
 
 @dataclass(frozen=True)

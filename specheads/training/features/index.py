@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from specheads.models.checkpoint import portable, replacing
+from specheads.models.files import portable, replacing
 from specheads.options import OptionError
 from specheads.training.features.shards import AGAIN, FeatureError, facts
 

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.causal import logits_of
 from specheads.heads import DraftHead
 from specheads.losses.teacher import LastHidden, Teacher, TopKTail
-from specheads.models.spec_model import SpecConfig, SpecModel
+from specheads.models.config import SpecConfig
+from specheads.models.spec_model import SpecModel
 from specheads.training.features.index import Index
 from specheads.training.features.kept_base import KeptBase
 

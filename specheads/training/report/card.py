@@ -18,7 +18,7 @@ FILE = "README.md"
 _MARK = "<!-- written by specheads, and again after each evaluation unless you change it: {} -->\n"
 
 
-def write(model: SpecModel, folder: Path, record: card.Record) -> None:
+def write(folder: Path, model: SpecModel, record: card.Record) -> None:
     """The card of the head in `folder`; a README.md that is there and not ours stays."""
     path, source = folder / FILE, folder.as_posix()
     if not is_ours(path):
@@ -28,7 +28,7 @@ def write(model: SpecModel, folder: Path, record: card.Record) -> None:
         f"## Served\n\n`specheads export {source} served --to vllm` writes it for another program (sglang, trtllm, "
         "llamacpp …), or says why that does not read such a head."
     )
-    text = card.text(model, record, f'"{source}"{given}', served)
+    text = card.text(model.config, model.head, record, f'"{source}"{given}', served)
     path.write_text(text + "\n" + _MARK.format(_digest(text + "\n")), "utf8")
 
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specheads.models.run_files import CURVES
 from specheads.training.report.line_labels import label_ends
 
-FILE = "curves.png"
 Points = list[tuple[int, float]]
 
 
@@ -58,6 +58,6 @@ def draw(folder: Path, history: Sequence[Mapping[str, Any]]) -> Path | None:
         panel.set_xlabel("step")
         panel.grid(alpha=0.3)
         label_ends(panel, panel.get_lines())
-    path = folder / FILE
+    path = folder / CURVES
     figure.savefig(path, dpi=110)
     return path

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from specheads.bench.decoders import batches, new_tokens
 from specheads.data.datasets import Row, truncate
+from specheads.decoding.prompt_batches import batches, new_tokens
 from specheads.hub import options as hub_options
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import Ask

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specheads.models.export_checks.held import compare, compare_rotary, compare_values
+from specheads.models.files import CheckpointError
 from specheads.models.formats import gguf_files
-from specheads.models.formats.checks.held import compare, compare_rotary, compare_values
 from specheads.models.formats.files import Files
-from specheads.models.saved_head import CheckpointError
 
 if TYPE_CHECKING:
     from specheads.models.spec_model import SpecModel
 
-_SCRIPT = "specheads.models.formats.checks.in_vllm"
+_SCRIPT = "specheads.models.export_checks.in_vllm"
 _UNREAD = ("t2d", "token_map")  # the latter where a Medusa head has a row for every token, as exports have
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 

@@ -6,8 +6,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specheads.models.formats.checks.by_transformers import llama
-from specheads.models.formats.checks.held import compare
+from specheads.models.export_checks.by_transformers import llama
+from specheads.models.export_checks.held import compare
 
 if TYPE_CHECKING:
     from specheads.models.spec_model import SpecModel

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specheads.models.formats.checks import by_gguf, by_modelopt, by_speculators, by_transformers, by_vllm
+from specheads.models.export_checks import by_gguf, by_modelopt, by_speculators, by_transformers, by_vllm
 
 if TYPE_CHECKING:
     from specheads.models.spec_model import SpecModel

@@ -1,8 +1,7 @@
-"""What a command decodes with: the target, and all that can draft for it, by name."""
+"""The target and all that can draft for it, by name: what a command decodes with."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from specheads.cli.commands import arguments
 from specheads.decoding.drafters import Cascade, Drafter, DraftModel, MaxGram, NGram, NGramStorage, PromptLookup
 from specheads.decoding.drafters.bigram import load_bigrams
 from specheads.decoding.drafters.model import refuse_other_kind
@@ -18,53 +16,16 @@ from specheads.decoding.drafters.named import OF_TEXT
 from specheads.decoding.target.causal import text_config
 from specheads.heads import DraftHead
 from specheads.hub import options as hub_options
+from specheads.models.config import SpecConfig
 from specheads.models.convert import load_head
 from specheads.models.formats.importing import detect
-from specheads.models.loading import load_language_model
+from specheads.models.loading import load_language_model, placement, refuse_unshipped
 from specheads.models.quantized import quantization
-from specheads.models.spec_model import SpecConfig
+from specheads.models.spec_model import SpecModel
 from specheads.options import nearest, shown
 
 ORDER = 3  # tokens of an n-gram
 QUANTIZE = {"4bit": 4, "8bit": 8}
-
-
-@dataclass(frozen=True)
-class DraftOptions:
-    """Which of a command's options say what drafts. draft=False: nothing does, and no other option is given.
-
-    ValueError, in one line, for options that contradict one another."""
-
-    assistant: str | None = None
-    name: str | None = None
-    k_matrix: str | None = None
-    leniency: float = 1.0
-    draft: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.draft and (self.assistant or self.name):
-            option = "--assistant" if self.assistant else "--drafter"
-            raise ValueError(f"{option} says what drafts and --no-draft that nothing does; give one of them")
-        if self.assistant and self.name not in (None, "model"):
-            raise ValueError(f"--assistant and --drafter {self.name} both say what drafts; give one of them")
-        cascade = (self.name or "").startswith("cascade:")
-        if cascade and self.k_matrix is None:
-            raise ValueError(f"--drafter {self.name} takes --k-matrix, [[5,8],[0,8]] say: a row for each reviewer")
-        if not cascade and (self.k_matrix is not None or self.leniency != 1):
-            raise ValueError("--k-matrix and --leniency are of a cascade; give --drafter cascade:DRAFTER+DRAFTER…")
-
-    def drafter(self, models: Models) -> tuple[str | None, Drafter | None]:
-        """What drafts, and how it is called in a table; None for both where nothing does."""
-        if not self.draft:
-            return None, None
-        name = self.name or models.best
-        if not name.startswith("cascade:"):
-            return described(name, models.drafter(name)), models.drafter(name)
-        try:
-            rows = json.loads(self.k_matrix or "")
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--k-matrix {self.k_matrix!r} is no JSON such as [[5,8],[0,8]]: {error}") from error
-        return name, models.cascade(name, rows, self.leniency)
 
 
 @dataclass
@@ -84,11 +45,11 @@ class Models:
     ) -> Models:  # fmt: skip
         """source: a head checkpoint, or a plain Hugging Face model. quantize: the target and draft models in 4bit or
         8bit, one of QUANTIZE; heads stay as they are. ValueError, OSError or ImportError with the reason."""
-        wanted, place = arguments.placement(dtype, device)
+        wanted, place = placement(dtype, device)
         options = quantized_options(quantize, wanted, place)
-        arguments.refuse_unshipped(source)
+        refuse_unshipped(source)
         if holds_head(source):
-            model, tokenizer = arguments.load(source, base, dtype, device, **options)
+            model, tokenizer = load_with_tokenizer(source, base, dtype, device, **options)
             models = cls(model.base, tokenizer, {"head": model.head}, quantize)
         elif base is not None:
             raise ValueError(f"--base: {source} is a whole model, and no head that would stand on another base")
@@ -204,3 +165,16 @@ def described(name: str, drafter: Drafter) -> str:
     if isinstance(drafter, DraftModel):
         return f"draft model {drafter.small.name_or_path}"
     return name
+
+
+def load_with_tokenizer(
+    source: str, base: str | None, dtype: str, device: str, **options: Any
+) -> tuple[SpecModel, Any]:
+    """Base + head on the device asked for, and the base's tokenizer. options: of the loading of the base, which a
+    device_map has put where it belongs. ValueError or OSError with the reason."""
+    refuse_unshipped(source)
+    wanted, place = placement(dtype, device)
+    model: Any = SpecModel.from_pretrained(source, base=base, dtype=wanted, **options)
+    (model.head if "device_map" in options else model).to(place)
+    name = base or model.base.name_or_path
+    return model, AutoTokenizer.from_pretrained(name, **hub_options(name))

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from specheads.models.formats.checks.by_transformers import llama
-from specheads.models.formats.checks.held import compare, compare_values
+from specheads.models.export_checks.by_transformers import llama
+from specheads.models.export_checks.held import compare, compare_values
+from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
 from specheads.models.formats.layer_ids import KEY
-from specheads.models.saved_head import CheckpointError
 
 if TYPE_CHECKING:
     from specheads.models.spec_model import SpecModel

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specheads.heads.rope import frequencies
+from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
-from specheads.models.saved_head import CheckpointError
 
 
 def compare(program: str, folder: Path, held: Mapping[str, Tensor], unread: tuple[str, ...] = ()) -> int:

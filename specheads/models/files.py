@@ -1,9 +1,14 @@
-"""The safetensors file of a checkpoint, which may be a stranger's: names, shapes and dtypes first, then the values."""
+"""The files of a head checkpoint: their names, how they are written, and how a stranger's are read: names, shapes and
+dtypes first, then the values."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable
+import json
+import os
+import secrets
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ from torch import Tensor
 
 from specheads.options import OptionError, listing, reason, shortened
 
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
 MOST_JSON = 4 << 20  # bytes of a config; those of heads are of a few thousand
 _MOST_HEADER = 16 << 20  # bytes of names and shapes; a head of 64 layers has some 100,000
 DTYPES = {
@@ -82,3 +88,39 @@ def refuse_nonfinite(source: Any, tensors: dict[str, Tensor], allowable: bool = 
         raise CheckpointError(
             f"{source}: NaN or Inf in {listing(found)}; copy or train it again{hint}", allow_nonfinite=True
         )
+
+
+def read_table(path: Path, most: int | None = MOST_JSON) -> dict[str, Any] | None:
+    """A JSON object; None where the file holds none. CheckpointError where it has more bytes than `most`, as no config
+    has; None for a file of our own."""
+    if most is not None and (size := path.stat().st_size) > most:
+        raise CheckpointError(f"{path} has {size:,} bytes; a config has at most {most:,}")
+    try:
+        table = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):  # no JSON, or nested deeper than any config
+        return None
+    return table if isinstance(table, dict) else None
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place when the block ends well, and is gone when it does not."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary.touch(exist_ok=False)
+    mode = temporary.stat().st_mode  # what the umask allows; safetensors would leave the file to its owner alone
+    try:
+        yield temporary
+        temporary.chmod(mode)
+        with open(temporary, "rb+") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def portable(name: str | None, folder: Path) -> str | None:
+    """A local base is named relative to the checkpoint, so that both can move together; a hub id stays."""
+    if name is None or not Path(name).is_dir():
+        return name
+    relative = os.path.relpath(Path(name).resolve(), folder.resolve())
+    return relative if relative.startswith(".") else f"./{relative}"

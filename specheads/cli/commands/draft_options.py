@@ -1,0 +1,47 @@
+"""Which options of a command say what drafts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from specheads.decoding.drafters import Drafter
+from specheads.models.named import Models, described
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Which of a command's options say what drafts. draft=False: nothing does, and no other option is given.
+
+    ValueError, in one line, for options that contradict one another."""
+
+    assistant: str | None = None
+    name: str | None = None
+    k_matrix: str | None = None
+    leniency: float = 1.0
+    draft: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.draft and (self.assistant or self.name):
+            option = "--assistant" if self.assistant else "--drafter"
+            raise ValueError(f"{option} says what drafts and --no-draft that nothing does; give one of them")
+        if self.assistant and self.name not in (None, "model"):
+            raise ValueError(f"--assistant and --drafter {self.name} both say what drafts; give one of them")
+        cascade = (self.name or "").startswith("cascade:")
+        if cascade and self.k_matrix is None:
+            raise ValueError(f"--drafter {self.name} takes --k-matrix, [[5,8],[0,8]] say: a row for each reviewer")
+        if not cascade and (self.k_matrix is not None or self.leniency != 1):
+            raise ValueError("--k-matrix and --leniency are of a cascade; give --drafter cascade:DRAFTER+DRAFTER…")
+
+    def drafter(self, models: Models) -> tuple[str | None, Drafter | None]:
+        """What drafts, and how it is called in a table; None for both where nothing does."""
+        if not self.draft:
+            return None, None
+        name = self.name or models.best
+        if not name.startswith("cascade:"):
+            return described(name, models.drafter(name)), models.drafter(name)
+        try:
+            rows = json.loads(self.k_matrix or "")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--k-matrix {self.k_matrix!r} is no JSON such as [[5,8],[0,8]]: {error}") from error
+        return name, models.cascade(name, rows, self.leniency)

@@ -1,0 +1,56 @@
+"""SpecConfig: what config.json of a head checkpoint holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from specheads.heads import HEADS, HeadConfig
+from specheads.heads.naming import head_kind
+
+
+class SpecConfig(PreTrainedConfig):
+    """The head's options, which base it was trained for and how that was
+    quantised, where adapters were trained with it (joint), their options, and trained_length, the tokens of the longest
+    text it was trained on (None: not recorded)."""
+
+    model_type = "specheads"
+
+    def __init__(
+        self,
+        head: dict[str, Any] | None = None,
+        base_model_name_or_path: str | None = None,
+        base_revision: str | None = None,
+        base_fingerprint: dict[str, Any] | None = None,
+        joint: dict[str, Any] | None = None,
+        base_quantization: dict[str, Any] | None = None,
+        trained_length: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.head = head or {}
+        self.base_model_name_or_path = base_model_name_or_path
+        self.base_revision = base_revision
+        self.base_fingerprint = base_fingerprint or {}
+        self.joint = joint
+        self.base_quantization = base_quantization
+        self.trained_length = trained_length
+
+    @classmethod
+    def of(
+        cls, head: HeadConfig, name: str | None, revision: str | None, fingerprint: dict[str, Any],
+        quantization: dict[str, Any] | None = None,
+    ) -> SpecConfig:  # fmt: skip
+        """The record of a head of these (filled) options beside the base of that name, revision and fingerprint."""
+        return cls(
+            head=head.to_dict(), base_model_name_or_path=name, base_revision=revision, base_fingerprint=fingerprint,
+            base_quantization=quantization, architectures=["SpecModel"],
+        )  # fmt: skip
+
+    def head_config(self) -> HeadConfig:
+        options = dict(self.head)
+        return HEADS[head_kind(options.pop("kind", None))].Config.from_options(options)
+
+
+AutoConfig.register(SpecConfig.model_type, SpecConfig)

@@ -1,0 +1,36 @@
+"""What a training run leaves in its folder: the names of its files, its final metrics and its log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from specheads.models.files import read_table
+
+RESULTS, STATE, RECIPE, CURVES = "results.json", "trainer_state.json", "recipe.yaml", "curves.png"
+
+
+def accepted_length(checkpoint: Any) -> float | None:
+    """What its training measured on held-out rows, where the checkpoint's folder says so."""
+    folder = Path(str(checkpoint or ""))
+    if not checkpoint or not folder.is_dir():
+        return None
+    length = results(folder).get("eval_accepted_length")
+    if isinstance(length, int | float):
+        return float(length)
+    lengths = [log.get("eval_accepted_length") for log in reversed(history(folder))]
+    return next((float(length) for length in lengths if isinstance(length, int | float)), None)
+
+
+def results(run: Path) -> dict[str, Any]:
+    """The final metrics of a run; {} where its folder has none."""
+    return _table(run / RESULTS)
+
+
+def history(run: Path) -> list[dict[str, Any]]:
+    """The log of a run, every step of it: some megabytes; [] where its folder has none."""
+    return [log for log in _table(run / STATE).get("log_history") or () if isinstance(log, dict)]
+
+
+def _table(path: Path) -> dict[str, Any]:
+    return (read_table(path, most=None) or {}) if path.is_file() else {}

@@ -1,0 +1,46 @@
+"""Claims about the layout of the package: imports point one way, and every module is found under its own name."""
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+import pytest
+from importlinter.cli import lint_imports
+
+import specheads
+
+
+def test_imports_point_down_and_in_no_circle(capsys, monkeypatch, pytestconfig):
+    """Those inside functions and under TYPE_CHECKING count too."""
+    monkeypatch.chdir(pytestconfig.rootpath)
+    assert lint_imports(no_cache=True) == 0, capsys.readouterr().out
+
+
+def packages():
+    found = pkgutil.walk_packages(specheads.__path__, "specheads.")
+    return ["specheads", *sorted(module.name for module in found if module.ispkg)]
+
+
+@pytest.mark.parametrize("name", packages())
+def test_no_module_is_hidden_behind_another_name_of_its_package(name):
+    """`import specheads.a.b` and `from specheads.a import b` give the same module."""
+    package = importlib.import_module(name)
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name in ("__main__", "gguf_converter"):  # programs
+            continue
+        found = importlib.import_module(f"{name}.{module.name}")
+        assert isinstance(getattr(package, module.name), ModuleType) and getattr(package, module.name) is found
+
+
+@pytest.mark.parametrize("name", specheads.__all__)
+def test_every_public_name_is_there(name):
+    assert getattr(specheads, name) is not None and name in dir(specheads)
+
+
+def test_what_tools_of_other_toolkits_and_papers_are_called_by_stays_where_it_was():
+    from specheads import compat
+    from specheads.bench import cost
+    from specheads.heads import HEADS
+
+    assert all(getattr(compat, name) is not None for name in compat.__all__)
+    assert cost.measured and cost.published and "eagle3" in HEADS

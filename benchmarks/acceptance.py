@@ -38,7 +38,7 @@ RULES: dict[str, specheads.Acceptance] = {
     "TopN": specheads.TopN(),
     "Margin": specheads.Margin(0.9),
     "CSLeniency": specheads.CSLeniency(3),
-    "Unadjusted": specheads.Unadjusted(),
+    "NoResidual": specheads.NoResidual(),
     "Ensemble": specheads.Ensemble(0.7),
     **{
         f"Fuzzy {name}": specheads.Fuzzy(0.3, name)

@@ -23,7 +23,7 @@ from torch import Tensor
 from specheads.bench import environment, report
 from specheads.bench.memory import LiveMemory
 from specheads.losses.chunked import Steps, chunked_sum
-from specheads.losses.functions import LAW_LOSSES
+from specheads.losses.functions import DISTRIBUTION_LOSSES
 from specheads.losses.objective import rows_of_chunk
 
 ROWS, VOCAB, HIDDEN = 8192, 131_072, 256
@@ -34,7 +34,7 @@ def loss_of(name: str, given: list[Tensor], chunk: int | None) -> Tensor:
 
     def compute(here: slice, part: Tensor) -> Steps:
         log_p = (target_hidden[here] @ target_weight.T).log_softmax(-1)
-        yield LAW_LOSSES[name]((part @ weight.T).log_softmax(-1), log_p).sum()
+        yield DISTRIBUTION_LOSSES[name]((part @ weight.T).log_softmax(-1), log_p).sum()
         return ()
 
     if chunk is None:
@@ -63,7 +63,7 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     given = tensors(1024, 32_768, device)
     rows: dict[str, dict[str, Any]] = {}
-    for name in LAW_LOSSES:
+    for name in DISTRIBUTION_LOSSES:
         times: dict[str, list[float]] = {"whole": [], "chunked": []}
         for _ in range(options.repeats):
             for form, chunk in (("whole", None), ("chunked", rows_of_chunk(2 * 32_768, torch.device(device)))):

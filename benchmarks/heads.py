@@ -37,7 +37,7 @@ from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets, token_counts
 from specheads.decoding import prompt_batches
 from specheads.heads.vocabulary import DraftVocabulary
-from specheads.losses.functions import LAW_LOSSES
+from specheads.losses.functions import DISTRIBUTION_LOSSES
 from specheads.models.files import replacing
 
 DEPTH, NODES, VOCAB = 5, 16, 2048
@@ -55,7 +55,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "parallel, every anchor": ("parallel", {"block_size": DEPTH, "draft_vocab_size": VOCAB}),
     **{
         f"eagle3, {name}": ("eagle3", {**NORMED, "loss": name})
-        for name in LAW_LOSSES if name not in ("ce", "kl")  # whose gradients are the same
+        for name in DISTRIBUTION_LOSSES if name not in ("ce", "kl")  # whose gradients are the same
     },
     "eagle3, D-PACE": ("eagle3", {**NORMED, "dpace": 0.5}),
 }  # fmt: skip

@@ -10,7 +10,7 @@ from specheads_cli.shipped import Kind, recipe_names, summary
 
 # As decoding/acceptance/named.py, decoding/planner/named.py and models/formats name them, which import torch.
 RULES = (
-    "exact", "block", "traversal", "unadjusted", "fuzzy", "typical", "lenient", "cs_leniency", "topn", "margin",
+    "exact", "block", "traversal", "no_residual", "fuzzy", "typical", "lenient", "cs_leniency", "topn", "margin",
     "ensemble",
 )  # fmt: skip
 TREES = ("chain", "comb", "dynamic", "best", "static", "sampled")

@@ -62,12 +62,12 @@ class Enumerating(Sampler):
                 node = next((i for i, x in enumerate(tokens) if x == token and parents[i] == node), None)
         return drawn
 
-    def coins(self, chance):
+    def bernoulli(self, chance):
         chance = chance.nan_to_num(0).clamp(max=1)
         return self.draw(torch.stack([1 - chance, chance], dim=-1)).bool()
 
     def coin(self, chance):
-        return bool(self.coins(torch.tensor(chance, dtype=torch.float64)))
+        return bool(self.bernoulli(torch.tensor(chance, dtype=torch.float64)))
 
     def advance(self):
         while self.script and self.script[-1][0] + 1 == self.script[-1][1]:
@@ -77,7 +77,7 @@ class Enumerating(Sampler):
         return bool(self.script)
 
 
-def law_of(run, processors=None):
+def probs_of(run, processors=None):
     """{outcome: probability} of run(sampler)."""
     sampler, law = Enumerating(processors), {}
     while True:
@@ -223,7 +223,7 @@ def output_law(target, draft, plan, prompts, length, *, accept=None, eos=None, s
             rows = [(*row, *gained) for row, gained in zip(rows, step.tokens, strict=True)]
         return tuple(rows)
 
-    law = law_of(run)
+    law = probs_of(run)
     if steps is None:
         return law
     assert eos is None
@@ -249,13 +249,13 @@ def step_law(target, draft, plan, rule, prompt, *, processors=None, change=lambd
         verifier.rows = [list(prompt[:-1])]
         context = SimpleNamespace(history=[list(prompt)], root=torch.tensor([prompt[-1]]))
         tree = TableDrafter(draft, change).propose(
-            context, sampler, RecordDraftLogits(plan) if rule.wants_draft_law else plan
+            context, sampler, RecordDraftLogits(plan) if rule.uses_draft_probs else plan
         )
         verdict = walk(tree, verifier.verify(tree).logits, rule, sampler, [list(prompt)])
         path = verdict.path[0, 1 : verdict.length[0]]
         return (*tree.tokens[0, path].tolist(), int(verdict.bonus))
 
-    return law_of(run, processors)
+    return probs_of(run, processors)
 
 
 def completed(law, target, prompt, length, row=None):

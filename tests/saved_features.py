@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from specheads.training.features.dump import save_features
+from specheads.training.features.extract import save_features
 from specheads.training.features.plan import SaveOptions
 from specheads.training.recipe import Recipe
 from tests.program import ship

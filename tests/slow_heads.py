@@ -100,11 +100,11 @@ def stack_output(head, inputs, residuals, positions):
     return outputs[-1]
 
 
-def slow_drafts(model, ids, features, steps, first, following, handed_on=lambda output: output):
+def slow_drafts(model, ids, features, steps, first, following, next_hidden=lambda output: output):
     """{(i, s): (hidden, …)}: at each position i the blocks run on the true prefix, then on their own outputs.
 
     first(i): the hidden a true position enters with; following(token, hidden): the first block's input and residual;
-    handed_on(output): the hidden that the next step enters with.
+    next_hidden(output): the hidden that the next step enters with.
     """
     embedded = model.base.get_input_embeddings().weight
     outputs = {}
@@ -115,7 +115,7 @@ def slow_drafts(model, ids, features, steps, first, following, handed_on=lambda 
             if i + 1 + s >= len(ids):
                 break
             if s:
-                entered.append(following(embedded[ids[i + 1 + s]], handed_on(outputs[i, s - 1])))
+                entered.append(following(embedded[ids[i + 1 + s]], next_hidden(outputs[i, s - 1])))
                 positions.append(i + s)
             outputs[i, s] = stack_output(model.head, [x for x, _ in entered], [r for _, r in entered], positions)
     return outputs
@@ -222,10 +222,10 @@ def slow_eagle3(model, row):
         x = torch.cat([rms_norm(embedded, w["input_layernorm.weight"]), normed])
         return x, normed if config.norm_before_residual else hidden
 
-    def handed_on(output):
+    def next_hidden(output):
         return rms_norm(output, w["norm.weight"]) if config.norm_output else output
 
-    drafts = slow_drafts(model, ids, features, 3, fused, following, handed_on)
+    drafts = slow_drafts(model, ids, features, 3, fused, following, next_hidden)
     total, ranks = 0.0, {}
     for (i, s), hidden in drafts.items():
         if i + 2 + s < len(ids) and labels[i + 2 + s] != -100:

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from enumeration import Table, TableDrafter, TableTarget, distance, law_of, output_law, true_law
+from enumeration import Table, TableDrafter, TableTarget, distance, output_law, probs_of, true_law
 
 from specheads.decoding.acceptance import Exact, Lenient, LevelRule, residual, walk
 from specheads.decoding.acceptance.exact import chances_in_order
-from specheads.decoding.acceptance.rule import Laws
+from specheads.decoding.acceptance.rule import TargetProbs
 from specheads.decoding.loop import decode
 from specheads.decoding.planner import DynamicTree, SampledTree, StaticTree, chain
 from specheads.decoding.sampler import Sampler
@@ -140,7 +140,7 @@ class Scalar(LevelRule):
             for above in range(laws.tree.num_nodes):
                 for node, chance in self._judged(laws, row, above)[0].items():
                     made[row, node] = chance
-        return laws.sampler.coins(made)
+        return laws.sampler.bernoulli(made)
 
     def rest(self, laws, node):
         rows = [self._judged(laws, row, place)[1] for row, place in enumerate(node.tolist())]
@@ -192,7 +192,7 @@ def test_enumeration_notices_a_draft_in_place_of_the_target():
         lossless = True
 
         def kept(self, laws):
-            return laws.tree.shape.drafted
+            return laws.tree.topology.drafted
 
         def rest(self, laws, node):
             return Exact().rest(laws, node)
@@ -216,7 +216,7 @@ def level(num_children, q=None):
 def test_point_mass_children_are_kept_with_their_share_of_p():
     p = torch.tensor([0.5, 0.2, 0.25, 0.05], dtype=torch.float64)
     logits = p.log().expand(1, 4, -1)
-    law = law_of(lambda sampler: int(walk(level(3), logits, Exact(), sampler).length))
+    law = probs_of(lambda sampler: int(walk(level(3), logits, Exact(), sampler).length))
     assert law[2] == pytest.approx(0.95, abs=1e-12)
 
 
@@ -229,7 +229,7 @@ def test_a_sampled_child_is_kept_with_chance_sum_of_min():
         tree = DraftTree(torch.stack([torch.tensor([0]), drawn], 1), torch.tensor([[-1, 0]]), 1, q.expand(1, 2, -1))
         return int(walk(tree, p.log().expand(1, 2, -1), Exact(), sampler).length)
 
-    assert law_of(run)[2] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-12)
+    assert probs_of(run)[2] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-12)
 
 
 def test_residual_is_what_p_has_beyond_q():
@@ -248,7 +248,7 @@ def test_what_three_refused_siblings_leave_completes_the_law(accept):
         for token in drawn:
             chance, left = chance * float(q[token]) / left, left - float(q[token])
         tree = DraftTree(torch.tensor([[0, *drawn]]), torch.tensor([[-1, 0, 0, 0]]), 1, q.expand(1, 4, -1))
-        laws = Laws(tree, p.log().expand(1, 4, -1), sampler)
+        laws = TargetProbs(tree, p.log().expand(1, 4, -1), sampler)
         kept_chances = chances_in_order(laws, laws.p)
         for token, kept in zip(drawn, kept_chances[0, 1:].clamp(max=1).tolist(), strict=True):
             emitted[token] += chance * kept

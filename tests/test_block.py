@@ -12,9 +12,9 @@ from enumeration import (
     TableTarget,
     completed,
     distance,
-    law_of,
     mean_accepted,
     output_law,
+    probs_of,
     step_law,
     true_law,
 )
@@ -110,7 +110,7 @@ def test_rows_that_go_separate_ways_through_unlike_trees_keep_their_laws():
             for i in range(len(rows))
         )
 
-    both, alone = law_of(run), [law_of(lambda sampler, row=row: run(sampler, (row,))) for row in (0, 1)]
+    both, alone = probs_of(run), [probs_of(lambda sampler, row=row: run(sampler, (row,))) for row in (0, 1)]
     product = {(*a, *b): x * y for a, x in alone[0].items() for b, y in alone[1].items()}
     assert distance(both, product) < 1e-12
     for row in (0, 1):

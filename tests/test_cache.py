@@ -196,5 +196,5 @@ def test_capacity_errors_say_what_does_not_fit():
 def test_reach_is_measured_by_position_not_by_slot(reach, slots):
     """Five committed tokens behind six scratch slots; the root at position 5, children at 6, a grandchild at 7."""
     tree = DraftTree(torch.zeros(1, 4, dtype=torch.long), torch.tensor([[-1, 0, 0, 2]]), 2)
-    mask = visible(tree.shape.ancestors, tree.shape.depth, torch.tensor([5]), 6, 6 + 8, reach)
+    mask = visible(tree.topology.ancestors, tree.topology.depth, torch.tensor([5]), 6, 6 + 8, reach)
     assert mask[0, 3].nonzero().flatten().tolist() == slots

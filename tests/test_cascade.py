@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from conftest import tiny_llama
-from enumeration import distance, law_of
+from enumeration import distance, probs_of
 from published_cascade import Published
 from test_draft_model import gpt2, llama, near, qwen3
 from test_exactness import BaseLaw, padded_left, small_base
@@ -29,7 +29,7 @@ from specheads import (
     decode,
 )
 from specheads.bench.cost import published, walltime_improvement
-from specheads.decoding.drafters.quotas import k_matrix_of, most_written
+from specheads.decoding.drafters.k_matrix import k_matrix_of, most_written
 
 T5_BY_SIZE, T5_BY_WORK = [[5, 14, 10], [0, 1, 10], [0, 0, 10]], [[5, 8, 10], [0, 1, 10], [0, 0, 10]]
 LLAMA = [[13, 10], [0, 10]]
@@ -242,7 +242,7 @@ def test_sampled_text_has_the_targets_own_law(prompts, length):
     expected = {(): 1.0}
     for prompt in prompts:
         expected = {(*a, b): p * q for a, p in expected.items() for b, q in law.joint(prompt, length).items()}
-    assert distance(law_of(run), expected) < 1e-12
+    assert distance(probs_of(run), expected) < 1e-12
 
 
 def test_other_rules_judge_a_cascade_and_one_that_needs_its_law_refuses_it_by_name():

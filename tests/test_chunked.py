@@ -9,7 +9,7 @@ from specheads.heads import draws
 from specheads.heads.anchored_starts import AnchoredStarts
 from specheads.losses import chunked
 from specheads.losses.chunked import chunked_sum
-from specheads.losses.objective import Asked
+from specheads.losses.objective import DraftTargets
 from specheads.losses.teacher import LastHidden
 
 ROWS, HIDDEN, VOCAB = 11, 5, 7
@@ -96,7 +96,7 @@ def test_the_bases_law_is_made_once_a_position_and_only_where_losses_or_ranks_ne
     seen, logits_at = [], LastHidden.logits_at
     monkeypatch.setattr(LastHidden, "logits_at", lambda self, at: seen.extend(at.tolist()) or logits_at(self, at))
     model, batch = spec_model(kind, anchors=2, **options).train(), Collator(0)(rows(20, 9))
-    asked = Asked.of(batch["input_ids"], batch["labels"] != -100, torch.ones_like(batch["input_ids"]), 3)
+    asked = DraftTargets.of(batch["input_ids"], batch["labels"] != -100, torch.ones_like(batch["input_ids"]), 3)
     model.draw_seed = 1
     keys = draws.keys(batch["input_ids"], batch["attention_mask"], 1)
     anchored = AnchoredStarts.drawn(asked, keys, 2).drafts(asked)

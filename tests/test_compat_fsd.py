@@ -27,7 +27,7 @@ from specheads import DraftTree, Exact, Fuzzy, Sampler, chain, compat, fuzzy_fro
 from specheads.compat import fsd
 from specheads.compat.fsd import FSDAutoModelForCausalLM
 from specheads.compat.patch import draft_arguments
-from specheads.decoding.acceptance import Laws
+from specheads.decoding.acceptance import TargetProbs
 from specheads.decoding.acceptance.divergences import divergence
 from specheads.decoding.draft_logits import DraftLogits
 
@@ -90,7 +90,7 @@ def judged(rule, p_logits, q_logits, dtype=torch.float64):
     warpers = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), TopKLogitsWarper(TOP_K)])
     sampler = Sampler(warpers, do_sample=True, generator=torch.Generator())
     target = torch.cat([target, target[:, :1]], 1)  # of the last drafted token, which nothing is compared behind
-    return rule.distance(Laws(tree, target, sampler))[0, :GAMMA]
+    return rule.distance(TargetProbs(tree, target, sampler))[0, :GAMMA]
 
 
 def logits_of_a_pair(scale, seed=0):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
 from conftest import tiny_llama
-from enumeration import distance, law_of
+from enumeration import distance, probs_of
 from greedy_replay import NEW, PROMPT, greedy_draft, make_small, make_target, replayed
 from test_draft_model import near
 from test_exactness import BaseLaw, small_base
@@ -72,7 +72,7 @@ def test_speculative_decode_has_the_law_of_the_targets_k_likeliest(monkeypatch, 
     def topk(logits):
         return logits.masked_fill(logits < logits.sort().values[..., -k], -torch.inf)
 
-    assert distance(law_of(run), BaseLaw(base, topk).joint(prompt, length)) < 1e-12
+    assert distance(probs_of(run), BaseLaw(base, topk).joint(prompt, length)) < 1e-12
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ import re
 import pytest
 import torch
 from conftest import tiny_llama
-from enumeration import Table, distance, law_of, step_law
+from enumeration import Table, distance, probs_of, step_law
 from greedy_replay import NEW, PROMPT, greedy_draft, make_small, make_target, replayed
 from test_draft_model import near
 from test_exactness import BaseLaw, small_base
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
 import specheads
-from specheads import SampledTree, Unadjusted, compat
+from specheads import NoResidual, SampledTree, compat
 
 PROCESSORS = {
     "greedy": compat.GreedyProcessor(), "warm": compat.MultinomialProcessor(0.8), "top k": compat.TopKProcessor(0.7, 5),
@@ -193,7 +193,7 @@ def output_law_under(monkeypatch, make, target, small, gamma, length):
         options = {"gamma": gamma, "max_gen_len": length, "eos_tokens_id": [], "logits_processor": make(sampler)}
         return tuple(compat.speculative_generate([1, 0, 1], small, target, **options)[0])
 
-    return law_of(run)
+    return probs_of(run)
 
 
 @pytest.mark.parametrize(("gamma", "length"), [(1, 4), (2, 4)])
@@ -339,7 +339,7 @@ def test_debug_shows_the_candidates_of_each_step_of_a_beam_search(target, capsys
 def test_skipping_the_adjustment_emits_what_its_docstring_says():
     """A refusal followed by a draw from p: min(p, q) + (1 − Σ min(p, q)) p, whatever the draft."""
     target, draft, prompt = Table(3, 1), Table(3, 2), (1, 0)
-    law = step_law(target, draft, SampledTree((1,)), Unadjusted(), prompt)
+    law = step_law(target, draft, SampledTree((1,)), NoResidual(), prompt)
     first = {}
     for tokens, chance in law.items():
         first[tokens[0]] = first.get(tokens[0], 0.0) + chance
@@ -347,7 +347,7 @@ def test_skipping_the_adjustment_emits_what_its_docstring_says():
     both = torch.minimum(p, q)
     expected = dict(enumerate((both + (1 - both.sum()) * p).tolist()))
     assert distance(first, expected) < 1e-12
-    assert distance(first, dict(enumerate(p.tolist()))) > 0.01 and not Unadjusted().lossless
+    assert distance(first, dict(enumerate(p.tolist()))) > 0.01 and not NoResidual().lossless
 
 
 def test_skipping_the_adjustment_is_asked_for_by_its_name(target, small):
@@ -358,7 +358,7 @@ def test_skipping_the_adjustment_is_asked_for_by_its_name(target, small):
         patch.setattr("specheads.decoding.generate._run", lambda *args, **kwargs: asked.update(kwargs) or 1 / 0)
         with pytest.raises(ZeroDivisionError):
             compat.speculative_generate(PROMPT, small, target, logits_processor=PROCESSORS["warm"], **options)
-    assert asked["accept"].rule == Unadjusted() and asked["plan"] == SampledTree((1, 1))
+    assert asked["accept"].rule == NoResidual() and asked["plan"] == SampledTree((1, 1))
 
 
 # --- Signatures and bad input ---

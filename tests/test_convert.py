@@ -35,7 +35,7 @@ IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))
 )
 def test_every_way_of_naming_a_head_gives_that_head(base, head, config):
     model = convert(base, head)
-    assert model.head.config == config.filled(base.config)
+    assert model.head.config == config.with_base_defaults(base.config)
     assert model.config.head_config() == model.head.config
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specheads import DraftTree, Fuzzy, Sampler
-from specheads.decoding.acceptance import Laws
+from specheads.decoding.acceptance import TargetProbs
 from specheads.decoding.acceptance.divergences import FORMS, NAMES, divergence
 from specheads.decoding.draft_logits import DraftLogits
 
@@ -86,7 +86,7 @@ def test_the_tail_of_float32_makes_no_finite_divergence_infinite():
     tree = DraftTree(torch.tensor([[5, 2]]), torch.tensor([[-1, 0]]), 1, q[:1].softmax(-1).expand(1, 2, 4).contiguous())
     kept = DraftLogits(q[:1].unsqueeze(0), torch.zeros(1, 2, dtype=torch.long), None, 4)
     sampler = Sampler(do_sample=True)
-    probs = Laws(replace(tree, logits=kept), p[:1].expand(1, 2, 4).contiguous(), sampler)
+    probs = TargetProbs(replace(tree, logits=kept), p[:1].expand(1, 2, 4).contiguous(), sampler)
     assert probs.p.shape == (1, 2, 4)  # made, as where a token is drawn
     assert rule.distance(probs)[:, 0].tolist() == pytest.approx(wanted[:1].tolist(), rel=1e-5)
 

@@ -54,7 +54,7 @@ def test_a_law_that_a_level_shares_is_kept_for_all_its_nodes(name):
     tree = grown(RecordDraftLogits(PLANS[name]), expand, 2, 11)
     for row in range(2):
         for node in inner_nodes(tree, row):
-            at = int(tree.shape.depth[row, node])
+            at = int(tree.topology.depth[row, node])
             assert torch.equal(
                 tree.logits.over_target(tree.logits.at(torch.arange(2) * tree.num_nodes + node))[row], laws[row, at]
             )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from conftest import tiny_llama
-from test_accept import distance, law_of
+from test_accept import distance, probs_of
 from test_exactness import BaseLaw, padded_left, small_base
 from transformers import (
     BloomConfig,
@@ -197,7 +197,7 @@ def sampled_law(vocab_size, plan, length, steps):
         return sum((tuple(step.tokens[0]) for step in itertools.islice(made, None if steps is None else steps + 1)), ())
 
     law = BaseLaw(base)
-    return distance(law.completed(law_of(run), prompt, length), law.joint(prompt, length))
+    return distance(law.completed(probs_of(run), prompt, length), law.joint(prompt, length))
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_what_a_processor_rules_out_for_the_target_is_not_emitted_whatever_the_d
 
 
 def test_weight_1_is_lossless_and_weights_outside_are_refused():
-    assert Ensemble(1.0).lossless and not Ensemble(1.0).needs_draft_law and not Ensemble(0.9).lossless
+    assert Ensemble(1.0).lossless and not Ensemble(1.0).requires_draft_probs and not Ensemble(0.9).lossless
     for weight in (0, 1.1, float("nan")):
         with pytest.raises(ValueError, match="weight="):
             Ensemble(weight)

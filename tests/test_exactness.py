@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import tiny_llama
-from enumeration import distance, law_of
+from enumeration import distance, probs_of
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from specheads import BestFirstTree, DynamicTree, Exact, SampledTree, StaticTree, Target, chain, convert, decode
@@ -102,7 +102,7 @@ def test_sampled_text_has_the_bases_own_law(head, vocab_size, plan, length, step
         return tokens
 
     base_law = BaseLaw(base)
-    law = base_law.completed(law_of(run), prompt, length)
+    law = base_law.completed(probs_of(run), prompt, length)
     assert distance(law, base_law.joint(prompt, length)) < 1e-12
 
 
@@ -126,7 +126,7 @@ def test_generate_has_the_bases_processed_law(monkeypatch):
         return tuple(out[0, 3:].tolist())
 
     base_law = BaseLaw(base, processed)
-    assert distance(law_of(run), base_law.joint((1, 0, 3), 3)) < 1e-12
+    assert distance(probs_of(run), base_law.joint((1, 0, 3), 3)) < 1e-12
 
 
 # --- Greedy, token for token ---
@@ -145,7 +145,7 @@ def models(base, text):
     options = {
         "medusa": {"num_heads": 4},
         "hydra": {"prefix_layer": True},
-        "eagle": {"law_weight": 1.0, "noise": 0.0},
+        "eagle": {"token_loss_weight": 1.0, "noise": 0.0},
         "eagle3": {"steps": 3, "draft_vocab_size": 90},
         "parallel": {"draft_vocab_size": 90, "markov_rank": 16, "block_size": 6, "anchors": 24},
     }

@@ -16,7 +16,7 @@ from test_launch import run as launched
 from transformers import AutoConfig
 
 from specheads.training.features import dump as of_dump
-from specheads.training.features import kept_base, plan, shards
+from specheads.training.features import frozen_weights, plan, shards
 from specheads.training.features.dataset import FeatureDataset
 from specheads.training.features.index import checked
 from specheads.training.features.shards import FLOAT8, FeatureError, restored, stored
@@ -252,7 +252,7 @@ def test_the_size_is_told_before_anything_is_written(folder, whole, tmp_path, mo
     )
     states = 3 * 32 * 4 + 13  # three taps, of which one is the last hidden state, and what is known of a token
     kept = (whole / "base" / "kept.safetensors").stat().st_size
-    told_of_base = kept_base.kept_bytes(AutoConfig.from_pretrained(whole / "base"), torch.float32)
+    told_of_base = frozen_weights.kept_bytes(AutoConfig.from_pretrained(whole / "base"), torch.float32)
     assert kept - 2000 <= told_of_base <= kept
     assert told[0].startswith(
         f"{tokens:,} tokens, {states:,} bytes each, and {plan.size_text(told_of_base)} of the base"

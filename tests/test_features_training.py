@@ -13,7 +13,7 @@ from specheads.heads.naming import head_config
 from specheads.losses.teacher import tapped
 from specheads.models.build import build_head
 from specheads.models.spec_model import SpecModel
-from specheads.training.features import kept_base
+from specheads.training.features import frozen_weights
 from specheads.training.features.dataset import FeatureDataset
 from specheads.training.features.forward import Forward
 from specheads.training.features.shards import FeatureError
@@ -140,10 +140,10 @@ def test_heads_start_from_what_is_kept_as_they_start_beside_the_base(family, tmp
     base = build(*FAMILIES[family])
     if getattr(base.get_output_embeddings(), "bias", None) is not None:
         torch.nn.init.normal_(base.get_output_embeddings().bias)  # it is 0 in a new model
-    kept_base.keep(base, tmp_path)
+    frozen_weights.keep(base, tmp_path)
     saved = load_file(tmp_path / "base" / "kept.safetensors")
-    assert kept_base.kept_bytes(base.config, base.dtype) == sum(t.nbytes for t in saved.values())
-    kept, start = kept_base.KeptBase(tmp_path, "name"), kept_base.skeleton(tmp_path)
+    assert frozen_weights.kept_bytes(base.config, base.dtype) == sum(t.nbytes for t in saved.values())
+    kept, start = frozen_weights.KeptBase(tmp_path, "name"), frozen_weights.skeleton(tmp_path)
     ids, hidden = torch.arange(20), torch.randn(6, base.get_output_embeddings().weight.shape[1])
     assert torch.equal(kept.get_input_embeddings()(ids), base.get_input_embeddings()(ids))
     torch.testing.assert_close(logits_of(kept, hidden), logits_of(base, hidden))
@@ -152,10 +152,10 @@ def test_heads_start_from_what_is_kept_as_they_start_beside_the_base(family, tmp
         config = head_config(kind, dict(options))
         made = []
         for beside in (base, start):
-            head_of = config.filled(text_config(beside))
+            head_of = config.with_base_defaults(text_config(beside))
             torch.manual_seed(0)
             head = build_head(head_of, beside)
-            head.take_frozen(beside)
+            head.copy_frozen_weights(beside)
             head.initialise(beside)
             made.append(head.state_dict())
         for name, tensor in made[0].items():

@@ -21,7 +21,7 @@ from replay import BATCHES, Replay
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor, TemperatureLogitsWarper
 
 from specheads import DraftTree, DynamicTree, Exact, Fuzzy, SampledTree, Sampler, StaticTree, chain, convert
-from specheads.decoding.acceptance import Laws, walk
+from specheads.decoding.acceptance import TargetProbs, walk
 from specheads.decoding.acceptance.divergences import NAMES, divergence
 from specheads.decoding.draft_logits import DraftLogits
 from specheads.decoding.planner.record import RecordDraftLogits
@@ -41,7 +41,7 @@ NEVER = 1e-300  # a threshold that no divergence of unlike laws is below
 def test_rescue_at_threshold_0_has_the_law_of_exact(plan, threshold, scale):
     """0 itself takes Exact's way; the next number walks the whole rule and rescues nothing, near as the laws may be."""
     rule = Fuzzy(threshold, mode="rescue")
-    assert rule.lossless == (threshold == 0) and rule.needs_draft_law == (threshold > 0)
+    assert rule.lossless == (threshold == 0) and rule.requires_draft_probs == (threshold > 0)
     tables = [Table(2 if plan == "sampled" else 3, seed, scale=scale) for seed in (1, 2)]
     laws = [step_law(*tables, PLANS[plan], accept, PROMPT) for accept in (rule, Exact())]
     assert distance(*laws) < 1e-12
@@ -160,7 +160,7 @@ def test_which_laws_are_compared(name, temperature, do_sample):
     tree, logits = grown(*tables, chain(2), sampler, rows=[(0, 1)])
     for processed in (False, True):
         rule = Fuzzy(0.1, name, k=3, top_p=0.7, processed=processed)
-        laws = Laws(tree, logits, sampler)
+        laws = TargetProbs(tree, logits, sampler)
         scores = [table((0, 1)).unsqueeze(0) / ((temperature or 1) if processed else 1) for table in tables]
         wanted = divergence(name, *(s.log_softmax(-1) for s in reversed(scores)), k=3, top_p=0.7)
         torch.testing.assert_close(rule.distance(laws)[:, 0], wanted)
@@ -204,7 +204,7 @@ def test_a_token_that_a_processor_rules_out_never_stands(mode):
 
 def test_random_is_a_uniform_number_under_the_threshold_even_when_greedy():
     rule = Fuzzy(0.3, "random")
-    assert not rule.needs_draft_law
+    assert not rule.requires_draft_probs
     target, draft = Table(6, 1), Table(6, 2)
     tree, logits = grown(target, draft, chain(1), Sampler(), rows=[(0, 1)] * 200)
     sampler = Sampler(generator=torch.Generator().manual_seed(0))

@@ -90,7 +90,7 @@ class Watched:
     def propose(self, context, sampler, plan):
         tree = self.drafter.propose(context, sampler, plan)
         assert tree.max_depth <= plan.depth and tree.num_nodes <= plan.num_nodes
-        self.depths.append(int(tree.shape.depth.max()))
+        self.depths.append(int(tree.topology.depth.max()))
         return tree
 
 

@@ -237,16 +237,16 @@ def test_it_says_that_it_asks_the_hub_where_that_takes_long(server, capsys):
     def release():
         while "asking http://127.0.0.1" not in (said := capsys.readouterr().err):
             threading.Event().wait(0.05)
-        heard.append(said)
+        needs_teacher.append(said)
         told.set()
 
-    heard = []
+    needs_teacher = []
     listener = threading.Thread(target=release)
     listener.start()
     with pytest.raises(FileNotFoundError, match=r"the hub has no dataset of that name"):
         hub.options("org/slow", "dataset")
     listener.join(5)
-    assert heard and "for org/slow …" in heard[0]
+    assert needs_teacher and "for org/slow …" in needs_teacher[0]
 
 
 def test_a_drafter_that_is_nothing_is_told_with_the_names_there_are(no_network):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from enumeration import distance, law_of
+from enumeration import distance, probs_of
 from test_draft_model import near
 from test_exactness import BaseLaw, padded_left, small_base
 
@@ -69,7 +69,7 @@ def test_three_rows_have_the_bases_joint_law(drafter, plan, rule):
         lengths.update(step.accepted)
         return tuple(rows)
 
-    found, wanted = law_of(run), {(): 1.0}
+    found, wanted = probs_of(run), {(): 1.0}
     for row, (prompt, first) in enumerate(zip(PROMPTS, (1, 0, 1), strict=True)):
         longer = {}
         for outcome, chance in found.items():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import tiny_llama
-from test_accept import distance, law_of
+from test_accept import distance, probs_of
 from test_exactness import BaseLaw, padded_left, small_base
 from test_suffix import random_row
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
@@ -70,7 +70,7 @@ def test_sampled_text_has_the_targets_own_law(drafter):
             drafted.update(step.drafted)
         return tokens
 
-    assert distance(law_of(run), BaseLaw(base).joint(prompt, length)) < 1e-12
+    assert distance(probs_of(run), BaseLaw(base).joint(prompt, length)) < 1e-12
     assert max(drafted) > 1
 
 

@@ -13,7 +13,7 @@ from specheads.data.datasets import Collator
 from specheads.decoding.target.causal import concat_taps, kept_states
 from specheads.losses import chunked, objective
 from specheads.losses.chunked import chunked_sum
-from specheads.losses.functions import HARD, LAW_LOSSES, parse_loss, position_weights
+from specheads.losses.functions import DISTRIBUTION_LOSSES, HARD, parse_loss, position_weights
 from specheads.losses.teacher import LastHidden, WholeLogits, tapped
 from specheads.models.convert import convert
 
@@ -39,7 +39,7 @@ def plain(z, t, token, name):
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 13, 64])
-@pytest.mark.parametrize("name", [HARD, *LAW_LOSSES])
+@pytest.mark.parametrize("name", [HARD, *DISTRIBUTION_LOSSES])
 def test_a_loss_in_chunks_has_the_value_and_gradients_of_the_plain_form(name, chunk):
     generator = torch.Generator().manual_seed(3)
 
@@ -52,7 +52,7 @@ def test_a_loss_in_chunks_has_the_value_and_gradients_of_the_plain_form(name, ch
     def compute(here, part):
         log_q = (part @ weight.T).log_softmax(-1)
         own = -log_q.gather(1, token[here].unsqueeze(1)).squeeze(1)
-        loss = own if name == HARD else LAW_LOSSES[name](log_q, teacher[here].log_softmax(-1))
+        loss = own if name == HARD else DISTRIBUTION_LOSSES[name](log_q, teacher[here].log_softmax(-1))
         yield (loss * scale[here]).sum()
         return (log_q.argmax(-1),)
 
@@ -121,7 +121,7 @@ def test_under_autocast_losses_and_gradients_are_those_of_float32_to_its_roundin
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        *(("eagle3", {"loss": name}) for name in (*LAW_LOSSES, "hard:0.1,tv:1.8")),
+        *(("eagle3", {"loss": name}) for name in (*DISTRIBUTION_LOSSES, "hard:0.1,tv:1.8")),
         ("eagle3", {"draft_vocab_size": 97, "loss": "lk", "dpace": 0.5}),
         ("medusa", {"loss": "lk_hybrid", "draft_vocab_size": 40}),
         ("medusa", {"dpace": 0.5}),
@@ -207,12 +207,12 @@ def test_the_teacher_is_the_law_of_the_base_and_the_taps_are_its_hidden_states(f
         )  # fmt: skip
         seen = mask.bool()
         torch.testing.assert_close(features[seen], concat_taps(out.hidden_states, layers, ids)[seen])
-        law = teacher.law(torch.arange(14)[seen.flatten()], None)
+        law = teacher.probs(torch.arange(14)[seen.flatten()], None)
         torch.testing.assert_close(law.log_p, out.logits[seen].float().log_softmax(-1), rtol=1e-4, atol=1e-5)
     assert isinstance(teacher, LastHidden | WholeLogits)
 
 
-@pytest.mark.parametrize("name", LAW_LOSSES)
+@pytest.mark.parametrize("name", DISTRIBUTION_LOSSES)
 def test_a_chunked_loss_takes_an_eighth_of_the_memory_of_the_whole(name):
     """8,192 rows × 131,072 tokens, in the chunks of a GPU; counted on meta tensors."""
 
@@ -222,7 +222,7 @@ def test_a_chunked_loss_takes_an_eighth_of_the_memory_of_the_whole(name):
 
         def compute(here, part):
             log_p = (theirs[here] @ matrix.T).log_softmax(-1)
-            yield LAW_LOSSES[name]((part @ weight.T).log_softmax(-1), log_p).sum()
+            yield DISTRIBUTION_LOSSES[name]((part @ weight.T).log_softmax(-1), log_p).sum()
             return ()
 
         with LiveMemory() as memory:

@@ -3,14 +3,14 @@
 import pytest
 
 from specheads import Block, CSLeniency, Ensemble, Exact, Fuzzy, Lenient, Margin, TopN, Traversal, Typical
-from specheads.decoding.acceptance import Unadjusted
+from specheads.decoding.acceptance import NoResidual
 from specheads.decoding.acceptance.named import RULES, THRESHOLDS, rule_named, rule_text, with_threshold
 
 WRITTEN = {
     "exact": Exact(),
     "block": Block(),
     "traversal": Traversal(),
-    "unadjusted": Unadjusted(),
+    "unadjusted": NoResidual(),
     "fuzzy:js:0.1": Fuzzy(0.1),
     "fuzzy:top_k_kl:2:rescue": Fuzzy(2.0, "top_k_kl", "rescue"),
     "fuzzy:tv:0.3:processed=true:k=5": Fuzzy(0.3, "tv", k=5, processed=True),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from enumeration import Table, TableDrafter, TableTarget, distance, law_of, step_law
+from enumeration import Table, TableDrafter, TableTarget, distance, probs_of, step_law
 from replay import BATCHES
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor, TemperatureLogitsWarper
 
@@ -18,13 +18,13 @@ from specheads import (
     Fuzzy,
     Lenient,
     Margin,
+    NoResidual,
     SampledTree,
     Sampler,
     StaticTree,
     TopN,
     Traversal,
     Typical,
-    Unadjusted,
     chain,
     convert,
 )
@@ -189,7 +189,7 @@ def test_a_point_mass_is_a_one_hot_law(plan, leniency):
         verdict = walk(tree, logits, Lenient(leniency), sampler)
         return int(verdict.path[0, verdict.last])
 
-    law = law_of(end)
+    law = probs_of(end)
     first = 0.1 / leniency
     second = (1 - first) * (0.3 / 0.9) / leniency if plan.num_nodes == 3 else 0
     assert law.get(1, 0) == pytest.approx(first, abs=1e-12) and law.get(2, 0) == pytest.approx(second, abs=1e-12)
@@ -202,7 +202,7 @@ RULES = {
     "exact": Exact(), "block": Block(), "traversal": Traversal(), "lenient": Lenient(0.5), "lenient 1": Lenient(1),
     "typical": Typical(), "top n": TopN(), "margin": Margin(0.5), "cs": CSLeniency(2), "fuzzy": Fuzzy(0.3),
     "rescue": Fuzzy(0.3, "top_k_kl", mode="rescue", processed=True), "rescue 0": Fuzzy(0, mode="rescue"),
-    "random": Fuzzy(0.5, "random"), "unadjusted": Unadjusted(),
+    "random": Fuzzy(0.5, "random"), "unadjusted": NoResidual(),
 }  # fmt: skip
 TREES = {
     "chain": chain(3), "static": StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))),

@@ -16,12 +16,12 @@ from specheads.decoding.sampler import likeliest
 
 def test_greedy_is_a_one_hot_law():
     logits = torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, -2.0]])
-    assert Sampler().law(logits).tolist() == [[0, 1, 0], [1, 0, 0]]
+    assert Sampler().probs(logits).tolist() == [[0, 1, 0], [1, 0, 0]]
 
 
 def test_sampling_without_processors_is_the_softmax():
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(Sampler(do_sample=True).law(logits), logits.softmax(-1))
+    torch.testing.assert_close(Sampler(do_sample=True).probs(logits), logits.softmax(-1))
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ def test_sampling_without_processors_is_the_softmax():
 def test_laws_are_float32_unless_the_model_is_finer(given, kept):
     logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0)).to(given)
     sampler = Sampler(LogitsProcessorList([hf.TemperatureLogitsWarper(0.5)]), do_sample=True)
-    assert sampler.law(logits).dtype == kept and sampler.draft_law(logits).dtype == kept
-    torch.testing.assert_close(sampler.law(logits), (logits.to(kept) / 0.5).softmax(-1))
+    assert sampler.probs(logits).dtype == kept and sampler.draft_probs(logits).dtype == kept
+    torch.testing.assert_close(sampler.probs(logits), (logits.to(kept) / 0.5).softmax(-1))
 
 
 def test_the_draft_law_is_truncated_like_the_targets():
@@ -40,15 +40,15 @@ def test_the_draft_law_is_truncated_like_the_targets():
     processors = [hf.TemperatureLogitsWarper(1.7), hf.TopKLogitsWarper(7), hf.TopPLogitsWarper(0.8)]
     sampler = Sampler(LogitsProcessorList(processors), do_sample=True)
     assert not sampler.needs_prefix
-    torch.testing.assert_close(sampler.draft_law(logits), sampler.law(logits))
-    assert (sampler.law(logits) > 0).sum(-1).max() <= 7
+    torch.testing.assert_close(sampler.draft_probs(logits), sampler.probs(logits))
+    assert (sampler.probs(logits) > 0).sum(-1).max() <= 7
 
 
 def test_a_processor_of_the_prefix_stays_out_of_the_draft_law():
     sampler = Sampler(LogitsProcessorList([hf.RepetitionPenaltyLogitsProcessor(3.0)]), do_sample=True)
     logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(sampler.draft_law(logits), logits.softmax(-1))
-    seen = sampler.law(logits, lambda: [[0, 1, 2, 3, 4], [2]])
+    torch.testing.assert_close(sampler.draft_probs(logits), logits.softmax(-1))
+    seen = sampler.probs(logits, lambda: [[0, 1, 2, 3, 4], [2]])
     assert not torch.allclose(seen, logits.softmax(-1))
 
 
@@ -71,7 +71,7 @@ def test_each_row_is_processed_with_its_own_padded_prefix():
     prompts, lengths = [[1, 2, 3], [8, 8, 4], [0, 6, 7]], [3, 1, 2]
     sampler = Sampler(LogitsProcessorList([own]), do_sample=True, prompts=prompts, lengths=lengths, pad_token_id=9)
     logits = torch.zeros(3, 10)
-    law = sampler.law(logits, lambda: [[1, 2, 3], [4, 5], [6, 7]])
+    law = sampler.probs(logits, lambda: [[1, 2, 3], [4, 5], [6, 7]])
     assert law.argmin(-1).tolist() == [3, 5, 7] and (law == 0).sum() == 3
     assert torch.equal(logits, torch.zeros(3, 10)), "the caller's logits were changed"
     assert sorted(map(len, (call[0] for call in own.calls))) == [3, 4]
@@ -99,7 +99,7 @@ def test_a_subclass_of_a_prefix_free_processor_is_given_its_prefix():
 
     sampler = Sampler(LogitsProcessorList([Cooling(1.0)]), do_sample=True)
     logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
-    law = sampler.law(logits, lambda: [[1], [1, 2, 3]])
+    law = sampler.probs(logits, lambda: [[1], [1, 2, 3]])
     torch.testing.assert_close(law, (logits / torch.tensor([[2.0], [4.0]])).softmax(-1))
 
 
@@ -121,13 +121,13 @@ def test_a_generator_governs_every_draw():
     for seed in (1, 1, 2):
         torch.manual_seed(len(draws))
         sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed))
-        draws.append((sampler.draw(p).tolist(), sampler.coins(p).tolist()))
+        draws.append((sampler.draw(p).tolist(), sampler.bernoulli(p).tolist()))
     assert draws[0] == draws[1] != draws[2]
 
 
 def test_a_certain_coin_is_certain_and_greedy_coins_are_thresholds():
     for sampler in (Sampler(do_sample=True, generator=torch.Generator().manual_seed(0)), Sampler()):
-        assert all(sampler.coins(torch.ones(1, 1000))[0]) and not any(sampler.coins(torch.zeros(1, 1000))[0])
+        assert all(sampler.bernoulli(torch.ones(1, 1000))[0]) and not any(sampler.bernoulli(torch.zeros(1, 1000))[0])
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
@@ -199,7 +199,7 @@ def joint(base, prompt, length, **options):
 
 
 def g_test(samples, law):
-    """The chance of counts at least as unlike `law` as these: G = 2 Σ O ln(O / E) against χ², rare cells pooled."""
+    """The chance of counts at least as unlike `probs` as these: G = 2 Σ O ln(O / E) against χ², rare cells pooled."""
     observed = {}
     for sample in samples:
         observed[sample] = observed.get(sample, 0) + 1

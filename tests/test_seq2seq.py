@@ -99,7 +99,7 @@ def test_a_chain_grown_token_by_token_gives_the_same_logits():
         target.prefill(torch.tensor([[2, 9], [2, 9], [2, 9]]), torch.tensor([2, 1, 2]), room=9)
     expected, levels = whole.verify(chains(tokens)).logits, grown.levels()
     for depth in range(3):
-        logits = grown.deepen(levels, tokens[:, depth : depth + 1], torch.zeros(3, 1, dtype=torch.long)).logits
+        logits = grown.forward_level(levels, tokens[:, depth : depth + 1], torch.zeros(3, 1, dtype=torch.long)).logits
         assert torch.allclose(logits[:, 0], expected[:, depth], atol=1e-9)
 
 

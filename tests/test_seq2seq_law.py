@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from enumeration import Table, TableDrafter, distance, law_of
+from enumeration import Table, TableDrafter, distance, probs_of
 from seq2seq_models import restless
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
@@ -64,7 +64,7 @@ def output_law(base, drafter, plan, sources, length, rule):
             seen.add(tuple(step.accepted))
         return tuple(rows)
 
-    law = law_of(run)
+    law = probs_of(run)
     # All lengths were accepted, and rows went apart.
     assert {n for accepted in seen for n in accepted} == set(range(min(plan.depth, length - 1) + 1))
     assert batch == 1 or any(len(set(accepted)) > 1 for accepted in seen)

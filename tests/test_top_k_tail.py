@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from specheads.decoding.draft_ids import DraftIds
-from specheads.losses.functions import LAW_LOSSES, overlap
+from specheads.losses.functions import DISTRIBUTION_LOSSES, overlap
 from specheads.losses.teacher import TopKTail
-from specheads.losses.teacher_probs import FullLaw
+from specheads.losses.teacher_probs import DenseTeacherProbs
 
 V, ROWS = 23, 11
 
@@ -47,7 +47,7 @@ def test_every_loss_and_the_overlap_equal_those_of_the_coarse_law(k, size):
     draft, target = vocabulary(size), logits(1)
     drafted = logits(2, V if size is None else size).requires_grad_()
     laws = TopKTail.of(target, k)
-    law = laws.law(torch.arange(ROWS), draft)
+    law = laws.probs(torch.arange(ROWS), draft)
     assert torch.equal(law.best, target.argmax(-1))
     log_q = drafted.log_softmax(-1)
     mapped = law.outcomes(log_q)
@@ -57,13 +57,13 @@ def test_every_loss_and_the_overlap_equal_those_of_the_coarse_law(k, size):
         assert float(law.mass[r]) == pytest.approx(mass, rel=1e-12)
         if not mass:
             continue
-        for name, loss in LAW_LOSSES.items():
+        for name, loss in DISTRIBUTION_LOSSES.items():
             expected = loss(second.log().unsqueeze(0), first.log().unsqueeze(0))
             got = loss(mapped[r : r + 1], law.log_p[r : r + 1])
             assert float(got) == pytest.approx(float(expected), rel=1e-9, abs=1e-12), name
         alpha = overlap(mapped[r : r + 1], (law.log_p + law.mass.log().unsqueeze(1))[r : r + 1])
         assert float(alpha) == pytest.approx(float(torch.minimum(first * mass, second).sum()), rel=1e-9)
-    for name, loss in LAW_LOSSES.items():
+    for name, loss in DISTRIBUTION_LOSSES.items():
         (grad,) = torch.autograd.grad(loss(mapped, law.log_p).sum(), drafted, retain_graph=True)
         assert torch.isfinite(grad).all(), name
 
@@ -71,10 +71,10 @@ def test_every_loss_and_the_overlap_equal_those_of_the_coarse_law(k, size):
 @pytest.mark.parametrize("size", [None, 9])
 def test_all_tokens_kept_are_the_full_law(size):
     draft, target, drafted = vocabulary(size), logits(1), logits(2, size or V).requires_grad_()
-    law, full = TopKTail.of(target, V).law(torch.arange(ROWS), draft), FullLaw(target, draft)
+    law, full = TopKTail.of(target, V).probs(torch.arange(ROWS), draft), DenseTeacherProbs(target, draft)
     torch.testing.assert_close(law.mass, full.mass)
     log_q = drafted.log_softmax(-1)
-    for name, loss in LAW_LOSSES.items():
+    for name, loss in DISTRIBUTION_LOSSES.items():
         pair = [loss(one.outcomes(log_q), one.log_p) for one in (law, full)]
         torch.testing.assert_close(*pair, msg=name)
         grads = [torch.autograd.grad(value.sum(), drafted, retain_graph=True)[0] for value in pair]
@@ -85,11 +85,11 @@ def test_all_tokens_kept_are_the_full_law(size):
 def test_the_chance_of_acceptance_is_never_underrated(size):
     """Merging outcomes can only hide where two laws differ, and the more tokens are kept the less of that."""
     draft, target, log_q = vocabulary(size), logits(1), logits(2, size or V).log_softmax(-1)
-    full = FullLaw(target, draft)
+    full = DenseTeacherProbs(target, draft)
     exact = overlap(log_q, full.log_p + full.mass.log().unsqueeze(1))
     before = torch.full((ROWS,), 2.0, dtype=torch.float64)
     for k in (1, 3, 8, V):
-        law = TopKTail.of(target, k).law(torch.arange(ROWS), draft)
+        law = TopKTail.of(target, k).probs(torch.arange(ROWS), draft)
         alpha = overlap(law.outcomes(log_q), law.log_p + law.mass.log().unsqueeze(1))
         assert (alpha >= exact - 1e-12).all() and (alpha <= before + 1e-12).all()
         assert (law.mass >= full.mass - 1e-12).all()
@@ -108,9 +108,10 @@ def test_of_equally_likely_tokens_the_best_is_the_one_argmax_names():
 
 def test_a_text_as_the_law_is_certain_of_its_next_token():
     tokens = torch.tensor([[4, 7, 9], [1, 2, 3]])
-    law = TopKTail.of_text(tokens).law(torch.tensor([0, 1, 3, 4]), None)
+    law = TopKTail.of_text(tokens).probs(torch.tensor([0, 1, 3, 4]), None)
     assert law.best.tolist() == [7, 9, 2, 3]
     log_q = logits(2)[:4].log_softmax(-1)
     torch.testing.assert_close(
-        LAW_LOSSES["ce"](law.outcomes(log_q), law.log_p.double()), -log_q.gather(1, law.best.unsqueeze(1)).squeeze(1)
+        DISTRIBUTION_LOSSES["ce"](law.outcomes(log_q), law.log_p.double()),
+        -log_q.gather(1, law.best.unsqueeze(1)).squeeze(1),
     )

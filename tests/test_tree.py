@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specheads.decoding.tree import DraftTree, Shape, ancestors
+from specheads.decoding.tree import DraftTree, TreeTopology, ancestors
 
 
 def random_parents(generator, batch, num):
@@ -32,12 +32,12 @@ def test_ancestors_and_depth_equal_climbing(num):
     parents = random_parents(generator, 5, num)
     parents[0] = torch.arange(-1, num - 1)  # a chain: as deep as it gets
     parents[1, 1:] = 0  # a star
-    shape = Shape.of(parents)
+    topology = TreeTopology.of(parents)
     for b, row in enumerate(parents.tolist()):
         for i in range(num):
             line = climb(row, i)
-            assert sorted(line) == shape.ancestors[b, i].nonzero().flatten().tolist()
-            assert shape.depth[b, i] == len(line) - 1
+            assert sorted(line) == topology.ancestors[b, i].nonzero().flatten().tolist()
+            assert topology.depth[b, i] == len(line) - 1
 
 
 def test_a_depth_bound_changes_nothing_where_it_holds():
@@ -52,7 +52,7 @@ def test_a_depth_bound_changes_nothing_where_it_holds():
 def test_ranks_count_the_siblings_before():
     generator = torch.Generator().manual_seed(1)
     parents = random_parents(generator, 4, 12)
-    ranks = Shape.of(parents).ranks
+    ranks = TreeTopology.of(parents).ranks
     for b, row in enumerate(parents.tolist()):
         expected = [sum(row[j] == row[i] for j in range(i)) for i in range(12)]
         assert ranks[b].tolist() == expected
@@ -60,7 +60,7 @@ def test_ranks_count_the_siblings_before():
 
 def test_families_list_the_children_of_nodes_that_have_several():
     parents = random_parents(torch.Generator().manual_seed(2), 4, 12)
-    above, children = Shape.of(parents).families
+    above, children = TreeTopology.of(parents).sibling_groups
     found = {int(node): [int(one) for one in row if one] for node, *row in zip(above, *children, strict=True)}
     expected = {}
     for b, row in enumerate(parents.tolist()):
@@ -72,9 +72,9 @@ def test_families_list_the_children_of_nodes_that_have_several():
 
 def test_where_nothing_stands_each_node_falls_behind_all_below_it_and_its_elder_siblings():
     parents = random_parents(torch.Generator().manual_seed(3), 4, 12)
-    shape = Shape.of(parents)
+    topology = TreeTopology.of(parents)
     for b, row in enumerate(parents.tolist()):
-        place = {node: at for at, node in enumerate(shape.leaves_first[b].tolist())}
+        place = {node: at for at, node in enumerate(topology.postorder[b].tolist())}
         assert sorted(place) == list(range(12))
         reached = [i for i in range(12) if climb(row, i)[-1] == 0]
         for i in reached:
@@ -84,7 +84,7 @@ def test_where_nothing_stands_each_node_falls_behind_all_below_it_and_its_elder_
                     below = [k for k in range(12) if j in climb(row, k)]
                     assert all(place[k] < place[m] for k in below for m in range(12) if i in climb(row, m))
     lost = []
-    for above, child, elder in shape.falls:
+    for above, child, elder in topology.rejection_order:
         for node, one, before in zip(above.tolist(), child.tolist(), elder.tolist(), strict=True):
             assert parents.flatten()[one] + one // 12 * 12 == node and one not in [fallen for fallen, _ in lost]
             assert before == [younger for fallen, younger in lost if fallen == node]
@@ -105,7 +105,7 @@ def test_root_only_is_one_node_at_depth_0():
     tree = DraftTree.root_only(torch.tensor([5, 7]))
     assert tree.tokens.tolist() == [[5], [7]] and tree.parents.tolist() == [[-1], [-1]]
     assert tree.num_nodes == 1 and tree.max_depth == 0 and tree.probs is None
-    assert tree.shape.depth.tolist() == [[0], [0]] and tree.shape.ancestors.all()
+    assert tree.topology.depth.tolist() == [[0], [0]] and tree.topology.ancestors.all()
 
 
 def test_tokens_and_parents_of_unlike_shape_are_refused():
@@ -115,4 +115,4 @@ def test_tokens_and_parents_of_unlike_shape_are_refused():
 
 def test_the_order_of_falls_is_found_for_the_deepest_tree_there_is():
     parents = torch.arange(-1, 1023).unsqueeze(0)
-    assert Shape.of(parents).leaves_first[0].tolist() == list(range(1023, -1, -1))
+    assert TreeTopology.of(parents).postorder[0].tolist() == list(range(1023, -1, -1))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from enumeration import Table, distance, law_of, output_law, step_law
+from enumeration import Table, distance, output_law, probs_of, step_law
 
 from specheads import (
     Block,
@@ -11,12 +11,12 @@ from specheads import (
     Fuzzy,
     Lenient,
     Margin,
+    NoResidual,
     SampledTree,
     StaticTree,
     TopN,
     Traversal,
     Typical,
-    Unadjusted,
     chain,
 )
 from specheads.decoding.acceptance import Ensemble, LevelRule, Verdict, walk
@@ -24,7 +24,7 @@ from specheads.decoding.acceptance.marks import path_to
 from specheads.decoding.sampler import Sampler
 
 LEVEL_RULES = [
-    Exact(), Lenient(0.5), Unadjusted(), Ensemble(0.6), Fuzzy(0.1), Fuzzy(0.3, "tv"), Fuzzy(0.1, "tv", mode="rescue"),
+    Exact(), Lenient(0.5), NoResidual(), Ensemble(0.6), Fuzzy(0.1), Fuzzy(0.3, "tv"), Fuzzy(0.1, "tv", mode="rescue"),
     Fuzzy(0.9, "tv", mode="rescue"), Fuzzy(0.4, "top_p_kl", processed=True),
 ]  # fmt: skip
 
@@ -55,7 +55,7 @@ def first_kept(rule, laws, node, children):
             p = (p - q).clamp_min(0) / (p - q).clamp_min(0).sum()
         if drawn is not None:
             drawn = drawn.index_fill(0, x, 0) / drawn.index_fill(0, x, 0).sum()
-    return None, whole if rule == Unadjusted() else p
+    return None, whole if rule == NoResidual() else p
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_where_nothing_is_drafted_a_token_is_drawn_from_the_target(rule):
     def run(sampler):
         return int(walk(DraftTree.root_only(torch.tensor([1])), target((0, 1)).view(1, 1, -1), rule, sampler).bonus)
 
-    assert distance(law_of(run), dict(enumerate(target((0, 1)).softmax(-1).tolist()))) < 1e-12
+    assert distance(probs_of(run), dict(enumerate(target((0, 1)).softmax(-1).tolist()))) < 1e-12
 
 
 @pytest.mark.parametrize("plan", [chain(2), StaticTree(((0,), (1,), (0, 0))), SampledTree((2, 1))], ids=repr)
@@ -115,7 +115,7 @@ def test_the_rows_of_a_batch_are_judged_as_each_alone(rule, plan):
 NAN = torch.nan
 
 
-@pytest.mark.parametrize("rule", [Exact(), Lenient(0.5), Block(), Traversal(), Unadjusted(), Typical()], ids=repr)
+@pytest.mark.parametrize("rule", [Exact(), Lenient(0.5), Block(), Traversal(), NoResidual(), Typical()], ids=repr)
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_law_that_is_no_number_is_told_of_only_where_it_is_reached(rule, sampled):
     """The root's law is certain of token 0: node 1 has another token, node 2 that one, and 3 is below node 1."""

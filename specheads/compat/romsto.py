@@ -14,7 +14,7 @@ from specheads.compat.debug import Printer, StepPrinter
 from specheads.compat.plain import checked_ids, checked_model, generate_plainly, room_for
 from specheads.compat.processors import GreedyProcessor, LogitsProcessor, whole
 from specheads.compat.witness import Witness
-from specheads.decoding.acceptance import Acceptance, Exact, Unadjusted
+from specheads.decoding.acceptance import Acceptance, Exact, NoResidual
 from specheads.decoding.drafters import DraftModel, NGram, NGramStorage
 from specheads.decoding.drafters.base import Drafter
 from specheads.decoding.planner import Plan, SampledTree, chain
@@ -66,7 +66,7 @@ def speculative_generate(
     """The new ids, and the acceptance rate α: accepted over drafted tokens, 0 where none were drafted. Of a draft with
     an end token in it all tokens count, those after it too.
 
-    skip_sample_adjustment: the rule `Unadjusted`, which is not lossless. debug: print each step's drafts and the
+    skip_sample_adjustment: the rule `NoResidual`, which is not lossless. debug: print each step's drafts and the
     target's own token; as ids without a tokenizer. use_cache is taken and not read: there is always a cache.
     first_target too: the prefill always gives the first token, which has the same distribution and costs one forward
     less than drafting it.
@@ -77,7 +77,7 @@ def speculative_generate(
     return _generate(
         inputs, target, max_gen_len, logits_processor, end_tokens(eos_tokens_id, end_tokens_id),
         drafter=DraftModel(drafter), tree=SampledTree((1,) * gamma) if sampled else chain(gamma),
-        accept=Unadjusted() if skip_sample_adjustment else Exact(), debug=debug, tokenizer=tokenizer,
+        accept=NoResidual() if skip_sample_adjustment else Exact(), debug=debug, tokenizer=tokenizer,
     )  # fmt: skip
 
 

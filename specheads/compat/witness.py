@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specheads.decoding.acceptance import Acceptance, Exact, Laws, Verdict
+from specheads.decoding.acceptance import Acceptance, Exact, TargetProbs, Verdict
 from specheads.decoding.sampler import Sampler
 
 
@@ -23,20 +23,20 @@ class Witness(Acceptance):
         return self.rule.lossless
 
     @property
-    def needs_draft_law(self) -> bool:
-        return self.rule.needs_draft_law
+    def requires_draft_probs(self) -> bool:
+        return self.rule.requires_draft_probs
 
     @property
-    def wants_draft_law(self) -> bool:
-        return self.rule.wants_draft_law
+    def uses_draft_probs(self) -> bool:
+        return self.rule.uses_draft_probs
 
     def is_exact(self, sampler: Sampler) -> bool:
         return False  # or nothing would be seen of the verdicts
 
-    def judge(self, laws: Laws) -> Verdict:
+    def judge(self, laws: TargetProbs) -> Verdict:
         rule = Exact() if self.rule.is_exact(laws.sampler) else self.rule
         verdict = rule.judge(laws)
-        nodes = zip(laws.tree.tokens[0].tolist(), laws.tree.shape.drafted[0].tolist(), strict=True)
+        nodes = zip(laws.tree.tokens[0].tolist(), laws.tree.topology.drafted[0].tolist(), strict=True)
         draft, accepted = [token for token, drafted in nodes if drafted], int(verdict.length[0]) - 1
         self.drafted, self.accepted = self.drafted + len(draft), self.accepted + accepted
         self._last = draft, accepted

@@ -78,12 +78,12 @@ def decode(
     scores = sampler.scores(out.logits[:, 0], lambda: prompts)
     # One number a row and token of its text, whatever is drafted: so the same seed gives the text it gives undrafted.
     numbers = sampler.uniforms((batch, max_new_tokens), out.logits.device) if sampler.do_sample else None
-    root = sampler.draw(sampler.law_of(scores), None if numbers is None else numbers[:, 0])
+    root = sampler.draw(sampler.probs_of(scores), None if numbers is None else numbers[:, 0])
     wanted = getattr(drafter, "wants_target_top", 0)
     context = Context.start(target, ids, lengths, out.features, root, top_tokens(out.logits, wanted))
     refuse_broken_laws(bool(sampler.finite))
     running, count = [True] * batch, torch.ones_like(root)  # (B,) tokens gained
-    if plan and (accept.wants_draft_law or keep_divergences):
+    if plan and (accept.uses_draft_probs or keep_divergences):
         plan = RecordDraftLogits(plan)
     watch = StateWatch(sampler.processors) if plan else None
     end_ids = torch.tensor(sorted(eos), dtype=ids.dtype, device=root.device) if sampler.needs_prefix else None
@@ -108,7 +108,7 @@ def decode(
         turn = next_turn(target, plan, running, context.history, prompts, max_new_tokens)
         now = Idle(turn.plan) if turn.plan and watch and watch.waiting else turn.plan
         tree = draft(drafter, context, sampler, now)
-        if accept.needs_draft_law and tree.logits is None and tree.num_nodes > 1:
+        if accept.requires_draft_probs and tree.logits is None and tree.num_nodes > 1:
             raise ValueError(
                 f"{type(accept).__name__} compares the draft's law with the target's, and {type(drafter).__name__} "
                 "gives none; draft with a head or a draft model, or accept by another rule"
@@ -127,9 +127,9 @@ def decode(
             bonus = torch.where(active, verdict.bonus, context.root)
             verdict = replace(verdict, length=verdict.length * active, bonus=bonus)
         count = count + verdict.length
-        following, ranks_of_path = verdict.following(tree), tree.shape.ranks.gather(1, verdict.path)
+        following, ranks_of_path = verdict.following(tree), tree.topology.ranks.gather(1, verdict.path)
         # The step's only transfer to the host: tokens gained, ranks, were the laws finite, nodes drafted and length.
-        finite, num_drafted = sampler.finite.to(root.device).expand(batch, 1), tree.shape.num_drafted
+        finite, num_drafted = sampler.finite.to(root.device).expand(batch, 1), tree.topology.num_drafted
         rows = torch.cat([following, ranks_of_path, finite, num_drafted, verdict.length.unsqueeze(1)], 1).tolist()
         refuse_broken_laws(all(row[-3] for row in rows))
         width = following.shape[1]

@@ -99,7 +99,7 @@ class RecordedTarget:
         return TargetOutput(self._certain([[text[0]] for text in self.texts]), torch.empty(*ids.shape, 0))
 
     def verify(self, tree: DraftTree) -> TargetOutput:
-        depths = tree.shape.depth.tolist()
+        depths = tree.topology.depth.tolist()
         following = [
             [text[done + depth + 1] if done + depth + 1 < len(text) else 0 for depth in row]
             for text, done, row in zip(self.texts, self.done, depths, strict=True)

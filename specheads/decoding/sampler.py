@@ -105,17 +105,17 @@ class Sampler:
                 scores = processor(ids, scores)
         return scores
 
-    def law(self, logits: Tensor, prefixes: Prefixes = list) -> Tensor:
+    def probs(self, logits: Tensor, prefixes: Prefixes = list) -> Tensor:
         """(R, V) logits → p (R, V), rows summing to 1. prefixes() gives each row's ids up to its node, unpadded."""
-        return self.law_of(self.scores(logits, prefixes))
+        return self.probs_of(self.scores(logits, prefixes))
 
-    def law_of(self, scores: Tensor) -> Tensor:
+    def probs_of(self, scores: Tensor) -> Tensor:
         """(R, V) processed scores → p (R, V)."""
         if self.do_sample:
             return scores.softmax(-1)
         return torch.zeros_like(scores).scatter_(-1, likeliest(scores).unsqueeze(-1), 1.0)
 
-    def draft_law(self, logits: Tensor, kinds: Collection[type] | None = None) -> Tensor:
+    def draft_probs(self, logits: Tensor, kinds: Collection[type] | None = None) -> Tensor:
         """(R, V) draft logits → a q (R, V) near the target's law: temperature and truncation applied, no prefix.
 
         kinds: of the processors that need no prefix, those to apply; None for all. A row whose tokens they all rule out
@@ -137,22 +137,22 @@ class Sampler:
             return likeliest(p)
         numbers = self.uniforms(p.shape[:-1], p.device) if numbers is None else numbers
         index, total = inverse_cdf(p, numbers)
-        self.heed((total > 0) & (total < math.inf))
+        self.note_finite((total > 0) & (total < math.inf))
         return index
 
     def draw_nodes(self, p: Tensor, tree: DraftTree, numbers: Tensor | None) -> Tensor:
         """(B, N, V) laws → (B, N) a token behind each node of the tree; numbers (B, P): a row's for each depth.
 
-        Most nodes are not reached, and may have any law: of those that are, the caller tells `heed`.
+        Most nodes are not reached, and may have any law: of those that are, the caller tells `note_finite`.
         """
-        numbers = self.uniforms(p.shape[:-1], p.device) if numbers is None else numbers.gather(1, tree.shape.depth)
+        numbers = self.uniforms(p.shape[:-1], p.device) if numbers is None else numbers.gather(1, tree.topology.depth)
         return inverse_cdf(p, numbers)[0]
 
-    def heed(self, valid: Tensor) -> None:
+    def note_finite(self, valid: Tensor) -> None:
         """Clear `finite` unless all are true."""
         self.finite = self.finite.to(valid.device) & valid.all()
 
-    def coins(self, chance: Tensor) -> Tensor:
+    def bernoulli(self, chance: Tensor) -> Tensor:
         """Probabilities (B, N) → which come true: from 1 on surely, and at temperature 0 those above one half."""
         return (self.uniforms(chance.shape, chance.device) if self.do_sample else 0.5) < chance
 

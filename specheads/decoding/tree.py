@@ -35,7 +35,7 @@ def ancestors(parents: Tensor, max_depth: int | None = None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Shape:
+class TreeTopology:
     """What the parents of a tree imply. A static plan makes it once for all its trees.
 
     parents (B, N) as DraftTree's; ancestors (B, N, N) bool; depth (B, N) int64, 0 at the root.
@@ -46,12 +46,12 @@ class Shape:
     depth: Tensor
 
     @classmethod
-    def of(cls, parents: Tensor, max_depth: int | None = None) -> Shape:
+    def of(cls, parents: Tensor, max_depth: int | None = None) -> TreeTopology:
         mask = ancestors(parents, max_depth)
         return cls(parents, mask, mask.sum(-1) - 1)
 
     @cached_property
-    def elder(self) -> Tensor:
+    def earlier_siblings(self) -> Tensor:
         """(B, N, N) True where node j is a sibling of node i and stands before it."""
         before = torch.ones_like(self.ancestors[:1]).tril(-1)
         return (self.parents.unsqueeze(1) == self.parents.unsqueeze(2)) & before
@@ -59,7 +59,7 @@ class Shape:
     @cached_property
     def ranks(self) -> Tensor:
         """(B, N) how many siblings stand before each node."""
-        return self.elder.sum(-1)
+        return self.earlier_siblings.sum(-1)
 
     @cached_property
     def first(self) -> Tensor:
@@ -77,7 +77,7 @@ class Shape:
         return 1 if self.in_line else int(self.children.sum(2).max())
 
     @cached_property
-    def kids(self) -> Tensor:
+    def child_table(self) -> Tensor:
         """(B · N, most) the children of each node in order, counted over all rows; 0, which is a root, behind the last.
         Asking waits as for `most_siblings`."""
         batch, num = self.parents.shape
@@ -89,28 +89,28 @@ class Shape:
         return table.scatter_(2, order, place.unsqueeze(1).expand_as(order))[:, :, :-1].flatten(0, 1)
 
     @cached_property
-    def families(self) -> tuple[Tensor, list[Tensor]]:
+    def sibling_groups(self) -> tuple[Tensor, list[Tensor]]:
         """Where siblings are: the nodes (F,) with two children or more, counted over all rows, and their first children
-        (F,), their second …, as `kids` has them. Where the shape is new, asking waits for the device."""
-        above = ((self.kids > 0).sum(1) > 1).nonzero().squeeze(1)
-        return above, list(self.kids[above].T.contiguous())
+        (F,), their second …, as `child_table` has them. Where the shape is new, asking waits for the device."""
+        above = ((self.child_table > 0).sum(1) > 1).nonzero().squeeze(1)
+        return above, list(self.child_table[above].T.contiguous())
 
     @cached_property
-    def falls(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def rejection_order(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """What happens where no node stands, as (nodes (F,), a child of each (F,), that one's elder siblings (F, r)):
         every node has lost a child for each time it is named, and none before it has lost one itself. Counted over all
-        rows, and waiting, as in `families`."""
+        rows, and waiting, as in `sibling_groups`."""
         num, depth, rank = self.parents.shape[1], self.depth.flatten(), self.ranks.flatten()
         child = self.drafted.flatten().nonzero().squeeze(1)
         above = child // num * num + self.parents.flatten()[child]
         order = (depth * num + rank)[child]
         turns = [(order == one, one % num) for one in sorted(set(order.tolist()))]
-        return [(above[now], child[now], self.kids[above[now], :elder]) for now, elder in turns]
+        return [(above[now], child[now], self.child_table[above[now], :elder]) for now, elder in turns]
 
     @cached_property
-    def leaves_first(self) -> Tensor:
+    def postorder(self) -> Tensor:
         """(B, N) the nodes of each row as they are met when each comes behind all below it and its elder siblings with
-        all below these; what nothing reaches last. Asking waits as for `families`."""
+        all below these; what nothing reaches last. Asking waits as for `sibling_groups`."""
         rows = []
         for parents in self.parent_lists:
             below: dict[int, list[int]] = {}
@@ -128,13 +128,13 @@ class Shape:
 
     @cached_property
     def in_line(self) -> bool:
-        """Is each drafted node the child of the one before it, in every row? Asking waits as for `families`."""
+        """Is each drafted node the child of the one before it, in every row? Asking waits as for `sibling_groups`."""
         before = torch.arange(-1, self.parents.shape[1] - 1, device=self.parents.device)
         return not bool((self.drafted & (self.parents != before)).any())
 
     @cached_property
     def parent_lists(self) -> list[list[int]]:
-        """Parents for Python. Asking waits as for `families`."""
+        """Parents for Python. Asking waits as for `sibling_groups`."""
         return self.parents.tolist()
 
     @cached_property
@@ -148,7 +148,7 @@ class Shape:
         return self.drafted.sum(1, keepdim=True)
 
     @cached_property
-    def above(self) -> Tensor:
+    def parent_index(self) -> Tensor:
         """(B, N) parents, with node 0 where there is none, so that one can gather by it."""
         return self.parents.clamp_min(0)
 
@@ -156,11 +156,14 @@ class Shape:
         """(B, N) where each node's row, and where its parent's, begins in a table of rows of that size; made once."""
         made = self.__dict__.setdefault("_rows_of", {})
         if size not in made:
-            made[size] = torch.arange(self.parents.shape[1], device=self.parents.device) * size, self.above * size
+            made[size] = (
+                torch.arange(self.parents.shape[1], device=self.parents.device) * size,
+                self.parent_index * size,
+            )
         return made[size]
 
     @cached_property
-    def unneeded(self) -> Tensor:
+    def not_required(self) -> Tensor:
         """(B, N, N) True where node j need not be accepted for node i to be: it is not on i's path, or the root."""
         unneeded = ~self.ancestors
         unneeded[:, :, 0] = True
@@ -185,13 +188,13 @@ class DraftTree:
     max_depth: int
     probs: Tensor | None = None
     logits: DraftLogits | None = None
-    shape: Shape = field(default=None)  # type: ignore[assignment]
+    topology: TreeTopology = field(default=None)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.tokens.shape != self.parents.shape:
             raise ValueError(f"tokens {tuple(self.tokens.shape)} and parents {tuple(self.parents.shape)} must be alike")
-        if self.shape is None:
-            object.__setattr__(self, "shape", Shape.of(self.parents, self.max_depth))
+        if self.topology is None:
+            object.__setattr__(self, "topology", TreeTopology.of(self.parents, self.max_depth))
 
     @classmethod
     def root_only(cls, root: Tensor) -> DraftTree:
@@ -214,19 +217,19 @@ class DraftTree:
     @property
     def is_chain(self) -> bool:
         """Has each node the one before it for a parent, in every row?"""
-        return self.num_nodes <= self.max_depth + 1 and self.shape.in_line
+        return self.num_nodes <= self.max_depth + 1 and self.topology.in_line
 
     @property
     def siblings_drawn(self) -> bool:
         """Does any node have two children or more that were drawn with a coin?"""
         return self.probs is not None and not self.is_chain
 
-    def chance_drawn(self) -> Tensor:
+    def drawn_probs(self) -> Tensor:
         """(B, N) the probability of each node's token in the law it was drawn from."""
         assert self.probs is not None
-        own, _ = self.shape.rows_of(self.probs.shape[2])
+        own, _ = self.topology.rows_of(self.probs.shape[2])
         return self.probs.flatten(1).gather(1, own + self.tokens)
 
-    def eldest(self, marked: Tensor) -> Tensor:
+    def first_sibling(self, marked: Tensor) -> Tensor:
         """(B, N) bool → (B, N): of siblings that are marked the first alone."""
-        return marked if self.is_chain else marked & ~(self.shape.elder & marked.unsqueeze(1)).any(2)
+        return marked if self.is_chain else marked & ~(self.topology.earlier_siblings & marked.unsqueeze(1)).any(2)

@@ -67,5 +67,5 @@ def ended(tree: DraftTree, end_ids: Tensor, left: list[int]) -> Tensor:
     left: as in `Turn`.
     """
     room = torch.tensor(left, device=tree.tokens.device).unsqueeze(1)
-    last = (tree.shape.depth >= room) | (torch.isin(tree.tokens, end_ids) & tree.shape.drafted)
-    return (tree.shape.ancestors & last.unsqueeze(1)).any(2)
+    last = (tree.topology.depth >= room) | (torch.isin(tree.tokens, end_ids) & tree.topology.drafted)
+    return (tree.topology.ancestors & last.unsqueeze(1)).any(2)

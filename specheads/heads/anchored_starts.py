@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specheads.heads import draws
 from specheads.heads.base import HeadConfig
-from specheads.losses.objective import Asked
+from specheads.losses.objective import DraftTargets
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class AnchoredStarts:
     weights: Tensor
 
     @classmethod
-    def drawn(cls, asked: Asked, keys: Tensor, most: int) -> AnchoredStarts:
+    def drawn(cls, asked: DraftTargets, keys: Tensor, most: int) -> AnchoredStarts:
         """Of each row, `most` of the starts that are asked for a draft behind their first, or all of them. Each is as
         likely as any other, so that a weighed sum over them is unbiased. keys (B, T): see TapBatch.keys."""
         deeper = asked.valid[:, 1:]
@@ -60,7 +60,7 @@ class AnchoredStarts:
         columns = order.topk(min(most, int(count.max())), 1).indices
         return cls(columns, wanted.gather(1, columns) * (count / count.clamp(1, most)))
 
-    def drafts(self, asked: Asked) -> Asked:
+    def drafts(self, asked: DraftTargets) -> DraftTargets:
         """Every first draft, and the deeper ones of the anchored starts."""
         place = torch.arange(len(self.columns), device=self.columns.device).unsqueeze(1) * self._length(asked)
         standing = self.weights.new_zeros(asked.size)
@@ -68,7 +68,7 @@ class AnchoredStarts:
         weights = torch.cat([asked.weights[:, :1], asked.weights[:, 1:] * standing[asked.starts[:, 1:]]], 1)
         return replace(asked, weights=weights)
 
-    def slots(self, asked: Asked) -> Tensor:
+    def slots(self, asked: DraftTargets) -> Tensor:
         """(B · T,) where what is made of the columns alone, (B · A, …), has each start."""
         batch, number = self.columns.shape
         rows = torch.arange(batch, device=self.columns.device).unsqueeze(1)
@@ -76,5 +76,5 @@ class AnchoredStarts:
         slot[rows * self._length(asked) + self.columns] = rows * number + torch.arange(number, device=rows.device)
         return slot
 
-    def _length(self, asked: Asked) -> int:
+    def _length(self, asked: DraftTargets) -> int:
         return asked.size // len(self.columns)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specheads.heads import draws
-from specheads.losses.objective import Asked
+from specheads.losses.objective import DraftTargets
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ class AnchoredBlocks:
         weights = (count / count.clamp(1, drawn)).expand(-1, anchors.shape[1])
         return cls(anchors, run.gather(1, anchors.unsqueeze(2).expand(-1, -1, size)), weights)
 
-    def asked(self, tokens: Tensor) -> Asked:
+    def asked(self, tokens: Tensor) -> DraftTargets:
         """The drafts that are asked, one by one: a single one of each position (S = 1). tokens (B, T)."""
         length, size = tokens.shape[1], self.learnt.shape[2]
         row, block, slot = self.learnt.nonzero(as_tuple=True)
         starts = row * length + self.anchors[row, block] - 1  # a draft starts where its root is the token behind
         positions = starts + 1 + slot
-        return Asked(
+        return DraftTargets(
             positions, tokens.flatten()[positions + 1], starts.unsqueeze(1), slot.unsqueeze(1),
             self.weights[row, block].unsqueeze(1), tokens.numel(), size,
         )  # fmt: skip

@@ -23,7 +23,7 @@ from specheads.decoding.tree import DraftTree
 from specheads.heads import draws
 from specheads.heads.limits import DEEPEST, check_choices, check_options
 from specheads.losses.functions import parse_loss
-from specheads.losses.objective import Asked, Objective, Scores
+from specheads.losses.objective import DraftTargets, Objective, Scores
 from specheads.losses.teacher import Teacher
 from specheads.options import refuse_unknown
 
@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Options of a head. None means: taken from the base's config by `filled`.
+    """Options of a head. None means: taken from the base's config by `with_base_defaults`.
 
-    loss: what a draft's law is trained on: one of `losses.LAW_LOSSES`, 'hard', or a weighted sum such as
+    loss: what a draft's law is trained on: one of `losses.DISTRIBUTION_LOSSES`, 'hard', or a weighted sum such as
     'hard:0.1,tv:1.8'. dpace: the floor of D-PACE's position weights (0.5 as published); None weighs by depth alone.
     tree: the static tree it drafts by default, by its text ("chain:4") or its choices, each a path of ranks, as
     `calibration.calibrated` finds them; None leaves the tree to the kind of head and of device.
@@ -79,7 +79,7 @@ class HeadConfig:
             given[key] = tuple(value) if isinstance(value, list) else value
         return cls(**given)
 
-    def filled(self, base_config: Any) -> Self:
+    def with_base_defaults(self, base_config: Any) -> Self:
         """With every size that was left None taken from the base's text config."""
         defaults = {"hidden_size": base_config.hidden_size, "vocab_size": base_config.vocab_size}
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
@@ -115,9 +115,9 @@ class TapBatch:
         items = self.supervised.sum() if self.num_items is None else self.num_items
         return items.clamp_min(1) if isinstance(items, Tensor) else max(items, 1)
 
-    def asked(self, depths: int) -> Asked:
+    def asked(self, depths: int) -> DraftTargets:
         """The supervised positions, and where drafts of so many depths started for each."""
-        return Asked.of(self.tokens, self.supervised, self.documents, depths)
+        return DraftTargets.of(self.tokens, self.supervised, self.documents, depths)
 
     def keys(self) -> Tensor:
         """(B, T) int64 what `draws` makes random numbers of, each row's its own in whichever batch it lies."""
@@ -139,7 +139,7 @@ class DraftHead(nn.Module, ABC):
         super().__init__()
         self.config = config
 
-    def recomputed(self, function: Callable[..., T], *inputs: Any) -> T:
+    def maybe_checkpoint(self, function: Callable[..., T], *inputs: Any) -> T:
         """function(*inputs), whose activations are made again in the backward pass under gradient checkpointing."""
         if self.checkpointing is None or not (self.training and torch.is_grad_enabled()):
             return function(*inputs)
@@ -185,7 +185,7 @@ class DraftHead(nn.Module, ABC):
     def refuse_unfit(self, base: Any) -> None:
         """Raise UnsupportedModel where this kind of head cannot learn from this base."""
 
-    def take_frozen(self, base: nn.Module) -> None:
+    def copy_frozen_weights(self, base: nn.Module) -> None:
         """Copy what the head holds of the base and does not train; without it the head would be none."""
 
     def initialise(self, base: nn.Module) -> None:
@@ -208,7 +208,7 @@ class DraftHead(nn.Module, ABC):
     def score(
         self,
         batch: TapBatch,
-        asked: Asked,
+        asked: DraftTargets,
         rows: list[Tensor],
         depth_weights: tuple[float, ...],
         overlaps: bool = False,

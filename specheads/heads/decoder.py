@@ -67,8 +67,8 @@ class DecoderConfig(HeadConfig):
             plain["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
         return super().from_options(plain)
 
-    def filled(self, base_config: Any) -> Self:
-        config = super().filled(base_config)
+    def with_base_defaults(self, base_config: Any) -> Self:
+        config = super().with_base_defaults(base_config)
         assert config.hidden_size is not None
         heads = config.num_attention_heads or getattr(base_config, "num_attention_heads", None) or 8
         while config.hidden_size % heads and config.head_dim is None:

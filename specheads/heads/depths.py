@@ -21,7 +21,7 @@ from specheads.heads.anchored_starts import AnchoredStarts, AnchoredStartsConfig
 from specheads.heads.base import TapBatch
 from specheads.heads.limits import ANY_LAYER, MOST_LAYERS
 from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
-from specheads.losses.objective import Asked
+from specheads.losses.objective import DraftTargets
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class DepthHeadsConfig(AnchoredStartsConfig, DraftVocabularyConfig):
     def deepest(self) -> int:
         return self.num_heads
 
-    def filled(self, base_config: Any) -> Self:
-        config = super().filled(base_config)
+    def with_base_defaults(self, base_config: Any) -> Self:
+        config = super().with_base_defaults(base_config)
         layers = base_config.num_hidden_layers
         tap = layers if config.tap is None else config.tap
         if not 0 <= tap <= layers:
@@ -109,7 +109,7 @@ class DepthHeads(DraftVocabulary):
         return self.lm_heads[depth](hidden)
 
     @abstractmethod
-    def rows(self, batch: TapBatch, asked: Asked, depths: int) -> list[Tensor]:
+    def rows(self, batch: TapBatch, asked: DraftTargets, depths: int) -> list[Tensor]:
         """What the first `depths` heads make at the starts of the drafts asked for: each (R_s, H)."""
 
     @abstractmethod

@@ -19,17 +19,19 @@ from specheads.losses.functions import feature_distance
 
 @dataclass(frozen=True)
 class EagleConfig(UnrolledConfig):
-    """feature_weight and law_weight: of the two losses; noise: half-width of the uniform feature noise; fc_bias: of
-    the fusing layer; steps: 1 as published, more as in HASS (arXiv:2408.15766); metric_steps: those that evaluation
+    """feature_weight and token_loss_weight: of the two losses; noise: half-width of the uniform feature noise; fc_bias:
+    of the fusing layer; steps: 1 as published, more as in HASS (arXiv:2408.15766); metric_steps: those that evaluation
     unrolls for the joint accepted length."""
 
     kind: ClassVar[str] = "eagle"
+    aliases: ClassVar[dict[str, str]] = {**UnrolledConfig.aliases, "law_weight": "token_loss_weight"}
     bounds: ClassVar[dict[str, tuple[float, float]]] = {
-        "feature_weight": (0, 2**20), "law_weight": (0, 2**20), "noise": (0, 2**20), "metric_steps": (1, DEEPEST),
+        "feature_weight": (0, 2**20), "token_loss_weight": (0, 2**20), "noise": (0, 2**20),
+        "metric_steps": (1, DEEPEST),
     }  # fmt: skip
 
     feature_weight: float = 1.0
-    law_weight: float = 0.1
+    token_loss_weight: float = 0.1
     noise: float = 0.1
     fc_bias: bool = False
     metric_steps: int = 4
@@ -87,7 +89,7 @@ class EagleHead(FeatureHead):
             place = asked.places(s)
             distances.append((feature_distance(predicted, aim[place]) * asked.weights[place, s]).sum())
         distance, law = torch.stack(distances).sum() / batch.denominator, scores.total / batch.denominator
-        total = config.feature_weight * distance + config.law_weight * law
+        total = config.feature_weight * distance + config.token_loss_weight * law
         return total, {"feature": distance.detach(), "law": law.detach(), **scores.terms(batch.denominator)}
 
 

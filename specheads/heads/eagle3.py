@@ -96,7 +96,7 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
         x = torch.cat([self.input_layernorm(embedded), normed], -1)
         return x, normed if self.config.norm_before_residual else hidden
 
-    def handed_on(self, output: Tensor) -> Tensor:
+    def next_hidden(self, output: Tensor) -> Tensor:
         return self.norm(output) if self.config.norm_output else output
 
     def draft_logits(self, hidden: Tensor, depth: int = 0, lm_head: Any = None) -> Tensor:

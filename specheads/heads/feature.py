@@ -23,7 +23,7 @@ from specheads.heads.base import DraftHead, TapBatch
 from specheads.heads.block import Block
 from specheads.heads.decoder import Attend, DecoderConfig, attend_with, document_mask, read_committed
 from specheads.heads.limits import ANY_LAYER, DEEPEST, MOST_LAYERS
-from specheads.losses.objective import Asked
+from specheads.losses.objective import DraftTargets
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class FeatureHeadConfig(DecoderConfig, ABC):
     def default_taps(cls, num_layers: int) -> tuple[int, ...]:
         """The layers read by default, for a base of `num_layers`."""
 
-    def filled(self, base_config: Any) -> Self:
-        config, layers = super().filled(base_config), base_config.num_hidden_layers
+    def with_base_defaults(self, base_config: Any) -> Self:
+        config, layers = super().with_base_defaults(base_config), base_config.num_hidden_layers
         filled = replace(config, taps=config.taps or config.default_taps(layers))
         for tap in filled.taps or ():
             if not 0 <= tap <= layers:
@@ -94,7 +94,7 @@ class FeatureHead(DraftHead):
     def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Embedded tokens and hidden (B, T, H) → the first block's attention input and its residual."""
 
-    def handed_on(self, output: Tensor) -> Tensor:
+    def next_hidden(self, output: Tensor) -> Tensor:
         """What the next drafted step reads of an output (B, T, H) in place of fused features."""
         return output
 
@@ -113,7 +113,7 @@ class FeatureHead(DraftHead):
             hidden = attend(block, i, x, residual, rotary)  # type: ignore[arg-type]
         return hidden
 
-    def drafts(self, batch: TapBatch, steps: int, features: Tensor | None = None) -> tuple[Asked, list[Tensor]]:
+    def drafts(self, batch: TapBatch, steps: int, features: Tensor | None = None) -> tuple[DraftTargets, list[Tensor]]:
         """The drafts of so many steps that the batch asks for, or in training those of the anchored starts: what is
         asked, and what the head made for it, (R_s, H) of each draft s."""
         asked, anchors = batch.asked(steps), self.config.anchors
@@ -144,7 +144,7 @@ class FeatureHead(DraftHead):
         values: list[tuple[Tensor, ...]] = [() for _ in self.blocks]
 
         def attend(block: Block, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-            out, key, value = self.recomputed(block.unrolled, x, residual, rotary, mask, keys[i], values[i])
+            out, key, value = self.maybe_checkpoint(block.unrolled, x, residual, rotary, mask, keys[i], values[i])
             keys[i], values[i] = (*keys[i], key), (*values[i], value)
             return out
 
@@ -155,7 +155,7 @@ class FeatureHead(DraftHead):
                 mask = mask.gather(2, anchored[:, None, :, None].expand(-1, 1, -1, length))
             following = rows_of(embedded, (column + s + 1) % length)
             outputs.append(self(attend, following, hidden, position + s))
-            hidden = self.handed_on(outputs[-1])
+            hidden = self.next_hidden(outputs[-1])
         return outputs
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
@@ -173,9 +173,9 @@ class FeatureHead(DraftHead):
         def expand(tokens: Tensor, parents: Tensor | None) -> Scored:
             nonlocal level
             if parents is not None:
-                levels.descend(parents)
+                levels.next_level(parents)
                 attend, embedded = attend_with(cache, levels.mask(Reach())), target.embed(tokens).to(dtype)
-                level = self(attend, embedded, self.handed_on(rows_of(level, parents)), levels.position)
+                level = self(attend, embedded, self.next_hidden(rows_of(level, parents)), levels.position)
             return Scored(self.draft_logits(level, 0, target.lm_head), ids)
 
         assert self.config.vocab_size is not None

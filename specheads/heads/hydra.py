@@ -21,7 +21,7 @@ from specheads.heads.base import TapBatch
 from specheads.heads.block import Block, copy_layer, copy_norm, decoder_layers, final_norm
 from specheads.heads.decoder import Attend, DecoderConfig, document_mask, read_committed
 from specheads.heads.depths import DepthHeads, DepthHeadsConfig, ResBlock
-from specheads.losses.objective import Asked
+from specheads.losses.objective import DraftTargets
 
 _DECODER = [name for name in DecoderConfig.__dataclass_fields__ if name not in DepthHeadsConfig.__dataclass_fields__]
 
@@ -46,8 +46,12 @@ class HydraConfig(DecoderConfig, DepthHeadsConfig):
                     f"hydra head options {given} are sizes of the prefix layer: give prefix_layer=true too"
                 )
 
-    def filled(self, base_config: Any) -> HydraConfig:
-        return super().filled(base_config) if self.prefix_layer else DepthHeadsConfig.filled(self, base_config)
+    def with_base_defaults(self, base_config: Any) -> HydraConfig:
+        return (
+            super().with_base_defaults(base_config)
+            if self.prefix_layer
+            else DepthHeadsConfig.with_base_defaults(self, base_config)
+        )
 
 
 class FusingBlock(nn.Module):
@@ -124,14 +128,14 @@ class HydraHead(DepthHeads):
         if self.prefix is not None:
             self.prefix.initialise(base)
 
-    def rows(self, batch: TapBatch, asked: Asked, depths: int) -> list[Tensor]:
+    def rows(self, batch: TapBatch, asked: DraftTargets, depths: int) -> list[Tensor]:
         hidden, embedded = batch.features.to(self.dtype), batch.embed(batch.tokens).to(self.dtype)
         if self.prefix is not None:
             mask = document_mask(batch.documents, hidden.dtype)
             self.prefix.rotary.ensure(int(batch.position_ids.max()) + 1, hidden)
 
             def attend(block: Block, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-                return self.recomputed(block.unrolled, x, residual, rotary, mask)[0]
+                return self.maybe_checkpoint(block.unrolled, x, residual, rotary, mask)[0]
 
             hidden = self.prefix(attend, hidden, batch.position_ids)
         flat = embedded.flatten(0, 1)
@@ -141,7 +145,7 @@ class HydraHead(DepthHeads):
             read = [asked.rows(hidden, i), *(flat[(start + 1 + j) % len(flat)] for j in range(i + 1))]
             return self.blocks[i](torch.cat(read, -1))
 
-        return [self.recomputed(made, i) for i in range(depths)]
+        return [self.maybe_checkpoint(made, i) for i in range(depths)]
 
     def expander(self, context: Context, plan: Plan) -> Expand:
         target = context.target

@@ -16,7 +16,7 @@ from specheads.options import shown
 MOST_LAYERS = 64  # layers, or heads of one depth each
 DEEPEST = 1024  # tokens of one draft
 MOST_NODES = 1024  # of the static tree a head drafts by default, and ranks at one of them
-ANY_LAYER = (-10_000, 10_000)  # which of them a base has, `filled` says
+ANY_LAYER = (-10_000, 10_000)  # which of them a base has, `with_base_defaults` says
 MOST_LISTED = 64  # entries of a list: tapped layers
 _EXPECTED = {
     int: "a whole number", float: "a finite number", bool: "true or false", str: "text", tuple: "a list",

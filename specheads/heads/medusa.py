@@ -11,7 +11,7 @@ from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import Expand, Plan, Scored
 from specheads.heads.base import TapBatch
 from specheads.heads.depths import DepthHeads, DepthHeadsConfig, ResBlock
-from specheads.losses.objective import Asked
+from specheads.losses.objective import DraftTargets
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class MedusaHead(DepthHeads):
         blocks = [nn.Sequential(*[ResBlock(size) for _ in range(config.num_layers)]) for _ in range(config.num_heads)]
         super().__init__(config, nn.ModuleList(blocks))
 
-    def rows(self, batch: TapBatch, asked: Asked, depths: int) -> list[Tensor]:
+    def rows(self, batch: TapBatch, asked: DraftTargets, depths: int) -> list[Tensor]:
         features = batch.features.to(self.dtype)
-        return [self.recomputed(self.blocks[i], asked.rows(features, i)) for i in range(depths)]
+        return [self.maybe_checkpoint(self.blocks[i], asked.rows(features, i)) for i in range(depths)]
 
     def expander(self, context: Context, plan: Plan) -> Expand:
         dtype, ids = context.once("head", lambda: (self.dtype, self.target_ids))

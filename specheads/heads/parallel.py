@@ -101,7 +101,7 @@ class ParallelHead(DraftVocabulary):
                     "not; leave draft_vocab_size out"
                 )
 
-    def take_frozen(self, base: Any) -> None:
+    def copy_frozen_weights(self, base: Any) -> None:
         self.copy_output_rows(base)
 
     def initialise(self, base: Any) -> None:
@@ -150,7 +150,7 @@ class ParallelHead(DraftVocabulary):
         and values that the slots may see, and the mask."""
         rotary = self.rotary(position)
         for i, layer in enumerate(self.decoder):
-            x = self.recomputed(layer, x, rotary, lambda k, v, i=i: attend(i, k, v))
+            x = self.maybe_checkpoint(layer, x, rotary, lambda k, v, i=i: attend(i, k, v))
         return self.norm(x)
 
     def followed(self, hidden: Tensor, before: Tensor) -> Tensor:

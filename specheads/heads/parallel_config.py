@@ -59,8 +59,8 @@ class ParallelConfig(FeatureHeadConfig, DraftVocabularyConfig):
         """Slots at the front of a block that draft nothing: the root's, where slots speak of their own place."""
         return 0 if self.sample_from_anchor else 1
 
-    def filled(self, base_config: Any) -> ParallelConfig:
-        config = super().filled(base_config)
+    def with_base_defaults(self, base_config: Any) -> ParallelConfig:
+        config = super().with_base_defaults(base_config)
         assert config.vocab_size is not None
         if config.mask_token_id is not None and config.mask_token_id >= config.vocab_size:
             raise ValueError(f"mask_token_id={config.mask_token_id} is no token of a vocabulary of {config.vocab_size}")

@@ -33,8 +33,8 @@ class DraftVocabularyConfig(HeadConfig):
                 f"draft_vocab_size={self.draft_vocab_size} exceeds the base's vocabulary of {self.vocab_size}"
             )
 
-    def filled(self, base_config: Any) -> Self:
-        config = super().filled(base_config)
+    def with_base_defaults(self, base_config: Any) -> Self:
+        config = super().with_base_defaults(base_config)
         assert config.vocab_size is not None
         size = config.draft_vocab_size or min(config.vocab_size, self.default_limit or config.vocab_size)
         return replace(config, draft_vocab_size=size)

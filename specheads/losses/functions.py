@@ -15,7 +15,7 @@ from torch import Tensor
 from specheads.decoding.precision import at_least_float32
 from specheads.options import refuse_unknown, shown
 
-LawLoss = Callable[[Tensor, Tensor], Tensor]
+DistributionLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 def cross_entropy(log_q: Tensor, log_p: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def lk_hybrid(log_q: Tensor, log_p: Tensor, sharpness: float = 3.0) -> Tensor:
     return share * kl(log_q, log_p) + (1 - share) * (1 - alpha)
 
 
-LAW_LOSSES: dict[str, LawLoss] = {
+DISTRIBUTION_LOSSES: dict[str, DistributionLoss] = {
     "ce": cross_entropy, "kl": kl, "kl_reversed": kl_reversed, "js": js, "tv": tv, "lk": lk, "lk_hybrid": lk_hybrid,
 }  # fmt: skip
 HARD = "hard"  # −log q(the token that follows in the text), which needs no law of the target
@@ -73,7 +73,7 @@ def parse_loss(text: str) -> tuple[tuple[str, float], ...]:
     parts = []
     for part in str(text).split(","):
         name, _, weight = part.strip().partition(":")
-        refuse_unknown([name], [HARD, *LAW_LOSSES], what="loss")
+        refuse_unknown([name], [HARD, *DISTRIBUTION_LOSSES], what="loss")
         try:
             value = float(weight) if weight else 1.0
         except ValueError:

@@ -17,15 +17,15 @@ from torch import Tensor
 from specheads.decoding.draft_ids import DraftIds
 from specheads.decoding.precision import at_least_float32
 from specheads.losses.chunked import Steps, chunked_sum
-from specheads.losses.functions import HARD, LAW_LOSSES, LawLoss, overlap, position_weights
+from specheads.losses.functions import DISTRIBUTION_LOSSES, HARD, DistributionLoss, overlap, position_weights
 from specheads.losses.teacher import Teacher
-from specheads.losses.teacher_probs import Law
+from specheads.losses.teacher_probs import TeacherProbs
 
 Project = Callable[[Tensor, int], Tensor]  # rows of depth s (C, H) → draft logits (C, Vd)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DraftTargets:
     """The supervised positions of a batch and where their drafts started.
 
     positions (R,), tokens (R,) the one asked for, starts (R, S) and depths (R, S) of its drafts, weights (R, S): how
@@ -42,7 +42,7 @@ class Asked:
     num_depths: int
 
     @classmethod
-    def of(cls, tokens: Tensor, supervised: Tensor, documents: Tensor, depths: int) -> Asked:
+    def of(cls, tokens: Tensor, supervised: Tensor, documents: Tensor, depths: int) -> DraftTargets:
         """A position's drafts of every depth, S = D. tokens, supervised (by the token that is predicted) and documents
         (B, T); document 0 is padding."""
         batch, length = tokens.shape
@@ -75,19 +75,19 @@ class Asked:
     @property
     def whole(self) -> Tensor:
         """(R, S) of a start all of whose D drafts are asked for?"""
-        filled = self.laid(self.valid).all(1)
+        filled = self.scatter_by_start(self.valid).all(1)
         return filled[self.starts] & self.valid
 
     def by_start(self, values: Tensor) -> Tensor:
         """(R, S) by the position spoken of → (R', D): one row for each start all of whose D drafts are asked for."""
-        return self.laid(values)[self.laid(self.valid).all(1)]
+        return self.scatter_by_start(values)[self.scatter_by_start(self.valid).all(1)]
 
-    def laid(self, values: Tensor) -> Tensor:
+    def scatter_by_start(self, values: Tensor) -> Tensor:
         """(R, S) by the position spoken of → (B · T, D) by start; 0 where no such draft is asked for."""
         count = self.size * self.num_depths
         place = torch.where(self.valid, self.starts * self.num_depths + self.depths, count)
-        laid = values.new_zeros(count + 1).scatter(0, place.flatten(), values.flatten())
-        return laid[:-1].view(self.size, self.num_depths)
+        scatter_by_start = values.new_zeros(count + 1).scatter(0, place.flatten(), values.flatten())
+        return scatter_by_start[:-1].view(self.size, self.num_depths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Objective:
 
     def __call__(
         self,
-        asked: Asked,
+        asked: DraftTargets,
         teacher: Teacher,
         rows: Sequence[Tensor],
         project: Project,
@@ -140,15 +140,15 @@ class Objective:
         # in the order they come in, and want those of the same parameters from each.
         learns = [weight > 0 for weight in self.depth_weights]
         trained = learns if len(rows) == len(learns) else [any(learns)] * len(rows)
-        soft = [(LAW_LOSSES[name], weight) for name, weight in self.loss if name != HARD]
+        soft = [(DISTRIBUTION_LOSSES[name], weight) for name, weight in self.loss if name != HARD]
         # Ranks are of starts with all their drafts; where nothing else needs the base's law, it is made for them alone.
         whole = asked.whole
-        heard = (asked.valid if soft or overlaps else whole).any(1).nonzero().squeeze(1)
+        needs_teacher = (asked.valid if soft or overlaps else whole).any(1).nonzero().squeeze(1)
         places = [asked.places(s) for s in range(len(rows))]
         ranked = [whole[:, s].nonzero().squeeze(1) for s in range(len(rows))]
 
-        def compute(here: slice, _: Tensor, heard: Tensor, *given: Tensor) -> Steps:
-            law = law_at(teacher, asked, heard, draft)
+        def compute(here: slice, _: Tensor, needs_teacher: Tensor, *given: Tensor) -> Steps:
+            law = teacher_probs_at(teacher, asked, needs_teacher, draft)
             size, count = here.stop - here.start, len(rows)
             losses, alphas = weights.new_zeros(size, count), weights.new_zeros(size, count)
             ranks = torch.full((size, count), -1, device=losses.device)
@@ -159,13 +159,13 @@ class Objective:
                     logits = at_least_float32(project(chunk, s))
                 with torch.no_grad():
                     asked_for = logits if len(ranked) == len(place) else logits[torch.searchsorted(place, ranked)]
-                    best = in_draft(part_of(law, heard, ranked).best, draft)
+                    best = in_draft(part_of(law, needs_teacher, ranked).best, draft)
                     ranks[ranked - here.start, s] = rank_of(asked_for, best)
                 if not trained[s] and not overlaps:
                     continue
                 with torch.set_grad_enabled(graded):
                     log_q = logits.log_softmax(-1)
-                own = part_of(law, heard, place) if soft or overlaps else None
+                own = part_of(law, needs_teacher, place) if soft or overlaps else None
                 if overlaps:
                     assert own is not None
                     with torch.no_grad():  # of the law over all tokens: what the draft cannot say is rejected
@@ -179,14 +179,18 @@ class Objective:
 
         everything = torch.arange(len(asked.positions), device=rows[0].device)
         total, (losses, ranks, alphas) = chunked_sum(
-            compute, [everything, heard, *places, *ranked, *rows], parameters, chunk, [heard, *places, *ranked, *places]
+            compute,
+            [everything, needs_teacher, *places, *ranked, *rows],
+            parameters,
+            chunk,
+            [needs_teacher, *places, *ranked, *places],
         )
-        depths = asked.laid(losses * asked.weights).sum(0)
+        depths = asked.scatter_by_start(losses * asked.weights).sum(0)
         found = asked.by_start(alphas) if overlaps else None
         return Scores(total, depths, asked.by_start(ranks), found, alphas if overlaps else None)
 
     def _losses(
-        self, log_q: Tensor, token: Tensor, law: Law | None, soft: Sequence[tuple[LawLoss, float]],
+        self, log_q: Tensor, token: Tensor, law: TeacherProbs | None, soft: Sequence[tuple[DistributionLoss, float]],
         draft: DraftIds | None,
     ) -> Tensor:  # fmt: skip
         """(C,) of drafts log_q (C, Vd), of the text's tokens (C,), −1 outside the draft vocabulary, and the law."""
@@ -202,7 +206,7 @@ class Objective:
 
     @torch.no_grad()
     def _weights(
-        self, asked: Asked, rows: Sequence[Tensor], project: Project, draft: DraftIds | None, chunk: int
+        self, asked: DraftTargets, rows: Sequence[Tensor], project: Project, draft: DraftIds | None, chunk: int
     ) -> Tensor:
         """(R, S) of each draft's loss."""
         of_depth = torch.tensor(self.depth_weights, dtype=at_least_float32(rows[0]).dtype, device=rows[0].device)
@@ -226,19 +230,19 @@ class Objective:
         everything = torch.arange(len(asked.positions), device=rows[0].device)
         _, (chances,) = chunked_sum(chance, [everything, *places, *rows], (), chunk, [*places, *places])
         # By start: depth j of a draft weighs what all its deeper ones stand to gain.
-        return weights * position_weights(asked.laid(chances), self.pace)[asked.starts, asked.depths]
+        return weights * position_weights(asked.scatter_by_start(chances), self.pace)[asked.starts, asked.depths]
 
 
-def law_at(teacher: Teacher, asked: Asked, rows: Tensor, draft: DraftIds | None) -> Law:
+def teacher_probs_at(teacher: Teacher, asked: DraftTargets, rows: Tensor, draft: DraftIds | None) -> TeacherProbs:
     """The base's law at some of the R positions; one that several rows ask for is looked at once."""
     positions = asked.positions[rows]
     if asked.num_depths == asked.starts.shape[1]:
-        return teacher.law(positions, draft)
+        return teacher.probs(positions, draft)
     positions, place = positions.unique(return_inverse=True)
-    return teacher.law(positions, draft).at(place)
+    return teacher.probs(positions, draft).at(place)
 
 
-def part_of(law: Law, rows: Tensor, some: Tensor) -> Law:
+def part_of(law: TeacherProbs, rows: Tensor, some: Tensor) -> TeacherProbs:
     """Of the law at rows (R,) that at some of them, both ascending."""
     return law if len(some) == len(rows) else law.at(torch.searchsorted(rows, some))
 

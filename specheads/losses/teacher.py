@@ -30,13 +30,13 @@ from specheads.decoding.target.causal import (
     takes_mask_dict,
     text_config,
 )
-from specheads.losses.teacher_probs import NEVER, FullLaw, Law, TopKTailLaw
+from specheads.losses.teacher_probs import NEVER, DenseTeacherProbs, TeacherProbs, TopKTeacherProbs
 
 
 class Teacher(Protocol):
     """Positions (R,) are indices into the batch laid flat."""
 
-    def law(self, positions: Tensor, draft: DraftIds | None) -> Law:
+    def probs(self, positions: Tensor, draft: DraftIds | None) -> TeacherProbs:
         """Renormalised over the draft vocabulary, and without gradients."""
         ...
 
@@ -56,8 +56,8 @@ class LiveTeacher(ABC):
     def logits_at(self, positions: Tensor) -> Tensor:
         return self.project(self.rows(positions))
 
-    def law(self, positions: Tensor, draft: DraftIds | None) -> FullLaw:
-        return FullLaw(self.logits_at(positions), draft)
+    def probs(self, positions: Tensor, draft: DraftIds | None) -> DenseTeacherProbs:
+        return DenseTeacherProbs(self.logits_at(positions), draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,8 @@ class TopKTail:
         sure = torch.zeros_like(following, dtype=torch.float32)
         return cls(following, sure, sure.squeeze(-1) + NEVER)
 
-    def law(self, positions: Tensor, draft: DraftIds | None) -> TopKTailLaw:
-        return TopKTailLaw.of(self.ids[positions].long(), self.log_p[positions], self.tail[positions], draft)
+    def probs(self, positions: Tensor, draft: DraftIds | None) -> TopKTeacherProbs:
+        return TopKTeacherProbs.of(self.ids[positions].long(), self.log_p[positions], self.tail[positions], draft)
 
 
 _remade: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()

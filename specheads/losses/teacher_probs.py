@@ -18,7 +18,7 @@ from specheads.decoding.precision import at_least_float32
 from specheads.decoding.sampler import likeliest
 
 
-class Law(Protocol):
+class TeacherProbs(Protocol):
     """The base's law at R positions. best (R,): its likeliest token; log_p (R, X): over the outcomes compared, one of
     which happens for sure; mass (R,): their chance under the whole vocabulary."""
 
@@ -32,12 +32,12 @@ class Law(Protocol):
         """The draft's log-law (R, Vd) over the same outcomes: (R, X)."""
         ...
 
-    def at(self, rows: Tensor) -> Law:
+    def at(self, rows: Tensor) -> TeacherProbs:
         """The law of some of the R positions, or of some twice."""
         ...
 
 
-class FullLaw:
+class DenseTeacherProbs:
     """A law known for every token, from logits (R, V); what nobody asks for is not made."""
 
     def __init__(self, logits: Tensor, draft: DraftIds | None) -> None:
@@ -70,15 +70,15 @@ class FullLaw:
     def outcomes(self, log_q: Tensor) -> Tensor:
         return log_q
 
-    def at(self, rows: Tensor) -> PickedLaw:
-        return PickedLaw(self, rows)
+    def at(self, rows: Tensor) -> IndexedTeacherProbs:
+        return IndexedTeacherProbs(self, rows)
 
 
 @dataclass(frozen=True)
-class PickedLaw:
-    """The law at some rows of a `FullLaw`; what nobody asks for is not made."""
+class IndexedTeacherProbs:
+    """The law at some rows of a `DenseTeacherProbs`; what nobody asks for is not made."""
 
-    whole: FullLaw
+    whole: DenseTeacherProbs
     rows: Tensor
 
     @cached_property
@@ -96,15 +96,15 @@ class PickedLaw:
     def outcomes(self, log_q: Tensor) -> Tensor:
         return log_q
 
-    def at(self, rows: Tensor) -> PickedLaw:
-        return PickedLaw(self.whole, self.rows[rows])
+    def at(self, rows: Tensor) -> IndexedTeacherProbs:
+        return IndexedTeacherProbs(self.whole, self.rows[rows])
 
 
 NEVER = -1e30  # log-chance of what does not happen: finite, since 0 · −∞ is no number
 
 
 @dataclass(frozen=True, slots=True)
-class TopKTailLaw:
+class TopKTeacherProbs:
     """A law known for K tokens: X = K + 1 outcomes, each of them and the rest of the draft vocabulary, the tail.
 
     places (R, K): of the K in the draft vocabulary, −1 outside; those outside never happen. How much of the tail lies
@@ -119,7 +119,7 @@ class TopKTailLaw:
     places: Tensor
 
     @classmethod
-    def of(cls, ids: Tensor, log_p: Tensor, tail: Tensor, draft: DraftIds | None) -> TopKTailLaw:
+    def of(cls, ids: Tensor, log_p: Tensor, tail: Tensor, draft: DraftIds | None) -> TopKTeacherProbs:
         """ids, log_p (R, K), the likeliest first, and tail (R,), the log-chance of all others."""
         places = ids if draft is None else draft.place[ids]
         inside = places >= 0
@@ -137,5 +137,5 @@ class TopKTailLaw:
         tail = torch.where(rest[:, :width], log_q, NEVER).logsumexp(-1, keepdim=True)
         return torch.cat([kept, tail], -1)
 
-    def at(self, rows: Tensor) -> TopKTailLaw:
-        return TopKTailLaw(self.best[rows], self.log_p[rows], self.mass[rows], self.places[rows])
+    def at(self, rows: Tensor) -> TopKTeacherProbs:
+        return TopKTeacherProbs(self.best[rows], self.log_p[rows], self.mass[rows], self.places[rows])

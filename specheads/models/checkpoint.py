@@ -27,7 +27,7 @@ from specheads.models.formats.importing import detect
 from specheads.models.loading import as_dtype, load_language_model
 from specheads.models.lora import JointConfig, adapted_modules, attach, detach, is_adapter
 from specheads.models.quantized import quantization_of, restored
-from specheads.models.saved_head import SavedHead, adapter_tensors, head_tensors, misfits, read
+from specheads.models.saved_head import SavedHead, adapter_tensors, head_tensors, read, state_dict_mismatches
 from specheads.options import listing, reason, shortened, shown
 
 _HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
@@ -54,7 +54,7 @@ def save(
         raise CheckpointError(f"{folder} is a file; give a directory to save into")
     sharded = any(hasattr(t, "full_tensor") for name, t in state_dict.items() if name.startswith("head."))
     tensors = {} if sharded else head_tensors(state_dict)
-    if sharded or (differing := misfits(tensors, head)):
+    if sharded or (differing := state_dict_mismatches(tensors, head)):
         raise CheckpointError(
             "the state dict to save does not hold the whole head: "
             f"{'its tensors are shards' if sharded else differing}. With sharded parameters gather them first: "
@@ -169,7 +169,7 @@ def load(
 def check_options(saved: SavedHead, base: PreTrainedModel, source: Any) -> None:
     """CheckpointError where the head's options leave a size to the base, or this base has no such layers or tokens."""
     try:
-        filled = saved.head.filled(text_config(base))
+        filled = saved.head.with_base_defaults(text_config(base))
     except ValueError as error:
         raise CheckpointError(f"{source}: its head does not fit this base: {reason(error)}") from error
     if filled != saved.head:

@@ -48,10 +48,10 @@ def convert(
         raise UnsupportedModel(
             "the base's output matrix is quantised, which heads read: load it with llm_int8_skip_modules=['lm_head']"
         )
-    config = head_config(head, options).filled(text_config(base))
+    config = head_config(head, options).with_base_defaults(text_config(base))
     module = build_head(config, base)
     module.refuse_unfit(base.eval())
-    module.take_frozen(base)
+    module.copy_frozen_weights(base)
     if init:
         module.initialise(base)
     module.to(as_dtype(dtype) or torch.float32)

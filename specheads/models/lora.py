@@ -21,7 +21,7 @@ from specheads.decoding.target.causal import text_config
 from specheads.heads import TapBatch
 from specheads.losses.chunked import Steps, chunked_sum
 from specheads.losses.functions import kl
-from specheads.losses.objective import Asked, rows_of_chunk
+from specheads.losses.objective import DraftTargets, rows_of_chunk
 from specheads.losses.teacher import LiveTeacher, Teacher, tapped
 from specheads.options import reason, refuse_unknown, shown
 
@@ -150,7 +150,7 @@ def base_loss(config: JointConfig, batch: TapBatch, own: LiveTeacher, base: Any,
     """Of the adapted base itself, over the supervised tokens of the batch; own: its law, with gradients."""
     from peft.helpers import rescale_adapter_scale
 
-    asked = Asked.of(batch.tokens, batch.supervised, batch.documents, 1)
+    asked = DraftTargets.of(batch.tokens, batch.supervised, batch.documents, 1)
     reference: Teacher | None = None
     if config.base_loss == "kl":
         with torch.no_grad(), rescale_adapter_scale(base, 0.0):
@@ -161,7 +161,7 @@ def base_loss(config: JointConfig, batch: TapBatch, own: LiveTeacher, base: Any,
         if reference is None:
             yield cross_entropy(logits, asked.tokens[here], reduction="sum")
         else:
-            yield kl(logits.log_softmax(-1), reference.law(asked.positions[here], None).log_p).sum()
+            yield kl(logits.log_softmax(-1), reference.probs(asked.positions[here], None).log_p).sum()
         return ()
 
     chunk = rows_of_chunk(2 * text_config(base).vocab_size, batch.tokens.device)

@@ -42,7 +42,7 @@ def adapter_tensors(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.detach().to("cpu").contiguous() for name, t in state_dict.items() if is_adapter(name)}
 
 
-def misfits(tensors: dict[str, Tensor], config: HeadConfig) -> str:
+def state_dict_mismatches(tensors: dict[str, Tensor], config: HeadConfig) -> str:
     """How `tensors` differ from what a head of these options holds, by name; "" where they do not."""
     with torch.device("meta"):  # sizes only: nothing is allocated for what a file claims
         own = {f"head.{name}": t for name, t in HEADS[config.kind](config).state_dict().items()}
@@ -105,7 +105,7 @@ def _read(source: Any, hub: dict[str, Any]) -> SavedHead:
         head = config.head_config()
         joint = None if config.joint is None else JointConfig.of(config.joint)
         adapters = {name: t for name, t in shapes.items() if joint and is_adapter(name)}
-        differing = misfits({name: t for name, t in shapes.items() if name not in adapters}, head)
+        differing = state_dict_mismatches({name: t for name, t in shapes.items() if name not in adapters}, head)
         differing = differing or ("" if joint is None else _rank_misfits(adapters, joint))
     except (AssertionError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         why = reason(error) or _left_out(config)  # a head asserts that it has sizes

@@ -130,7 +130,7 @@ class Sweep:
         for drafter in self.drafters:
             if drafter.partition(":")[0] in LAWLESS:
                 for rule in self.rules():
-                    if rule_named(rule).needs_draft_law:
+                    if rule_named(rule).requires_draft_probs:
                         raise ValueError(
                             f"accept {rule!r} compares the draft's law with the target's, and {drafter!r} gives none; "
                             "sweep it with a head or a draft model"
@@ -154,7 +154,7 @@ class Sweep:
         made: dict[str, None] = {}
         for text in itertools.chain.from_iterable(map(spread, self.accept)):
             name = text.partition(":")[0]
-            if self.thresholds and name not in ("exact", "block", "traversal", "unadjusted"):
+            if self.thresholds and name not in ("exact", "block", "traversal", "no_residual", "unadjusted"):
                 made |= dict.fromkeys(with_threshold(text, value) for value in self.thresholds)
             else:
                 made[rule_text(rule_named(text))] = None

@@ -83,5 +83,5 @@ def surprisal(logits: Tensor, x: Tensor, temperature: float, top_k: int) -> Tens
     processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if top_k:
         processors.append(TopKLogitsWarper(top_k))
-    p = Sampler(processors, do_sample=True).law(logits)
+    p = Sampler(processors, do_sample=True).probs(logits)
     return torch.xlogy(p, p).sum(-1) - p.gather(1, x).squeeze(1).log()

@@ -113,7 +113,7 @@ class Session:
                 reset_between=now.reset_in_between,
             )  # fmt: skip
             # N-grams have no law of their own to compare.
-            own, name = (Exact(), "exact") if rule.needs_draft_law else (rule, now.accept)
+            own, name = (Exact(), "exact") if rule.requires_draft_probs else (rule, now.accept)
             made.append(Mode("n-gram", f"{now.storage} {now.ngram_n}, {name}", _law(own), *target, grams, None, own))
         if now.alone:
             assert isinstance(drafter, DraftModel)
@@ -211,7 +211,7 @@ class Session:
                 f"{settings.drafter!r} cannot write alone: that takes a draft model (--assistant, /drafter NAME)"
             )
         # One step does not show it, where a text must repeat itself before it is drafted from.
-        if isinstance(drafter, PathDrafter) and rule_named(settings.accept).needs_draft_law:
+        if isinstance(drafter, PathDrafter) and rule_named(settings.accept).requires_draft_probs:
             raise ValueError(
                 f"{settings.accept} compares the draft's law with the target's, and {settings.drafter!r} "
                 "gives none: draft with a head or a draft model, or accept by another rule"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specheads.training.features.dump import Saved, save_features
+from specheads.training.features.extract import Saved, save_features
 from specheads.training.features.plan import SaveOptions, size_text
 from specheads.training.features.shards import FeatureError
 from specheads.training.recipe import read_recipe

@@ -1,7 +1,7 @@
 """walk() through a verified tree, and the rules that say which drafted tokens stand.
 
 Lossless: Exact, Block, Traversal. Not lossless: Lenient, Typical, TopN, Margin, CSLeniency, Fuzzy, Ensemble,
-Unadjusted.
+NoResidual.
 """
 
 from specheads.decoding.acceptance.block import Block
@@ -10,14 +10,16 @@ from specheads.decoding.acceptance.exact import Exact, normalised, residual
 from specheads.decoding.acceptance.fsd import fuzzy_from
 from specheads.decoding.acceptance.fuzzy import Fuzzy
 from specheads.decoding.acceptance.lenient import Lenient
+from specheads.decoding.acceptance.no_residual import NoResidual
 from specheads.decoding.acceptance.paths import walk
-from specheads.decoding.acceptance.rule import Acceptance, Laws, LevelRule, Verdict
+from specheads.decoding.acceptance.rule import Acceptance, LevelRule, TargetProbs, Verdict
 from specheads.decoding.acceptance.tokens import CSLeniency, Margin, TokenRule, TopN, Typical
 from specheads.decoding.acceptance.traversal import Traversal
-from specheads.decoding.acceptance.unadjusted import Unadjusted
+
+Unadjusted = NoResidual  # an older name
 
 __all__ = [
-    "Acceptance", "Block", "CSLeniency", "Ensemble", "Exact", "Fuzzy", "Laws", "Lenient", "LevelRule", "Margin",
-    "TokenRule", "TopN", "Traversal", "Typical", "Unadjusted", "Verdict", "fuzzy_from", "normalised", "residual",
-    "walk",
+    "Acceptance", "Block", "CSLeniency", "Ensemble", "Exact", "Fuzzy", "Lenient", "LevelRule", "Margin", "NoResidual",
+    "TargetProbs", "TokenRule", "TopN", "Traversal", "Typical", "Unadjusted", "Verdict", "fuzzy_from", "normalised",
+    "residual", "walk",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.acceptance.exact import Exact, residual
-from specheads.decoding.acceptance.rule import Acceptance, Laws, Verdict
+from specheads.decoding.acceptance.rule import Acceptance, TargetProbs, Verdict
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class Block(Acceptance):
 
     lossless: ClassVar[bool] = True
 
-    def judge(self, laws: Laws) -> Verdict:
+    def judge(self, laws: TargetProbs) -> Verdict:
         tree, sampler = laws.tree, laws.sampler
         if tree.probs is None:
             return Exact().judge(laws)
-        drafted = tree.shape.drafted
+        drafted = tree.topology.drafted
         node = torch.arange(tree.num_nodes, device=drafted.device)
         if not tree.is_chain:
             raise ValueError("Block judges chains, and this sampled tree branches; accept by Traversal() or Exact()")
         p, q = laws.p, tree.probs
-        share = laws.of_tokens(p) / tree.chance_drawn()
+        share = laws.of_tokens(p) / tree.drawn_probs()
         reached = [torch.ones_like(share[:, 0])]
         for i in range(1, tree.num_nodes):
             reached.append(torch.where(drafted[:, i], (reached[-1] * share[:, i]).clamp(max=1).nan_to_num(0), 0))
@@ -47,8 +47,8 @@ class Block(Acceptance):
         left = torch.where(
             left.isnan(), chance, left
         )  # a law that is no number, of which its draw tells if it is reached
-        coins = sampler.coins(stop_chance(left, chance))
-        last = torch.where(coins, node, 0).amax(1)
+        bernoulli = sampler.bernoulli(stop_chance(left, chance))
+        last = torch.where(bernoulli, node, 0).amax(1)
         row = torch.arange(len(last), device=last.device)
         bonus = residual(chance[row, last].unsqueeze(1) * p[row, last], ahead[row, last])
         path = torch.minimum(node, last.unsqueeze(1))[:, : tree.max_depth + 1]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.acceptance.exact import Exact
-from specheads.decoding.acceptance.rule import Acceptance, Laws, Verdict
+from specheads.decoding.acceptance.rule import Acceptance, TargetProbs, Verdict
 from specheads.decoding.sampler import Sampler
 
 
@@ -35,27 +35,27 @@ class Ensemble(Acceptance):
         return self.weight == 1
 
     @property
-    def needs_draft_law(self) -> bool:
+    def requires_draft_probs(self) -> bool:
         return not self.lossless
 
     def is_exact(self, sampler: Sampler) -> bool:
         return self.lossless
 
-    def judge(self, laws: Laws) -> Verdict:
-        mixed = Laws(laws.tree, laws.logits, laws.sampler, numbers=laws.numbers)
+    def judge(self, laws: TargetProbs) -> Verdict:
+        mixed = TargetProbs(laws.tree, laws.logits, laws.sampler, numbers=laws.numbers)
         mixed.scores = mixed.soft = self.mixture(laws)
         return Exact().judge(mixed)
 
-    def mixture(self, laws: Laws) -> Tensor:
+    def mixture(self, laws: TargetProbs) -> Tensor:
         """(B, N, V) v at nodes that have children, p at the others; before temperature 0."""
-        kept, shape = laws.tree.logits, laws.tree.shape
+        kept, topology = laws.tree.logits, laws.tree.topology
         if kept is None:
             raise ValueError("Ensemble mixes the draft's law with the target's, and this tree was drafted without one")
         p = laws.scores.softmax(-1)
         node = laws.place(torch.arange(laws.tree.num_nodes, device=p.device).expand(len(p), -1)).flatten()
-        q = laws.sampler.draft_law(kept.over_target(kept.at(node))).view_as(p)
+        q = laws.sampler.draft_probs(kept.over_target(kept.at(node))).view_as(p)
         v = q.to(p.dtype).lerp_(p, self.weight)
         if laws.sampler.processors:  # what they rule out stays out
             v.masked_fill_(laws.scores == -torch.inf, 0)
             v /= v.sum(-1, keepdim=True)
-        return torch.where(shape.children.any(2, keepdim=True), v, p)
+        return torch.where(topology.children.any(2, keepdim=True), v, p)

@@ -13,7 +13,7 @@ from transformers.generation import logits_process as hf
 
 from specheads.decoding.acceptance.divergences import FORMS, NAMES, divergence, smoothed
 from specheads.decoding.acceptance.exact import Exact, chances_in_order
-from specheads.decoding.acceptance.rule import Laws, LevelRule
+from specheads.decoding.acceptance.rule import LevelRule, TargetProbs
 from specheads.decoding.precision import at_least_float32
 from specheads.decoding.sampler import Sampler
 from specheads.options import refuse_unknown
@@ -77,37 +77,37 @@ class Fuzzy(LevelRule):
         return self.mode == "rescue" and self.threshold == 0
 
     @property
-    def needs_draft_law(self) -> bool:
+    def requires_draft_probs(self) -> bool:
         return self.divergence != "random" and not self.lossless
 
     def is_exact(self, sampler: Sampler) -> bool:
         return self.lossless
 
-    def kept(self, laws: Laws) -> Tensor:
+    def kept(self, laws: TargetProbs) -> Tensor:
         tree, sampler = laws.tree, laws.sampler
-        kept = sampler.coins(chances_in_order(laws, laws.p)) if sampler.do_sample else laws.carried()
+        kept = sampler.bernoulli(chances_in_order(laws, laws.p)) if sampler.do_sample else laws.is_target_argmax()
         apart = laws.at_parent(self.distance(laws)) if laws.divergences is None else laws.divergences
         near = laws.first_allowed & self.near(apart)
         if self.mode == "divergence":
             return kept | near
-        above = tree.shape.above  # rescue: only where Exact keeps no child at all
-        num_kept = torch.zeros_like(above).scatter_add_(1, above, (kept & tree.shape.drafted).long())
+        above = tree.topology.parent_index  # rescue: only where Exact keeps no child at all
+        num_kept = torch.zeros_like(above).scatter_add_(1, above, (kept & tree.topology.drafted).long())
         return kept | (near & laws.at_parent(num_kept == 0))
 
-    def divergences(self, laws: Laws) -> Tensor:
+    def divergences(self, laws: TargetProbs) -> Tensor:
         distance = self.distance(laws)  # siblings share their parent's
         if self.processed and laws.sampler.needs_prefix:  # below a token that processors rule out there is none
             distance = distance.masked_fill((laws.scores == 0).all(-1), torch.nan)
-        return laws.at_parent(distance).masked_fill(~laws.tree.shape.drafted, torch.nan)
+        return laws.at_parent(distance).masked_fill(~laws.tree.topology.drafted, torch.nan)
 
-    def rest(self, laws: Laws, node: Tensor) -> Tensor:
+    def rest(self, laws: TargetProbs, node: Tensor) -> Tensor:
         return Exact().rest(laws, node)
 
     def near(self, distance: Tensor) -> Tensor:
         """Is each distance within `threshold`?"""
         return distance < self.threshold if self.mode == "rescue" else distance <= self.threshold
 
-    def distance(self, laws: Laws) -> Tensor:
+    def distance(self, laws: TargetProbs) -> Tensor:
         """(B, N) D(q, p) behind each node; of leaves, behind which nothing was drafted, it says nothing."""
         if self.divergence == "random":
             return laws.sampler.uniforms(laws.tree.tokens.shape, laws.logits.device)
@@ -124,9 +124,9 @@ class Fuzzy(LevelRule):
         target, draft = target.flatten(0, 1), kept.at(node)
         if self.processed or warpers:  # processors know tokens by their target ids
             kinds = None if self.processed else tuple(warpers)
-            draft = sampler.draft_law(kept.over_target(draft), kinds)
+            draft = sampler.draft_probs(kept.over_target(draft), kinds)
             if not self.processed:
-                target = sampler.draft_law(target, kinds).log()
+                target = sampler.draft_probs(target, kinds).log()
             if self.epsilon:
                 draft, target = smoothed(draft, self.epsilon), smoothed(target.softmax(-1), self.epsilon).log()
             draft = draft.log()

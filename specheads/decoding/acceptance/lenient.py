@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specheads.decoding.acceptance.exact import kept_in_order, left_of
-from specheads.decoding.acceptance.rule import Laws, LevelRule
+from specheads.decoding.acceptance.exact import kept_in_order, residual_after_children
+from specheads.decoding.acceptance.rule import LevelRule, TargetProbs
 from specheads.decoding.sampler import Sampler
 
 
@@ -33,8 +33,8 @@ class Lenient(LevelRule):
     def is_exact(self, sampler: Sampler) -> bool:
         return self.lossless or not sampler.do_sample
 
-    def kept(self, laws: Laws) -> Tensor:
+    def kept(self, laws: TargetProbs) -> Tensor:
         return kept_in_order(laws, laws.p, self.leniency)
 
-    def rest(self, laws: Laws, node: Tensor) -> Tensor:
-        return left_of(laws.p_at(node), laws, node)
+    def rest(self, laws: TargetProbs, node: Tensor) -> Tensor:
+        return residual_after_children(laws.p_at(node), laws, node)

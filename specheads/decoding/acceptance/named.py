@@ -11,10 +11,10 @@ from specheads.decoding.acceptance.ensemble import Ensemble
 from specheads.decoding.acceptance.exact import Exact
 from specheads.decoding.acceptance.fuzzy import Fuzzy
 from specheads.decoding.acceptance.lenient import Lenient
+from specheads.decoding.acceptance.no_residual import NoResidual
 from specheads.decoding.acceptance.rule import Acceptance
 from specheads.decoding.acceptance.tokens import CSLeniency, Margin, TopN, Typical
 from specheads.decoding.acceptance.traversal import Traversal
-from specheads.decoding.acceptance.unadjusted import Unadjusted
 from specheads.options import refuse_class, refuse_unknown, shown
 
 # Each with the options that may be written without their name, in this order; any other is written KEY=VALUE.
@@ -22,7 +22,8 @@ RULES: dict[str, tuple[type[Any], tuple[str, ...]]] = {
     "exact": (Exact, ()),
     "block": (Block, ()),
     "traversal": (Traversal, ()),
-    "unadjusted": (Unadjusted, ()),
+    "no_residual": (NoResidual, ()),
+    "unadjusted": (NoResidual, ()),  # an older name
     "fuzzy": (Fuzzy, ("divergence", "threshold", "mode")),
     "typical": (Typical, ("epsilon", "delta")),
     "lenient": (Lenient, ("leniency",)),
@@ -37,7 +38,7 @@ THRESHOLDS = {
     "margin": "ratio", "ensemble": "weight",
 }  # fmt: skip
 EXPECTED = (
-    "expected exact, block, traversal, unadjusted, fuzzy:DIVERGENCE:THRESHOLD[:MODE], typical[:EPSILON[:DELTA]], "
+    "expected exact, block, traversal, no_residual, fuzzy:DIVERGENCE:THRESHOLD[:MODE], typical[:EPSILON[:DELTA]], "
     "lenient:LENIENCY, cs_leniency:LENIENCY, topn[:N[:MARGIN]], margin:RATIO or ensemble:WEIGHT"
 )
 

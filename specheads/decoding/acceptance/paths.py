@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from specheads.decoding.acceptance.exact import Exact
-from specheads.decoding.acceptance.rule import Acceptance, Laws, Verdict
+from specheads.decoding.acceptance.rule import Acceptance, TargetProbs, Verdict
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
@@ -32,10 +32,10 @@ def walk(
 
     logits (B, N, V) from the target. history: each row's ids up to and with the root, read only where a logits
     processor depends on the prefix; such a processor sees each node's own. ends (B, N): nodes that nothing follows, of
-    which no such processor is asked; None for none. numbers (B, P): as `Laws` has them. keep_divergences: measured at
-    every node, for a rule that does.
+    which no such processor is asked; None for none. numbers (B, P): as `TargetProbs` has them. keep_divergences:
+    measured at every node, for a rule that does.
     """
-    laws = Laws(tree, logits, sampler, history, ends, numbers)
+    laws = TargetProbs(tree, logits, sampler, history, ends, numbers)
     if keep_divergences and tree.num_nodes > 1:
         laws.divergences = accept.divergences(laws)
     if tree.num_nodes == 1 or accept.is_exact(sampler):

@@ -19,7 +19,7 @@ from specheads.decoding.tree import DraftTree
 
 
 @dataclass
-class Laws:
+class TargetProbs:
     """The target's law at the nodes of one verified tree, made when it is asked for.
 
     logits (B, N, V) are the target's. history: each row's ids up to and with the root, read only where a logits
@@ -54,7 +54,7 @@ class Laws:
         """Each row's ids up to and with its node (B,)."""
         made = []
         for row, tokens, parents, place in zip(
-            self.history, self._token_lists, self.tree.shape.parent_lists, node.tolist(), strict=True
+            self.history, self._token_lists, self.tree.topology.parent_lists, node.tolist(), strict=True
         ):
             drafted = []
             while place > 0:
@@ -89,14 +89,14 @@ class Laws:
             return self.sampler.scores(self.logits.flatten(0, 1), list).unflatten(0, (batch, num))
         # Node by node, because processors know rows by their place in the batch; and no processor is shown a prefix
         # that it would not have allowed, of which it may know nothing.
-        shape, tokens = self.tree.shape, self.tree.tokens
+        topology, tokens = self.tree.topology, self.tree.tokens
         made = torch.zeros_like(self.logits, dtype=torch.promote_types(self.logits.dtype, torch.float32))
         possible = torch.zeros_like(tokens, dtype=torch.bool)
         ends = torch.zeros_like(possible) if self.ends is None else self.ends
         for place in range(num):
-            above = shape.above[:, place]
+            above = topology.parent_index[:, place]
             allowed = made[self._rows, above, tokens[:, place]] > -torch.inf
-            reached = (shape.drafted[:, place] & possible[self._rows, above] & allowed) | (place == 0)
+            reached = (topology.drafted[:, place] & possible[self._rows, above] & allowed) | (place == 0)
             possible[:, place] = reached & ~ends[:, place]
             own = self._asked_at(torch.full_like(tokens[:, 0], place), ~possible[:, place])
             made[:, place] = torch.where(possible[:, place : place + 1], own, 0)
@@ -105,7 +105,7 @@ class Laws:
     @cached_property
     def p(self) -> Tensor:
         """(B, N, V) the law at every node."""
-        return self.soft if self.sampler.do_sample else self.sampler.law_of(self.scores)
+        return self.soft if self.sampler.do_sample else self.sampler.probs_of(self.scores)
 
     @cached_property
     def soft(self) -> Tensor:
@@ -124,41 +124,41 @@ class Laws:
             return self.likeliest
         return self.sampler.draw_nodes(self.p, self.tree, self.numbers)
 
-    def carried(self) -> Tensor:
+    def is_target_argmax(self) -> Tensor:
         """(B, N) is each node's token the likeliest at its parent? Of the root and unused slots it says nothing."""
         return self.at_parent(self.likeliest) == self.tree.tokens
 
     def p_at(self, node: Tensor) -> Tensor:
         """(B,) → (B, V) the law at one node of each row."""
         known = self.sampler.do_sample and "soft" in self.__dict__  # of every node
-        return self.at(self.soft, node) if known else self.sampler.law_of(self.scores_at(node))
+        return self.at(self.soft, node) if known else self.sampler.probs_of(self.scores_at(node))
 
     def draw_at(self, node: Tensor) -> Tensor:
         """(B,) tokens drawn from the laws at one node (B,) of each row, as `drawn`."""
         if not self.sampler.do_sample:
             return self.sampler.draw(self.scores_at(node))
         numbers = (
-            None if self.numbers is None else self.numbers.gather(1, self.at(self.tree.shape.depth, node)[:, None])
+            None if self.numbers is None else self.numbers.gather(1, self.at(self.tree.topology.depth, node)[:, None])
         )
         return self.sampler.draw(self.p_at(node), None if numbers is None else numbers.squeeze(1))
 
     def at_parent(self, values: Tensor) -> Tensor:
         """(B, N) → (B, N): of each node, its parent's."""
-        return values.gather(1, self.tree.shape.above)
+        return values.gather(1, self.tree.topology.parent_index)
 
     def of_tokens(self, laws: Tensor, place: Tensor | None = None) -> Tensor:
         """(B, N) the probability of each node's token in laws (B, M, V): in law place (B, N), or its parent's."""
         size = laws.shape[2]
-        start = self.tree.shape.rows_of(size)[1] if place is None else place * size
+        start = self.tree.topology.rows_of(size)[1] if place is None else place * size
         return laws.flatten(1).gather(1, start + self.tree.tokens)
 
     @cached_property
     def first_allowed(self) -> Tensor:
         """(B, N) True at the first child, in draft order, of each node whose token no processor rules out."""
-        shape = self.tree.shape
+        topology = self.tree.topology
         if not self.sampler.processors:
-            return shape.first
-        return self.tree.eldest(shape.drafted & (self.of_tokens(self.scores) > -torch.inf))
+            return topology.first
+        return self.tree.first_sibling(topology.drafted & (self.of_tokens(self.scores) > -torch.inf))
 
 
 @dataclass(frozen=True)
@@ -197,26 +197,26 @@ class Acceptance(ABC):
         """Has what is emitted the target's law?"""
 
     @property
-    def needs_draft_law(self) -> bool:
+    def requires_draft_probs(self) -> bool:
         """Does it compare the draft's law with the target's, so that a drafter that gives none is refused?"""
         return False
 
     @property
-    def wants_draft_law(self) -> bool:
+    def uses_draft_probs(self) -> bool:
         """Does it read the draft's law where there is one?"""
-        return self.needs_draft_law
+        return self.requires_draft_probs
 
     def is_exact(self, sampler: Sampler) -> bool:
         """Does it judge as `Exact` does, which then stands in for it?"""
         return False
 
-    def divergences(self, laws: Laws) -> Tensor | None:
+    def divergences(self, laws: TargetProbs) -> Tensor | None:
         """(B, N) how far apart the draft's and the target's distributions are that each drafted node's token comes
         from, those at its parent, as the rule measures it; NaN at other slots. None for a rule that does not."""
         return None
 
     @abstractmethod
-    def judge(self, laws: Laws) -> Verdict:
+    def judge(self, laws: TargetProbs) -> Verdict:
         """The verdict over `laws.tree`, whose `scores` are left to walk()."""
 
 
@@ -224,16 +224,16 @@ class LevelRule(Acceptance):
     """A rule that judges the children of each node by themselves: which are kept, and what follows where none is. All
     nodes are judged before any path is followed: a few operations on all their laws, whatever the depth."""
 
-    def judge(self, laws: Laws) -> Verdict:
+    def judge(self, laws: TargetProbs) -> Verdict:
         path, length, end = kept_path(laws.tree, self.kept(laws))
         return Verdict(path, length, laws.sampler.draw(self.rest(laws, end)))
 
     @abstractmethod
-    def kept(self, laws: Laws) -> Tensor:
+    def kept(self, laws: TargetProbs) -> Tensor:
         """(B, N) bool: may the path go on to each node from its parent? It does to the first child that is kept. Drawn
         for all nodes at once; what no path leads to may be left out, and the root and unused slots say nothing."""
 
     @abstractmethod
-    def rest(self, laws: Laws, node: Tensor) -> Tensor:
+    def rest(self, laws: TargetProbs, node: Tensor) -> Tensor:
         """(B, V) the law of the token that follows node (B,) of each row where none of its children is kept, but for a
         factor a row; at temperature 0 any numbers of which that token has the largest."""

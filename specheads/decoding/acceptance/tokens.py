@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.acceptance.marks import kept_path, path_to, standing
-from specheads.decoding.acceptance.rule import Acceptance, Laws, Verdict
+from specheads.decoding.acceptance.rule import Acceptance, TargetProbs, Verdict
 
 
 class TokenRule(Acceptance):
@@ -25,28 +25,28 @@ class TokenRule(Acceptance):
     lossless: ClassVar[bool] = False
 
     @abstractmethod
-    def stands(self, laws: Laws, chance: Tensor) -> Tensor:
+    def stands(self, laws: TargetProbs, chance: Tensor) -> Tensor:
         """(B, N) does each node's token stand? chance (B, N): its probability in `laws.soft` at its parent."""
 
-    def judge(self, laws: Laws) -> Verdict:
-        tree, shape = laws.tree, laws.tree.shape
+    def judge(self, laws: TargetProbs) -> Verdict:
+        tree, topology = laws.tree, laws.tree.topology
         chance = laws.of_tokens(laws.soft)
-        kept = self.stands(laws, chance) & (chance > 0) & shape.drafted
+        kept = self.stands(laws, chance) & (chance > 0) & topology.drafted
         if tree.is_chain:
             path, length, end = kept_path(tree, kept)
             return Verdict(path, length, laws.draw_at(end))
-        depth = torch.where(standing(tree, kept), shape.depth, -1)
+        depth = torch.where(standing(tree, kept), topology.depth, -1)
         deepest = depth == depth.max(1, keepdim=True).values
-        likelihood = (shape.ancestors * torch.where(kept, chance.log(), 0).unsqueeze(1)).sum(-1)
+        likelihood = (topology.ancestors * torch.where(kept, chance.log(), 0).unsqueeze(1)).sum(-1)
         end = torch.where(deepest, likelihood, -torch.inf).argmax(1)
         return Verdict(*path_to(tree, end), laws.draw_at(end))
 
 
-def num_likelier(laws: Laws, chance: Tensor) -> Tensor:
+def num_likelier(laws: TargetProbs, chance: Tensor) -> Tensor:
     """(B, N) how many tokens are likelier than each node's own, whose probability is chance (B, N), at its parent.
 
     Counted as numbers, at a sixth of what topk takes on a CPU, and sums of booleans at a quarter of that."""
-    soft = laws.soft.flatten(0, 1).index_select(0, laws.place(laws.tree.shape.above).flatten())
+    soft = laws.soft.flatten(0, 1).index_select(0, laws.place(laws.tree.topology.parent_index).flatten())
     return (soft > chance.view(-1, 1)).to(soft.dtype).sum(-1).view_as(chance)
 
 
@@ -63,7 +63,7 @@ class Typical(TokenRule):
         if not self.delta > 0:
             raise ValueError(f"delta={self.delta} must be above 0")
 
-    def stands(self, laws: Laws, chance: Tensor) -> Tensor:
+    def stands(self, laws: TargetProbs, chance: Tensor) -> Tensor:
         # H = log Σ exp(s) − Σ p s, at a fraction of what p log p takes on a CPU.
         whole = laws.scores.amax(-1) - laws.soft.amax(-1).log()
         entropy = whole - (laws.soft * laws.scores).nansum(-1)
@@ -87,7 +87,7 @@ class TopN(TokenRule):
         if not 0 <= self.margin <= 1:
             raise ValueError(f"margin={self.margin} must be a difference of probabilities, 0 to 1")
 
-    def stands(self, laws: Laws, chance: Tensor) -> Tensor:
+    def stands(self, laws: TargetProbs, chance: Tensor) -> Tensor:
         near = chance >= laws.at_parent(laws.soft.amax(-1)) - self.margin
         return near & (num_likelier(laws, chance) < self.n)
 
@@ -105,7 +105,7 @@ class Margin(TokenRule):
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"ratio={self.ratio} must be a ratio of probabilities p₂/p₁, 0 to 1 (1: only the first)")
 
-    def stands(self, laws: Laws, chance: Tensor) -> Tensor:
+    def stands(self, laws: TargetProbs, chance: Tensor) -> Tensor:
         likelier = num_likelier(laws, chance)
         return (likelier == 0) | ((likelier == 1) & (chance > self.ratio * laws.at_parent(laws.soft.amax(-1))))
 
@@ -126,26 +126,26 @@ class CSLeniency(TokenRule):
             raise ValueError(f"leniency={self.leniency} must be 1 (only the likeliest token stands) or more")
 
     @property
-    def wants_draft_law(self) -> bool:
+    def uses_draft_probs(self) -> bool:
         return self.leniency > 1
 
-    def stands(self, laws: Laws, chance: Tensor) -> Tensor:
+    def stands(self, laws: TargetProbs, chance: Tensor) -> Tensor:
         likeliest = chance >= laws.at_parent(laws.soft.amax(-1))
         q = self._draft_chance(laws) if self.leniency > 1 else 1.0
         return stands_in_review(likeliest, chance, q, self.leniency)
 
     @staticmethod
-    def _draft_chance(laws: Laws) -> Tensor | float:
+    def _draft_chance(laws: TargetProbs) -> Tensor | float:
         """(B, N) q of each node's token."""
         tree, kept = laws.tree, laws.tree.logits
         if tree.probs is not None:
-            return tree.chance_drawn()
+            return tree.drawn_probs()
         if kept is None:
             return 1.0
         place = laws.at_parent(kept.place)
         if laws.sampler.processors:  # which know tokens by their target ids
             every = kept.over_target(kept.logits)
-            return laws.of_tokens(laws.sampler.draft_law(every.flatten(0, 1)).view_as(every), place)
+            return laws.of_tokens(laws.sampler.draft_probs(every.flatten(0, 1)).view_as(every), place)
         return kept.chance(place, tree.tokens)
 
 

@@ -11,9 +11,9 @@ from typing import ClassVar
 import torch
 
 from specheads.decoding.acceptance.block import Block, stop_norm
-from specheads.decoding.acceptance.exact import Exact, normalised, surplus, tiny
+from specheads.decoding.acceptance.exact import Exact, normalised, positive_part, tiny
 from specheads.decoding.acceptance.marks import path_to
-from specheads.decoding.acceptance.rule import Acceptance, Laws, Verdict
+from specheads.decoding.acceptance.rule import Acceptance, TargetProbs, Verdict
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Traversal(Acceptance):
 
     lossless: ClassVar[bool] = True
 
-    def judge(self, laws: Laws) -> Verdict:
+    def judge(self, laws: TargetProbs) -> Verdict:
         tree = laws.tree
         if tree.probs is None:
             return Exact().judge(laws)
@@ -37,11 +37,11 @@ class Traversal(Acceptance):
             return Block().judge(laws)
         # A node is judged when all before it have fallen, and what it then stands with depends on nothing drawn. So
         # each node's P and P p after the fall of its children, the upper levels first; one draw says which stands.
-        shape, sampler = tree.shape, laws.sampler
+        topology, sampler = tree.topology, laws.sampler
         tokens, probs = tree.tokens, tree.probs.flatten(0, 1)
-        left = sampler.law_of(laws.scores).flatten(0, 1)  # p till the node loses a child, then P p
+        left = sampler.probs_of(laws.scores).flatten(0, 1)  # p till the node loses a child, then P p
         reached = torch.ones_like(left[:, :1])
-        for above, child, elder in shape.falls:
+        for above, child, elder in topology.rejection_order:
             law, mass, before = (
                 one.index_select(0, at) for one, at in ((probs, child), (left, above), (reached, above))
             )
@@ -53,13 +53,13 @@ class Traversal(Acceptance):
             reached.index_copy_(
                 0, child, (mass.gather(1, x) / law.gather(1, x).clamp_min(tiny(law))).clamp_(max=1).nan_to_num_(0)
             )
-            rest, total = surplus(mass, law)
+            rest, total = positive_part(mass, law)
             norm = stop_norm(total, before).clamp_min(tiny(law))  # 0 where p = q and P = 1: then the child never falls
             reached.index_copy_(
                 0, above, torch.where(total.isnan(), before, total / norm)
             )  # if it stands, it is told of
             left.index_copy_(0, above, rest.div_(norm))
-        stands = reached.view_as(tokens).gather(1, shape.leaves_first)  # the root for sure, unused slots behind it
+        stands = reached.view_as(tokens).gather(1, topology.postorder)  # the root for sure, unused slots behind it
         fallen = torch.cat([torch.ones_like(stands[:, :1]), (1 - stands)[:, :-1]], 1).cumprod(1)
-        end = shape.leaves_first.gather(1, sampler.draw(stands * fallen).unsqueeze(1)).squeeze(1)
+        end = topology.postorder.gather(1, sampler.draw(stands * fallen).unsqueeze(1)).squeeze(1)
         return Verdict(*path_to(tree, end), sampler.draw(left.index_select(0, laws.place(end))))

@@ -109,7 +109,7 @@ class Assistant(DraftModel):
         tree = super().propose(
             context, sampler, replace(plan, plan=inner) if isinstance(plan, RecordDraftLogits) else inner
         )
-        memory["drafted"] = tree.shape.drafted.sum(1)
+        memory["drafted"] = tree.topology.drafted.sum(1)
         return tree
 
 

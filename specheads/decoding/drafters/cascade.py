@@ -16,12 +16,12 @@ from torch import Tensor
 
 from specheads.decoding.acceptance.tokens import stands_in_review
 from specheads.decoding.drafters.base import Context, Drafter
+from specheads.decoding.drafters.cascade_state import CascadeState
 from specheads.decoding.drafters.head_first import HeadReview
+from specheads.decoding.drafters.k_matrix import k_matrix_of, most_written
 from specheads.decoding.drafters.model import DraftModel, vocabulary_size
 from specheads.decoding.drafters.paths import PathDrafter, tree_of
-from specheads.decoding.drafters.quotas import k_matrix_of, most_written
 from specheads.decoding.drafters.reader import Reader
-from specheads.decoding.drafters.working import Working
 from specheads.decoding.planner import Plan, chain
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.tree import DraftTree
@@ -94,8 +94,8 @@ class Cascade:
         memory = context.memory
         if "cascade" not in memory:
             self._reviews = [0] * len(self.drafts)
-            memory["cascade"] = Working.of(context.history, len(self.drafts))
-        working: Working = memory["cascade"]
+            memory["cascade"] = CascadeState.of(context.history, len(self.drafts))
+        working: CascadeState = memory["cascade"]
         working.follow(context.history)
         # Of no use is what is drafted in finished rows, or past the length limit.
         room = [context.target.limit - len(row) - 1 for row in context.history]
@@ -120,7 +120,7 @@ class Cascade:
 class _Step:
     """One proposal: the recursion over reviewers. Rows are reviewed together, each with its own lengths and quotas."""
 
-    def __init__(self, cascade: Cascade, context: Context, working: Working) -> None:
+    def __init__(self, cascade: Cascade, context: Context, working: CascadeState) -> None:
         self.cascade, self.working = cascade, working
         self.ngram = replace(context, memory=context.memory.setdefault("ngram", {}))
         self.vocab_size = vocabulary_size(context.target.base)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.acceptance.tokens import stands_in_review
-from specheads.decoding.drafters.working import Working
+from specheads.decoding.drafters.cascade_state import CascadeState
 from specheads.decoding.planner import Expand
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.tree import DraftTree
@@ -30,7 +30,7 @@ class HeadReview:
     depth: int
     drafting_slots: int
     leniency: float
-    working: Working
+    working: CascadeState
     rows: list[int]
     write: Callable[[int, list[int]], None]
 

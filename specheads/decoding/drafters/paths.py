@@ -19,7 +19,7 @@ from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import MAX_NODES, Plan, StaticTree
 from specheads.decoding.planner.plan import within
 from specheads.decoding.sampler import Sampler
-from specheads.decoding.tree import DraftTree, Shape
+from specheads.decoding.tree import DraftTree, TreeTopology
 
 Parents = tuple[tuple[int, ...], ...]
 
@@ -92,13 +92,13 @@ def tree_of(
     size = max(len(tokens) for tokens, _ in rows)
     if root.device.type != "cpu":
         size, depth = plan.num_nodes, plan.depth
-    shape = _shape(tuple((*parents, *(-1,) * (size - len(parents))) for _, parents in rows), depth, root.device)
+    topology = _topology(tuple((*parents, *(-1,) * (size - len(parents))) for _, parents in rows), depth, root.device)
     # An unused slot repeats the root: an id like any other, which nothing reads.
     padded = [tokens + [tokens[0]] * (size - len(tokens)) for tokens, _ in rows]
-    return DraftTree(torch.tensor(padded, device=root.device), shape.parents, depth, shape=shape)
+    return DraftTree(torch.tensor(padded, device=root.device), topology.parents, depth, topology=topology)
 
 
 @lru_cache(maxsize=128)
-def _shape(parents: Parents, depth: int, device: torch.device) -> Shape:
+def _topology(parents: Parents, depth: int, device: torch.device) -> TreeTopology:
     """Shapes come again and again (chains, above all), and making one costs more than drafting."""
-    return Shape.of(torch.tensor(parents, device=device), depth)
+    return TreeTopology.of(torch.tensor(parents, device=device), depth)

@@ -82,7 +82,7 @@ class Reader:
         if not self.nodes:
             self.levels = self.target.levels()
         self.nodes.append((tokens, parents))
-        return self.target.deepen(self.levels, tokens, parents).logits
+        return self.target.forward_level(self.levels, tokens, parents).logits
 
     def _feed(self, ids: Tensor, first: Tensor, count: Tensor, bound: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Feed and keep count (B,) of the ids (B, U) from first (B,) on, in passes of as many as

@@ -53,7 +53,7 @@ class AdaptiveChain:
         while len(tokens) <= self.max_depth and not bool(unsure.all()):
             scored = expand(tokens[-1], above)
             if self.sampled:
-                q = scored.law(sampler, vocab_size)
+                q = scored.probs(sampler, vocab_size)
                 empty = q.sum(-1) <= 0  # no token is left to draw: -1 marks the unused slot
                 token = sampler.draw(torch.where(empty.unsqueeze(-1), 1.0, q)[:, 0]).unsqueeze(1)
                 chance = q.gather(2, token.unsqueeze(2))[:, 0, 0]

@@ -54,12 +54,12 @@ class Scored:
             return log_p.gather(2, tokens.unsqueeze(2)).squeeze(2).exp()
         return (log_p.exp() * (self.ids == tokens.unsqueeze(2))).sum(2)
 
-    def law(self, sampler: Sampler, vocab_size: int) -> Tensor:
+    def probs(self, sampler: Sampler, vocab_size: int) -> Tensor:
         """q (B, k, V) over all target ids, as the sampler processes it; zero where that rules out every token."""
         logits = self.logits.flatten(0, 1)
         if self.ids is not None:  # first, because processors know tokens by their target ids
             logits = logits.new_full((len(logits), vocab_size), -torch.inf).index_copy_(1, self.ids, logits)
-        q = sampler.draft_law(logits).unflatten(0, self.logits.shape[:2])
+        q = sampler.draft_probs(logits).unflatten(0, self.logits.shape[:2])
         return q.expand(-1, self.width, -1) if self.width > 1 else q
 
     def _top(self, count: int) -> tuple[Tensor, Tensor]:

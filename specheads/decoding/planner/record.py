@@ -47,14 +47,14 @@ class RecordDraftLogits:
         tree = self.plan.grow(root, noted, sampler, vocab_size)
         if not levels:
             return tree
-        shape = tree.shape
+        topology = tree.topology
         # A tree's node is the expanded one of the same token behind the same expanded node.
-        expanded = torch.where(shape.drafted, -1, 0)  # (B, N) each node's number among those expanded at its depth
+        expanded = torch.where(topology.drafted, -1, 0)  # (B, N) each node's number among those expanded at its depth
         place = torch.zeros_like(expanded)
         start = levels[0][2].logits.shape[1]
         for depth, (tokens, parents, scored) in enumerate(levels[1:], start=1):
             assert parents is not None
-            above = torch.where(shape.depth == depth, expanded.gather(1, shape.above), -1)
+            above = torch.where(topology.depth == depth, expanded.gather(1, topology.parent_index), -1)
             same = (tree.tokens.unsqueeze(2) == tokens.unsqueeze(1)) & (above.unsqueeze(2) == parents.unsqueeze(1))
             found, number = same.max(2)
             expanded = torch.where(found, number, expanded)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specheads.decoding.planner.plan import MAX_NODES, Expand, positive, within
 from specheads.decoding.sampler import Sampler
-from specheads.decoding.tree import DraftTree, Shape
+from specheads.decoding.tree import DraftTree, TreeTopology
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SampledTree:
         for branch in self.branches:
             scored = expand(level, above)
             width = level.shape[1]
-            q = scored.law(sampler, vocab_size).flatten(0, 1)
+            q = scored.probs(sampler, vocab_size).flatten(0, 1)
             # The last sibling of all may be drawn for sure from what is left, however little: no product underflows.
             q = q.masked_fill(q < 1e-30, 0)
             left, drawn = q, []
@@ -79,13 +79,13 @@ class SampledTree:
             tokens.append(level)
         probs = torch.cat([laws[0][:, :1], *laws], 1)  # the root's entry is never read
         above = torch.cat(parents, 1)
-        shape = self._whole(above) if bool((above[:, 1:] >= 0).all()) else Shape.of(above, self.depth)
-        return DraftTree(torch.cat(tokens, 1), above, self.depth, probs, shape=shape)
+        topology = self._full_topology(above) if bool((above[:, 1:] >= 0).all()) else TreeTopology.of(above, self.depth)
+        return DraftTree(torch.cat(tokens, 1), above, self.depth, probs, topology=topology)
 
-    def _whole(self, parents: Tensor) -> Shape:
+    def _full_topology(self, parents: Tensor) -> TreeTopology:
         """The shape of every tree in which no slot is empty, made once per batch size and device."""
         made = self.__dict__.setdefault("_made", {})
         key = len(parents), parents.device
         if key not in made:
-            made[key] = Shape.of(parents, self.depth)
+            made[key] = TreeTopology.of(parents, self.depth)
         return made[key]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specheads.decoding.planner.plan import MAX_NODES, Expand, positive, within
 from specheads.decoding.sampler import Sampler
-from specheads.decoding.tree import DraftTree, Shape
+from specheads.decoding.tree import DraftTree, TreeTopology
 
 
 class _Level(NamedTuple):
@@ -90,7 +90,7 @@ class StaticTree:
             above = inner
         return levels
 
-    def _tables(self, batch: int, device: torch.device) -> tuple[Shape, Tensor, list[tuple[Tensor, Tensor]]]:
+    def _tables(self, batch: int, device: torch.device) -> tuple[TreeTopology, Tensor, list[tuple[Tensor, Tensor]]]:
         """The shape of every tree, which of all candidates its nodes are, and per level `inner` and `parents` as
         tensors: made once per batch size and device."""
         made = self.__dict__.setdefault("_made", {})
@@ -105,12 +105,12 @@ class StaticTree:
                 inner = torch.tensor(level.inner, dtype=torch.long, device=device)
                 above = torch.tensor([level.parents], dtype=torch.long, device=device)
                 tables.append((inner, above.expand(batch, -1)))
-            shape = Shape.of(parents.expand(batch, -1), self.depth)
-            made[batch, device] = shape, torch.tensor(chosen, device=device), tables
+            topology = TreeTopology.of(parents.expand(batch, -1), self.depth)
+            made[batch, device] = topology, torch.tensor(chosen, device=device), tables
         return made[batch, device]
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
-        shape, chosen, tables = self._tables(root.shape[0], root.device)
+        topology, chosen, tables = self._tables(root.shape[0], root.device)
         tokens, parents = root.unsqueeze(1), None
         candidates = [tokens]
         for level, (inner, above) in zip(self._levels, tables, strict=True):
@@ -122,7 +122,7 @@ class StaticTree:
                 )
             candidates.append(scored.top_ids(level.width))
             tokens, parents = among(candidates[-1], inner), above
-        return DraftTree(among(torch.cat(candidates, 1), chosen), shape.parents, self.depth, shape=shape)
+        return DraftTree(among(torch.cat(candidates, 1), chosen), topology.parents, self.depth, topology=topology)
 
 
 def among(candidates: Tensor, chosen: Tensor) -> Tensor:

@@ -229,7 +229,7 @@ class Levels:
     def position(self) -> Tensor:
         return self.levels[len(self.widths)]
 
-    def descend(self, parents: Tensor) -> None:
+    def next_level(self, parents: Tensor) -> None:
         """Open the cache for the children of nodes parents (B, k) of the newest level (of the root, at first)."""
         start, stop = self.written, self.written + parents.shape[1]
         if stop > self.cache.scratch:

@@ -264,15 +264,15 @@ class Target:
         """One pass over all nodes of the tree: logits (B, N, V), features (B, N, F)."""
         if tree.num_nodes > self.scratch:
             raise ValueError(f"a tree of {tree.num_nodes} nodes needs scratch ≥ {tree.num_nodes}, not {self.scratch}")
-        cache, shape = self.cache, tree.shape
+        cache, topology = self.cache, tree.topology
         cache.open()
         start = cache.lengths
         if self.switch is not None and self.active is not None:  # whose positions choose the frequencies all the same
             start = torch.where(self.active, start, self.prompt_lengths + self.pace)
-        position = (start.unsqueeze(1) + shape.depth).clamp(max=self.last_position)
+        position = (start.unsqueeze(1) + topology.depth).clamp(max=self.last_position)
 
         def mask(reach: Reach) -> Tensor:
-            seen = visible(shape.ancestors, shape.depth, cache.lengths, cache.scratch, cache.attended, reach)
+            seen = visible(topology.ancestors, topology.depth, cache.lengths, cache.scratch, cache.attended, reach)
             return additive(seen, self.base.dtype)
 
         return TargetOutput(*self._later(tree.tokens, position, self._masks(mask)))
@@ -284,17 +284,17 @@ class Target:
         return self._forward(ids, position, mask, **self.inputs.later(self.prompt_lengths, ids.shape[1]))
 
     def levels(self) -> Any:
-        """Behind what is committed, a tree to be grown by `deepen`."""
+        """Behind what is committed, a tree to be grown by `forward_level`."""
         return Levels(self.cache, self.base.dtype)
 
     @torch.no_grad()
-    def deepen(self, levels: Any, tokens: Tensor, parents: Tensor) -> TargetOutput:
+    def forward_level(self, levels: Any, tokens: Tensor, parents: Tensor) -> TargetOutput:
         """One pass over the next level of a tree that `levels` began: logits (B, k, V), features (B, k, F).
 
         tokens (B, k) stand below nodes parents (B, k) of the level before; the first level's below the last token
         committed, whose index is 0. They fill the scratch slots in turn, so that `commit` can keep some.
         """
-        levels.descend(parents)
+        levels.next_level(parents)
         position = levels.position.clamp(max=self.last_position).expand(-1, tokens.shape[1])
         return TargetOutput(*self._later(tokens, position, self._masks(levels.mask)))
 

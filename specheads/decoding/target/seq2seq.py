@@ -171,11 +171,11 @@ class Seq2SeqTarget(Target):
         return TargetOutput(self._feed(tree.tokens, self.cache.lengths.tolist()), self._none(tree.tokens))
 
     def levels(self) -> Any:
-        """Behind what is committed, a chain to be grown by `deepen`."""
+        """Behind what is committed, a chain to be grown by `forward_level`."""
         return _Depth()
 
     @torch.no_grad()
-    def deepen(self, levels: Any, tokens: Tensor, parents: Tensor) -> TargetOutput:
+    def forward_level(self, levels: Any, tokens: Tensor, parents: Tensor) -> TargetOutput:
         """One pass over the next token (B, 1) of a growing chain: logits (B, 1, V)."""
         if tokens.shape[1] != 1:
             raise ValueError(f"chains only: a draft of {type(self.base).__name__} has one node a level, not {tokens}")

@@ -92,7 +92,7 @@ def read(
         raise CheckpointError(f"{files}: none of its {len(files.shapes)} tensors holds floating point numbers")
     given = form.options(files, base)
     try:
-        head = HEADS[form.kind].Config.from_options(given).filled(text_config(base))
+        head = HEADS[form.kind].Config.from_options(given).with_base_defaults(text_config(base))
         own = meta_tensors(head)
     except (AssertionError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(

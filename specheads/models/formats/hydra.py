@@ -112,7 +112,7 @@ python -m hydra.inference.cli --model $folder_arg
         ):
             wrong.append("its later blocks of a head differ, and one module is read for all of them")
         if head.prefix_layer:
-            usual = HydraConfig(prefix_layer=True).filled(text_config(base))
+            usual = HydraConfig(prefix_layer=True).with_base_defaults(text_config(base))
             if other := [name for name in _SIZES if getattr(head, name) != getattr(usual, name)]:
                 wrong.append(f"its prefix layer has {', '.join(other)} of its own, and the base's is read")
             if head.attention_bias or head.mlp_bias:

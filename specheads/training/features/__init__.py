@@ -1,1 +1,1 @@
-"""What a base saw, saved once and trained on without it: dump.py writes, dataset.py reads, model.py trains."""
+"""What a base saw, saved once and trained on without it: extract.py writes, dataset.py reads, model.py trains."""

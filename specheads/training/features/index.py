@@ -107,7 +107,7 @@ def checked(folder: Path) -> Index:
     index = read_index(folder)
     if not index.finished:
         raise FeatureError(f"{folder} is not finished: {AGAIN.replace('it alone', 'the rest')}")
-    from specheads.training.features.kept_base import FOLDER
+    from specheads.training.features.frozen_weights import FOLDER
 
     known = [(folder / FOLDER, index.kept), *((folder, entry) for files in index.files.values() for entry in files)]
     for place, entry in known:

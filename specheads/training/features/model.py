@@ -13,8 +13,8 @@ from specheads.heads import DraftHead
 from specheads.losses.teacher import LastHidden, Teacher, TopKTail
 from specheads.models.config import SpecConfig
 from specheads.models.spec_model import SpecModel
+from specheads.training.features.frozen_weights import KeptBase
 from specheads.training.features.index import Index
-from specheads.training.features.kept_base import KeptBase
 
 
 class FeatureModel(SpecModel):

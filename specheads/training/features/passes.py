@@ -79,7 +79,7 @@ class Writer:
         made = {}
         for name, field in (("law_ids", "ids"), ("law_log_p", "log_p"), ("law_tail", "tail")):
             values = torch.cat([getattr(part, field) for part in found])
-            laid = values.new_zeros(asked.numel(), *values.shape[1:])
-            laid[places] = values
-            made[name] = laid.unflatten(0, asked.shape)
+            scatter_by_start = values.new_zeros(asked.numel(), *values.shape[1:])
+            scatter_by_start[places] = values
+            made[name] = scatter_by_start.unflatten(0, asked.shape)
         return made

@@ -13,7 +13,7 @@ import torch
 from specheads.heads import HEADS
 from specheads.models import saved_head
 from specheads.options import OptionError
-from specheads.training.features import kept_base
+from specheads.training.features import frozen_weights
 from specheads.training.features.index import free_bytes, kept_tokens
 from specheads.training.features.shards import FLOAT8, FeatureError
 from specheads.training.recipe import Recipe
@@ -50,7 +50,7 @@ def tapped_layers(recipe: Recipe, options: SaveOptions, config: Any) -> tuple[in
         head = recipe.head if recipe.init_from is None else saved_head.read(recipe.init_from).head
         assert head is not None
         with torch.device("meta"):
-            taps = HEADS[head.kind](head.filled(config)).layers
+            taps = HEADS[head.kind](head.with_base_defaults(config)).layers
     layers = config.num_hidden_layers
     if not taps or not all(0 <= tap <= layers for tap in taps):
         raise OptionError(
@@ -81,7 +81,7 @@ def bytes_per_token(config: Any, taps: Sequence[int], options: SaveOptions, reci
 
 def saved_files(folder: Path) -> list[Path]:
     """What takes room in a folder of features: its shards, and what is kept of the base."""
-    kept = folder / kept_base.FOLDER / kept_base.WEIGHTS
+    kept = folder / frozen_weights.FOLDER / frozen_weights.WEIGHTS
     return [*folder.glob("*.safetensors"), *[kept] * kept.exists()]
 
 

@@ -13,8 +13,8 @@ from specheads.heads import HEADS, DraftHead, DraftVocabulary, HeadConfig
 from specheads.losses.functions import HARD, parse_loss
 from specheads.models import checkpoint, saved_head
 from specheads.training.features.dataset import FeatureCollator, FeatureDataset
+from specheads.training.features.frozen_weights import skeleton
 from specheads.training.features.index import Index, checked
-from specheads.training.features.kept_base import skeleton
 from specheads.training.features.model import FeatureModel, beside_kept_base
 from specheads.training.features.shards import FeatureError
 
@@ -50,11 +50,11 @@ def from_disk(folder: Path, head: HeadConfig | None, init_from: Any = None, dtyp
 def new_head(folder: Path, index: Index, head: HeadConfig) -> DraftHead:
     """Started as convert() starts it beside the base itself, its draft vocabulary counted on the saved rows."""
     base = skeleton(folder)
-    config = head.filled(text_config(base))
+    config = head.with_base_defaults(text_config(base))
     refuse_unfit(folder, index, config)
     module = HEADS[config.kind](config)
     module.refuse_unfit(base)
-    module.take_frozen(base)
+    module.copy_frozen_weights(base)
     module.initialise(base)
     if isinstance(module, DraftVocabulary) and module.target_ids is not None:
         rows = FeatureDataset(folder, (), index=index).labels()

@@ -1,4 +1,4 @@
-"""Unadjusted: the exact rule's coins, without the residual."""
+"""NoResidual: the exact rule's coins, without the residual."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from specheads.decoding.acceptance.exact import kept_in_order
-from specheads.decoding.acceptance.rule import Laws, LevelRule
+from specheads.decoding.acceptance.rule import LevelRule, TargetProbs
 from specheads.decoding.sampler import Sampler
 
 
 @dataclass(frozen=True)
-class Unadjusted(LevelRule):
+class NoResidual(LevelRule):
     """Keep x with probability min(1, p(x)/q(x)), and behind a refusal draw from p. Not lossless but at temperature 0.
 
     Without the residual norm((p − q)₊) what the draft likes comes twice: it is emitted with probability
@@ -25,8 +25,8 @@ class Unadjusted(LevelRule):
     def is_exact(self, sampler: Sampler) -> bool:
         return not sampler.do_sample
 
-    def kept(self, laws: Laws) -> Tensor:
+    def kept(self, laws: TargetProbs) -> Tensor:
         return kept_in_order(laws, laws.p)
 
-    def rest(self, laws: Laws, node: Tensor) -> Tensor:
+    def rest(self, laws: TargetProbs, node: Tensor) -> Tensor:
         return laws.p_at(node)

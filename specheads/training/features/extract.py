@@ -25,7 +25,7 @@ from specheads.models.fingerprint import fingerprint
 from specheads.models.quantized import quantization_of
 from specheads.training.base import load_base, padding_id
 from specheads.training.distributed import launch
-from specheads.training.features import kept_base
+from specheads.training.features import frozen_weights
 from specheads.training.features.index import INDEX, Index, read_index
 from specheads.training.features.passes import Writer
 from specheads.training.features.plan import (
@@ -80,7 +80,7 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Ask | None = None) 
     count = sum(map(len, splits.values()))
     shard_rows = max(1, round(options.shard_mb * 2**20 * count / (tokens * each)))
     if state.is_main_process:
-        agree(folder, tokens, each, kept_base.kept_bytes(whole, base_dtype(config, recipe)), ask)
+        agree(folder, tokens, each, frozen_weights.kept_bytes(whole, base_dtype(config, recipe)), ask)
     base = load_base(recipe).eval()
     if recipe.bits is None:  # else it was loaded to where it belongs
         base = base.to(state.device)
@@ -108,7 +108,7 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Ask | None = None) 
     state.wait_for_everyone()
     if state.is_main_process:
         files = {name: [facts(folder / file) for file, _ in index.shards(name)] for name in splits}
-        kept = facts(folder / kept_base.FOLDER / kept_base.WEIGHTS)
+        kept = facts(folder / frozen_weights.FOLDER / frozen_weights.WEIGHTS)
         replace(index, files=files, kept=kept).write(folder)
     state.wait_for_everyone()
     size = sum(path.stat().st_size for path in saved_files(folder))
@@ -147,7 +147,7 @@ def _unfit(base: PreTrainedModel) -> dict[str, str]:
     for kind, head in HEADS.items():
         try:
             with torch.device("meta"):
-                module = head(head.Config().filled(text_config(base)))
+                module = head(head.Config().with_base_defaults(text_config(base)))
             module.refuse_unfit(base)
         except ValueError as error:
             reasons[kind] = str(error)
@@ -168,8 +168,8 @@ def _open(folder: Path, index: Index, base: PreTrainedModel) -> None:
     else:
         folder.mkdir(parents=True, exist_ok=True)
         index.write(folder)  # first, so that a folder that was begun is known for one
-    if not (folder / kept_base.FOLDER / kept_base.WEIGHTS).exists():
-        kept_base.keep(base, folder)
+    if not (folder / frozen_weights.FOLDER / frozen_weights.WEIGHTS).exists():
+        frozen_weights.keep(base, folder)
 
 
 def _refuse_others(shard: Shard, rows: Sequence[dict[str, list[int]]]) -> None:

@@ -8,7 +8,7 @@ from itertools import takewhile
 
 
 @dataclass
-class Working:
+class CascadeState:
     """ids: the text and the tokens drafted behind it; text: how many of them are text; q: of each drafted token, the
     probability it had in the law of who wrote it or last let it stand; read[d]: how many leading ids draft d holds in
     its cache. All by batch row."""
@@ -19,7 +19,7 @@ class Working:
     read: list[list[int]]
 
     @classmethod
-    def of(cls, history: Sequence[Sequence[int]], num_drafts: int) -> Working:
+    def of(cls, history: Sequence[Sequence[int]], num_drafts: int) -> CascadeState:
         """Nothing drafted. A draft begins with the text but for its last id, of which a review needs the law."""
         lengths = [len(row) for row in history]
         return cls(

@@ -11,9 +11,7 @@ from transformers.utils import logging as hf_logging
 from specheads import convert
 
 # They assert too, and pytest rewrites the asserts of test files alone.
-pytest.register_assert_rewrite(
-    "chats", "drafted", "enumeration", "heads_on_disk", "replay", "seq2seq_models", "slow_heads", "tests.asked"
-)
+pytest.register_assert_rewrite("tests.reference", "tests.support")
 
 
 def pytest_collection_modifyitems(items):
@@ -47,7 +45,7 @@ def base():
 @pytest.fixture(scope="session")
 def shipped(tmp_path_factory):
     """A folder as checkpoints/ is: a tiny random base with a byte tokenizer, and two heads for it."""
-    from tests.program import ship
+    from tests.support.program import ship
 
     return ship(tmp_path_factory.mktemp("shipped"))
 

@@ -5,15 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_llama
-from snippets import blocks
-from test_draft_model import near
-from test_translation import TARGET
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import specheads
+from tests.conftest import tiny_llama
+from tests.decoding.test_draft_model import near
+from tests.decoding.test_translation import TARGET
+from tests.support.paths import ROOT
+from tests.support.snippets import blocks
 
-TEXT_OF = (Path(__file__).resolve().parent.parent / "docs" / "coming-from.md").read_text("utf8")
+TEXT_OF = (ROOT / "docs" / "coming-from.md").read_text("utf8")
 SECTIONS = dict(section.split("\n", 1) for section in TEXT_OF.split("\n## ")[1:])
 
 

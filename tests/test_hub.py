@@ -16,12 +16,13 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from program import run, ship
 
 from specheads import DataConfig, build_datasets, convert, hub, load_head
 from specheads.data import datasets as data
 from specheads.models.named import Models
 from tests.conftest import tiny_llama
+from tests.support.paths import ROOT
+from tests.support.program import run, ship
 
 FIRST, SECOND = "1" * 40, "2" * 40
 
@@ -87,7 +88,7 @@ json.dump({
 
 def in_cache(home, *arguments):
     """stdout of Python over that cache, without a network."""
-    given = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    given = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     variables = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_CACHE", "TRANSFORMERS_CACHE")} | given
     done = subprocess.run([sys.executable, *arguments], env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

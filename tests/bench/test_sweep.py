@@ -1,0 +1,289 @@
+"""Sweeps: what is done stays done, one worker or two, and rows are right."""
+
+import json
+
+import pytest
+import torch
+
+from specheads import DraftModel, MaxGram, PromptLookup, chain, comb, generate
+from specheads.bench.sweep import measure as measuring
+from specheads.bench.sweep.grid import Sweep
+from specheads.bench.sweep.kl import distance
+from specheads.bench.sweep.measure import TIMED
+from specheads.bench.sweep.run import Results, complete, run
+from specheads.decoding import recorded
+from specheads.decoding.drafters import Cascade
+from tests.conftest import tiny_llama
+from tests.support.program import run as program
+
+ROWS = [{"question": f"What is {n} and {n}", "answer": f"#### {2 * n}"} for n in range(5)]
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    file = tmp_path_factory.mktemp("rows") / "gsm8k.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS), "utf8")
+    return str(file)
+
+
+def asked(shipped, questions, **options):
+    given = {
+        "drafters": [str(shipped / "eagle3")], "accept": ["fuzzy:js:0.7", "typical"], "gamma": 2, "task": "gsm8k",
+        "data": questions, "max_new_tokens": 10, "batch_size": 2, "speed_prompts": 2,
+    }  # fmt: skip
+    return Sweep.from_dict({**given, **options})
+
+
+def quiet(fraction, note):
+    """No progress."""
+
+
+def untimed(rows):
+    return [{name: value for name, value in row.items() if name not in TIMED} for row in rows]
+
+
+# ---------------------------------------------------------------------------------------------------------- resuming
+
+
+SETTINGS = Sweep(("head",), accept=("fuzzy:js:0.1,0.2,0.3",), gamma=(3, 5)).settings()
+
+
+class Counting:
+    """Measures by a rule of its own, and is killed before setting number `stops`."""
+
+    def __init__(self, stops=None):
+        self.done, self.stops = [], stops
+
+    def __call__(self, settings, within):
+        for setting in settings:
+            if len(self.done) == self.stops:
+                raise KeyboardInterrupt
+            self.done.append(setting)
+            yield setting, {"accept": setting.accept, "tree": setting.tree, "value": len(str(setting))}
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"key": "0123", "row": {"acc'])
+@pytest.mark.parametrize("stops", [0, 1, 4])
+def test_a_killed_sweep_goes_on_to_the_file_of_one_that_was_not(tmp_path, stops, torn):
+    whole, cut = tmp_path / "whole" / "r.jsonl", tmp_path / "cut" / "r.jsonl"
+    rows = complete(Results(whole), SETTINGS, "common", Counting(), quiet)
+    killed = Counting(stops)
+    with pytest.raises(KeyboardInterrupt):
+        complete(Results(cut), SETTINGS, "common", killed, quiet)
+    with open(cut, "ab") as file:
+        file.write(torn)  # the crash fell into the next line
+    again = Counting()
+    assert complete(Results(cut), SETTINGS, "common", again, quiet) == rows
+    assert killed.done == SETTINGS[:stops] and again.done == SETTINGS[stops:]
+    assert cut.read_bytes() == whole.read_bytes()
+    assert complete(Results(cut), SETTINGS, "common", Counting(0), quiet) == rows  # nothing is left to do
+
+
+def test_other_prompts_or_another_setting_are_measured_anew_and_another_file_is_refused(tmp_path):
+    path = tmp_path / "r.jsonl"
+    complete(Results(path), SETTINGS[:2], "common", Counting(), quiet)
+    other = Counting()
+    complete(Results(path), SETTINGS[:3], "other prompts", other, quiet)
+    assert other.done == SETTINGS[:3]
+    more = Counting()
+    complete(Results(path), SETTINGS[:3], "common", more, quiet)
+    assert more.done == SETTINGS[2:3]
+    path.write_text('{"a": 1}\n', "utf8")
+    with pytest.raises(ValueError, match="line 1 is no result of a sweep"):
+        Results(path)
+
+
+def test_progress_never_goes_back_and_ends_at_1(tmp_path):
+    told = []
+
+    def measured(settings, within):
+        for setting in settings:
+            within(0.5, "half")
+            yield setting, {}
+
+    complete(Results(tmp_path / "r"), SETTINGS, "c", measured, lambda fraction, note: told.append(fraction))
+    assert told == sorted(told) and told[-1] == 1 and told.count(1) == 1 and len(told) > len(SETTINGS)
+
+
+# ------------------------------------------------------------------------------------------------- rows that are right
+
+
+def test_rows_say_what_generate_does_and_two_workers_say_the_same(shipped, questions, tmp_path, cache_in_tmp):
+    sweep = asked(shipped, questions)
+    told = []
+    rows = run(sweep, tmp_path / "one", tell=lambda part, note: told.append((part, note)))
+    parts = [part for part, _ in told]
+    assert parts == sorted(parts) and parts[-1] == 1
+    judging = [part for part, note in told if note.startswith("0 of 4 done; judging none")]
+    assert len(judging) == 3 and 0.1 < judging[0] < judging[1] < judging[2] < 0.25, "a batch of 2 rows of 5 each"
+    exact = next(row for row in rows if row["accept"] == "exact")
+    lossy = next(row for row in rows if row["accept"] == "fuzzy:js:0.7")
+    plain = rows[0]
+    assert plain["accepted_length"] == 1 and plain["drafted"] == 0 and plain["reference"] is None
+    assert exact["lossless"] and exact["mean_kl"] == pytest.approx(0, abs=1e-6) and not lossy["lossless"]
+    assert exact["tokens"] == plain["tokens"] and exact["correct"] == plain["correct"]
+    assert lossy["mean_kl"] > 0 and lossy["accepted_length"] > exact["accepted_length"]
+    assert all(row["speed_up"] > 0 and len(row["speed_up_of_each_repeat"]) == 1 for row in rows)
+    assert "eagle3 chain:2 exact" in lossy["reference"] and exact["reference"] == "none"
+
+    spread = run(sweep, tmp_path / "two", workers=2, tell=quiet)
+    assert untimed(spread) == untimed(rows)
+    # Alike but for the order they came in.
+    lines = [sorted(Results(tmp_path / name / "results.jsonl").rows) for name in ("one", "two")]
+    assert lines[0] == lines[1] and len(lines[0]) == 4
+    before = (tmp_path / "two" / "results.jsonl").read_bytes()
+    assert run(sweep, tmp_path / "two", workers=2, tell=quiet) == spread
+    assert (tmp_path / "two" / "results.jsonl").read_bytes() == before
+
+
+def test_speed_is_of_prompts_spaced_over_the_task(shipped, questions, tmp_path, cache_in_tmp, monkeypatch):
+    asked_for, batches = [], measuring.prompt_batches.batches
+    monkeypatch.setattr(
+        measuring.decoders,
+        "batches",
+        lambda t, prompts, *more, **options: asked_for.append(prompts) or batches(t, prompts, *more, **options),
+    )
+    run(asked(shipped, questions, accept="exact", max_new_tokens=2), tmp_path, tell=quiet)
+    timed, *judged = asked_for[: len(asked_for) // 2]  # of no drafts; the exact rule's are the same
+    every = [prompt for batch in judged for prompt in batch]
+    assert len(every) == 5 and timed == [every[0], every[2]]
+
+
+def test_a_greedy_text_s_distance_is_the_log_ratio_to_the_argmax_and_a_sampled_one_s_has_mean_0():
+    base = tiny_llama()
+    prompts, texts = [[5, 6, 7], [9]], [[11, 12], [3, 4, 5, 90]]
+    nats = excess = 0.0
+    base.requires_grad_(False)
+    for prompt, text in zip(prompts, texts, strict=True):
+        for i, x in enumerate(text):
+            log_p = base(torch.tensor([prompt + text[:i]])).logits[0, -1].double().log_softmax(-1)
+            nats += float(log_p.max() - log_p[x])
+            best, ids = (base(torch.tensor([prompt + text[:i]])).logits[0, -1].double() / 0.7).topk(50)
+            p = dict(zip(ids.tolist(), best.softmax(-1).tolist(), strict=True))
+            entropy = -sum(v * torch.tensor(v).log().item() for v in p.values())
+            excess += -torch.tensor(p[x]).log().item() - entropy if x in p else 0
+    far = distance(base, prompts, texts)
+    assert far.tokens == 6 and far.outside == 0 and far.nats == pytest.approx(nats, rel=1e-4)
+    sampled = distance(base, prompts, texts, 0.7, 50)
+    assert sampled.nats == pytest.approx(excess, rel=1e-3, abs=1e-3) and 0 < sampled.outside < 6
+    # Under p itself the excess is 0 in the mean: summed over all tokens, each with its chance.
+    p = (base(torch.tensor([[5, 6, 7]])).logits[0, -1] / 0.7).softmax(-1)
+    every = [distance(base, [[5, 6, 7]], [[x]], 0.7).nats for x in range(97)]
+    assert sum(chance * each for chance, each in zip(p.tolist(), every, strict=True)) == pytest.approx(0, abs=1e-4)
+    assert max(every) > 1 and min(every) < -0.1
+
+
+# ------------------------------------------------------------------------------------------------------------ replay
+
+
+PROMPTS = [[5, 6, 7, 5, 6], [44], [9, 3, 2, 7, 5, 5, 9, 3]]
+
+
+def drafters():
+    base, small = tiny_llama(), tiny_llama(num_hidden_layers=3)
+    drafts = [DraftModel(base), MaxGram(num_tokens=4)]
+    return base, {
+        "near": (DraftModel(base), comb(3, 2)), "far": (DraftModel(small), chain(4)),
+        "lookup": (PromptLookup(width=2), comb(4, 2)), "maxgram": (MaxGram(), chain(5)),
+        "cascade": (Cascade(drafts, [[3, 2], [0, 2]]), chain(8)),
+    }  # fmt: skip
+
+
+def test_a_replayed_record_is_reviewed_as_often_as_the_target_reviews_and_accepts_as_much(tmp_path):
+    base, known = drafters()
+    recorded.record(base, PROMPTS, 30).save(tmp_path / "r.json")
+    record = recorded.Record.load(tmp_path / "r.json")
+    for drafter, plan in known.values():
+        real, own = [], []
+        for prompt in PROMPTS:
+            ids = torch.tensor([prompt])
+            out = generate(
+                base, ids, attention_mask=torch.ones_like(ids), drafter=drafter, tree=plan, max_new_tokens=30,
+                do_sample=False, return_dict_in_generate=True,
+            )  # fmt: skip
+            real += [(step.tokens, step.accepted, step.drafted) for step in out.steps]
+            own.append(getattr(drafter, "reviews", ()))
+            replayed = recorded.replayed(record, prompt, drafter, plan, base.device)
+            assert [(s.tokens, s.accepted, s.drafted) for s in replayed] == real[-len(out.steps) :]
+        found = recorded.reviewed(record, PROMPTS, drafter, plan, base.device)
+        assert found["reviews"] == len(real) - len(PROMPTS)
+        assert found["accepted"] == sum(accepted[0] for _, accepted, _ in real)
+        assert found["draft_reviews"] == (recorded.added(own) if isinstance(drafter, Cascade) else None)
+
+
+def test_the_target_does_not_decode_when_it_is_replayed(monkeypatch):
+    base, known = drafters()
+    record = recorded.record(base, PROMPTS[:1], 12)
+    drafter, plan = known["lookup"]
+    monkeypatch.setattr(base, "forward", None)
+    assert recorded.reviewed(record, PROMPTS[:1], drafter, plan, base.device)["tokens"] == 12
+
+
+def test_what_a_record_cannot_replay_is_refused(tmp_path, model):
+    base, known = drafters()
+    record = recorded.record(base, PROMPTS[:1], 5)
+    with pytest.raises(ValueError, match="not in the record"):
+        list(recorded.replayed(record, [1, 2], *known["lookup"], base.device))
+    with pytest.raises(ValueError, match="from the target's features"):
+        list(recorded.replayed(record, PROMPTS[0], model.head, chain(2), base.device))
+    for text in ("[]", "{", '{"vocab_size": 5, "length": 1, "outputs": [{"prompt": [1], "output": [7]}]}'):
+        (tmp_path / "bad.json").write_text(text, "utf8")
+        with pytest.raises(ValueError, match=r"is no record of a target"):
+            recorded.Record.load(tmp_path / "bad.json")
+
+
+# ----------------------------------------------------------------------------------------------------------- command
+
+
+def test_the_command_writes_its_files_goes_on_from_them_and_prints_json_alone(
+    shipped, questions, tmp_path, cache_in_tmp, capsys, monkeypatch
+):
+    out = tmp_path / "out"
+    ask = (
+        "sweep", "--head", shipped / "eagle3", "--accept", "fuzzy:js", "--thresholds", "0.1,0.4", "--gamma", "2",
+        "--task", "gsm8k", "--data", questions, "--max-new-tokens", 6, "--num-prompts", 2, "--out", out, "--no-plots",
+    )  # fmt: skip
+    code, text, _ = program(capsys, *ask, "--json")
+    record = json.loads(text)
+    assert code == 0 and [row["accept"] for row in record["rows"]] == [None, "exact", "fuzzy:js:0.1", "fuzzy:js:0.4"]
+    assert sorted(path.name for path in out.iterdir()) == ["results.jsonl", "sweep.csv", "sweep.json", "sweep.md"]
+
+    def never(*args, **kwargs):
+        raise AssertionError("what is done is measured again")
+
+    monkeypatch.setattr("specheads.bench.sweep.run.measure", never)
+    code, text, err = program(capsys, *ask)
+    assert code == 0 and "fuzzy:js:0.4" in text and "sweep.md" in text and "100%" in err
+
+
+def test_a_cascade_is_swept_over_k_matrices_by_the_record_of_a_target(
+    shipped, questions, tmp_path, cache_in_tmp, capsys
+):
+    ask = (
+        "sweep", "--base", shipped / "base", "--drafter", f"cascade:model:{shipped / 'base'}+maxgram",
+        "--k-matrix", "[[3,2],[0,2]]", "--k-matrix", "[[1,1],[0,1]]", "--task", "gsm8k", "--data", questions,
+        "--max-new-tokens", 12, "--num-prompts", 2, "--out", tmp_path / "out", "--record", tmp_path / "record.json",
+    )  # fmt: skip
+    code, text, _ = program(capsys, *ask, "--json")
+    assert code == 0
+    rows = json.loads(text)["rows"]
+    assert [row["k_matrix"] for row in rows] == ["[[3, 2], [0, 2]]", "[[1, 1], [0, 1]]"]
+    for row in rows:
+        assert row["swi"] > 0 and row["draft_reviews"][0] > 0 and row["accepted"] > 0 and row["speed_up"] is None
+    assert rows[0]["reviews"] < rows[1]["reviews"]
+    assert "SWI" in program(capsys, *ask)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "--head is missing"), (("--head", "nowhere"), "nowhere"),
+        (("--head", "x", "--gamma", "2,x"), "--gamma x is not a whole number"),
+        (("--drafter", "lookup"), "which it is by --base"), (("absent.yaml",), "absent.yaml"),
+        (("--head", "x", "--accept", "fuzy:1"), "did you mean 'fuzzy'"), (("--head", "x", "--task", "mmul"), "'mmlu'"),
+        (("--head", "x", "--workers", "2", "--record", "r.json"), "leave --workers at 1"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_exit_code_2(words, said, capsys, tmp_path, offline):
+    code, out, err = program(capsys, "sweep", *words, "--out", tmp_path)
+    assert code == 2 and out == "" and said in err and err.count("\n") == 1

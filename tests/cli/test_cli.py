@@ -1,0 +1,144 @@
+"""The command line: help with examples, bad input in one line with exit code 2, running as a program."""
+
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+import typer
+
+import specheads_cli as cli
+from tests.support.program import run
+
+COMMANDS = (
+    "doctor",
+    "demo",
+    "train",
+    "features",
+    "generate",
+    "chat",
+    "evaluate",
+    "parity",
+    "calibrate",
+    "info",
+    "recipes",
+    "export",
+    "import",
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_help_shows_examples_that_parse(command, capsys):
+    code, out, _ = run(capsys, command, "--help")
+    assert code == 0
+    examples = [line.split("|")[-1].strip() for line in out.partition("Examples:")[2].partition("\n\n")[0].splitlines()]
+    own = [line for line in examples if line.startswith("specheads ")]
+    assert len(own) >= 2 and all(line.split()[1] == command for line in own)
+    for line in own:
+        words = shlex.split(line.partition(" > ")[0])[2:]
+        group = typer.main.get_command(cli.app)
+        group.commands[command].make_context(command, words)  # raises on an option that does not exist
+
+
+def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
+    code, out, _ = run(capsys)
+    assert code == 0 and all(command in out for command in COMMANDS)
+    assert run(capsys, "--version")[1].startswith("specheads 0.")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("generate {head} --prompt a --max-new-tokens -1", "max-new-tokens"),
+        ("generate {head} --prompt a --max-new-tokens many", "max-new-tokens"),
+        ("generate {head} --prompt a --temperature -0.5", "temperature"),
+        ("generate {head} --prompt a --top-p 0.9", "--temperature above 0"),
+        ("generate {head}", "no prompt"),
+        ("generate", "MODEL"),
+        ("generate {head} --prompt ''", "no prompt"),
+        ("generate {head} --prompt a --prompt-file b", "not both"),
+        ("generate {head} --prompt-file {tmp}/absent.txt", "absent.txt"),
+        ("generate {head} --prompt-file {tmp}/latin.txt", "not UTF-8"),
+        ("generate {head} --prompt-file {tmp}/empty.jsonl", "empty.jsonl is empty"),
+        ("generate {tmp}/absent --prompt a", "absent"),
+        ("generate {base} --prompt a --drafter head", "there is no head to draft with"),
+        ("generate {head} --prompt a --tree bush:3", "'bush:3' is no tree; expected chain:DEPTH"),
+        ("generate {head} --prompt a --tree chain:x", "'x' is not whole numbers"),
+        ("generate {head} --prompt a --tree chain:0", "depth=0"),
+        ("generate {head} --prompt a --tree dynamic:60,7", "is no tree"),
+        ("generate {head} --prompt a --tree dynamic:900,1,2", "budget=900"),
+        ("generate {head} --prompt a --tree static:1", "2 or more"),
+        ("generate {head} --prompt a --tree chain:9", "9 deep"),
+        ("generate {head} --prompt a --tree chain:2 --no-draft", "one of them"),
+        ("generate {head} --prompt a --dtype int7", "int7"),
+        ("generate {head} --prompt a --device moon", "moon"),
+        ("generate {head} --prompt a --base {tmp}/nowhere", "nowhere"),
+        ("generate {head} --prompt a --what", "--what"),
+        ("chat {tmp}/absent", "absent"),
+        ("chat {head} --accept exakt", "did you mean 'exact'"),
+        ("chat {head} --tree bush:3", "'bush:3' is no tree"),
+        ("chat {head} --tree chain:9", "9 deep"),
+        ("chat {head} --assistant {tmp}/nowhere", "nowhere"),
+        ("chat {base} --base {base}", "--base"),
+        ("evaluate {head} --prompts {tmp}/absent.jsonl", "absent.jsonl"),
+        ("evaluate {head} --prompts {tmp}/empty.jsonl", "empty.jsonl holds no prompts"),
+        ("calibrate {head} --data {tmp}/absent.jsonl", "absent.jsonl"),
+        ("calibrate {head} --data {tmp}/emty.jsonl", "emty.jsonl' (did you mean {tmp}/empty.jsonl?)"),
+        ("parity {head} --data {tmp}/empty.jsonl", "empty.jsonl is empty"),
+        ("evaluate {head} --num-prompts 0", "num-prompts"),
+        ("evaluate {tmp}/absent", "absent"),
+        ("info {tmp}/absent", "absent is not a directory"),
+        ("info {base}", "not the config of a draft head"),
+        ("train {tmp}/absent.yaml", "absent.yaml is not a file"),
+        ("train {tmp}/latin.txt nonsense", "'nonsense' is not KEY=VALUE"),
+        ("demo --checkpoints {tmp}", "no base model at"),
+        ("demo --minutes -2", "minutes"),
+        ("demo --checkpoints {shipped} --num-prompts 99", "99 prompts asked for"),
+        ("deom", "No such command"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(line, said, shipped, tmp_path, capsys, monkeypatch):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "empty.jsonl").touch()
+    places = {"head": shipped / "medusa", "base": shipped / "base", "tmp": tmp_path, "shipped": shipped}
+    monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115
+    code, out, err = run(capsys, *shlex.split(line.format(**places)))
+    own = [text for text in err.splitlines() if text.startswith("specheads: ")]
+    assert code == 2 and not out
+    assert len(own) == 1 and said.replace("{tmp}", str(tmp_path)) in own[0]
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback(shipped, capsys, monkeypatch):
+    with pytest.raises(ValueError, match="is no tree"):
+        cli.run(["--debug", "generate", str(shipped / "medusa"), "--prompt", "a", "--tree", "bush"])
+    monkeypatch.setenv("SPECHEADS_DEBUG", "1")
+    with pytest.raises(ValueError, match="is no tree"):
+        cli.run(["generate", str(shipped / "medusa"), "--prompt", "a", "--tree", "bush"])
+
+
+def test_a_shipped_head_where_none_are_is_told_of_the_demo(tmp_path, monkeypatch, capsys):
+    """As in a folder outside the clone, of a wheel."""
+    monkeypatch.chdir(tmp_path)
+    for command in ("generate --prompt a", "evaluate", "calibrate --data rows.jsonl"):
+        code, out, said = run(capsys, *command.split(), "checkpoints/eagle3")
+        assert (code, out) == (2, "")
+        assert said.startswith("specheads: checkpoints/eagle3 is not here") and "`specheads demo` trains one" in said
+        assert said.count("\n") == 1
+
+
+def test_help_waits_for_neither_torch_nor_transformers():
+    asked = [["--help"], *([command, "--help"] for command in COMMANDS)]
+    script = (
+        f"import sys, specheads_cli; codes = [specheads_cli.run(args) for args in {asked}]; "
+        "sys.exit(any(codes) or not {'torch', 'transformers', 'specheads'}.isdisjoint(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0
+
+
+def test_help_and_a_bad_path_work_as_a_program(tmp_path):
+    command = [sys.executable, "-m", "specheads_cli"]
+    done = subprocess.run([*command, "info", str(tmp_path / "absent")], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert [line for line in done.stderr.splitlines() if line.startswith("specheads: ")] and "absent" in done.stderr

@@ -1,0 +1,75 @@
+"""`specheads export` and `specheads import` as a user meets them."""
+
+import json
+
+import pytest
+import torch
+
+from specheads import SpecModel
+from tests.reference import foreign
+from tests.support.program import run
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A head for a base of 8 layers, on disk."""
+    from tests.support.program import ship
+
+    return ship(tmp_path / "shipped", num_hidden_layers=8)
+
+
+def test_a_head_goes_out_and_comes_back(small, tmp_path, capsys):
+    code, out, _ = run(capsys, "export", small / "eagle3", tmp_path / "served", "--to", "sglang", "--json")
+    record = json.loads(out)
+    assert code == 0 and record["files"] == ["README.md", "config.json", "model.safetensors"]
+    assert record["form"] == "EAGLE-3 for SGLang" and "SGLang" in record["written_for"]
+    code, out, _ = run(capsys, "import", tmp_path / "served", tmp_path / "back", "--base", small / "base", "--json")
+    assert code == 0 and json.loads(out)["kind"] == "eagle3"
+    one, other = (SpecModel.from_pretrained(folder) for folder in (small / "eagle3", tmp_path / "back"))
+    assert all(torch.equal(t, other.head_state_dict()[name]) for name, t in one.head_state_dict().items())
+
+
+def test_the_form_is_said_once(small, tmp_path, capsys, hf_log):
+    run(capsys, "export", small / "medusa", tmp_path / "served", "--to", "vllm")
+    hf_log.clear()
+    code, out, _ = run(capsys, "import", tmp_path / "served", tmp_path / "back", "--base", small / "base")
+    said = [
+        r.getMessage() for r in hf_log.records if "holds vLLM Medusa: read as a head of kind medusa" in r.getMessage()
+    ]
+    assert code == 0 and len(said) == 1 and "kind" in out and "medusa" in out
+
+
+def test_dtype_and_check(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    options = ["--to", "vllm", "--dtype", "bfloat16", "--embeddings", "--check", "--json"]
+    code, out, _ = run(capsys, "export", small / "eagle3", tmp_path / "served", *options)
+    assert code == 0 and json.loads(out)["check"].startswith("not checked: vllm is not installed here; transformers ")
+    assert json.loads((tmp_path / "served" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("export {small}/eagle3 {tmp}/out", "--to"),
+        ("export {small}/eagle3 {tmp}/out --to vlm", "did you mean 'vllm'"),
+        ("export {small}/eagle3 {small} --to vllm", "is not an empty directory; give a new one"),
+        ("export {small}/eagle3 {tmp}/out --to medusa", "no form for a head of kind eagle3; formats that can: eagle,"),
+        ("export {small}/eagle3 {tmp}/out --to vllm --dtype int8", "--dtype 'int8' is none of float32"),
+        ("export {small}/base {tmp}/out --to vllm", "not the config of a draft head"),
+        ("export {small}/eagle3 {tmp}/out --to vllm --base {tmp}/none", "cannot be loaded; give another with base="),
+        ("import {small}/base {tmp}/out --base {small}/base", "not the config of a draft head"),
+        ("import {tmp}/none {tmp}/out", "none is not a directory"),
+        ("import {tmp}/theirs {tmp}/out", "does not name the base it was trained for"),
+        ("import {tmp}/theirs {tmp}/out --base {small}/base", "is a pickle, which can run code"),
+        (
+            "import {tmp}/theirs {tmp}/out --base {small}/base --allow-pickle",
+            "made for another base: vocab_size is 258",
+        ),
+        ("import {tmp}/theirs {tmp}/theirs --base {small}/base --allow-pickle", "is the source itself"),
+    ],
+)
+def test_bad_input_is_one_line(line, said, small, tmp_path, capsys):
+    foreign.eagle3(tmp_path / "theirs", "eagle")
+    code, out, err = run(capsys, *(word.format(small=small, tmp=tmp_path) for word in line.split()))
+    (told,) = [text for text in err.splitlines() if text.startswith("specheads: ")]
+    assert code == 2 and not out and said in told and not (tmp_path / "out").exists()

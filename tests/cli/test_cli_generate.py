@@ -1,0 +1,83 @@
+"""specheads generate, info."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+
+from specheads.models.convert import convert
+from tests.conftest import tiny_llama
+from tests.support.program import CONTROL, run
+
+
+@pytest.mark.parametrize("tree", ["chain:2", "comb:2,3", "dynamic:9,2,3", "static", "static:8", "sampled:2,1"])
+@pytest.mark.parametrize("head", ["medusa", "eagle3"])
+def test_generate_gives_the_same_text_whatever_the_tree(head, tree, shipped, capsys):
+    ask = ("generate", shipped / head, "--prompt", "def f(", "--max-new-tokens", 16, "--json")
+    plain = json.loads(run(capsys, *ask, "--no-draft")[1])
+    code, out, _ = run(capsys, *ask, "--tree", tree)
+    record = json.loads(out)
+    assert code == 0 and record["text"] == plain["text"] and record["token_ids"] == plain["token_ids"]
+    assert plain["draft_depths"] == [0] * 16 and record["statistics"]["drafted"] > 0
+    assert sum(depth > 0 for depth in record["draft_depths"]) == record["statistics"]["accepted"]
+
+
+@pytest.mark.parametrize("how", [["--stream"], ["--no-stream"]])
+def test_the_text_goes_to_stdout_whole_and_plain_without_a_terminal(how, shipped, capsys):
+    ask = ("generate", shipped / "eagle3", "--prompt", "x = ", "--max-new-tokens", 24)
+    wanted = json.loads(run(capsys, *ask, "--json")[1])["text"]
+    code, out, err = run(capsys, *ask, *how)
+    assert code == 0 and out == wanted + "\n"
+    assert "24 tokens in" in err and "accepted length" in err and not CONTROL.search(err)
+
+
+def test_a_prompt_comes_from_a_file_or_from_stdin_too(shipped, tmp_path, capsys, monkeypatch):
+    ask = ("generate", shipped / "medusa", "--max-new-tokens", 8, "--json")
+    given = run(capsys, *ask, "--prompt", "import os\n")[1]
+    file = tmp_path / "prompt.txt"
+    file.write_text("import os\n", "utf8")
+    assert json.loads(run(capsys, *ask, "--prompt-file", file)[1])["text"] == json.loads(given)["text"]
+    with open(file) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert json.loads(run(capsys, *ask)[1])["text"] == json.loads(given)["text"]
+
+
+def test_chat_puts_the_prompt_into_the_template_once(shipped, capsys):
+    ask = ("generate", shipped / "medusa", "--max-new-tokens", 4, "--json")
+    record = json.loads(run(capsys, *ask, "--prompt", "hi", "--chat")[1])
+    assert record["prompt"] == "<user>hi<a>"
+    assert record["text"] == json.loads(run(capsys, *ask, "--prompt", "<user>hi<a>")[1])["text"]
+
+
+def test_a_seed_gives_the_same_sample_and_another_seed_another(shipped, capsys):
+    ask = ("generate", shipped / "eagle3", "--prompt", "a", "--max-new-tokens", 24, "--temperature", 1, "--json")
+
+    def text(seed):
+        return json.loads(run(capsys, *ask, "--seed", seed)[1])["token_ids"]
+
+    assert text(1) == text(1) != text(2)
+
+
+def test_info_says_what_a_checkpoint_holds(shipped, capsys):
+    record = json.loads(run(capsys, "info", shipped / "eagle3", "--json")[1])
+    assert record["kind"] == "eagle3" and record["base"] == "../base" and record["options"]["steps"] == 2
+    assert record["tapped_layers"] == record["options"]["taps"] and record["draft_vocabulary"] == 258
+    head = convert(tiny_llama(vocab_size=258, num_hidden_layers=4), "eagle3", steps=2).head
+    assert record["parameters"] == sum(p.numel() for p in head.parameters())
+    assert record["base_fingerprint"]["num_hidden_layers"] == 4
+    assert json.loads(run(capsys, "info", shipped / "medusa", "--json")[1])["tapped_layers"] == [4]
+    code, out, _ = run(capsys, "info", shipped / "eagle3")
+    assert code == 0 and re.search(r"kind +eagle3", out) and "draft vocabulary" in out
+
+
+def test_info_alone_gives_versions_and_heads(capsys):
+    record = json.loads(run(capsys, "info", "--json")[1])
+    assert record["torch"] == torch.__version__ and record["heads"] == [
+        "medusa",
+        "hydra",
+        "eagle",
+        "eagle3",
+        "parallel",
+    ]

@@ -1,0 +1,50 @@
+"""specheads evaluate, calibrate."""
+
+import json
+import shutil
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.support.program import CONTROL, run
+
+
+def test_evaluate_reports_the_same_figures_as_a_table_and_as_json(shipped, tmp_path, capsys):
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("def f(x):\nclass A\n", "utf8")
+    ask = ("evaluate", shipped / "eagle3", "--prompts", prompts, "--max-new-tokens", 12, "--repeats", 1)
+    code, out, err = run(capsys, *ask, "--json")
+    record = json.loads(out)
+    assert code == 0 and not CONTROL.search(err)
+    assert list(record["decoders"]) == ["transformers generate", "our loop, no drafts", "eagle3 head"]
+    assert all(row["identical"] for row in record["decoders"].values())
+    assert record["decoders"]["our loop, no drafts"]["accepted_length"] == 1
+    assert record["environment"]["torch"] == torch.__version__ and record["num_prompts"] == 2
+    code, out, _ = run(capsys, *ask, "--tree", "chain:1")
+    assert code == 0 and not CONTROL.search(out)
+    assert "eagle3 head" in out and "transformers generate" in out and torch.__version__ in out
+
+
+def test_calibrate_counts_a_tree_and_saves_it_with_the_head(shipped, tmp_path, capsys):
+    head = tmp_path / "medusa"
+    shutil.copytree(shipped / "medusa", head)
+    rows = [{"input_ids": (ids := [7 + i % 50, 8, 9] * 6), "labels": ids} for i in range(6)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf8")
+    ask = ("calibrate", head, "--base", shipped / "base", "--data", data, "--num-nodes", 5)
+    before = safetensors.torch.load_file(head / "model.safetensors")
+    code, out, _ = run(capsys, *ask, "--save", "--json")
+    found = json.loads(out)
+    assert code == 0 and len(found["tree"]) <= 4 and found["positions"] > 0
+    assert found["accepted_length"] == pytest.approx(found["by_nodes"]["5"])
+    lengths = list(found["by_nodes"].values())
+    assert lengths == sorted(lengths)
+    after = safetensors.torch.load_file(head / "model.safetensors")
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items()) and len(before) == len(after)
+    _, out, _ = run(capsys, "info", head, "--json")
+    assert json.loads(out)["options"]["tree"] == found["tree"]
+    code, out, _ = run(capsys, *ask)
+    assert code == 0 and "nodes" in out and "saved" not in out
+    code, _, err = run(capsys, "calibrate", "some/where", "--data", data, "--save")
+    assert code == 2 and "some/where is not a directory here" in err

@@ -1,0 +1,224 @@
+"""The command line on encoder-decoders: generate, evaluate, chat and sweep write the text of their own generate()."""
+
+import io
+import json
+import shlex
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM
+
+from specheads.models.loading import load_language_model
+from tests.decoding.test_draft_model import near
+from tests.support import t5_on_disk
+from tests.support.program import CONTROL, run
+
+PROMPT = "abab cd abab"
+NEW = 12
+ROWS = [{"question": f"What is {'just ' * n}{n} and {n}", "answer": f"#### {2 * n}"} for n in range(3)]
+
+
+@pytest.fixture(scope="module", params=["t5", "bart"])
+def pair(request, tmp_path_factory):
+    """Folders of a target and of a draft model that is often right; and the target's greedy ids behind PROMPT."""
+    folder = tmp_path_factory.mktemp(request.param)
+    target = getattr(t5_on_disk, request.param)()
+    t5_on_disk.save(near(target, 0.002), folder / "small")
+    t5_on_disk.save(target, folder / "large")
+    ids = t5_on_disk.byte_tokenizer()(PROMPT, return_tensors="pt").input_ids
+    return folder, target.generate(ids, max_new_tokens=NEW, do_sample=False)[0, 1:].tolist()
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("t5")
+    target = t5_on_disk.t5()
+    for name, model in (("large", target), ("base", near(target, 0.001)), ("small", near(target, 0.004))):
+        t5_on_disk.save(model, folder / name)
+    return folder
+
+
+def drafters(folder):
+    return {
+        "nothing named": (), "none": ("--no-draft",), "assistant": ("--assistant", folder / "small"),
+        "lookup": ("--drafter", "lookup:4"), "ngram": ("--drafter", "ngram"), "maxgram": ("--drafter", "maxgram"),
+        "chain": ("--assistant", folder / "small", "--tree", "chain:3"), "path": ("--drafter", folder / "small"),
+        "cascade": ("--drafter", f"cascade:model:{folder / 'small'}+maxgram", "--k-matrix", "[[3,2],[0,2]]",
+                    "--leniency", 2),
+    }  # fmt: skip
+
+
+def test_generate_writes_transformers_greedy_text_whatever_drafts(pair, capsys):
+    folder, expected = pair
+    for name, words in drafters(folder).items():
+        ask = ("generate", folder / "large", "--prompt", PROMPT, "--max-new-tokens", NEW, "--json", *words)
+        code, out, err = run(capsys, *ask)
+        assert code == 0, err
+        record = json.loads(out)
+        assert record["token_ids"] == expected, name
+        assert (record["statistics"]["drafted"] > 0) == (name != "none")
+        assert record["drafter"] == {
+            "nothing named": "lookup", "none": None, "lookup": "lookup:4", "ngram": "ngram", "maxgram": "maxgram",
+            "cascade": f"cascade:model:{folder / 'small'}+maxgram",
+        }.get(name, f"draft model {folder / 'small'}")  # fmt: skip
+        if name in ("assistant", "chain", "path"):
+            assert record["statistics"]["accepted"] > 0
+    code, out, _ = run(capsys, "generate", folder / "large", "--prompt", PROMPT, "--max-new-tokens", NEW)
+    assert code == 0 and out == record["text"] + "\n"
+
+
+def test_a_plain_decoder_only_model_is_drafted_for_too(shipped, capsys):
+    ask = ("generate", shipped / "base", "--prompt", "def f(", "--max-new-tokens", 12, "--json")
+    plain = json.loads(run(capsys, *ask, "--no-draft")[1])["token_ids"]
+    for words in ((), ("--drafter", "maxgram"), ("--assistant", shipped / "base"), ("--drafter", shipped / "medusa")):
+        record = json.loads(run(capsys, *ask, *words)[1])
+        assert record["token_ids"] == plain and record["statistics"]["drafted"] > 0
+    assert record["drafter"] == "medusa head"
+    ask = ("generate", shipped / "eagle3", *ask[2:])
+    assert json.loads(run(capsys, *ask)[1])["drafter"] == "eagle3 head"
+    assert json.loads(run(capsys, *ask, "--drafter", "lookup")[1])["token_ids"] == plain
+
+
+def test_evaluate_races_the_drafter_that_is_named(pair, tmp_path, capsys):
+    folder, _ = pair
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("abcabc abc\nx y x y\n", "utf8")
+    ask = ("evaluate", folder / "large", "--prompts", prompts, "--max-new-tokens", 8, "--repeats", 1)
+    code, out, err = run(capsys, *ask, "--assistant", folder / "small", "--accept", "typical", "--json")
+    assert code == 0, err
+    rows = json.loads(out)["decoders"]
+    small = f"draft model {folder / 'small'}"
+    assert list(rows)[:3] == ["transformers generate", "our loop, no drafts", small] and "typical" in list(rows)[3]
+    assert all(rows[name]["identical"] for name in list(rows)[:3]) and rows[small]["accepted_length"] > 1
+    code, out, _ = run(capsys, *ask)
+    assert code == 0 and "lookup" in out and not CONTROL.search(out)
+
+
+def test_chat_answers_with_an_encoder_decoder_in_every_way_alike(pair, capsys, monkeypatch):
+    folder, expected = pair
+    lines = f"/ngram on\n/drafter on\n{PROMPT}\n/tree comb:3,2\n{PROMPT}\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    ask = ("chat", folder / "large", "--assistant", folder / "small", "--max-new-tokens", NEW, "--json")
+    code, out, err = run(capsys, *ask)
+    assert "chains only" in err  # a tree that branches is refused, and the session goes on
+    turns = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and len(turns) == 2
+    text = t5_on_disk.byte_tokenizer().decode(expected, skip_special_tokens=True)
+    for turn in turns:
+        modes = turn["modes"]
+        assert list(modes) == ["target alone", "speculative", "n-gram", "draft model alone"]
+        assert modes["target alone"]["text"] == text
+        assert modes["speculative"]["same_text"] and modes["n-gram"]["same_text"]
+        assert modes["speculative"]["accepted_length"] > 1
+
+
+def sweep(folder, tmp_path, *words):
+    rows = tmp_path / "gsm8k.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS), "utf8")
+    return ("sweep", "--base", folder / "large", "--task", "gsm8k", "--data", rows, "--max-new-tokens", 8,
+            "--speed-prompts", 1, "--no-plots", "--json", *words)  # fmt: skip
+
+
+def test_a_sweep_measures_encoder_decoders_alike_in_batches_of_any_size(pair, tmp_path, cache_in_tmp, capsys):
+    folder, _ = pair
+    words = ("--drafter", f"model:{folder / 'small'}", "--drafter", "lookup", "--gamma", "3", "--accept", "typical:0.5")
+    found = []
+    for size in (1, 3):  # rows of one batch differ in length, and an encoder must not see that
+        code, out, err = run(
+            capsys, *sweep(folder, tmp_path, *words[:-2], "--batch-size", size, "--out", tmp_path / f"{size}")
+        )
+        assert code == 0, err
+        rows = json.loads(out)["rows"]
+        found.append([(row["drafter"], row["tokens"]) for row in rows])
+        for row in rows:
+            assert row["lossless"] and row["mean_kl"] == pytest.approx(0, abs=1e-5) and row["tokens"] > 0
+        model = next(row for row in rows if row["drafter"].startswith("model:"))
+        assert model["accepted"] > 0 and model["accepted_length"] > 1
+    assert found[0] == found[1]
+    code, out, err = run(capsys, *sweep(folder, tmp_path, *words, "--out", tmp_path / "lossy"))
+    lossy = [row for row in json.loads(out)["rows"] if not row["lossless"]]
+    assert code == 0 and any(row["mean_kl"] > 1e-3 for row in lossy)
+
+
+def test_a_cascade_of_encoder_decoders_is_reviewed_alike_by_the_target_and_by_its_record(
+    t5, tmp_path, cache_in_tmp, capsys
+):
+    words = (
+        "--drafter", f"cascade:model:{t5 / 'base'}+model:{t5 / 'small'}+maxgram", "--k-matrix",
+        "[[2,1,2],[0,1,2],[0,0,2]]", "--leniency", 2,
+    )  # fmt: skip
+    ask = sweep(t5, tmp_path, *words)
+    code, out, err = run(capsys, *ask, "--out", tmp_path / "live")
+    assert code == 0, err
+    live = json.loads(out)["rows"][-1]
+    assert live["swi"] > 0 and live["draft_reviews"][0] > 0 and live["accepted"] > 0
+    for _ in range(2):  # the second reads the file
+        code, out, err = run(capsys, *ask, "--out", tmp_path / "again", "--record", tmp_path / "record.json")
+        assert code == 0, err
+        (again,) = json.loads(out)["rows"]
+    for name in ("tokens", "reviews", "draft_reviews", "drafted", "accepted", "accepted_length"):
+        assert again[name] == live[name], name
+    assert json.loads((tmp_path / "record.json").read_text())["start"] == 0
+
+
+@pytest.mark.slow
+def test_two_workers_sweep_encoder_decoders_to_the_rows_of_one(t5, tmp_path, cache_in_tmp, capsys):
+    words = ("--drafter", f"cascade:model:{t5 / 'small'}+maxgram", "--k-matrix", "[[2,2],[0,2]]",
+             "--cost", "measured")  # fmt: skip
+    found = []
+    for workers in (1, 2):
+        out = ("--workers", workers, "--out", tmp_path / f"{workers}")
+        code, text, err = run(capsys, *sweep(t5, tmp_path, *words, *out))
+        assert code == 0, err
+        timed = ("seconds", "tokens_per_second", "speed_up", "swi")  # swi: by costs measured here
+        rows = json.loads(text)["rows"]
+        found.append([{k: v for k, v in r.items() if not k.startswith(timed)} for r in rows])
+    assert found[0] == found[1] and len(found[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("generate {t5}/large --prompt a --tree comb:3,2", "chains only"),
+        ("generate {t5}/large --prompt a --drafter head", "there is no head"),
+        ("generate {t5}/large --prompt a --drafter {head}", "was trained for another base"),
+        ("generate {t5}/large --prompt a --chat", "no chat template"),
+        ("generate {t5}/large --prompt a --assistant {base}", "both must read the same"),
+        ("generate {t5}/large --prompt a --base {base}", "--base"),
+        ("generate {head} --prompt a --base {t5}/large", "was trained for another base"),
+        ("generate {base} --prompt a --assistant {t5}/small", "both must read the same"),
+        ("generate {base} --prompt a --assistant {base} --no-draft", "give one of them"),
+        ("generate {base} --prompt a --drafter lookup --no-draft", "give one of them"),
+        ("generate {base} --prompt a --drafter lookup --assistant {base}", "give one of them"),
+        ("generate {base} --prompt a --drafter lookup:x", "'x' is not a whole number"),
+        ("generate {base} --prompt a --drafter cascade:lookup", "takes --k-matrix"),
+        ("generate {base} --prompt a --drafter cascade:lookup --k-matrix [[", "is no JSON"),
+        ("generate {base} --prompt a --drafter lookup --k-matrix [[2]]", "are of a cascade"),
+        ("generate {vit} --prompt a", "a vit model, which does not write text"),
+        ("evaluate {t5}/large --drafter head", "there is no head"),
+        ("evaluate {t5}/large --drafter nowhere/at/all", "nowhere/at/all"),
+        ("chat {t5}/large --tree comb:3,2", "chains only"),
+        ("chat {t5}/large --chat", "no chat template"),
+        ("parity {t5}/large --data x.jsonl", "not the config of a draft head"),
+        ("sweep --base {t5}/large --head {head}", "was trained for another base"),
+        ("sweep --base {t5}/large --drafter model:{base} --task prompts --num-prompts 1", "both must read the same"),
+    ],
+)
+def test_what_an_encoder_decoder_does_not_do_is_refused_in_one_line(
+    line, said, t5, shipped, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "vit").mkdir()
+    (tmp_path / "vit" / "config.json").write_text('{"model_type": "vit"}')
+    words = line.format(t5=t5, base=shipped / "base", head=shipped / "medusa", vit=tmp_path / "vit")
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    code, out, err = run(capsys, *shlex.split(words))
+    own = [text for text in err.splitlines() if text.startswith("specheads: ")]
+    assert code == 2 and not out and len(own) == 1 and said in own[0] and len(own[0]) < 500
+
+
+def test_one_place_loads_every_kind_of_language_model(t5, shipped):
+    assert type(load_language_model(t5 / "large")) is type(AutoModelForSeq2SeqLM.from_pretrained(t5 / "large"))
+    assert load_language_model(shipped / "base").config.model_type == "llama"
+    assert load_language_model(shipped / "eagle3").config.model_type == "specheads"
+    assert load_language_model(t5 / "large", dtype=torch.bfloat16).dtype == torch.bfloat16

@@ -1,0 +1,114 @@
+"""specheads train, demo."""
+
+import json
+
+import pytest
+from transformers.integrations import integration_utils
+
+from specheads.bench import decoders as racers
+from specheads.cli.demo import story
+from tests.support.program import CONTROL, run
+from train import heads
+
+
+def test_train_hands_the_recipe_and_its_overrides_on(shipped, tmp_path, capsys):
+    data, recipe = tmp_path / "rows.jsonl", tmp_path / "recipe.yaml"
+    data.write_text("".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(8)))
+    recipe.write_text(
+        f"base: {shipped / 'base'}\nhead: {{kind: medusa, num_heads: 3}}\ndata: {{train: {data}, max_length: 32}}\n"
+        f"training: {{output_dir: {tmp_path / 'out'}, max_steps: 1, report_to: none, per_device_train_batch_size: 2}}\n"
+    )
+    code, out, _ = run(capsys, "train", recipe, "head.num_heads=1")
+    assert code == 0 and f"saved {tmp_path / 'out'}" in out
+    assert json.loads(run(capsys, "info", tmp_path / "out", "--json")[1])["options"]["num_heads"] == 1
+    code, _, err = run(capsys, "train", recipe, "training.max_stesp=1")
+    assert code == 2 and "max_steps" in err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learning_rate=fast", "training.learning_rate='fast': expected a number"),
+        ("report_to=wandb", "training.report_to=wandb: wandb is not installed; pip install wandb, or give training."),
+        ("report_to=tensorboard", "training.report_to=tensorboard: tensorboard is not installed; pip install tensor"),
+    ],
+)
+def test_a_training_option_that_cannot_be_is_one_line_and_exit_code_2(capsys, monkeypatch, override, message):
+    """Of the program and of the script that `accelerate launch` starts."""
+    monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", list)
+    given = ["recipes/medusa.yaml", "training.bf16=false", "training.output_dir=nowhere", f"training.{override}"]
+    code, out, err = run(capsys, "train", *given)
+    assert (code, out, len(err.splitlines())) == (2, "", 1) and err.startswith(f"specheads: {message}")
+    assert heads.main(given) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1 and said.startswith(f"train/heads.py: {message}")
+
+
+def test_train_prints_one_json_object_and_nothing_else(shipped, tmp_path, capsys):
+    rows = [{"text": "def f(x):\n    return x\n" * 3}] * 8
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf8")
+    code, out, _ = run(
+        capsys, "train", "recipes/medusa.yaml", f"base={shipped / 'base'}", "base_dtype=float32", "head.num_heads=2",
+        "head.draft_vocab_size=60", f"data.train={data}", "data.split=train", "data.eval_fraction=0.25",
+        "data.max_length=32", f"training.output_dir={tmp_path / 'out'}", "training.bf16=false", "training.max_steps=3",
+        "training.logging_steps=1", "training.eval_steps=2", "training.save_steps=2",
+        "training.gradient_accumulation_steps=1", "--json",
+    )  # fmt: skip
+    assert code == 0 and json.loads(out)["eval_accepted_length"] >= 1
+
+
+def test_the_demo_runs_end_to_end(shipped, tmp_path, capsys):
+    code, out, err = run(
+        capsys, "demo", "--checkpoints", shipped, "--minutes", 0.05, "--num-prompts", 2, "--max-new-tokens", 12,
+        "--output", tmp_path / "head", "--json",
+    )  # fmt: skip
+    assert code == 0, out + err
+    assert not CONTROL.search(err)
+    figures, out = json.loads(out), err  # the story
+    assert figures["same_text"] is True and "every text is the same" in out
+    names = ["transformers generate", "our loop, no drafts", "Medusa", "EAGLE-3", "EAGLE-3, just trained"]
+    assert list(figures["decoders"]) == names and all(name in out for name in names)
+    assert "no EAGLE-1 head at" in out  # none was made here
+    assert figures["training"]["steps"] >= 1 and figures["training"]["tokens"] > 0
+    assert json.loads(run(capsys, "info", tmp_path / "head", "--json")[1])["kind"] == "eagle3"
+
+
+def test_the_demo_notices_a_text_that_differs(shipped, tmp_path, capsys, monkeypatch):
+    real = racers.drafted
+
+    def wrong(model, length, **kwargs):
+        decode = real(model, length, **kwargs)
+
+        def run(batch, watch):
+            out = decode(batch, watch)
+            out.tokens[0][3] += 1
+            return out
+
+        return run
+
+    monkeypatch.setattr(racers, "drafted", wrong)
+    code, out, _ = run(
+        capsys, "demo", "--checkpoints", shipped, "--minutes", 0.02, "--num-prompts", 1, "--max-new-tokens", 8,
+        "--output", tmp_path / "head",
+    )  # fmt: skip
+    assert code == 1 and "not every text is the same" in out and "from token 4 on" in out
+
+
+def test_the_demo_notices_a_restored_head_that_writes_otherwise(shipped, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(story, "show_elsewhere", lambda *args: [[5] * 8])
+    code, out, _ = run(
+        capsys, "demo", "--checkpoints", shipped, "--minutes", 0.02, "--num-prompts", 1, "--max-new-tokens", 8,
+        "--output", tmp_path / "head",
+    )  # fmt: skip
+    assert code == 1 and "not every text is the same: the restored process wrote other text" in out
+
+
+def test_the_demo_tells_a_near_tie_from_a_text_that_is_the_same(shipped, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(story, "differences", lambda *args: ([], ["EAGLE-3 on prompt 1 from token 4 on"]))
+    code, out, err = run(
+        capsys, "demo", "--checkpoints", shipped, "--minutes", 0.02, "--num-prompts", 1, "--max-new-tokens", 8,
+        "--output", tmp_path / "head", "--json",
+    )  # fmt: skip
+    assert code == 0 and "but for near ties: EAGLE-3 on prompt 1" in " ".join(err.split())
+    assert json.loads(out)["same_text"] is False

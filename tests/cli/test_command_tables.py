@@ -1,0 +1,45 @@
+"""What the commands show people: tables with units, numbers that end below one another, and a line on each column."""
+
+import json
+import re
+
+from specheads.bench.sweep import report
+from specheads.cli.commands import info, sweep
+from specheads.data import corpus
+from specheads.training.parity import Parity
+from tests.support.program import run
+
+ROWS = corpus.checkpoints_dir().parent / "docs" / "benchmarks" / "sweep_rules" / "sweep.json"
+
+
+def test_a_sweep_is_shown_whole_however_wide_with_its_numbers_below_one_another(capsys):
+    record = json.loads(ROWS.read_text("utf8"))
+    sweep.show({**record, "files": ["sweep.md"]})
+    out = capsys.readouterr().out
+    columns, lines = report.cells(record["rows"])
+    shown = [line for line in out.splitlines() if "chain:7" in line]
+    assert len(shown) == sum("chain:7" in line for line in lines) > 50 and "…" not in out and "|" not in out
+    assert {line.rstrip().rfind(".") for line in shown} == {shown[0].rstrip().rfind(".")}
+    assert all(f"{name}: " in out for name in ("× exact", "× no drafts", "accepted length", "mean KL"))
+    assert "reviews:" not in out and all(name in out for name in columns)
+
+
+def test_evaluate_explains_its_columns(shipped, capsys):
+    options = ("--num-prompts", 2, "--max-new-tokens", 12, "--repeats", 1, "--accept", "typical")
+    code, out, _ = run(capsys, "evaluate", shipped / "eagle3", *options)
+    assert code == 0 and "speed-up: over transformers generate" in out and "same text: " in out
+    shares = re.findall(r"^ depth (\d) +(\d+\.\d%) *$", out, re.MULTILINE)
+    assert [int(depth) for depth, _ in shares] == list(range(1, len(shares) + 1)) and shares
+
+
+def test_parity_says_in_words_whether_it_holds():
+    assert "agree: 1.00% apart over 50 steps, and 2.00% passes" in Parity(2.02, 2.0, 2.5, 50, 0.02).verdict
+    assert "DIFFER: 50.00% apart" in Parity(3.0, 2.0, 2.5, 50, 0.02).verdict
+
+
+def test_info_gives_units_and_a_line_for_each_option(capsys):
+    info.show(info.checkpoint_record(corpus.checkpoints_dir() / "eagle3"))
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"parameters +1,590,272", next(line for line in lines if line.startswith("parameters")))
+    assert any(re.fullmatch(r"size \(MB\) +\d+\.\d\d", line) for line in lines)
+    assert any(re.fullmatch(r"  draft_depth +7", line) for line in lines)

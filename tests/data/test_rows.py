@@ -1,0 +1,329 @@
+"""Claims about specheads/data/rows.py: what is supervised, and what survives cutting, packing and padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from specheads.data.conversation import Conversation
+from specheads.data.datasets import IGNORED, Collator, chunk, load_dataset_rows, pack, tokenize
+from specheads.data.row_forms import checked
+from tests.support.chats import CHAT, CHATML, MARKED, THINKING, UNMARKED, build_tokenizer, config, supervised
+
+pytestmark = pytest.mark.usefixtures("cache_in_tmp")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+# --- forms of others ---
+
+TWO_TURNS = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "how are you"},
+    {"role": "assistant", "content": "very well"},
+    {"role": "user", "content": "and now"},
+    {"role": "assistant", "content": "still well"},
+]
+SHARED = [
+    {"from": "system", "value": "be brief"},
+    {"from": "human", "value": "how are you"},
+    {"from": "gpt", "value": "very well"},
+    {"from": "user", "value": "and now"},
+    {"from": "assistant", "value": "still well"},
+]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": SHARED},
+        {"conversations": SHARED[1:], "system": "be brief"},
+        {"conversations": TWO_TURNS},
+        {"messages": SHARED},
+        {"messages": [{**m, "role": {"user": "human"}.get(m["role"], m["role"].upper())} for m in TWO_TURNS]},
+        {"conversations": SHARED, "messages": None, "text": "not this"},
+        {
+            "instruction": "and", "input": "now", "output": "still well", "system": "be brief",
+            "history": [["how are you", "very well"]],
+        },
+    ],
+    ids=lambda row: " ".join(row),
+)  # fmt: skip
+def test_a_row_of_sharegpt_or_alpaca_is_the_chat_it_writes(row, tokenizer):
+    told = tokenize({"messages": TWO_TURNS}, tokenizer, config())
+    made = tokenize(row, tokenizer, config())
+    if "instruction" in row:  # instruction and input are lines of one message
+        chat = [*TWO_TURNS[:3], {"role": "user", "content": "and\nnow"}, TWO_TURNS[4]]
+        told = tokenize({"messages": chat}, tokenizer, config())
+    assert made == told and supervised(made, tokenizer) == ["very well<|end|>", "still well<|end|>"]
+
+
+def test_an_instruction_beside_text_is_read_as_the_text_and_without_an_input_as_it_is(tokenizer):
+    row = {"instruction": "add", "input": "", "output": "two"}
+    assert tokenize({**row, "text": "a b c"}, tokenizer, config()) == tokenize({"text": "a b c"}, tokenizer, config())
+    chat = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "two"}]
+    assert tokenize(row, tokenizer, config()) == tokenize({"messages": chat}, tokenizer, config())
+
+
+def test_a_call_in_sharegpt_is_a_call_of_the_assistant_and_its_result_a_tools():
+    shared = [
+        {"from": "human", "value": "2 + 2"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+        {"from": "observation", "value": "4"}, {"from": "gpt", "value": "four"},
+    ]  # fmt: skip
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    assert checked(shared) == [
+        {"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "observation", "content": "4"}, {"role": "assistant", "content": "four"},
+    ]  # fmt: skip
+    assert checked([{"from": "function_call", "value": "add(2)"}]) == [{"role": "assistant", "content": "add(2)"}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([CHAT[1], {"role": "asistant", "content": "b"}], "message 2: unknown role 'asistant'; did you mean 'assis"),
+        ([{"from": "humen", "value": "a"}], "message 1: unknown role 'humen'; did you mean 'human'"),
+        ([{"role": None, "content": "a"}], "expected a dict with 'role' and 'content', or 'from' and 'value'"),
+        ([{"from": "human"}], "expected a dict with 'from' and 'value'"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_message_of_nobody_is_refused(messages, message, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        tokenize({"messages": messages}, tokenizer, config())
+
+
+def test_what_the_template_itself_refuses_is_one_line():
+    strict = build_tokenizer("{{ raise_exception('roles must alternate') }}" + UNMARKED)
+    for template in (strict, build_tokenizer("{{ raise_exception('roles must alternate') }}" + MARKED)):
+        with pytest.raises(ValueError, match=r"the chat template refuses .*: roles must alternate"):
+            tokenize({"messages": CHAT}, template, config())
+
+
+def test_a_role_that_the_template_itself_asks_for_is_a_role():
+    template = UNMARKED.replace("{% for", "{% if messages[0]['role'] == 'critic' %}{% endif %}{% for", 1)
+    messages = [*TWO_TURNS[1:3], {"role": "critic", "content": "so so"}]
+    assert tokenize({"messages": messages}, build_tokenizer(template), config())["input_ids"]
+    with pytest.raises(ValueError, match="unknown role 'critic'"):
+        tokenize({"messages": messages}, build_tokenizer(UNMARKED), config())
+
+
+def test_a_tokenizer_without_a_template_is_named_with_what_to_do():
+    bare = build_tokenizer()
+    bare.chat_template, bare.name_or_path = None, "models/bare"
+    with pytest.raises(ValueError, match=r"the tokenizer 'models/bare' has no chat template.*chat_template\.jinja"):
+        tokenize({"messages": CHAT}, bare, config())
+    with pytest.raises(ValueError, match="the tokenizer 'models/bare' has no chat template"):
+        Conversation.of(CHAT).prompt([""] * 0, bare)
+
+
+# --- what is supervised ---
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED, CHATML, THINKING, MARKED.replace("<|end|>{% endg", "{% endg")])
+def test_loss_is_on_assistant_tokens_only(template):
+    if "{% endgeneration %}" in template and "<|end|>" not in template:  # marks that leave the end of turn outside
+        template = template.replace("{% endgeneration %}", "{% endgeneration %}<|end|>")
+    tokenizer = build_tokenizer(template)
+    row = tokenize({"messages": CHAT}, tokenizer, config())
+    last = "(think) still well<|end|>" if template == THINKING else "still well<|end|>"
+    assert supervised(row, tokenizer) == ["very well<|end|>", last]
+    rendered = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert tokenizer.decode(row["input_ids"]) == rendered
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_template_without_generation_marks_gives_the_same_mask(trim_offsets):
+    marked, unmarked = build_tokenizer(MARKED, trim_offsets), build_tokenizer(UNMARKED, trim_offsets)
+    tool = [{"role": "assistant", "content": "é\n"}, {"role": "tool", "content": "4"}]
+    for messages in (CHAT, CHAT[1:], CHAT[:4], CHAT[:2] + tool + CHAT[2:], [*CHAT[:2], {**CHAT[2], "content": ""}]):
+        row = tokenize({"messages": messages}, marked, config())
+        assert any(label != IGNORED for label in row["labels"])
+        assert tokenize({"messages": messages}, unmarked, config()) == row
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED, MARKED.replace("<|end|>{% endgeneration %}", "")])
+def test_white_space_at_the_edges_of_a_turn_moves_no_boundary(template):
+    """transformers' own assistant mask fails here: it drops the later turns, or takes in the user's."""
+    if "{% endgeneration %}" not in template and "{% generation %}" in template:
+        template = template.replace("{{ m['content'] }}{% else", "{{ m['content'] }}{% endgeneration %}<|end|>{% else")
+    messages = [dict(m, content=f"  {m['content']} \n") if m["role"] == "assistant" else m for m in CHAT]
+    row = tokenize({"messages": messages}, tokenizer := build_tokenizer(template, trim_offsets=True), config())
+    assert supervised(row, tokenizer) == ["  very well \n<|end|>", "  still well \n<|end|>"]
+
+
+def test_a_turn_without_end_of_turn_ends_with_its_last_token():
+    """Also where offsets leave out the turn's last white space, and where a token crosses into the template's text."""
+    template = MARKED.replace("<|end|>", "")
+    messages = [*CHAT[:2], {"role": "assistant", "content": "well  "}, CHAT[3]]
+    row = tokenize({"messages": messages}, tokenizer := build_tokenizer(template, trim_offsets=True), config())
+    assert supervised(row, tokenizer) == ["well  "]
+    tokenizer = build_tokenizer(template.replace("{% endgeneration %}", "{% endgeneration %}ell"))
+    messages = [*CHAT[:2], {"role": "assistant", "content": "very w"}, CHAT[3]]
+    assert supervised(tokenize({"messages": messages}, tokenizer, config()), tokenizer) == ["very well"]
+
+
+def test_the_first_token_is_never_supervised():
+    row = tokenize({"messages": [CHAT[2]]}, tokenizer := build_tokenizer(MARKED.replace("<|assistant|>", "")), config())
+    assert row["labels"] == [IGNORED, *row["input_ids"][1:]]
+    assert len(supervised(row, tokenizer)) == 1
+
+
+def test_a_tokenizer_without_offsets_gives_the_same_text():
+    slow = transformers.ByT5Tokenizer()
+    slow.chat_template = UNMARKED.replace("<|end|>", "</s>")
+    row = tokenize({"messages": CHAT}, slow, config())
+    assert supervised(row, slow) == ["very well</s>", "still well</s>"]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused():
+    counting = "{{ messages | length }}" + UNMARKED
+    with pytest.raises(ValueError, match=r"message 2 differently .*generation %\}"):
+        tokenize({"messages": CHAT}, build_tokenizer(counting), config())
+
+
+def test_text_is_supervised_but_for_its_first_token_and_ends_with_eos(tokenizer):
+    row = tokenize({"text": "a plain text"}, tokenizer, config())
+    assert tokenizer.decode(row["input_ids"]) == "a plain text<|end|>"
+    assert row["labels"] == [IGNORED, *row["input_ids"][1:]]
+    again = tokenize({"text": "a plain text<|end|>"}, tokenizer, config())
+    assert again == row, "eos is not doubled"
+
+
+def test_fields_that_arrow_filled_with_none_do_not_reach_the_template(tokenizer, tmp_path):
+    template = UNMARKED.replace("{{ m['content'] }}<|end|>", "{{ m['content'] }}{{ m.call | tojson }}<|end|>")
+    rows = [
+        {"messages": [CHAT[1], {"role": "assistant", "content": "a", "call": call}]} for call in ({"x": 1}, {"y": 2})
+    ]
+    loaded = load_dataset_rows(iter(rows))
+    row = tokenize(loaded[0], build_tokenizer(template), config())
+    assert supervised(row, tokenizer) == ['a{"x": 1}<|end|>']
+
+
+def test_tools_reach_the_template():
+    template = "{% if tools %}{{ tools[0].name }}{% endif %}" + UNMARKED
+    tokenizer = build_tokenizer(template)
+    for tools in ([{"name": "adder"}], '[{"name": "adder"}]'):
+        row = tokenize({"messages": CHAT, "tools": tools}, tokenizer, config())
+        assert tokenizer.decode(row["input_ids"]).startswith("adder<|system|>")
+        assert supervised(row, tokenizer) == ["very well<|end|>", "still well<|end|>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": None}, "text=None"),
+        ({"messages": "hello"}, "expected a list"),
+        ({"messages": []}, "expected a list"),
+        ({"messages": [{"speaker": "human", "value": "x"}]}, "expected a dict with 'role' and 'content'"),
+    ],
+)
+def test_malformed_rows_are_refused(tokenizer, row, message):
+    with pytest.raises(ValueError, match=message):
+        tokenize(row, tokenizer, config())
+
+
+# --- cutting and packing ---
+
+
+@pytest.mark.parametrize("max_length", [4, 8, 16])
+def test_truncation_keeps_the_supervised_end(tokenizer, max_length):
+    messages = [*CHAT, {"role": "user", "content": "thank you very much, and now another one"}]
+    whole = tokenize({"messages": messages}, tokenizer, config())
+    row = tokenize({"messages": messages}, tokenizer, config(max_length=max_length))
+    assert len(row["input_ids"]) == max_length
+    end = max(t for t, label in enumerate(whole["labels"]) if label != IGNORED) + 1
+    assert row["input_ids"] == whole["input_ids"][end - max_length : end]
+    assert row["labels"] == [IGNORED, *whole["labels"][end - max_length + 1 : end]]
+    assert "<|end|>" in supervised(row, tokenizer)[-1]
+
+
+def test_a_cut_row_keeps_its_bos():
+    tokenizer = build_tokenizer("<|bos|>" + MARKED)
+    row = tokenize({"messages": CHAT}, tokenizer, config(max_length=9))
+    whole = tokenize({"messages": CHAT}, tokenizer, config())
+    assert row["input_ids"] == whole["input_ids"][:1] + whole["input_ids"][-8:]
+    assert row["labels"][:2] == [IGNORED, IGNORED], "the token after the splice follows nothing it was written after"
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_long_text_becomes_consecutive_chunks_and_loses_no_token(tokenizer, bos):
+    first = [tokenizer.bos_token_id if bos else 50]
+    for length in range(1, 40):
+        ids = first + list(range(100, 99 + length))
+        parts = chunk({"input_ids": ids, "labels": [IGNORED, *ids[1:]]}, 8, tokenizer)
+        assert all(len(part["input_ids"]) <= 8 for part in parts)
+        assert all(len(part["input_ids"]) >= bos + 2 for part in parts[1:]), "no part without a supervised token"
+        assert all(part["labels"][0] == IGNORED for part in parts)
+        joined = parts[0]["input_ids"] + [t for part in parts[1:] for t in part["input_ids"][bos:]]
+        assert joined in (ids, ids[:-1]), "only a lone last token may go"
+        for part in parts[1:]:
+            assert part["labels"] == [IGNORED] * (bos + 1) + part["input_ids"][bos + 1 :]
+
+
+def numbered_rows(lengths):
+    """Row r holds tokens 100 * r + t, all supervised: the worst case for a leak."""
+    rows = [[100 * (r + 1) + t for t in range(length)] for r, length in enumerate(lengths)]
+    return [{"input_ids": ids, "labels": list(ids)} for ids in rows]
+
+
+def test_packing_never_mixes_documents():
+    rows = numbered_rows([5, 3, 8, 2, 6, 1, 4, 4, 7])
+    sequences = pack(rows, 8)
+    found = []
+    for sequence in sequences:
+        assert len(sequence["input_ids"]) <= 8
+        assert len({len(column) for column in sequence.values()}) == 1
+        documents = sequence["document_ids"]
+        assert sorted(set(documents)) == list(range(1, max(documents) + 1))
+        for t, document in enumerate(documents):
+            starts = t == 0 or documents[t - 1] != document
+            assert sequence["position_ids"][t] == (0 if starts else sequence["position_ids"][t - 1] + 1)
+            assert sequence["labels"][t] == (IGNORED if starts else sequence["input_ids"][t])
+        for document in range(1, max(documents) + 1):
+            found.append([i for i, d in zip(sequence["input_ids"], documents, strict=True) if d == document])
+    assert sorted(found) == sorted(row["input_ids"] for row in rows)
+    assert rows == numbered_rows([5, 3, 8, 2, 6, 1, 4, 4, 7]), "the rows given are not changed"
+
+
+def test_packing_fills_the_fullest_sequence_that_takes_the_row():
+    assert [sequence["document_ids"] for sequence in pack(numbered_rows([5, 6, 2, 3]), 8)] == [
+        [1, 1, 1, 1, 1, 2, 2, 2],
+        [1, 1, 1, 1, 1, 1, 2, 2],
+    ]
+    assert len(pack(numbered_rows([7, 3, 5]), 8)) == 2
+
+
+def test_packing_refuses_a_row_that_does_not_fit():
+    with pytest.raises(ValueError, match="9 tokens does not fit max_length=8"):
+        pack(numbered_rows([9]), 8)
+
+
+# --- batching ---
+
+
+def test_collator_pads_on_the_right_to_the_longest():
+    batch = Collator(pad_token_id=7, pad_to_multiple_of=4)(numbered_rows([5, 2]))
+    assert all(value.dtype == torch.int64 and value.shape == (2, 8) for value in batch.values())
+    assert batch["input_ids"].tolist()[1] == [200, 201, 7, 7, 7, 7, 7, 7]
+    assert batch["labels"].tolist()[1] == [200, 201] + [IGNORED] * 6
+    assert batch["attention_mask"].tolist() == [[1] * 5 + [0] * 3, [1] * 2 + [0] * 6]
+    assert batch["document_ids"].tolist() == batch["attention_mask"].tolist()
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0]]
+    assert Collator(7)(numbered_rows([5, 2]))["input_ids"].shape == (2, 5)
+
+
+def test_collator_keeps_the_documents_of_packed_rows():
+    batch = Collator(pad_token_id=7)(pack(numbered_rows([3, 2, 4]), 6))
+    assert batch["document_ids"].tolist() == [[1, 1, 1, 2, 2], [1, 1, 1, 1, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
+
+
+def test_collator_refuses_no_pad_token():
+    with pytest.raises(ValueError, match=r"pad_token_id=None.*eos_token_id"):
+        Collator(None)  # type: ignore[arg-type]

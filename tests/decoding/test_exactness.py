@@ -1,0 +1,302 @@
+"""Real models and heads: sampled text has the base's law exactly, greedy text is the base's token for token."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from specheads import BestFirstTree, DynamicTree, Exact, SampledTree, StaticTree, Target, chain, convert, decode
+from specheads.heads.rope import RotaryTable
+from tests.conftest import tiny_llama
+from tests.reference.enumeration import distance, probs_of
+
+HEADS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
+PAD = 0
+
+
+# --- The law, enumerated in float64 ---
+
+
+def small_base(vocab_size):
+    """A float64 Llama of two layers over a vocabulary that can be enumerated."""
+    return tiny_llama(
+        vocab_size=vocab_size, num_hidden_layers=2, hidden_size=16, intermediate_size=16, num_attention_heads=2,
+        num_key_value_heads=1, bos_token_id=None, eos_token_id=None, pad_token_id=None, initializer_range=0.6,
+    ).double()  # fmt: skip
+
+
+class BaseLaw:
+    """The base's own next-token law, by a fresh pass over each prefix."""
+
+    def __init__(self, base, change=lambda logits: logits):
+        self.base, self.change, self.known = base, change, {}
+
+    @torch.no_grad()
+    def __call__(self, prefix):
+        if prefix not in self.known:
+            logits = self.base(torch.tensor([prefix])).logits[0, -1]
+            self.known[prefix] = self.change(logits).softmax(-1).tolist()
+        return self.known[prefix]
+
+    def joint(self, prompt, length):
+        """{the next `length` tokens: probability}."""
+        law = {(): 1.0}
+        for _ in range(length):
+            law = {
+                (*tokens, token): chance * p
+                for tokens, chance in law.items()
+                for token, p in enumerate(self((*prompt, *tokens)))
+                if p
+            }
+        return law
+
+    def completed(self, law, prompt, length):
+        """Output of differing lengths, each continued by the base's own law."""
+        whole = {}
+        for tokens, chance in law.items():
+            for rest, p in self.joint((*prompt, *tokens), length - len(tokens)).items():
+                whole[tokens + rest] = whole.get(tokens + rest, 0.0) + chance * p
+        return whole
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "plan", "length", "steps"),
+    [
+        (4, None, 3, None),
+        (4, chain(2), 3, None),
+        (4, StaticTree(((0,), (1,), (0, 0), (0, 1))), 3, None),
+        (4, DynamicTree(budget=4, depth=2, top_k=2), 3, None),
+        (3, BestFirstTree(budget=4, depth=2, width=2), 2, None),
+        (4, SampledTree((1,)), 3, 1),
+        (3, SampledTree((2,)), 3, 1),
+        (2, SampledTree((1, 1)), 3, 1),
+        (2, SampledTree((2, 1)), 3, 1),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.sampled(4)
+def test_sampled_text_has_the_bases_own_law(head, vocab_size, plan, length, steps):
+    base = small_base(vocab_size)
+    torch.manual_seed(1)
+    model = convert(base, head, dtype=torch.float64)
+    for parameter in model.head.parameters():  # away from the base's own weights, so that q is unlike p
+        torch.nn.init.normal_(parameter, std=0.5)
+    prompt = (1, 0, 1)
+    ids = torch.tensor([prompt])
+
+    def stop(row, history, count):
+        kept = length - (len(history) - len(prompt) - count)
+        return kept if kept <= count else -1
+
+    def run(sampler):
+        target = Target(base, model.head.layers, scratch=plan.num_nodes if plan else 1)
+        tokens = ()
+        made = decode(
+            target, model.head if plan else None, ids, torch.tensor([len(prompt)]), plan=plan, sampler=sampler,
+            accept=Exact(), stop=stop, max_new_tokens=length,
+        )  # fmt: skip
+        for number, step in enumerate(made):
+            tokens += tuple(step.tokens[0])
+            if number == steps:
+                break
+        return tokens
+
+    base_law = BaseLaw(base)
+    law = base_law.completed(probs_of(run), prompt, length)
+    assert distance(law, base_law.joint(prompt, length)) < 1e-12
+
+
+def test_generate_has_the_bases_processed_law(monkeypatch):
+    """The same through generate(): temperature and top_k as the base would apply them."""
+    base = small_base(4)
+    model = convert(base, "eagle3", dtype=torch.float64)
+
+    def processed(logits):
+        scores = logits / 0.7
+        return scores.masked_fill(scores < scores.sort().values[-2], -torch.inf)
+
+    def run(sampler):
+        def make(processors, **kwargs):
+            sampler.processors = processors
+            return sampler
+
+        monkeypatch.setattr("specheads.decoding.generate.Sampler", make)
+        options = {"do_sample": True, "temperature": 0.7, "top_k": 2, "top_p": 1.0, "max_new_tokens": 3}
+        out = model.generate(torch.tensor([[1, 0, 3]]), **options, tree=SampledTree((1, 1)))
+        return tuple(out[0, 3:].tolist())
+
+    base_law = BaseLaw(base, processed)
+    assert distance(probs_of(run), base_law.joint((1, 0, 3), 3)) < 1e-12
+
+
+# --- Greedy, token for token ---
+
+
+@pytest.fixture(scope="module")
+def text(base):
+    """(5, 124) greedy text of the base, each row from one token."""
+    prompts = torch.tensor([[7], [31], [55], [60], [90]])
+    return base.generate(prompts, do_sample=False, max_new_tokens=123, min_new_tokens=123)
+
+
+@pytest.fixture(scope="module")
+def models(base, text):
+    """Heads trained until they know that text, so that drafts are accepted and cut at every depth."""
+    options = {
+        "medusa": {"num_heads": 4},
+        "hydra": {"prefix_layer": True},
+        "eagle": {"token_loss_weight": 1.0, "noise": 0.0},
+        "eagle3": {"steps": 3, "draft_vocab_size": 90},
+        "parallel": {"draft_vocab_size": 90, "markov_rank": 16, "block_size": 6, "anchors": 24},
+    }
+    taught = {}
+    for head in HEADS:
+        torch.manual_seed(0)
+        model = taught[head] = convert(base, head, **options[head]).train()
+        optimizer = torch.optim.AdamW(model.head.parameters(), lr=2e-2)
+        for _ in range(150):
+            optimizer.zero_grad()
+            model(text, labels=text).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.head.parameters(), 1.0)
+            optimizer.step()
+        model.eval()
+    return taught
+
+
+PLANS = {
+    "default": None,
+    "chain of 1": chain(1),
+    "chain of 4": chain(4),
+    "static": StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0))),
+    "dynamic": DynamicTree(budget=10, depth=4, top_k=3),
+    "dynamic, wide": DynamicTree(budget=30, depth=2, top_k=8),
+    "dynamic, one beam": DynamicTree(budget=4, depth=3, top_k=1),
+    "best first": BestFirstTree(budget=10, depth=4, width=3),
+    "sampled": SampledTree((3, 2, 1)),
+    "sampled chain": SampledTree((1, 1, 1, 1)),
+}
+
+
+def padded_left(rows):
+    """ids and mask (B, T) of rows of unlike length."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([[PAD] * (longest - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.fixture(scope="module")
+def prompts(text):
+    """By name: single prompts of 1, 5 and 100 tokens, and the three as one ragged batch."""
+    rows = [text[0, :1].tolist(), text[1, :5].tolist(), text[2, :100].tolist()]
+    return {len(row): padded_left([row]) for row in rows} | {"ragged": padded_left(rows)}
+
+
+@pytest.fixture(scope="module")
+def greedy(base, prompts):
+    return {name: base.generate(**inputs, do_sample=False, max_new_tokens=24) for name, inputs in prompts.items()}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.sampled(3)
+def test_every_head_tree_and_batch_matches_greedy(models, prompts, greedy, head, plan):
+    gained = steps = 0
+    for name, inputs in prompts.items():
+        out = models[head].generate(
+            **inputs, do_sample=False, max_new_tokens=24, tree=PLANS[plan], return_dict_in_generate=True
+        )
+        assert torch.equal(out.sequences, greedy[name])
+        assert out.lossless
+        gained += sum(len(row) for step in out.steps[1:] for row in step.tokens)
+        steps += sum(bool(row) for step in out.steps[1:] for row in step.tokens)
+    assert gained / steps > 1.3, "hardly a draft was accepted, so this shows little"
+
+
+def test_plain_decoding_matches_greedy(models, prompts, greedy):
+    for name, inputs in prompts.items():
+        out = models["eagle"].generate(**inputs, do_sample=False, max_new_tokens=24, draft=False)
+        assert torch.equal(out, greedy[name])
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_that_knows_nothing_is_lossless_too(base, prompts, greedy, head):
+    model = convert(base, head, init=False)
+    for name, inputs in prompts.items():
+        assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=24), greedy[name])
+
+
+def test_a_head_of_two_layers_matches_greedy(base, prompts, greedy):
+    torch.manual_seed(0)
+    for model in (convert(base, "eagle", num_layers=2), convert(base, "eagle3", num_layers=2)):
+        for name, inputs in prompts.items():
+            assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=24), greedy[name])
+
+
+@pytest.mark.parametrize("plan", ["chain of 4", "static", "dynamic", "sampled"])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.sampled(3)
+def test_an_ending_inside_a_draft_matches_greedy(base, models, text, head, plan):
+    """Every token of the continuation in turn as EOS, and every length limit, cut drafts at all their depths."""
+    inputs = padded_left([text[3, :4].tolist(), text[4, :9].tolist()])
+    columns = inputs["input_ids"].shape[1]
+    model, tree = models[head], PLANS[plan]
+    continued = base.generate(**inputs, do_sample=False, max_new_tokens=10, eos_token_id=96, pad_token_id=PAD)
+    cut = False
+    for token in sorted(set(continued[:, columns:].flatten().tolist())):
+        options = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": [token, 96], "pad_token_id": PAD}
+        out = model.generate(**inputs, **options, tree=tree, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, base.generate(**inputs, **options))
+        # A step that ends on an accepted token, not on the bonus, was cut.
+        cut |= any(len(row) == n > 0 for step in out.steps for row, n in zip(step.tokens, step.accepted, strict=True))
+        assert all(
+            len(ranks) == n
+            for step in out.steps
+            for ranks, n in zip(step.ranks, step.accepted, strict=True)
+        )  # fmt: skip
+    assert cut, "no EOS fell inside a draft"
+    for limit in range(1, 8):
+        options = {"do_sample": False, "max_new_tokens": limit}
+        assert torch.equal(model.generate(**inputs, **options, tree=tree), base.generate(**inputs, **options))
+    options = {"do_sample": False, "max_length": columns + 5}
+    assert torch.equal(model.generate(**inputs, **options, tree=tree), base.generate(**inputs, **options))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_generation_reaches_the_end_of_a_learned_position_table(head):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 4}
+    config = GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=PAD, initializer_range=0.3)
+    base = GPT2LMHeadModel(config).eval()
+    model = convert(base, head)
+    generator = torch.Generator().manual_seed(2)
+    rows = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (20, 7, 1)]
+    for inputs in (padded_left(rows[:1]), padded_left(rows)):
+        for plan in (None, chain(4), SampledTree((2, 1, 1)), DynamicTree(budget=8, depth=4, top_k=2)):
+            out = model.generate(**inputs, do_sample=False, max_new_tokens=12, tree=plan)
+            assert torch.equal(out, base.generate(**inputs, do_sample=False, max_new_tokens=12))
+
+
+@pytest.mark.parametrize("head", ["hydra", "eagle", "eagle3", "parallel"])
+def test_no_position_lies_outside_the_table_the_head_asked_for(models, text, head, monkeypatch):
+    """A row that ends by a whole accepted path overshoots the limit and stays in the batch while others run on."""
+    asked, used = [0], [0]
+    ensure, forward = RotaryTable.ensure, RotaryTable.forward
+
+    def recording_ensure(table, positions, like):
+        asked.append(positions)
+        ensure(table, positions, like)
+
+    def recording_forward(table, position):
+        used.append(int(position.max()))
+        return forward(table, position)
+
+    monkeypatch.setattr(RotaryTable, "ensure", recording_ensure)
+    monkeypatch.setattr(RotaryTable, "forward", recording_forward)
+    inputs = padded_left([row[:40].tolist() for row in text])
+    for limit in range(3, 9):  # of two tokens the second is the only step, which drafts nothing
+        asked[:], used[:] = [0], [0]
+        models[head].generate(
+            **inputs, do_sample=False, max_new_tokens=limit, eos_token_id=96, tree=chain(4 if head == "hydra" else 6)
+        )
+        assert max(used) < max(asked)

@@ -1,0 +1,288 @@
+"""Every decoder-only family is decoded to the base's own greedy text, or refused with the reason.
+
+Each family is a tiny random model of tests/support/families.py; a drafter that knows the greedy text makes the trees
+accept deeply and by different lengths in each row, which untrained heads never would.
+"""
+
+import itertools
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForSeq2SeqLM
+
+from specheads import DynamicTree, StaticTree, Target, UnsupportedModel, convert
+from specheads.decoding.planner import Scored
+from specheads.decoding.target.causal import logits_of
+from specheads.heads.block import decoder_layers, final_norm
+from tests.support.families import FAMILIES, LATENT, LENGTH_DEPENDENT, VOCAB, build
+
+LENGTHS, NEW = (5, 17, 11), 32
+
+
+class KnowingDrafter:
+    """Drafts the base's own continuation among wrong siblings, at a rank and to a depth that chance decides.
+
+    texts: each row's prompt and greedy continuation. It also keeps the features it was given, row by row.
+    """
+
+    def __init__(self, texts, layers=()):
+        self.texts, self.layers = texts, layers
+        self.coin = torch.Generator().manual_seed(0)
+        self.features = [[] for _ in texts]
+        self.tokens_behind = [[] for _ in texts]
+
+    def default_plan(self, device, do_sample):
+        return StaticTree(tuple(c for depth in range(1, 5) for c in itertools.product((0, 1), repeat=depth)))
+
+    def propose(self, context, sampler, plan):
+        for row, new in enumerate(context.new.tolist()):
+            self.features[row].append(context.features[row, :new])
+            self.tokens_behind[row] += context.following[row, :new].tolist()
+        ends = [len(history) for history in context.history]
+        on_text = torch.ones(len(ends), 1, dtype=torch.bool)
+        depth = 0
+
+        def true_token(ahead):
+            rows = [[*text, 0][min(end + ahead, len(text))] for text, end in zip(self.texts, ends, strict=True)]
+            return torch.tensor(rows).unsqueeze(1)
+
+        def expand(tokens, parents):
+            nonlocal on_text, depth
+            if parents is not None:
+                on_text = on_text.gather(1, parents) & (tokens == true_token(depth - 1))
+            batch, width = tokens.shape
+            chance = torch.rand(batch, width, generator=self.coin)
+            logits = torch.rand(batch, width, VOCAB, generator=self.coin)
+            token = true_token(depth).expand(batch, width).unsqueeze(2)
+            logits.scatter_(2, (token + 1) % VOCAB, torch.where(chance > 0.5, 3.0, -1.0).unsqueeze(2))
+            logits.scatter_(2, token, torch.where(on_text & (chance > 0.15), 2.0, -1.0).unsqueeze(2))
+            depth += 1
+            return Scored(logits)
+
+        return plan.grow(context.root, expand, sampler, VOCAB)
+
+
+def ragged_prompts():
+    """Three prompts of LENGTHS, padded on the left."""
+    seed, columns = torch.Generator().manual_seed(1), max(LENGTHS)
+    ids, mask = torch.zeros(len(LENGTHS), columns, dtype=torch.long), torch.zeros(len(LENGTHS), columns).long()
+    for row, length in enumerate(LENGTHS):
+        ids[row, columns - length :] = torch.randint(3, VOCAB, (length,), generator=seed)
+        mask[row, columns - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def greedy(base, inputs, **kwargs):
+    """The base's own greedy continuation: sequences as generate() gives them, and each row's text unpadded."""
+    sequences = base.generate(**inputs, max_new_tokens=NEW, do_sample=False, **kwargs)
+    return sequences, [row[max(LENGTHS) - length :].tolist() for row, length in zip(sequences, LENGTHS, strict=True)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    """One family's model, its prompts, its greedy sequences and texts."""
+    base, inputs = build(*FAMILIES[request.param]), ragged_prompts()
+    sequences, texts = greedy(base, inputs)
+    assert len({token for text in texts for token in text[-NEW:]}) >= 8, "the text repeats itself too much"
+    return base, inputs, sequences, texts
+
+
+@torch.no_grad()
+@pytest.mark.sampled(3)
+def test_every_family_matches_greedy(family):
+    base, inputs, sequences, texts = family
+    model = convert(base, "medusa")
+    for draft, tree in (
+        (False, None),
+        (True, None),
+        (convert(base, "eagle").head, None),
+        (convert(base, "eagle3").head, None),
+        (KnowingDrafter(texts), DynamicTree(budget=12, depth=4, top_k=4)),
+    ):
+        drafted = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, draft=draft, tree=tree)
+        assert torch.equal(drafted, sequences), f"{draft} strays from greedy"
+
+    depth = text_layers(base)
+    knowing = KnowingDrafter(texts, layers=(depth, 0, 2))
+    drafted = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, draft=knowing, return_dict_in_generate=True)
+    assert torch.equal(drafted.sequences, sequences)
+    assert drafted.statistics()["accepted_length"] > 2.5
+    assert any(len(set(step.accepted)) > 1 for step in drafted.steps), "rows never accepted different lengths"
+    for row, text in enumerate(texts):
+        # What the drafter was given along the way is what one forward over the whole text gives.
+        given = torch.cat(knowing.features[row])[: len(text)]
+        states = base(torch.tensor([text[: len(given)]]), output_hidden_states=True).hidden_states
+        whole = torch.cat([states[k] for k in knowing.layers], dim=-1)[0]
+        torch.testing.assert_close(given[: len(whole)], whole, rtol=1e-3, atol=1e-3)
+        assert len(given) >= len(text) - 6
+        assert knowing.tokens_behind[row][: len(text) - 1] == text[1 : 1 + len(knowing.tokens_behind[row])]
+
+
+@pytest.mark.parametrize("name", LENGTH_DEPENDENT)
+def test_families_whose_positions_depend_on_the_length_match_greedy(name):
+    base, inputs = build(*LENGTH_DEPENDENT[name]), ragged_prompts()
+    sequences, texts = greedy(base, inputs)
+    for draft, tree in (
+        (False, None), (convert(base, "eagle3").head, None),
+        (KnowingDrafter(texts), DynamicTree(budget=12, depth=4, top_k=4)), (KnowingDrafter(texts), None),
+    ):  # fmt: skip
+        out = convert(base, "medusa").generate(**inputs, max_new_tokens=NEW, do_sample=False, draft=draft, tree=tree)
+        assert torch.equal(out, sequences), f"{draft} strays from greedy"
+
+
+@torch.no_grad()
+def test_logits_of_is_the_law_of_every_family(family):
+    base, inputs, _, _ = family
+    out = base(**inputs, output_hidden_states=True)
+    torch.testing.assert_close(logits_of(base, out.hidden_states[-1]), out.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_heads_find_the_layers_and_the_final_norm_of_every_family(family):
+    base = family[0]
+    layers = decoder_layers(base)
+    assert layers is not None and len(layers) == text_layers(base)
+    assert final_norm(base) is not None
+
+
+def test_heads_start_from_the_language_layers_of_a_model_with_a_vision_tower():
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8, "num_hidden_layers": 3,
+            "num_key_value_heads": 2, "vocab_size": VOCAB, "pad_token_id": 0}  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    layers = decoder_layers(transformers.Gemma3ForConditionalGeneration(config))
+    assert {type(layer).__name__ for layer in layers} == {"Gemma3DecoderLayer"}
+
+
+def text_layers(base):
+    return base.config.get_text_config().num_hidden_layers
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2-MoE", "GPT-2", "Cohere-2", "Llama-4"], indirect=True)
+def test_eager_attention_matches_greedy(family):
+    _, inputs, _, _ = family
+    name = type(family[0].config).__name__
+    options = next(options for config, options in FAMILIES.values() if config == name)
+    base = build(name, options, attn_implementation="eager")
+    sequences, texts = greedy(base, inputs)
+    drafted = convert(base, "medusa").generate(
+        **inputs, max_new_tokens=NEW, do_sample=False, draft=KnowingDrafter(texts)
+    )
+    assert torch.equal(drafted, sequences)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "reason"),
+    [
+        ("GPTNeoConfig", {"attention_types": [[["global", "local"], 2]]}, "masks by cache slot .*global, local"),
+        ("GPTNeoConfig", {"attention_types": [[["global"], 4]]}, "masks by cache slot"),
+        ("BloomConfig", {}, "takes no position_ids"),
+        ("MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "takes no position_ids"),
+        ("FalconConfig", {"alibi": True}, "alibi=True"),
+        ("Mamba2Config", {"num_heads": 8, "state_size": 8, "n_groups": 1}, "linear_attention; .*recurrent state"),
+        ("Qwen3NextConfig", {}, "linear_attention; .*recurrent state"),
+        ("Lfm2Config", {"layer_types": ["conv", "full_attention"] * 2}, "conv; .*recurrent state"),
+        ("OpenAIGPTConfig", {}, "takes no past_key_values"),
+        ("DeepseekV32Config", LATENT, "indexed_attention; .*an indexer chooses which tokens"),
+        ("GlmMoeDsaConfig", LATENT, "indexed_attention; .*an indexer chooses which tokens"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unsupported_families_are_refused_with_the_reason(config, options, reason):
+    base = build(config, options)
+    with pytest.raises(UnsupportedModel, match=reason):
+        convert(base, "medusa")
+    with pytest.raises(UnsupportedModel, match=reason):
+        Target(base)
+
+
+def test_encoder_decoders_are_refused():
+    config = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    base = AutoModelForSeq2SeqLM.from_config(config)
+    with pytest.raises(UnsupportedModel, match="T5ForConditionalGeneration is an encoder-decoder model"):
+        convert(base, "medusa")
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
+def test_other_attention_kernels_are_refused_with_the_fix(attention):
+    base = build(*FAMILIES["Llama"])
+    model = convert(base, "medusa")
+    base.config._attn_implementation_internal = attention
+    assert base.config._attn_implementation == attention
+    with pytest.raises(UnsupportedModel, match=rf"not '{attention}'; call base\.set_attn_implementation\('sdpa'\)"):
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+
+
+def test_a_window_the_model_does_not_look_through_is_ignored():
+    base = build("LlamaConfig", {"sliding_window": 8})
+    assert base.config.sliding_window == 8
+    inputs = ragged_prompts()
+    # Without a cache, since Hugging Face's drops keys by any sliding_window it finds, while the model sees them all.
+    sequences, texts = greedy(base, inputs, use_cache=False)
+    drafted = convert(base, "medusa").generate(
+        **inputs, max_new_tokens=NEW, do_sample=False, draft=KnowingDrafter(texts)
+    )
+    assert torch.equal(drafted, sequences)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "OPT"])
+def test_trees_stay_inside_a_learned_position_table(name):
+    config, options = FAMILIES[name]
+    base, inputs = build(config, {**options, "max_position_embeddings": max(LENGTHS) + NEW}), ragged_prompts()
+    sequences, texts = greedy(base, inputs)
+    drafted = convert(base, "medusa").generate(
+        **inputs, max_new_tokens=NEW, do_sample=False, draft=KnowingDrafter(texts)
+    )
+    assert torch.equal(drafted, sequences)
+
+
+def test_scaling_by_cache_slot_is_refused_where_it_would_begin():
+    model = convert(build("Llama4TextConfig", {"intermediate_size_mlp": 48, "floor_scale": 32}), "medusa")
+    assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=28).shape == (1, 31)
+    with pytest.raises(UnsupportedModel, match=r"by cache slot from 32 tokens on; prompt and new tokens come to 32"):
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=29)
+
+
+@pytest.mark.parametrize("layers", [(0, 2, 4), (4, 0), (1, 2)])
+def test_features_do_not_depend_on_which_layers_are_kept(layers):
+    base = build(*FAMILIES["Llama"])
+    ids, lengths = torch.tensor([[5, 6, 7, 8]]), torch.tensor([4])
+    with torch.no_grad():
+        every = base(ids, output_hidden_states=True).hidden_states
+    features = Target(base, layers=layers).prefill(ids, lengths, room=1).features
+    assert torch.equal(features, torch.cat([every[k] for k in layers], dim=-1))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("base_dtype", "head_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str
+)
+def test_head_of_another_dtype_generates_and_trains(kind, base_dtype, head_dtype):
+    base = build(*FAMILIES["Llama"]).to(base_dtype)
+    model = convert(base, kind, dtype=head_dtype)
+    inputs = ragged_prompts()
+    if base_dtype == torch.float32:  # in bfloat16 a block of tokens may round apart from one token at a time
+        assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), greedy(base, inputs)[0][:, :25])
+    else:
+        assert model.generate(**inputs, max_new_tokens=8, do_sample=False).shape == (3, max(LENGTHS) + 8)
+    model.train()
+    before = {name: parameter.detach().clone() for name, parameter in model.head.named_parameters()}
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=1.0)
+    out = model(**inputs, labels=inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100))
+    out.loss.backward()
+    optimizer.step()
+    assert torch.isfinite(out.loss)
+    assert any(not torch.equal(before[name], parameter) for name, parameter in model.head.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "options"), [("ModernBertDecoderConfig", {}), ("RobertaConfig", {"is_decoder": True})]
+)
+def test_eagle_is_refused_where_the_output_matrix_does_not_speak_alone(config, options):
+    """These transform the last hidden state before the output matrix, which EAGLE-1 drafts through; other heads do
+    not use it."""
+    base = build(config, options)
+    with pytest.raises(UnsupportedModel, match=r"between the last hidden state and the logits.*'eagle3' or 'medusa'"):
+        convert(base, "eagle")
+    assert convert(base, "eagle3").head.layers and convert(base, "medusa").head.layers

@@ -1,0 +1,140 @@
+"""generate() step by step: where each row ends, and what a streamer is given."""
+
+import copy
+import itertools
+import string
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList, TextStreamer
+
+from tests.support.replay import BATCHES, PAD, Replay, assert_same
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """97 tokens: three special ones, 60 characters, 34 pairs of them."""
+    pairs = [(a, b) for a in "ABCDEF" for b in "UVWXYZ"][:34]
+    words = ["<pad>", "<s>", "</s>", *string.ascii_letters, *"12345678", *map("".join, pairs)]
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, pairs))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
+    )
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_stop_strings_end_each_row_where_hugging_face_does(model, tokenizer, batch):
+    inputs = BATCHES[batch]
+    columns = inputs["input_ids"].shape[1]
+    text = model.base.generate(**inputs, do_sample=False, max_new_tokens=24)[0, columns:].tolist()
+    for place in (1, 7):
+        # Begins inside the token before, where that has two characters.
+        stop = tokenizer.decode([text[place - 1]])[-1] + tokenizer.decode([text[place]])
+        out = assert_same(model, inputs, stop_strings=stop, tokenizer=tokenizer, accepted=0.9)
+        if batch == "one":
+            assert out.sequences.shape[1] <= columns + place + 1 < columns + 24
+        options = {"do_sample": False, "max_new_tokens": 24, "tokenizer": tokenizer}
+        assert torch.equal(model.generate(**inputs, **options, stop_strings=["ne ver", stop]), out.sequences)
+        config = copy.deepcopy(model.generation_config)
+        config.update(stop_strings=[stop], max_new_tokens=24, do_sample=False)
+        drafted = model.generate(**inputs, generation_config=config, tokenizer=tokenizer)
+        assert torch.equal(drafted, out.sequences)
+        assert config.stop_strings == [stop], "the caller's config was changed"
+
+
+def test_stop_strings_without_a_tokenizer_are_refused(model):
+    with pytest.raises(ValueError, match="stop_strings needs tokenizer="):
+        model.generate(**BATCHES["one"], stop_strings="x", max_new_tokens=4)
+
+
+class EndsOnMultiple(StoppingCriteria):
+    """Of all it is given: the row's prompt, its padding and what was generated."""
+
+    def __init__(self, of):
+        self.of = of
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids.sum(1) + input_ids.shape[1]) % self.of == 0
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("of", [3, 7, 11])
+def test_stopping_criteria_are_asked_after_each_token(model, batch, of):
+    criteria = StoppingCriteriaList([EndsOnMultiple(of)])
+    assert_same(model, BATCHES[batch], stopping_criteria=criteria, pad_token_id=PAD, accepted=0.9)
+
+
+def test_a_time_limit_that_has_passed_leaves_one_token(model):
+    inputs = BATCHES["ragged"]
+    out = model.generate(**inputs, do_sample=False, max_new_tokens=24, max_time=1e-9)
+    assert torch.equal(out, model.base.generate(**inputs, do_sample=False, max_new_tokens=24, max_time=1e-9))
+    assert out.shape[1] == inputs["input_ids"].shape[1] + 1
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_every_limit_and_every_eos_cuts_drafts_where_hugging_face_stops(model, batch):
+    inputs = BATCHES[batch]
+    columns = inputs["input_ids"].shape[1]
+    whole = model.base.generate(**inputs, do_sample=False, max_new_tokens=12)
+    for limit in range(1, 12):
+        options = {"do_sample": False, "max_new_tokens": limit}
+        expected = model.base.generate(**inputs, **options)
+        assert torch.equal(model.generate(**inputs, **options, draft=Replay(inputs, whole)), expected)
+        options = {"do_sample": False, "max_length": columns + limit}
+        assert torch.equal(model.generate(**inputs, **options, draft=Replay(inputs, whole)), expected)
+    for first, second in itertools.pairwise(whole[0, columns:].tolist()):
+        options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": [second, first], "pad_token_id": PAD}
+        expected = model.base.generate(**inputs, **options)
+        assert torch.equal(model.generate(**inputs, **options, draft=Replay(inputs, whole)), expected)
+
+
+# --- Streaming ---
+
+
+class Capture:
+    def __init__(self):
+        self.pieces, self.ended = [], 0
+
+    def put(self, value):
+        assert not self.ended
+        self.pieces.append(value.tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+def test_a_streamer_is_given_the_prompt_then_exactly_the_new_tokens(model):
+    inputs = BATCHES["one"]
+    expected = model.base.generate(**inputs, do_sample=False, max_new_tokens=11)
+    stream = Capture()
+    out = model.generate(
+        **inputs, do_sample=False, max_new_tokens=11, streamer=stream, draft=Replay(inputs, expected)
+    )  # fmt: skip
+    assert torch.equal(out, expected)
+    prompt, *pieces = stream.pieces
+    assert prompt == inputs["input_ids"].tolist() and stream.ended == 1
+    assert [token for piece in pieces for token in piece] == out[0, inputs["input_ids"].shape[1] :].tolist()
+    assert len(pieces) < 11, "no step gave several tokens"
+
+
+def test_a_text_streamer_spells_the_text(model, tokenizer):
+    class Spelling(TextStreamer):
+        spelt = ""
+
+        def on_finalized_text(self, text, stream_end=False):
+            self.spelt += text
+
+    inputs = BATCHES["one"]
+    streams = [Spelling(tokenizer, skip_prompt=True) for _ in range(2)]
+    model.generate(**inputs, do_sample=False, max_new_tokens=11, streamer=streams[0])
+    model.base.generate(**inputs, do_sample=False, max_new_tokens=11, streamer=streams[1])
+    assert streams[0].spelt == streams[1].spelt != ""
+
+
+def test_a_streamer_and_a_batch_are_refused(model, tokenizer):
+    for stream in (Capture(), TextStreamer(tokenizer)):
+        with pytest.raises(ValueError, match=r"a streamer takes one sequence|only supports batch size 1"):
+            model.generate(**BATCHES["ragged"], max_new_tokens=4, streamer=stream)

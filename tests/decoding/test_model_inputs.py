@@ -1,0 +1,204 @@
+"""generate() and what a model is given besides ids: served as generate() serves it, or refused by name."""
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import BaseModelOutput
+
+import specheads
+from specheads import DraftModel, DynamicTree, PromptLookup, UnsupportedModel, convert
+from tests.conftest import tiny_llama
+from tests.support.families import build
+from tests.support.replay import PAD, V, padded
+
+TEXT = {
+    "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.5, "max_position_embeddings": 256,
+    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": PAD,
+}  # fmt: skip
+TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+IMAGE = 90
+OPTIONS = {"do_sample": False, "max_new_tokens": 16}
+
+
+def vision_model(name, text, vision, **options):
+    """A random model of that name and its prompts: two rows of an image and some text."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **options)
+    config.image_token_id = IMAGE
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # some towers and projections start too small to be seen
+            parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, PAD
+    return model
+
+
+def llava():
+    vision = transformers.CLIPVisionConfig(**TOWER, image_size=16, patch_size=8, projection_dim=16)
+    model = vision_model("Llava", LlamaConfig(**TEXT), vision, image_token_index=IMAGE)
+    return model, {"pixel_values": torch.randn(2, 3, 16, 16)}, [[IMAGE] * 4 + [5, 6, 7], [IMAGE] * 4 + [8]]
+
+
+def qwen(name, **vision):
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    sizes = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    model = vision_model(
+        name, {**TEXT, "rope_parameters": rope}, {**sizes, **vision}, image_token_id=IMAGE, video_token_id=93,
+        vision_start_token_id=91, vision_end_token_id=92,
+    )  # fmt: skip
+    grid = torch.tensor([[1, 4, 6], [1, 4, 4]])
+    pixels = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 4 * 4)
+    prompts = [[91] + [IMAGE] * 6 + [92, 5, 6, 7], [91] + [IMAGE] * 4 + [92, 8]]
+    return model, {"pixel_values": pixels, "image_grid_thw": grid}, prompts
+
+
+def gemma3():
+    text = transformers.Gemma3TextConfig(
+        **{**TEXT, "num_hidden_layers": 6}, sliding_window=8, tie_word_embeddings=False
+    )
+    vision = transformers.SiglipVisionConfig(**TOWER, image_size=16, patch_size=4)
+    indices = {"image_token_index": IMAGE, "boi_token_index": 91, "eoi_token_index": 92}
+    model = vision_model("Gemma3", text, vision, mm_tokens_per_image=4, **indices)
+    prompts = [[91] + [IMAGE] * 4 + [92, 5, 6, 7], [91] + [IMAGE] * 4 + [92, 8]]
+    return model, {"pixel_values": torch.randn(2, 3, 16, 16)}, prompts
+
+
+def paligemma():
+    text = transformers.GemmaConfig(**TEXT, tie_word_embeddings=False)
+    vision = transformers.SiglipVisionConfig(**TOWER, image_size=8, patch_size=4, projection_dim=32)
+    model = vision_model("PaliGemma", text, vision, image_token_index=IMAGE, projection_dim=32, hidden_size=32)
+    return model, {"pixel_values": torch.randn(2, 3, 8, 8)}, [[IMAGE] * 4 + [5, 6, 7], [IMAGE] * 4 + [8]]
+
+
+VISION = {
+    "Llava": llava,
+    "Qwen2-VL": lambda: qwen("Qwen2VL", embed_dim=16, hidden_size=32),
+    "Qwen2.5-VL": lambda: qwen(
+        "Qwen2_5_VL",
+        hidden_size=16,
+        out_hidden_size=32,
+        intermediate_size=24,
+        fullatt_block_indexes=[0],
+        window_size=16,
+    ),
+    "Gemma-3": gemma3,
+    "PaliGemma": paligemma,
+}
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_a_text_about_an_image_is_the_bases_own(family):
+    """And another image gives another text. Rows are ragged, so that what is given per token is packed."""
+    model, images, prompts = VISION[family]()
+    inputs = padded(prompts)
+    if family in ("Qwen2-VL", "Qwen2.5-VL"):
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE).long()
+    if "Gemma" in family:
+        own = inputs["input_ids"] == IMAGE if family == "Gemma-3" else torch.zeros_like(inputs["input_ids"])
+        inputs["token_type_ids"] = own.long()
+    texts = []
+    for sign in (1, -1):
+        given = {**inputs, **images, "pixel_values": sign * images["pixel_values"]}
+        texts.append(model.generate(**given, **OPTIONS))
+        for drafter in (None, PromptLookup(4, width=2), convert(model, "eagle3").head):
+            out = specheads.generate(model, **given, **OPTIONS, drafter=drafter, return_dict_in_generate=True)
+            assert torch.equal(out.sequences, texts[-1])
+            assert (out.statistics()["drafted"] > 0) == (drafter is not None)
+    assert not torch.equal(*texts), "the image makes no difference, so the test shows nothing"
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_positions_that_are_given_are_kept(several):
+    base = tiny_llama(eos_token_id=None)
+    prompts = [[27, 42, 22, 85, 13, 36], [44, 9]][: 1 + several]
+    inputs = padded(prompts)
+    columns = inputs["input_ids"].shape[1]
+    positions = torch.stack([torch.arange(columns) * 2 + 7, torch.arange(columns) + 30])[: len(prompts)]
+    plain = base.generate(**inputs, **OPTIONS)
+    expected = base.generate(**inputs, position_ids=positions, **OPTIONS)
+    assert not torch.equal(plain, expected)
+    for drafter in (None, DraftModel(base), convert(base, "eagle3").head):
+        tree = DynamicTree(8, 3, 3) if drafter is not None else None
+        out = specheads.generate(base, **inputs, position_ids=positions, **OPTIONS, drafter=drafter, tree=tree)
+        assert torch.equal(out, expected)
+    from_zero = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
+    assert torch.equal(specheads.generate(base, **inputs, position_ids=from_zero, **OPTIONS), plain)
+    with pytest.raises(ValueError, match=r"position_ids= has shape \(3, 4\)"):
+        specheads.generate(base, **inputs, position_ids=torch.zeros(3, 4, dtype=torch.long), **OPTIONS)
+
+
+def test_token_types_are_kept():
+    base = build("GPT2Config", {"n_positions": 64})
+    inputs = padded([[27, 42, 22, 85, 13, 36], [44, 9]])
+    types = torch.tensor([[3, 3, 4, 4, 5, 5], [3, 3, 3, 3, 8, 9]])
+    expected = base.generate(**inputs, token_type_ids=types, **OPTIONS)
+    assert not torch.equal(expected, base.generate(**inputs, **OPTIONS))
+    for drafter in (None, DraftModel(base), PromptLookup(4, width=2)):
+        tree = DynamicTree(8, 3, 3) if isinstance(drafter, DraftModel) else None
+        out = specheads.generate(base, **inputs, token_type_ids=types, **OPTIONS, drafter=drafter, tree=tree)
+        assert torch.equal(out, expected)
+
+
+def test_several_texts_of_one_image_share_it():
+    model, images, prompts = llava()
+    inputs = {**padded(prompts[:1]), "pixel_values": images["pixel_values"][:1]}
+    options = {"do_sample": True, "max_new_tokens": 8, "num_return_sequences": 3, "seed": 1}
+    out = specheads.generate(model, **inputs, **options)
+    assert out.shape[0] == 3
+    assert torch.equal(out, specheads.generate(model, **inputs, **options, drafter=PromptLookup(3)))
+
+
+class Styled(LlamaForCausalLM):
+    """Takes an argument of its own, which every pass reads."""
+
+    def forward(self, *args, style=None, **kwargs):
+        out = super().forward(*args, **kwargs)
+        if style is not None:
+            out.logits = out.logits + style
+        return out
+
+
+def test_what_cannot_be_served_is_refused_by_name():
+    base = tiny_llama()
+    styled = Styled(base.config).eval()
+    styled.load_state_dict(base.state_dict())
+    ids, style = torch.tensor([[5, 6, 7]]), torch.randn(V)
+    assert not torch.equal(styled.generate(ids, style=style * 9, **OPTIONS), styled.generate(ids, **OPTIONS))
+    with pytest.raises(ValueError, match=r"cannot serve style= of Styled.*leave it out"):
+        specheads.generate(styled, ids, style=style, **OPTIONS)
+    assert torch.equal(
+        specheads.generate(styled, ids, style=None, **OPTIONS, drafter=PromptLookup()), styled.generate(ids, **OPTIONS)
+    )
+
+
+def test_what_an_encoder_decoder_cannot_be_given_is_refused_by_name():
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 2, "num_heads": 2, "vocab_size": V}
+    base = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)).eval()
+    ids = torch.tensor([[5, 6, 7, 1]])
+    encoded = BaseModelOutput(last_hidden_state=base.encoder(ids).last_hidden_state)
+    expected = base.generate(ids, **OPTIONS)
+    assert torch.equal(specheads.generate(base, encoder_outputs=encoded, drafter=PromptLookup(), **OPTIONS), expected)
+    with pytest.raises(ValueError, match=r"cannot serve decoder_inputs_embeds= of T5"):
+        specheads.generate(base, ids, decoder_inputs_embeds=torch.zeros(1, 1, 16), **OPTIONS)
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+def test_prompt_learning_adapters_are_refused_everywhere(kind):
+    """Their virtual tokens are outside the base, which would decode as if they were not there."""
+    import peft
+
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    adapted = peft.get_peft_model(tiny_llama(), config)
+    ids = torch.tensor([[5, 6, 7]])
+    calls = (
+        lambda: specheads.generate(adapted, ids, **OPTIONS, drafter=PromptLookup()),
+        lambda: DraftModel(adapted),
+        lambda: convert(adapted, "medusa"),
+        lambda: specheads.patch(adapted),
+    )
+    for call in calls:
+        with pytest.raises(UnsupportedModel, match=f"{kind} puts virtual tokens before each prompt"):
+            call()

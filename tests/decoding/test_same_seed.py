@@ -1,0 +1,38 @@
+"""A seed gives the text of plain decoding, whatever drafts a point mass: in batches, with and without processors."""
+
+import pytest
+import torch
+
+import specheads
+from specheads import DraftModel, DynamicTree, MaxGram, PromptLookup, StaticTree, chain
+from tests.decoding.test_exactness import padded_left
+from tests.decoding.test_ngram import tiny
+
+PROMPTS = padded_left([[7, 8, 9, 7, 8], [31], [5, 5, 60, 61, 5, 5, 60]])
+OPTIONS = {"do_sample": True, "max_new_tokens": 40, "pad_token_id": 0, "eos_token_id": 96}
+HEADED = specheads.convert(tiny("Llama"), "medusa", num_heads=3)
+DRAFTS = {
+    "lookup": {"drafter": PromptLookup(4)},
+    "max-gram": {"drafter": MaxGram(6)},
+    "head, static": {"drafter": HEADED.head, "tree": StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0)))},
+    "head, dynamic": {"drafter": HEADED.head, "tree": DynamicTree(8, 3, 3)},
+    "head, chain": {"drafter": HEADED.head, "tree": chain(3)},
+    "its own draft model": {"drafter": DraftModel(HEADED.base), "tree": StaticTree(((0,), (1,), (2,), (0, 0), (1, 0)))},
+}
+
+
+@pytest.mark.parametrize("processors", [{}, {"top_p": 0.8, "temperature": 1.3}, {"repetition_penalty": 1.2}], ids=str)
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_seed_gives_the_text_of_plain_decoding(name, processors):
+    for seed in (0, 1):
+        options = {**PROMPTS, **OPTIONS, **processors, "seed": seed}
+        plain = specheads.generate(HEADED.base, **options)
+        out = specheads.generate(HEADED.base, **options, **DRAFTS[name], return_dict_in_generate=True)
+        assert torch.equal(out.sequences, plain)
+        accepted = sum(sum(step.accepted) for step in out.steps)
+        assert accepted > 0 or name != "its own draft model"
+
+
+def test_another_seed_gives_another_text():
+    texts = [specheads.generate(HEADED.base, **PROMPTS, **OPTIONS, seed=seed) for seed in (0, 1)]
+    assert texts[0].shape != texts[1].shape or not torch.equal(*texts)

@@ -1,0 +1,170 @@
+"""Drafting between two vocabularies: the target's text stays its own, and the draft model's words reach it."""
+
+import string
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import specheads
+from specheads import AdaptiveChain, DraftModel, SampledTree, StaticTree, chain
+from specheads.decoding.drafters import translation
+from specheads.decoding.drafters.translation import Translation, spelled
+from tests.conftest import tiny_llama
+from tests.decoding.test_exactness import padded_left
+from tests.decoding.test_reader import Checked
+
+SPACE = "Ġ"  # what byte-level tokenizers call it
+TEXT = "the cat sat on the mat and the rat sat on the cat in a café on the mat and on a hat "
+
+
+def toy_tokenizer(specials, letters, merges):
+    """Bytes (of those letters first, then all others), and pairs of tokens merged into one."""
+    every = [*letters, *sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(letters))]
+    words = [*specials, *every, *("".join(pair) for pair in merges)]
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    pad, bos, eos = specials
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=pad, bos_token=bos, eos_token=eos, padding_side="left"
+    )
+
+
+MERGES = [("t", "h"), ("th", "e"), (SPACE, "the"), ("a", "t"), (SPACE, "s"), (f"{SPACE}s", "at"), ("o", "n")]
+TARGET = toy_tokenizer(["<pad>", "<s>", "</s>"], [SPACE, *string.ascii_lowercase], MERGES)
+OWN = toy_tokenizer(
+    ["[PAD]", "[BOS]", "[EOS]"], [*reversed(string.ascii_lowercase), SPACE], [("c", "at"), ("a", "t")][::-1]
+)
+
+
+def taught(tokenizer, seed):
+    """A model that has learnt TEXT by heart, and to end where it ends."""
+    base = tiny_llama(
+        vocab_size=len(tokenizer), num_hidden_layers=2, initializer_range=0.1, eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    ids = torch.tensor([tokenizer(TEXT * 2)["input_ids"] + [tokenizer.eos_token_id]])
+    optimizer = torch.optim.AdamW(base.parameters(), lr=1e-2)
+    for _ in range(80):
+        optimizer.zero_grad()
+        base(ids, labels=ids).loss.backward()
+        optimizer.step()
+    return base
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A target, and a draft model of another vocabulary, each law of which is compared with a fresh forward's."""
+    return taught(TARGET, 0), Checked(taught(OWN, 1), tokenizer=OWN, target_tokenizer=TARGET)
+
+
+@pytest.mark.parametrize("tree", [None, chain(1), chain(8), AdaptiveChain(max_depth=12, confidence=0.5)], ids=repr)
+def test_a_draft_through_text_matches_greedy(pair, tree):
+    base, drafter = pair
+    prompts = [TARGET(text)["input_ids"] for text in ("the c", "rat sat o", "zebra", "t", "in a café")]
+    prompts[-1].pop()  # in the middle of a character
+    for rows in (prompts[:1], prompts[1:], [[1]]):
+        inputs, options = padded_left(rows), {"do_sample": False, "max_new_tokens": 40}
+        out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=tree, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, base.generate(**inputs, **options))
+        if rows == prompts[:1] and tree != chain(1):
+            assert out.statistics()["accepted_length"] > 2, "hardly a draft was accepted, so this shows little"
+
+
+def test_the_end_of_the_text_is_drafted_too(pair):
+    base, drafter = pair
+    inputs, options = padded_left([TARGET(TEXT * 2)["input_ids"][:-6]]), {"do_sample": False, "max_new_tokens": 20}
+    out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=chain(12), return_dict_in_generate=True)
+    assert torch.equal(out.sequences, base.generate(**inputs, **options))
+    assert out.sequences[0, -1] == TARGET.eos_token_id
+    assert sum(step.accepted[0] for step in out.steps) == out.sequences.shape[1] - inputs["input_ids"].shape[1] - 1
+
+
+def test_sampled_text_is_the_same_whatever_the_draft_is_called(pair):
+    """A chain of likeliest tokens is a point mass, so a seed gives plain decoding's text at one token a step."""
+    base, drafter = pair
+    options = {"do_sample": True, "temperature": 0.01, "top_k": 0, "max_new_tokens": 20, "seed": 0}
+    out = specheads.generate(base, **padded_left([TARGET("the")["input_ids"]]), **options, drafter=drafter)
+    greedy = base.generate(**padded_left([TARGET("the")["input_ids"]]), do_sample=False, max_new_tokens=20)
+    assert torch.equal(out, greedy)
+
+
+def test_the_draft_model_reads_what_it_knows_once(pair):
+    base, checked = pair
+    drafter, fed = DraftModel(checked.small, tokenizer=OWN, target_tokenizer=TARGET), []
+    hook = drafter.small.get_input_embeddings().register_forward_hook(lambda m, args, out: fed.append(args[0].numel()))
+    out = specheads.generate(
+        base, **padded_left([TARGET(TEXT)["input_ids"]]), drafter=drafter, tree=chain(6), do_sample=False,
+        max_new_tokens=30, return_dict_in_generate=True,
+    )  # fmt: skip
+    hook.remove()
+    prompt, steps = len(OWN(TEXT)["input_ids"]), len(out.steps) - 1
+    assert prompt < fed[0] < prompt + 8, "the prompt and the first token are read in one pass"
+    # Of the text that came later, what its own drafts had not spelled, and what merges put in the place of others.
+    assert sum(fed[1:]) - 5 * steps < 4 * steps
+
+
+@pytest.mark.parametrize("tree", [SampledTree((1, 1)), StaticTree(((0,), (1,))), AdaptiveChain(sampled=True)], ids=repr)
+def test_what_cannot_be_told_through_text_is_refused(pair, tree):
+    base, checked = pair
+    drafter = DraftModel(checked.small, tokenizer=OWN, target_tokenizer=TARGET)
+    with pytest.raises(ValueError, match="between two vocabularies a draft is a chain of likeliest tokens, not "):
+        specheads.generate(base, torch.tensor([[5]]), drafter=drafter, tree=tree, max_new_tokens=4)
+
+
+def test_one_vocabulary_under_two_names_needs_no_text(pair):
+    base, _ = pair
+    drafter = DraftModel(base, tokenizer=TARGET, target_tokenizer=TARGET)
+    options = {"do_sample": False, "max_new_tokens": 12}
+    inputs = padded_left([TARGET("the")["input_ids"]])
+    out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=SampledTree((2, 1)))
+    assert torch.equal(out, base.generate(**inputs, **options))
+
+
+# --- Translation ---
+
+
+def translated(text, step):
+    """A Translation that has read `text` in pieces of `step` tokens, and what still stood of its ids each time."""
+    row, ids = Translation(OWN, TARGET), TARGET(text)["input_ids"]
+    for start in range(0, len(ids), step):
+        before = row.ids
+        kept = row.read(ids[start : start + step])
+        assert before[:kept] == row.ids[:kept] and (kept == len(before) or before[kept] != row.ids[kept : kept + 1])
+    assert row.num_read == len(ids)
+    return row
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_a_text_is_read_as_if_it_were_encoded_whole(step, monkeypatch):
+    monkeypatch.setattr(translation, "SETTLED", 64)
+    for text in (TEXT * 4, "the cat", "nospaces" * 30, "caté €the cat"):
+        row = translated(text, step)
+        assert row.ids == OWN(text)["input_ids"]
+    assert len(translated(TEXT * 4, step).tail) <= 64, "what is settled was encoded anew"
+
+
+def test_a_character_of_several_tokens_is_drafted_from_its_first_on():
+    ids = TARGET("a€b")["input_ids"]
+    row = Translation(OWN, TARGET)
+    row.read(ids[:2])  # the euro sign is three bytes, of which one has come
+    assert row.ids == OWN("a")["input_ids"]
+    assert row.write(OWN("€b")["input_ids"]) == ids[2:]
+    assert row.write(OWN("xb")["input_ids"]) == []
+    assert row.write(OWN("€b")["input_ids"][:2]) == []  # and two have been drafted
+
+
+def test_tokens_that_span_old_and_new_text_are_told_apart():
+    assert spelled(TARGET, "sat on", " the mat") == TARGET(" the mat")["input_ids"]
+    assert spelled(TARGET, "sat on t", "he mat") == TARGET("he mat")["input_ids"]
+
+
+def test_the_end_of_text_and_an_empty_text_have_a_token():
+    row = Translation(OWN, TARGET)
+    row.read([TARGET.bos_token_id])
+    assert row.ids == [OWN.eos_token_id]
+    drafted = [*OWN("the")["input_ids"], OWN.eos_token_id, *OWN("cat")["input_ids"]]
+    assert row.write(drafted) == [*TARGET("the")["input_ids"], TARGET.eos_token_id]

@@ -1,0 +1,138 @@
+"""Deeper drafts at a sample of starts: all of them give the full loss, fewer its unbiased estimate."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from specheads.data.datasets import Collator
+from specheads.heads.anchored_starts import AnchoredStarts
+from tests.reference.slow_heads import rows, spec_model
+
+HEADS = [
+    ("eagle3", {"draft_vocab_size": 60, "norm_output": True}),
+    ("eagle", {"steps": 3}),
+    ("eagle3", {"num_layers": 2}),
+    ("medusa", {"draft_vocab_size": 60}),
+    ("hydra", {"prefix_layer": True}),
+]
+
+
+def batch_of(*lengths):
+    return Collator(0)(rows(*lengths))
+
+
+def value_and_gradients(model, batch):
+    out = model(**batch)
+    found = [out.loss, *(out.terms[f"loss_depth_{k}"] for k in (1, 2, 3))]
+    grads = torch.autograd.grad(out.loss, list(model.head.parameters()))
+    return [t.detach() for t in (*found, *grads)], out.ranks
+
+
+@pytest.mark.parametrize(("kind", "options"), HEADS)
+def test_as_many_anchors_as_starts_give_the_full_loss(kind, options):
+    batch = batch_of(12, 7)
+    full, ranks = value_and_gradients(spec_model(kind, **options).train(), batch)
+    for anchors in (9, 1000):  # a row of 12 has 9 starts of more than one draft
+        anchored, seen = value_and_gradients(spec_model(kind, anchors=anchors, **options).train(), batch)
+        for one, other in zip(full, anchored, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+        assert torch.equal(seen, ranks)
+
+
+@pytest.mark.parametrize(("kind", "options"), HEADS)
+def test_the_mean_over_every_draw_of_anchors_is_the_full_loss(kind, options, monkeypatch):
+    batch = batch_of(9, 7, 3)  # the last has no start of more than one draft
+    full, _ = value_and_gradients(spec_model(kind, **options).train(), batch)
+    model = spec_model(kind, anchors=2, **options).train()
+    starts, drawn = [], AnchoredStarts.drawn
+
+    def every(asked, keys, most):
+        found = drawn(asked, keys, 1000)
+        starts[:] = [
+            columns[weights > 0].tolist() for columns, weights in zip(found.columns, found.weights, strict=True)
+        ]
+        return drawn(asked, keys, most)
+
+    monkeypatch.setattr(AnchoredStarts, "drawn", every)
+    model(**batch)
+    monkeypatch.undo()
+    assert len(starts[0]) > 3 and len(starts[1]) > 2 and not starts[2]
+    found = []
+    for chosen in itertools.product(*(itertools.combinations(row, 2) for row in starts[:2])):
+        order = torch.zeros(3, 9)
+        for row, columns in enumerate(chosen):
+            order[row, list(columns)] = 0.9
+        monkeypatch.setattr("specheads.heads.draws.uniform", lambda _, order=order: order)
+        found.append(value_and_gradients(model, batch)[0])
+        monkeypatch.undo()
+    assert len({float(each[0]) for each in found}) > 10, "the draws hardly differ"
+    for one, *draws in zip(full, *found, strict=True):
+        torch.testing.assert_close(one, torch.stack(draws).mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_later_steps_run_at_the_anchors_alone_and_evaluation_everywhere():
+    model, batch, shapes = spec_model("eagle3", anchors=2).train(), batch_of(12, 7), []
+    unroll = model.head.unroll
+
+    def spy(*asked):
+        made = unroll(*asked)
+        shapes.append([out.shape[1] for out in made])
+        return made
+
+    model.head.unroll = spy
+    model(**batch)
+    evaluated = model.eval()(**batch)
+    assert shapes == [[12, 2, 2], [12, 12, 12]]
+    full = spec_model("eagle3").eval()(**batch)
+    assert torch.equal(evaluated.loss, full.loss) and torch.equal(evaluated.ranks, full.ranks)
+
+
+@pytest.mark.parametrize(("kind", "options"), HEADS)
+def test_ranks_in_training_are_those_of_the_anchored_starts_and_in_evaluation_of_all(kind, options):
+    data = [{**row, "labels": [-100, *row["input_ids"][1:]]} for row in rows(30, 20)]
+    model, batch = spec_model(kind, anchors=6, **options), Collator(0)(data)
+    if kind == "eagle":
+        model.head.config = dataclasses.replace(model.head.config, noise=0.0)
+    torch.manual_seed(0)
+    some = model.train()(**batch).ranks.tolist()
+    full = spec_model(kind, **options)
+    full.load_state_dict(model.state_dict())
+    every = model.eval()(**batch).ranks
+    assert torch.equal(every, full.eval()(**batch).ranks)
+    every = [row[:3] for row in every.tolist()]
+    assert 3 <= len(some) <= 12 < len(every) and all(row in every for row in some)
+
+
+def test_options_that_do_not_go_with_anchors_are_refused():
+    with pytest.raises(ValueError, match="anchors=0 must be at least 1"):
+        spec_model("eagle", anchors=0)
+    for kind in ("eagle3", "medusa", "hydra"):
+        with pytest.raises(ValueError, match=f"{kind} head options anchors and dpace"):
+            spec_model(kind, anchors=2, dpace=0.5)
+
+
+def test_a_batch_without_a_second_draft_gives_the_full_loss():
+    ids = rows(12)[0]["input_ids"]
+    mask = torch.arange(12).unsqueeze(0) == 2  # the first token that is drafted, and by the first draft alone
+    for kind, options in (("eagle3", {"draft_vocab_size": 97}), ("eagle", {"steps": 3}), ("medusa", {})):
+        full, some = (
+            spec_model(kind, **options, **more).train()(torch.tensor([ids]), loss_mask=mask)
+            for more in ({}, {"anchors": 2})
+        )
+        torch.testing.assert_close(some.loss, full.loss, rtol=1e-6, atol=0)
+        assert full.loss > 0
+        some.loss.backward()
+
+
+def test_passes_over_a_row_are_those_of_the_first_draft_and_those_at_the_anchors():
+    assert (
+        spec_model("eagle3", steps=4).head.passes(100)
+        == spec_model("eagle3", steps=4, anchors=200).head.passes(100)
+        == 4
+    )
+    assert spec_model("eagle3", steps=4, anchors=10).head.passes(100) == 1 + 3 * 10 / 100
+    assert spec_model("eagle", anchors=10).head.passes(100) == spec_model("medusa").head.passes(100) == 1
+    assert spec_model("medusa", num_heads=4, anchors=10).head.passes(100) == (1 + 3 * 10 / 100) / 4
+    assert spec_model("parallel", anchors=10, block_size=4).head.passes(100) == 1 + 10 * 4 / 100

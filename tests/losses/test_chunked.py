@@ -1,0 +1,113 @@
+"""A sum in chunks is that in one piece, drafts left out or not, and the base's law is asked for no more than needed."""
+
+import pytest
+import torch
+
+from specheads.data.datasets import Collator
+from specheads.heads import draws
+from specheads.heads.anchored_starts import AnchoredStarts
+from specheads.losses import chunked
+from specheads.losses.chunked import chunked_sum
+from specheads.losses.objective import DraftTargets
+from specheads.losses.teacher import LastHidden
+from tests.reference.slow_heads import rows, spec_model
+
+ROWS, HIDDEN, VOCAB = 11, 5, 7
+
+
+def drawn(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def left_out():
+    """Three drafts of eleven positions: of all of them, of some, of one. Two output matrices, one used twice."""
+    of = [torch.arange(ROWS), torch.tensor([0, 3, 4, 5, 10]), torch.tensor([6])]
+    parts = [drawn(len(places), HIDDEN + i)[:, :HIDDEN].clone().requires_grad_() for i, places in enumerate(of)]
+    layers = [torch.nn.Linear(HIDDEN, VOCAB, dtype=torch.float64) for _ in range(2)]
+    return of, parts, [layers[0], layers[1], layers[0]]
+
+
+def losses(layer, part, place):
+    logits = layer(part)
+    return (logits.logsumexp(-1) * (place + 1) + layer.weight.square().sum() * 0.1), logits.argmax(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4, 11, 64])
+def test_drafts_that_are_left_out_leave_value_gradients_and_the_returned_rest_as_in_one_piece(chunk):
+    of, parts, layers = left_out()
+    parameters = [p for layer in layers[:2] for p in layer.parameters()]
+    cut = []
+
+    def compute(here, every, *given):
+        cut.append(here)
+        assert torch.equal(every, torch.arange(ROWS)[here])
+        best = torch.full((len(every), 3), -1)
+        for s, (place, part) in enumerate(zip(given[:3], given[3:], strict=True)):
+            loss, best[place - here.start, s] = losses(layers[s], part, place)
+            yield loss.sum()
+        return (best,)
+
+    total, (best,) = chunked_sum(compute, [torch.arange(ROWS), *of, *parts], parameters, chunk, [*of, *of])
+    grads = torch.autograd.grad(total * 0.7, [*parts, *parameters])
+    assert cut == [slice(start, min(start + chunk, ROWS)) for start in range(0, ROWS, chunk)]
+    plain, expected = 0, torch.full((ROWS, 3), -1)
+    for s, (place, part) in enumerate(zip(of, parts, strict=True)):
+        loss, expected[place, s] = losses(layers[s], part, place)
+        plain = plain + loss.sum()
+    assert total.item() == pytest.approx(plain.item(), rel=1e-13) and torch.equal(best, expected)
+    for grad, slow in zip(grads, torch.autograd.grad(plain * 0.7, [*parts, *parameters]), strict=True):
+        torch.testing.assert_close(grad, slow, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("dtype", "autocast", "in_place"), [
+    (torch.float64, False, True), (torch.float32, False, True), (torch.float32, True, False),
+    (torch.bfloat16, False, False),
+])  # fmt: skip
+def test_an_output_matrix_has_its_gradient_added_up_in_place_where_no_rounding_is_lost_by_it(
+    dtype, autocast, in_place, monkeypatch
+):
+    layer, hidden = torch.nn.Linear(HIDDEN, VOCAB).to(dtype), drawn(ROWS, HIDDEN).to(dtype).requires_grad_()
+    frozen, made = drawn(ROWS, HIDDEN).to(dtype), []
+    apply = chunked._Linear.apply
+    monkeypatch.setattr(chunked._Linear, "apply", lambda *given: made.append(len(given[0])) or apply(*given))
+
+    def compute(here, part):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            yield layer(part).float().logsumexp(-1).sum()
+            yield layer(frozen[here]).float().logsumexp(-1).sum()  # its gradient ends in the matrix
+        return ()
+
+    found = []
+    for chunk in (4, 100):
+        total, _ = chunked_sum(compute, [hidden], list(layer.parameters()), chunk)
+        found.append(torch.autograd.grad(total, [hidden, *layer.parameters()]))
+    assert made == [4, 4, 3, 11] * in_place
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one, other, rtol=1e-5 if in_place else 0.05, atol=1e-6 if in_place else 0.05)
+
+
+@pytest.mark.parametrize(("kind", "options", "everywhere"), [
+    ("medusa", {}, False), ("medusa", {"loss": "ce"}, True), ("eagle3", {}, True),
+])  # fmt: skip
+def test_the_bases_law_is_made_once_a_position_and_only_where_losses_or_ranks_need_it(
+    kind, options, everywhere, monkeypatch
+):
+    seen, logits_at = [], LastHidden.logits_at
+    monkeypatch.setattr(LastHidden, "logits_at", lambda self, at: seen.extend(at.tolist()) or logits_at(self, at))
+    model, batch = spec_model(kind, anchors=2, **options).train(), Collator(0)(rows(20, 9))
+    asked = DraftTargets.of(batch["input_ids"], batch["labels"] != -100, torch.ones_like(batch["input_ids"]), 3)
+    model.draw_seed = 1
+    keys = draws.keys(batch["input_ids"], batch["attention_mask"], 1)
+    anchored = AnchoredStarts.drawn(asked, keys, 2).drafts(asked)
+    model(**batch)
+    wanted = anchored.valid if everywhere else anchored.whole
+    assert seen == asked.positions[wanted.any(1)].tolist()
+    assert everywhere or len(seen) <= 12 < len(asked.positions)
+
+
+def test_a_parallel_heads_blocks_share_the_bases_law_where_they_overlap(monkeypatch):
+    seen, logits_at = [], LastHidden.logits_at
+    monkeypatch.setattr(LastHidden, "logits_at", lambda self, at: seen.extend(at.tolist()) or logits_at(self, at))
+    spec_model("parallel").train()(**Collator(0)(rows(20)))
+    assert len(seen) == len(set(seen)) > 10

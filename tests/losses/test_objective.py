@@ -1,0 +1,250 @@
+"""The loss in chunks is the loss in one piece: value, gradients, ranks and α, for every loss and every teacher."""
+
+import math
+
+import pytest
+import torch
+
+from specheads.bench.memory import LiveMemory
+from specheads.data.datasets import Collator
+from specheads.decoding.target.causal import concat_taps, kept_states
+from specheads.losses import chunked, objective
+from specheads.losses.chunked import chunked_sum
+from specheads.losses.functions import DISTRIBUTION_LOSSES, HARD, parse_loss, position_weights
+from specheads.losses.teacher import LastHidden, WholeLogits, tapped
+from specheads.models.convert import convert
+from tests.conftest import tiny_llama
+from tests.reference.slow_heads import DEFAULTS, KINDS, rows, spec_model
+from tests.support.families import FAMILIES, build
+
+ROWS, HIDDEN, VOCAB = 13, 6, 11
+
+
+def plain(z, t, token, name):
+    """Each loss from probabilities, as its definition reads."""
+    q, p = z.softmax(-1), t.softmax(-1)
+    m = (p + q) / 2
+    alpha = torch.minimum(p, q).sum(-1)
+    kl_pq = (p * (p / q).log()).sum(-1)
+    return {
+        "hard": -q.gather(1, token.unsqueeze(1)).squeeze(1).log(),
+        "ce": -(p * q.log()).sum(-1),
+        "kl": kl_pq,
+        "kl_reversed": (q * (q / p).log()).sum(-1),
+        "js": ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2,
+        "tv": (p - q).abs().sum(-1) / 2,
+        "lk": -alpha.log(),
+        "lk_hybrid": (-3 * alpha).exp().detach() * kl_pq + (1 - (-3 * alpha).exp().detach()) * (1 - alpha),
+    }[name]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 13, 64])
+@pytest.mark.parametrize("name", [HARD, *DISTRIBUTION_LOSSES])
+def test_a_loss_in_chunks_has_the_value_and_gradients_of_the_plain_form(name, chunk):
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    hidden, weight, teacher = draw(ROWS, HIDDEN).requires_grad_(), draw(VOCAB, HIDDEN).requires_grad_(), draw(ROWS, 11)
+    token, scale = torch.randint(0, VOCAB, (ROWS,), generator=generator), draw(ROWS).abs()
+
+    def compute(here, part):
+        log_q = (part @ weight.T).log_softmax(-1)
+        own = -log_q.gather(1, token[here].unsqueeze(1)).squeeze(1)
+        loss = own if name == HARD else DISTRIBUTION_LOSSES[name](log_q, teacher[here].log_softmax(-1))
+        yield (loss * scale[here]).sum()
+        return (log_q.argmax(-1),)
+
+    total, (best,) = chunked_sum(compute, [hidden], [weight], chunk)
+    grads = torch.autograd.grad(total * 0.7, [hidden, weight])
+    z = hidden @ weight.T
+    expected = (plain(z, teacher, token, name) * scale).sum()
+    assert total.item() == pytest.approx(expected.item(), rel=1e-13)
+    assert torch.equal(best, z.argmax(-1)) and not best.requires_grad
+    for grad, slow in zip(grads, torch.autograd.grad(expected * 0.7, [hidden, weight]), strict=True):
+        torch.testing.assert_close(grad, slow, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("most", [3, 5])
+def test_under_zero3_chunks_are_recomputed_to_the_same_gradients_and_as_many_as_any_process_has(monkeypatch, most):
+    weight = torch.nn.Parameter(torch.randn(VOCAB, HIDDEN, dtype=torch.float64))
+    hidden = torch.randn(ROWS, HIDDEN, dtype=torch.float64, requires_grad=True)
+    calls = []
+
+    def compute(here, part):
+        calls.append(len(part))
+        losses = []
+        for some in (part[:1], part[1:]):
+            losses.append((some @ weight.T).logsumexp(-1))
+            yield losses[-1].sum()
+        return (torch.cat(losses).detach(),)
+
+    found = []
+    for sharded in (False, True):
+        monkeypatch.setattr(chunked, "is_deepspeed_zero3_enabled", lambda sharded=sharded: sharded)
+        monkeypatch.setattr(chunked, "calls_of_all", lambda count, device: most)
+        calls.clear()
+        total, (each,) = chunked_sum(compute, [hidden], [weight], 5)
+        assert calls == [5, 5, 3] + [0] * (most - 3) * sharded
+        found.append([total, each, *torch.autograd.grad(total, [hidden, weight])])
+    for once, again in zip(*found, strict=True):
+        torch.testing.assert_close(once, again)
+
+
+def test_of_equally_likely_drafts_the_first_is_the_one_argmax_takes():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
+    for row, expected in ((0, [3, 0, 1, 2]), (1, [0, 1, 2, 3])):
+        ranks = [int(objective.rank_of(logits[row : row + 1], torch.tensor([t]))) for t in range(4)]
+        assert ranks == expected and ranks.index(0) == int(logits[row].argmax())
+    assert objective.rank_of(logits, torch.tensor([-1, 0])).tolist() == [-1, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_autocast_losses_and_gradients_are_those_of_float32_to_its_rounding(kind, monkeypatch):
+    monkeypatch.setattr(objective, "rows_of_chunk", lambda *_: 3)  # several chunks share autocast's cast weights
+    model = convert(tiny_llama(), kind, **DEFAULTS[kind]).train()
+    batch, found = Collator(0)(rows(9, 7)), []
+    for enabled in (False, True):
+        torch.manual_seed(0)  # of drawn anchors
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            loss = model(**batch).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.head.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(found[1]) > 1
+    assert float(found[1][0]) == pytest.approx(float(found[0][0]), rel=0.02)
+    for plain, cast in zip(*found, strict=True):
+        assert float((plain - cast).norm()) <= 0.1 * float(plain.norm()) + 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *(("eagle3", {"loss": name}) for name in (*DISTRIBUTION_LOSSES, "hard:0.1,tv:1.8")),
+        ("eagle3", {"draft_vocab_size": 97, "loss": "lk", "dpace": 0.5}),
+        ("medusa", {"loss": "lk_hybrid", "draft_vocab_size": 40}),
+        ("medusa", {"dpace": 0.5}),
+        ("hydra", {"loss": "hard:0.1,lk"}),
+        ("eagle", {"steps": 3, "loss": "tv"}),
+        ("parallel", {"dpace": 0.5, "loss": "lk", "confidence": True}),
+    ],
+)  # fmt: skip
+def test_every_loss_trains_every_head_alike_in_any_chunks(kind, options, monkeypatch):
+    model, data = spec_model(kind, **options).train(), rows(9, 7)
+    batch = Collator(0)(data)
+    found = []
+    for size in (1, 3, 1000):
+        monkeypatch.setattr(objective, "rows_of_chunk", lambda *_, size=size: size)
+        out = model(**batch)
+        grads = torch.autograd.grad(out.loss, list(model.head.parameters()), allow_unused=True)
+        found.append([out.loss, out.ranks, *(g for g in grads if g is not None)])
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+    assert found[0][0] > 0
+
+
+def test_overlaps_are_of_the_law_over_the_whole_vocabulary():
+    model = spec_model("eagle3").eval()
+    ids = rows(10)[0]["input_ids"]
+    batch = Collator(0)([{"input_ids": ids, "labels": [-100, *ids[1:]]}])
+    seen, head = [], model.head
+    project = head.draft_logits
+    head.draft_logits = lambda hidden, *rest: seen.append(project(hidden, *rest)) or seen[-1]
+    out = model(**batch)
+    law = model.base(batch["input_ids"]).logits[0].softmax(-1)
+    drafted = head.target_ids
+    for start in range(len(out.overlaps)):
+        for s in range(3):
+            q = torch.zeros(97, dtype=law.dtype)
+            q[drafted] = seen[s][start].softmax(-1)
+            assert out.overlaps[start, s].item() == pytest.approx(torch.minimum(law[start + 1 + s], q).sum().item())
+    assert (out.overlaps < 1).all() and model.train()(**batch).overlaps is None
+
+
+def test_position_weights_count_what_hangs_on_a_depth():
+    chances, floor = torch.tensor([[0.2, 0.9, 0.0], [1.0, 1.0, 1.0]], dtype=torch.float64), 0.5
+    for row, weights in zip(chances.tolist(), position_weights(chances, floor).tolist(), strict=True):
+        q = [(1 - floor) * c + floor for c in row]
+        assert weights == pytest.approx([sum(math.prod(q[: m + 1]) for m in range(j, 3)) for j in range(3)])
+
+
+def test_dpace_weighs_each_draft_by_its_own_start(monkeypatch):
+    model = spec_model("medusa", dpace=0.5, draft_vocab_size=97).eval()
+    ids = rows(9)[0]["input_ids"]
+    batch = Collator(0)([{"input_ids": ids, "labels": [-100, *ids[1:]]}])
+    head, total = model.head, 0.0
+    with torch.no_grad():
+        features = model.base(batch["input_ids"], output_hidden_states=True).hidden_states[-1][0]
+        laws = [head.draft_logits(block(features), k).log_softmax(-1) for k, block in enumerate(head.blocks)]
+        for start in range(len(ids) - 2):
+            asked = [laws[k][start, ids[start + 2 + k]] for k in range(3) if start + 2 + k < len(ids)]
+            padded = torch.stack(
+                [*(a.exp() for a in asked), *[torch.zeros((), dtype=torch.float64)] * (3 - len(asked))]
+            )
+            weights = position_weights(padded.unsqueeze(0), 0.5)[0]
+            total += sum(-a * 0.8**k * weights[k] for k, a in enumerate(asked))
+        assert float(model(**batch).loss) == pytest.approx(float(total) / (len(ids) - 1), rel=1e-10)
+
+
+@pytest.mark.parametrize("text", ["lK", "ce:0", "ce:-1", "ce:x", "ce:nan", "ce,ce:2", "", "ce:inf"])
+def test_a_loss_that_is_none_is_refused(text):
+    with pytest.raises(ValueError, match="loss"):
+        parse_loss(text)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_teacher_is_the_law_of_the_base_and_the_taps_are_its_hidden_states(family):
+    base = build(*FAMILIES[family])
+    ids, mask = torch.randint(3, 60, (2, 7)), torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+    place, layers = torch.arange(7).expand(2, 7) * mask, (1, 2)
+    with torch.no_grad():
+        features, teacher = tapped(base, ids, mask, place, layers)
+        out = base(
+            input_ids=ids, attention_mask=mask, position_ids=place, use_cache=False,
+            output_hidden_states=kept_states(layers),
+        )  # fmt: skip
+        seen = mask.bool()
+        torch.testing.assert_close(features[seen], concat_taps(out.hidden_states, layers, ids)[seen])
+        law = teacher.probs(torch.arange(14)[seen.flatten()], None)
+        torch.testing.assert_close(law.log_p, out.logits[seen].float().log_softmax(-1), rtol=1e-4, atol=1e-5)
+    assert isinstance(teacher, LastHidden | WholeLogits)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTION_LOSSES)
+def test_a_chunked_loss_takes_an_eighth_of_the_memory_of_the_whole(name):
+    """8,192 rows × 131,072 tokens, in the chunks of a GPU; counted on meta tensors."""
+
+    def peak(chunk):
+        hidden, weight = (torch.empty(n, 256, device="meta", requires_grad=True) for n in (8192, 131_072))
+        theirs, matrix = (torch.empty(n, 256, device="meta") for n in (8192, 131_072))
+
+        def compute(here, part):
+            log_p = (theirs[here] @ matrix.T).log_softmax(-1)
+            yield DISTRIBUTION_LOSSES[name]((part @ weight.T).log_softmax(-1), log_p).sum()
+            return ()
+
+        with LiveMemory() as memory:
+            loss = (
+                next(compute(slice(None), hidden))
+                if chunk is None
+                else chunked_sum(compute, [hidden], [weight], chunk)[0]
+            )
+            loss.backward()
+        return memory.peak
+
+    assert peak(objective.rows_of_chunk(2 * 131_072, torch.device("cuda"))) * 8 < peak(None)
+
+
+def test_live_memory_counts_what_is_alive_at_once():
+    ones = torch.ones(1000)
+    with LiveMemory() as memory:
+        kept = ones + 1
+        gone = kept * 2
+        del gone
+        view = kept.view(10, 100)
+        other = view.exp()
+        assert (memory.live, memory.peak) == (8000, 8000)
+        del other
+    assert (memory.live, memory.peak) == (4000, 8000)

@@ -1,0 +1,106 @@
+"""The model card says what a run left behind and nothing of the machine; the recipe it shows is one that runs again."""
+
+import json
+
+import pytest
+import yaml
+
+from specheads import SpecModel
+from specheads.models.card import card
+from specheads.training.recipe import Recipe
+from tests.support.heads_on_disk import trained
+
+RECIPE = {
+    "base": "/home/me/models/small", "data": {"train": ["/home/me/private/chats.jsonl", "org/rows"], "max_length": 512},
+    "head": {"kind": "eagle3", "steps": 3}, "training": {"output_dir": "/home/me/runs/e3", "learning_rate": 1e-4},
+    "parity": {"prompts": 0},
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(named, tmp_path):
+    """What a run leaves in its output folder."""
+    folder = tmp_path / "run"
+    trained(named, "eagle3", draft_vocab_size=40).save_pretrained(folder)
+    last = {"eval_accepted_length": 3.281, "parity_measured": 3.27, "eval_accuracy_depth_1": 0.741}
+    last |= {"eval_accuracy_depth_2": 0.55, "eval_conditional_accuracy_depth_2": 0.74}
+    history = [{"step": 10 * i, "eval_accepted_length": 1 + i / 10, "eval_loss": 5 - i / 10} for i in range(23)]
+    (folder / "results.json").write_text(json.dumps(last))
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": [{"loss": 9.0, "step": 1}, *history]}))
+    (folder / "recipe.yaml").write_text(Recipe.from_dict(RECIPE).to_yaml())
+    (folder / "curves.png").write_bytes(b"a picture")
+    return folder
+
+
+def test_the_card_says_what_the_run_left_behind(run):
+    model = SpecModel.from_pretrained(run)
+    model.config.base_model_name_or_path = "org/base"
+    text = card(model, repo_id="someone/head", license="apache-2.0")
+    front = yaml.safe_load(text.split("---")[1])
+    assert front["base_model"] == "org/base" and front["license"] == "apache-2.0" and "eagle3" in front["tags"]
+    assert 'from_pretrained("someone/head")' in text and "# EAGLE-3 draft head for org/base" in text
+    assert "**3.28**" in text and "3.27" in text and "| 1 | 0.741 |  |" in text and "| 2 | 0.550 | 0.740 |" in text
+    assert "| 0 | 1.00 | 5 |" in text and "| 220 | 3.20 | 2.8 |" in text and text.count("\n| ") == 1 + 2 + 1 + 8
+    assert "(curves.png)" in text and "org/rows" in text and "chats.jsonl" in text and "learning_rate: 0.0001" in text
+    assert "specheads export someone/head served --to vllm" in text and "--to medusa" not in text
+    assert "/home" not in text and "output_dir" not in text
+
+
+def test_a_relative_path_is_not_taken_for_a_name_of_the_hub(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for path in ("checkpoints/base", "data/chats.jsonl"):
+        (tmp_path / path).mkdir(parents=True)
+    recipe = {**RECIPE, "base": "checkpoints/base", "data": {"train": ["data/chats.jsonl", "org/rows"]}}
+    (run / "recipe.yaml").write_text(Recipe.from_dict(recipe).to_yaml())
+    model = SpecModel.from_pretrained(run)
+    model.config.base_model_name_or_path = "checkpoints/base"
+    text = card(model, repo_id="someone/head")
+    assert "checkpoints" not in text and "data/" not in text and "base_model:" not in text and "org/rows" in text
+    assert "draft head for base\n" in text and "- chats.jsonl" in text
+    assert 'from_pretrained("someone/head", base="path/to/the/base")' in text
+
+
+def test_what_is_not_there_is_left_out(named):
+    text = card(trained(named, "medusa", tap=3), repo_id="a/b")
+    assert "## Measured" not in text and "## Trained" not in text and "license" not in text
+    assert str(named.name_or_path) not in text and "no other program reads" in text
+
+
+def test_a_recipe_as_yaml_is_the_same_recipe():
+    recipe = Recipe.from_dict(RECIPE)
+    again = Recipe.from_dict(yaml.safe_load(recipe.to_yaml()))
+    assert again == recipe and "packing" not in recipe.to_yaml()
+
+
+def test_pushing_writes_the_card_and_keeps_one_that_is_there(run, monkeypatch):
+    calls = []
+
+    class Api:
+        def __init__(self, token):
+            self.there = token == "with a card"
+
+        def create_repo(self, repo_id, **kwargs):
+            return type("Repo", (), {"repo_id": repo_id})
+
+        def file_exists(self, repo_id, name):
+            return self.there and name == "README.md"
+
+        def create_branch(self, repo_id, branch, exist_ok):
+            calls.append(branch)
+
+        def upload_folder(self, folder_path, ignore_patterns, **kwargs):
+            calls.append(({path.name: path.read_bytes() for path in folder_path.iterdir()}, ignore_patterns))
+            return "https://example.org/commit"
+
+    monkeypatch.setattr("specheads.hub.HfApi", Api)
+    model = SpecModel.from_pretrained(run)
+    assert model.push_to_hub("someone/head", revision="v2") == "https://example.org/commit"
+    model.push_to_hub("someone/head", token="with a card")
+    branch, (files, ignored), (_, kept) = calls
+    assert json.loads(files["config.json"])["base_model_name_or_path"] is None and model.config.base_model_name_or_path
+    assert b"/base" not in files["model.safetensors"] + files["config.json"]
+    assert branch == "v2" and ignored is None and kept == ["README.md"]
+    assert (
+        files.keys() == {"README.md", "config.json", "model.safetensors", "curves.png"}
+        and b"**3.28**" in files["README.md"]
+    )

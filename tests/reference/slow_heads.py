@@ -1,0 +1,317 @@
+"""Draft heads on a tiny base, and a slow implementation of their losses that shares no code with them."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from specheads.models.convert import convert
+from tests.conftest import tiny_llama
+
+KINDS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
+DEFAULTS = {
+    "medusa": {"num_heads": 3, "num_layers": 2},
+    "hydra": {"num_heads": 3, "num_layers": 2},
+    "eagle": {"metric_steps": 3, "noise": 0.0},
+    "eagle3": {"steps": 3, "draft_vocab_size": 40},
+    "parallel": {"block_size": 3, "markov_rank": 4},
+}
+
+
+def spec_model(kind, base=None, **options):
+    """A head away from its start, so that no part of it is the identity, on a tiny float64 Llama or another base."""
+    base = tiny_llama().double() if base is None else base
+    model = convert(base, kind, dtype=base.dtype, **{**DEFAULTS[kind], **options})
+    torch.manual_seed(1)
+    if model.head.target_ids is not None:
+        model.head.set_draft_vocabulary(torch.randint(0, 100, (97,)), base)
+    with torch.no_grad():
+        for parameter in model.head.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def rows(*lengths, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for length in lengths:
+        ids = torch.randint(3, 97, (length,), generator=generator).tolist()
+        kept = torch.rand(length, generator=generator) < 0.7
+        made.append({"input_ids": ids, "labels": [i if k else -100 for i, k in zip(ids, kept.tolist(), strict=True)]})
+        made[-1]["labels"][0] = -100
+    return made
+
+
+# The slow implementation: one row, one position, one step at a time, from the weights alone.
+
+
+def rms_norm(x, weight, eps=1e-6):
+    return x / torch.sqrt((x * x).mean() + eps) * weight
+
+
+def turned(x, position, theta=10_000.0):
+    """RoPE of one head's vector (d,) as rotations in the planes (j, j + d/2)."""
+    d = len(x)
+    out = x.clone()
+    for j in range(d // 2):
+        angle = position * theta ** (-2 * j / d)
+        a, b = x[j], x[j + d // 2]
+        out[j] = a * math.cos(angle) - b * math.sin(angle)
+        out[j + d // 2] = a * math.sin(angle) + b * math.cos(angle)
+    return out
+
+
+def block_output(w, inputs, residuals, positions, heads=4, shared=2):
+    """The output (H,) of the last of a list of rows that attend causally: plain attention over a short sequence."""
+    size = len(w["q_proj.weight"]) // heads
+    q = w["q_proj.weight"] @ inputs[-1]
+    mixed = []
+    for h in range(heads):
+        kv = h // (heads // shared)
+        part = slice(kv * size, (kv + 1) * size)
+        query = turned(q[h * size : (h + 1) * size], positions[-1])
+        scores, values = [], []
+        for x, position in zip(inputs, positions, strict=True):
+            scores.append(query @ turned((w["k_proj.weight"] @ x)[part], position) / math.sqrt(size))
+            values.append((w["v_proj.weight"] @ x)[part])
+        weights = torch.stack(scores).softmax(0)
+        mixed.append(sum(a * v for a, v in zip(weights, values, strict=True)))
+    hidden = residuals[-1] + w["o_proj.weight"] @ torch.cat(mixed)
+    x = rms_norm(hidden, w["post_attention_layernorm.weight"])
+    return hidden + w["down_proj.weight"] @ (F.silu(w["gate_proj.weight"] @ x) * (w["up_proj.weight"] @ x))
+
+
+def block_weights(head, prefix="blocks.0."):
+    return {
+        name.removeprefix(prefix): p for name, p in head.state_dict(keep_vars=True).items() if name.startswith(prefix)
+    }
+
+
+def stack_output(head, inputs, residuals, positions):
+    """The same through all blocks of a head: in each, every row attends the rows before it."""
+    outputs: list = []
+    for layer in range(head.config.num_layers):
+        w = block_weights(head, f"blocks.{layer}.")
+        if layer:
+            norm = head.later_norms[layer - 1].weight
+            inputs, residuals = [rms_norm(x, norm) for x in outputs], outputs
+        ends = range(len(inputs)) if layer + 1 < head.config.num_layers else [len(inputs) - 1]
+        outputs = [block_output(w, inputs[: n + 1], residuals[: n + 1], positions[: n + 1]) for n in ends]
+    return outputs[-1]
+
+
+def slow_drafts(model, ids, features, steps, first, following, next_hidden=lambda output: output):
+    """{(i, s): (hidden, …)}: at each position i the blocks run on the true prefix, then on their own outputs.
+
+    first(i): the hidden a true position enters with; following(token, hidden): the first block's input and residual;
+    next_hidden(output): the hidden that the next step enters with.
+    """
+    embedded = model.base.get_input_embeddings().weight
+    outputs = {}
+    for i in range(len(ids) - 1):
+        entered = [following(embedded[ids[j + 1]], first(features[j])) for j in range(i + 1)]
+        positions = list(range(i + 1))
+        for s in range(steps):
+            if i + 1 + s >= len(ids):
+                break
+            if s:
+                entered.append(following(embedded[ids[i + 1 + s]], next_hidden(outputs[i, s - 1])))
+                positions.append(i + s)
+            outputs[i, s] = stack_output(model.head, [x for x, _ in entered], [r for _, r in entered], positions)
+    return outputs
+
+
+def taps(model, ids):
+    out = model.base(torch.tensor([ids]), output_hidden_states=True)
+    return [torch.cat(parts) for parts in zip(*(out.hidden_states[k][0] for k in model.head.layers), strict=True)], out
+
+
+def soft_ce(logits, teacher):
+    return -(teacher.softmax(0) * logits.log_softmax(0)).sum()
+
+
+def slow_medusa(model, row):
+    ids, labels = row["input_ids"], row["labels"]
+    features, out = taps(model, ids)
+    w = model.head.state_dict(keep_vars=True)
+    drafted = (torch.arange(len(w["d2t"])) + w["d2t"]).tolist()
+    total, ranks = 0.0, {}
+    for i in range(len(ids)):
+        for k in range(3):
+            x = features[i]
+            for layer in range(2):
+                name = f"blocks.{k}.{layer}.linear"
+                x = x + F.silu(w[f"{name}.weight"] @ x + w[f"{name}.bias"])
+            logits = w[f"lm_heads.{k}.weight"] @ x
+            if i + 2 + k < len(ids) and labels[i + 2 + k] != -100:
+                if ids[i + 2 + k] in drafted:
+                    total = total - 0.8**k * logits.log_softmax(0)[drafted.index(ids[i + 2 + k])]
+                best = int(out.logits[0, i + 1 + k].argmax())
+                ranks[i, k] = int((logits > logits[drafted.index(best)]).sum()) if best in drafted else -1
+    return total, ranks
+
+
+def slow_hydra(model, row):
+    ids, labels = row["input_ids"], row["labels"]
+    features, out = taps(model, ids)
+    w = model.head.state_dict(keep_vars=True)
+    embedded = model.base.get_input_embeddings().weight
+    drafted = (torch.arange(len(w["d2t"])) + w["d2t"]).tolist()
+    if model.head.config.prefix_layer:
+        block = block_weights(model.head, "prefix.block.")
+        normed = [rms_norm(f, w["prefix.input_layernorm.weight"]) for f in features]
+        mixed = [block_output(block, normed[: i + 1], features[: i + 1], range(i + 1)) for i in range(len(ids))]
+        features = [rms_norm(x, w["prefix.norm.weight"]) for x in mixed]
+    total, ranks = 0.0, {}
+    for i in range(len(ids)):
+        for k in range(3):
+            if i + 2 + k >= len(ids) or labels[i + 2 + k] == -100:
+                continue
+            wide = torch.cat([features[i], *(embedded[ids[i + 1 + j]] for j in range(k + 1))])
+            first = f"blocks.{k}.0"
+            x = w[f"{first}.res_connection.weight"] @ wide + w[f"{first}.res_connection.bias"]
+            x = x + F.silu(w[f"{first}.linear.weight"] @ wide + w[f"{first}.linear.bias"])
+            x = x + F.silu(w[f"blocks.{k}.1.linear.weight"] @ x + w[f"blocks.{k}.1.linear.bias"])
+            logits = w[f"lm_heads.{k}.weight"] @ x + w[f"lm_heads.{k}.bias"]
+            teacher = out.logits[0, i + 1 + k]
+            best = int(teacher.argmax())
+            ranks[i, k] = -1
+            if best in drafted:
+                total = total + soft_ce(logits, teacher[drafted])
+                ranks[i, k] = int((logits > logits[drafted.index(best)]).sum())
+    return total, ranks
+
+
+def slow_eagle(model, row):
+    ids, labels = row["input_ids"], row["labels"]
+    features, out = taps(model, ids)
+    fc, lm_head = model.head.fc.weight, model.base.lm_head.weight
+
+    def following(embedded, hidden):
+        x = fc @ torch.cat([embedded, hidden])
+        return x, x
+
+    drafts = slow_drafts(model, ids, features, 3, lambda f: f, following)
+    total, ranks = 0.0, {}
+    for (i, s), predicted in drafts.items():
+        if i + 2 + s < len(ids) and labels[i + 2 + s] != -100:
+            teacher, logits = out.logits[0, i + 1 + s], lm_head @ predicted
+            if s < model.head.config.steps:
+                gap = (predicted - features[i + 1 + s]).abs()
+                total = total + torch.where(gap < 1, 0.5 * gap * gap, gap - 0.5).mean() + 0.1 * soft_ce(logits, teacher)
+            ranks[i, s] = int((logits > logits[teacher.argmax()]).sum())
+    return total, ranks
+
+
+def slow_eagle3(model, row):
+    ids, labels = row["input_ids"], row["labels"]
+    features, out = taps(model, ids)
+    w = model.head.state_dict(keep_vars=True)
+    drafted, config = (torch.arange(40) + w["d2t"]).tolist(), model.head.config
+
+    def fused(feature):
+        if config.norm_features:
+            taps = [rms_norm(feature[32 * k : 32 * k + 32], w[f"fc_norm.{k}.weight"]) for k in range(3)]
+            feature = torch.cat(taps)
+        if config.norm_before_fc:
+            feature = rms_norm(feature, w["input_norm.weight"])
+        return w["fc.weight"] @ feature
+
+    def following(embedded, hidden):
+        normed = rms_norm(hidden, w["hidden_norm.weight"])
+        x = torch.cat([rms_norm(embedded, w["input_layernorm.weight"]), normed])
+        return x, normed if config.norm_before_residual else hidden
+
+    def next_hidden(output):
+        return rms_norm(output, w["norm.weight"]) if config.norm_output else output
+
+    drafts = slow_drafts(model, ids, features, 3, fused, following, next_hidden)
+    total, ranks = 0.0, {}
+    for (i, s), hidden in drafts.items():
+        if i + 2 + s < len(ids) and labels[i + 2 + s] != -100:
+            teacher = out.logits[0, i + 1 + s]
+            logits = model.head.lm_head.weight @ rms_norm(hidden, model.head.norm.weight)
+            best = int(teacher.argmax())
+            if best in drafted:
+                total = total + 0.8**s * soft_ce(logits, teacher[drafted])
+                ranks[i, s] = int((logits > logits[drafted.index(best)]).sum())
+            else:
+                ranks[i, s] = -1
+    return total, ranks
+
+
+def slow_block(model, ids, features, anchor, count):
+    """What the slots of a block behind ids[:anchor + 1] come out as, before the bias: `count` vectors (H,)."""
+    w, config = model.head.state_dict(keep_vars=True), model.head.config
+    embedded = model.base.get_input_embeddings().weight
+    context = [rms_norm(w["fc.weight"] @ f, w["hidden_norm.weight"]) for f in features[:anchor]]
+    mask = w["mask_embed.weight"][0] if config.mask_token_id is None else embedded[config.mask_token_id]
+    hidden = [embedded[ids[anchor]], *[mask] * (count - 1)]
+    for n in range(config.num_layers):
+        part = {name.removeprefix(f"decoder.{n}."): p for name, p in w.items() if name.startswith(f"decoder.{n}.")}
+        size = len(part["q_norm.weight"])
+        normed = [rms_norm(h, part["input_layernorm.weight"]) for h in hidden]
+        after = []
+        for j in range(count):
+            read = [*context, *(normed[: j + 1] if config.causal else normed)]
+            mixed = []
+            for h in range(4):
+                own = slice(h * size, (h + 1) * size)
+                shared = slice(h // 2 * size, (h // 2 + 1) * size)
+                query = turned(rms_norm((part["q_proj.weight"] @ normed[j])[own], part["q_norm.weight"]), anchor + j)
+                keys = [rms_norm((part["k_proj.weight"] @ x)[shared], part["k_norm.weight"]) for x in read]
+                scores = [query @ turned(key, at) / math.sqrt(size) for at, key in enumerate(keys)]
+                weights = torch.stack(scores).softmax(0)
+                mixed.append(sum(a * (part["v_proj.weight"] @ x)[shared] for a, x in zip(weights, read, strict=True)))
+            x = hidden[j] + part["o_proj.weight"] @ torch.cat(mixed)
+            y = rms_norm(x, part["post_attention_layernorm.weight"])
+            after.append(
+                x + part["down_proj.weight"] @ (F.silu(part["gate_proj.weight"] @ y) * (part["up_proj.weight"] @ y))
+            )
+        hidden = after
+    return [rms_norm(h, w["norm.weight"]) for h in hidden]
+
+
+def slow_slot(model, hidden, before):
+    """A slot's logits behind the token before it, and what its confidence says, as a logit."""
+    w = model.head.state_dict(keep_vars=True)
+    logits = w.get("lm_head.weight", model.base.lm_head.weight) @ hidden
+    if "markov_embed.weight" in w:
+        state = w["markov_embed.weight"][before]
+        logits, hidden = logits + w["markov_lm_head.weight"] @ state, torch.cat([hidden, state])
+    return logits, w["confidence.weight"][0] @ hidden + w["confidence.bias"][0] if "confidence.weight" in w else None
+
+
+def slow_parallel(model, row, anchors=None):
+    ids, labels, config = row["input_ids"], row["labels"], model.head.config
+    features, out = taps(model, ids)
+    drafted = (torch.arange(len(model.head.d2t)) + model.head.d2t).tolist()
+    total, ranks = 0.0, {}
+    for anchor in range(1, len(ids) - 1) if anchors is None else anchors:
+        if labels[anchor + 1] == -100:
+            continue
+        slots = slow_block(model, ids, features, anchor, config.block_size)
+        # Slot j stands at position anchor + j, of which it speaks itself, or of the one behind.
+        for j, hidden in enumerate(slots if config.sample_from_anchor else slots[1:]):
+            if anchor + 1 + j >= len(ids) or labels[anchor + 1 + j] == -100:
+                break
+            logits, sure = slow_slot(model, hidden, ids[anchor + j])
+            teacher = out.logits[0, anchor + j]
+            best, q, p = int(teacher.argmax()), logits.softmax(0), teacher[drafted].softmax(0)
+            if best in drafted:
+                total = total + config.decay**j * (p * (p / q).log()).sum()
+            if sure is not None:
+                alpha = torch.minimum(q, teacher.softmax(0)[drafted]).sum().detach()
+                chance = torch.sigmoid(sure)
+                total = total - config.decay**j * (alpha * chance.log() + (1 - alpha) * (1 - chance).log())
+            ranks[anchor - 1, j] = int((logits > logits[drafted.index(best)]).sum()) if best in drafted else -1
+    return total, ranks
+
+
+SLOW = {
+    "medusa": slow_medusa,
+    "hydra": slow_hydra,
+    "eagle": slow_eagle,
+    "eagle3": slow_eagle3,
+    "parallel": slow_parallel,
+}

@@ -1,0 +1,243 @@
+"""train/base_model.py: a base model, its tokenizer and its record, trained on a corpus that keeps some files apart."""
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from specheads import convert
+from specheads.data import corpus
+from specheads.training.base_model import parts, run
+from specheads.training.base_model.options import Options
+from tests.support.forked import fork
+from train import base_model
+
+SIZES = {
+    "layers": 2, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "vocab_size": 320, "batch_size": 2,
+    "sequence_length": 24, "minutes": 0.01,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """41 source files, each with a word of its own: of these the usual rule holds out the 1st, 21st and 41st."""
+    folder = tmp_path_factory.mktemp("library")
+    for number in range(41):
+        name = f"zq{chr(97 + number // 26)}{chr(97 + number % 26)}"
+        (folder / f"m{number:02}.py").write_text(f"def {name}(value):\n    return [value, value + 1]\n\n\n" * 8, "utf8")
+    return folder
+
+
+def words_of(text):
+    """Which files it has text of."""
+    return {int(n) for n in range(41) if f"def zq{chr(97 + n // 26)}{chr(97 + n % 26)}" in text}
+
+
+def train(library, output, **options):
+    """Run the program there; what it read, in the order it read it."""
+    seen = {"tokenizer": [], "batches": []}
+    learn, draw = run.train_tokenizer, run.batch
+
+    def learning(texts, vocab_size):
+        seen["tokenizer"].append(words_of("".join(texts)))
+        return learn(texts, vocab_size)
+
+    def drawing(data, *args):
+        seen["batches"].append(data)
+        return draw(data, *args)
+
+    arguments = []
+    for name, value in {**SIZES, "output_dir": output, **options}.items():
+        arguments += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "stdlib_files", lambda: {path.name: path for path in sorted(library.glob("*.py"))})
+        patch.setattr(run, "train_tokenizer", learning)
+        patch.setattr(run, "batch", drawing)
+        patch.setattr(sys, "argv", ["base_model.py", *arguments])
+        base_model.main()
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    seen["batches"] = [words_of(tokenizer.decode(data)) for data in seen["batches"]]
+    return seen
+
+
+@pytest.fixture(scope="module")
+def made(library, tmp_path_factory):
+    output = tmp_path_factory.mktemp("made")
+    return output, train(library, output)
+
+
+HELD_OUT = {0, 20, 40}
+
+
+def test_held_out_files_are_kept_from_the_tokenizer_and_the_training(made):
+    output, seen = made
+    assert (output / "held_out.txt").read_text("utf8").split() == ["m00.py", "m20.py", "m40.py"]
+    assert seen["tokenizer"] == [set(range(41)) - HELD_OUT]
+    assert all(words in (HELD_OUT, set(range(41)) - HELD_OUT) for words in seen["batches"])
+    # 16 batches of held-out text before training and 16 behind it; in between the others.
+    assert [words == HELD_OUT for words in seen["batches"]] == [
+        i < 16 or i >= len(seen["batches"]) - 16 for i in range(len(seen["batches"]))
+    ]
+
+
+def test_what_was_made_loads_writes_and_takes_a_head(made):
+    output, seen = made
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
+    assert isinstance(model, LlamaForCausalLM) and model.dtype == torch.bfloat16 and model.config.vocab_size == 320
+    assert tokenizer.decode(tokenizer("def f(é):\n")["input_ids"]) == "def f(é):\n"
+    message = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert tokenizer.apply_chat_template(message, tokenize=False) == "<|user|>a<|assistant|>b<|endoftext|>"
+    inputs = tokenizer("def zq", return_tensors="pt")
+    text = model.float().generate(**inputs, max_new_tokens=6, do_sample=False)
+    assert torch.equal(convert(model, "medusa").generate(**inputs, max_new_tokens=6, do_sample=False), text)
+    record = json.loads((output / "training.json").read_text("utf8"))
+    steps = len(seen["batches"]) - 32
+    assert record["steps"] == steps >= 1 and record["tokens"] == steps * 2 * 24
+    assert record["options"]["vocab_size"] == 320 and record["parameters"] == model.num_parameters()
+    held_out = "def zqaa(value):\n    return [value, value + 1]\n\n\n" * 8
+    ids = tokenizer(held_out, return_tensors="pt")
+    with torch.no_grad():
+        loss = float(model(**ids, labels=ids["input_ids"]).loss)
+    assert record["held_out_loss"] == pytest.approx(loss, abs=1.0)  # of windows that begin anywhere
+    assert record["bits_per_byte"] < record["held_out_loss"] / 0.69
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_a_run_goes_on_from_a_saved_model_with_its_held_out_files(made, library, tmp_path, layers):
+    """Whatever the rule would now hold out, and with its tokenizer."""
+    first, _ = made
+    (copy := tmp_path / "init").mkdir()
+    for path in first.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    (copy / "held_out.txt").write_text("m07.py\nm08.py\nm09.py\n", "utf8")
+    seen = train(library, tmp_path / "out", init=copy, layers=layers)
+    assert (tmp_path / "out" / "held_out.txt").read_text("utf8").split() == ["m07.py", "m08.py", "m09.py"]
+    assert seen["tokenizer"] == [] and seen["batches"][0] == {7, 8, 9}
+    assert all(words == set(range(41)) - {7, 8, 9} for words in seen["batches"][16:-16])
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (first / "tokenizer.json").read_bytes()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == layers
+
+
+def test_a_run_into_the_same_folder_keeps_its_held_out_files(library, tmp_path):
+    (tmp_path / "held_out.txt").write_text("m30.py\nm31.py\nm32.py\n", "utf8")
+    seen = train(library, tmp_path)
+    assert seen["batches"][0] == {30, 31, 32} and seen["tokenizer"] == [set(range(41)) - {30, 31, 32}]
+
+
+def test_a_deepened_model_starts_as_the_same_function(made):
+    first, _ = made
+    models = [LlamaForCausalLM.from_pretrained(first, dtype=torch.float32) for _ in range(2)]
+    deeper = parts.with_layers(models[1], 5)
+    ids = torch.randint(4, 320, (2, 17), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(deeper(ids, use_cache=False).logits, models[0](ids, use_cache=False).logits)
+    assert [layer.self_attn.layer_idx for layer in deeper.model.layers] == list(range(5))
+
+
+STEP = SIZES["batch_size"] * SIZES["sequence_length"]  # tokens
+
+
+def test_a_budget_of_tokens_ends_the_run_at_the_first_step_that_reaches_it(library, made, tmp_path):
+    for tokens, steps in ((5 * STEP, 5), (5 * STEP + 1, 6)):
+        seen = train(library, tmp_path / str(tokens), init=made[0], layers=2, tokens=tokens)
+        record = json.loads((tmp_path / str(tokens) / "training.json").read_text("utf8"))
+        assert record["steps"] == steps and record["tokens"] == steps * STEP and len(seen["batches"]) == steps + 32
+        assert not (tmp_path / str(tokens) / run.RESUME).exists()
+
+
+def test_the_learning_rate_follows_the_budget_of_tokens():
+    options = Options("out", tokens=1000.0, batch_size=1, sequence_length=1, flat_fraction=0.5)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    state = run.Run(options, None, [(optimizer, 2.0)], None, None)
+    for step, scale in ((0, 0.02), (24, 0.5), (400, 1.0), (750, 0.5), (999, 0.01)):
+        state.step = step
+        state.set_learning_rates()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(2.0 * scale), step
+
+
+def test_files_and_folders_of_ones_own_are_trained_on_but_for_those_held_out(library, made, tmp_path):
+    own = tmp_path / "own" / "deep"
+    own.mkdir(parents=True)
+    (own / "held.py").write_text((library / "m20.py").read_text("utf8"), "utf8")  # a copy of a file held out
+    (own / "more.py").write_text("def zqzz(more):\n    return more\n\n\n" * 12, "utf8")
+    (own / "notes.txt").write_text("zqyy is in no .py file of the folder\n" * 12, "utf8")
+    (tmp_path / "alone.txt").write_text("zqxx is in a file that is named\n" * 12, "utf8")
+    folders = [str(tmp_path / "own"), str(tmp_path / "alone.txt")]
+    options = Options("out", data=folders)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "stdlib_files", lambda: {path.name: path for path in sorted(library.glob("*.py"))})
+        train_texts, eval_texts = run.load_texts(options, ["m00.py", "m20.py", "m40.py"])
+    text = "".join(train_texts)
+    assert "zqzz" in text and "zqxx" in text and "zqyy" not in text
+    assert words_of(text) == set(range(41)) - HELD_OUT and words_of("".join(eval_texts)) == HELD_OUT
+    for wrong, message in (("nowhere", "no such file or folder"), (str(tmp_path / "empty"), "no .py file in it")):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(SystemExit, match=message):
+            train(library, tmp_path / "out", init=made[0], layers=2, data=[wrong])
+
+
+def test_so_many_files_of_the_library_are_drawn_by_the_seed(library):
+    def drawn(**options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(corpus, "stdlib_files", lambda: {path.name: path for path in sorted(library.glob("*.py"))})
+            train_texts, eval_texts = run.load_texts(Options("out", **options), ["m00.py", "m20.py", "m40.py"])
+        assert words_of("".join(eval_texts)) == HELD_OUT
+        return words_of("".join(train_texts))
+
+    assert len(drawn(files=7)) == 7 and drawn(files=7) == drawn(files=7) != drawn(files=7, seed=1)
+    assert drawn(files=99) == drawn() == set(range(41)) - HELD_OUT
+
+
+def killed(library, output, at, **options):
+    """The run in a process of its own, which is killed as it draws batch number `at` of training."""
+    if (child := fork()) == 0:
+        draw, count = run.batch, iter(range(10**6))
+
+        def drawing(*args):
+            if next(count) == 16 + at:  # behind those of the held-out loss
+                os.kill(os.getpid(), signal.SIGKILL)
+            return draw(*args)
+
+        run.batch = drawing
+        train(library, output, **options)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_run_that_is_killed_and_resumed_ends_as_an_undisturbed_one(library, tmp_path, capfd):
+    options = {"tokens": 12 * STEP, "save_steps": 3, "vocab_size": 300, "flat_fraction": 0.3}
+    train(library, tmp_path / "whole", **options)
+    killed(library, tmp_path / "cut", 5, **options)
+    killed(library, tmp_path / "cut", 5, resume="true", **options)  # 3 steps from the last save
+    train(library, tmp_path / "cut", resume="true", **options)
+    output = capfd.readouterr().out
+    assert "resumed after step 3" in output and "resumed after step 6" in output
+    for name in ("model.safetensors", "tokenizer.json", "held_out.txt"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    records = [json.loads((tmp_path / name / "training.json").read_text("utf8")) for name in ("whole", "cut")]
+    assert records[0]["held_out_loss"] == records[1]["held_out_loss"] and records[1]["steps"] == 12
+
+
+def test_an_interrupted_run_is_neither_overwritten_nor_resumed_with_other_options_or_text(library, tmp_path):
+    options = {"tokens": 9 * STEP, "save_steps": 3, "vocab_size": 300}
+    killed(library, tmp_path, 5, **options)
+    with pytest.raises(SystemExit, match="--resume"):
+        train(library, tmp_path, **options)
+    with pytest.raises(SystemExit, match=r"has --seed 0, not 7"):
+        train(library, tmp_path, resume="true", seed=7, **options)
+    extra = tmp_path / "extra.py"
+    extra.write_text("def other():\n    pass\n\n\n" * 20, "utf8")
+    with pytest.raises(SystemExit, match=r"has --data \[\], not"):
+        train(library, tmp_path, resume="true", data=[str(extra)], **options)
+    elsewhere = tmp_path / "library"
+    elsewhere.mkdir()
+    for path in library.glob("*.py"):
+        (elsewhere / path.name).write_text(path.read_text("utf8").replace("+ 1", "+ 2"), "utf8")
+    with pytest.raises(SystemExit, match=r"is not what .* was trained on"):
+        train(elsewhere, tmp_path, resume="true", **options)
+    train(library, tmp_path, resume="true", **{**options, "tokens": 12 * STEP})  # a longer budget is welcome
+    assert json.loads((tmp_path / "training.json").read_text("utf8"))["steps"] == 12

@@ -1,0 +1,93 @@
+"""What a run is said to take before it starts is what its model and launcher come to."""
+
+import json
+
+import pytest
+
+from specheads.training.estimate import GIB, PEAKS, estimate
+from specheads.training.recipe import read_recipe
+from specheads.training.run import build_model
+from tests.support.paths import ROOT
+from tests.support.program import run
+from tests.training.test_launch import material, overrides  # noqa: F401
+from tests.training.test_recipe import SHIPPED
+from train import heads
+
+
+@pytest.mark.parametrize("kind", [path.stem for path in SHIPPED])
+def test_parameters_are_those_of_the_model_that_is_trained(kind, material, tmp_path):  # noqa: F811
+    options = [o for o in overrides(material, tmp_path, 2) if not o.startswith(("head.steps", "head.draft_vocab"))]
+    more = ["head.draft_vocab_size=60"] if kind not in ("eagle", "parallel") else []
+    recipe = read_recipe(ROOT / "recipes" / f"{kind}.yaml", [*options, *more])
+    found = estimate(recipe, device="H200")
+    model = build_model(recipe, [])
+    assert found.trained_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert found.base_parameters == sum(p.numel() for p in model.base.parameters() if not p.requires_grad)
+    head = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    assert found.memory["head"] * GIB == pytest.approx(head) and found.memory["optimizer"] * GIB == pytest.approx(
+        8 * found.trained_parameters
+    )
+    width = (len(model.head.layers) + 1) * 32
+    assert found.disk_gb == {"bfloat16": pytest.approx(width * 2e6 / 1e9), "float8": pytest.approx(width * 1e6 / 1e9)}
+    assert found.seconds > 0 and all(size > 0 for size in found.memory.values())
+
+
+def test_what_a_launcher_shards_is_divided(material, tmp_path):  # noqa: F811
+    recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2))
+    alone = estimate(recipe, device="H200").memory
+    for kind, sharded in {
+        "ddp": (), "zero1": ("optimizer",), "zero2": ("optimizer", "gradients"),
+        "zero3": ("optimizer", "gradients", "head", "base"), "fsdp2": ("optimizer", "gradients", "head", "base"),
+    }.items():  # fmt: skip
+        memory = estimate(recipe, 4, kind, "H200").memory
+        for part, size in alone.items():
+            assert memory[part] == pytest.approx(size / 4 if part in sharded else size), (kind, part)
+    assert estimate(recipe, device="A100").seconds / estimate(recipe, device="H200").seconds == pytest.approx(
+        PEAKS["H200"] / PEAKS["A100"]
+    )
+    model = build_model(recipe, [])
+    layer = sum(p.numel() for p in model.base.model.layers[0].parameters())
+    every = sum(p.numel() for p in model.parameters())
+    gathered = {kind: estimate(recipe, 4, kind, "H200").memory.get("gathered") for kind in ("ddp", "zero3", "fsdp2")}
+    assert gathered["ddp"] is None and gathered["zero3"] * GIB == pytest.approx(4 * every)
+    assert gathered["fsdp2"] == pytest.approx(alone["head"] + 4 * (97 * 32 + 2 * layer) / GIB)
+    assert estimate(recipe, 4, "fsdp2", "H200").loading == pytest.approx(alone["base"])
+    with pytest.raises(ValueError, match="'TPU' is not known; give one of H200"):
+        estimate(recipe, device="TPU")
+
+
+def test_a_quantised_base_takes_its_bits_and_a_scale_for_64_weights(material, tmp_path):  # noqa: F811
+    def base(*more):
+        recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2, *more))
+        return estimate(recipe, device="H200").memory["base"] * GIB
+
+    layers = 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32)  # q and o, k and v, the three of the MLP
+    assert base() - base("load_in_4bit=true") == pytest.approx(layers * (4 - 0.5 - 1 / 64))
+    assert base() - base("load_in_8bit=true") == pytest.approx(layers * (4 - 1))
+
+
+def test_time_is_the_arithmetic_of_the_docs(material, tmp_path):  # noqa: F811
+    recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2, "head.anchors=null"))
+    found, head = estimate(recipe, device="H200"), build_model(recipe, []).head
+    own, rest = head.lm_head.weight.numel(), sum(p.numel() for p in head.parameters()) - head.lm_head.weight.numel()
+    # Two steps, of which each applies the block, the fusing layer and the output matrix.
+    operations = 2 * found.base_parameters + 6 * 2 * rest + 6 * 2 * own
+    assert found.seconds == pytest.approx(1e6 * operations / (0.4 * 989e12))
+    with pytest.raises(ValueError, match="processes=0"):
+        estimate(recipe, 0)
+
+
+def test_a_dry_run_prints_and_starts_nothing(material, tmp_path, capsys):  # noqa: F811
+    options = overrides(material, tmp_path / "out", 2)
+    recipe = str(ROOT / "recipes" / "eagle3.yaml")
+    assert (
+        heads.main([recipe, *options, "--dry-run", "--processes", "8", "--distributed", "fsdp2", "--device", "H100"])
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert "memory of each of 8 processes (fsdp2)" in said and "on 8 × H100" in said and not (tmp_path / "out").exists()
+    code, out, _ = run(capsys, "train", recipe, *options, "--dry-run", "--json", "--device", "H200")
+    assert code == 0
+    record = json.loads(out)
+    assert record["processes"] == 1 and record["memory_total"] == pytest.approx(sum(record["memory"].values()))
+    assert not (tmp_path / "out").exists()

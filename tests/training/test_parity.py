@@ -1,0 +1,119 @@
+"""What training says a head is worth is what decoding makes of it, and a head that is served otherwise is found out."""
+
+import json
+
+import pytest
+import torch
+
+from specheads.decoding.planner import chain
+from specheads.models.convert import convert
+from specheads.training import run as training
+from specheads.training.parity import Parity, ParityConfig, ParityError, compare, prompts_of
+from specheads.training.recipe import RecipeError, read_recipe
+from specheads.training.report.curves import series
+from tests.conftest import tiny_llama
+from tests.reference.slow_heads import DEFAULTS, KINDS
+from tests.support.paths import ROOT
+from tests.training.test_launch import material, overrides  # noqa: F401
+from train import heads
+
+PROMPTS = [[5, 6, 7, 8], [50, 9], [33, 34, 35, 36, 37, 38, 39]]
+
+
+def learnt(kind, **options):
+    """A head that is often right on what its base writes behind PROMPTS."""
+    base = tiny_llama(num_hidden_layers=2)
+    with torch.no_grad():  # a base that repeats itself less
+        for parameter in base.parameters():
+            parameter.mul_(1.5) if parameter.ndim > 1 else None
+    texts = [base.generate(torch.tensor([p]), max_new_tokens=40, do_sample=False)[0] for p in PROMPTS]
+    narrow = {"draft_vocab_size": 97} if kind == "eagle3" else {}
+    model = convert(base, kind, **{**DEFAULTS[kind], **narrow, **options})
+    optimizer = torch.optim.AdamW(model.head.parameters(), lr=1e-2)
+    model.train()
+    for step in range(90):
+        ids = texts[step % 3].unsqueeze(0)
+        optimizer.zero_grad()
+        model(ids, loss_mask=torch.ones_like(ids)).loss.backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [*((kind, {}) for kind in KINDS), ("parallel", {"sample_from_anchor": False, "block_size": 4})]
+)
+def test_decoding_accepts_what_training_says_and_a_head_that_drafts_otherwise_fails(kind, options):
+    model, config = learnt(kind, **options), ParityConfig(max_new_tokens=40)
+    parity = compare(model, PROMPTS, config)
+    assert parity.measured == parity.simulated > 1.15, parity
+    assert parity.holds and model.training
+    parity.refuse()
+    # A serving fault as they happen: the features of another layer.
+    propose = model.head.propose
+    model.head.propose = lambda context, *rest: propose(
+        type(context)(**{**{n: getattr(context, n) for n in context.__slots__}, "features": -context.features}), *rest
+    )
+    worse = compare(model, PROMPTS, config)
+    assert worse.measured < worse.simulated and not worse.holds
+    with pytest.raises(ParityError, match=f"{worse.measured:.3f} in decoding, {worse.simulated:.3f} by training"):
+        worse.refuse()
+
+
+def test_a_base_with_a_penalty_of_its_own_is_decoded_without_it():
+    model = learnt("medusa")
+    model.base.generation_config.repetition_penalty = 1.8
+    parity = compare(model, PROMPTS, ParityConfig(max_new_tokens=40))
+    assert parity.measured == parity.simulated > 1.15
+    assert model.base.generation_config.repetition_penalty == 1.8
+
+
+def test_what_the_tree_to_be_served_accepts_is_told_too():
+    model, config = learnt("medusa"), ParityConfig(max_new_tokens=40)
+    model.set_default_tree(chain(model.head.scored_depths).choices)
+    one = compare(model, PROMPTS, config)
+    assert one.served == one.measured
+    model.set_default_tree(((0,), (1,)))
+    short = compare(model, PROMPTS, config)
+    assert short.measured == one.measured > 2 >= short.served > 1.5
+    assert short.metrics["parity_served"] == short.served and f"; {short.served:.3f} with the tree" in str(short)
+
+
+def test_prompts_are_what_stands_before_the_first_supervised_token():
+    chat = {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, -100, 4, 5]}
+    text = {"input_ids": list(range(50)), "labels": [-100, *range(1, 50)]}
+    packed = {
+        "input_ids": [1, 2, 3, 9, 9], "labels": [-100, -100, 3, -100, 9], "document_ids": [1, 1, 1, 2, 2],
+    }  # fmt: skip
+    config = ParityConfig(prompts=3, prompt_tokens=4)
+    assert prompts_of([chat, text, packed, chat], config) == [[1, 2, 3], [0, 1, 2, 3], [1, 2]]
+
+
+def test_a_text_too_short_to_compare_gives_nothing():
+    model = convert(tiny_llama(), "medusa", num_heads=7)
+    assert compare(model, [[5, 6]], ParityConfig(max_new_tokens=8)) is None
+    assert compare(model, [], ParityConfig()) is None
+
+
+def test_a_run_ends_with_the_comparison_and_fails_loudly_with_the_head_saved(material, tmp_path, monkeypatch, capsys):  # noqa: F811
+    recipe = str(ROOT / "recipes" / "eagle3.yaml")
+    options = overrides(material, tmp_path / "good", 4, "parity.prompts=2", "parity.max_new_tokens=12")
+    assert heads.main([recipe, *options]) == 0
+    results = json.loads((tmp_path / "good" / "results.json").read_text())
+    assert results["parity_measured"] == results["parity_simulated"] >= 1 <= results["parity_served"]
+    assert (tmp_path / "good" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    history = json.loads((tmp_path / "good" / "trainer_state.json").read_text())["log_history"]
+    assert {name: len(found) for name, found in series(history).items()} == {
+        "loss": 2, "accepted length": 3, "accuracy by depth": 4,
+    }  # fmt: skip
+    monkeypatch.setattr(training, "compare", lambda *_: Parity(1.1, 2.2, 1.5, 30, 0.02))
+    options = overrides(material, tmp_path / "bad", 4)
+    assert heads.main([recipe, *options]) == 3
+    assert "1.100 in decoding, 2.200 by training" in capsys.readouterr().err
+    assert (tmp_path / "bad" / "model.safetensors").is_file()
+    assert json.loads((tmp_path / "bad" / "results.json").read_text())["parity_measured"] == 1.1
+
+
+@pytest.mark.parametrize("option", ["parity.prompts=-1", "parity.tolerance=2", "parity.prompt=3", "parity.prompts=x"])
+def test_a_wrong_parity_option_is_refused(option, tmp_path):
+    with pytest.raises(RecipeError, match=r"parity\.(prompts|tolerance)"):
+        read_recipe(ROOT / "recipes" / "eagle3.yaml", [f"training.output_dir={tmp_path}", option])

@@ -1,0 +1,107 @@
+"""A run that goes on with another number of processes is the run that was interrupted: its rows, losses and logs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specheads.training.resume import ResumeError, Unlogged, Writers
+from tests.support.paths import ROOT
+from tests.training.test_launch import RUNNING_UNDER
+from tests.workers.runs_of_two import KINDS, SAVED, run
+
+
+def launched(processes, script, *arguments):
+    clean = {name: value for name, value in os.environ.items() if name not in RUNNING_UNDER}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes),
+         str(ROOT / "tests" / "workers" / script), *map(str, arguments)],
+        capture_output=True, text=True, timeout=540,
+        env={**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """By kind: the whole run of one process; and the folder with those of two."""
+    folder = tmp_path_factory.mktemp("runs")
+    whole = {kind: run(folder / f"{kind}-by-one", kind, 1) for kind in KINDS}
+    launched(2, "runs_of_two.py", folder)
+    return whole, folder
+
+
+def assert_same_run(whole, log, weights):
+    expected, got = ([entry for entry in history if "loss" in entry] for history in (whole.state.log_history, log))
+    assert [entry["step"] for entry in expected] == [2, 4, 6]
+    for one, two in zip(expected, got, strict=True):
+        assert one.keys() == two.keys()
+        for name, value in one.items():
+            assert two[name] == pytest.approx(value, rel=1e-4), name  # float32 sums in another order, through AdamW
+    for name, tensor in whole.model.head.state_dict().items():
+        torch.testing.assert_close(weights[f"head.{name}"], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_goes_on_where_two_stopped(runs, kind, tmp_path):
+    whole, folder = runs
+    resumed = run(tmp_path, kind, 1, str(folder / f"{kind}-by-two" / f"checkpoint-{SAVED}"))
+    weights = {f"head.{name}": tensor for name, tensor in resumed.model.head.state_dict().items()}
+    assert_same_run(whole[kind], resumed.state.log_history, weights)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_go_on_where_one_stopped(runs, kind):
+    whole, folder = runs
+    log = json.loads((folder / f"{kind}.json").read_text())
+    assert_same_run(whole[kind], log, load_file(folder / f"{kind}-resumed-by-two" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_summed_over_processes_once_a_step_whatever_it_accumulates(runs, kind):
+    assert json.loads((runs[1] / f"{kind}-reductions.json").read_text()) == list(range(6))
+
+
+def test_a_step_of_other_rows_is_refused_unless_the_data_begin_anew(runs, tmp_path):
+    checkpoint = str(runs[1] / "medusa-by-two" / f"checkpoint-{SAVED}")
+    with pytest.raises(ResumeError, match=r"4 rows a step \(2 processes\); this one has 6 \(1 processes\)"):
+        run(tmp_path, "medusa", 1, checkpoint, per_device_train_batch_size=3)
+    resumed = run(tmp_path, "medusa", 1, checkpoint, per_device_train_batch_size=3, ignore_data_skip=True)
+    assert resumed.state.global_step == 6
+
+
+def test_sums_of_processes_that_are_no_more_are_not_taken_over(tmp_path):
+    two, one = Writers(2, 4, "ddp"), Writers(1, 4, "no")
+    for process in (1, 0):
+        Unlogged([{"tokens": [process]}], 2.0 + process, 3).save(str(tmp_path), process, two)
+    assert Unlogged.load(str(tmp_path), 1, 2) == Unlogged([{"tokens": [1]}], 3.0, 3)
+    assert Unlogged.load(str(tmp_path), 0, 1) == Unlogged([{"tokens": [0]}, {"tokens": [1]}], 2.5, 3)
+    assert Unlogged.load(str(tmp_path), 2, 3) == Unlogged([], 2.5, 3)
+    Unlogged([{"tokens": [5]}], 1.0, 4).save(str(tmp_path), 0, one)
+    assert Unlogged.load(str(tmp_path), 0, 2) == Unlogged([{"tokens": [5]}], 1.0, 4)
+    assert Unlogged.load(str(tmp_path), 1, 2) == Unlogged([], 1.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("run", "written", "message"),
+    [
+        (Writers(2, 4, "zero2"), Writers(2, 4, "zero2"), None),
+        (Writers(1, 4, "no"), Writers(2, 4, "ddp"), None),
+        (Writers(4, 4, "fsdp2"), Writers(2, 4, "fsdp2"), None),
+        (Writers(4, 4, "zero3"), Writers(2, 4, "zero3"), None),
+        (Writers(2, 4, "ddp"), Writers(2, 4, "zero2"), "'zero2', whose optimizer state one of the kind 'ddp' cannot"),
+        (Writers(2, 4, "fsdp2"), Writers(2, 4, "ddp"), "'ddp', whose optimizer state one of the kind 'fsdp2' cannot"),
+    ],
+)
+def test_what_another_launcher_wrote_is_read_or_refused(run, written, message):
+    if message is None:
+        run.refuse(written, Path("checkpoint-3"))
+    else:
+        with pytest.raises(ResumeError, match=message) as refused:
+            run.refuse(written, Path("checkpoint-3"))
+        assert "init_from=checkpoint-3" in str(refused.value)

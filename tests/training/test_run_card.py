@@ -1,0 +1,79 @@
+"""A run's folder and its checkpoints say what they hold, in a block that runs; what a user wrote there stays."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from specheads import convert
+from specheads.models.card import base_license
+from specheads.training.report.card import is_ours
+from tests.support.snippets import blocks
+from tests.support.trainers import rows, trainer_of
+
+
+def run_beside(shipped, folder, **options):
+    """A run of two checkpoints, each after an evaluation."""
+    model = convert(AutoModelForCausalLM.from_pretrained(shipped / "base"), "eagle3", steps=2)
+    settings = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    trainer = trainer_of(folder, model, rows(4, 1, (6, 12)), **{**settings, **options})
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def run(shipped, tmp_path_factory):
+    return run_beside(shipped, tmp_path_factory.mktemp("run") / "e3")
+
+
+def folder_of(run):
+    return Path(run.args.output_dir)
+
+
+def test_a_card_says_what_was_measured_up_to_there(run):
+    evaluations = [entry for entry in run.state.log_history if "eval_loss" in entry]
+    places = {"checkpoint-2": evaluations[0], "checkpoint-4": evaluations[1], "": evaluations[1]}
+    for name, measured in places.items():
+        text = (folder_of(run) / name / "README.md").read_text("utf8")
+        steps = measured["step"]
+        assert f"**{measured['eval_accepted_length']:.2f}**" in text
+        assert f"| 2 | {measured['eval_accuracy_depth_2']:.3f} |" in text
+        assert f"{steps} steps of 2 rows out of 12, " in text and "learning rate 0.01 (linear), seed 5" in text
+        assert "# EAGLE-3 draft head for base\n" in text and "longest text it was trained on has 1" in text
+        assert "specheads 0.1.0, torch 2." in text and "--to vllm" in text
+
+
+def test_its_block_runs_as_it_stands(run, capsys):
+    for folder in (folder_of(run), folder_of(run) / "checkpoint-2"):
+        exec(blocks((folder / "README.md").read_text("utf8"), "python")[0], {})
+        assert capsys.readouterr().out.startswith("The first thing to know is")
+
+
+def test_what_a_user_wrote_stays_and_what_is_ours_is_brought_up_to_date(shipped, tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "README.md").write_text("my notes", "utf8")
+    run_beside(shipped, tmp_path / "own", max_steps=2)
+    assert (tmp_path / "own" / "README.md").read_text("utf8") == "my notes"
+
+    trainer = run_beside(shipped, tmp_path / "ours", max_steps=2)
+    path = tmp_path / "ours" / "README.md"
+    assert is_ours(path) and "\n2 steps of" in path.read_text("utf8")
+    trainer.state.global_step = 3
+    trainer.save_model()
+    assert is_ours(path) and "\n3 steps of" in path.read_text("utf8")
+    path.write_text(path.read_text("utf8").replace("in fewer passes", "in FEWER passes"), "utf8")
+    assert not is_ours(path)
+    trainer.state.global_step = 4
+    trainer.save_model()
+    assert "FEWER" in path.read_text("utf8") and "\n3 steps of" in path.read_text("utf8")
+
+
+def test_the_licence_of_a_base_is_read_from_its_card(tmp_path):
+    for text, found in (
+        ("---\nlicense: psfl\n---\n# A base", "psfl"), ("# license: mit", None), ("---\n- mit\n---\n", None),
+        ("---\nlicense: [a\n---\n", None),
+    ):  # fmt: skip
+        (tmp_path / "README.md").write_text(text, "utf8")
+        assert base_license(str(tmp_path)) == found
+    assert base_license("org/somewhere-else") is None

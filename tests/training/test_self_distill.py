@@ -1,0 +1,315 @@
+"""Making rows of the base's own answers: what is asked, what is supervised, going on, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import islice
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import specheads_cli as cli
+from specheads.bench.prompts import prompts_from
+from specheads.data.config import DataConfig
+from specheads.data.datasets import build_datasets
+from specheads.models.convert import convert
+from specheads.training.self_distill.questions import Continued, passes, windows
+from tests.conftest import tiny_llama
+from tests.support.small_chat import TEMPLATE, messages, save_base, write
+from train import self_distill
+
+NEW = 12
+CHATS = [
+    [("system", "be short"), ("user", "hi"), ("assistant", "HELLO"), ("user", "and now?")],
+    [("user", "a rather long question, much longer than the others")],
+    [("user", "one"), ("assistant", "ONE"), ("user", "two"), ("assistant", "TWO"), ("user", "three")],
+    [("user", "look it up"), ("assistant", "CALL"), ("tool", "42"), ("assistant", "SO"), ("user", "so?")],
+]
+TURNS = 9  # of the user and of tools in CHATS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture
+def make(folder, tmp_path, cache_in_tmp):
+    """Run the script in this process on rows; its own rows come back."""
+
+    def run(rows, *options, output="own.jsonl"):
+        source, out = write(tmp_path / "rows.jsonl", rows), tmp_path / output
+        known = ("--base", folder, "--source", source, "--output", out, "--max_new_tokens", NEW)
+        assert self_distill.main([str(word) for word in (*known, *options)]) == 0
+        return [json.loads(line) for line in out.read_text("utf8").splitlines()]
+
+    return run
+
+
+def greedy(loaded, prompt):
+    """base.generate() on one prompt alone."""
+    base, _ = loaded
+    ids = torch.tensor([prompt])
+    return base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)[0].tolist()
+
+
+def answered(row):
+    """The prompt and the answer of a row, told apart by its labels alone."""
+    start = next(i for i, label in enumerate(row["labels"]) if label != -100)
+    assert row["labels"] == [-100] * start + row["input_ids"][start:]
+    return row["input_ids"][:start], row["input_ids"][start:]
+
+
+def by_prompt(rows):
+    return sorted(rows, key=lambda row: row["input_ids"])
+
+
+def test_every_turn_of_a_chat_gets_the_bases_own_answer_and_it_alone_is_supervised(make, loaded):
+    base, tokenizer = loaded
+    wanted = []
+    for chat in CHATS:
+        text = ""
+        for place, (role, content) in enumerate(chat):
+            if role == "assistant":
+                continue
+            text += f"<{role}>{content}"
+            if role in ("user", "tool"):
+                prompt = tokenizer(text + "<assistant>")["input_ids"]
+                row = greedy(loaded, prompt)
+                wanted.append({"input_ids": row, "labels": [-100] * len(prompt) + row[len(prompt) :]})
+                answer = tokenizer.decode(row[len(prompt) :], skip_special_tokens=True)
+                if chat[place + 2 : place + 3] == [("tool", "42")]:
+                    answer = "CALL"  # whose result follows
+                text += f"<assistant>{answer}<|end|>"
+    made = make([{"messages": messages(*chat)} for chat in CHATS], "--batch_size", 3)
+    assert len(made) == TURNS and by_prompt(made) == by_prompt(wanted)
+    ended = [row["labels"][-1] in base.generation_config.eos_token_id for row in made]
+    assert any(ended) and not all(ended)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_prompts_are_answered_as_they_are_or_as_a_message_of_the_user(chat, make, loaded):
+    texts = ["def f(", "x", "import os, sys\nprint("]
+    made = make([{"prompt": text} for text in texts], *["--chat"] * chat)
+    rendered = [f"<user>{text}<assistant>" if chat else text for text in texts]
+    prompts = [loaded[1](text)["input_ids"] for text in rendered]
+    assert sorted(answered(row)[0] for row in made) == sorted(prompts)
+    for row in made:
+        prompt, _ = answered(row)
+        assert row["input_ids"] == greedy(loaded, prompt)
+
+
+def test_text_is_continued_from_windows_and_supervised_from_their_start(make, loaded):
+    text = "".join(f"line {i} of a text\n" for i in range(20))
+    made = make([{"text": text}, {"text": "short"}], "--prompt_tokens", 10, "--num_rows", 5)
+    assert len(made) == 5
+    for row in made:
+        window = loaded[1].decode(row["input_ids"][:10]).removesuffix("<|end|>")
+        assert window in text and row["input_ids"] == greedy(loaded, row["input_ids"][:10])
+        assert row["labels"] == [-100, *row["input_ids"][1:]]
+
+
+def test_long_prompts_keep_their_end(make, loaded):
+    (row,) = make([{"prompt": "abcdefghijklmnopqrstuvwxyz"}], "--max_length", NEW + 8)
+    assert row["input_ids"] == greedy(loaded, loaded[1]("stuvwxyz")["input_ids"])
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize("cut", [0, 2, 3, "inside"])
+def test_a_run_that_was_stopped_makes_the_same_file(temperature, cut, make, tmp_path):
+    """Also after a cut inside a line or between the two turns of a conversation."""
+    rows = [{"messages": messages(("user", f"{i}?"), ("assistant", ""), ("user", "so?"))} for i in range(4)]
+    ask = (rows, "--batch_size", 1, "--temperature", temperature, "--seed", 3)
+    make(*ask)
+    whole = (tmp_path / "own.jsonl").read_bytes()
+    lines = whole.splitlines(keepends=True)
+    left = b"".join(lines[:4]) + lines[4][:9] if cut == "inside" else b"".join(lines[:cut])
+    (tmp_path / "cut.jsonl").write_bytes(left)
+    make(*ask, output="cut.jsonl")
+    assert (tmp_path / "cut.jsonl").read_bytes() == whole
+    make(*ask, output="cut.jsonl")
+    assert (tmp_path / "cut.jsonl").read_bytes() == whole
+    assert make(*ask, "--num_rows", 3, output="three.jsonl") == [json.loads(line) for line in lines[:3]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_row_is_asked_once_before_any_is_asked_again_and_temperatures_share_each_pass(seed):
+    rows, temperatures = [Continued([i]) for i in range(6)], (0.0, 0.7, 0.7)
+    asks = list(islice(passes(rows, seed, temperatures), 6 + 4 + 4))  # greedily each once
+    drawn = [[one.question.ids[0] for one in asks[a:b]] for a, b in ((0, 6), (6, 12), (12, 14))]
+    assert sorted(drawn[0]) == list(range(6)) and drawn[0] == [
+        one.question.ids[0] for one in islice(passes(rows, seed), 6)
+    ]
+    assert [one.temperature for one in asks[:6]].count(0.7) == 4
+    pairs = [(one.question.ids[0], one.temperature) for one in islice(passes(rows, seed, temperatures), 18)]
+    assert sorted(pairs) == sorted([(i, t) for i in range(6) for t in temperatures])  # three passes, evenly
+    more = list(islice(passes(rows, seed, temperatures), 18, 18 + 12))
+    assert all(one.temperature == 0.7 for one in more), "nothing is greedily asked twice"
+    assert len(list(passes(rows, seed))) == 6
+
+
+def test_a_window_is_greedily_drawn_once_and_then_none_is_left():
+    rows = [list(range(10)), list(range(20, 26))]
+    drawn = [tuple(one.question.ids) for one in windows(rows, 4, 0)]
+    assert sorted(drawn) == sorted(tuple(row[i : i + 4]) for row in rows for i in range(len(row) - 3))
+
+
+def test_more_rows_than_turns_are_sampled_and_differ(make):
+    rows = make([{"prompt": "a"}, {"prompt": "b"}], "--num_rows", 6, "--temperature", 2.0, "--batch_size", 2)
+    prompts = [answered(row)[0] for row in rows]
+    # Two answers of 12 tokens at temperature 2 are the same with a chance of well under 1e-6; the seed is fixed too.
+    assert [prompts.count(p) for p in prompts] == [3] * 6 and len({str(row) for row in rows}) == 6
+
+
+def test_a_mix_of_temperatures_is_greedy_on_its_share_and_goes_on_as_it_would_have(make, loaded, tmp_path):
+    rows = [{"prompt": f"{i} is"} for i in range(7)]
+    ask = (rows, "--temperature", 0, 1.5, "--top_k", 200, "--batch_size", 2, "--num_rows", 14, "--seed", 1)
+    mixed = make(*ask)
+    whole = (tmp_path / "own.jsonl").read_bytes()
+    cold = [row == {**row, "input_ids": greedy(loaded, answered(row)[0])} for row in mixed]
+    # Two passes: each question once greedily and once not; 12 sampled tokens are the greedy ones at well under 1e-6.
+    assert sum(cold) == 7 and sum(cold[:7]) == 4
+    assert len({str(answered(row)[0]) for row, is_cold in zip(mixed, cold, strict=True) if is_cold}) == 7
+    (tmp_path / "cut.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:9])[:-5])
+    make(*ask, output="cut.jsonl")
+    assert (tmp_path / "cut.jsonl").read_bytes() == whole
+
+
+def test_top_k_of_one_is_greedy(make):
+    rows = [{"prompt": f"{i} is"} for i in range(3)]
+    assert make(rows, "--temperature", 2, "--top_k", 1) == make(rows, output="greedy.jsonl")
+
+
+def test_the_same_question_is_asked_once_and_no_line_is_written_twice(make, capsys, tmp_path):
+    rows = [{"prompt": text} for text in ("a", "b", "a", "b", "b")]
+    made = make(rows, "--temperature", 1, "--top_k", 1, "--num_rows", 9, "--batch_size", 1)
+    assert len(made) == 2 and made[0] != made[1]
+    err = capsys.readouterr().err
+    assert "asked once: 3 of 5 rows" in err and "2 lines of the 9 asked for" in err and "same lines again" in err
+    with pytest.raises(AssertionError):
+        make(rows, "--num_rows", 3, output="more.jsonl")
+    assert "has 2 turns" in capsys.readouterr().err
+    chats = [{"messages": messages(("user", "u"), ("assistant", text), ("user", "v"))} for text in "xy"]
+    assert len(make([*chats, {"messages": messages(("user", " u"), ("user", "v"))}], output="chats.jsonl")) == 2
+    # Chats that begin alike: the line they share is there once
+    chats = [{"messages": messages(("user", "u"), ("user", text))} for text in "vw"]
+    assert len(make(chats, "--num_rows", 4, output="alike.jsonl")) == 3
+
+
+def test_variables_and_tools_reach_the_template(tmp_path_factory, tmp_path, cache_in_tmp):
+    template = "{% if thinking is false %}no{% endif %}{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+    folder = save_base(tmp_path_factory.mktemp("base"), template + TEMPLATE)
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    source = write(tmp_path / "rows.jsonl", [{"messages": messages(("user", "u")), "tools": tools}])
+    words = ["--base", folder, "--source", source, "--output", tmp_path / "own.jsonl", "--max_new_tokens", 3]
+    words += ["--chat_template_kwargs", '{"thinking": false}']
+    assert self_distill.main(list(map(str, words))) == 0
+    row = json.loads((tmp_path / "own.jsonl").read_text())
+    assert AutoTokenizer.from_pretrained(folder).decode(answered(row)[0]) == "no[look]<user>u<assistant>"
+
+
+def test_the_rows_go_through_build_datasets_unchanged(make, loaded, tmp_path):
+    made = make([{"messages": messages(*chat)} for chat in CHATS])
+    train, _ = build_datasets(DataConfig(train=str(tmp_path / "own.jsonl")), loaded[1])
+    assert [{name: row[name] for name in ("input_ids", "labels")} for row in train] == made
+
+
+def test_evaluate_asks_the_first_turn_of_the_same_files(loaded, tmp_path):
+    rows = [{"messages": messages(*CHATS[0])}, {"prompt": "p"}, {"text": "t"}]
+    path = write(tmp_path / "asked.jsonl", rows)
+    chat, *texts = prompts_from(path)
+    rendered = [loaded[1].decode(one.prompt((), loaded[1])) for one in (chat, *prompts_from(path, chat=True)[1:])]
+    assert texts == ["p", "t"]
+    assert rendered == ["<system>be short<user>hi<assistant>", "<user>p<assistant>", "<user>t<assistant>"]
+    write(path, [{"messages": []}])
+    with pytest.raises(ValueError, match="line 1: messages="):
+        prompts_from(path)
+
+
+def test_evaluate_runs_on_the_same_files(loaded, tmp_path, folder, capsys):
+    head = str(tmp_path / "head")
+    convert(AutoModelForCausalLM.from_pretrained(folder), "medusa", num_heads=1).save_pretrained(head)
+    path = write(tmp_path / "asked.jsonl", [{"messages": messages(*CHATS[0])}, {"prompt": "p"}])
+    ask = ["evaluate", head, "--prompts", str(path), "--max-new-tokens", "4", "--repeats", "1", "--json"]
+    assert cli.run([*ask, "--chat"]) == cli.run(ask) == 0
+    assert cli.run(["evaluate", head, "--chat"]) == 2 and "give --prompts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "said"),
+    [
+        ([{"prompt": ""}], "", "row 1"),
+        ([{"prompt": "a"}, {"prompt": None}], "", "row 2"),
+        ([{"prompt": "a"}, {"text": "b"}], "", "rows of text go into their own file"),
+        ([{"messages": []}], "", "expected a list of"),
+        ([{"messages": [{"content": "a"}]}], "", "'role'"),
+        ([{"messages": [{"role": "user"}]}], "", "'content'"),
+        ([{"messages": [{"role": "system", "content": "a"}]}], "", "none of the 1 rows"),
+        ([{"messages": [{"role": "user", "content": "refuse"}]}], "", "not that"),
+        ([{"other": "a"}], "", "'prompt'"),
+        ([{"text": "a"}], "", "lower --prompt_tokens"),
+        ([{"text": "a"}], "--chat", "--chat"),
+        ([{"prompt": "a"}], "--num_rows 2", "greedy answers"),
+        ([{"prompt": "a"}], "--num_rows 0", "--num_rows 0"),
+        ([{"prompt": "a"}], "--num_rows many", "many"),
+        ([{"prompt": "a"}], "--temperature -1", "--temperature -1"),
+        ([{"prompt": "a"}], "--max_length 12 --max_new_tokens 12", "--max_length 12"),
+        ([{"prompt": "a"}], "--max_length 9000 --max_new_tokens 600", "512 tokens"),
+        ([{"prompt": "a"}], "--dtype int7", "int7"),
+        ([{"prompt": "a"}], "--temperature 0 inf", "--temperature inf"),
+        ([{"prompt": "a"}], "--top_p 0.9", "--top_p 0.9 changes nothing"),
+        ([{"prompt": "a"}], "--temperature 1 --top_p 0", "--top_p 0"),
+        ([{"prompt": "a"}], "--temperature 1 --top_k 0", "--top_k 0"),
+        ([{"prompt": "a"}], "--temperature 1 --min_p 2", "--min_p 2"),
+        ([{"prompt": "a"}], "--model m", "--model m is for a --server"),
+        ([{"prompt": "a"}], "--server localhost:8000", "http://localhost:8000/v1"),
+        ([{"prompt": "a"}], "--server http://localhost:1/v1 --retries 0", "no answer in 1 tries"),
+        ([{"prompt": "a"}], "--server http://a --retries -1", "--retries -1"),
+        ([{"prompt": "a"}], "--server http://a --timeout 0", "--timeout 0"),
+        ([{"prompt": "a"}], "--server http://a --extra_body [1]", "--extra_body [1]"),
+        ([{"prompt": "a"}], "--chat_template_kwargs {{", "is not JSON"),
+        ([{"prompt": "a"}], "--split all", "--split all"),
+        ([{"prompt": "a"}], "--what 1", "--what"),
+        ([{"prompt": "a"}], "--source {tmp}/absent.jsonl", "absent.jsonl"),
+        ([{"prompt": "a"}], "--base {tmp}/nowhere", "nowhere"),
+        ([{"prompt": "a"}], "--output {tmp}", "directory"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
+    rows, options, said, folder, tmp_path, capsys, cache_in_tmp, offline
+):
+    source = write(tmp_path / "rows.jsonl", rows)
+    known = ["--base", folder, "--source", source, "--output", tmp_path / "own.jsonl"]
+    code = self_distill.main([*map(str, known), *options.format(tmp=tmp_path).split()])
+    out, err = capsys.readouterr()
+    own = [line for line in err.splitlines() if line.startswith("train/self_distill.py: ")]
+    assert code == 2 and not out and "Traceback" not in err
+    assert len(own) == 1 and said in own[0]
+
+
+def test_a_chat_without_a_template_is_refused(folder, tmp_path, capsys, cache_in_tmp):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = None
+    tiny_llama(vocab_size=258, num_hidden_layers=3).save_pretrained(tmp_path / "bare")
+    tokenizer.save_pretrained(tmp_path / "bare")
+    source = write(tmp_path / "rows.jsonl", [{"prompt": "a"}])
+    known = ("--base", tmp_path / "bare", "--source", source, "--output", tmp_path / "own.jsonl", "--chat")
+    assert self_distill.main(list(map(str, known))) == 2
+    assert "has no chat template" in capsys.readouterr().err
+
+
+def test_the_help_has_an_example_of_each_kind(capsys):
+    command = [sys.executable, "train/self_distill.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "."}, check=True)
+    examples = [line.split()[2:] for line in done.stdout.splitlines() if line.startswith("    python ")]
+    assert len(examples) == 5
+    for words in examples:
+        parser = self_distill._Parser([self_distill.Options])
+        parser.parse_args_into_dataclasses(words)  # raises on an option that does not exist

@@ -1,0 +1,83 @@
+"""Optimizers of a run: learning rates by parameter name, and Muon beside AdamW."""
+
+import io
+import json
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+from specheads.training.optim import MuonAdamW, parameter_groups
+from tests.support.trainers import model_of, trainer_of, weights
+
+
+def test_learning_rates_go_by_parameter_name(tmp_path):
+    model = model_of()
+    before = weights(model)
+    trainer = trainer_of(
+        tmp_path, model, head_lr_groups={"lm_head": 0.0, r"norm": 4.0}, weight_decay=0.1, lr_scheduler_type="constant"
+    )
+    trainer.train()
+    rates = {}
+    names = {id(p): name for name, p in model.named_parameters()}
+    for group in trainer.optimizer.param_groups:
+        for parameter in group["params"]:
+            rates[names[id(parameter)]] = (group["lr"], group["weight_decay"])
+    assert rates["head.lm_head.weight"] == (0.0, 0.1)
+    assert rates["head.norm.weight"] == (pytest.approx(4e-2), 0.0)
+    assert rates["head.fc.weight"] == (1e-2, 0.1)
+    assert len(rates) == len(list(model.head.parameters()))
+    after = weights(model)
+    assert torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+    assert not torch.equal(after["fc.weight"], before["fc.weight"])
+
+
+def test_learning_rate_options_that_cannot_work_say_why(tmp_path):
+    with pytest.raises(ValueError, match="'lm_haed' is found in no parameter; the head's are head"):
+        trainer_of(tmp_path, head_lr_groups={"lm_haed": 2.0}).create_optimizer()
+    with pytest.raises(ValueError, match="is no regular expression"):
+        trainer_of(tmp_path, head_lr_groups={"(": 2.0})
+    with pytest.raises(ValueError, match="factor -1"):
+        trainer_of(tmp_path, head_lr_groups={"fc": -1})
+    with pytest.raises(ValueError, match="muon=true goes with"):
+        trainer_of(tmp_path, muon=True, optim="sgd")
+    assert trainer_of(tmp_path, head_lr_groups=json.dumps({"fc": 2})).args.lr_multipliers == {"fc": 2}
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return torch.nn.ModuleDict({"hidden": torch.nn.Linear(6, 4), "lm_head": torch.nn.Linear(4, 5, bias=False)})
+
+
+def grouped(module):
+    return parameter_groups(
+        module.named_parameters(), learning_rate=0.1, weight_decay=0.01, decayed=["hidden.weight", "lm_head.weight"],
+        multipliers={},
+    )  # fmt: skip
+
+
+def test_muon_and_adamw_step_as_they_do_apart():
+    ours, apart = two_layers(), two_layers()
+    optimizer = MuonAdamW(grouped(ours))
+    muon = torch.optim.Muon([apart["hidden"].weight], lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    decayed = {"params": [apart["lm_head"].weight], "weight_decay": 0.01}
+    adamw = AdamW([decayed, {"params": [apart["hidden"].bias], "weight_decay": 0.0}], lr=0.1)
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (optimizer, muon, adamw)]
+    for step in range(5):
+        if step == 2:  # the state goes through a file, as in a resumed run
+            kept = optimizer.state_dict()
+            optimizer = MuonAdamW(grouped(ours))
+            buffer = io.BytesIO()
+            torch.save(kept, buffer)
+            buffer.seek(0)
+            optimizer.load_state_dict(torch.load(buffer, weights_only=True))
+            schedulers[0].optimizer = optimizer
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(3, 6, generator=generator)
+        for module in (ours, apart):
+            module.zero_grad()
+            module["lm_head"](module["hidden"](x)).square().sum().backward()
+        for each in (optimizer, muon, adamw, *schedulers):
+            each.step()
+    for (name, mine), theirs in zip(ours.named_parameters(), apart.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name

@@ -99,7 +99,10 @@ def cache_in_tmp(monkeypatch, tmp_path):
 @pytest.fixture
 def hf_log(caplog):
     """What the library logs through transformers' logger, which keeps it from the root logger."""
+    level = hf_logging.get_verbosity()  # commands of other tests set it
+    hf_logging.set_verbosity_warning()
     hf_logging.enable_propagation()
     logging.getLogger("specheads").propagate = True
     yield caplog
     hf_logging.disable_propagation()
+    hf_logging.set_verbosity(level)

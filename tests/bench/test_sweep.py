@@ -139,7 +139,7 @@ def test_rows_say_what_generate_does_and_two_workers_say_the_same(shipped, quest
 def test_speed_is_of_prompts_spaced_over_the_task(shipped, questions, tmp_path, cache_in_tmp, monkeypatch):
     asked_for, batches = [], measuring.prompt_batches.batches
     monkeypatch.setattr(
-        measuring.decoders,
+        measuring.prompt_batches,
         "batches",
         lambda t, prompts, *more, **options: asked_for.append(prompts) or batches(t, prompts, *more, **options),
     )

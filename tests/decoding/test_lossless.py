@@ -4,7 +4,6 @@ The rules one by one, and how much each accepts: test_accept.py, test_block.py, 
 below the same loop: test_exactness.py, test_draft_model.py.
 """
 
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -30,6 +29,7 @@ from specheads import (
     Traversal,
     chain,
 )
+from specheads.decoding import loop
 from specheads.decoding.acceptance import walk
 from specheads.decoding.acceptance.exact import path_of_tokens
 from tests.decoding.test_exactness import small_base
@@ -128,7 +128,7 @@ def lengths(monkeypatch):
         seen.update(enumerate(verdict.length.tolist()))
         return verdict
 
-    monkeypatch.setattr(sys.modules["specheads.decode"], "walk", spied)  # the package has a function of that name
+    monkeypatch.setattr(loop, "walk", spied)
     return seen
 
 
@@ -231,7 +231,7 @@ def test_rows_that_take_one_anothers_tokens_are_noticed(drafter_of, monkeypatch,
         verdict = walk(*args, **kwargs)
         return replace(verdict, bonus=verdict.bonus.roll(1))
 
-    monkeypatch.setattr(sys.modules["specheads.decode"], "walk", mixed)
+    monkeypatch.setattr(loop, "walk", mixed)
     make = partial(drafter_of, "head")
     assert error(make, RULES[rule], SHAPES["chain"], THREE) > 1e-3
     assert error(make, RULES[rule], SHAPES["chain"], ALONE) < 1e-12  # one row cannot show it

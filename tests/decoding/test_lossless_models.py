@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ import torch
 
 import specheads
 from specheads import Block, DraftModel, Exact, NGram, NGramStorage, SampledTree, Target, Traversal, chain, convert
+from specheads.decoding import loop
 from specheads.decoding.loop import decode
 from tests.decoding.test_draft_model import near
 from tests.decoding.test_exactness import BaseLaw, padded_left, small_base
@@ -153,7 +153,7 @@ def test_a_sample_of_three_ragged_rows_has_the_bases_law(base, drafter, plan, ru
 def test_the_sample_shows_what_is_broken(base, broken, monkeypatch):
     drafter, plan, rule = drafter_of("draft model", base, VOCAB), SampledTree((1, 1)), Exact()
     if broken == "rows mixed up":
-        module = sys.modules["specheads.decode"]
+        module = loop
         walk = module.walk
         monkeypatch.setattr(module, "walk", lambda *args, **kwargs: shifted(walk(*args, **kwargs)))
     else:

@@ -35,7 +35,7 @@ def run(named, tmp_path):
 def test_the_card_says_what_the_run_left_behind(run):
     model = SpecModel.from_pretrained(run)
     model.config.base_model_name_or_path = "org/base"
-    text = card(model, repo_id="someone/head", license="apache-2.0")
+    text = card(model.config, model.base, model.head, repo_id="someone/head", license="apache-2.0")
     front = yaml.safe_load(text.split("---")[1])
     assert front["base_model"] == "org/base" and front["license"] == "apache-2.0" and "eagle3" in front["tags"]
     assert 'from_pretrained("someone/head")' in text and "# EAGLE-3 draft head for org/base" in text
@@ -54,14 +54,15 @@ def test_a_relative_path_is_not_taken_for_a_name_of_the_hub(run, monkeypatch, tm
     (run / "recipe.yaml").write_text(Recipe.from_dict(recipe).to_yaml())
     model = SpecModel.from_pretrained(run)
     model.config.base_model_name_or_path = "checkpoints/base"
-    text = card(model, repo_id="someone/head")
+    text = card(model.config, model.base, model.head, repo_id="someone/head")
     assert "checkpoints" not in text and "data/" not in text and "base_model:" not in text and "org/rows" in text
     assert "draft head for base\n" in text and "- chats.jsonl" in text
     assert 'from_pretrained("someone/head", base="path/to/the/base")' in text
 
 
 def test_what_is_not_there_is_left_out(named):
-    text = card(trained(named, "medusa", tap=3), repo_id="a/b")
+    model = trained(named, "medusa", tap=3)
+    text = card(model.config, model.base, model.head, repo_id="a/b")
     assert "## Measured" not in text and "## Trained" not in text and "license" not in text
     assert str(named.name_or_path) not in text and "no other program reads" in text
 

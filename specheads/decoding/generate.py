@@ -26,7 +26,7 @@ from specheads.decoding.loop import decode
 from specheads.decoding.outputs import SpecGenerateOutput, SpecSeq2SeqOutput, by_position
 from specheads.decoding.planner import Plan, as_plan
 from specheads.decoding.sampler import Sampler
-from specheads.decoding.target.causal import unwrapped
+from specheads.decoding.target.hf_base import unwrapped
 from specheads.decoding.target.model_inputs import model_inputs
 from specheads.decoding.target.seq2seq import Source, refuse_branching, verifier
 from specheads.options import shown

@@ -22,7 +22,8 @@ from specheads.decoding.generate import generate
 from specheads.decoding.loop import Step, decode
 from specheads.decoding.planner import Plan
 from specheads.decoding.sampler import Sampler
-from specheads.decoding.target.causal import Target, TargetOutput, text_config
+from specheads.decoding.target.causal import Target, TargetOutput
+from specheads.decoding.target.hf_base import text_config
 from specheads.decoding.target.seq2seq import decoder_start
 from specheads.decoding.tree import DraftTree
 

@@ -16,7 +16,8 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specheads.decoding.planner import Plan
-from specheads.decoding.target.causal import Target, TargetOutput, UnsupportedModel, forward_arguments, text_config
+from specheads.decoding.target.causal import Target, TargetOutput
+from specheads.decoding.target.hf_base import UnsupportedModel, forward_arguments, text_config
 from specheads.decoding.target.model_inputs import ModelInputs
 from specheads.decoding.target.slot_cache import SlotCache
 from specheads.decoding.tree import DraftTree

@@ -75,7 +75,7 @@ def mean_divergences(steps: list[Step]) -> list[float]:
     return [sum(found[d]) / len(found[d]) if found[d] else math.nan for d in sorted(found)]
 
 
-def by_position(kept: list[list[tuple[Tensor, Tensor]]], part: int) -> tuple[Tensor, ...]:
+def stack_by_position(kept: list[list[tuple[Tensor, Tensor]]], part: int) -> tuple[Tensor, ...]:
     """Per row and token (V,) → per token (B, V), in float32 as HF returns them; rows that have ended hold zeros."""
     empty = torch.zeros_like(kept[0][0][part])
     return tuple(

@@ -161,7 +161,7 @@ class StateWatch:
         self.waiting = bool(self.processors)
         self.seen = state_of(self.processors) if self.waiting else None
 
-    def still(self) -> bool:
+    def may_draft(self) -> bool:
         """After a step: may drafts be made from here on? Says once, in the log, where they may not."""
         if not self.waiting:
             return True

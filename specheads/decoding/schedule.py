@@ -1,4 +1,4 @@
-"""What the next step of decoding may do: which rows take part, by which plan they draft, and what nothing follows.
+"""What the next step of decoding may do: which rows take part, by which plan they draft, and where a tree must end.
 
 Shapes: B batch rows, N tree nodes.
 """
@@ -17,55 +17,57 @@ from specheads.decoding.tree import DraftTree
 
 
 @dataclass(frozen=True)
-class Turn:
-    """left: how many tokens each row may gain after its root, 0 where it has ended. going: the rows that take part.
-    plan: of the trees, None where no drafter is asked."""
+class StepSchedule:
+    """remaining: how many tokens each row may gain after its root, 0 once it has finished. active: the rows that take
+    part. plan: how the trees grow, None where no drafter is asked."""
 
-    left: list[int]
-    going: list[bool]
+    remaining: list[int]
+    active: list[bool]
     plan: Plan | None
 
 
-def next_turn(
+def schedule_step(
     target: Target,
     plan: Plan | None,
     running: Sequence[bool],
     history: Sequence[list[int]],
     prompts: Sequence[list[int]],
     max_new_tokens: int,
-) -> Turn:
-    """The next turn of rows whose ids up to and with the root are history, of which prompts are the beginnings.
+) -> StepSchedule:
+    """The schedule of the next step. history: each row's ids, root included; prompts: the ids it began with.
 
-    Nothing is drafted that no row has room for, nor where a base whose positions depend on the length cannot verify it.
+    Trees are no deeper than the longest remaining text, and none is drafted where a base whose positions depend on the
+    length could not verify it.
     """
     gained = [len(row) - len(prompt) for row, prompt in zip(history, prompts, strict=True)]
-    left = [max_new_tokens - n if going else 0 for n, going in zip(gained, running, strict=True)]
-    now = limited(plan, max(left) - 1) if plan is not None and max(left) > 1 else None
+    remaining = [max_new_tokens - n if runs else 0 for n, runs in zip(gained, running, strict=True)]
+    step_plan = limited(plan, max(remaining) - 1) if plan is not None and max(remaining) > 1 else None
     switch = target.switch
     if switch is None:
-        return Turn(left, list(running), now)
-    fed = [n - 1 for n, going in zip(gained, running, strict=True) if going]
-    target.pace = min(fed)
-    if now is not None and not switch.may_draft(fed, now.depth):
-        now = Idle(now)
-    if not switch.beyond(fed):
-        return Turn(left, [going and not switch.waits(n - 1) for going, n in zip(running, gained, strict=True)], now)
+        return StepSchedule(remaining, list(running), step_plan)
+    fed = [n - 1 for n, runs in zip(gained, running, strict=True) if runs]
+    target.min_fed = min(fed)
+    if step_plan is not None and not switch.may_draft(fed, step_plan.depth):
+        step_plan = Idle(step_plan)
+    if not switch.is_past(fed):
+        active = [runs and not switch.must_wait(n - 1) for runs, n in zip(running, gained, strict=True)]
+        return StepSchedule(remaining, active, step_plan)
     if switch.rereads:
         switch.rereads = False
-        target.reread([fitted(row, len(prompt) + min(fed)) for row, prompt in zip(history, prompts, strict=True)])
-    return Turn(left, list(running), now)
+        target.reread([fit_length(row, len(prompt) + min(fed)) for row, prompt in zip(history, prompts, strict=True)])
+    return StepSchedule(remaining, list(running), step_plan)
 
 
-def fitted(row: list[int], length: int) -> list[int]:
-    """A row's ids up to `length`; one that is shorter, which has ended, with any ids after its end."""
+def fit_length(row: list[int], length: int) -> list[int]:
+    """A row's first `length` ids; a finished row that is shorter is filled with zeros."""
     return [*row, *[0] * (length - len(row))][:length]
 
 
-def ended(tree: DraftTree, end_ids: Tensor, left: list[int]) -> Tensor:
-    """(B, N) the nodes that nothing follows: at or below one of end_ids (E,) or the last token a row may gain.
+def end_mask(tree: DraftTree, end_ids: Tensor, remaining: list[int]) -> Tensor:
+    """(B, N) the nodes that nothing follows: one of end_ids (E,), the last token a row may gain, or any node below.
 
-    left: as in `Turn`.
+    remaining: as in `StepSchedule`.
     """
-    room = torch.tensor(left, device=tree.tokens.device).unsqueeze(1)
+    room = torch.tensor(remaining, device=tree.tokens.device).unsqueeze(1)
     last = (tree.topology.depth >= room) | (torch.isin(tree.tokens, end_ids) & tree.topology.drafted)
     return (tree.topology.ancestors & last.unsqueeze(1)).any(2)

@@ -6,7 +6,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from specheads import DraftTree, SampledTree, chain
 from specheads.decoding.processors import state_of
-from specheads.decoding.turn import ended
+from specheads.decoding.schedule import end_mask
 from tests.support.replay import BATCHES, PAD, PROMPTS, Replay, V, assert_same
 
 EOS = 2
@@ -103,7 +103,7 @@ def test_a_table_of_as_many_steps_as_tokens_is_enough(model, batch):
 def test_nothing_follows_an_end_or_the_last_token_there_is_room_for():
     tokens = torch.tensor([[5, EOS, 7, 8, 9, 6], [EOS, 4, 6, 7, EOS, 3], [5, 6, 7, 8, 9, 3]])
     parents = torch.tensor([[-1, 0, 1, 2, 0, 4]] * 3)
-    marked = ended(DraftTree(tokens, parents, 3), torch.tensor([EOS]), [9, 2, 0])
+    marked = end_mask(DraftTree(tokens, parents, 3), torch.tensor([EOS]), [9, 2, 0])
     assert marked.tolist() == [
         [False, True, True, True, False, False], [False, False, True, True, True, True], [True] * 6,
     ]  # fmt: skip

@@ -43,15 +43,15 @@ class Target:
     """The frozen base model as verifier of draft trees: one forward a tree, over a cache it never recomputes.
 
     active (B,): rows whose outputs matter, None for all; here one pass serves all rows anyway.
-    source: what an encoder made of the rows (`seq2seq.Source`), None where there is none.
-    switch: of a base whose positions depend on the length, else None; pace: the fewest tokens that a row which goes on
-    has been fed after its prompt, at which a row that does not stands in `generate()`.
+    source: what an encoder made of the rows (`seq2seq.Source`), None without an encoder.
+    switch: for a base whose positions depend on the length, else None. min_fed: the fewest tokens that a running row
+    has been fed after its prompt; rows that are not active count as fed as many.
     """
 
     active: Tensor | None = None
     source: Any = None
     switch: RopeSwitch | None = None
-    pace: int = 0
+    min_fed: int = 0
 
     def __init__(self, base: PreTrainedModel, layers: tuple[int, ...] = (), *, scratch: int = 1) -> None:
         """layers: HF hidden_states indices to tap (0 embeddings, n last); scratch: the most nodes a tree will have.
@@ -153,7 +153,7 @@ class Target:
         cache.open()
         start = cache.lengths
         if self.switch is not None and self.active is not None:  # whose positions choose the frequencies all the same
-            start = torch.where(self.active, start, self.prompt_lengths + self.pace)
+            start = torch.where(self.active, start, self.prompt_lengths + self.min_fed)
         position = (start.unsqueeze(1) + topology.depth).clamp(max=self.last_position)
 
         def mask(reach: Reach) -> Tensor:

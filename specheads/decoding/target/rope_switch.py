@@ -30,20 +30,20 @@ class RopeSwitch:
     rereads: bool
     warned: bool = False
 
-    def beyond(self, fed: list[int]) -> bool:
+    def is_past(self, fed: list[int]) -> bool:
         """fed: how many tokens after the prompt each row that goes on has been fed. Have all come to the boundary?"""
         return min(fed) >= self.room
 
-    def waits(self, fed: int) -> bool:
+    def must_wait(self, fed: int) -> bool:
         """Does a row with so many tokens fed wait for the others?"""
         return fed >= self.room
 
     def may_draft(self, fed: list[int], depth: int) -> bool:
         """May the next tree be so deep? Says once where it may not."""
-        if self.beyond(fed):
+        if self.is_past(fed):
             allowed = self.kind == "longrope"
         else:
-            allowed = max(n for n in fed if not self.waits(n)) + depth < self.room
+            allowed = max(n for n in fed if not self.must_wait(n)) + depth < self.room
         if not allowed and not self.warned:
             self.warned = True
             after = "goes on behind them" if self.kind == "longrope" else "does not go on"

@@ -83,7 +83,7 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
         raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForSeq2SeqLM")
 
 
-def verifier(
+def make_target(
     base: PreTrainedModel,
     layers: tuple[int, ...] = (),
     *,
@@ -120,9 +120,9 @@ class Seq2SeqTarget(Target):
 
     These models take no position_ids: the decoder derives positions (T5's relative bias, BART's learnt table) from
     the number of tokens in its cache and the column of the pass, the same for all rows. So a row's nodes are fed in
-    the columns at which its own positions stand, between columns that are fed in vain and not kept; rows whose lengths
-    have drifted further apart than such columns are worth are verified in passes of their own (`passes`; a batch of 1
-    has one pass a step). A chain that is accepted already lies where it belongs, so committing is counting.
+    the columns of its own positions; the columns around them are filled and not kept. Rows whose lengths have drifted
+    further apart than such columns are worth get separate passes (`group_passes`; a batch of 1 has one pass a step).
+    An accepted chain is already in its slots, so committing is counting.
 
     The encoder is run by the caller, once (`Source`), and the keys and values of cross-attention are made in prefill.
     active (B,): rows whose outputs matter, None for all; the others are left out of passes, and get zero logits.
@@ -197,7 +197,7 @@ class Seq2SeqTarget(Target):
         rows = [b for b, going in enumerate(active) if going and start[b] <= self.last_position]
         overhead = PASS_ON_CPU if ids.device.type == "cpu" else PASS_ELSEWHERE
         logits = None
-        for own in passes([start[b] for b in rows], ids.shape[1], overhead):
+        for own in group_passes([start[b] for b in rows], ids.shape[1], overhead):
             some = [rows[i] for i in own]
             found = self._pass(ids[some], [start[b] for b in some], some)
             if len(some) == len(start):
@@ -254,7 +254,7 @@ class _Depth:
     depth: int = 0
 
 
-def passes(start: Sequence[int], num: int, overhead: int) -> list[list[int]]:
+def group_passes(start: Sequence[int], num: int, overhead: int) -> list[list[int]]:
     """Rows that begin at positions `start` → which of them to feed together, each row `num` tokens.
 
     A pass of rows from position a to b costs overhead + rows · (b − a + num) columns; their sum is the least possible.

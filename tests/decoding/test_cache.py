@@ -179,7 +179,7 @@ def test_capacity_errors_say_what_does_not_fit():
     small = TreeCache(1, 2, 4)
     small.update(torch.zeros(1, 1, 5, 2), torch.zeros(1, 1, 5, 2), 0)
     with pytest.raises(ValueError, match="a prompt of 5 tokens does not fit a cache made for 4"):
-        small.settle(torch.tensor([5]), 5)
+        small.load_prompt(torch.tensor([5]), 5)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from specheads import DraftTree, SampledTree, chain
-from specheads.decoding.processors import state_of
+from specheads.decoding.processors import snapshot
 from specheads.decoding.schedule import end_mask
 from tests.support.replay import BATCHES, PAD, PROMPTS, Replay, V, assert_same
 
@@ -223,17 +223,17 @@ def test_what_is_seen_of_a_state_changes_with_it():
             self.parts = [torch.zeros(2), {"k": {1, 2}}, (b"x", 1.5), torch.Generator().manual_seed(0), range(3)]
 
     holder = Holder()
-    seen = [state_of(holder)]
-    assert seen[0] is not None and seen[0] == state_of(holder)
+    seen = [snapshot(holder)]
+    assert seen[0] is not None and seen[0] == snapshot(holder)
     holder.parts[0][1] = 3
-    seen.append(state_of(holder))
+    seen.append(snapshot(holder))
     holder.parts[1]["k"].add(9)
-    seen.append(state_of(holder))
+    seen.append(snapshot(holder))
     torch.rand(1, generator=holder.parts[3])
-    seen.append(state_of(holder))
+    seen.append(snapshot(holder))
     assert all(a != b for i, a in enumerate(seen) for b in seen[:i])
-    assert state_of([lambda: 0, torch.nn.Linear(2, 2)]) is not None
-    assert state_of([iter([1])]) is not None and state_of(i for i in range(3)) is None
+    assert snapshot([lambda: 0, torch.nn.Linear(2, 2)]) is not None
+    assert snapshot([iter([1])]) is not None and snapshot(i for i in range(3)) is None
 
 
 # --- A real library of that kind ---

@@ -40,12 +40,12 @@ class TargetOutput:
 
 
 class Target:
-    """The frozen base model as verifier of draft trees: one forward a tree, over a cache it never recomputes.
+    """The frozen base model as verifier of draft trees: one forward a tree, over a cache that is never recomputed.
 
-    active (B,): rows whose outputs matter, None for all; here one pass serves all rows anyway.
+    active (B,): the rows whose outputs matter, None for all. Here one pass serves all rows anyway.
     source: what an encoder made of the rows (`seq2seq.Source`), None without an encoder.
     switch: for a base whose positions depend on the length, else None. min_fed: the fewest tokens that a running row
-    has been fed after its prompt; rows that are not active count as fed as many.
+    has been fed after its prompt; inactive rows take positions as if they had been fed as many.
     """
 
     active: Tensor | None = None
@@ -54,9 +54,9 @@ class Target:
     min_fed: int = 0
 
     def __init__(self, base: PreTrainedModel, layers: tuple[int, ...] = (), *, scratch: int = 1) -> None:
-        """layers: HF hidden_states indices to tap (0 embeddings, n last); scratch: the most nodes a tree will have.
+        """layers: HF hidden_states indices to tap (0 embeddings, n last). scratch: the most nodes a tree will have.
 
-        Raises UnsupportedModel with the reason for a model that cannot be served.
+        Raises UnsupportedModel, with the reason, for a model that cannot be served.
         """
         refuse_unsupported(base)
         attention = getattr(text_config(base), "_attn_implementation", None)
@@ -81,8 +81,8 @@ class Target:
     def prefill(self, ids: Tensor, lengths: Tensor, *, room: int, inputs: ModelInputs | None = None) -> TargetOutput:
         """Commit prompts ids (B, T), packed left, of lengths (B,); `room` more tokens per row will follow.
 
-        inputs: what the model is given besides ids. logits are those behind each row's last token, (B, 1, V); features
-        (B, T, F).
+        inputs: what the model takes besides ids. Returns the logits after each row's last token, (B, 1, V), and
+        features (B, T, F).
         """
         inputs = inputs or ModelInputs()
         columns = ids.shape[1]
@@ -93,31 +93,32 @@ class Target:
         self.switch = rope_switch(self.base, self.config, columns + ahead, max(columns, inputs.columns) + ahead)
         if self.switch and self.switch.rereads and room > self.switch.room and (inputs.prompt or ahead):
             raise UnsupportedModel(
-                f"{type(self.base).__name__} reads its text again at {self.switch.boundary} tokens, which is not done "
-                "for prompts with images or positions of their own; ask for fewer tokens"
+                f"{type(self.base).__name__} reads its text again at {self.switch.boundary} tokens, which cannot "
+                "be done for prompts with images or explicit positions; ask for fewer tokens"
             )
         if self.switch and self.switch.kind == "dynamic":
-            # A short pass puts back the frequencies that an earlier, longer text may have left behind.
+            # A short pass restores the frequencies if an earlier, longer text has changed them.
             self.base(input_ids=ids[:1, :1], use_cache=False)
-        return self._read(ids, lengths, inputs)
+        return self._forward_prompts(ids, lengths, inputs)
 
-    def _read(self, ids: Tensor, lengths: Tensor, inputs: ModelInputs) -> TargetOutput:
+    def _forward_prompts(self, ids: Tensor, lengths: Tensor, inputs: ModelInputs) -> TargetOutput:
         """The pass of `prefill`, into a new cache."""
-        # Packed left, a causal prompt needs no mask of ours: padding stands behind all it could disturb. The base makes
-        # its own, or none at all where its attention kernel is causal; ours would be B × T × T numbers.
+        # Packed left, a causal prompt needs no mask of ours: padding comes after all that it could disturb. The base
+        # makes its own, or none if its attention kernel is causal; ours would be B × T × T numbers.
         batch, columns = ids.shape
         self.cache = TreeCache(self.config.num_hidden_layers, self.scratch, self.limit + self.scratch)
         position = torch.arange(columns, device=ids.device).expand(batch, columns)
         mask = (position < lengths.unsqueeze(1)).long() if inputs.prompt and bool((lengths < columns).any()) else None
-        given = position if inputs.positions is None else inputs.positions
+        if inputs.positions is not None:
+            position = inputs.positions
         last, extra = lengths - 1, dict(inputs.prompt)
         if "logits_to_keep" in forward_arguments(self.base):
-            kept = last.unique()  # the vocabulary projection only where a row ends
-            logits, features = self._forward(ids, given, mask, logits_to_keep=kept, **extra)
+            kept = last.unique()  # the vocabulary projection only where some row ends
+            logits, features = self._forward(ids, position, mask, logits_to_keep=kept, **extra)
             last = torch.searchsorted(kept, last)
         else:
-            logits, features = self._forward(ids, given, mask, **extra)
-        self.cache.settle(lengths, columns)
+            logits, features = self._forward(ids, position, mask, **extra)
+        self.cache.load_prompt(lengths, columns)
         rows = torch.arange(batch, device=logits.device)
         return TargetOutput(logits[rows, last.to(logits.device)].unsqueeze(1), features)
 
@@ -127,12 +128,12 @@ class Target:
         device, columns = self.cache.lengths.device, max(map(len, rows)) + 1
         lengths = torch.tensor([len(row) for row in rows], device=device)
         ids = torch.tensor([[*row, *[0] * (columns - len(row))] for row in rows], device=device)
-        self._read(ids, lengths, ModelInputs())
+        self._forward_prompts(ids, lengths, ModelInputs())
 
     @property
     def last_position(self) -> int:
-        """The last position anything is fed at: the last token there is room for follows it and is never fed. Clamped
-        to it, nodes past the length limit, of which nothing is emitted, stay inside learned position tables."""
+        """The last position that is fed: the text's last token comes after it and is never fed. Nodes past the length
+        limit, from which nothing is emitted, are clamped to it and so stay inside learned position tables."""
         return self.limit - 2
 
     def _refuse_slot_scaling(self) -> None:
@@ -140,8 +141,8 @@ class Target:
         longest = getattr(self.config, "floor_scale", None)
         if longest and getattr(self.config, "attn_temperature_tuning", False) and self.limit >= longest:
             raise UnsupportedModel(
-                f"{type(self.base).__name__} tunes its attention by cache slot from {longest:g} tokens on; prompt and "
-                f"new tokens come to {self.limit}, so ask for fewer or generate with the base model itself"
+                f"{type(self.base).__name__} scales its attention by cache slot from {longest:g} tokens on; prompt and "
+                f"new tokens come to {self.limit}: ask for fewer, or generate with the base model itself"
             )
 
     @torch.no_grad()
@@ -152,7 +153,7 @@ class Target:
         cache, topology = self.cache, tree.topology
         cache.open()
         start = cache.lengths
-        if self.switch is not None and self.active is not None:  # whose positions choose the frequencies all the same
+        if self.switch is not None and self.active is not None:  # positions of inactive rows choose frequencies too
             start = torch.where(self.active, start, self.prompt_lengths + self.min_fed)
         position = (start.unsqueeze(1) + topology.depth).clamp(max=self.last_position)
 
@@ -160,33 +161,35 @@ class Target:
             seen = visible(topology.ancestors, topology.depth, cache.lengths, cache.scratch, cache.attended, reach)
             return additive(seen, self.base.dtype)
 
-        return TargetOutput(*self._later(tree.tokens, position, self._masks(mask)))
+        return TargetOutput(*self._forward_generated(tree.tokens, position, self._masks(mask)))
 
-    def _later(self, ids: Tensor, position: Tensor, mask: Tensor | dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """One forward over generated tokens ids (B, N), of which `position` (B, N) stand before each in its row."""
+    def _forward_generated(
+        self, ids: Tensor, position: Tensor, mask: Tensor | dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """One forward over generated tokens ids (B, N); position (B, N): how many tokens precede each in its row."""
         if self.offset is not None:
             position = position + self.offset
-        return self._forward(ids, position, mask, **self.inputs.later(self.prompt_lengths, ids.shape[1]))
+        return self._forward(ids, position, mask, **self.inputs.generated_arguments(self.prompt_lengths, ids.shape[1]))
 
     def levels(self) -> Any:
-        """Behind what is committed, a tree to be grown by `forward_level`."""
+        """An empty tree after the committed text, to be grown by `forward_level`."""
         return Levels(self.cache, self.base.dtype)
 
     @torch.no_grad()
     def forward_level(self, levels: Any, tokens: Tensor, parents: Tensor) -> TargetOutput:
-        """One pass over the next level of a tree that `levels` began: logits (B, k, V), features (B, k, F).
+        """One pass over the next level of a tree from `levels`: logits (B, k, V), features (B, k, F).
 
-        tokens (B, k) stand below nodes parents (B, k) of the level before; the first level's below the last token
-        committed, whose index is 0. They fill the scratch slots in turn, so that `commit` can keep some.
+        tokens (B, k) are children of nodes parents (B, k) of the level before; at the first level of the last committed
+        token, index 0. They fill the scratch slots in order, so that `commit` can keep some.
         """
         levels.next_level(parents)
         position = levels.position.clamp(max=self.last_position).expand(-1, tokens.shape[1])
-        return TargetOutput(*self._later(tokens, position, self._masks(levels.mask)))
+        return TargetOutput(*self._forward_generated(tokens, position, self._masks(levels.mask)))
 
     def commit(self, path: Tensor, length: Tensor, bound: int) -> None:
-        """Keep the KV rows of nodes path (B, P), of which length (B,) are real, and drop the rest of the tree.
+        """Keep the KV of the first length (B,) nodes of path (B, P), and drop the rest of the tree.
 
-        bound: a host integer that no row's committed length now exceeds.
+        bound: a host integer that no row's committed length then exceeds.
         """
         self.cache.commit(path, length, bound)
 
@@ -194,7 +197,7 @@ class Target:
         return logits_of(self.base, hidden)
 
     def _masks(self, mask: Callable[[Reach], Tensor]) -> Tensor | dict[str, Tensor]:
-        """The masks of all kinds of layers, as the model's forward() takes them."""
+        """The masks of all layer types, as the model's forward() takes them."""
         masks = {name: mask(reach) for name, reach in self.reach.items()}
         return masks if self.mask_dict else next(iter(masks.values()))
 

@@ -16,7 +16,7 @@ from transformers.utils import output_capturing
 
 from specheads.decoding.target.cache import Reach
 
-MASKED_ATTENTION = (None, "sdpa", "eager")  # attention that obeys a 4-D mask
+MASKED_ATTENTION = (None, "sdpa", "eager")  # implementations that obey a 4-D mask
 
 
 class UnsupportedModel(ValueError):
@@ -29,11 +29,11 @@ def text_config(base: PreTrainedModel) -> Any:
 
 
 def unwrapped(base: Any) -> PreTrainedModel:
-    """The Hugging Face model to verify with: that inside a peft model, in whose layers the adapters stay active."""
+    """The Hugging Face model to verify with: of a peft model the one inside, in which the adapters stay active."""
     if getattr(getattr(base, "config", None), "model_type", None) == "specheads":
         raise ValueError(
-            "this model already has a head; convert(model.base, ...) gives another SpecModel beside it, and "
-            "model.generate(...) decodes with it"
+            "this model already has a head; convert(model.base, ...) makes another SpecModel of its base, and "
+            "model.generate(...) decodes with the head it has"
         )
     if hasattr(base, "get_base_model"):
         adapter = getattr(base, "active_peft_config", None)
@@ -46,15 +46,15 @@ def unwrapped(base: Any) -> PreTrainedModel:
 
 
 def decoder_of(base: Any) -> Any:
-    """The text decoder inside: layers and final norm, without the output matrix (and without a vision tower)."""
-    # Models name it differently, and some answer get_decoder() with themselves or with another part.
+    """The text decoder: layers and final norm, without the output matrix or a vision tower."""
+    # Models name it differently, and get_decoder() of some returns the model itself or another part.
     candidates = (base.get_decoder(), base.base_model, getattr(base, "model", None))
     return next((part for part in candidates if isinstance(part, PreTrainedModel) and part is not base), base)
 
 
 def forward_arguments(base: PreTrainedModel) -> set[str]:
-    """The names that the model's forward() takes. One that takes any, as a wrapper or a decorator does, passes them on:
-    then those of its class count too, and of the class that this one derives from."""
+    """The argument names of the model's forward(). One with **kwargs (a wrapper, a decorator) passes them on, so the
+    names of its class's forward() count too, and so on up the base classes."""
     names: set[str] = set()
     for forward in (base.forward, *(vars(cls)["forward"] for cls in type(base).__mro__ if "forward" in vars(cls))):
         parameters = inspect.signature(forward).parameters
@@ -65,8 +65,8 @@ def forward_arguments(base: PreTrainedModel) -> set[str]:
 
 
 def layer_reach(config: Any) -> dict[str, Reach]:
-    """Layer type → how far back it looks, as the config says; {'': …} where all layers share one mask."""
-    # A config keeps any key of its file; only a model whose config declares a window looks through one.
+    """Layer type → how far back it looks, by the config; {'': …} if all layers share one mask."""
+    # A config keeps any key of its file; only a model whose config class declares a window has one.
     declared = "sliding_window" in inspect.signature(type(config)).parameters
     window = config.sliding_window if declared and getattr(config, "use_sliding_window", True) else None
     types = set(getattr(config, "layer_types", None) or ())
@@ -78,9 +78,9 @@ def layer_reach(config: Any) -> dict[str, Reach]:
     if unknown := types - set(known):
         indexed = all("index" in name or "sparse" in name for name in unknown)
         reason = (
-            "an indexer chooses which tokens each query sees, whatever mask it is given"
+            "an indexer chooses which tokens each query sees, whatever its mask"
             if indexed
-            else ("recurrent state can neither hold a tree nor be rewound")
+            else "recurrent state can neither hold a tree nor be rewound"
         )
         raise UnsupportedModel(
             f"{config.model_type} has layers of type {', '.join(sorted(unknown))}; only full, sliding and chunked "
@@ -92,7 +92,7 @@ def layer_reach(config: Any) -> dict[str, Reach]:
 
 
 def refuse_unsupported(base: PreTrainedModel) -> None:
-    """Raise UnsupportedModel, with the reason, for a base whose attention a mask and position ids do not govern."""
+    """UnsupportedModel, with the reason, for a base whose attention is not governed by a mask and position ids."""
     config = text_config(base)
     name = type(base).__name__
     arguments = forward_arguments(base)
@@ -113,7 +113,7 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
     if getattr(config, "attention_layers", None):
         raise UnsupportedModel(
             f"{name} masks by cache slot inside its attention layers ({', '.join(sorted(set(config.attention_layers)))}"
-            "), so the nodes of a tree cannot be told which of one another they see"
+            "), so a mask cannot say which nodes of a tree see one another"
         )
     if base.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")
@@ -123,7 +123,7 @@ _takes_dict: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def takes_mask_dict(base: PreTrainedModel) -> bool:
-    """Does forward() want one mask per layer type? Tried once per model, on one token."""
+    """Does forward() take one mask per layer type? Tried once per model, on one token."""
     if base not in _takes_dict:
         reach = layer_reach(text_config(base))
         taken = "" not in reach
@@ -136,20 +136,22 @@ def takes_mask_dict(base: PreTrainedModel) -> bool:
             except (AttributeError, TypeError):
                 taken = False
         if not taken and len(reach) > 1:
-            raise UnsupportedModel(f"{type(base).__name__} has layers of several reaches but takes only one mask")
+            raise UnsupportedModel(
+                f"{type(base).__name__} has layers with different attention windows but takes only one mask"
+            )
         _takes_dict[base] = taken
     return _takes_dict[base]
 
 
 def kept_states(layers: tuple[int, ...]) -> list[int] | bool:
-    """What to give a base as output_hidden_states, so that entry k of its hidden_states is there for every k tapped."""
-    # transformers 5.23 keeps the entries a list names; before, a list counts from the first layer's output, not from
-    # the embeddings: other layers than asked for, without an error.
+    """The output_hidden_states argument with which a base keeps hidden_states[k] for every tapped layer k."""
+    # transformers 5.23 keeps the entries a list names. Before that, a list counted from the first layer's output, not
+    # from the embeddings: the wrong layers, without an error.
     return sorted(set(layers)) if hasattr(output_capturing, "resolve_hidden_states_indices") else bool(layers)
 
 
 def concat_taps(hidden_states: tuple[Tensor | None, ...] | None, layers: tuple[int, ...], like: Tensor) -> Tensor:
-    """The tapped hidden_states side by side, (B, T, F); no layers gives F = 0."""
+    """The tapped hidden_states concatenated, (B, T, F); F = 0 without layers. like (B, T): the ids."""
     if not layers:
         return torch.empty(*like.shape, 0, device=like.device)
     assert hidden_states is not None
@@ -163,8 +165,8 @@ def concat_taps(hidden_states: tuple[Tensor | None, ...] | None, layers: tuple[i
 
 
 def logits_of(base: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The base's law from last hidden states (…, H) → logits (…, V): lm_head, then the scale and soft-cap its config
-    names, which models apply outside lm_head."""
+    """Last hidden states (…, H) → the base's logits (…, V): lm_head, then the scale and soft-cap of its config, which
+    models apply outside lm_head."""
     lm_head = base.get_output_embeddings()
     logits = lm_head(hidden.to(lm_head.weight.dtype))
     config = text_config(base)
@@ -179,23 +181,22 @@ def logits_of(base: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def lm_head_gives_logits(base: PreTrainedModel) -> bool:
-    """Are the base's logits what `logits_of` makes of its last hidden state? Tried on a few tokens; True where the
-    weights are not there to try."""
+    """Does `logits_of` reproduce the base's logits? Tried on a few tokens; True if the weights are not there to try."""
     weight: Any = base.get_input_embeddings().weight
-    offloaded = getattr(base, "hf_device_map", None)  # whose weights come when they are called
+    offloaded = getattr(base, "hf_device_map", None)  # its weights are loaded when a layer is called
     if weight.is_meta or not weight.numel() or (not offloaded and any(p.is_meta for p in base.parameters())):
         return True
     ids = torch.arange(4, device=weight.device).unsqueeze(0) % weight.shape[0]
-    # Not by output_hidden_states, whose hooks stay in the model and keep it from being pickled.
+    # Not by output_hidden_states: its hooks stay in the model, which then cannot be pickled.
     hidden = decoder_of(base)(input_ids=ids, use_cache=False).last_hidden_state
-    logits, remade = base(input_ids=ids, use_cache=False).logits.float(), logits_of(base, hidden).float()
-    return bool((logits - remade.to(logits.device)).abs().max() <= 0.01 * logits.std() + 1e-6)
+    logits, reproduced = base(input_ids=ids, use_cache=False).logits.float(), logits_of(base, hidden).float()
+    return bool((logits - reproduced.to(logits.device)).abs().max() <= 0.01 * logits.std() + 1e-6)
 
 
 def refuse_more_than_lm_head(base: PreTrainedModel, kind: str) -> None:
-    """UnsupportedModel where a head of that kind, which drafts through the base's output matrix, would not do so."""
+    """UnsupportedModel if a head of that kind, which drafts through the base's output matrix, cannot get its logits."""
     if not lm_head_gives_logits(base):
         raise UnsupportedModel(
-            f"{type(base).__name__} does more than its output matrix between the last hidden state and the logits, and "
-            f"a head of kind {kind!r} drafts through that matrix alone; use 'eagle3' or 'medusa'"
+            f"{type(base).__name__} applies more than its output matrix between the last hidden state and the logits, "
+            f"and a head of kind {kind!r} drafts through that matrix alone; use 'eagle3' or 'medusa'"
         )

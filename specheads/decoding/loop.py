@@ -218,7 +218,7 @@ class _Loop:
         scores: list[list[tuple[Tensor, Tensor]]] = []
         if self.keep_scores:
             levels = verdict.scores
-            scores = [[(raw[b], done[b]) for raw, done in levels[: len(row)]] for b, row in enumerate(tokens)]
+            scores = [[(raw[b], processed[b]) for raw, processed in levels[: len(row)]] for b, row in enumerate(tokens)]
         details = divergences_of(tree, verdict, schedule.active, accepted) if self.keep_divergences else ([], [], [])
         return Step(tokens, accepted, ranks, drafted, time.perf_counter() - began, scores, *details)
 

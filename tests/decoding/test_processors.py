@@ -42,7 +42,7 @@ def prompts_of(inputs):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_a_grammar_that_has_ended_is_not_asked_again(model, batch):
+def test_a_grammar_that_has_ended_is_not_called_again(model, batch):
     inputs = BATCHES[batch]
     options = {"max_new_tokens": 24, "eos_token_id": EOS, "pad_token_id": PAD}
 
@@ -122,7 +122,7 @@ class Shown(LogitsProcessor):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_processors_see_the_padding_that_the_caller_gave(model, side):
-    """60, say, where the model's own padding id is 0; as in generate(), where it stands."""
+    """60, say, where the model's own padding id is 0; as in generate(), wherever it is."""
     longest = max(map(len, PROMPTS))
     rows = [
         [60] * (longest - len(row)) + row if side == "left" else row + [60] * (longest - len(row)) for row in PROMPTS
@@ -155,7 +155,7 @@ class Counting(LogitsProcessor):
 
 
 class Remembering(Counting):
-    """The same, its state behind an object and a tensor."""
+    """The same, its state in an object and a tensor."""
 
     def __init__(self):
         self.inner = Counting()
@@ -189,7 +189,7 @@ class Hidden(Counting):
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("processor", [Counting, Remembering, Hidden])
-def test_a_processor_that_keeps_state_stops_the_drafting_and_says_so(model, processor, batch, hf_log):
+def test_a_processor_that_keeps_state_stops_the_drafting_with_a_warning(model, processor, batch, hf_log):
     inputs, options = BATCHES[batch], {"do_sample": False, "max_new_tokens": 16, "eos_token_id": 5, "pad_token_id": PAD}
     expected = model.base.generate(**inputs, **options, logits_processor=LogitsProcessorList([processor()]))
     assert not torch.equal(expected, model.base.generate(**inputs, **options))
@@ -198,8 +198,8 @@ def test_a_processor_that_keeps_state_stops_the_drafting_and_says_so(model, proc
         output_scores=True, draft=Replay(inputs, expected),
     )  # fmt: skip
     assert torch.equal(out.sequences, expected) and out.statistics()["drafted"] == 0
-    said = [record.message for record in hf_log.records if "keeps state" in record.message]
-    assert len(said) == 1 and processor.__name__ in said[0] and "depends_on_prefix_only" in said[0]
+    warnings = [record.message for record in hf_log.records if "keeps state" in record.message]
+    assert len(warnings) == 1 and processor.__name__ in warnings[0] and "depends_on_prefix_only" in warnings[0]
 
 
 class Unchanged(LogitsProcessor):
@@ -217,7 +217,7 @@ def test_a_processor_that_never_changes_is_drafted_for(model, hf_log):
     assert out.statistics()["drafted"] > 0 and "keeps state" not in hf_log.text
 
 
-def test_what_is_seen_of_a_state_changes_with_it():
+def test_a_snapshot_changes_with_the_state():
     class Holder:
         def __init__(self):
             self.parts = [torch.zeros(2), {"k": {1, 2}}, (b"x", 1.5), torch.Generator().manual_seed(0), range(3)]

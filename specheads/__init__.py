@@ -44,7 +44,8 @@ from specheads.decoding.planner import (
     comb,
 )
 from specheads.decoding.sampler import Sampler
-from specheads.decoding.target.causal import Target, UnsupportedModel
+from specheads.decoding.target.causal import Target
+from specheads.decoding.target.hf_base import UnsupportedModel
 from specheads.decoding.tree import DraftTree
 from specheads.heads import (
     DraftHead,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.seq2seq import Source, verifier
+from specheads.decoding.target.seq2seq import Source, make_target
 from specheads.decoding.tree import DraftTree
 
 # The published ones; keys are parts of model names. model_parameters are millions (the published 70000 for 7b, and for
@@ -75,7 +75,7 @@ def _one_pass(model: PreTrainedModel, num_tokens: int, length: int, clock: Calla
     weight: Any = model.get_input_embeddings().weight
     ids = torch.ones(1, length, dtype=torch.long, device=weight.device)
     source = Source.encode(model, ids.tolist()) if model.config.is_encoder_decoder else None
-    target = verifier(model.eval(), scratch=num_tokens, source=source)
+    target = make_target(model.eval(), scratch=num_tokens, source=source)
     target.prefill(ids, torch.full_like(ids[:, 0], length), room=num_tokens)
     tree = DraftTree.chains(ids[:, 0], [[1] * (num_tokens - 1)])
 

@@ -14,7 +14,7 @@ from specheads.compat.cs_models import CSDraftingEncoderDecoderModel, CSDrafting
 from specheads.compat.plain import generate_plainly
 from specheads.decoding.drafters import Cascade, DraftModel
 from specheads.decoding.drafters.model import vocabulary_size
-from specheads.decoding.recorded import Record, replayed
+from specheads.decoding.recorded import Record, replay
 
 
 def csd(
@@ -73,7 +73,7 @@ def _replay(
     size = vocabulary_size(models[0]) if models else target.vocab_size
     device = models[0].device if models else input_ids.device
     record = Record(size, max_length, {tuple(prompt): tuple(output)}, start)
-    steps = list(replayed(record, prompt, cascade, cascade.default_plan(device, False), device))
+    steps = list(replay(record, prompt, cascade, cascade.default_plan(device, False), device))
     new = torch.tensor([[token for step in steps for token in step.tokens[0]]], device=input_ids.device)
     return torch.cat([input_ids, new], 1), len(steps)
 

@@ -26,7 +26,7 @@ from specheads.decoding.acceptance import Acceptance, Fuzzy
 from specheads.decoding.generate import generate
 from specheads.decoding.loop import Step
 from specheads.decoding.planner import chain
-from specheads.decoding.target.causal import unwrapped
+from specheads.decoding.target.hf_base import unwrapped
 
 LISTS = (
     "n_matches_list", "candidate_sequences_list", "n_discarded_list", "totals_list", "forced_ml_generations",

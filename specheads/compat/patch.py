@@ -13,7 +13,7 @@ from specheads.decoding.acceptance import Fuzzy, fuzzy_from
 from specheads.decoding.drafters import PromptLookup
 from specheads.decoding.drafters.assistant import Assistant, AssistantOptions
 from specheads.decoding.generate import generate
-from specheads.decoding.target.causal import unwrapped
+from specheads.decoding.target.hf_base import unwrapped
 from specheads.models.spec_model import SpecModel
 
 _POSITIONAL = [*inspect.signature(GenerationMixin.generate).parameters][1:]

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.compat.processors import whole
 from specheads.decoding.generate import generate
-from specheads.decoding.target.causal import text_config, unwrapped
+from specheads.decoding.target.hf_base import text_config, unwrapped
 from specheads.options import shown
 
 # What a model's own generation config may switch on, switched off: the reference functions read the model's logits,

@@ -1,1 +1,1 @@
-"""Draft a tree, verify it in one pass of the target, keep what the acceptance rule accepts, and again."""
+"""Decoding: draft a tree, verify it in one pass of the target, commit what the acceptance rule accepts, repeat."""

@@ -1,4 +1,4 @@
-"""How long a text may be: what the base was made for and what the head was trained on, and a line where one is passed.
+"""How long a text may be: for what the base was made and the head was trained, with a warning past either.
 
 Shapes: B batch rows, T positions.
 """
@@ -13,19 +13,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from specheads.decoding.target.causal import text_config
+from specheads.decoding.target.hf_base import text_config
 
 logger = hf_logging.get_logger(__name__)
 
 
 def longest_text(inputs: Mapping[str, Any]) -> Tensor:
-    """() int64 tokens of the longest document of a training batch: of its rows, or of the packed parts of these."""
+    """() int64, the tokens of the longest document of a training batch: a row, or a packed part of one."""
     ids = inputs["input_ids"]
     if (documents := inputs.get("document_ids")) is not None:
         index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        fresh = torch.ones_like(documents, dtype=torch.bool)
-        fresh[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        lengths = index - torch.where(fresh, index, 0).cummax(1).values + 1
+        starts = torch.ones_like(documents, dtype=torch.bool)
+        starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        lengths = index - torch.where(starts, index, 0).cummax(1).values + 1
         return torch.where(documents > 0, lengths, 0).max()
     if (mask := inputs.get("attention_mask")) is not None:
         return mask.long().sum(1).max()
@@ -33,30 +33,30 @@ def longest_text(inputs: Mapping[str, Any]) -> Tensor:
 
 
 def warn_past_limits(base: PreTrainedModel, trained_length: int | None, length: int) -> None:
-    """Say once for each limit that a text of `length` tokens, of which the last is not fed, has passed it.
+    """Warn, once per limit, that a text of `length` tokens, of which the last is not fed, has passed it.
 
-    trained_length: of what drafts; None where it is not known, or does not matter.
+    trained_length: of the drafter; None if unknown or without meaning.
     """
     if trained_length is not None and length - 1 > trained_length:
         logger.warning_once(
             f"position {trained_length + 1} is past the {trained_length} tokens that this head was trained on: the "
             "text stays right, but drafts may be accepted less; train on longer rows (data.max_length) for such texts"
         )
-    made_for = base_length(base)
-    if made_for is not None and length - 1 > made_for:
+    limit = base_length(base)
+    if limit is not None and length - 1 > limit:
         logger.warning_once(
-            f"position {made_for + 1} is past the {made_for} tokens that {type(base).__name__} was made for "
+            f"position {limit + 1} is past the {limit} tokens that {type(base).__name__} was made for "
             "(max_position_embeddings): its text may get worse, with drafts or without; keep the prompt and "
             "max_new_tokens within them"
         )
 
 
 def base_length(base: PreTrainedModel) -> int | None:
-    """max_position_embeddings of a base that keeps one meaning of positions; of `dynamic` ones rope_switch tells."""
+    """max_position_embeddings of the base; None without one, or if its positions are `dynamic` (see rope_switch)."""
     config: Any = text_config(base)
     parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = [parameters, *(own for own in parameters.values() if isinstance(own, dict))]
-    if any("dynamic" in str(own.get("rope_type")) for own in kinds):
+    kinds = [parameters, *(one for one in parameters.values() if isinstance(one, dict))]
+    if any("dynamic" in str(one.get("rope_type")) for one in kinds):
         return None
     length = getattr(config, "max_position_embeddings", None)
     return length if isinstance(length, int) and length > 0 else None

@@ -1,4 +1,4 @@
-"""A draft vocabulary smaller than the target's: which tokens a head can draft, and where each is in it.
+"""A draft vocabulary smaller than the target's: which tokens a head can draft, and the index of each in it.
 
 V vocabulary, Vd draft vocabulary.
 """
@@ -13,13 +13,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class DraftIds:
-    """Which tokens a head can draft: ids (Vd,) the target id of each, place (V,) the reverse, −1 for the others."""
+    """ids (Vd,): the target id of each draft token. index (V,): the reverse, −1 for tokens that cannot be drafted."""
 
     ids: Tensor
-    place: Tensor
+    index: Tensor
 
     @classmethod
     def of(cls, ids: Tensor, vocab_size: int) -> DraftIds:
-        place = torch.full((vocab_size,), -1, device=ids.device)
-        place[ids] = torch.arange(len(ids), device=ids.device)
-        return cls(ids, place)
+        index = torch.full((vocab_size,), -1, device=ids.device)
+        index[ids] = torch.arange(len(ids), device=ids.device)
+        return cls(ids, index)

@@ -1,6 +1,6 @@
-"""The draft's law at the nodes of a tree, for rules that compare it with the target's.
+"""The draft's logits at the nodes of a tree, for rules that compare draft and target probabilities.
 
-Shapes: B batch rows, N nodes, V vocabulary, Vd draft vocabulary, M laws a row, k nodes a level.
+Shapes: B batch rows, N nodes, V vocabulary, Vd draft vocabulary, M distributions a row, R nodes of any rows.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from specheads.decoding.draft_ids import DraftIds
 
 @dataclass(frozen=True, slots=True)
 class DraftLogits:
-    """The draft's raw logits behind each node that has children.
+    """The draft's raw logits of the token after each node that has children.
 
-    logits (B, M, Vd); place (B, N): which of the M is a node's, meaningless at leaves; ids (Vd,): target ids, None if
-    the same; vocab_size: V.
+    logits (B, M, Vd). index (B, N): which of the M belongs to a node; meaningless at leaves. ids (Vd,): target ids,
+    None if both vocabularies are the same. vocab_size: V.
     """
 
     logits: Tensor
-    place: Tensor
+    index: Tensor
     ids: Tensor | None
     vocab_size: int
 
-    def at(self, place: Tensor) -> Tensor:
-        """Nodes place (R,), counted over all rows, → (R, Vd)."""
-        batch, num = self.place.shape
-        law = self.place.flatten().index_select(0, place)
+    def at(self, nodes: Tensor) -> Tensor:
+        """nodes (R,), where node i of row b is b · N + i → their logits (R, Vd)."""
+        batch, num = self.index.shape
+        index = self.index.flatten().index_select(0, nodes)
         if batch > 1:
-            law = law + place // num * self.logits.shape[1]
-        return self.logits.flatten(0, 1).index_select(0, law)
+            index = index + nodes // num * self.logits.shape[1]
+        return self.logits.flatten(0, 1).index_select(0, index)
 
-    def chance(self, place: Tensor, tokens: Tensor) -> Tensor:
-        """(B, N) the probability of tokens (B, N) in the laws place (B, N); 0 outside a draft vocabulary."""
+    def chance(self, index: Tensor, tokens: Tensor) -> Tensor:
+        """(B, N) the probability of tokens (B, N) in distributions index (B, N); 0 outside the draft vocabulary."""
         row = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
-        laws = self.logits.float().softmax(-1)
+        q = self.logits.float().softmax(-1)
         if self.ids is None:
-            return laws[row, place, tokens]
-        own = DraftIds.of(self.ids, self.vocab_size).place[tokens]
-        return laws[row, place, own.clamp_min(0)] * (own >= 0)
+            return q[row, index, tokens]
+        draft_tokens = DraftIds.of(self.ids, self.vocab_size).index[tokens]
+        return q[row, index, draft_tokens.clamp_min(0)] * (draft_tokens >= 0)
 
     def over_target(self, logits: Tensor) -> Tensor:
-        """(…, Vd) → (…, V), −inf outside the draft vocabulary."""
+        """Logits (…, Vd) → the same over the target's vocabulary (…, V), −inf outside the draft vocabulary."""
         if self.ids is None:
             return logits
         return logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf).index_copy_(-1, self.ids, logits)

@@ -1,4 +1,7 @@
-"""decode(): the only loop. One step drafts a tree, verifies it in one pass, and keeps what the rule accepts."""
+"""decode(): the only loop. One step drafts a tree, verifies it in one pass, and commits what the rule accepts.
+
+Shapes: B batch rows, N tree nodes, P = depth of the tree + 1, V vocabulary, K top tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ from specheads.decoding.planner import Idle, Plan
 from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.processors import StateWatch
 from specheads.decoding.sampler import Sampler
-from specheads.decoding.target.causal import Target
+from specheads.decoding.schedule import StepSchedule, end_mask, schedule_step
+from specheads.decoding.target.causal import Target, TargetOutput
 from specheads.decoding.target.model_inputs import ModelInputs
 from specheads.decoding.tree import DraftTree
-from specheads.decoding.turn import ended, next_turn
 
 Stop = Callable[[int, list[int], int], int]
 
@@ -29,11 +32,11 @@ class Step:
 
     tokens: per row the tokens gained (none for a finished row); accepted: per row how many of them were drafted;
     ranks: per row the rank of each accepted token among its siblings; drafted: per row the nodes below the root;
-    seconds: wall time; scores: per row and token its raw logits and processed scores (V,), where kept.
+    seconds: wall time; scores: per row and token its raw logits and processed scores (V,), if asked for.
 
-    Where divergences were asked for, by row, node i + 1 being the i-th drafted one and 0 the root: divergences[b][i],
-    the rule's D between draft and target where that node's token was drafted (in a chain: at that position; siblings
-    share theirs; NaN where there is none), parents[b][i], the node above it, and path[b], the nodes accepted.
+    If divergences were asked for, per row, where node 0 is the root and node i + 1 the i-th drafted one:
+    divergences[b][i] is the rule's D between draft and target at the parent of drafted node i (in a chain: at that
+    position; siblings share it; NaN if there is none), parents[b][i] that parent, path[b] the accepted nodes.
     """
 
     tokens: list[list[int]]
@@ -67,128 +70,209 @@ def decode(
     """Generate from prompts ids (B, T), packed left, of lengths (B,); yields a Step at a time until all rows stop.
 
     drafter None (with plan None) is plain autoregressive decoding: the same loop over root-only trees.
-    stop(row, ids, count) looks at a row's ids, of which the last `count` are new, and returns how many of those to
-    keep, or a negative number if the row goes on. eos: ids after which it always ends; nothing is drafted past
-    max_new_tokens, and no logits processor is asked what follows either. inputs: of the model besides ids.
+    stop(row, ids, count) looks at a row's ids, of which the last `count` are new. It returns how many of those to keep,
+    or a negative number if the row continues. eos: ids that always end a row. Nothing is drafted past max_new_tokens,
+    and no logits processor is asked what follows that limit or an end. inputs: what the model takes besides ids.
     """
-    began = time.perf_counter()
-    batch = ids.shape[0]
-    out = target.prefill(ids, lengths, room=max_new_tokens, inputs=inputs)
-    prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
-    scores = sampler.scores(out.logits[:, 0], lambda: prompts)
-    # One number a row and token of its text, whatever is drafted: so the same seed gives the text it gives undrafted.
-    numbers = sampler.uniforms((batch, max_new_tokens), out.logits.device) if sampler.do_sample else None
-    root = sampler.draw(sampler.probs_of(scores), None if numbers is None else numbers[:, 0])
-    wanted = getattr(drafter, "wants_target_top", 0)
-    context = Context.start(target, ids, lengths, out.features, root, top_tokens(out.logits, wanted))
-    refuse_broken_laws(bool(sampler.finite))
-    running, count = [True] * batch, torch.ones_like(root)  # (B,) tokens gained
-    if plan and (accept.uses_draft_probs or keep_divergences):
-        plan = RecordDraftLogits(plan)
-    watch = StateWatch(sampler.processors) if plan else None
-    end_ids = torch.tensor(sorted(eos), dtype=ids.dtype, device=root.device) if sampler.needs_prefix else None
+    loop = _Loop(target, drafter, plan, sampler, accept, stop, max_new_tokens, eos, keep_scores, keep_divergences)
+    yield loop.prefill(ids, lengths, inputs)
+    while any(loop.running):
+        yield loop.step()
 
-    def settle(gained: list[list[int]]) -> list[list[int]]:
-        """Cut each row's gain where it stops, and mark the rows that did."""
-        for row, tokens in enumerate(gained):
-            if not tokens:
-                continue
-            kept = stop(row, context.history[row], len(tokens))
-            if kept >= 0:
-                running[row] = False
-                gained[row] = tokens[:kept]
-        return gained
 
-    gained = settle([[history[-1]] for history in context.history])
-    first = [[pair] for pair in zip(out.logits[:, 0], scores, strict=True)] if keep_scores else []
-    yield Step(gained, [0] * batch, [[] for _ in range(batch)], [0] * batch, time.perf_counter() - began, first)
+@dataclass
+class _Loop:
+    """One call of decode(): its parts as given there, and the state between its steps, which prefill() makes.
 
-    while any(running):
+    running: the rows that have not stopped. count (B,): tokens gained. uniforms (B, max_new_tokens): the number in
+    [0, 1) that draws each token of a row, None if nothing is sampled. end_ids: eos as a tensor, None if no logits
+    processor reads prefixes. watch: of processors that may keep state, None if nothing is drafted.
+    """
+
+    target: Target
+    drafter: Drafter | None
+    plan: Plan | None
+    sampler: Sampler
+    accept: Acceptance
+    stop: Stop
+    max_new_tokens: int
+    eos: Collection[int]
+    keep_scores: bool
+    keep_divergences: bool
+
+    running: list[bool] = field(init=False)
+    prompts: list[list[int]] = field(init=False)
+    context: Context = field(init=False)
+    count: Tensor = field(init=False)
+    uniforms: Tensor | None = field(init=False)
+    end_ids: Tensor | None = field(init=False)
+    watch: StateWatch | None = field(init=False)
+
+    def prefill(self, ids: Tensor, lengths: Tensor, inputs: ModelInputs | None) -> Step:
+        """Step 0: read the prompts and draw the first token of each row."""
         began = time.perf_counter()
-        turn = next_turn(target, plan, running, context.history, prompts, max_new_tokens)
-        now = Idle(turn.plan) if turn.plan and watch and watch.waiting else turn.plan
-        tree = draft(drafter, context, sampler, now)
-        if accept.requires_draft_probs and tree.logits is None and tree.num_nodes > 1:
-            raise ValueError(
-                f"{type(accept).__name__} compares the draft's law with the target's, and {type(drafter).__name__} "
-                "gives none; draft with a head or a draft model, or accept by another rule"
-            )
-        target.active = active = None if all(turn.going) else torch.tensor(turn.going, device=root.device)
-        out = target.verify(tree)
-        ends = None if end_ids is None else ended(tree, end_ids, turn.left)
-        verdict = walk(
-            tree, out.logits, accept, sampler, context.history, ends=ends, keep_scores=keep_scores,
-            numbers=None if numbers is None else ahead(numbers, count, tree.max_depth + 1),
-            keep_divergences=keep_divergences,
-        )  # fmt: skip
-        if watch and not watch.still():
-            plan = watch = None
-        if active is not None:  # a row that has finished, or waits, stays where it is
-            bonus = torch.where(active, verdict.bonus, context.root)
-            verdict = replace(verdict, length=verdict.length * active, bonus=bonus)
-        count = count + verdict.length
-        following, ranks_of_path = verdict.following(tree), tree.topology.ranks.gather(1, verdict.path)
-        # The step's only transfer to the host: tokens gained, ranks, were the laws finite, nodes drafted and length.
-        finite, num_drafted = sampler.finite.to(root.device).expand(batch, 1), tree.topology.num_drafted
-        rows = torch.cat([following, ranks_of_path, finite, num_drafted, verdict.length.unsqueeze(1)], 1).tolist()
-        refuse_broken_laws(all(row[-3] for row in rows))
-        width = following.shape[1]
-        gained = [row[: row[-1]] for row in rows]
-        accepted = [max(0, row[-1] - 1) for row in rows]
-        drafted = [row[-2] if going else 0 for row, going in zip(rows, turn.going, strict=True)]
-        ranks = [row[width + 1 : width + row[-1]] for row in rows]
-        context = context.extend(verdict, following, out.features, gained, top_tokens(out.logits, wanted))
-        target.commit(verdict.path, verdict.length, context.bound)
-        tokens = settle([list(row) for row in gained])
-        accepted = [min(n, len(row)) for n, row in zip(accepted, tokens, strict=True)]
-        ranks = [row[:n] for n, row in zip(accepted, ranks, strict=True)]
-        kept = (
-            [[(raw[b], processed[b]) for raw, processed in verdict.scores[: len(row)]] for b, row in enumerate(tokens)]
-            if keep_scores
-            else []
+        sampler, batch = self.sampler, ids.shape[0]
+        out = self.target.prefill(ids, lengths, room=self.max_new_tokens, inputs=inputs)
+        logits = out.logits[:, 0]
+        self.running = [True] * batch
+        self.prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
+        scores = sampler.scores(logits, lambda: self.prompts)
+        # One number a row and token, whatever is drafted: a seed gives the same text with and without drafts.
+        self.uniforms = sampler.uniforms((batch, self.max_new_tokens), logits.device) if sampler.do_sample else None
+        root = sampler.draw(sampler.probs_of(scores), None if self.uniforms is None else self.uniforms[:, 0])
+        self.context = Context.start(self.target, ids, lengths, out.features, root, self.top_tokens(out.logits))
+        require_finite(bool(sampler.finite))
+        self.count = torch.ones_like(root)
+        if self.plan and (self.accept.uses_draft_probs or self.keep_divergences):
+            self.plan = RecordDraftLogits(self.plan)
+        self.watch = StateWatch(sampler.processors) if self.plan else None
+        self.end_ids = None
+        if sampler.needs_prefix:
+            self.end_ids = torch.tensor(sorted(self.eos), dtype=ids.dtype, device=root.device)
+
+        tokens = self.apply_stop([[row[-1]] for row in self.context.history])
+        kept_scores = [[pair] for pair in zip(logits, scores, strict=True)] if self.keep_scores else []
+        nothing: list[list[int]] = [[] for _ in range(batch)]
+        return Step(tokens, [0] * batch, nothing, [0] * batch, time.perf_counter() - began, kept_scores)
+
+    def step(self) -> Step:
+        """One step of all rows that run."""
+        began = time.perf_counter()
+        schedule = schedule_step(
+            self.target, self.plan, self.running, self.context.history, self.prompts, self.max_new_tokens
         )
-        judged = divergences_of(tree, verdict, turn.going, accepted) if keep_divergences else ([], [], [])
-        yield Step(tokens, accepted, ranks, drafted, time.perf_counter() - began, kept, *judged)
+        tree = self.draft(schedule.plan)
+        out = self.verify(tree, schedule)
+        verdict = self.judge(tree, out.logits, schedule)
+        gain = self.commit(tree, out, verdict)
+        return self.report(tree, verdict, schedule, gain, began)
+
+    def draft(self, plan: Plan | None) -> DraftTree:
+        """The drafter's tree; the root alone if there is no drafter or plan, or if the plan is to draft nothing."""
+        if self.drafter is None or plan is None:
+            return DraftTree.root_only(self.context.root)
+        if self.watch and self.watch.waiting:
+            plan = Idle(plan)
+        tree = self.drafter.propose(self.context, self.sampler, plan)  # an idle drafter still reads the text
+        if isinstance(plan, Idle):
+            return DraftTree.root_only(self.context.root)
+        if self.accept.requires_draft_probs and tree.logits is None and tree.num_nodes > 1:
+            raise ValueError(
+                f"{type(self.accept).__name__} compares draft and target probabilities, and "
+                f"{type(self.drafter).__name__} gives none; draft with a head or a draft model, or accept by another "
+                "rule"
+            )
+        return tree
+
+    def verify(self, tree: DraftTree, schedule: StepSchedule) -> TargetOutput:
+        """The target's pass over the tree; only active rows count."""
+        device = self.context.root.device
+        self.target.active = None if all(schedule.active) else torch.tensor(schedule.active, device=device)
+        return self.target.verify(tree)
+
+    def judge(self, tree: DraftTree, logits: Tensor, schedule: StepSchedule) -> Verdict:
+        """What the rule accepts of the tree; inactive rows gain nothing and keep their root."""
+        verdict = walk(
+            tree, logits, self.accept, self.sampler, self.context.history,
+            ends=None if self.end_ids is None else end_mask(tree, self.end_ids, schedule.remaining),
+            numbers=None if self.uniforms is None else next_uniforms(self.uniforms, self.count, tree.max_depth + 1),
+            keep_scores=self.keep_scores, keep_divergences=self.keep_divergences,
+        )  # fmt: skip
+        if self.watch and not self.watch.may_draft():
+            self.plan = self.watch = None
+        if (active := self.target.active) is None:
+            return verdict
+        bonus = torch.where(active, verdict.bonus, self.context.root)
+        return replace(verdict, length=verdict.length * active, bonus=bonus)
+
+    def commit(self, tree: DraftTree, out: TargetOutput, verdict: Verdict) -> _Gain:
+        """Add the accepted tokens to the text and to the target's cache."""
+        following = verdict.following(tree)
+        gain = self.transfer(tree, verdict, following)
+        self.count = self.count + verdict.length
+        top = self.top_tokens(out.logits)
+        self.context = self.context.extend(verdict, following, out.features, gain.tokens, top)
+        self.target.commit(verdict.path, verdict.length, self.context.bound)
+        return gain
+
+    def transfer(self, tree: DraftTree, verdict: Verdict, following: Tensor) -> _Gain:
+        """The step's only transfer to the host. following (B, P): the token after each node of the path."""
+        topology = tree.topology
+        width, ranks = following.shape[1], topology.ranks.gather(1, verdict.path)
+        finite = self.sampler.finite.to(following.device).expand(len(following), 1)
+        columns = [following, ranks, finite, topology.num_drafted, verdict.length.unsqueeze(1)]
+        rows = torch.cat(columns, 1).tolist()
+        require_finite(all(row[-3] for row in rows))
+        return _Gain(
+            tokens=[row[: row[-1]] for row in rows],
+            ranks=[row[width + 1 : width + row[-1]] for row in rows],
+            drafted=[row[-2] for row in rows],
+        )
+
+    def report(self, tree: DraftTree, verdict: Verdict, schedule: StepSchedule, gain: _Gain, began: float) -> Step:
+        """The Step for the caller: what was gained up to where each row stops."""
+        tokens = self.apply_stop(gain.tokens)
+        accepted = [min(max(0, len(row) - 1), len(kept)) for row, kept in zip(gain.tokens, tokens, strict=True)]
+        ranks = [row[:n] for row, n in zip(gain.ranks, accepted, strict=True)]
+        drafted = [n if active else 0 for n, active in zip(gain.drafted, schedule.active, strict=True)]
+        scores: list[list[tuple[Tensor, Tensor]]] = []
+        if self.keep_scores:
+            levels = verdict.scores
+            scores = [[(raw[b], processed[b]) for raw, processed in levels[: len(row)]] for b, row in enumerate(tokens)]
+        details = divergences_of(tree, verdict, schedule.active, accepted) if self.keep_divergences else ([], [], [])
+        return Step(tokens, accepted, ranks, drafted, time.perf_counter() - began, scores, *details)
+
+    def apply_stop(self, gained: list[list[int]]) -> list[list[int]]:
+        """Each row's new tokens up to where it stops. Marks the rows that stop."""
+        tokens = []
+        for row, new in enumerate(gained):
+            kept = self.stop(row, self.context.history[row], len(new)) if new else -1
+            self.running[row] &= kept < 0
+            tokens.append(new if kept < 0 else new[:kept])
+        return tokens
+
+    def top_tokens(self, logits: Tensor) -> Tensor | None:
+        """(B, N, V) → the ids (B, N, K) of the largest, best first, as many as the drafter wants; None for none."""
+        count = getattr(self.drafter, "wants_target_top", 0)
+        return logits.topk(min(count, logits.shape[-1]), dim=-1).indices if count else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Gain:
+    """Per row, on the host: the tokens gained, the sibling ranks of the accepted ones, and how many were drafted."""
+
+    tokens: list[list[int]]
+    ranks: list[list[int]]
+    drafted: list[int]
 
 
 def divergences_of(
-    tree: DraftTree, verdict: Verdict, going: Sequence[bool], accepted: Sequence[int]
+    tree: DraftTree, verdict: Verdict, active: Sequence[bool], accepted: Sequence[int]
 ) -> tuple[list[list[float]], list[list[int]], list[list[int]]]:
-    """The last three fields of a Step, of `accepted` nodes a row; empty for rows that are not `going`."""
-    apart = torch.full(tree.tokens.shape, torch.nan) if verdict.divergences is None else verdict.divergences
+    """divergences, parents and path of a Step, with `accepted` nodes a row; empty for rows that are not active."""
+    nans = torch.full(tree.tokens.shape, torch.nan)
+    by_slot = nans if verdict.divergences is None else verdict.divergences
     divergences, parents, paths = [], [], []
-    rows = zip(apart.tolist(), tree.parents.tolist(), verdict.path.tolist(), going, accepted, strict=True)
-    for row, above, path, goes, count in rows:
-        drafted = [slot for slot, parent in enumerate(above) if parent >= 0 and goes]  # other slots are unused
+    rows = zip(by_slot.tolist(), tree.parents.tolist(), verdict.path.tolist(), active, accepted, strict=True)
+    for values, slot_parents, path, takes_part, count in rows:
+        drafted = [slot for slot, parent in enumerate(slot_parents) if parent >= 0 and takes_part]
         number = {0: 0} | {slot: i for i, slot in enumerate(drafted, start=1)}
-        divergences.append([row[slot] for slot in drafted])
-        parents.append([number[above[slot]] for slot in drafted])
+        divergences.append([values[slot] for slot in drafted])
+        parents.append([number[slot_parents[slot]] for slot in drafted])
         paths.append([number[slot] for slot in path[1 : count + 1]])
     return divergences, parents, paths
 
 
-def refuse_broken_laws(finite: bool) -> None:
-    """ValueError unless all laws that were drawn from had a finite sum."""
+def require_finite(finite: bool) -> None:
+    """ValueError unless every distribution that was drawn from had a finite sum."""
     if not finite:
         raise ValueError(
-            "a law that a token was drawn from has no finite sum: the model's logits are not finite numbers"
+            "the distribution of a token has no finite sum: the model's logits hold NaN or infinity; check its "
+            "weights, its dtype and the logits processors"
         )
 
 
-def ahead(numbers: Tensor, count: Tensor, width: int) -> Tensor:
-    """(B, T) a number a token → (B, width) those of the tokens behind the first count (B,) of each row."""
+def next_uniforms(uniforms: Tensor, count: Tensor, width: int) -> Tensor:
+    """(B, T), one number a token → (B, width), those after the first count (B,) of each row."""
     index = count.unsqueeze(1) + torch.arange(width, device=count.device)
-    return numbers.gather(1, index.clamp(max=numbers.shape[1] - 1))  # past the limit nothing is kept
-
-
-def draft(drafter: Drafter | None, context: Context, sampler: Sampler, plan: Plan | None) -> DraftTree:
-    """The drafter's tree, or the root alone: without a drafter or a plan, and where the plan is to draft nothing."""
-    if drafter is None or plan is None:
-        return DraftTree.root_only(context.root)
-    tree = drafter.propose(context, sampler, plan)  # which reads the text, whatever it drafts
-    return DraftTree.root_only(context.root) if isinstance(plan, Idle) else tree
-
-
-def top_tokens(logits: Tensor, count: int) -> Tensor | None:
-    """(B, N, V) → the ids (B, N, K) of the `count` largest, best first; None for none."""
-    return logits.topk(min(count, logits.shape[-1]), dim=-1).indices if count else None
+    return uniforms.gather(1, index.clamp(max=uniforms.shape[1] - 1))  # past the limit nothing is kept

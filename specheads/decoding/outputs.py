@@ -1,4 +1,4 @@
-"""What generate(..., return_dict_in_generate=True) gives: Hugging Face's fields, and the steps behind them."""
+"""What generate(..., return_dict_in_generate=True) returns: Hugging Face's fields, and the steps they came from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Statistics:
     lossless: bool | None
 
     def statistics(self) -> dict[str, Any]:
-        """Totals a person asks for; accepted_length counts the bonus token, over the steps each row took part in.
+        """Totals over all rows; accepted_length counts the bonus token, over the steps each row took part in.
 
         divergence_by_depth, only with output_divergences=True: the mean D of the nodes drafted at depth 1, 2 …
         """
@@ -31,7 +31,7 @@ class _Statistics:
         gained = sum(len(row) for step in drafting for row in step.tokens)
         seconds = sum(step.seconds for step in self.steps)
         depths = [n for step in drafting for n, row in zip(step.accepted, step.tokens, strict=True) if row]
-        made = {
+        totals = {
             "tokens": tokens,
             "steps": len(drafting),
             "drafted": sum(sum(step.drafted) for step in drafting),
@@ -43,13 +43,13 @@ class _Statistics:
             "lossless": self.lossless,
         }
         if any(step.divergences for step in drafting):
-            made["divergence_by_depth"] = mean_divergences(drafting)
-        return made
+            totals["divergence_by_depth"] = mean_divergences(drafting)
+        return totals
 
 
 @dataclass
 class SpecGenerateOutput(_Statistics, GenerateDecoderOnlyOutput):
-    """HF's fields, and steps: one `decode.Step` each, the prefill first. lossless: has the text the base's own law?"""
+    """Hugging Face's fields; steps: the prefill first; lossless: is the text distributed as the base's own?"""
 
     steps: list[Step] | None = None
     lossless: bool | None = None
@@ -57,30 +57,31 @@ class SpecGenerateOutput(_Statistics, GenerateDecoderOnlyOutput):
 
 @dataclass
 class SpecSeq2SeqOutput(_Statistics, GenerateEncoderDecoderOutput):
-    """The same of an encoder-decoder."""
+    """The same for an encoder-decoder."""
 
     steps: list[Step] | None = None
     lossless: bool | None = None
 
 
 def mean_divergences(steps: list[Step]) -> list[float]:
-    """The mean divergence of the nodes drafted at depth 1, 2 …, in steps that have kept them; NaN for none."""
-    found: dict[int, list[float]] = {}
+    """The mean divergence of the nodes drafted at depth 1, 2 …, over steps that hold them; NaN for none."""
+    by_depth: dict[int, list[float]] = {}
     for step in steps:
         for values, parents in zip(step.divergences, step.parents, strict=True):
             depths = [0]
             for value, parent in zip(values, parents, strict=True):
                 depths.append(depths[parent] + 1)
-                found.setdefault(depths[-1], []).extend([] if math.isnan(value) else [value])
-    return [sum(found[d]) / len(found[d]) if found[d] else math.nan for d in sorted(found)]
+                by_depth.setdefault(depths[-1], []).extend([] if math.isnan(value) else [value])
+    return [sum(by_depth[d]) / len(by_depth[d]) if by_depth[d] else math.nan for d in sorted(by_depth)]
 
 
-def by_position(kept: list[list[tuple[Tensor, Tensor]]], part: int) -> tuple[Tensor, ...]:
-    """Per row and token (V,) → per token (B, V), in float32 as HF returns them; rows that have ended hold zeros."""
-    empty = torch.zeros_like(kept[0][0][part])
+def stack_by_position(pairs: list[list[tuple[Tensor, Tensor]]], part: int) -> tuple[Tensor, ...]:
+    """Per row and token a pair of (V,) → the part 0 or 1 of them per token (B, V), in float32 as Hugging Face returns
+    scores; zeros in rows that have ended."""
+    empty = torch.zeros_like(pairs[0][0][part])
     return tuple(
-        torch.stack([row[i][part] if i < len(row) else empty for row in kept]).float()
-        for i in range(max(map(len, kept)))
+        torch.stack([row[i][part] if i < len(row) else empty for row in pairs]).float()
+        for i in range(max(map(len, pairs)))
     )
 
 

@@ -1,8 +1,8 @@
-"""Which logits processors the nodes of a tree can be judged by, and how each of them is asked.
+"""Which logits processors can judge the nodes of a tree, and how each is called.
 
-A processor that looks at the prefix alone gives each node the scores that its own path asks for, in trees and in
-batches. One that keeps state from call to call means nothing at nodes that may be dropped again: the state of a known
-kind is moved back and forth with the path, others are refused or stop the drafting.
+A processor that depends on the prefix alone gives each node the scores of its own path, in trees and in batches. One
+that keeps state from call to call cannot judge nodes that may be rejected: the state of a known kind is moved with the
+path, and others are refused or stop the drafting.
 Shapes: R batch rows, T ids of a row, V vocabulary.
 """
 
@@ -24,8 +24,8 @@ from transformers.utils import logging as hf_logging
 
 logger = hf_logging.get_logger(__name__)
 
-# What these compute from the scores does not depend on the prefix; any other processor, a subclass of these included,
-# is given each node's own.
+# Their result does not depend on the prefix. Any other processor, a subclass of these included, gets each node's own
+# prefix.
 PREFIX_FREE = (
     hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper,
     hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.TopHLogitsWarper,
@@ -33,24 +33,23 @@ PREFIX_FREE = (
 )  # fmt: skip
 # These run the model or keep state from call to call.
 REFUSED = (hf.UnbatchedClassifierFreeGuidanceLogitsProcessor, hf.SynthIDTextWatermarkLogitsProcessor)
-# An attribute by which a processor says that its result depends on the ids and scores of the call alone.
+# The attribute by which a processor declares that its result depends on the ids and scores of the call alone.
 PREFIX_ONLY = "depends_on_prefix_only"
-# An attribute by which a processor says that it reads the scores and never the ids; it may keep state all the same.
+# The attribute by which a processor declares that it reads the scores and never the ids. It may still keep state.
 IGNORES_IDS = "ignores_ids"
 
 
 class RowProcessor(ABC):
-    """A processor that is asked for one row of the batch at a time."""
+    """A processor that is called for one row of the batch at a time."""
 
     @abstractmethod
     def row(self, index: int, ids: list[int], scores: Tensor) -> Tensor:
         """Scores (V,) of row `index` of the batch after ids, as Hugging Face has them → processed scores (V,)."""
 
 
-def adapted(processors: Iterable[Any]) -> list[Any]:
-    """The processors, with those that can be asked row by row in that form. ValueError for one that cannot judge
-    drafts."""
-    made: list[Any] = []
+def adapt(processors: Iterable[Any]) -> list[Any]:
+    """The processors, those of known kinds as a `RowProcessor`. ValueError for one that cannot judge drafts."""
+    result: list[Any] = []
     for processor in processors:
         if isinstance(processor, REFUSED):
             raise ValueError(
@@ -58,21 +57,21 @@ def adapted(processors: Iterable[Any]) -> list[Any]:
                 "generate with the base model itself: model.base.generate(...)"
             )
         if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
-            made.append(AllowedTokens(processor))
+            result.append(AllowedTokens(processor))
         elif type(processor).__module__.startswith("xgrammar."):
-            made.append(Grammar(processor))
+            result.append(Grammar(processor))
         else:
-            made.append(processor)
-    return made
+            result.append(processor)
+    return result
 
 
 def is_prefix_free(processor: Any) -> bool:
-    """Can it be asked without the ids before a node?"""
+    """Can it be called without the ids before a node?"""
     return type(processor) in PREFIX_FREE or bool(getattr(processor, IGNORES_IDS, False))
 
 
-def unproven(processors: Iterable[Any]) -> list[Any]:
-    """Those that may keep state from call to call, for all that is known of their class."""
+def possibly_stateful(processors: Iterable[Any]) -> list[Any]:
+    """Those whose class does not show that they keep no state from call to call."""
     return [
         one
         for one in processors
@@ -84,20 +83,20 @@ def unproven(processors: Iterable[Any]) -> list[Any]:
 
 @dataclass
 class AllowedTokens(RowProcessor):
-    """`prefix_allowed_tokens_fn`, which knows rows by their index: asked of a row alone, it never meets filled ids."""
+    """`prefix_allowed_tokens_fn`, which knows rows by their index: called row by row, it never sees filler ids."""
 
     processor: hf.PrefixConstrainedLogitsProcessor
 
     def row(self, index: int, ids: list[int], scores: Tensor) -> Tensor:
         allowed = self.processor._prefix_allowed_tokens_fn
-        alone = hf.PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(index, sent), 1)
+        alone = hf.PrefixConstrainedLogitsProcessor(lambda _, prefix: allowed(index, prefix), 1)
         prefix: Any = torch.tensor([ids], device=scores.device)
         return alone(prefix, scores.unsqueeze(0))[0]
 
 
 @dataclass
-class _Matched:
-    """One row's grammar matcher, and the ids after the prompt that it has accepted."""
+class _RowMatcher:
+    """One row's grammar matcher; start: the prompt's length; accepted: the ids after it that the matcher has taken."""
 
     matcher: Any
     start: int
@@ -108,79 +107,79 @@ class _Matched:
 class Grammar(RowProcessor):
     """xgrammar's processor for Hugging Face, whose matchers are rolled back to each node's own path.
 
-    After a token that ends the grammar the last mask goes on to be used, as by xgrammar itself.
+    After a token that ends the grammar, the last mask stays in use, as in xgrammar itself.
     """
 
     processor: Any
-    rows: dict[int, _Matched] = field(default_factory=dict)
+    rows: dict[int, _RowMatcher] = field(default_factory=dict)
 
     def row(self, index: int, ids: list[int], scores: Tensor) -> Tensor:
         import xgrammar
 
-        if index not in self.rows:  # first asked at the end of the prompt
+        if index not in self.rows:  # the first call is at the end of the prompt
             grammars = self.processor.compiled_grammars
             grammar = grammars[index if len(grammars) > 1 else 0]
-            self.rows[index] = _Matched(xgrammar.GrammarMatcher(grammar), len(ids))
-        own, matcher = self.rows[index], self.rows[index].matcher
-        wanted = ids[own.start :]
-        shared = common_prefix(own.accepted, wanted)
-        if len(own.accepted) > shared:
-            matcher.rollback(len(own.accepted) - shared)
-            del own.accepted[shared:]
-        for token in wanted[shared:]:
+            self.rows[index] = _RowMatcher(xgrammar.GrammarMatcher(grammar), len(ids))
+        row, matcher = self.rows[index], self.rows[index].matcher
+        path = ids[row.start :]
+        shared = common_prefix_length(row.accepted, path)
+        if len(row.accepted) > shared:
+            matcher.rollback(len(row.accepted) - shared)
+            del row.accepted[shared:]
+        for token in path[shared:]:
             if matcher.is_terminated():
                 break
             if not matcher.accept_token(token):
-                raise ValueError(f"the grammar does not allow token {token} after {wanted[: len(own.accepted)]}")
-            own.accepted.append(token)
+                raise ValueError(f"the grammar does not allow token {token} after {path[: len(row.accepted)]}")
+            row.accepted.append(token)
         if matcher.is_terminated():
             matcher.rollback(1)
-            own.accepted.pop()
+            row.accepted.pop()
         mask = xgrammar.allocate_token_bitmask(1, self.processor.full_vocab_size)
         matcher.fill_next_token_bitmask(mask, 0)
-        made = scores.to("cpu", copy=True).unsqueeze(0)
-        xgrammar.apply_token_bitmask_inplace(made, mask)
-        return made[0].to(scores.device)
+        masked = scores.to("cpu", copy=True).unsqueeze(0)
+        xgrammar.apply_token_bitmask_inplace(masked, mask)
+        return masked[0].to(scores.device)
 
 
-def common_prefix(one: list[int], other: list[int]) -> int:
-    """How many ids both begin with."""
+def common_prefix_length(one: list[int], other: list[int]) -> int:
+    """How many of their first ids are the same."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 class StateWatch:
-    """Watches whether logits processors of unknown kinds change from call to call, before anything is drafted.
+    """Finds out whether logits processors of unknown kinds keep state from call to call, before anything is drafted.
 
-    waiting: is that not known yet? Until then no draft is made, so that each is asked once a token, as by
-    `generate()`.
+    waiting: not known yet. Until then nothing is drafted, so that each processor is called once a token, as in Hugging
+    Face's generate().
     """
 
     def __init__(self, processors: Iterable[Any]) -> None:
-        """After their first call."""
-        self.processors = unproven(processors)
+        """Made after the processors' first call."""
+        self.processors = possibly_stateful(processors)
         self.waiting = bool(self.processors)
-        self.seen = state_of(self.processors) if self.waiting else None
+        self.seen = snapshot(self.processors) if self.waiting else None
 
-    def still(self) -> bool:
-        """After a step: may drafts be made from here on? Says once, in the log, where they may not."""
+    def may_draft(self) -> bool:
+        """After a step: may drafts be made from now on? Logs one warning if not."""
         if not self.waiting:
             return True
         self.waiting = False
-        if self.seen is not None and self.seen == state_of(self.processors):
+        if self.seen is not None and self.seen == snapshot(self.processors):
             return True
         names = ", ".join(sorted({type(processor).__name__ for processor in self.processors}))
         logger.warning(
-            "%s keeps state from call to call, or may, and cannot judge drafts: decoding goes on without them. If its "
-            "result depends on the ids and scores of each call alone, give it an attribute %s = True", names,
+            "%s keeps state from call to call, or may, and cannot judge drafts: decoding continues without drafts. If "
+            "its result depends on the ids and scores of each call alone, give it an attribute %s = True", names,
             PREFIX_ONLY,
         )  # fmt: skip
         return False
 
 
-def state_of(value: Any, within: frozenset[int] = frozenset()) -> Any:
-    """What is to be seen of an object's state, to be compared with what is seen later; None where it hides some of it.
+def snapshot(value: Any, within: frozenset[int] = frozenset()) -> Any:
+    """A comparable picture of an object's state; None if some of it cannot be read.
 
-    Models, tokenizers, functions and classes count as constants.
+    Models, tokenizers, functions and classes count as constants. within: ids of the objects around this one.
     """
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return ("value", value)
@@ -193,23 +192,23 @@ def state_of(value: Any, within: frozenset[int] = frozenset()) -> Any:
         content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         return ("tensor", tuple(value.shape), zlib.crc32(content))
     if isinstance(value, torch.Generator):
-        return state_of(value.get_state(), within)
+        return snapshot(value.get_state(), within)
     if isinstance(value, Mapping):
-        return _all("mapping", [part for pair in value.items() for part in pair], within)
+        return _snapshot_all("mapping", [part for pair in value.items() for part in pair], within)
     if isinstance(value, list | tuple):
-        return _all("list", list(value), within)
+        return _snapshot_all("list", list(value), within)
     if isinstance(value, set | frozenset):
-        return _all("set", sorted(value, key=repr), within)
+        return _snapshot_all("set", sorted(value, key=repr), within)
     if isinstance(value, types.MethodType):
-        return state_of(value.__self__, within)
+        return snapshot(value.__self__, within)
     if getattr(value, "__dict__", None) is not None:
-        return _all(type(value).__name__, [part for pair in vars(value).items() for part in pair], within)
+        return _snapshot_all(type(value).__name__, [part for pair in vars(value).items() for part in pair], within)
     try:
         return ("pickled", pickle.dumps(value))
     except Exception:
         return None
 
 
-def _all(kind: str, parts: list[Any], within: frozenset[int]) -> Any:
-    seen = [state_of(part, within) for part in parts]
+def _snapshot_all(kind: str, parts: list[Any], within: frozenset[int]) -> Any:
+    seen = [snapshot(part, within) for part in parts]
     return None if any(part is None for part in seen) else (kind, *seen)

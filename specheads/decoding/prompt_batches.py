@@ -1,4 +1,7 @@
-"""Prompts as padded batches, and what a model's generate() added to them."""
+"""Prompts as padded batches and packed left again, and what a model's generate() added to them.
+
+Shapes: B batch rows, T columns, S source columns.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+logger = hf_logging.get_logger(__name__)
 
 
 def batches(
@@ -18,32 +24,69 @@ def batches(
     side: of the padding; right for an encoder, which may count positions from the first column. ValueError for a
     prompt without tokens.
     """
-    made = []
+    result = []
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     for start in range(0, len(prompts), size):
-        taken = prompts[start : start + size]
-        rows = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in taken]
+        chunk = prompts[start : start + size]
+        rows = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in chunk]
         if empty := [i for i, row in enumerate(rows) if not row]:
             raise ValueError(f"prompt {start + empty[0]} has no tokens; give at least one character")
         width = max(map(len, rows))
         ids, mask = [], []
         for row in rows:
-            padding, own = [pad] * (width - len(row)), [1] * len(row)
+            padding, ones = [pad] * (width - len(row)), [1] * len(row)
             ids.append(padding + row if side == "left" else row + padding)
-            mask.append([0] * len(padding) + own if side == "left" else own + [0] * len(padding))
-        made.append({
+            mask.append([0] * len(padding) + ones if side == "left" else ones + [0] * len(padding))
+        result.append({
             "input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)
         })  # fmt: skip
-    return made
+    return result
 
 
 def new_tokens(base: PreTrainedModel, batch: dict[str, Any], sequences: Tensor) -> list[list[int]]:
-    """What was generated, row by row, up to and with the end of text."""
+    """The generated tokens of each row, up to and including the end of text."""
     eos = base.generation_config.eos_token_id
     ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    given = 1 if base.config.is_encoder_decoder else batch["input_ids"].shape[1]  # a decoder's text has its start token
+    # A decoder with an encoder has its start token for a prompt.
+    prompt = 1 if base.config.is_encoder_decoder else batch["input_ids"].shape[1]
     rows = []
-    for row in sequences[:, given:].tolist():
+    for row in sequences[:, prompt:].tolist():
         end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
         rows.append(row[:end])
     return rows
+
+
+def warn_of_right_padding(mask: Tensor | None) -> None:
+    """One line in the log if a row is padded on the right, which generate() treats otherwise."""
+    if mask is not None and not bool(mask[:, -1].all()):
+        row = int((mask[:, -1] == 0).nonzero()[0])
+        logger.warning(
+            "row %d is padded on the right: its text continues after its own last token, as if padded on the left "
+            "(transformers' generate() continues after the padding); set padding_side='left' in the tokenizer", row,
+        )  # fmt: skip
+
+
+def pack_left(ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """ids (B, T) under mask (B, T) → the rows without padding, as wide as the longest, and their lengths (B,)."""
+    order = left_order(mask)
+    if mask is None or order is None:
+        return ids, torch.full((ids.shape[0],), ids.shape[1], device=ids.device)
+    return ids.gather(1, order), mask.long().sum(1)
+
+
+def left_order(mask: Tensor | None) -> Tensor | None:
+    """mask (B, T) → (B, longest) the columns of each row that are not padding, in order, then some that are.
+
+    None if no column is padding.
+    """
+    if mask is None or bool(mask.all()):
+        return None
+    order = (mask == 0).to(torch.int8).argsort(dim=1, stable=True)
+    return order[:, : int(mask.long().sum(1).max())]
+
+
+def unpadded_rows(ids: Tensor, mask: Tensor | None, num_rows: int) -> list[list[int]]:
+    """Source ids (B, S) → the source of each of num_rows = B · n rows, n in turn for each source, without padding."""
+    ids = ids.repeat_interleave(num_rows // len(ids), 0)
+    packed, lengths = pack_left(ids, mask)
+    return [row[:length] for row, length in zip(packed.tolist(), lengths.tolist(), strict=True)]

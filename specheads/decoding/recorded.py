@@ -1,4 +1,4 @@
-"""A target that replays what it once wrote, so that drafts are reviewed without a pass of it: greedy, by the record.
+"""A recorded target: replays a greedy text, so that drafts are verified without running the model.
 
 Shapes: B batch rows, N tree nodes, V vocabulary.
 """
@@ -22,16 +22,17 @@ from specheads.decoding.generate import generate
 from specheads.decoding.loop import Step, decode
 from specheads.decoding.planner import Plan
 from specheads.decoding.sampler import Sampler
-from specheads.decoding.target.causal import Target, TargetOutput, text_config
+from specheads.decoding.target.causal import Target, TargetOutput
+from specheads.decoding.target.hf_base import text_config
 from specheads.decoding.target.seq2seq import decoder_start
 from specheads.decoding.tree import DraftTree
 
 
 @dataclass(frozen=True)
 class Record:
-    """outputs: prompt ids → what the target wrote behind them, greedily, its first `length` tokens or up to an end.
+    """outputs: prompt ids → the target's greedy text after them, its first `length` tokens or up to an end.
 
-    start: of an encoder-decoder, whose encoder reads the prompt, the token its text begins with (not in outputs).
+    start: for an encoder-decoder, whose encoder reads the prompt, the first token of its text (not in outputs).
     """
 
     vocab_size: int
@@ -47,28 +48,30 @@ class Record:
                     f"at most {self.length} of the output"
                 )
             if not all(0 <= token < self.vocab_size for token in (*prompt, *output)):
-                raise ValueError(f"a record with ids outside the vocabulary of {self.vocab_size}")
+                raise ValueError(
+                    f"a record holds ids outside the vocabulary of {self.vocab_size} tokens; record it again"
+                )
 
     def save(self, path: Path) -> None:
         rows = [{"prompt": list(prompt), "output": list(output)} for prompt, output in self.outputs.items()]
-        held = {"vocab_size": self.vocab_size, "length": self.length, "outputs": rows}
-        text = json.dumps(held if self.start is None else {**held, "start": self.start})
+        content = {"vocab_size": self.vocab_size, "length": self.length, "outputs": rows}
+        text = json.dumps(content if self.start is None else {**content, "start": self.start})
         path.write_text(text + "\n", "utf8")
 
     @classmethod
     def load(cls, path: Path) -> Record:
-        """OSError unread, ValueError where it is no record."""
+        """OSError if it cannot be read, ValueError if it is not a record."""
         try:
-            held = json.loads(path.read_text("utf8"))
-            outputs = {tuple(row["prompt"]): tuple(row["output"]) for row in held["outputs"]}
-            return cls(held["vocab_size"], held["length"], outputs, held.get("start"))
+            content = json.loads(path.read_text("utf8"))
+            outputs = {tuple(row["prompt"]): tuple(row["output"]) for row in content["outputs"]}
+            return cls(content["vocab_size"], content["length"], outputs, content.get("start"))
         except (ValueError, KeyError, TypeError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"{path} is no record of a target: {reason}") from error
 
 
 def record(base: PreTrainedModel, prompts: Iterable[Sequence[int]], length: int) -> Record:
-    """What the target writes behind each prompt, decoded once, token by token."""
+    """The target's greedy text after each prompt, decoded token by token."""
     outputs, start = {}, decoder_start(base) if base.config.is_encoder_decoder else None
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], device=base.device)
@@ -78,15 +81,17 @@ def record(base: PreTrainedModel, prompts: Iterable[Sequence[int]], length: int)
 
 
 class RecordedTarget:
-    """Stands where `Target` does in decode(), for one batch of recorded prompts: at each node the recorded token of its
-    depth is certain, token 0 behind the end. Off a row's recorded path no path is accepted, so what stands there does
-    not matter. It has no features."""
+    """Replaces `Target` in decode() for one batch of recorded prompts, without features.
+
+    At each node the recorded token of its depth is certain; after the text's end, token 0. A path that leaves the
+    record is never accepted, so the logits there do not matter.
+    """
 
     def __init__(self, record: Record, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         self.record, self.device = record, device
         self.texts = [record.outputs[tuple(prompt)] for prompt in prompts]
         vocabulary = SimpleNamespace(weight=torch.empty(record.vocab_size, 0))
-        # What drafters ask a target's base and config for is the size of its vocabulary.
+        # Drafters read the size of the vocabulary from a target's base and config.
         config = SimpleNamespace(is_encoder_decoder=record.start is not None)
         self.base = SimpleNamespace(get_output_embeddings=lambda: vocabulary, config=config)
         self.config = SimpleNamespace(vocab_size=record.vocab_size)
@@ -94,7 +99,7 @@ class RecordedTarget:
         self.limit, self.source, self.switch = 0, None if record.start is None else source, None
 
     def prefill(self, ids: Tensor, lengths: Tensor, *, room: int, inputs: object = None) -> TargetOutput:
-        self.done = [0] * len(self.texts)  # recorded tokens in front of the root
+        self.done = [0] * len(self.texts)  # recorded tokens before the root
         self.limit = ids.shape[1] + room
         return TargetOutput(self._certain([[text[0]] for text in self.texts]), torch.empty(*ids.shape, 0))
 
@@ -115,29 +120,29 @@ class RecordedTarget:
         return torch.zeros(*ids.shape, self.record.vocab_size, device=self.device).scatter_(2, ids.unsqueeze(2), 1.0)
 
 
-def replayed(
-    record: Record, prompt: Sequence[int], drafter: Drafter, plan: Plan, device: torch.device
-) -> Iterator[Step]:
-    """The steps of greedy decoding with these drafts, without the target. ValueError for a prompt that was not recorded
-    and for a drafter that reads the target's features."""
+def replay(record: Record, prompt: Sequence[int], drafter: Drafter, plan: Plan, device: torch.device) -> Iterator[Step]:
+    """The steps of greedy decoding with these drafts, without the target.
+
+    Raises ValueError for a prompt that was not recorded, and for a drafter that reads the target's features.
+    """
     if drafter.layers:
         raise ValueError(
-            f"{type(drafter).__name__} drafts from the target's features, which a record has not; replay n-grams, "
-            "draft models and their cascades"
+            f"{type(drafter).__name__} drafts from the target's features, which a record does not hold; replay "
+            "n-grams, draft models and their cascades"
         )
     if getattr(drafter, "wants_target_top", 0):
         raise ValueError(
-            f"{type(drafter).__name__} learns the target's second choices, which a record has not; "
-            "filler_top_k=1 does not"
+            f"{type(drafter).__name__} learns the target's second choices, which a record does not hold; "
+            "give it filler_top_k=1"
         )
     if tuple(prompt) not in record.outputs:
         raise ValueError(f"a prompt of {len(prompt)} tokens is not in the record; record it again with these prompts")
     length = len(record.outputs[tuple(prompt)])
-    before = list(prompt) if record.start is None else [record.start]  # what the text stands behind
+    before = list(prompt) if record.start is None else [record.start]  # the decoder's prompt
 
     def stop(row: int, ids: list[int], count: int) -> int:
-        until = len(ids) - len(before)
-        return count - (until - length) if until >= length else -1
+        written = len(ids) - len(before)
+        return count - (written - length) if written >= length else -1
 
     ids = torch.tensor([before], device=device)
     lengths = torch.tensor([len(before)], device=device)
@@ -147,27 +152,28 @@ def replayed(
     )  # fmt: skip
 
 
-def reviewed(
+def review(
     record: Record, prompts: Iterable[Sequence[int]], drafter: Drafter, plan: Plan, device: torch.device
 ) -> dict[str, Any]:
-    """Over all prompts: tokens, reviews by the target (its prefill not counted), draft_reviews where the drafter counts
+    """Totals over all prompts: tokens, reviews by the target (without its prefill), draft_reviews if the drafter counts
     its own, drafted, accepted, accepted_length."""
-    later: list[Step] = []
-    own: list[tuple[int, ...]] = []
+    drafting: list[Step] = []
+    draft_reviews: list[tuple[int, ...]] = []
     tokens = 0
     for prompt in prompts:
-        first, *others = replayed(record, prompt, drafter, plan, device)
+        first, *others = replay(record, prompt, drafter, plan, device)
         tokens += sum(len(step.tokens[0]) for step in (first, *others))
-        later += others
-        own.append(getattr(drafter, "reviews", ()) if others else ())
-    gained = sum(len(step.tokens[0]) for step in later)
+        drafting += others
+        draft_reviews.append(getattr(drafter, "reviews", ()) if others else ())
+    gained = sum(len(step.tokens[0]) for step in drafting)
     return {
-        "tokens": tokens, "reviews": len(later), "draft_reviews": added(own) if any(own) else None,
-        "drafted": sum(step.drafted[0] for step in later), "accepted": sum(step.accepted[0] for step in later),
-        "accepted_length": gained / len(later) if later else 1.0,
+        "tokens": tokens, "reviews": len(drafting),
+        "draft_reviews": sum_columns(draft_reviews) if any(draft_reviews) else None,
+        "drafted": sum(step.drafted[0] for step in drafting), "accepted": sum(step.accepted[0] for step in drafting),
+        "accepted_length": gained / len(drafting) if drafting else 1.0,
     }  # fmt: skip
 
 
-def added(counts: Iterable[Sequence[int]]) -> list[int]:
-    """Sums by place, of counts that are all of one length or empty."""
+def sum_columns(counts: Iterable[Sequence[int]]) -> list[int]:
+    """Sums by column, of counts that all have one length or are empty."""
     return [sum(column) for column in zip(*filter(None, counts), strict=True)]

@@ -1,6 +1,6 @@
-"""Sampler: generation config → the target's law at a node, and every random draw of decoding.
+"""Sampler: generation config → the target's probabilities p at a node, and every random draw of decoding.
 
-Shapes: R rows (one node of each batch row), V vocabulary.
+Shapes: B batch rows, N tree nodes, P = depth of the tree + 1, R rows (one node of each batch row), V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from specheads.decoding.processors import RowProcessor, adapted, is_prefix_free
+from specheads.decoding.processors import RowProcessor, adapt, is_prefix_free
 from specheads.decoding.tree import DraftTree
 
 Prefixes = Callable[[], Sequence[Sequence[int]]]
@@ -25,18 +25,18 @@ def _no_prefix(scores: Tensor) -> Any:
 
 
 def likeliest(logits: Tensor, block: int = 128) -> Tensor:
-    """argmax over the last of (…, V), the first of equals."""
+    """argmax over the last dimension of (…, V); of equal maxima the first."""
     if logits.shape[-1] % block or logits.numel() < 256 * block:
         return logits.argmax(-1)
-    # The largest of each block first: on a CPU a maximum alone is found several times faster than its index.
+    # First the maximum of each block: on a CPU a maximum alone is found several times faster than its index.
     blocks = logits.unflatten(-1, (-1, block))
-    which = blocks.amax(-1).argmax(-1, keepdim=True)
-    within = blocks.gather(-2, which.unsqueeze(-1).expand(*which.shape, block)).argmax(-1)
-    return (which * block + within).squeeze(-1)
+    best = blocks.amax(-1).argmax(-1, keepdim=True)
+    within = blocks.gather(-2, best.unsqueeze(-1).expand(*best.shape, block)).argmax(-1)
+    return (best * block + within).squeeze(-1)
 
 
 class Sampler:
-    """The target's law p under HF logits processors, and the one generator all draws come from.
+    """The target's probabilities p under HF logits processors, and the one generator all draws come from.
 
     Temperature 0 (do_sample=False) is a one-hot p, so greedy decoding needs no path of its own anywhere else.
     """
@@ -51,74 +51,73 @@ class Sampler:
         lengths: Sequence[int] | None = None,
         pad_token_id: int = 0,
     ) -> None:
-        """prompts: each row as the caller gave it, padding and all, of which lengths are the row's own: so processors
-        see it. pad_token_id: what follows in a row that has ended. ValueError for a processor that cannot judge
-        drafts."""
-        self.processors = adapted(processors or ())
+        """prompts: each row as the caller gave it, padding included, as processors are to see it; lengths: without
+        padding. pad_token_id: what fills a row that has ended. ValueError for a processor that cannot judge drafts.
+        """
+        self.processors = adapt(processors or ())
         self.do_sample, self.generator = do_sample, generator
         self.prompts, self.lengths, self.pad_token_id = prompts, lengths, pad_token_id
         self.needs_prefix = not all(map(is_prefix_free, self.processors))
-        self.finite = torch.tensor(True)  # have all laws that were drawn from had a finite sum? On their device
+        self.finite = torch.tensor(True)  # on the device: has every distribution drawn from had a finite sum?
 
     def scores(self, logits: Tensor, prefixes: Prefixes, ended: Sequence[bool] | None = None) -> Tensor:
         """(R, V) logits → (R, V) processed scores, in float32 as `generate()` has them (float64 stays).
 
-        ended (R,): rows that nothing follows, whose scores stay as they are and mean nothing. No processor is asked of
-        them: it may know of nothing after the end.
+        prefixes() gives each row's ids up to its node, unpadded. ended (R,): rows that nothing follows. Their scores
+        are left as they are and mean nothing; no processor is asked, since one may not know what follows an end.
         """
         scores = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
         if not self.needs_prefix:
             for processor in self.processors:
                 scores = processor(_no_prefix(scores), scores)
             return scores
-        rows, over = self._as_given(prefixes()), list(ended or [False] * len(scores))
+        rows, is_over = self._with_padding(prefixes()), list(ended or [False] * len(scores))
         result = scores.clone()
-        # A processor takes rows of one length and may know rows by their index: one call a length, of the whole batch.
-        for length in sorted({len(row) for row, end in zip(rows, over, strict=True) if not end}):
-            own = [i for i, row in enumerate(rows) if len(row) == length and not over[i]]
-            ids: Any = torch.tensor([self._evened(rows, i, own, over[i]) for i in range(len(rows))])
-            result[own] = self._processed(ids.to(scores.device), scores.clone(), rows, own)[own]
+        # A processor takes rows of one length and may know rows by their index: a call per length, of the whole batch.
+        for length in sorted({len(row) for row, over in zip(rows, is_over, strict=True) if not over}):
+            selected = [i for i, row in enumerate(rows) if len(row) == length and not is_over[i]]
+            ids: Any = torch.tensor([self._fit_length(rows, i, selected, is_over[i]) for i in range(len(rows))])
+            result[selected] = self._process(ids.to(scores.device), scores.clone(), rows, selected)[selected]
         return result
 
-    def _as_given(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Rows as the caller would have them: with the padding of their prompts, wherever it is."""
+    def _with_padding(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Rows as the caller has them: with the padding of their prompts, wherever it is."""
         if self.prompts is None or self.lengths is None:
             return [list(row) for row in rows]
-        given = zip(self.prompts, self.lengths, rows, strict=True)
-        return [[*prompt, *row[length:]] for prompt, length, row in given]
+        parts = zip(self.prompts, self.lengths, rows, strict=True)
+        return [[*prompt, *row[length:]] for prompt, length, row in parts]
 
-    def _evened(self, rows: list[list[int]], index: int, own: list[int], ended: bool) -> list[int]:
-        """A row as long as those that are asked for: cut, padded behind its end, or one of theirs in its place."""
-        length, row = len(rows[own[0]]), rows[index]
+    def _fit_length(self, rows: list[list[int]], index: int, selected: list[int], ended: bool) -> list[int]:
+        """A row as long as the selected ones: cut, padded if it has ended, else replaced by one of them."""
+        length, row = len(rows[selected[0]]), rows[index]
         if len(row) >= length:
             return row[:length]
-        return [*row, *[self.pad_token_id] * (length - len(row))] if ended else rows[own[0]]
+        return [*row, *[self.pad_token_id] * (length - len(row))] if ended else rows[selected[0]]
 
-    def _processed(self, ids: Tensor, scores: Tensor, rows: list[list[int]], own: list[int]) -> Tensor:
-        """All processors in turn over ids (R, T) and scores (R, V); of rows other than `own` the result means
-        nothing."""
+    def _process(self, ids: Tensor, scores: Tensor, rows: list[list[int]], selected: list[int]) -> Tensor:
+        """All processors in turn over ids (R, T) and scores (R, V); only the selected rows of the result count."""
         for processor in self.processors:
             if isinstance(processor, RowProcessor):
-                for i in own:
+                for i in selected:
                     scores[i] = processor.row(i, rows[i], scores[i])
             else:
                 scores = processor(ids, scores)
         return scores
 
     def probs(self, logits: Tensor, prefixes: Prefixes = list) -> Tensor:
-        """(R, V) logits → p (R, V), rows summing to 1. prefixes() gives each row's ids up to its node, unpadded."""
+        """(R, V) logits → p (R, V), each row summing to 1. prefixes: as in `scores`."""
         return self.probs_of(self.scores(logits, prefixes))
 
     def probs_of(self, scores: Tensor) -> Tensor:
-        """(R, V) processed scores → p (R, V)."""
+        """(R, V) processed scores → p (R, V): softmax, or one-hot at temperature 0."""
         if self.do_sample:
             return scores.softmax(-1)
         return torch.zeros_like(scores).scatter_(-1, likeliest(scores).unsqueeze(-1), 1.0)
 
     def draft_probs(self, logits: Tensor, kinds: Collection[type] | None = None) -> Tensor:
-        """(R, V) draft logits → a q (R, V) near the target's law: temperature and truncation applied, no prefix.
+        """(R, V) draft logits → q (R, V), made like p but without prefixes: temperature and truncation alone.
 
-        kinds: of the processors that need no prefix, those to apply; None for all. A row whose tokens they all rule out
+        kinds: the types of processors to apply; None for all that need no prefix. A row whose tokens they all rule out
         is zero.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
@@ -128,10 +127,10 @@ class Sampler:
         return scores.softmax(-1).nan_to_num_(0)
 
     def draw(self, p: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """(…, V) laws, each but for a factor → (…) one index from each: all that decoding draws is drawn here.
+        """Unnormalised distributions (…, V) → (…) an index drawn from each; at temperature 0 the likeliest.
 
-        numbers (…) in [0, 1): which index it is, so that the same law and number give the same one; None: fresh ones.
-        A law that sums to no positive finite number clears `finite`, and its index means nothing.
+        numbers (…) in [0, 1) choose the index, so that the same p and number give the same one; None: fresh ones.
+        A p whose sum is not positive and finite clears `finite`, and its index means nothing.
         """
         if not self.do_sample:
             return likeliest(p)
@@ -141,47 +140,47 @@ class Sampler:
         return index
 
     def draw_nodes(self, p: Tensor, tree: DraftTree, numbers: Tensor | None) -> Tensor:
-        """(B, N, V) laws → (B, N) a token behind each node of the tree; numbers (B, P): a row's for each depth.
+        """p (B, N, V) → (B, N) a token drawn after each node of the tree; numbers (B, P): of each row, by depth.
 
-        Most nodes are not reached, and may have any law: of those that are, the caller tells `note_finite`.
+        Most nodes are never reached, and their p may be anything: the caller gives `note_finite` those that are.
         """
         numbers = self.uniforms(p.shape[:-1], p.device) if numbers is None else numbers.gather(1, tree.topology.depth)
         return inverse_cdf(p, numbers)[0]
 
     def note_finite(self, valid: Tensor) -> None:
-        """Clear `finite` unless all are true."""
+        """Clear `finite` unless all of `valid` is true."""
         self.finite = self.finite.to(valid.device) & valid.all()
 
     def bernoulli(self, chance: Tensor) -> Tensor:
-        """Probabilities (B, N) → which come true: from 1 on surely, and at temperature 0 those above one half."""
+        """Probabilities (B, N) → bool (B, N), True with that probability; at temperature 0 where it exceeds 1/2."""
         return (self.uniforms(chance.shape, chance.device) if self.do_sample else 0.5) < chance
 
     def uniforms(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Numbers in [0, 1), at temperature 0 too: some rules are random by definition."""
-        return torch.rand(tuple(shape), generator=self.generator, device=device, dtype=_wide(device))
+        """Uniform numbers in [0, 1); random at temperature 0 too, since some rules are random by definition."""
+        return torch.rand(tuple(shape), generator=self.generator, device=device, dtype=_widest_float(device))
 
 
 def inverse_cdf(weights: Tensor, numbers: Tensor, block: int = 128) -> tuple[Tensor, Tensor]:
-    """weights (…, V) ≥ 0, numbers (…) in [0, 1) → the first index at which the running sum reaches 1 − number of the
-    whole, and the whole (…). What has no weight is never the index, which is any of them where the sum is no number.
+    """weights (…, V) ≥ 0, numbers (…) in [0, 1) → the first index whose running sum reaches (1 − number) · total, and
+    the total (…). An index without weight is never drawn; if the total is NaN the index means nothing.
 
-    Running sums over blocks, and then over one block: a tenth of the time that running sums over all of V take.
+    Running sums over blocks, then within one block, take a tenth of the time of running sums over all of V.
     """
     size = weights.shape[-1]
     if missing := -size % block:
         weights = torch.nn.functional.pad(weights, (0, missing))
     blocks = weights.unflatten(-1, (-1, block))
     sums = blocks.sum(-1).cumsum(-1, dtype=numbers.dtype)
-    whole = sums[..., -1:]
-    aim = (1 - numbers).unsqueeze(-1) * whole  # above 0, so that no index in front of the first weight is found
-    which = torch.searchsorted(sums, aim).clamp(max=sums.shape[-1] - 1)
-    own = blocks.gather(-2, which.unsqueeze(-1).expand(*which.shape, block)).squeeze(-2)
-    own = own.cumsum(-1, dtype=numbers.dtype)
-    # Counted from the block's end, so that a sum rounded otherwise never aims behind its last weight.
-    aim = (own[..., -1:] - (sums.gather(-1, which) - aim)).clamp_min(torch.finfo(own.dtype).tiny)
-    inner = torch.searchsorted(own, aim).clamp(max=block - 1)
-    return (which * block + inner).squeeze(-1).clamp(max=size - 1), whole.squeeze(-1)
+    total = sums[..., -1:]
+    aim = (1 - numbers).unsqueeze(-1) * total  # above 0, so that an index before the first weight is never found
+    index = torch.searchsorted(sums, aim).clamp(max=sums.shape[-1] - 1)
+    inner = blocks.gather(-2, index.unsqueeze(-1).expand(*index.shape, block)).squeeze(-2)
+    inner = inner.cumsum(-1, dtype=numbers.dtype)
+    # Counted from the block's end, so that a sum rounded differently never aims past the block's last weight.
+    aim = (inner[..., -1:] - (sums.gather(-1, index) - aim)).clamp_min(torch.finfo(inner.dtype).tiny)
+    within = torch.searchsorted(inner, aim).clamp(max=block - 1)
+    return (index * block + within).squeeze(-1).clamp(max=size - 1), total.squeeze(-1)
 
 
-def _wide(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64  # which has no float64
+def _widest_float(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64

@@ -10,18 +10,19 @@ class TextPieces:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.ids = tokenizer, list[int]()
-        # What tokens before `start` spell is out; decoding from there on keeps a tokenizer's spaces right.
+        # The text of ids before `done` is out. Decoding starts at `start`, a piece earlier, to get spaces right.
         self.start, self.done = 0, 0
 
     @property
     def pending(self) -> list[int]:
-        """The ids whose text is not out yet, because it ends inside a character."""
+        """The ids whose text is not out yet, because they end inside a character."""
         return self.ids[self.done :]
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def add(self, *tokens: int, last: bool = False) -> str:
+        """The text that tokens add. last: no more will follow, so that an unfinished character is given as it is."""
         self.ids += tokens
         before, now = self._decode(self.ids[self.start : self.done]), self._decode(self.ids[self.start :])
         if now.endswith("\ufffd") and not last:
@@ -30,6 +31,6 @@ class TextPieces:
         return now[len(before) :]
 
     def peek(self, *tokens: int) -> str:
-        """What further tokens would add, which are not taken in."""
+        """The text that further tokens would add, without adding them."""
         before = self._decode(self.ids[self.start : self.done])
         return self._decode([*self.ids[self.start :], *tokens])[len(before) :]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specheads.decoding.target.cache import TreeCache
-from specheads.decoding.target.causal import decoder_of, text_config
+from specheads.decoding.target.hf_base import decoder_of, text_config
 from specheads.heads.rope import rotate
 
 

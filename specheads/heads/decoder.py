@@ -133,7 +133,7 @@ def keep_committed(
     # A row may overshoot the limit by one path when it ends, and is then fed a path of padding with the rest.
     rotary.ensure(target.limit + 2 * scratch, hidden)
     made = write(cache, torch.arange(columns, device=hidden.device).expand(batch, columns), True)
-    cache.settle(context.new, columns)
+    cache.load_prompt(context.new, columns)
     return made, cache
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import DynamicTree, Plan, Scored, chain
 from specheads.decoding.sampler import Sampler
-from specheads.decoding.target.cache import Levels, Reach, rows_of
+from specheads.decoding.target.cache import Levels, Reach, gather_nodes
 from specheads.decoding.tree import DraftTree
 from specheads.heads.anchored_starts import AnchoredStarts, AnchoredStartsConfig
 from specheads.heads.base import DraftHead, TapBatch
@@ -151,9 +151,9 @@ class FeatureHead(DraftHead):
         outputs = []
         for s in range(steps):
             if s == 1 and anchored is not None:
-                column, position, hidden = anchored, position.gather(1, anchored), rows_of(hidden, anchored)
+                column, position, hidden = anchored, position.gather(1, anchored), gather_nodes(hidden, anchored)
                 mask = mask.gather(2, anchored[:, None, :, None].expand(-1, 1, -1, length))
-            following = rows_of(embedded, (column + s + 1) % length)
+            following = gather_nodes(embedded, (column + s + 1) % length)
             outputs.append(self(attend, following, hidden, position + s))
             hidden = self.next_hidden(outputs[-1])
         return outputs
@@ -175,7 +175,7 @@ class FeatureHead(DraftHead):
             if parents is not None:
                 levels.next_level(parents)
                 attend, embedded = attend_with(cache, levels.mask(Reach())), target.embed(tokens).to(dtype)
-                level = self(attend, embedded, self.next_hidden(rows_of(level, parents)), levels.position)
+                level = self(attend, embedded, self.next_hidden(gather_nodes(level, parents)), levels.position)
             return Scored(self.draft_logits(level, 0, target.lm_head), ids)
 
         assert self.config.vocab_size is not None

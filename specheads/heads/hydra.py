@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import Expand, Plan, Scored
-from specheads.decoding.target.cache import rows_of
+from specheads.decoding.target.cache import gather_nodes
 from specheads.heads.base import TapBatch
 from specheads.heads.block import Block, copy_layer, copy_norm, decoder_layers, final_norm
 from specheads.heads.decoder import Attend, DecoderConfig, document_mask, read_committed
@@ -163,7 +163,7 @@ class HydraHead(DepthHeads):
         def expand(tokens: Tensor, parents: Tensor | None) -> Scored:
             nonlocal path
             block, lm_head = next(depths)
-            above = path if parents is None else rows_of(path, parents)
+            above = path if parents is None else gather_nodes(path, parents)
             path = torch.cat([above, target.embed(tokens).to(dtype)], -1)
             return Scored(lm_head(block(path)), ids)
 

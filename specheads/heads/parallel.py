@@ -27,7 +27,7 @@ from specheads.decoding.planner import BestFirstTree, Plan, Scored
 from specheads.decoding.precision import at_least_float32
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.target.cache import Reach, TreeCache, additive, visible
-from specheads.decoding.target.causal import UnsupportedModel, logits_of, refuse_more_than_lm_head
+from specheads.decoding.target.hf_base import UnsupportedModel, logits_of, refuse_more_than_lm_head
 from specheads.decoding.tree import DraftTree
 from specheads.heads.anchors import AnchoredBlocks
 from specheads.heads.base import TapBatch

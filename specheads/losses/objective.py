@@ -249,7 +249,7 @@ def part_of(law: TeacherProbs, rows: Tensor, some: Tensor) -> TeacherProbs:
 
 def in_draft(tokens: Tensor, draft: DraftIds | None) -> Tensor:
     """Ids of the base → of the draft vocabulary, −1 outside."""
-    return tokens if draft is None else draft.place[tokens]
+    return tokens if draft is None else draft.index[tokens]
 
 
 def rank_of(logits: Tensor, token: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from specheads.decoding.draft_ids import DraftIds
 from specheads.decoding.precision import at_least_float32
 from specheads.decoding.sampler import likeliest
 from specheads.decoding.target.cache import additive
-from specheads.decoding.target.causal import (
+from specheads.decoding.target.hf_base import (
     MASKED_ATTENTION,
     concat_taps,
     decoder_of,

@@ -121,7 +121,7 @@ class TopKTeacherProbs:
     @classmethod
     def of(cls, ids: Tensor, log_p: Tensor, tail: Tensor, draft: DraftIds | None) -> TopKTeacherProbs:
         """ids, log_p (R, K), the likeliest first, and tail (R,), the log-chance of all others."""
-        places = ids if draft is None else draft.place[ids]
+        places = ids if draft is None else draft.index[ids]
         inside = places >= 0
         if draft is not None:
             tail = torch.where(inside.sum(-1) == len(draft.ids), NEVER, tail)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.causal import UnsupportedModel, refuse_unsupported, text_config, unwrapped
+from specheads.decoding.target.hf_base import UnsupportedModel, refuse_unsupported, text_config, unwrapped
 from specheads.heads import HeadConfig
 from specheads.heads.naming import head_config
 from specheads.hub import options as hub_options

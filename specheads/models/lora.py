@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from specheads.decoding.precision import at_least_float32
-from specheads.decoding.target.causal import text_config
+from specheads.decoding.target.hf_base import text_config
 from specheads.heads import TapBatch
 from specheads.losses.chunked import Steps, chunked_sum
 from specheads.losses.functions import kl

@@ -13,7 +13,7 @@ from specheads.decoding.drafters import Cascade, Drafter, DraftModel, MaxGram, N
 from specheads.decoding.drafters.bigram import load_bigrams
 from specheads.decoding.drafters.model import refuse_other_kind
 from specheads.decoding.drafters.named import OF_TEXT
-from specheads.decoding.target.causal import text_config
+from specheads.decoding.target.hf_base import text_config
 from specheads.heads import DraftHead
 from specheads.hub import options as hub_options
 from specheads.models.config import SpecConfig

@@ -17,7 +17,7 @@ from specheads.decoding.drafters.named import either
 from specheads.decoding.generate import generate
 from specheads.decoding.planner import StaticTree
 from specheads.decoding.planner.named import static_choices
-from specheads.decoding.target.causal import logits_of
+from specheads.decoding.target.hf_base import logits_of
 from specheads.heads import DraftHead, TapBatch
 from specheads.hub import upload
 from specheads.losses.teacher import LiveTeacher, Teacher, packed_mask, tapped

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specheads.decoding.target.causal import text_config
+from specheads.decoding.target.hf_base import text_config
 from specheads.heads.block import decoder_layers
 from specheads.hub import options as hub_options
 from specheads.losses.objective import rows_of_chunk

@@ -203,12 +203,12 @@ def test_a_replayed_record_is_reviewed_as_often_as_the_target_reviews_and_accept
             )  # fmt: skip
             real += [(step.tokens, step.accepted, step.drafted) for step in out.steps]
             own.append(getattr(drafter, "reviews", ()))
-            replayed = recorded.replayed(record, prompt, drafter, plan, base.device)
+            replayed = recorded.replay(record, prompt, drafter, plan, base.device)
             assert [(s.tokens, s.accepted, s.drafted) for s in replayed] == real[-len(out.steps) :]
-        found = recorded.reviewed(record, PROMPTS, drafter, plan, base.device)
+        found = recorded.review(record, PROMPTS, drafter, plan, base.device)
         assert found["reviews"] == len(real) - len(PROMPTS)
         assert found["accepted"] == sum(accepted[0] for _, accepted, _ in real)
-        assert found["draft_reviews"] == (recorded.added(own) if isinstance(drafter, Cascade) else None)
+        assert found["draft_reviews"] == (recorded.sum_columns(own) if isinstance(drafter, Cascade) else None)
 
 
 def test_the_target_does_not_decode_when_it_is_replayed(monkeypatch):
@@ -216,16 +216,16 @@ def test_the_target_does_not_decode_when_it_is_replayed(monkeypatch):
     record = recorded.record(base, PROMPTS[:1], 12)
     drafter, plan = known["lookup"]
     monkeypatch.setattr(base, "forward", None)
-    assert recorded.reviewed(record, PROMPTS[:1], drafter, plan, base.device)["tokens"] == 12
+    assert recorded.review(record, PROMPTS[:1], drafter, plan, base.device)["tokens"] == 12
 
 
 def test_what_a_record_cannot_replay_is_refused(tmp_path, model):
     base, known = drafters()
     record = recorded.record(base, PROMPTS[:1], 5)
     with pytest.raises(ValueError, match="not in the record"):
-        list(recorded.replayed(record, [1, 2], *known["lookup"], base.device))
+        list(recorded.replay(record, [1, 2], *known["lookup"], base.device))
     with pytest.raises(ValueError, match="from the target's features"):
-        list(recorded.replayed(record, PROMPTS[0], model.head, chain(2), base.device))
+        list(recorded.replay(record, PROMPTS[0], model.head, chain(2), base.device))
     for text in ("[]", "{", '{"vocab_size": 5, "length": 1, "outputs": [{"prompt": [1], "output": [7]}]}'):
         (tmp_path / "bad.json").write_text(text, "utf8")
         with pytest.raises(ValueError, match=r"is no record of a target"):

@@ -73,7 +73,7 @@ def path_to(tree, row, node):
 
 @torch.no_grad()
 def plain_logits(base, ids):
-    """Logits behind the last of ids, in one forward without a cache."""
+    """Logits after the last of ids, in one forward without a cache."""
     return base(torch.tensor([ids]), use_cache=False).logits[0, -1]
 
 
@@ -99,7 +99,7 @@ def test_tree_logits_equal_path_logits(base):
 
 @pytest.mark.parametrize("reserve", [8, cache.RESERVE], ids=["buffers grow", "buffers suffice"])
 def test_commit_equals_fresh_prefill(base, reserve, monkeypatch):
-    """Ragged commits from trees of changing size, over lengths that pass two buckets; one row stands still at times."""
+    """Ragged commits from trees of changing size, over lengths past two buckets; one row gains nothing at times."""
     monkeypatch.setattr(cache, "RESERVE", reserve)
     rows, coin = random_rows((50, 62, 3)), torch.Generator().manual_seed(2)
     target = Target(base, layers=(1,), scratch=10)
@@ -179,7 +179,7 @@ def test_capacity_errors_say_what_does_not_fit():
     small = TreeCache(1, 2, 4)
     small.update(torch.zeros(1, 1, 5, 2), torch.zeros(1, 1, 5, 2), 0)
     with pytest.raises(ValueError, match="a prompt of 5 tokens does not fit a cache made for 4"):
-        small.settle(torch.tensor([5]), 5)
+        small.load_prompt(torch.tensor([5]), 5)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_capacity_errors_say_what_does_not_fit():
     ids=str,
 )
 def test_reach_is_measured_by_position_not_by_slot(reach, slots):
-    """Five committed tokens behind six scratch slots; the root at position 5, children at 6, a grandchild at 7."""
+    """Six scratch slots, then five committed tokens; the root at position 5, children at 6, a grandchild at 7."""
     tree = DraftTree(torch.zeros(1, 4, dtype=torch.long), torch.tensor([[-1, 0, 0, 2]]), 2)
     mask = visible(tree.topology.ancestors, tree.topology.depth, torch.tensor([5]), 6, 6 + 8, reach)
     assert mask[0, 3].nonzero().flatten().tolist() == slots

@@ -13,7 +13,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from specheads import DynamicTree, StaticTree, Target, UnsupportedModel, convert
 from specheads.decoding.planner import Scored
-from specheads.decoding.target.causal import logits_of
+from specheads.decoding.target.hf_base import logits_of
 from specheads.heads.block import decoder_layers, final_norm
 from tests.support.families import FAMILIES, LATENT, LENGTH_DEPENDENT, VOCAB, build
 

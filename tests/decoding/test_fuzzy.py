@@ -245,7 +245,7 @@ def test_every_head_gives_its_law(head):
 def test_a_drafter_that_gives_no_law_is_refused_by_name(base):
     model, inputs = convert(base, "medusa", num_heads=2), BATCHES["one"]
     drafter = Replay(inputs, base.generate(**inputs, do_sample=False, max_new_tokens=9))
-    with pytest.raises(ValueError, match=r"Fuzzy compares the draft's law.*Replay gives none"):
+    with pytest.raises(ValueError, match=r"Fuzzy compares draft and target .*Replay gives none"):
         model.generate(**inputs, max_new_tokens=9, draft=drafter, accept=Fuzzy(0.3))
     for rule in (Fuzzy(0, mode="rescue"), Fuzzy(0.5, "random")):
         model.generate(**inputs, max_new_tokens=9, draft=drafter, accept=rule)

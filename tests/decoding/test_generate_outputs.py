@@ -65,19 +65,19 @@ def test_statistics_add_up(model, do_sample, limit):
         **inputs, do_sample=do_sample, max_new_tokens=limit, eos_token_id=96, pad_token_id=PAD, seed=4,
         return_dict_in_generate=True, draft=Replay(inputs, expected), suppress_tokens=[PAD] if do_sample else None,
     )  # fmt: skip
-    made = out.statistics()
+    totals = out.statistics()
     lengths = [(row != PAD).sum().item() for row in out.sequences[:, columns:]]
-    assert made["tokens"] == sum(lengths)
-    assert made["steps"] == len(out.steps) - 1
+    assert totals["tokens"] == sum(lengths)
+    assert totals["steps"] == len(out.steps) - 1
     rows = [list(itertools.chain.from_iterable(step.tokens[b] for step in out.steps)) for b in range(3)]
     assert [len(row) for row in rows] == lengths
     taken = sum(bool(row) for step in out.steps[1:] for row in step.tokens)
-    assert made["drafted"] == sum(map(sum, (step.drafted for step in out.steps)))
-    assert made["accepted"] == sum(map(sum, (step.accepted for step in out.steps)))
-    assert made["accepted_length"] == pytest.approx((sum(lengths) - 3) / taken)
-    assert sum(made["accepted_by_depth"]) == pytest.approx(made["accepted"] / taken)
-    assert made["accepted_by_depth"] == sorted(made["accepted_by_depth"], reverse=True)
-    assert made["lossless"] is True
+    assert totals["drafted"] == sum(map(sum, (step.drafted for step in out.steps)))
+    assert totals["accepted"] == sum(map(sum, (step.accepted for step in out.steps)))
+    assert totals["accepted_length"] == pytest.approx((sum(lengths) - 3) / taken)
+    assert sum(totals["accepted_by_depth"]) == pytest.approx(totals["accepted"] / taken)
+    assert totals["accepted_by_depth"] == sorted(totals["accepted_by_depth"], reverse=True)
+    assert totals["lossless"] is True
     left = [limit - 1] * 3
     for step in out.steps[1:]:
         room = max(n for n, row in zip(left, step.tokens, strict=True) if row)
@@ -88,7 +88,7 @@ def test_statistics_add_up(model, do_sample, limit):
             # A sample may by chance be what was drafted first.
             assert do_sample or all(rank == 1 for rank in ranks), "the right token is always drafted second"
     if not do_sample:
-        assert 0 < made["accepted"] < made["tokens"]
+        assert 0 < totals["accepted"] < totals["tokens"]
 
 
 def test_a_step_becomes_plain_json(model):
@@ -161,7 +161,7 @@ def test_every_way_of_reading_one_number_is_seen(read, monkeypatch):
 @pytest.mark.parametrize("accept", RULES, ids=repr)
 @pytest.mark.sampled(3)
 def test_no_vocabulary_wide_tensor_goes_to_the_host(model, monkeypatch, do_sample, tree, accept):
-    """Of what is copied, nothing is as large as one row's laws; each step copies once."""
+    """Of what is copied, nothing is as large as one row's probabilities; each step copies once."""
     with monkeypatch.context() as patch, Reads(patch) as reads:
         out = model.generate(
             **BATCHES["ragged"], do_sample=do_sample, max_new_tokens=30, seed=0, tree=tree, accept=accept,

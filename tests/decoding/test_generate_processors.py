@@ -1,4 +1,4 @@
-"""generate() and what shapes the law: every processor and truncation means what it means in Hugging Face."""
+"""generate() and what shapes the distribution: every processor and truncation means what it means in Hugging Face."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.support.replay import BATCHES, PAD, V, assert_same
 
 
 class NoEcho(LogitsProcessor):
-    """Bans tokens by the last two of the prefix, its length, and the row's place in the batch."""
+    """Bans tokens by the last two of the prefix, its length, and the row's index in the batch."""
 
     def __call__(self, input_ids, scores):
         rows = torch.arange(len(input_ids)).unsqueeze(1)
@@ -19,7 +19,7 @@ class NoEcho(LogitsProcessor):
 
 
 def allowed_by_prefix(batch_id, sent):
-    """A third of the vocabulary, another one behind each prefix and in each row."""
+    """A third of the vocabulary, another one after each prefix and in each row."""
     return [token for token in range(3, V) if (token + batch_id + len(sent) + int(sent[-1])) % 3]
 
 
@@ -51,7 +51,7 @@ def test_every_logits_processor_means_what_it_means_in_hugging_face(model, optio
     inputs, options = BATCHES[batch], {"do_sample": False, "max_new_tokens": 24}
     plain = model.base.generate(**inputs, **options)
     changed = model.base.generate(**inputs, **options, **PREFIX_OPTIONS[option])
-    # Otherwise the option bites in no place, and the test shows nothing (an EOS that never came is no change either).
+    # Otherwise the option changes nothing, and the test shows nothing (an EOS that never came is no change either).
     assert not torch.equal(plain, changed)
     ended_early = option in ("min_new_tokens", "min_length", "exponential_decay_length_penalty")
     assert_same(model, inputs, **PREFIX_OPTIONS[option], accepted=1.2 if ended_early else 1.5, reference=changed)

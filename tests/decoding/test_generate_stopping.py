@@ -30,12 +30,12 @@ def test_stop_strings_end_each_row_where_hugging_face_does(model, tokenizer, bat
     inputs = BATCHES[batch]
     columns = inputs["input_ids"].shape[1]
     text = model.base.generate(**inputs, do_sample=False, max_new_tokens=24)[0, columns:].tolist()
-    for place in (1, 7):
+    for index in (1, 7):
         # Begins inside the token before, where that has two characters.
-        stop = tokenizer.decode([text[place - 1]])[-1] + tokenizer.decode([text[place]])
+        stop = tokenizer.decode([text[index - 1]])[-1] + tokenizer.decode([text[index]])
         out = assert_same(model, inputs, stop_strings=stop, tokenizer=tokenizer, accepted=0.9)
         if batch == "one":
-            assert out.sequences.shape[1] <= columns + place + 1 < columns + 24
+            assert out.sequences.shape[1] <= columns + index + 1 < columns + 24
         options = {"do_sample": False, "max_new_tokens": 24, "tokenizer": tokenizer}
         assert torch.equal(model.generate(**inputs, **options, stop_strings=["ne ver", stop]), out.sequences)
         config = copy.deepcopy(model.generation_config)

@@ -5,8 +5,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from specheads import DraftTree, SampledTree, chain
-from specheads.decoding.processors import state_of
-from specheads.decoding.turn import ended
+from specheads.decoding.processors import snapshot
+from specheads.decoding.schedule import end_mask
 from tests.support.replay import BATCHES, PAD, PROMPTS, Replay, V, assert_same
 
 EOS = 2
@@ -42,7 +42,7 @@ def prompts_of(inputs):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_a_grammar_that_has_ended_is_not_asked_again(model, batch):
+def test_a_grammar_that_has_ended_is_not_called_again(model, batch):
     inputs = BATCHES[batch]
     options = {"max_new_tokens": 24, "eos_token_id": EOS, "pad_token_id": PAD}
 
@@ -103,7 +103,7 @@ def test_a_table_of_as_many_steps_as_tokens_is_enough(model, batch):
 def test_nothing_follows_an_end_or_the_last_token_there_is_room_for():
     tokens = torch.tensor([[5, EOS, 7, 8, 9, 6], [EOS, 4, 6, 7, EOS, 3], [5, 6, 7, 8, 9, 3]])
     parents = torch.tensor([[-1, 0, 1, 2, 0, 4]] * 3)
-    marked = ended(DraftTree(tokens, parents, 3), torch.tensor([EOS]), [9, 2, 0])
+    marked = end_mask(DraftTree(tokens, parents, 3), torch.tensor([EOS]), [9, 2, 0])
     assert marked.tolist() == [
         [False, True, True, True, False, False], [False, False, True, True, True, True], [True] * 6,
     ]  # fmt: skip
@@ -122,7 +122,7 @@ class Shown(LogitsProcessor):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_processors_see_the_padding_that_the_caller_gave(model, side):
-    """60, say, where the model's own padding id is 0; as in generate(), where it stands."""
+    """60, say, where the model's own padding id is 0; as in generate(), wherever it is."""
     longest = max(map(len, PROMPTS))
     rows = [
         [60] * (longest - len(row)) + row if side == "left" else row + [60] * (longest - len(row)) for row in PROMPTS
@@ -155,7 +155,7 @@ class Counting(LogitsProcessor):
 
 
 class Remembering(Counting):
-    """The same, its state behind an object and a tensor."""
+    """The same, its state in an object and a tensor."""
 
     def __init__(self):
         self.inner = Counting()
@@ -189,7 +189,7 @@ class Hidden(Counting):
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("processor", [Counting, Remembering, Hidden])
-def test_a_processor_that_keeps_state_stops_the_drafting_and_says_so(model, processor, batch, hf_log):
+def test_a_processor_that_keeps_state_stops_the_drafting_with_a_warning(model, processor, batch, hf_log):
     inputs, options = BATCHES[batch], {"do_sample": False, "max_new_tokens": 16, "eos_token_id": 5, "pad_token_id": PAD}
     expected = model.base.generate(**inputs, **options, logits_processor=LogitsProcessorList([processor()]))
     assert not torch.equal(expected, model.base.generate(**inputs, **options))
@@ -198,8 +198,8 @@ def test_a_processor_that_keeps_state_stops_the_drafting_and_says_so(model, proc
         output_scores=True, draft=Replay(inputs, expected),
     )  # fmt: skip
     assert torch.equal(out.sequences, expected) and out.statistics()["drafted"] == 0
-    said = [record.message for record in hf_log.records if "keeps state" in record.message]
-    assert len(said) == 1 and processor.__name__ in said[0] and "depends_on_prefix_only" in said[0]
+    warnings = [record.message for record in hf_log.records if "keeps state" in record.message]
+    assert len(warnings) == 1 and processor.__name__ in warnings[0] and "depends_on_prefix_only" in warnings[0]
 
 
 class Unchanged(LogitsProcessor):
@@ -217,23 +217,23 @@ def test_a_processor_that_never_changes_is_drafted_for(model, hf_log):
     assert out.statistics()["drafted"] > 0 and "keeps state" not in hf_log.text
 
 
-def test_what_is_seen_of_a_state_changes_with_it():
+def test_a_snapshot_changes_with_the_state():
     class Holder:
         def __init__(self):
             self.parts = [torch.zeros(2), {"k": {1, 2}}, (b"x", 1.5), torch.Generator().manual_seed(0), range(3)]
 
     holder = Holder()
-    seen = [state_of(holder)]
-    assert seen[0] is not None and seen[0] == state_of(holder)
+    seen = [snapshot(holder)]
+    assert seen[0] is not None and seen[0] == snapshot(holder)
     holder.parts[0][1] = 3
-    seen.append(state_of(holder))
+    seen.append(snapshot(holder))
     holder.parts[1]["k"].add(9)
-    seen.append(state_of(holder))
+    seen.append(snapshot(holder))
     torch.rand(1, generator=holder.parts[3])
-    seen.append(state_of(holder))
+    seen.append(snapshot(holder))
     assert all(a != b for i, a in enumerate(seen) for b in seen[:i])
-    assert state_of([lambda: 0, torch.nn.Linear(2, 2)]) is not None
-    assert state_of([iter([1])]) is not None and state_of(i for i in range(3)) is None
+    assert snapshot([lambda: 0, torch.nn.Linear(2, 2)]) is not None
+    assert snapshot([iter([1])]) is not None and snapshot(i for i in range(3)) is None
 
 
 # --- A real library of that kind ---

@@ -39,7 +39,7 @@ def test_each_node_with_children_keeps_the_drafts_logits(name, batch, ids):
             wanted = torch.full((vocab_size,), -torch.inf)
             wanted[ids or slice(None)] = draft.logits(row, paths[node])
             assert torch.equal(own, wanted)
-            assert torch.equal(tree.logits.over_target(tree.logits.logits)[row, tree.logits.place[row, node]], wanted)
+            assert torch.equal(tree.logits.over_target(tree.logits.logits)[row, tree.logits.index[row, node]], wanted)
 
 
 @pytest.mark.parametrize("name", ["chain", "static", "dynamic", "sampled"])

@@ -31,14 +31,14 @@ BASES = {
 
 @pytest.fixture(scope="module", params=BASES)
 def base(request):
-    made = BASES[request.param]()
-    made.generation_config.eos_token_id = None
+    base = BASES[request.param]()
+    base.generation_config.eos_token_id = None
     ids, cache, states = torch.zeros(1, BOUNDARY + 1, dtype=torch.long), DynamicCache(), torch.zeros(1, 1, BOUNDARY, 1)
     cache.update(states, states, 0)
-    fed = made.prepare_inputs_for_generation(ids, past_key_values=cache, next_sequence_length=1)
+    fed = base.prepare_inputs_for_generation(ids, past_key_values=cache, next_sequence_length=1)
     if fed.get("past_key_values") is None and fed["input_ids"].shape[1] == 1:
         pytest.skip("this transformers drops the cache at the boundary and reads one token alone: its text is wrong")
-    return made
+    return base
 
 
 def prompts(*lengths):
@@ -57,7 +57,7 @@ def drafters(base):
 @pytest.mark.sampled(3)
 def test_the_text_is_generates_own_on_both_sides(base, lengths):
     inputs, options = prompts(*lengths), {"do_sample": False, "max_new_tokens": 30}
-    base(torch.tensor([[1]]))  # without it `dynamic` begins with what the text before it has left behind
+    base(torch.tensor([[1]]))  # without it `dynamic` begins with the frequencies of the text before it
     expected = base.generate(**inputs, **options)
     for name, drafter in drafters(base).items():
         if name == "itself" and max(lengths) >= base.config.max_position_embeddings:
@@ -72,14 +72,14 @@ def test_rows_that_end_early_change_nothing_for_the_others(base, seed):
     """The longest row's positions count for all, after its end as well."""
     inputs = prompts(33, 24, 28)
     free = base.generate(**inputs, do_sample=False, max_new_tokens=30)[:, 33:]
-    ends = [int(free[0, 2 + seed]), int(free[1, 12]), int(free[2, 4])]  # each row at a place of its own
+    ends = [int(free[0, 2 + seed]), int(free[1, 12]), int(free[2, 4])]  # each row at its own position
     options = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": ends, "pad_token_id": 0}
     expected = base.generate(**inputs, **options)
     for name, drafter in drafters(base).items():
         assert torch.equal(specheads.generate(base, **inputs, **options, drafter=drafter), expected), name
 
 
-def test_drafting_stops_and_goes_on_as_it_can_and_says_so_once(base, hf_log):
+def test_drafting_stops_and_resumes_as_it_can_and_warns_once(base, hf_log):
     inputs = prompts(32)
     long = "longrope" in str(base.config.rope_parameters)
     text = base.generate(**inputs, do_sample=False, max_new_tokens=40)
@@ -96,8 +96,8 @@ def test_drafting_stops_and_goes_on_as_it_can_and_says_so_once(base, hf_log):
     assert all(n == 0 for at, n in drafted if at - 1 < BOUNDARY < at + 4)
     beyond = [n for at, n in drafted if at - 1 >= BOUNDARY and at < 66]
     assert beyond and all((n == 4) == long for n in beyond)
-    said = [record.message for record in hf_log.records if "rotary positions" in record.message]
-    assert len(said) == 1 and f"at {BOUNDARY} tokens" in said[0]
+    warnings = [record.message for record in hf_log.records if "rotary positions" in record.message]
+    assert len(warnings) == 1 and f"at {BOUNDARY} tokens" in warnings[0]
 
 
 def test_a_text_that_ends_before_the_boundary_is_drafted_for_as_any_other(base, hf_log):
@@ -121,7 +121,7 @@ def test_sampled_text_crosses_the_boundary_by_the_same_draws(base):
         assert drawn.shape == plain.shape
 
 
-def test_a_text_with_positions_of_its_own_is_not_read_again():
+def test_a_text_with_explicit_positions_is_not_read_again():
     base = BASES["Phi-3, longrope"]()
     inputs = prompts(30)
     position = torch.arange(30).unsqueeze(0) + 3

@@ -1,4 +1,4 @@
-"""Sampler: the law generate() would draw from, each processor with the prefix it asks for; a G-test end to end."""
+"""Sampler: the distribution generate() draws from, each processor with the prefix it asks for; a G-test end to end."""
 
 import math
 
@@ -11,10 +11,10 @@ from specheads import Exact, SampledTree, Sampler, convert
 from specheads.decoding.sampler import likeliest
 from tests.conftest import tiny_llama
 
-# --- The law ---
+# --- The distribution ---
 
 
-def test_greedy_is_a_one_hot_law():
+def test_greedy_is_a_one_hot_distribution():
     logits = torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, -2.0]])
     assert Sampler().probs(logits).tolist() == [[0, 1, 0], [1, 0, 0]]
 
@@ -28,14 +28,14 @@ def test_sampling_without_processors_is_the_softmax():
     ("given", "kept"),
     [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
 )
-def test_laws_are_float32_unless_the_model_is_finer(given, kept):
+def test_probs_are_float32_unless_the_model_is_finer(given, kept):
     logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0)).to(given)
     sampler = Sampler(LogitsProcessorList([hf.TemperatureLogitsWarper(0.5)]), do_sample=True)
     assert sampler.probs(logits).dtype == kept and sampler.draft_probs(logits).dtype == kept
     torch.testing.assert_close(sampler.probs(logits), (logits.to(kept) / 0.5).softmax(-1))
 
 
-def test_the_draft_law_is_truncated_like_the_targets():
+def test_draft_probs_are_truncated_like_the_targets():
     logits = torch.randn(6, 20, generator=torch.Generator().manual_seed(1))
     processors = [hf.TemperatureLogitsWarper(1.7), hf.TopKLogitsWarper(7), hf.TopPLogitsWarper(0.8)]
     sampler = Sampler(LogitsProcessorList(processors), do_sample=True)
@@ -44,7 +44,7 @@ def test_the_draft_law_is_truncated_like_the_targets():
     assert (sampler.probs(logits) > 0).sum(-1).max() <= 7
 
 
-def test_a_processor_of_the_prefix_stays_out_of_the_draft_law():
+def test_a_processor_of_the_prefix_stays_out_of_the_draft_probs():
     sampler = Sampler(LogitsProcessorList([hf.RepetitionPenaltyLogitsProcessor(3.0)]), do_sample=True)
     logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(sampler.draft_probs(logits), logits.softmax(-1))
@@ -71,8 +71,8 @@ def test_each_row_is_processed_with_its_own_padded_prefix():
     prompts, lengths = [[1, 2, 3], [8, 8, 4], [0, 6, 7]], [3, 1, 2]
     sampler = Sampler(LogitsProcessorList([own]), do_sample=True, prompts=prompts, lengths=lengths, pad_token_id=9)
     logits = torch.zeros(3, 10)
-    law = sampler.probs(logits, lambda: [[1, 2, 3], [4, 5], [6, 7]])
-    assert law.argmin(-1).tolist() == [3, 5, 7] and (law == 0).sum() == 3
+    probs = sampler.probs(logits, lambda: [[1, 2, 3], [4, 5], [6, 7]])
+    assert probs.argmin(-1).tolist() == [3, 5, 7] and (probs == 0).sum() == 3
     assert torch.equal(logits, torch.zeros(3, 10)), "the caller's logits were changed"
     assert sorted(map(len, (call[0] for call in own.calls))) == [3, 4]
     assert all(len(call) == 3 for call in own.calls)
@@ -81,7 +81,7 @@ def test_each_row_is_processed_with_its_own_padded_prefix():
     assert long == [[8, 8, 4, 5]] * 3
 
 
-def test_no_processor_is_asked_of_a_row_that_has_ended():
+def test_no_processor_is_called_for_a_row_that_has_ended():
     own = Recording()
     sampler = Sampler(LogitsProcessorList([own]), prompts=[[1], [2]], lengths=[1, 1], pad_token_id=9)
     logits = torch.randn(2, 10, generator=torch.Generator().manual_seed(0))
@@ -99,11 +99,11 @@ def test_a_subclass_of_a_prefix_free_processor_is_given_its_prefix():
 
     sampler = Sampler(LogitsProcessorList([Cooling(1.0)]), do_sample=True)
     logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
-    law = sampler.probs(logits, lambda: [[1], [1, 2, 3]])
-    torch.testing.assert_close(law, (logits / torch.tensor([[2.0], [4.0]])).softmax(-1))
+    probs = sampler.probs(logits, lambda: [[1], [1, 2, 3]])
+    torch.testing.assert_close(probs, (logits / torch.tensor([[2.0], [4.0]])).softmax(-1))
 
 
-def test_processors_with_a_memory_are_refused_by_name():
+def test_processors_that_keep_state_are_refused_by_name():
     watermark = hf.SynthIDTextWatermarkLogitsProcessor(
         ngram_len=5, keys=[1, 2, 3], sampling_table_size=16, sampling_table_seed=0, context_history_size=8, device="cpu"
     )
@@ -132,7 +132,7 @@ def test_a_certain_coin_is_certain_and_greedy_coins_are_thresholds():
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
 @pytest.mark.parametrize("size", [3, 128, 129, 1000])
-def test_a_token_without_a_chance_is_not_drawn_by_the_first_or_last_number(size, number):
+def test_a_token_of_probability_0_is_not_drawn_by_the_first_or_last_number(size, number):
     """Over one block and over several, the chance in the first, in the last and in one between."""
     for token in {0, 1, size // 2, size - 2, size - 1}:
         p = torch.zeros(1, size).index_fill(1, torch.tensor(token), 0.7)
@@ -152,7 +152,7 @@ def test_a_draw_is_the_index_at_which_the_running_sum_passes_the_number():
 
 
 @pytest.mark.parametrize("p", [[0.0, 0.0], [torch.nan, 1.0], [torch.inf, 1.0]])
-def test_a_law_without_a_finite_sum_is_remembered(p):
+def test_a_distribution_without_a_finite_sum_is_remembered(p):
     sampler = Sampler(do_sample=True)
     sampler.draw(torch.tensor([[0.5, 0.5]]))
     assert sampler.finite
@@ -161,7 +161,7 @@ def test_a_law_without_a_finite_sum_is_remembered(p):
     assert not sampler.finite
 
 
-def test_the_index_of_a_law_that_is_no_number_is_one_of_its_own():
+def test_the_index_drawn_from_nan_is_inside_the_vocabulary():
     for size in (3, 128, 300):
         drawn = Sampler(do_sample=True).draw(torch.full((4, size), torch.nan))
         assert drawn.min() >= 0 and drawn.max() < size
@@ -171,41 +171,41 @@ def test_the_index_of_a_law_that_is_no_number_is_one_of_its_own():
 
 
 def truncated(logits, temperature, top_k, top_p):
-    """Logits (V,) → the law as the three options define it, in plain Python."""
+    """Logits (V,) → the distribution as the three options define it, in plain Python."""
     p = (logits.double() / temperature).softmax(-1).tolist()
     ranked = sorted(range(len(p)), key=lambda token: -p[token])[:top_k]
     total = sum(p[token] for token in ranked)
-    law, mass = {}, 0.0
+    probs, mass = {}, 0.0
     for token in ranked:
         if mass >= top_p:
             break
-        law[token] = p[token] / total
-        mass += law[token]
-    return {token: chance / mass for token, chance in law.items()}
+        probs[token] = p[token] / total
+        mass += probs[token]
+    return {token: chance / mass for token, chance in probs.items()}
 
 
 @torch.no_grad()
 def joint(base, prompt, length, **options):
-    law = {(): 1.0}
+    probs = {(): 1.0}
     for _ in range(length):
-        paths = list(law)
+        paths = list(probs)
         logits = base(torch.tensor([[*prompt, *path] for path in paths])).logits[:, -1]
-        law = {
-            (*path, token): law[path] * p
+        probs = {
+            (*path, token): probs[path] * p
             for path, row in zip(paths, logits, strict=True)
             for token, p in truncated(row, **options).items()
         }
-    return law
+    return probs
 
 
-def g_test(samples, law):
+def g_test(samples, probs):
     """The chance of counts at least as unlike `probs` as these: G = 2 Σ O ln(O / E) against χ², rare cells pooled."""
     observed = {}
     for sample in samples:
         observed[sample] = observed.get(sample, 0) + 1
-    assert observed.keys() <= law.keys(), f"drew what has no chance: {observed.keys() - law.keys()}"
+    assert observed.keys() <= probs.keys(), f"drew what has no chance: {observed.keys() - probs.keys()}"
     cells, rare = [], [0, 0.0]
-    for key, p in law.items():
+    for key, p in probs.items():
         expected = p * len(samples)
         if expected < 10:
             rare[0] += observed.get(key, 0)
@@ -237,10 +237,10 @@ def draws_of(model, rows, **options):
     return [tuple(row) for row in out[:, len(PROMPT) :].tolist()]
 
 
-def pairs(law, start):
-    """The marginal law of tokens start and start + 1."""
+def pairs(probs, start):
+    """The marginal probs of tokens start and start + 1."""
     marginal = {}
-    for path, p in law.items():
+    for path, p in probs.items():
         key = path[start : start + 2]
         marginal[key] = marginal.get(key, 0.0) + p
     return marginal
@@ -253,10 +253,10 @@ def test_generate_draws_pairs_with_the_bases_chances(tiny, head, plan):
     """8,000 texts of 3 tokens. False-alarm probability 1e-6 over all 30 marginals (Bonferroni), were seeds free."""
     torch.manual_seed(5)
     model = convert(tiny, head)
-    law = joint(tiny, PROMPT, 3, **OPTIONS)
+    probs = joint(tiny, PROMPT, 3, **OPTIONS)
     samples = [text for seed in range(2) for text in draws_of(model, 4000, seed=seed, tree=plan)]
     for start in range(2):
-        chance = g_test([text[start : start + 2] for text in samples], pairs(law, start))
+        chance = g_test([text[start : start + 2] for text in samples], pairs(probs, start))
         assert chance > 1e-6 / 30
 
 
@@ -264,13 +264,13 @@ def test_the_g_test_notices_a_residual_that_returns_p(tiny, monkeypatch):
     monkeypatch.setattr("specheads.decoding.acceptance.exact.residual", lambda p, q: p)
     torch.manual_seed(5)
     model = convert(tiny, "eagle3")
-    law = joint(tiny, PROMPT, 3, **OPTIONS)
+    probs = joint(tiny, PROMPT, 3, **OPTIONS)
     samples = draws_of(model, 4000, seed=0, tree=SampledTree((2, 1)), accept=Exact())
-    assert g_test([text[1:3] for text in samples], pairs(law, 1)) < 1e-12
+    assert g_test([text[1:3] for text in samples], pairs(probs, 1)) < 1e-12
 
 
 @pytest.mark.parametrize("shape", [(3, 8192), (2, 5, 4096), (1, 128 * 300), (2, 4097), (0, 8192), (2, 128)])
-def test_the_likeliest_token_found_by_blocks_is_the_one_argmax_names(shape):
+def test_the_likeliest_token_found_by_blocks_is_argmax(shape):
     logits = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(2).round()  # many are alike
     logits[..., 5:9] = -torch.inf
     assert torch.equal(likeliest(logits), logits.argmax(-1))

@@ -31,7 +31,7 @@ from transformers import (
 import specheads
 from specheads import DraftModel, DraftTree, MaxGram, PromptLookup, UnsupportedModel, chain, convert
 from specheads.decoding.target import seq2seq
-from specheads.decoding.target.seq2seq import Seq2SeqTarget, Source, passes
+from specheads.decoding.target.seq2seq import Seq2SeqTarget, Source, group_passes
 from tests.support.seq2seq_models import BATCHES, MODELS, SOURCES, Known, V, tiny_bart, tiny_t5
 
 BART_SIZES = {
@@ -138,7 +138,7 @@ def test_rows_share_passes_as_is_cheapest():
     for start, num, overhead in itertools.product(
         ([5, 5, 5], [9, 1, 2, 30], [3, 40, 4, 41, 5]), (1, 6), (0, 5, 24, 500)
     ):
-        found = passes(start, num, overhead)
+        found = group_passes(start, num, overhead)
         assert sorted(itertools.chain(*found)) == list(range(len(start)))
         best = min(cost(split, start, num, overhead) for split in splits(list(range(len(start)))))
         assert cost(found, start, num, overhead) == best

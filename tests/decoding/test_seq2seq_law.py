@@ -28,7 +28,7 @@ def tiny(kind, vocab_size, seed):
 
 @torch.no_grad()
 def true_law(base, sources, length):
-    """The rows' joint law behind a first token that is certain, each by forwards of the row alone, with no cache."""
+    """The rows' joint distribution after a certain first token, each by forwards of the row alone, without a cache."""
     joint = {(): 1.0}
     for row, source in enumerate(sources):
         law = {(FIRST[row],): 1.0}

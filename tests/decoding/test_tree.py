@@ -49,7 +49,7 @@ def test_a_depth_bound_changes_nothing_where_it_holds():
     assert not torch.equal(ancestors(torch.arange(-1, 7).unsqueeze(0), 2), ancestors(torch.arange(-1, 7).unsqueeze(0)))
 
 
-def test_ranks_count_the_siblings_before():
+def test_ranks_count_the_earlier_siblings():
     generator = torch.Generator().manual_seed(1)
     parents = random_parents(generator, 4, 12)
     ranks = TreeTopology.of(parents).ranks
@@ -58,7 +58,7 @@ def test_ranks_count_the_siblings_before():
         assert ranks[b].tolist() == expected
 
 
-def test_families_list_the_children_of_nodes_that_have_several():
+def test_sibling_groups_list_the_children_of_nodes_that_have_several():
     parents = random_parents(torch.Generator().manual_seed(2), 4, 12)
     above, children = TreeTopology.of(parents).sibling_groups
     found = {int(node): [int(one) for one in row if one] for node, *row in zip(above, *children, strict=True)}
@@ -70,26 +70,26 @@ def test_families_list_the_children_of_nodes_that_have_several():
     assert found == {node: nodes for node, nodes in expected.items() if len(nodes) > 1}
 
 
-def test_where_nothing_stands_each_node_falls_behind_all_below_it_and_its_elder_siblings():
+def test_postorder_comes_after_descendants_and_earlier_siblings_and_rejection_order_in_draft_order():
     parents = random_parents(torch.Generator().manual_seed(3), 4, 12)
     topology = TreeTopology.of(parents)
     for b, row in enumerate(parents.tolist()):
-        place = {node: at for at, node in enumerate(topology.postorder[b].tolist())}
-        assert sorted(place) == list(range(12))
+        index = {node: i for i, node in enumerate(topology.postorder[b].tolist())}
+        assert sorted(index) == list(range(12))
         reached = [i for i in range(12) if climb(row, i)[-1] == 0]
         for i in reached:
-            assert place[i] < len(reached) and all(place[i] <= place[above] for above in climb(row, i))
+            assert index[i] < len(reached) and all(index[i] <= index[above] for above in climb(row, i))
             for j in range(i):
-                if row[i] == row[j] >= 0:  # all below the elder, too
+                if row[i] == row[j] >= 0:  # all below the earlier sibling, too
                     below = [k for k in range(12) if j in climb(row, k)]
-                    assert all(place[k] < place[m] for k in below for m in range(12) if i in climb(row, m))
-    lost = []
-    for above, child, elder in topology.rejection_order:
-        for node, one, before in zip(above.tolist(), child.tolist(), elder.tolist(), strict=True):
-            assert parents.flatten()[one] + one // 12 * 12 == node and one not in [fallen for fallen, _ in lost]
-            assert before == [younger for fallen, younger in lost if fallen == node]
-        lost += zip(above.tolist(), child.tolist(), strict=True)
-    assert sorted(child for _, child in lost) == (parents.flatten() >= 0).nonzero().flatten().tolist()
+                    assert all(index[k] < index[m] for k in below for m in range(12) if i in climb(row, m))
+    rejected = []
+    for above, child, earlier in topology.rejection_order:
+        for node, one, before in zip(above.tolist(), child.tolist(), earlier.tolist(), strict=True):
+            assert parents.flatten()[one] + one // 12 * 12 == node and one not in [child for _, child in rejected]
+            assert before == [child for parent, child in rejected if parent == node]
+        rejected += zip(above.tolist(), child.tolist(), strict=True)
+    assert sorted(child for _, child in rejected) == (parents.flatten() >= 0).nonzero().flatten().tolist()
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,11 @@ def test_root_only_is_one_node_at_depth_0():
     assert tree.topology.depth.tolist() == [[0], [0]] and tree.topology.ancestors.all()
 
 
-def test_tokens_and_parents_of_unlike_shape_are_refused():
+def test_tokens_and_parents_must_have_one_shape():
     with pytest.raises(ValueError, match=r"tokens \(1, 2\) and parents \(1, 3\)"):
         DraftTree(torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 3, dtype=torch.long), 1)
 
 
-def test_the_order_of_falls_is_found_for_the_deepest_tree_there_is():
+def test_postorder_of_the_deepest_tree_needs_no_recursion():
     parents = torch.arange(-1, 1023).unsqueeze(0)
     assert TreeTopology.of(parents).postorder[0].tolist() == list(range(1023, -1, -1))

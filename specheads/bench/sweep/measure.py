@@ -18,7 +18,7 @@ from specheads.decoding.acceptance.named import rule_named
 from specheads.decoding.drafters import Cascade
 from specheads.decoding.planner import Plan, tree_named
 from specheads.decoding.planner.named import STATIC_DEPTH
-from specheads.decoding.recorded import Record, added, reviewed
+from specheads.decoding.recorded import Record, review, sum_columns
 
 Row = dict[str, Any]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -131,7 +131,7 @@ def judged(
         "mean_kl": far.mean if not setting.temperature else None,
         "surprisal_excess": far.mean,
         "outside": far.outside,
-        **walltime(bench, drafter, gained, reviews, added(passes) if any(passes) else None),
+        **walltime(bench, drafter, gained, reviews, sum_columns(passes) if any(passes) else None),
     }  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def replay(bench: Bench, sweep: Sweep, record: Record, setting: Setting, prompts
     if drafter is None or setting.accept != "exact" or setting.temperature:
         raise ValueError(f"{setting}: a record replays greedy text under the exact rule, with drafts")
     plan = plan_of(setting, drafter) or drafter.default_plan(bench.base.device, False)
-    found = reviewed(record, prompts, drafter, plan, bench.base.device)
+    found = review(record, prompts, drafter, plan, bench.base.device)
     gained = found["tokens"] - len(prompts)
     empty = dict.fromkeys((
         "correct", "accuracy", "mean_kl", "surprisal_excess", "outside", "seconds", "tokens_per_second", "speed_up",

@@ -23,7 +23,7 @@ from specheads.decoding.generate import SpecGenerateOutput, generate
 from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan, SampledTree, chain, tree_named
 from specheads.decoding.planner.named import STATIC_DEPTH
-from specheads.decoding.target.causal import text_config
+from specheads.decoding.target.hf_base import text_config
 from specheads.models.named import Models, described
 
 TARGET = "target alone"

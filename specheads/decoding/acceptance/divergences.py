@@ -130,7 +130,7 @@ def top_k(q: Tensor, p: Tensor, ids: Tensor | None, k: int, logs: bool) -> tuple
     if ids is None:
         own, rest_q = q.gather(-1, tokens), q.scatter(-1, tokens, never)
     else:
-        place = DraftIds.of(ids, p.shape[-1]).place[tokens]
+        place = DraftIds.of(ids, p.shape[-1]).index[tokens]
         beyond, place = place < 0, place.clamp_min(0)
         own = q.gather(-1, place).masked_fill_(beyond, never)
         rest_q = q.scatter_reduce(-1, place, torch.full_like(own, never).masked_fill_(beyond, torch.inf), "amin")

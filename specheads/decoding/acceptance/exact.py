@@ -95,7 +95,7 @@ def chances_in_order(laws: TargetProbs, p: Tensor, leniency: float = 1.0) -> Ten
     q = tree.drawn_probs()  # above 0 for what was drawn
     share = own / (q if leniency == 1 else leniency * q)
     return (
-        torch.where(tree.topology.first, share, later_sibling_chances(laws, p, leniency))
+        torch.where(tree.topology.first_siblings, share, later_sibling_chances(laws, p, leniency))
         if tree.siblings_drawn
         else share
     )

@@ -149,7 +149,7 @@ class TargetProbs:
     def of_tokens(self, laws: Tensor, place: Tensor | None = None) -> Tensor:
         """(B, N) the probability of each node's token in laws (B, M, V): in law place (B, N), or its parent's."""
         size = laws.shape[2]
-        start = self.tree.topology.rows_of(size)[1] if place is None else place * size
+        start = self.tree.topology.row_starts(size)[1] if place is None else place * size
         return laws.flatten(1).gather(1, start + self.tree.tokens)
 
     @cached_property
@@ -157,7 +157,7 @@ class TargetProbs:
         """(B, N) True at the first child, in draft order, of each node whose token no processor rules out."""
         topology = self.tree.topology
         if not self.sampler.processors:
-            return topology.first
+            return topology.first_siblings
         return self.tree.first_sibling(topology.drafted & (self.of_tokens(self.scores) > -torch.inf))
 
 

@@ -142,7 +142,7 @@ class CSLeniency(TokenRule):
             return tree.drawn_probs()
         if kept is None:
             return 1.0
-        place = laws.at_parent(kept.place)
+        place = laws.at_parent(kept.index)
         if laws.sampler.processors:  # which know tokens by their target ids
             every = kept.over_target(kept.logits)
             return laws.of_tokens(laws.sampler.draft_probs(every.flatten(0, 1)).view_as(every), place)

@@ -16,7 +16,8 @@ from specheads.decoding.drafters.reader import Reader
 from specheads.decoding.drafters.translation import Translation
 from specheads.decoding.planner import AdaptiveChain, Expand, Plan, SampledTree, Scored
 from specheads.decoding.sampler import Sampler
-from specheads.decoding.target.causal import Target, text_config, unwrapped
+from specheads.decoding.target.causal import Target
+from specheads.decoding.target.hf_base import text_config, unwrapped
 from specheads.decoding.target.seq2seq import refuse_unsupported
 from specheads.decoding.tree import DraftTree
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.seq2seq import Source, verifier
+from specheads.decoding.target.seq2seq import Source, make_target
 from specheads.decoding.tree import DraftTree
 
 
@@ -35,7 +35,7 @@ class Reader:
         `scratch` tokens of overshoot aside; scratch: the most nodes drafted below the text; source: the rows of an
         encoder-decoder's source, which it encodes once."""
         encoded = None if source is None else Source.encode(model, source)
-        self.target = verifier(model, scratch=scratch, source=encoded)
+        self.target = make_target(model, scratch=scratch, source=encoded)
         weight: Any = model.get_input_embeddings().weight
         self.device, self.last_id = weight.device, len(weight) - 1
         lengths = torch.tensor([len(row) for row in rows], device=self.device)

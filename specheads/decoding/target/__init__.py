@@ -1,1 +1,1 @@
-"""The model whose text is wanted: its passes over draft trees, and the key-value caches behind them."""
+"""The target model: its passes over draft trees, and their key-value caches."""

@@ -1,9 +1,9 @@
 """The key-value cache of tree verification: preallocated, per-row lengths, compaction in place.
 
-Per layer one buffer (B, heads, N + capacity, d): N scratch slots in front, where a verify pass writes the tree, and
-the committed rows behind, slot N + t holding position t. A pass attends the slice 0 … N + bucket under one additive
-mask, so there are no ragged writes and no per-row loop. Layers of one shape share one stack, so that committing a
-path is one gather and one scatter for all of them.
+Per layer one buffer (B, heads, N + capacity, d): first N scratch slots, where a verify pass writes the tree, then the
+committed slots; slot N + t holds position t. A pass attends the slice 0 … N + bucket under one additive mask, so there
+are no ragged writes and no per-row loop. Layers of one shape share one stack, so that committing a path is one gather
+and one scatter for all of them. Shapes: B batch rows, N tree nodes, P = depth of the tree + 1.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-BUCKET = 64  # attended lengths are rounded up to this, so that shapes repeat
-RESERVE = 1024  # slots made ahead of need: a high token limit costs memory only as text fills it
+BUCKET = 64  # attended lengths are rounded up to a multiple of this, so that shapes repeat
+RESERVE = 1024  # slots allocated ahead of need: a high token limit costs memory only as text fills it
 
 
 class TreeLayer(CacheLayerMixin):
-    """One layer's view of the buffers; it holds the prompt until `TreeCache.settle` has stacked it."""
+    """One layer's view of the buffers; it holds the prompt until `TreeCache.load_prompt` has stacked it."""
 
     is_sliding = False
 
@@ -35,17 +35,17 @@ class TreeLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        if not self.cache.settled:
+        if not self.cache.loaded:
             self.keys, self.values, self.is_initialized = key_states, value_states, True
             return key_states, value_states
         end = self.cache.attended
         assert self.keys is not None and self.values is not None
-        if (places := self.cache.places) is not None:
-            places = places.to(key_states.device)
-            self.keys.scatter_(2, places.expand_as(key_states), key_states)
-            self.values.scatter_(2, places.expand_as(value_states), value_states)
+        if (slots := self.cache.write_slots) is not None:
+            slots = slots.to(key_states.device)
+            self.keys.scatter_(2, slots.expand_as(key_states), key_states)
+            self.values.scatter_(2, slots.expand_as(value_states), value_states)
         else:
-            start, stop = self.cache.write_at, self.cache.write_at + key_states.shape[2]
+            start, stop = self.cache.write_start, self.cache.write_start + key_states.shape[2]
             self.keys[:, :, start:stop] = key_states
             self.values[:, :, start:stop] = value_states
         return self.keys[:, :, :end], self.values[:, :, :end]
@@ -55,38 +55,37 @@ class TreeLayer(CacheLayerMixin):
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.attended if self.cache.settled else query_length, 0
+        return self.cache.attended if self.cache.loaded else query_length, 0
 
     def get_max_length(self) -> int:
         return -1
 
 
 class TreeCache(Cache):
-    """KV of every layer for B rows. `scratch` tree slots, then up to `capacity` committed slots, `size` of them made.
+    """KV of every layer for B rows. `scratch` tree slots, then up to `capacity` committed slots, `size` allocated.
 
     lengths (B,) int64 on the device: committed tokens per row. bound: a host integer no row's length exceeds.
-    positions (attended,): which position each slot of a pass holds; of scratch slots one that no text reaches.
+    attended: how many slots a pass attends, scratch included. positions (attended,): the position in each of them; for
+    scratch slots one that no text reaches.
     """
 
     def __init__(self, num_layers: int, scratch: int, capacity: int) -> None:
         self.tree_layers = [TreeLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.tree_layers))
         self.scratch, self.capacity, self.size = scratch, capacity, 0
-        self.settled = False
-        self.write_at = 0
-        self.places: Tensor | None = (
-            None  # (B, 1, P, 1) the slots a pass writes, where they are not the same in all rows
-        )
+        self.loaded = False
+        self.write_start = 0  # the first slot a pass writes, if all rows write the same slots
+        self.write_slots: Tensor | None = None  # (B, 1, P, 1) the slots a pass writes, if rows differ
         self.attended = 0
         self.positions: Tensor
         self.stacks: list[Tensor] = []  # (layers, B, heads, scratch + size, d), one for all layers of one shape
-        self.first_slots: list[Tensor] = []  # (layers, B, heads, 1) of each stack: where slot 0 is, in slots
-        self.views: list[list[tuple[TreeLayer, str]]] = []  # whose keys or values each entry of a stack is
+        self.first_slots: list[Tensor] = []  # (layers, B, heads, 1) per stack: the index of slot 0, in slots
+        self.views: list[list[tuple[TreeLayer, str]]] = []  # per stack: whose keys or values each entry is
         self.lengths: Tensor
         self.bound = 0
 
-    def settle(self, lengths: Tensor, bound: int) -> None:
-        """Take the prompt the layers hold (left-packed, `bound` columns) as committed and stack the buffers."""
+    def load_prompt(self, lengths: Tensor, bound: int) -> None:
+        """Commit the prompt that the layers hold, packed left in `bound` columns, and stack the buffers."""
         if bound > self.capacity:
             raise ValueError(f"a prompt of {bound} tokens does not fit a cache made for {self.capacity}")
         groups: dict[tuple, list[tuple[TreeLayer, str]]] = {}
@@ -105,21 +104,21 @@ class TreeCache(Cache):
             self.stacks.append(stack)
             self.first_slots.append(first_slots(stack))
             self.views.append(members)
-        self.settled, self.lengths, self.bound = True, lengths, bound
+        self.loaded, self.lengths, self.bound = True, lengths, bound
 
     def open(self) -> None:
-        """Prepare a pass that writes from scratch slot `write_at` = 0 on and attends all that is committed."""
-        self.write_at, self.places = 0, None
+        """Prepare a pass that writes the scratch slots from the first and attends all committed ones."""
+        self.write_start, self.write_slots = 0, None
         self._attend(self.bound + self.scratch)  # a commit moves `scratch` rows at most
 
     def append(self, columns: int, length: Tensor, bound: int) -> Tensor:
-        """Prepare a pass that writes the next `columns` tokens of each row where they are to stay; their positions
-        (B, columns). Of each row the first length (B,) are committed by it; the others the next pass overwrites. bound:
-        as in `commit`."""
+        """Prepare a pass that writes the next `columns` tokens of each row straight into committed slots; returns their
+        positions (B, columns). Only the first length (B,) of a row are committed; the next pass overwrites the others.
+        bound: as in `commit`."""
         position = self.lengths.unsqueeze(1) + torch.arange(columns, device=self.lengths.device)
         self._bind(bound)
         self._attend(self.bound + columns)
-        self.places = (position + self.scratch).clamp(max=self.scratch + self.size - 1)[:, None, :, None]
+        self.write_slots = (position + self.scratch).clamp(max=self.scratch + self.size - 1)[:, None, :, None]
         self.lengths = self.lengths + length
         return position
 
@@ -129,7 +128,7 @@ class TreeCache(Cache):
         self.bound = bound
 
     def _attend(self, needed: int) -> None:
-        """Attend all that is committed, with room for `needed` committed slots."""
+        """Attend all committed slots, and allocate at least `needed` of them."""
         attended = min(self.capacity, -(-self.bound // BUCKET) * BUCKET)
         if self.attended != self.scratch + attended:
             self.attended = self.scratch + attended
@@ -149,10 +148,10 @@ class TreeCache(Cache):
         self.size = size
 
     def commit(self, path: Tensor, length: Tensor, bound: int) -> None:
-        """Keep the scratch slots path (B, P) as the next committed rows, of which length (B,) are real.
+        """Move the scratch slots path (B, P) to the next committed slots; the first length (B,) of a row count.
 
-        All P are moved; those behind `length` are overwritten by the next commit and masked until then. bound: a
-        host integer that no row's length now exceeds; ValueError where it exceeds the capacity.
+        All P are moved; those past `length` are masked, and the next commit overwrites them. bound: a host integer that
+        no row's length then exceeds. Raises ValueError if it exceeds the capacity.
         """
         self._bind(bound)
         target = self.scratch + self.lengths.unsqueeze(1) + torch.arange(path.shape[1], device=path.device)
@@ -161,20 +160,20 @@ class TreeCache(Cache):
         for stack, first in zip(self.stacks, self.first_slots, strict=True):
             # By rows of one matrix: on a CPU indexing two dimensions of the stack takes twice the time and more.
             slots = stack.view(-1, stack.shape[-1])
-            source, place = (first.unsqueeze(0) + both.to(first.device).unsqueeze(1)).flatten(1)
-            slots.index_copy_(0, place, slots.index_select(0, source))
+            source, destination = (first.unsqueeze(0) + both.to(first.device).unsqueeze(1)).flatten(1)
+            slots.index_copy_(0, destination, slots.index_select(0, source))
         self.lengths = self.lengths + length
 
 
 def first_slots(stack: Tensor) -> Tensor:
-    """(layers, B, heads, slots, d) → (layers, B, heads, 1): how many slots stand before each head's own."""
+    """(layers, B, heads, slots, d) → (layers, B, heads, 1): how many slots precede those of each head."""
     *shape, slots, _ = stack.shape
     return (torch.arange(math.prod(shape), device=stack.device) * slots).view(*shape, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far back a layer looks: `full`, `sliding` (the last `size` positions) or `chunked` (own block of `size`)."""
+    """How far back a layer looks: `full`, `sliding` (the last `size` positions) or `chunked` (blocks of `size`)."""
 
     kind: str = "full"
     size: int = 0
@@ -191,8 +190,8 @@ class Reach:
 def visible(ancestors: Tensor, depth: Tensor, lengths: Tensor, scratch: int, attended: int, reach: Reach) -> Tensor:
     """Which cache slots each node of a pass attends: (B, N, attended) bool.
 
-    ancestors (B, N, S) over the first S ≤ scratch slots, of which the last N are the pass's own; depth (B, S) of
-    those slots; lengths (B,) committed tokens.
+    ancestors (B, N, S) over the first S ≤ scratch slots, of which this pass writes the last N; depth (B, S) of those
+    slots; lengths (B,) committed tokens.
     """
     batch, num, seen = ancestors.shape
     slot = torch.arange(attended - scratch, device=lengths.device)
@@ -209,17 +208,17 @@ def visible(ancestors: Tensor, depth: Tensor, lengths: Tensor, scratch: int, att
 class Levels:
     """A tree written into the scratch slots level by level: a node attends what its parent attends, and itself.
 
-    position (B, 1): of the nodes of the newest level; written: how many slots hold nodes, in the order they came.
-    The text up to and with the root must have been committed.
+    position (B, 1): of the newest level's nodes. written: how many slots hold nodes, in the order they were fed.
+    widths: nodes per level. The text must be committed up to and including the root.
     """
 
     def __init__(self, cache: TreeCache, dtype: torch.dtype) -> None:
         cache.open()
         self.cache = cache
         lengths = cache.lengths.unsqueeze(1)
-        # (B, 1, k, attended) what to add to the scores of the newest level in layers that see everything
+        # (B, 1, k, attended) the additive mask of the newest level in layers that see everything
         self.seen = additive((cache.positions < lengths).unsqueeze(1), dtype)
-        # Cut up at once, which costs less than to count up level by level.
+        # Split once: cheaper than adding 1 at each level.
         self.levels = (lengths - 1 + torch.arange(cache.scratch + 1, device=lengths.device)).split(1, 1)
         self.columns = self.seen.narrow(-1, 0, cache.scratch).split(1, -1)
         self.written = 0
@@ -234,38 +233,38 @@ class Levels:
         start, stop = self.written, self.written + parents.shape[1]
         if stop > self.cache.scratch:
             raise ValueError(f"a tree of {stop} nodes below the root needs as many scratch slots: {self.cache.scratch}")
-        self.cache.write_at, self.written = start, stop
+        self.cache.write_start, self.written = start, stop
         self.widths.append(stop - start)
-        if stop == len(self.widths):  # in a chain the one row goes on as it is
+        if stop == len(self.widths):  # in a chain the one row serves again
             self.columns[start].zero_()
         else:
-            self.seen = rows_of(self.seen.squeeze(1), parents).unsqueeze(1).contiguous()
+            self.seen = gather_nodes(self.seen.squeeze(1), parents).unsqueeze(1).contiguous()
             self.seen[..., start:stop].diagonal(dim1=2, dim2=3).zero_()
 
     def mask(self, reach: Reach) -> Tensor:
-        """(B, 1, k, attended): what to add to the attention scores of the newest level in layers of this reach."""
+        """(B, 1, k, attended) the additive mask of the newest level in layers of this reach."""
         if reach.kind == "full":
             return self.seen
-        near = reach(self.position, self._places()).view(len(self.seen), 1, 1, -1)
+        near = reach(self.position, self._slot_positions()).view(len(self.seen), 1, 1, -1)
         return self.seen.masked_fill(~near, torch.finfo(self.seen.dtype).min)
 
-    def _places(self) -> Tensor:
-        """(B, attended) the position of what stands in each slot; any number in those not yet written."""
+    def _slot_positions(self) -> Tensor:
+        """(B, attended) the position each slot holds; any number for slots not yet written."""
         first = self.position - (len(self.widths) - 1)
         levels = [(first + level).expand(-1, width) for level, width in enumerate(self.widths)]
         slot = torch.arange(self.cache.attended - self.written, device=first.device)
         return torch.cat([*levels, (slot - (self.cache.scratch - self.written)).expand(len(first), -1)], 1)
 
 
-def rows_of(level: Tensor, index: Tensor) -> Tensor:
-    """(B, k, n), (B, j) → (B, j, n): the rows that index names; those of a single node without looking."""
+def gather_nodes(level: Tensor, index: Tensor) -> Tensor:
+    """level (B, k, n), index (B, j) of its nodes → (B, j, n). A level of one node needs no gather."""
     if level.shape[1] == 1:
         return level if index.shape[1] == 1 else level.expand(-1, index.shape[1], -1)
     return level.gather(1, index.unsqueeze(-1).expand(-1, -1, level.shape[-1]))
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, N, K) bool → (B, 1, N, K) mask to add: 0 where seen. A bool mask is silently wrong with eager attention."""
+    """(B, N, K) bool → additive mask (B, 1, N, K), 0 where seen. Eager attention is silently wrong with a bool mask."""
     return torch.where(mask, *_seen_and_hidden(dtype, mask.device)).unsqueeze(1)
 
 

@@ -1,4 +1,4 @@
-"""What generate() was given for the model besides ids: what the prompt's pass takes, and what follows from it later.
+"""What the model takes besides ids: arguments for the prompt's pass, and those of later passes that follow from them.
 
 Shapes: B batch rows, T prompt columns, A axes of positions (for instance time, height and width).
 """
@@ -14,15 +14,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import utils as hf_generation
 
-# What generate() itself hands around, and what says nothing of the text.
-_OWN = {
+# Arguments that generate() or the loop handles, and those that say nothing of the text.
+_HANDLED = {
     "input_ids", "attention_mask", "past_key_values", "use_cache", "logits_to_keep", "return_dict", "output_attentions",
     "output_hidden_states", "labels", "cache_position", "next_sequence_length",
 }  # fmt: skip
 _ENCODED = ("encoder_outputs", "decoder_attention_mask")
 _PER_TOKEN = ("position_ids", "token_type_ids", "mm_token_type_ids")
-# Read by the prompt's pass alone: transformers' own list, and the grids by which Qwen's positions were counted.
-_PROMPT_ALONE = (
+# Read by the prompt's pass only: transformers' list, and the grids from which Qwen's positions are counted.
+_PROMPT_ONLY = (
     *getattr(hf_generation, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()),
     "image_grid_thw", "video_grid_thw", "second_per_grid_ts",
 )  # fmt: skip
@@ -30,11 +30,11 @@ _PROMPT_ALONE = (
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """prompt: more arguments of forward() for the pass over the prompts, packed left where they are per token.
+    """prompt: more arguments of forward() for the pass over the prompts, packed left if they are per token.
 
-    positions (B, T) or (A, B, T): of the prompts' tokens, packed left; None where they count from 0. token_types
-    (B, T): likewise; what is generated has the type of a prompt's last token, as in transformers. columns: how wide the
-    prompts were given, padding included.
+    positions (B, T) or (A, B, T): of the prompts' tokens, packed left; None if they count from 0. token_types (B, T):
+    likewise; generated tokens have the type of the prompt's last token, as in transformers. columns: the width of the
+    prompts, padding included.
     """
 
     prompt: dict[str, Any] = field(default_factory=dict)
@@ -43,13 +43,13 @@ class ModelInputs:
     columns: int = 0
 
     def offset(self, lengths: Tensor) -> Tensor | None:
-        """(B, 1) or (A, B, 1): how far the positions after a prompt are ahead of how many tokens stand before them."""
+        """(B, 1) or (A, B, 1): the position of a token after the prompt, minus the number of tokens before it."""
         if self.positions is None:
             return None
         last = (lengths - 1).view(-1, 1)
         return self.positions.gather(-1, last.expand(*self.positions.shape[:-1], 1)) - last
 
-    def later(self, lengths: Tensor, columns: int) -> dict[str, Tensor]:
+    def generated_arguments(self, lengths: Tensor, columns: int) -> dict[str, Tensor]:
         """Arguments of forward() for a pass over (B, columns) generated tokens."""
         if self.token_types is None:
             return {}
@@ -58,32 +58,32 @@ class ModelInputs:
 
 
 def model_inputs(
-    base: PreTrainedModel, ids: Tensor, mask: Tensor | None, order: Tensor | None, given: Mapping[str, Any]
+    base: PreTrainedModel, ids: Tensor, mask: Tensor | None, order: Tensor | None, arguments: Mapping[str, Any]
 ) -> ModelInputs:
-    """What the base makes of the arguments `given` for prompts ids (B, T) under mask (B, T).
+    """What the base makes of the arguments for prompts ids (B, T) under mask (B, T).
 
-    order (B, T'): the columns of each row's own tokens, packed left; None for all in order. ValueError, by name, for
-    an argument whose effect on later tokens is not known, so that none is dropped in silence.
+    order (B, T'): the columns of each row without padding, packed left; None for all in order. Raises ValueError, by
+    name, for an argument whose effect on later tokens is not known, so that none is dropped in silence.
     """
-    rest = {name: value for name, value in given.items() if name not in _OWN and value is not None}
+    rest = {name: value for name, value in arguments.items() if name not in _HANDLED and value is not None}
     if base.config.is_encoder_decoder:
-        refuse(base, [name for name in rest if name not in _ENCODED])
+        refuse_arguments(base, [name for name in rest if name not in _ENCODED])
         return ModelInputs()
     prepare: Any = base.prepare_inputs_for_generation
     prepared = prepare(ids, attention_mask=mask, is_first_iteration=True, use_cache=True, **rest)
-    prepared = {name: value for name, value in prepared.items() if name not in _OWN and value is not None}
-    lost = [name for name in rest if name not in prepared and name not in _PROMPT_ALONE]
-    unknown = [name for name in prepared if name in rest and name not in (*_PER_TOKEN, *_PROMPT_ALONE)]
-    refuse(base, [*lost, *unknown])
-    packed = {name: _packed(prepared.pop(name), ids, order, name) for name in _PER_TOKEN if name in prepared}
+    prepared = {name: value for name, value in prepared.items() if name not in _HANDLED and value is not None}
+    lost = [name for name in rest if name not in prepared and name not in _PROMPT_ONLY]
+    unknown = [name for name in prepared if name in rest and name not in (*_PER_TOKEN, *_PROMPT_ONLY)]
+    refuse_arguments(base, [*lost, *unknown])
+    packed = {name: _pack(prepared.pop(name), ids, order, name) for name in _PER_TOKEN if name in prepared}
     positions = packed.pop("position_ids", None)
     if positions is not None and bool((positions == torch.arange(positions.shape[-1], device=ids.device)).all()):
         positions = None
     return ModelInputs({**prepared, **packed}, positions, packed.get("token_type_ids"), ids.shape[1])
 
 
-def refuse(base: PreTrainedModel, names: list[str]) -> None:
-    """ValueError that names them, if there are any."""
+def refuse_arguments(base: PreTrainedModel, names: list[str]) -> None:
+    """ValueError that names the arguments, if there are any."""
     if names:
         raise ValueError(
             f"generate() with drafts cannot serve {', '.join(f'{name}=' for name in sorted(set(names)))} of "
@@ -92,11 +92,11 @@ def refuse(base: PreTrainedModel, names: list[str]) -> None:
         )
 
 
-def _packed(value: Tensor, ids: Tensor, order: Tensor | None, name: str) -> Tensor:
-    """(…, B or 1, T) per token → (…, B, T'), each row's own tokens packed left."""
+def _pack(value: Tensor, ids: Tensor, order: Tensor | None, name: str) -> Tensor:
+    """A value per token (…, B or 1, T) → (…, B, T'), without padding, packed left."""
     if value.shape[-1] != ids.shape[1] or value.shape[-2] not in (1, len(ids)):
         raise ValueError(
-            f"{name}= has shape {tuple(value.shape)}; for prompts {tuple(ids.shape)} it should end in the same"
+            f"{name}= has shape {tuple(value.shape)}; for prompts {tuple(ids.shape)} it must end in the same shape"
         )
     value = value.to(ids.device).expand(*value.shape[:-2], *ids.shape)
     return value if order is None else value.gather(-1, order.expand(*value.shape[:-2], *order.shape))

@@ -16,21 +16,22 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specheads.decoding.planner import Plan
-from specheads.decoding.target.causal import Target, TargetOutput, UnsupportedModel, forward_arguments, text_config
+from specheads.decoding.target.causal import Target, TargetOutput
+from specheads.decoding.target.hf_base import UnsupportedModel, forward_arguments, text_config
 from specheads.decoding.target.model_inputs import ModelInputs
 from specheads.decoding.target.slot_cache import SlotCache
 from specheads.decoding.tree import DraftTree
 
-# What a pass costs beyond its columns, in columns: measured on a CPU with models of T5-small's and BART-base's size (35
-# and 20). An accelerator reads the weights for a few hundred columns in the time it computes them.
+# What a pass costs beyond its columns, in columns: measured on a CPU with models the size of T5-small (35) and
+# BART-base (20). An accelerator reads the weights in the time it computes a few hundred columns.
 PASS_ON_CPU, PASS_ELSEWHERE = 24, 256
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What the encoder made of each row's source: hidden (B, S, H), under mask (B, S) or None where nothing is padding.
+    """Each row's source, encoded: hidden (B, S, H), under mask (B, S), which is None if nothing is padding.
 
-    ids: the source itself, unpadded, on the host; None where it was given as encoder_outputs or embeddings.
+    ids: the source itself, unpadded, on the host; None if it was given as encoder_outputs or embeddings.
     """
 
     hidden: Tensor
@@ -40,7 +41,7 @@ class Source:
     @classmethod
     @torch.no_grad()
     def encode(cls, base: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Source:
-        """Run the encoder of `base` once, over rows of ids, none of them empty; an id it does not know is its last."""
+        """Run the encoder of `base` once, over rows of ids, none empty. Ids past its vocabulary become its last id."""
         weight: Any = base.get_input_embeddings().weight
         width, device = max(map(len, rows)), weight.device
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
@@ -53,7 +54,7 @@ class Source:
 
 
 def decoder_start(base: PreTrainedModel) -> int:
-    """The token that generate() lets the decoder's text begin with. ValueError where the model names none."""
+    """The token that generate() begins the decoder's text with. ValueError if the model names none."""
     config: Any = base.generation_config
     start = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
     if not isinstance(start, int):
@@ -62,7 +63,7 @@ def decoder_start(base: PreTrainedModel) -> int:
 
 
 def refuse_unsupported(base: PreTrainedModel) -> None:
-    """Raise UnsupportedModel, with the reason, for an encoder-decoder whose decoder cannot verify a chain in a pass."""
+    """UnsupportedModel, with the reason, for an encoder-decoder whose decoder cannot verify a chain in one pass."""
     name = type(base).__name__
     arguments = forward_arguments(base)
     for needed in ("encoder_outputs", "decoder_input_ids", "past_key_values"):
@@ -73,16 +74,18 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
         raise UnsupportedModel(f"the encoder of {name} reads {base.main_input_name}; only text to text is supported")
     if getattr(base, "_is_stateful", False) or config.model_type == "prophetnet":
         raise UnsupportedModel(f"the decoder of {name} takes one token at a time, so it cannot verify a draft")
-    # M2M100, NLLB, FSMT, decoders of RoBERTa's kind: behind a padding id in a draft, positions would be off by one.
+    # M2M100, NLLB, FSMT, decoders of RoBERTa's kind: after a padding id in a draft, positions would be off by one.
     if any(hasattr(part, name) for part in parts for name in ("create_position_ids_from_input_ids", "make_positions")):
-        raise UnsupportedModel(f"{name} counts positions by which ids are padding, which a pass over a draft changes")
+        raise UnsupportedModel(f"{name} counts positions by which ids are padding, and a draft may hold padding ids")
     if getattr(config, "expert_capacity", None):
-        raise UnsupportedModel(f"{name} has experts of limited capacity: a token's law depends on what is fed with it")
+        raise UnsupportedModel(
+            f"{name} has experts of limited capacity: a token's probabilities depend on what is fed with it"
+        )
     if base.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForSeq2SeqLM")
 
 
-def verifier(
+def make_target(
     base: PreTrainedModel,
     layers: tuple[int, ...] = (),
     *,
@@ -90,9 +93,9 @@ def verifier(
     source: Source | None = None,
     decoder_mask: Tensor | None = None,
 ) -> Target:
-    """The Target for a base of either kind; an encoder-decoder has a source.
+    """The Target for a base: with a source for an encoder-decoder, without one for a decoder-only model.
 
-    Raises UnsupportedModel for a base that cannot be served, and for features of a decoder with an encoder.
+    Raises UnsupportedModel for a base that cannot be served, and for tapped layers of an encoder-decoder.
     """
     if source is None:
         return Target(base, layers, scratch=scratch)
@@ -119,12 +122,12 @@ class Seq2SeqTarget(Target):
 
     These models take no position_ids: the decoder derives positions (T5's relative bias, BART's learnt table) from
     the number of tokens in its cache and the column of the pass, the same for all rows. So a row's nodes are fed in
-    the columns at which its own positions stand, between columns that are fed in vain and not kept; rows whose lengths
-    have drifted further apart than such columns are worth are verified in passes of their own (`passes`; a batch of 1
-    has one pass a step). A chain that is accepted already lies where it belongs, so committing is counting.
+    the columns of its own positions; the columns around them are filled and not kept. Rows whose lengths have drifted
+    further apart than such columns are worth get separate passes (`group_passes`; a batch of 1 has one pass a step).
+    An accepted chain is already in its slots, so committing is counting.
 
-    The encoder is run by the caller, once (`Source`), and the keys and values of cross-attention are made in prefill.
-    active (B,): rows whose outputs matter, None for all; the others are left out of passes, and get zero logits.
+    The caller runs the encoder, once (`Source`). Keys and values of cross-attention are computed in prefill.
+    active (B,): the rows whose outputs matter, None for all. Others are left out of passes and get zero logits.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class Seq2SeqTarget(Target):
     ) -> None:
         """scratch: the most nodes a chain will have. decoder_mask (B, T): 0 where the decoder's prompt is padding.
 
-        Raises UnsupportedModel with the reason for a model that cannot be served.
+        Raises UnsupportedModel, with the reason, for a model that cannot be served.
         """
         refuse_unsupported(base)
         self.base, self.layers, self.scratch = base, (), scratch
@@ -143,13 +146,13 @@ class Seq2SeqTarget(Target):
         self.limit = 0
         self.cache: SlotCache  # type: ignore[assignment]
         self._cross: Any
-        self._cross_of_all: list[tuple[Any, Any]]  # keys and values of each of its layers, of all rows
+        self._cross_of_all: list[tuple[Any, Any]]  # per layer, its keys and values of all rows
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor, *, room: int, inputs: ModelInputs | None = None) -> TargetOutput:
         """Commit decoder prompts ids (B, T), packed left, of lengths (B,); `room` more tokens per row will follow.
 
-        logits are those behind each row's last token, (B, 1, V).
+        Returns the logits after each row's last token, (B, 1, V).
         """
         self.limit = ids.shape[1] + room
         self._cross, self._cross_of_all = DynamicCache(), []
@@ -157,85 +160,89 @@ class Seq2SeqTarget(Target):
         logits = self._feed(ids, [0] * len(ids))
         self.cache.lengths = lengths
         last = (lengths - 1).to(logits.device)
-        return TargetOutput(logits[torch.arange(len(ids), device=logits.device), last].unsqueeze(1), self._none(ids))
+        return TargetOutput(
+            logits[torch.arange(len(ids), device=logits.device), last].unsqueeze(1), self._no_features(ids)
+        )
 
     @torch.no_grad()
     def verify(self, tree: DraftTree) -> TargetOutput:
-        """One pass over all nodes of chains (where row lengths are near; see the class): logits (B, N, V)."""
-        place = torch.arange(tree.num_nodes, device=tree.parents.device)
-        if not bool(((tree.parents == place - 1) | (tree.parents < 0)).all()):
+        """Logits (B, N, V) at all nodes of chains, in one pass if the rows' lengths are near (see the class)."""
+        node = torch.arange(tree.num_nodes, device=tree.parents.device)
+        if not bool(((tree.parents == node - 1) | (tree.parents < 0)).all()):
             raise ValueError(
                 f"chains only: {type(self.base).__name__} takes no position_ids, so two nodes of a draft cannot share "
                 "a depth; give tree=chain(4) or AdaptiveChain(), and drafters of runs width=1"
             )
-        return TargetOutput(self._feed(tree.tokens, self.cache.lengths.tolist()), self._none(tree.tokens))
+        return TargetOutput(self._feed(tree.tokens, self.cache.lengths.tolist()), self._no_features(tree.tokens))
 
     def levels(self) -> Any:
-        """Behind what is committed, a chain to be grown by `forward_level`."""
+        """An empty chain after the committed text, to be grown by `forward_level`."""
         return _Depth()
 
     @torch.no_grad()
     def forward_level(self, levels: Any, tokens: Tensor, parents: Tensor) -> TargetOutput:
         """One pass over the next token (B, 1) of a growing chain: logits (B, 1, V)."""
         if tokens.shape[1] != 1:
-            raise ValueError(f"chains only: a draft of {type(self.base).__name__} has one node a level, not {tokens}")
+            raise ValueError(
+                f"chains only: a draft of {type(self.base).__name__} has one node a level, not {tokens.shape[1]}"
+            )
         start = [length + levels.depth for length in self.cache.lengths.tolist()]
         levels.depth += 1
-        return TargetOutput(self._feed(tokens, start), self._none(tokens))
+        return TargetOutput(self._feed(tokens, start), self._no_features(tokens))
 
     def commit(self, path: Tensor, length: Tensor, bound: int) -> None:
-        """Keep the first length (B,) nodes of the chains last fed; path and bound say no more of a chain."""
+        """Keep the first length (B,) nodes of the chains last fed. A chain needs neither path nor bound."""
         self.cache.lengths = self.cache.lengths + length
 
-    def _none(self, ids: Tensor) -> Tensor:
+    def _no_features(self, ids: Tensor) -> Tensor:
         return torch.empty(*ids.shape, 0, device=ids.device)
 
     def _feed(self, ids: Tensor, start: list[int]) -> Tensor:
-        """ids (B, N), of which row b's first stands at position start[b] → logits (B, N, V)."""
+        """ids (B, N), the first of row b at position start[b] → logits (B, N, V)."""
         active = [True] * len(start) if self.active is None else self.active.tolist()
-        rows = [b for b, going in enumerate(active) if going and start[b] <= self.last_position]
+        rows = [b for b, takes_part in enumerate(active) if takes_part and start[b] <= self.last_position]
         overhead = PASS_ON_CPU if ids.device.type == "cpu" else PASS_ELSEWHERE
         logits = None
-        for own in passes([start[b] for b in rows], ids.shape[1], overhead):
-            some = [rows[i] for i in own]
-            found = self._pass(ids[some], [start[b] for b in some], some)
-            if len(some) == len(start):
-                return found
+        for group in group_passes([start[b] for b in rows], ids.shape[1], overhead):
+            batch_rows = [rows[i] for i in group]
+            group_logits = self._pass(ids[batch_rows], [start[b] for b in batch_rows], batch_rows)
+            if len(batch_rows) == len(start):
+                return group_logits
             if logits is None:
-                logits = found.new_zeros(*ids.shape, found.shape[-1])
-            logits[some] = found
+                logits = group_logits.new_zeros(*ids.shape, group_logits.shape[-1])
+            logits[batch_rows] = group_logits
         if logits is None:
             weight: Any = self.base.get_output_embeddings().weight
             logits = torch.zeros(*ids.shape, len(weight), dtype=weight.dtype, device=weight.device)
         return logits
 
     def _pass(self, ids: Tensor, start: list[int], rows: list[int]) -> Tensor:
-        """One forward over ids (R, N) at their positions: logits (R, N, V). Past the length limit nothing is fed (no
-        table need reach there), and logits mean nothing."""
+        """One forward over ids (R, N) at their positions: logits (R, N, V). Past the length limit nothing is fed, as
+        position tables may end there, and logits mean nothing."""
         first, num = min(start), ids.shape[1]
         width = min(max(start) - first + num, self.last_position + 1 - first)
         offset = torch.tensor(start, device=ids.device).unsqueeze(1) - first  # (R, 1)
-        node = torch.arange(width, device=ids.device) - offset  # (R, W): which node stands in a column
-        at = slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else torch.tensor(rows)
-        own = None if width == num and first == max(start) else (node >= 0) & (node < num)
-        self.cache.open(at, first, width, own)
-        logits = self._forward_rows(ids.gather(1, node.clamp(0, num - 1)), at, first + width)
-        if own is None:
+        node = torch.arange(width, device=ids.device) - offset  # (R, W): the node in each column
+        index = slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else torch.tensor(rows)
+        write_mask = None if width == num and first == max(start) else (node >= 0) & (node < num)
+        self.cache.open(index, first, width, write_mask)
+        logits = self._forward_rows(ids.gather(1, node.clamp(0, num - 1)), index, first + width)
+        if write_mask is None:
             return logits
         column = (torch.arange(num, device=ids.device) + offset).clamp(max=width - 1).to(logits.device)
         return logits.gather(1, column.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
 
-    def _forward_rows(self, ids: Tensor, at: slice | Tensor, end: int) -> Tensor:
-        """The decoder over ids (R, W) of the batch rows `at`, behind whatever the cache holds: logits (R, W, V)."""
+    def _forward_rows(self, ids: Tensor, rows: slice | Tensor, end: int) -> Tensor:
+        """The decoder over ids (R, W) of these batch rows, after what the cache holds: logits (R, W, V)."""
         mask = None
         if self.decoder_mask is not None:
-            mask = self.decoder_mask[at][:, :end]
+            mask = self.decoder_mask[rows][:, :end]
             mask = torch.cat([mask, mask.new_ones(len(ids), end - mask.shape[1])], 1)
         for layer, (keys, values) in zip(self._cross.layers, self._cross_of_all, strict=True):
-            layer.keys, layer.values = keys[at], values[at]
+            layer.keys, layer.values = keys[rows], values[rows]
         out = self.base(
-            encoder_outputs=BaseModelOutput(last_hidden_state=self.source.hidden[at]),
-            attention_mask=None if self.source.mask is None else self.source.mask[at],
+            encoder_outputs=BaseModelOutput(last_hidden_state=self.source.hidden[rows]),
+            attention_mask=None if self.source.mask is None else self.source.mask[rows],
             decoder_input_ids=ids,
             decoder_attention_mask=mask,
             past_key_values=EncoderDecoderCache(self.cache, self._cross),
@@ -253,19 +260,20 @@ class _Depth:
     depth: int = 0
 
 
-def passes(start: Sequence[int], num: int, overhead: int) -> list[list[int]]:
-    """Rows that begin at positions `start` → which of them to feed together, each row `num` tokens.
+def group_passes(start: Sequence[int], num: int, overhead: int) -> list[list[int]]:
+    """Rows that begin at positions `start`, of `num` tokens each → groups of rows to feed in one pass each.
 
-    A pass of rows from position a to b costs overhead + rows · (b − a + num) columns; their sum is the least possible.
+    A pass over rows that begin between positions a and b costs overhead + rows · (b − a + num) columns. The sum over
+    passes is the least possible.
     """
     order = sorted(range(len(start)), key=start.__getitem__)
-    best = [(0, 0)]  # of the first rows in order: the least cost, and where the last pass of it begins
+    best = [(0, 0)]  # for the first i rows in order: the least cost, and the row at which its last pass begins
     for stop in range(1, len(order) + 1):
         reach = start[order[stop - 1]] + num
         best.append(min((best[i][0] + overhead + (stop - i) * (reach - start[order[i]]), i) for i in range(stop)))
-    found, stop = [], len(order)
+    groups, stop = [], len(order)
     while stop:
         begin = best[stop][1]
-        found.append(sorted(order[begin:stop]))
+        groups.append(sorted(order[begin:stop]))
         stop = begin
-    return found[::-1]
+    return groups[::-1]

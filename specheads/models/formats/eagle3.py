@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.causal import text_config
+from specheads.decoding.target.hf_base import text_config
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats import eagle_config, layer_ids, older, vocabulary

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from specheads.decoding.target.causal import refuse_unsupported
+from specheads.decoding.target.hf_base import refuse_unsupported
 from specheads.heads import DraftHead
 from specheads.models.build import build_head, spec_config
 from specheads.models.config import SpecConfig

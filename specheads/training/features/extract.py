@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from specheads.data.datasets import build_datasets
-from specheads.decoding.target.causal import decoder_of, text_config
+from specheads.decoding.target.hf_base import decoder_of, text_config
 from specheads.heads import HEADS
 from specheads.hub import commit_of
 from specheads.hub import options as hub_options

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specheads.decoding.target.causal import decoder_of
+from specheads.decoding.target.hf_base import decoder_of
 from specheads.heads.block import decoder_layers
 from specheads.losses.teacher import Teacher, tapped
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.data.rows import IGNORED, Collator
-from specheads.decoding.target.causal import text_config
+from specheads.decoding.target.hf_base import text_config
 from specheads.losses.objective import rows_of_chunk
 from specheads.losses.teacher import LastHidden, TopKTail, WholeLogits, gives_logits, packed_mask
 from specheads.training.features.forward import Forward

@@ -1,0 +1,149 @@
+"""Hugging Face's generate() options, read once at the edge: what is refused, what the prompts must be, when rows stop.
+
+Shapes: B batch rows, T prompt columns.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+
+from specheads.decoding.acceptance import Acceptance, Fuzzy
+from specheads.options import shown
+
+REFUSED_ARGUMENTS = (
+    "assistant_model", "prompt_lookup_num_tokens", "custom_generate", "inputs_embeds", "past_key_values"
+)  # fmt: skip
+OTHER_DECODING = ("penalty_alpha", "dola_layers", "use_mtp")  # other ways of decoding, which our loop would skip
+REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
+
+
+@dataclass
+class Stopping:
+    """Hugging Face's stopping criteria as decode()'s `stop`, asked after each token of each row by itself.
+
+    prompts: each row as Hugging Face has it, padding included, `columns` wide; lengths: without padding. Read from the
+    criteria are eos, the ids that end a row, and limit, the most new tokens. A row by itself is enough: criteria look
+    at the last token only. Raises ValueError if the criteria hold no length limit.
+    """
+
+    criteria: StoppingCriteriaList
+    prompts: list[list[int]]
+    columns: int
+    lengths: list[int]
+    device: torch.device
+    eos: set[int] = field(default_factory=set)
+    limit: int = 0
+    others: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        limits = []
+        for criterion in self.criteria:
+            if isinstance(criterion, EosTokenCriteria):
+                self.eos |= set(criterion.eos_token_id.tolist())
+            elif isinstance(criterion, MaxLengthCriteria):
+                limits.append(criterion.max_length)
+            else:
+                self.others.append(criterion)
+        if not limits:
+            raise ValueError("generation has no length limit; give max_new_tokens or max_length")
+        self.limit = max(1, min(limits) - self.columns)
+
+    def __call__(self, row: int, ids: list[int], count: int) -> int:
+        generated = ids[self.lengths[row] :]
+        for kept in range(1, count + 1):
+            end = len(generated) - count + kept
+            if generated[end - 1] in self.eos or end >= self.limit or self._others_stop(row, generated[:end]):
+                return kept
+        return -1
+
+    def _others_stop(self, row: int, generated: list[int]) -> bool:
+        if not self.others:
+            return False
+        ids = torch.tensor([self.prompts[row] + generated], device=self.device)
+        return any(bool(criterion(ids, None).all()) for criterion in self.others)
+
+
+def check_prompts(base: PreTrainedModel, prompts: Any, *, images: bool) -> None:
+    """TypeError or ValueError for prompts that are not ids (B, T) of the base's vocabulary.
+
+    images: some models mark where an image goes by an id beyond the vocabulary.
+    """
+    first = prompts[0] if isinstance(prompts, list | tuple) and prompts else prompts
+    if isinstance(first, str):
+        raise TypeError(
+            f"the prompt {shown(prompts)} is text; give its ids: generate(..., **tokenizer(text, return_tensors='pt'))"
+        )
+    if prompts is None or base.config.is_encoder_decoder:  # without prompts Hugging Face begins with the BOS token
+        return
+    if not isinstance(prompts, Tensor):
+        raise TypeError(
+            f"the prompts must be a tensor of ids (B, T), not {type(prompts).__name__}; give **tokenizer(text, "
+            "return_tensors='pt')"
+        )
+    if prompts.dim() != 2 or prompts.is_floating_point():
+        hint = "; for one prompt give ids.unsqueeze(0)" if prompts.dim() == 1 else ""
+        raise ValueError(
+            f"the prompts must be ids (B, T), whole numbers, not {tuple(prompts.shape)} of {prompts.dtype}{hint}"
+        )
+    if not prompts.numel():
+        raise ValueError(
+            f"an empty prompt has nothing to continue: {tuple(prompts.shape)}; give at least one token a row (the BOS "
+            "token, say)"
+        )
+    weight: Any = base.get_input_embeddings().weight
+    least, most = int(prompts.min()), int(prompts.max())
+    if least < 0 or (most >= len(weight) > 0 and not images):  # a sharded matrix may be empty here
+        raise ValueError(
+            f"the prompts hold id {least if least < 0 else most}, and the model has embeddings for 0 to "
+            f"{len(weight) - 1}; is the tokenizer that of another model?"
+        )
+
+
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """ValueError for an argument that would replace the loop or its prompts."""
+    for name in REFUSED_ARGUMENTS:
+        if arguments.get(name) is not None:
+            raise ValueError(f"generate() with draft trees takes no {name}=; call the base's own generate() for that")
+
+
+def refuse_options(arguments: Mapping[str, Any], config: GenerationConfig) -> None:
+    """ValueError for options that drafts do not combine with, given as arguments or in the config."""
+    for name in OTHER_DECODING:
+        if value := arguments.get(name, getattr(config, name, None)):
+            raise ValueError(f"{name}={value!r} does not combine with drafts; call the base's own generate() for it")
+    for name in REFUSED_OUTPUTS:
+        if arguments.get(name, getattr(config, name, False)):
+            raise ValueError(f"{name}=True is not kept by tree decoding; call the base's own generate() for it")
+
+
+def check_divergences(accept: Acceptance, returns_dict: Any) -> None:
+    """ValueError where output_divergences=True would give nothing."""
+    if not isinstance(accept, Fuzzy):
+        raise ValueError(f"output_divergences=True is for accept=Fuzzy(...), which measures one, not for {accept!r}")
+    if not returns_dict:
+        raise ValueError("output_divergences=True comes with the steps; give return_dict_in_generate=True too")
+
+
+def stop_string_criteria(
+    stop_strings: str | Sequence[str], tokenizer: Any, criteria: StoppingCriteriaList | None
+) -> StoppingCriteriaList:
+    """The criteria, and one that stops at the strings. generate() does not hand its tokenizer to a custom loop."""
+    if tokenizer is None:
+        raise ValueError("stop_strings needs tokenizer=, to know which text the tokens spell")
+    strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+    return StoppingCriteriaList([*(criteria or ()), StopStringCriteria(tokenizer, strings)])
+
+
+def without_stop_strings(config: GenerationConfig) -> GenerationConfig:
+    """A copy of the config without stop strings, for which generate() itself would want a tokenizer."""
+    config = copy.deepcopy(config)
+    config.stop_strings = None
+    return config

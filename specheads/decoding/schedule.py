@@ -1,0 +1,73 @@
+"""What the next step of decoding may do: which rows take part, by which plan they draft, and where a tree must end.
+
+Shapes: B batch rows, N tree nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specheads.decoding.planner import Idle, Plan, limited
+from specheads.decoding.target.causal import Target
+from specheads.decoding.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class StepSchedule:
+    """remaining: how many tokens each row may gain after its root, 0 once it has finished. active: the rows that take
+    part. plan: how the trees grow, None where no drafter is asked."""
+
+    remaining: list[int]
+    active: list[bool]
+    plan: Plan | None
+
+
+def schedule_step(
+    target: Target,
+    plan: Plan | None,
+    running: Sequence[bool],
+    history: Sequence[list[int]],
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+) -> StepSchedule:
+    """The schedule of the next step. history: each row's ids, root included; prompts: the ids it began with.
+
+    Trees are no deeper than the longest remaining text, and none is drafted where a base whose positions depend on the
+    length could not verify it.
+    """
+    gained = [len(row) - len(prompt) for row, prompt in zip(history, prompts, strict=True)]
+    remaining = [max_new_tokens - n if runs else 0 for n, runs in zip(gained, running, strict=True)]
+    step_plan = limited(plan, max(remaining) - 1) if plan is not None and max(remaining) > 1 else None
+    switch = target.switch
+    if switch is None:
+        return StepSchedule(remaining, list(running), step_plan)
+    fed = [n - 1 for n, runs in zip(gained, running, strict=True) if runs]
+    target.min_fed = min(fed)
+    if step_plan is not None and not switch.may_draft(fed, step_plan.depth):
+        step_plan = Idle(step_plan)
+    if not switch.is_past(fed):
+        active = [runs and not switch.must_wait(n - 1) for runs, n in zip(running, gained, strict=True)]
+        return StepSchedule(remaining, active, step_plan)
+    if switch.rereads:
+        switch.rereads = False
+        target.reread([fit_length(row, len(prompt) + min(fed)) for row, prompt in zip(history, prompts, strict=True)])
+    return StepSchedule(remaining, list(running), step_plan)
+
+
+def fit_length(row: list[int], length: int) -> list[int]:
+    """A row's first `length` ids; a finished row that is shorter is filled with zeros."""
+    return [*row, *[0] * (length - len(row))][:length]
+
+
+def end_mask(tree: DraftTree, end_ids: Tensor, remaining: list[int]) -> Tensor:
+    """(B, N) the nodes that nothing follows: one of end_ids (E,), the last token a row may gain, or any node below.
+
+    remaining: as in `StepSchedule`.
+    """
+    room = torch.tensor(remaining, device=tree.tokens.device).unsqueeze(1)
+    last = (tree.topology.depth >= room) | (torch.isin(tree.tokens, end_ids) & tree.topology.drafted)
+    return (tree.topology.ancestors & last.unsqueeze(1)).any(2)

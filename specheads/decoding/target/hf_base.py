@@ -1,0 +1,202 @@
+"""What decoding must know of a Hugging Face base: its parts, whether its attention can hold a tree, and its logits.
+
+Shapes: B batch rows, T positions, H hidden size, V vocabulary, F = tapped layers × hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import output_capturing
+
+from specheads.decoding.target.cache import Reach
+
+MASKED_ATTENTION = (None, "sdpa", "eager")  # implementations that obey a 4-D mask
+
+
+class UnsupportedModel(ValueError):
+    """A base model that tree decoding cannot serve; the message says why."""
+
+
+def text_config(base: PreTrainedModel) -> Any:
+    """The config that holds the language model's sizes (models with several parts nest it)."""
+    return base.config.get_text_config(decoder=True)
+
+
+def unwrapped(base: Any) -> PreTrainedModel:
+    """The Hugging Face model to verify with: of a peft model the one inside, in which the adapters stay active."""
+    if getattr(getattr(base, "config", None), "model_type", None) == "specheads":
+        raise ValueError(
+            "this model already has a head; convert(model.base, ...) makes another SpecModel of its base, and "
+            "model.generate(...) decodes with the head it has"
+        )
+    if hasattr(base, "get_base_model"):
+        adapter = getattr(base, "active_peft_config", None)
+        if getattr(adapter, "is_prompt_learning", False):
+            raise UnsupportedModel(f"{type(adapter).__name__} puts virtual tokens before each prompt, outside the base")
+        base = base.get_base_model()
+    if not isinstance(base, PreTrainedModel):
+        raise TypeError(f"the base must be a transformers model or the name of one, not {type(base).__name__}")
+    return base
+
+
+def decoder_of(base: Any) -> Any:
+    """The text decoder: layers and final norm, without the output matrix or a vision tower."""
+    # Models name it differently, and get_decoder() of some returns the model itself or another part.
+    candidates = (base.get_decoder(), base.base_model, getattr(base, "model", None))
+    return next((part for part in candidates if isinstance(part, PreTrainedModel) and part is not base), base)
+
+
+def forward_arguments(base: PreTrainedModel) -> set[str]:
+    """The argument names of the model's forward(). One with **kwargs (a wrapper, a decorator) passes them on, so the
+    names of its class's forward() count too, and so on up the base classes."""
+    names: set[str] = set()
+    for forward in (base.forward, *(vars(cls)["forward"] for cls in type(base).__mro__ if "forward" in vars(cls))):
+        parameters = inspect.signature(forward).parameters
+        names |= set(parameters)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return names
+
+
+def layer_reach(config: Any) -> dict[str, Reach]:
+    """Layer type → how far back it looks, by the config; {'': …} if all layers share one mask."""
+    # A config keeps any key of its file; only a model whose config class declares a window has one.
+    declared = "sliding_window" in inspect.signature(type(config)).parameters
+    window = config.sliding_window if declared and getattr(config, "use_sliding_window", True) else None
+    types = set(getattr(config, "layer_types", None) or ())
+    known = {
+        "full_attention": Reach(),
+        "sliding_attention": Reach("sliding", window or 0),
+        "chunked_attention": Reach("chunked", getattr(config, "attention_chunk_size", None) or 0),
+    }
+    if unknown := types - set(known):
+        indexed = all("index" in name or "sparse" in name for name in unknown)
+        reason = (
+            "an indexer chooses which tokens each query sees, whatever its mask"
+            if indexed
+            else "recurrent state can neither hold a tree nor be rewound"
+        )
+        raise UnsupportedModel(
+            f"{config.model_type} has layers of type {', '.join(sorted(unknown))}; only full, sliding and chunked "
+            f"attention can verify a tree in one pass ({reason})"
+        )
+    if types - {"full_attention"}:
+        return {name: known[name] for name in sorted(types)}
+    return {"": Reach("sliding", window) if window and not types else Reach()}
+
+
+def refuse_unsupported(base: PreTrainedModel) -> None:
+    """UnsupportedModel, with the reason, for a base whose attention is not governed by a mask and position ids."""
+    config = text_config(base)
+    name = type(base).__name__
+    arguments = forward_arguments(base)
+    if base.config.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder model; draft heads need a decoder-only one")
+    layer_reach(config)
+    if getattr(base, "_is_stateful", False):
+        raise UnsupportedModel(f"{name} keeps recurrent state, which cannot hold a tree of drafts nor be rewound")
+    if "position_ids" not in arguments:
+        raise UnsupportedModel(
+            f"{name}.forward takes no position_ids (its positions follow the cache slots), so the nodes of a tree "
+            "cannot be given their depths"
+        )
+    if "past_key_values" not in arguments:
+        raise UnsupportedModel(f"{name}.forward takes no past_key_values, so there is no cache to verify against")
+    if getattr(config, "alibi", False):
+        raise UnsupportedModel(f"{name} has alibi=True: its attention biases follow the cache slots, not position_ids")
+    if getattr(config, "attention_layers", None):
+        raise UnsupportedModel(
+            f"{name} masks by cache slot inside its attention layers ({', '.join(sorted(set(config.attention_layers)))}"
+            "), so a mask cannot say which nodes of a tree see one another"
+        )
+    if base.get_output_embeddings() is None:
+        raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")
+
+
+_takes_dict: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
+def takes_mask_dict(base: PreTrainedModel) -> bool:
+    """Does forward() take one mask per layer type? Tried once per model, on one token."""
+    if base not in _takes_dict:
+        reach = layer_reach(text_config(base))
+        taken = "" not in reach
+        if taken:
+            mask = torch.zeros(1, 1, 1, 1, dtype=base.dtype, device=base.device)
+            ids = torch.zeros(1, 1, dtype=torch.long, device=base.device)
+            try:
+                with torch.no_grad():
+                    base(input_ids=ids, attention_mask=dict.fromkeys(reach, mask), position_ids=ids, use_cache=False)
+            except (AttributeError, TypeError):
+                taken = False
+        if not taken and len(reach) > 1:
+            raise UnsupportedModel(
+                f"{type(base).__name__} has layers with different attention windows but takes only one mask"
+            )
+        _takes_dict[base] = taken
+    return _takes_dict[base]
+
+
+def kept_states(layers: tuple[int, ...]) -> list[int] | bool:
+    """The output_hidden_states argument with which a base keeps hidden_states[k] for every tapped layer k."""
+    # transformers 5.23 keeps the entries a list names. Before that, a list counted from the first layer's output, not
+    # from the embeddings: the wrong layers, without an error.
+    return sorted(set(layers)) if hasattr(output_capturing, "resolve_hidden_states_indices") else bool(layers)
+
+
+def concat_taps(hidden_states: tuple[Tensor | None, ...] | None, layers: tuple[int, ...], like: Tensor) -> Tensor:
+    """The tapped hidden_states concatenated, (B, T, F); F = 0 without layers. like (B, T): the ids."""
+    if not layers:
+        return torch.empty(*like.shape, 0, device=like.device)
+    assert hidden_states is not None
+    if max(layers) >= len(hidden_states):
+        raise UnsupportedModel(
+            f"layer {max(layers)} cannot be tapped: the base gives hidden_states 0 to {len(hidden_states) - 1}"
+        )
+    taps = [hidden_states[k] for k in layers]
+    assert all(tap is not None for tap in taps)
+    return torch.cat([tap.to(taps[-1].device) for tap in taps], dim=-1)  # type: ignore[union-attr]
+
+
+def logits_of(base: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Last hidden states (…, H) → the base's logits (…, V): lm_head, then the scale and soft-cap of its config, which
+    models apply outside lm_head."""
+    lm_head = base.get_output_embeddings()
+    logits = lm_head(hidden.to(lm_head.weight.dtype))
+    config = text_config(base)
+    if (scale := getattr(config, "logit_scale", None)) is not None:
+        logits = logits * scale
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        logits = logits / divisor
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+@torch.no_grad()
+def lm_head_gives_logits(base: PreTrainedModel) -> bool:
+    """Does `logits_of` reproduce the base's logits? Tried on a few tokens; True if the weights are not there to try."""
+    weight: Any = base.get_input_embeddings().weight
+    offloaded = getattr(base, "hf_device_map", None)  # its weights are loaded when a layer is called
+    if weight.is_meta or not weight.numel() or (not offloaded and any(p.is_meta for p in base.parameters())):
+        return True
+    ids = torch.arange(4, device=weight.device).unsqueeze(0) % weight.shape[0]
+    # Not by output_hidden_states: its hooks stay in the model, which then cannot be pickled.
+    hidden = decoder_of(base)(input_ids=ids, use_cache=False).last_hidden_state
+    logits, reproduced = base(input_ids=ids, use_cache=False).logits.float(), logits_of(base, hidden).float()
+    return bool((logits - reproduced.to(logits.device)).abs().max() <= 0.01 * logits.std() + 1e-6)
+
+
+def refuse_more_than_lm_head(base: PreTrainedModel, kind: str) -> None:
+    """UnsupportedModel if a head of that kind, which drafts through the base's output matrix, cannot get its logits."""
+    if not lm_head_gives_logits(base):
+        raise UnsupportedModel(
+            f"{type(base).__name__} applies more than its output matrix between the last hidden state and the logits, "
+            f"and a head of kind {kind!r} drafts through that matrix alone; use 'eagle3' or 'medusa'"
+        )

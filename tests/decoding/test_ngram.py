@@ -16,7 +16,7 @@ from specheads.decoding.generate import generate
 from tests.conftest import tiny_llama
 from tests.decoding.test_exactness import BaseLaw, padded_left, small_base
 from tests.decoding.test_lossless_rules import distance, probs_of
-from tests.decoding.test_suffix import random_row
+from tests.support.random_rows import random_row
 
 V, PAD = 97, 0
 
@@ -158,8 +158,8 @@ def test_an_ending_inside_a_draft_matches_greedy(drafter):
 
 def context(rows, **more):
     root = torch.tensor([row[-1] for row in rows])
-    rest = dict.fromkeys(("features", "following", "new", "last"), torch.zeros(0)) | more
-    return Context(target=None, root=root, history=rows, bound=max(map(len, rows)) - 1, **rest)
+    rest = {"target": None} | dict.fromkeys(("features", "following", "new", "last"), torch.zeros(0)) | more
+    return Context(root=root, history=rows, bound=max(map(len, rows)) - 1, **rest)
 
 
 def test_prompt_lookup_drafts_what_followed_last():

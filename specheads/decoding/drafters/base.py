@@ -59,11 +59,6 @@ class Context:
             self.memory[name] = make()
         return self.memory[name]
 
-    def haystack(self, row: int, ids: list[int]) -> list[int]:
-        """What an n-gram of `ids`, the text of batch row `row`, is looked for in: its source, where it has one, and
-        the text behind it."""
-        return ids if self.source is None else [*self.source[row], *ids]
-
     @classmethod
     def start(
         cls, target: Target, ids: Tensor, lengths: Tensor, features: Tensor, root: Tensor, top: Tensor | None = None

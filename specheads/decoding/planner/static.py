@@ -46,10 +46,11 @@ class StaticTree:
         chosen = tuple(sorted({tuple(c) for c in self.choices}, key=lambda c: (len(c), c)))
         if not chosen:
             raise ValueError("a static tree needs at least one choice, for instance ((0,),)")
+        known = {(), *chosen}
         for choice in chosen:
             if not choice or min(choice) < 0:
                 raise ValueError(f"choice {choice!r} is not a path of ranks ≥ 0, such as (0, 1)")
-            if len(choice) > 1 and choice[:-1] not in chosen:
+            if choice[:-1] not in known:
                 raise ValueError(f"choice {choice} has no parent: add {choice[:-1]}")
         object.__setattr__(self, "choices", chosen)
 
@@ -73,21 +74,24 @@ class StaticTree:
 
     @cached_property
     def _levels(self) -> list[_Level]:
+        by_depth: list[list[tuple[int, ...]]] = [[] for _ in range(self.depth)]
+        for choice in self.choices:
+            by_depth[len(choice) - 1].append(choice)
+        with_children = {choice[:-1] for choice in self.choices}
         levels = []
-        above: list[tuple[int, ...]] = [()]  # the nodes of the level above that have children
-        for depth in range(1, self.depth + 1):
-            nodes = [c for c in self.choices if len(c) == depth]
+        above = {(): 0}  # the inner nodes of the level above → their index among them
+        for nodes in by_depth:
             width = 1 + max(c[-1] for c in nodes)
-            inner = [c for c in nodes if any(d[:-1] == c for d in self.choices)]
+            inner = [c for c in nodes if c in with_children]
             levels.append(
                 _Level(
                     width, len(above),
-                    [above.index(c[:-1]) * width + c[-1] for c in nodes],
-                    [above.index(c[:-1]) * width + c[-1] for c in inner],
-                    [above.index(c[:-1]) for c in inner],
+                    [above[c[:-1]] * width + c[-1] for c in nodes],
+                    [above[c[:-1]] * width + c[-1] for c in inner],
+                    [above[c[:-1]] for c in inner],
                 )
             )  # fmt: skip
-            above = inner
+            above = {c: i for i, c in enumerate(inner)}
         return levels
 
     def _tables(self, batch: int, device: torch.device) -> tuple[TreeTopology, Tensor, list[tuple[Tensor, Tensor]]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specheads.decoding.acceptance import Acceptance, Verdict, walk
 from specheads.decoding.drafters.base import Context, Drafter
-from specheads.decoding.planner import Idle, Plan
+from specheads.decoding.planner import NoDraft, Plan
 from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.processors import StateWatch
 from specheads.decoding.sampler import Sampler
@@ -106,7 +106,7 @@ def decode(
     while any(running):
         began = time.perf_counter()
         turn = next_turn(target, plan, running, context.history, prompts, max_new_tokens)
-        now = Idle(turn.plan) if turn.plan and watch and watch.waiting else turn.plan
+        now = NoDraft(turn.plan) if turn.plan and watch and watch.waiting else turn.plan
         tree = draft(drafter, context, sampler, now)
         if accept.requires_draft_probs and tree.logits is None and tree.num_nodes > 1:
             raise ValueError(
@@ -186,7 +186,7 @@ def draft(drafter: Drafter | None, context: Context, sampler: Sampler, plan: Pla
     if drafter is None or plan is None:
         return DraftTree.root_only(context.root)
     tree = drafter.propose(context, sampler, plan)  # which reads the text, whatever it drafts
-    return DraftTree.root_only(context.root) if isinstance(plan, Idle) else tree
+    return DraftTree.root_only(context.root) if isinstance(plan, NoDraft) else tree
 
 
 def top_tokens(logits: Tensor, count: int) -> Tensor | None:

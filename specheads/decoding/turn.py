@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specheads.decoding.planner import Idle, Plan, limited
+from specheads.decoding.planner import NoDraft, Plan, limit_depth
 from specheads.decoding.target.causal import Target
 from specheads.decoding.tree import DraftTree
 
@@ -40,14 +40,14 @@ def next_turn(
     """
     gained = [len(row) - len(prompt) for row, prompt in zip(history, prompts, strict=True)]
     left = [max_new_tokens - n if going else 0 for n, going in zip(gained, running, strict=True)]
-    now = limited(plan, max(left) - 1) if plan is not None and max(left) > 1 else None
+    now = limit_depth(plan, max(left) - 1) if plan is not None and max(left) > 1 else None
     switch = target.switch
     if switch is None:
         return Turn(left, list(running), now)
     fed = [n - 1 for n, going in zip(gained, running, strict=True) if going]
     target.pace = min(fed)
     if now is not None and not switch.may_draft(fed, now.depth):
-        now = Idle(now)
+        now = NoDraft(now)
     if not switch.beyond(fed):
         return Turn(left, [going and not switch.waits(n - 1) for going, n in zip(running, gained, strict=True)], now)
     if switch.rereads:

@@ -43,7 +43,7 @@ def test_it_drafts_what_the_published_steps_draft(alphabet):
     short = 0
     for _ in range(40):
         row = random_row(rng, alphabet, rng.randint(1, 30))
-        own = [drafter.runs(context([row], target=target), 10)[0][0] for drafter in (tabled, bare)]
+        own = [drafter.paths(context([row], target=target), 10)[0][0] for drafter in (tabled, bare)]
         assert own == [published(row, 10, bigrams), published(row, 10, [0] * alphabet)]
         short += len(own[0]) < 10
     assert short or alphabet < 40, "no draft ran into an unknown id"
@@ -51,7 +51,7 @@ def test_it_drafts_what_the_published_steps_draft(alphabet):
 
 def test_the_rows_of_a_batch_are_searched_each_on_its_own():
     rows = [[1, 2, 3, 1, 2], [4], [5, 5]]
-    assert MaxGram().runs(context(rows), 3) == [[[3, 1, 2]], [[]], [[5, 5, 5]]]
+    assert MaxGram().paths(context(rows), 3) == [[[3, 1, 2]], [[]], [[5, 5, 5]]]
 
 
 def test_a_table_for_another_vocabulary_is_refused_before_anything_is_drafted(base):

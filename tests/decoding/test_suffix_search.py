@@ -33,7 +33,7 @@ def test_prompt_lookup_drafts_what_its_definition_says(alphabet, width, longest,
     rng, drafter = random.Random(alphabet), PromptLookup(4, width, max_ngram=longest, min_ngram=shortest)
     for length in range(1, 40):
         row = random_row(rng, alphabet, length)
-        assert drafter.runs(context([row]), 5) == [looked_up(row, 5, width, longest, shortest)]
+        assert drafter.paths(context([row]), 5) == [looked_up(row, 5, width, longest, shortest)]
 
 
 @pytest.mark.parametrize("alphabet", [1, 2, 5])
@@ -57,21 +57,21 @@ def test_rows_that_grow_and_drafts_after_them_are_searched_as_they_are(drafter, 
             row += random_row(rng, 4, rng.randint(0, 3))
         drafted = {b: rows[b] + random_row(rng, 4, rng.randint(0, 4)) for b in rng.sample([0, 1], rng.randint(1, 2))}
         own = {b: [source[b]] if source else None for b in drafted}
-        assert drafter.runs(kept, 3, drafted) == [
-            drafter.runs(context([ids], source=own[b]), 3)[0] for b, ids in drafted.items()
+        assert drafter.paths(kept, 3, drafted) == [
+            drafter.paths(context([ids], source=own[b]), 3)[0] for b, ids in drafted.items()
         ]
-        assert drafter.runs(kept, 3) == drafter.runs(context(rows, source=source), 3)
+        assert drafter.paths(kept, 3) == drafter.paths(context(rows, source=source), 3)
 
 
 def test_a_source_counts_as_earlier_text():
-    assert PromptLookup(2).runs(context([[9, 2]], source=[[1, 2, 3, 4]]), 2) == [[[3, 4]]]
+    assert PromptLookup(2).paths(context([[9, 2]], source=[[1, 2, 3, 4]]), 2) == [[[3, 4]]]
 
 
 @pytest.mark.parametrize("first", [0xD7F0, 300_000])
 def test_ids_may_be_any_character_codes(first):
     """Halves of surrogate pairs and codes beyond 16 bits among them."""
     row = [first + token for token in (1, 20, 3, 40, 1, 20)]
-    assert PromptLookup(2).runs(context([row]), 2) == [[[first + 3, first + 40]]]
+    assert PromptLookup(2).paths(context([row]), 2) == [[[first + 3, first + 40]]]
 
 
 def test_a_copy_that_reaches_the_end_continues_with_itself():

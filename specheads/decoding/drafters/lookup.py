@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specheads.decoding.drafters.base import Context
-from specheads.decoding.drafters.paths import PathDrafter
+from specheads.decoding.drafters.path_drafter import PathDrafter, Paths
 from specheads.decoding.drafters.suffix_search import copy_ids, longest_match, row_texts
 
 
@@ -31,7 +31,7 @@ class PromptLookup(PathDrafter):
         self._at_least("min_ngram", 1)
         self._at_least("max_ngram", self.min_ngram)
 
-    def runs(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[list[list[int]]]:
+    def paths(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[Paths]:
         return [
             [copy_ids(text, start, length) for start in self._follower_indices(text)]
             for text in row_texts(context, rows)

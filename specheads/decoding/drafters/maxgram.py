@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.drafters.bigram import check_bigrams
-from specheads.decoding.drafters.paths import PathDrafter
+from specheads.decoding.drafters.path_drafter import PathDrafter, Paths
 from specheads.decoding.drafters.suffix_search import copy_ids, longest_match, row_texts
 
 
@@ -29,16 +29,16 @@ class MaxGram(PathDrafter):
         if self.width > 1:
             raise ValueError(f"MaxGram: width={self.width}, but it knows one follower only; PromptLookup knows several")
 
-    def runs(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[list[list[int]]]:
+    def paths(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[Paths]:
         if self.bigrams is not None:
             context.once("bigrams_checked", lambda: check_bigrams(self.bigrams, context.target.config.vocab_size))
-        return [[self._run(text, length)] for text in row_texts(context, rows)]
+        return [[self._path(text, length)] for text in row_texts(context, rows)]
 
-    def _run(self, text: str, length: int) -> list[int]:
+    def _path(self, text: str, length: int) -> list[int]:
         if matched := longest_match(text, len(text)):
             return copy_ids(text, text.find(text[-matched:]) + matched, length)
-        run: list[int] = []
+        path: list[int] = []
         table, token = self.bigrams or (), ord(text[-1])
-        while token < len(table) and len(run) < length and (token := table[token]):
-            run.append(token)
-        return run
+        while token < len(table) and len(path) < length and (token := table[token]):
+            path.append(token)
+        return path

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import specheads
 from tests.conftest import tiny_llama
 from tests.decoding.test_draft_model import near
-from tests.decoding.test_translation import TARGET
+from tests.decoding.test_retokenize import TARGET
 from tests.support.paths import ROOT
 from tests.support.snippets import blocks
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specheads.decoding.acceptance import Acceptance, Verdict, walk
 from specheads.decoding.drafters.base import Context, Drafter
-from specheads.decoding.planner import Idle, Plan
+from specheads.decoding.planner import NoDraft, Plan
 from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.processors import StateWatch
 from specheads.decoding.sampler import Sampler
@@ -152,9 +152,9 @@ class _Loop:
         if self.drafter is None or plan is None:
             return DraftTree.root_only(self.context.root)
         if self.watch and self.watch.waiting:
-            plan = Idle(plan)
+            plan = NoDraft(plan)
         tree = self.drafter.propose(self.context, self.sampler, plan)  # an idle drafter still reads the text
-        if isinstance(plan, Idle):
+        if isinstance(plan, NoDraft):
             return DraftTree.root_only(self.context.root)
         if self.accept.requires_draft_probs and tree.logits is None and tree.num_nodes > 1:
             raise ValueError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specheads.decoding.planner import Idle, Plan, limited
+from specheads.decoding.planner import NoDraft, Plan, limit_depth
 from specheads.decoding.target.causal import Target
 from specheads.decoding.tree import DraftTree
 
@@ -41,14 +41,14 @@ def schedule_step(
     """
     gained = [len(row) - len(prompt) for row, prompt in zip(history, prompts, strict=True)]
     remaining = [max_new_tokens - n if runs else 0 for n, runs in zip(gained, running, strict=True)]
-    step_plan = limited(plan, max(remaining) - 1) if plan is not None and max(remaining) > 1 else None
+    step_plan = limit_depth(plan, max(remaining) - 1) if plan is not None and max(remaining) > 1 else None
     switch = target.switch
     if switch is None:
         return StepSchedule(remaining, list(running), step_plan)
     fed = [n - 1 for n, runs in zip(gained, running, strict=True) if runs]
     target.min_fed = min(fed)
     if step_plan is not None and not switch.may_draft(fed, step_plan.depth):
-        step_plan = Idle(step_plan)
+        step_plan = NoDraft(step_plan)
     if not switch.is_past(fed):
         active = [runs and not switch.must_wait(n - 1) for runs, n in zip(running, gained, strict=True)]
         return StepSchedule(remaining, active, step_plan)

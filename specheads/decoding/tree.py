@@ -22,16 +22,18 @@ def ancestors(parents: Tensor, max_depth: int | None = None) -> Tensor:
 
     By pointer doubling, so the number of passes is logarithmic in the depth and no value leaves the device.
     """
-    num = parents.shape[1]
-    reach = torch.eye(num, dtype=torch.float32, device=parents.device).expand(*parents.shape, num)
-    hop = (torch.arange(num, device=parents.device) == parents.unsqueeze(-1)).float()  # (B, N, N) i → its parent
+    batch, num = parents.shape
+    # Node N stands for "no parent": it has no ancestors, itself included, and is its own parent.
+    reach = torch.eye(num + 1, num, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+    jump = torch.where(parents < 0, num, parents)  # (B, N) i → its ancestor `span` levels up
+    jump = torch.cat([jump, torch.full_like(jump[:, :1], num)], 1)
+    row = torch.arange(batch, device=parents.device).unsqueeze(1)
     span, depth = 1, num - 1 if max_depth is None else max_depth
     while span <= depth:
-        reach = reach + hop @ reach  # (I + P)(I + P^2)(I + P^4)…: each path counted once
+        reach = reach | reach[row, jump]
+        jump = jump.gather(1, jump)
         span *= 2
-        if span <= depth:
-            hop = hop @ hop
-    return reach > 0.5
+    return reach[:, :num]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specheads.decoding.drafters.base import Context
-from specheads.decoding.planner import DynamicTree, Plan, Scored, chain
+from specheads.decoding.planner import ChildLogits, DynamicTree, Plan, chain
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.target.cache import Levels, Reach, gather_nodes
 from specheads.decoding.tree import DraftTree
@@ -170,13 +170,13 @@ class FeatureHead(DraftHead):
         # Then the tree, level by level, in the scratch slots.
         levels, level = Levels(cache, dtype), context.newest(hidden).unsqueeze(1)  # (B, k, H)
 
-        def expand(tokens: Tensor, parents: Tensor | None) -> Scored:
+        def expand(tokens: Tensor, parents: Tensor | None) -> ChildLogits:
             nonlocal level
             if parents is not None:
                 levels.next_level(parents)
                 attend, embedded = attend_with(cache, levels.mask(Reach())), target.embed(tokens).to(dtype)
                 level = self(attend, embedded, self.next_hidden(gather_nodes(level, parents)), levels.position)
-            return Scored(self.draft_logits(level, 0, target.lm_head), ids)
+            return ChildLogits(self.draft_logits(level, 0, target.lm_head), ids)
 
         assert self.config.vocab_size is not None
         return plan.grow(context.root, expand, sampler, self.config.vocab_size)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specheads.decoding.drafters.base import Context
-from specheads.decoding.planner import Expand, Plan, Scored
+from specheads.decoding.planner import ChildLogits, Expand, Plan
 from specheads.decoding.target.cache import gather_nodes
 from specheads.heads.base import TapBatch
 from specheads.heads.block import Block, copy_layer, copy_norm, decoder_layers, final_norm
@@ -160,11 +160,11 @@ class HydraHead(DepthHeads):
         path = context.newest(hidden).unsqueeze(1)  # (B, k, (i + 2) H): what each node of the level is scored from
         depths = zip(self.blocks, self.lm_heads, strict=True)
 
-        def expand(tokens: Tensor, parents: Tensor | None) -> Scored:
+        def expand(tokens: Tensor, parents: Tensor | None) -> ChildLogits:
             nonlocal path
             block, lm_head = next(depths)
             above = path if parents is None else gather_nodes(path, parents)
             path = torch.cat([above, target.embed(tokens).to(dtype)], -1)
-            return Scored(lm_head(block(path)), ids)
+            return ChildLogits(lm_head(block(path)), ids)
 
         return expand

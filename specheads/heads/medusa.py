@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from specheads.decoding.drafters.base import Context
-from specheads.decoding.planner import Expand, Plan, Scored
+from specheads.decoding.planner import ChildLogits, Expand, Plan
 from specheads.heads.base import TapBatch
 from specheads.heads.depths import DepthHeads, DepthHeadsConfig, ResBlock
 from specheads.losses.objective import DraftTargets
@@ -44,8 +44,8 @@ class MedusaHead(DepthHeads):
         hidden = context.newest(context.features).to(dtype)
         depths = zip(self.blocks, self.lm_heads, strict=True)
 
-        def expand(tokens: Tensor, parents: Tensor | None) -> Scored:
+        def expand(tokens: Tensor, parents: Tensor | None) -> ChildLogits:
             block, lm_head = next(depths)
-            return Scored(lm_head(block(hidden)).unsqueeze(1), ids, width=tokens.shape[1])
+            return ChildLogits(lm_head(block(hidden)).unsqueeze(1), ids, width=tokens.shape[1])
 
         return expand

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specheads.decoding.drafters.base import Context
-from specheads.decoding.planner import BestFirstTree, Plan, Scored
+from specheads.decoding.planner import BestFirstTree, ChildLogits, Plan
 from specheads.decoding.precision import at_least_float32
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.target.cache import Reach, TreeCache, additive, visible
@@ -255,7 +255,7 @@ class ParallelHead(DraftVocabulary):
         ids = self.target_ids
         levels = zip(hidden.split(1, 1), self.marginal(hidden, target.lm_head).split(1, 1), strict=True)
 
-        def expand(tokens: Tensor, parents: Tensor | None) -> Scored:
+        def expand(tokens: Tensor, parents: Tensor | None) -> ChildLogits:
             out, logits = next(levels)  # (B, 1, H), (B, 1, Vd)
             width = tokens.shape[1]
 
@@ -264,8 +264,8 @@ class ParallelHead(DraftVocabulary):
 
             asked = sure if config.confidence else None
             if not config.markov_rank:
-                return Scored(logits, ids, width, asked)
-            return Scored(logits + self.markov_lm_head(self.markov_embed(tokens)), ids, confidence=asked)
+                return ChildLogits(logits, ids, width, asked)
+            return ChildLogits(logits + self.markov_lm_head(self.markov_embed(tokens)), ids, confidence=asked)
 
         assert config.vocab_size is not None
         return plan.grow(context.root, expand, sampler, config.vocab_size)

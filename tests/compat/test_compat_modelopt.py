@@ -19,7 +19,7 @@ from specheads.compat import modelopt as mtsp
 from specheads.compat.modelopt.config import read_mode
 from specheads.compat.modelopt.plugins import supervised
 from tests.conftest import tiny_llama, with_adapter
-from tests.decoding.test_translation import TARGET
+from tests.decoding.test_retokenize import TARGET
 from tests.models.test_quantized import CONFIGS
 from tests.support.acceptance import Scripted
 

@@ -13,7 +13,7 @@ from tests.conftest import tiny_llama
 from tests.decoding.test_draft_model import near
 from tests.decoding.test_exactness import BaseLaw, small_base
 from tests.reference.enumeration import distance, probs_of
-from tests.reference.greedy_replay import NEW, PROMPT, greedy_draft, make_small, make_target, replayed
+from tests.reference.greedy_replay import NEW, PROMPT, greedy_draft, make_draft_model, make_target, replayed
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def small():
-    return make_small()
+    return make_draft_model()
 
 
 def test_topk_probas_keep_k_tokens_and_sum_to_one():

@@ -13,7 +13,7 @@ from tests.conftest import tiny_llama
 from tests.decoding.test_draft_model import near
 from tests.decoding.test_exactness import BaseLaw, small_base
 from tests.reference.enumeration import Table, distance, probs_of, step_law
-from tests.reference.greedy_replay import NEW, PROMPT, greedy_draft, make_small, make_target, replayed
+from tests.reference.greedy_replay import NEW, PROMPT, greedy_draft, make_draft_model, make_target, replayed
 
 PROCESSORS = {
     "greedy": compat.GreedyProcessor(), "warm": compat.MultinomialProcessor(0.8), "top k": compat.TopKProcessor(0.7, 5),
@@ -28,7 +28,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def small():
-    return make_small()
+    return make_draft_model()
 
 
 @pytest.mark.parametrize("gamma", [1, 4])

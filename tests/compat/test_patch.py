@@ -14,7 +14,7 @@ from specheads import AdaptiveChain, Exact, Fuzzy, PromptLookup, SampledTree, ch
 from specheads.compat.patch import draft_arguments
 from tests.conftest import tiny_llama, with_adapter
 from tests.decoding.test_draft_model import near
-from tests.decoding.test_translation import OWN, TARGET, TEXT
+from tests.decoding.test_retokenize import OWN, TARGET, TEXT
 from tests.support.replay import BATCHES
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}

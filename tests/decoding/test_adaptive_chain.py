@@ -1,15 +1,15 @@
-"""AdaptiveChain: where it ends, and that ending there leaves the law of the text alone."""
+"""AdaptiveChain: where it ends, and that ending there does not change the distribution of the text."""
 
 import pytest
 import torch
 
 from specheads import AdaptiveChain, DraftTree, Sampler
-from specheads.decoding.planner import Scored
+from specheads.decoding.planner import ChildLogits
 from tests.decoding.test_lossless_rules import Table, distance, output_law, true_law
 
 
-def laws(*rows):
-    """An expand() of fixed laws: of each row the probability of token 3 by depth, the rest spread evenly."""
+def fixed_probs(*rows):
+    """An expand() of fixed distributions: per row the probability of token 3 by depth, the rest spread evenly."""
     depth = iter(range(99))
 
     def expand(tokens, parents):
@@ -17,13 +17,13 @@ def laws(*rows):
         p = torch.tensor([row[level] for row in rows])
         others = ((1 - p) / 7).unsqueeze(1).expand(-1, 8).clone()
         others[:, 3] = p
-        return Scored(others.log().unsqueeze(1))
+        return ChildLogits(others.log().unsqueeze(1))
 
     return expand
 
 
 def grown(plan, *rows):
-    tree = plan.grow(torch.full((len(rows),), 5), laws(*rows), Sampler(), 8)
+    tree = plan.grow(torch.full((len(rows),), 5), fixed_probs(*rows), Sampler(), 8)
     assert tree.parents.tolist() == [list(range(-1, tree.max_depth))] * len(rows)
     return tree.tokens[:, 1:].tolist()
 
@@ -34,11 +34,11 @@ def test_the_first_unsure_token_is_the_last_of_the_chain(sampled):
     assert grown(plan, [0.9, 0.6, 0.4, 0.9, 0.9]) == [[3, 3, 3]]
     assert grown(plan, [0.3, 0.9]) == [[3]]
     assert grown(plan, [0.9] * 9) == [[3] * 5]
-    just = 0.5 + 1e-6  # of 0.5 itself a CPU may make 0.49999997 by way of its logarithm
+    just = 0.5 + 1e-6  # a CPU may turn 0.5 itself into 0.49999997 by way of its logarithm
     assert grown(plan, [just, just, 0.5 - 1e-6, 1.0]) == [[3, 3, 3]]
 
 
-def test_a_batch_goes_on_until_every_row_was_unsure():
+def test_a_batch_drafts_until_every_row_was_unsure():
     plan = AdaptiveChain(max_depth=6, confidence=0.5)
     assert grown(plan, [0.4, 0.9, 0.9, 0.9], [0.9, 0.9, 0.4, 0.9]) == [[3] * 3] * 2
 
@@ -71,15 +71,15 @@ GREEDY, SAMPLED = (AdaptiveChain(max_depth=2, confidence=0.5, sampled=sampled) f
     ids=repr,
 )
 @pytest.mark.parametrize("holes", [False, True])
-def test_ending_a_chain_early_leaves_the_law_alone(plan, vocab_size, length, steps, holes):
+def test_ending_a_chain_early_does_not_change_the_distribution(plan, vocab_size, length, steps, holes):
     target, draft = Table(vocab_size, 1, holes=holes), Table(vocab_size, 2, holes=holes)
     law = output_law(target, draft, plan, [(0, 1)], length, steps=steps)
     assert distance(law, true_law(target, [(0, 1)], length)) < 1e-12
 
 
 @pytest.mark.parametrize("plan", [GREEDY, SAMPLED], ids=repr)
-def test_one_rows_confidence_leaves_the_others_law_alone(plan):
-    """The rows share the length of their drafts, and still write independently of one another."""
+def test_one_rows_confidence_does_not_change_the_distribution_of_another(plan):
+    """The rows share the length of their drafts, and are still independent of one another."""
     target, draft = Table(2, 5), Table(2, 6)
     prompts = [(1,), (0, 1, 1)]
     for prompt in prompts:  # the prefill's token is certain, so that one step is all there is to enumerate
@@ -88,7 +88,7 @@ def test_one_rows_confidence_leaves_the_others_law_alone(plan):
     assert distance(law, true_law(target, prompts, 2)) < 1e-12
 
 
-def without_its_unsure_token(tree):
+def without_unsure_token(tree):
     """The anticipating mutant: whether a token is drafted depends on which token it would be."""
     last = tree.max_depth
     if last and float(tree.probs[0, last].gather(0, tree.tokens[0, last])) < SAMPLED.confidence:
@@ -98,5 +98,5 @@ def without_its_unsure_token(tree):
 
 def test_the_enumeration_notices_a_chain_that_anticipates():
     target, draft = Table(3, 1), Table(3, 2)
-    law = output_law(target, draft, SAMPLED, [(0, 1)], 4, steps=1, change=without_its_unsure_token)
+    law = output_law(target, draft, SAMPLED, [(0, 1)], 4, steps=1, change=without_unsure_token)
     assert distance(law, true_law(target, [(0, 1)], 4)) > 1e-3

@@ -23,7 +23,7 @@ from specheads import (
     decode,
 )
 from specheads.bench.cost import published, walltime_improvement
-from specheads.decoding.drafters.k_matrix import k_matrix_of, most_written
+from specheads.decoding.drafters.k_matrix import most_written, parse_k_matrix
 from tests.conftest import tiny_llama
 from tests.decoding.test_draft_model import gpt2, llama, near, qwen3
 from tests.decoding.test_exactness import BaseLaw, padded_left, small_base
@@ -49,12 +49,13 @@ class Until(StoppingCriteria):
 
 @pytest.fixture(scope="module")
 def world():
-    """A target, its text behind a prompt that repeats itself, so that n-grams are right too, two drafts, their laws."""
+    """A target, a prompt that repeats itself (so that n-grams are right too) with its text, two drafts, a cache."""
     base = tiny_llama(num_hidden_layers=1)
     prompt = [*range(20, 27), *range(20, 27), 20, 21]
     record = base.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=90, eos_token_id=96)[0].tolist()
     models = [near(base, 0.03), near(base, 0.06)]
-    for model, scale in zip(models, (0.1, 0.4), strict=True):  # flat laws: it matters by whose a token is judged
+    # Flat distributions, so that it matters whose q a token is judged by.
+    for model, scale in zip(models, (0.1, 0.4), strict=True):
         model.lm_head.weight.data *= scale
     return base, prompt, record, models, {}
 
@@ -63,38 +64,38 @@ def world():
     ("k_matrix", "bottom", "leniency"),
     [
         *[(k_matrix, True, leniency) for k_matrix in (LLAMA, T5_BY_SIZE, T5_BY_WORK) for leniency in (1, 2, 3)],
-        (T5_BY_SIZE, True, 60),  # so lenient that it matters by whose law a token stands
-        ([[2, 3, 2], [0, 0, 3], [0, 0, 4]], True, 3),  # nobody writes for the largest draft but n-grams
+        (T5_BY_SIZE, True, 60),  # so lenient that it matters whose q a token is judged by
+        ([[2, 3, 2], [0, 0, 3], [0, 0, 4]], True, 3),  # only n-grams write for the largest draft
         ([[4, 2], [0, 2]], False, 3),
     ],
 )
 def test_proposals_reviews_and_swi_are_those_of_a_direct_simulation(world, k_matrix, bottom, leniency):
-    base, prompt, record, models, laws = world
+    base, prompt, record, models, cached_probs = world
     models = models[: len(k_matrix) - bottom]
     proposed, counted, fed = [], [], [0] * len(models)
 
-    class Noted(Cascade):
+    class Recording(Cascade):
         def propose(self, context, sampler, plan):
             tree = super().propose(context, sampler, plan)
             proposed.append(tree.tokens[0, 1:].tolist())
             counted.append((self.reviews, tuple(fed)))
             return tree
 
-    def note(i):
+    def count_fed(i):
         return lambda module, args, out: fed.__setitem__(i, fed[i] + args[0].numel())
 
-    hooks = [model.get_input_embeddings().register_forward_hook(note(i)) for i, model in enumerate(models)]
+    hooks = [model.get_input_embeddings().register_forward_hook(count_fed(i)) for i, model in enumerate(models)]
     drafts = [*map(DraftModel, models), *([MaxGram(bigrams=BIGRAMS)] if bottom else [])]
     until = len(prompt) + 20
     specheads.generate(
-        base, torch.tensor([prompt]), drafter=Noted(drafts, k_matrix, leniency), do_sample=False, max_new_tokens=90,
+        base, torch.tensor([prompt]), drafter=Recording(drafts, k_matrix, leniency), do_sample=False, max_new_tokens=90,
         eos_token_id=96, stopping_criteria=StoppingCriteriaList([Until(until)]),
     )  # fmt: skip
     for hook in hooks:
         hook.remove()
 
     copies = (lambda ids: published_maxgram(ids, 10, BIGRAMS)) if bottom else None
-    direct = Published(models, copies, k_matrix, leniency, record, laws=laws)
+    direct = Published(models, copies, k_matrix, leniency, record, cached_probs=cached_probs)
     ids, proposals = direct.generate(len(prompt), until)
     assert len(proposals) > 2 and max(map(len, proposals)) > 5
     assert proposed == proposals
@@ -102,23 +103,23 @@ def test_proposals_reviews_and_swi_are_those_of_a_direct_simulation(world, k_mat
     assert reviews == (*direct.reviews[1:], *[0] * bottom)
     assert [n - len(prompt) for n in read] == direct.fed, "a draft read a token twice"
     costs, tokens = published("model_parameters", ["Llama-7b", "llama-160m", "llama-68m"]), len(ids) - len(prompt)
-    own = walltime_improvement(tokens, [1 + len(proposed), *reviews[: len(models)]], costs[: 1 + len(models)])
-    assert own == tokens * 7000 / sum(n * c for n, c in zip(direct.reviews, (7000, 160, 68), strict=False))
+    improvement = walltime_improvement(tokens, [1 + len(proposed), *reviews[: len(models)]], costs[: 1 + len(models)])
+    assert improvement == tokens * 7000 / sum(n * c for n, c in zip(direct.reviews, (7000, 160, 68), strict=False))
 
 
-def test_the_papers_notation_counts_on():
+def test_the_papers_notation_is_cumulative():
     names = ["a", "b", "c"]
-    assert k_matrix_of(torch.tensor([[5, 19, 29], [0, 1, 11], [0, 0, 10]]), names, "paper") == k_matrix_of(
+    assert parse_k_matrix(torch.tensor([[5, 19, 29], [0, 1, 11], [0, 0, 10]]), names, "paper") == parse_k_matrix(
         T5_BY_SIZE, names
     )
 
 
 def test_the_plan_has_room_for_the_longest_proposal_and_no_more():
-    """Against every way in which reviews can go, for random k-matrices."""
+    """Compared with all possible outcomes of reviews, for random k-matrices."""
 
-    def reachable(k_matrix, runs, reviewer):
+    def reachable(k_matrix, path_lengths, reviewer):
         lengths = {0}
-        for column in range(reviewer, len(runs)):
+        for column in range(reviewer, len(path_lengths)):
             wanted, share = sum(k_matrix[reviewer][: column + 1]), k_matrix[reviewer][column]
             settled, open_ = set(), set(lengths)
             while open_:
@@ -126,10 +127,10 @@ def test_the_plan_has_room_for_the_longest_proposal_and_no_more():
                 if length >= wanted or not share:
                     settled.add(length)
                     continue
-                if runs[column]:
-                    gains = {runs[column]}
+                if path_lengths[column]:
+                    gains = {path_lengths[column]}
                 else:
-                    gains = set(range(1, max(reachable(k_matrix, runs, column + 1)) + 2))
+                    gains = set(range(1, max(reachable(k_matrix, path_lengths, column + 1)) + 2))
                 open_ |= {length + gain for gain in gains}
             lengths = settled
         return lengths
@@ -138,8 +139,10 @@ def test_the_plan_has_room_for_the_longest_proposal_and_no_more():
     for size, bottom in [(1, True), (2, True), (2, False), (3, True), (3, False)] * 8:
         rows = [[0] * r + [rng.randint(0, 4) for _ in range(r, size)] for r in range(size)]
         rows = [[k + (c == r) for c, k in enumerate(row)] for r, row in enumerate(rows)]
-        runs = [None] * (size - bottom) + [rng.randint(1, 4)] * bottom
-        assert most_written(k_matrix_of(rows, ["draft"] * size), runs) == max(reachable(rows, runs, 0))
+        path_lengths = [None] * (size - bottom) + [rng.randint(1, 4)] * bottom
+        assert most_written(parse_k_matrix(rows, ["draft"] * size), path_lengths) == max(
+            reachable(rows, path_lengths, 0)
+        )
 
 
 # --- Greedy, token for token ---
@@ -205,7 +208,7 @@ def test_an_ending_inside_a_draft_matches_greedy():
     assert cut, "no ending fell inside a draft"
 
 
-def test_a_draft_whose_positions_end_leaves_the_text_to_the_others():
+def test_the_other_drafts_continue_where_one_runs_out_of_positions():
     base = gpt2()
     small = gpt2(positions=20)
     inputs, options = padded_left([[31], [5, 6, 7, 8, 9]]), {"do_sample": False, "max_new_tokens": 24}
@@ -214,11 +217,11 @@ def test_a_draft_whose_positions_end_leaves_the_text_to_the_others():
     assert torch.equal(out, base.generate(**inputs, **options))
 
 
-# --- The law of sampled text ---
+# --- The distribution of sampled text ---
 
 
 @pytest.mark.parametrize(("prompts", "length"), [([(1, 0, 1), (0,)], 2), ([(1, 0, 1)], 3)])
-def test_sampled_text_has_the_targets_own_law(prompts, length):
+def test_sampled_text_has_the_targets_distribution(prompts, length):
     base = small_base(2)
     drafter = Cascade([DraftModel(near(base, 0.3)), MaxGram(1)], [[1, 1], [0, 1]], leniency=2)
     lengths = [len(prompt) for prompt in prompts]
@@ -229,12 +232,12 @@ def test_sampled_text_has_the_targets_own_law(prompts, length):
         return kept if kept <= count else -1
 
     def run(sampler):
-        made = decode(
+        steps = decode(
             Target(base, scratch=drafter.most + 1), drafter, ids, torch.tensor(lengths), stop=stop, accept=Exact(),
             plan=drafter.default_plan(ids.device, True), sampler=sampler, max_new_tokens=length + 2,
         )  # fmt: skip
         rows = [() for _ in prompts]
-        for step in made:
+        for step in steps:
             rows = [(*row, *gained) for row, gained in zip(rows, step.tokens, strict=True)]
         return tuple(rows)
 
@@ -245,7 +248,7 @@ def test_sampled_text_has_the_targets_own_law(prompts, length):
     assert distance(probs_of(run), expected) < 1e-12
 
 
-def test_other_rules_judge_a_cascade_and_one_that_needs_its_law_refuses_it_by_name():
+def test_other_rules_judge_a_cascade_and_one_that_needs_draft_probs_refuses_it_by_name():
     base = llama()
     drafter, ids = cascades(base)["Llama"], torch.tensor([[5, 6, 7, 5, 6]])
     for accept in (Typical(), CSLeniency(2)):
@@ -278,16 +281,16 @@ def test_what_makes_no_cascade_is_refused(model):
     ]:
         with pytest.raises(ValueError, match=message):
             Cascade(drafts, k_matrix)
-    with pytest.raises(ValueError, match=r"k_matrix\[0\]\[0\]=6, but the head guesses 5 tokens ahead"):
+    with pytest.raises(ValueError, match=r"k_matrix\[0\]\[0\]=6, but the head drafts at most 5 tokens ahead"):
         Cascade([convert(tiny_llama(num_hidden_layers=3), "medusa").head, lookup], [[6, 4], [0, 6]])
-    with pytest.raises(TypeError, match=r"draft 0 \(LlamaForCausalLM\) does not fit .*DraftModel"):
+    with pytest.raises(TypeError, match=r"draft 0 \(LlamaForCausalLM\) cannot be part of .*DraftModel"):
         Cascade([small.small], [[1]])
     for leniency in (0.5, float("nan"), "2"):
         with pytest.raises(ValueError, match=r"leniency=.* must be 1"):
             Cascade(two, LLAMA, leniency)
     with pytest.raises(ValueError, match="notation='cumulative' of a k-matrix must be one of 'incremental', 'paper'"):
         Cascade(two, LLAMA, notation="cumulative")
-    with pytest.raises(ValueError, match=r"row 0 of the k-matrix, \[13, 10\], falls"):
+    with pytest.raises(ValueError, match=r"row 0 of the k-matrix, \[13, 10\], decreases"):
         Cascade(two, LLAMA, notation="paper")
     other = Cascade([DraftModel(llama(vocab_size=50)), lookup], LLAMA)
     with pytest.raises(ValueError, match="vocabulary of 50, the target one of 97"):

@@ -1,4 +1,4 @@
-"""Cascades with a head in front: it reviews n-grams, hands the rest over, and the text stays the target's."""
+"""Cascades with a head first: it reviews n-grams, the other drafts continue, and the text is the target's."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ T5_BY_SIZE, T5_BY_WORK = [[5, 14, 10], [0, 1, 10], [0, 0, 10]], [[5, 8, 10], [0,
 
 
 class Compared(Cascade):
-    """Beside its proposals, the chains that its head drafts alone."""
+    """Records its proposals, and the chains that its head drafts alone."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -33,10 +33,10 @@ class Compared(Cascade):
     def propose(self, context, sampler, plan):
         tree = super().propose(context, sampler, plan)
         levels = self.k_matrix[0][0]
-        # Room for the whole draft, which the head is fed where it is accepted.
+        # Slots for the whole draft, which is fed to the head if it is accepted.
         plan = SimpleNamespace(depth=levels, drafting_slots=self.most + 1, grow=chain(levels).grow)
-        own = self.drafts[0].propose(replace(context, memory=self.alone), sampler, plan)
-        pairs = zip(context.history, tree.tokens[:, 1:].tolist(), own.tokens[:, 1:].tolist(), strict=True)
+        head_tree = self.drafts[0].propose(replace(context, memory=self.alone), sampler, plan)
+        pairs = zip(context.history, tree.tokens[:, 1:].tolist(), head_tree.tokens[:, 1:].tolist(), strict=True)
         self.seen.append([(list(text), drafted, head) for text, drafted, head in pairs])
         return tree
 
@@ -49,8 +49,8 @@ def headed(request):
 
 
 @pytest.mark.parametrize("leniency", [1, 1e30])
-def test_a_head_reviews_ngrams_and_hands_the_rest_over(headed, leniency):
-    """At leniency 1 it drafts as alone, at the largest it lets every n-gram pass; behind it n-grams go on."""
+def test_a_head_reviews_ngrams_and_they_continue_after_it(headed, leniency):
+    """At leniency 1 it drafts as alone, at the largest it accepts every n-gram. After its tokens n-grams continue."""
     inputs = padded_left([[5, 6, 7, 8, 5, 6], [20, 21, 20, 21, 20, 21, 20]])
     drafter = Compared([headed.head, MaxGram(6)], [[3, 4], [0, 6]], leniency)
     options = {"do_sample": False, "max_new_tokens": 40}
@@ -73,26 +73,26 @@ def test_a_head_reviews_ngrams_and_hands_the_rest_over(headed, leniency):
     assert passes - 6 <= drafter.reviews[0] <= passes  # fewer at the length limit
 
 
-def test_a_lenient_head_asks_ngrams_again_behind_its_own_token():
-    """Against a loop over Medusa's laws, which do not depend on what is drafted."""
+def test_ngrams_draft_again_after_a_token_of_a_lenient_head():
+    """Compared with a loop over Medusa's distributions, which do not depend on what is drafted."""
     model, leniency = convert(tiny_llama(num_hidden_layers=3, initializer_range=0.2), "medusa"), 25
-    inputs, laws, kinds = padded_left([[5, 6, 7, 8, 5, 6, 7, 8, 5]]), [], set()
+    inputs, probs, kinds = padded_left([[5, 6, 7, 8, 5, 6, 7, 8, 5]]), [], set()
 
-    class Told(Cascade):
+    class Checking(Cascade):
         def propose(self, context, sampler, plan):
             text, head = list(context.history[0]), self.drafts[0]
             newest = context.newest(context.features)
-            laws[:] = [head.draft_logits(block(newest), i)[0].softmax(-1) for i, block in enumerate(head.blocks)]
+            probs[:] = [head.draft_logits(block(newest), i)[0].softmax(-1) for i, block in enumerate(head.blocks)]
             drafted = super().propose(context, sampler, plan).tokens[0, 1:].tolist()
             expected, run = [], []
-            for law in laws[:4]:
+            for p in probs[:4]:
                 run = run or published_maxgram(text + expected, 6, [0] * 97)
-                best = int(law.argmax())
-                if run and (run[0] == best or law[run[0]] > 1 / leniency):
-                    kinds.add("kept" if run[0] != best else "agreed")
+                best = int(p.argmax())
+                if run and (run[0] == best or p[run[0]] > 1 / leniency):
+                    kinds.add("lenient" if run[0] != best else "agreed")
                     expected.append(run.pop(0))
                 else:
-                    kinds.add("refused" if run else "own")
+                    kinds.add("rejected" if run else "own")
                     expected, run = [*expected, best], []
             run = run or published_maxgram(text + expected, 6, [0] * 97)
             length = min(6, context.target.limit - len(text) - 1)
@@ -100,9 +100,9 @@ def test_a_lenient_head_asks_ngrams_again_behind_its_own_token():
             return DraftTree.chains(context.root, [drafted])
 
     options = {"do_sample": False, "max_new_tokens": 30}
-    out = model.generate(**inputs, draft=Told([model.head, MaxGram(6)], [[4, 2], [0, 6]], leniency), **options)
+    out = model.generate(**inputs, draft=Checking([model.head, MaxGram(6)], [[4, 2], [0, 6]], leniency), **options)
     assert torch.equal(out, model.base.generate(**inputs, **options))
-    assert {"kept", "refused"} <= kinds
+    assert {"lenient", "rejected"} <= kinds
 
 
 def test_a_head_a_model_and_ngrams_match_greedy(headed):

@@ -1,4 +1,4 @@
-"""A smaller model drafts: greedy text is the target's token for token, sampled text has its law."""
+"""A smaller model drafts: greedy text is the target's token for token, sampled text has its distribution."""
 
 import copy
 import itertools
@@ -214,7 +214,7 @@ def sampled_law(vocab_size, plan, length, steps):
     ],
     ids=repr,
 )
-def test_sampled_text_has_the_targets_own_law(vocab_size, plan, length, steps):
+def test_sampled_text_has_the_targets_distribution(vocab_size, plan, length, steps):
     assert sampled_law(vocab_size, plan, length, steps) < 1e-12
 
 
@@ -228,15 +228,15 @@ def test_the_enumeration_notices_a_q_of_another_temperature():
 @pytest.mark.parametrize(("target_size", "own_size"), [(202, 200), (200, 202)])
 @pytest.mark.parametrize("plan", ["chain of 4", "dynamic", "sampled"])
 def test_padding_rows_of_a_vocabulary_are_never_drafted(target_size, own_size, plan):
-    """Where the small model has no embedding for a token of the text it reads another in its place."""
+    """A token that the small model has no embedding for is read as another one."""
     base, small = llama(vocab_size=target_size), llama(vocab_size=own_size)
     with torch.no_grad():
-        for model in (base, small):  # both would like best to write padding
+        for model in (base, small):  # padding is the likeliest token of both
             model.lm_head.weight[200:] = 0.5
             model.model.norm.weight.fill_(1.0)
     drafted = []
 
-    class Noted(DraftModel):
+    class Recording(DraftModel):
         def propose(self, *args):
             tree = super().propose(*args)
             drafted.append(tree.tokens[:, 1:])
@@ -244,7 +244,9 @@ def test_padding_rows_of_a_vocabulary_are_never_drafted(target_size, own_size, p
 
     inputs = padded_left([[199, target_size - 1, 5], [3, 4, 5, 6]])
     for options in ({"do_sample": False}, {"do_sample": True, "seed": 0, "top_k": 0}):
-        out = specheads.generate(base, **inputs, **options, drafter=Noted(small), tree=PLANS[plan], max_new_tokens=15)
+        out = specheads.generate(
+            base, **inputs, **options, drafter=Recording(small), tree=PLANS[plan], max_new_tokens=15
+        )
         if not options["do_sample"]:
             assert torch.equal(out, base.generate(**inputs, **options, max_new_tokens=15))
     assert max(int(tokens.max()) for tokens in drafted) < 200
@@ -266,7 +268,7 @@ def test_drafts_stay_inside_a_learned_position_table():
             assert torch.equal(out, expected)
 
 
-def test_a_text_that_outgrows_the_small_model_goes_on_without_it(pair):
+def test_a_text_that_outgrows_the_small_model_continues_without_it(pair):
     base, _, prompts, texts = pair
     small = tiny_llama(num_hidden_layers=1, max_position_embeddings=25)
     drafter = DraftModel(small)

@@ -31,7 +31,7 @@ DRAFTERS = (*HEADS, "draft model", *COPYING)
 
 @cache
 def target(name):
-    """A tiny model, three prompts as rows, and its greedy text behind each."""
+    """A tiny model, three prompts as rows, and the prompts with its greedy text."""
     base, coin = tiny(name), random.Random(0)
     options = {"do_sample": False, "eos_token_id": NEVER, "pad_token_id": PAD}
     own = base.generate(torch.tensor([[7]]), max_new_tokens=119, **options)[0].tolist()  # text that comes back later
@@ -41,7 +41,7 @@ def target(name):
 
 
 def drafter_of(name, base, texts):
-    """Heads are taught the last text, so that drafts are accepted and cut at every depth."""
+    """Heads are trained on the last text, so that drafts are accepted and cut at every depth."""
     if name in COPYING:
         return COPYING[name](), None
     if name == "draft model":
@@ -59,10 +59,10 @@ def drafter_of(name, base, texts):
 
 
 def padded(rows, texts):
-    """What generate() returns of texts behind their prompts, padded to one length."""
+    """What generate() returns after the prompts of texts, padded to one length."""
     longest = max(len(text) - len(row) for row, text in zip(rows, texts, strict=True))
-    made = [text[len(row) :] for row, text in zip(rows, texts, strict=True)]
-    return torch.tensor([more + [PAD] * (longest - len(more)) for more in made])
+    new = [text[len(row) :] for row, text in zip(rows, texts, strict=True)]
+    return torch.tensor([more + [PAD] * (longest - len(more)) for more in new])
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -87,18 +87,18 @@ def test_every_drafter_writes_the_targets_greedy_text(name, drafter):
         return out.steps
 
     steps_of([0, 1, 2])
-    accepted = []  # prompt, place and token of what was drafted and stood
+    accepted = []  # prompt, index and token of what was drafted and accepted
     for i in range(3):
-        place = 0
+        index = 0
         for step in steps_of([i]):
-            accepted += [(i, place + n, step.tokens[0][n]) for n in range(step.accepted[0])]
-            place += len(step.tokens[0])
+            accepted += [(i, index + n, step.tokens[0][n]) for n in range(step.accepted[0])]
+            index += len(step.tokens[0])
     assert len(accepted) >= 3, "hardly a draft was accepted, so this shows little"
-    for i, place, _ in accepted[-3:]:
-        _, *steps = steps_of([i], limit=place + 1)
+    for i, index, _ in accepted[-3:]:
+        _, *steps = steps_of([i], limit=index + 1)
         assert all(len(step.tokens[0]) == step.accepted[0] + 1 for step in steps), "the limit cut a draft"
-        steps_of([i, 0], limit=place + 1)
-    ends = [(i, place, end) for i, place, end in accepted if texts[i][len(rows[i]) :].index(end) == place]
+        steps_of([i, 0], limit=index + 1)
+    ends = [(i, index, end) for i, index, end in accepted if texts[i][len(rows[i]) :].index(end) == index]
     assert ends, "no token was drafted before it was written"
     for i, _, end in ends[-3:]:
         last = steps_of([i], end=end)[-1]

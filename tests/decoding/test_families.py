@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoModelForSeq2SeqLM
 
 from specheads import DynamicTree, StaticTree, Target, UnsupportedModel, convert
-from specheads.decoding.planner import Scored
+from specheads.decoding.planner import ChildLogits
 from specheads.decoding.target.hf_base import logits_of
 from specheads.heads.block import decoder_layers, final_norm
 from tests.support.families import FAMILIES, LATENT, LENGTH_DEPENDENT, VOCAB, build
@@ -58,7 +58,7 @@ class KnowingDrafter:
             logits.scatter_(2, (token + 1) % VOCAB, torch.where(chance > 0.5, 3.0, -1.0).unsqueeze(2))
             logits.scatter_(2, token, torch.where(on_text & (chance > 0.15), 2.0, -1.0).unsqueeze(2))
             depth += 1
-            return Scored(logits)
+            return ChildLogits(logits)
 
         return plan.grow(context.root, expand, sampler, VOCAB)
 

@@ -20,7 +20,7 @@ from specheads import (
     convert,
 )  # fmt: skip
 from specheads.decoding.drafters.assistant import ScheduledChain
-from specheads.decoding.planner import Idle, limited, tree_named
+from specheads.decoding.planner import NoDraft, limit_depth, tree_named
 from specheads.decoding.planner.record import RecordDraftLogits
 from tests.support.families import build
 from tests.support.replay import BATCHES, Replay
@@ -113,7 +113,7 @@ def test_nothing_is_drafted_beyond_what_is_left(model, plan, left):
 
 LIMITED = [
     *filter(None, PLANS.values()),
-    ScheduledChain(8, 0.0, now=5),
+    ScheduledChain(8, 0.0, length=5),
     RecordDraftLogits(chain(5)),
     tree_named("best:20,6,4"),
 ]
@@ -122,11 +122,11 @@ LIMITED = [
 @pytest.mark.parametrize("plan", LIMITED, ids=repr)
 def test_a_limited_plan_is_the_plan_less_deep(plan):
     for depth in range(plan.depth + 2):
-        made = limited(plan, depth)
+        made = limit_depth(plan, depth)
         assert made.depth == min(depth, plan.depth) and 1 <= made.num_nodes <= plan.num_nodes
-        assert (made is plan) == (depth >= plan.depth) and isinstance(made, Idle) == (depth == 0)
+        assert (made is plan) == (depth >= plan.depth) and isinstance(made, NoDraft) == (depth == 0)
         assert made.drafting_slots <= max(plan.drafting_slots, plan.depth + 1)
-    assert Idle(plan).drafting_slots >= max(plan.drafting_slots, plan.depth + 1), "room for what follows"
+    assert NoDraft(plan).drafting_slots >= max(plan.drafting_slots, plan.depth + 1), "room for what follows"
 
 
 # --- Absurd plans ---

@@ -3,6 +3,7 @@
 import json
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +11,10 @@ import torch
 from specheads import MaxGram
 from specheads.data.corpus import checkpoints_dir
 from specheads.decoding.drafters.bigram import count_bigrams, load_bigrams, save_bigrams
-from specheads.decoding.drafters.suffix import SuffixAutomaton
 from specheads.decoding.generate import generate
 from tests.conftest import tiny_llama
 from tests.decoding.test_ngram import context
-from tests.decoding.test_suffix import ends_of, random_row
+from tests.support.random_rows import ends_of, random_row
 from train import bigram as command
 
 
@@ -39,10 +39,11 @@ def test_it_drafts_what_the_published_steps_draft(alphabet):
     rng = random.Random(alphabet)
     bigrams = [rng.randrange(alphabet) if rng.random() < 0.8 else 0 for _ in range(alphabet)]
     bare, tabled = MaxGram(), MaxGram(bigrams=bigrams)
+    target = SimpleNamespace(config=SimpleNamespace(vocab_size=alphabet))
     short = 0
     for _ in range(40):
         row = random_row(rng, alphabet, rng.randint(1, 30))
-        own = [drafter._run(SuffixAutomaton(), row, 10) for drafter in (tabled, bare)]
+        own = [drafter.paths(context([row], target=target), 10)[0][0] for drafter in (tabled, bare)]
         assert own == [published(row, 10, bigrams), published(row, 10, [0] * alphabet)]
         short += len(own[0]) < 10
     assert short or alphabet < 40, "no draft ran into an unknown id"
@@ -50,7 +51,7 @@ def test_it_drafts_what_the_published_steps_draft(alphabet):
 
 def test_the_rows_of_a_batch_are_searched_each_on_its_own():
     rows = [[1, 2, 3, 1, 2], [4], [5, 5]]
-    assert MaxGram().runs(context(rows), 3) == [[[3, 1, 2]], [[]], [[5, 5, 5]]]
+    assert MaxGram().paths(context(rows), 3) == [[[3, 1, 2]], [[]], [[5, 5, 5]]]
 
 
 def test_a_table_for_another_vocabulary_is_refused_before_anything_is_drafted(base):

@@ -1,4 +1,4 @@
-"""N-gram drafters: the text stays the target's, greedy and sampled, and each drafts what its definition says."""
+"""N-gram drafters: the text is the target's, greedy and sampled, and each drafts what its definition says."""
 
 import random
 from collections import Counter
@@ -11,12 +11,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausa
 from specheads import Exact, MaxGram, NGram, NGramStorage, OneLevelNGramStorage, PromptLookup, Target, chain, decode
 from specheads.decoding.acceptance import Verdict
 from specheads.decoding.drafters.base import Context
-from specheads.decoding.drafters.paths import tree_of
+from specheads.decoding.drafters.path_drafter import build_tree
 from specheads.decoding.generate import generate
 from tests.conftest import tiny_llama
 from tests.decoding.test_exactness import BaseLaw, padded_left, small_base
 from tests.decoding.test_lossless_rules import distance, probs_of
-from tests.decoding.test_suffix import random_row
+from tests.support.random_rows import random_row
 
 V, PAD = 97, 0
 
@@ -45,11 +45,11 @@ def test_an_ngram_drafter_has_a_storage_of_its_own_which_draws_no_random_ids():
         NGram(stop_if_unknown=False)
 
 
-# --- The law of the text ---
+# --- The distribution of the text ---
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_sampled_text_has_the_targets_own_law(drafter):
+def test_sampled_text_has_the_targets_distribution(drafter):
     """Every outcome enumerated in float64: ids of the prompt, which are matched, and new ones, which are not."""
     base, prompt, length = small_base(4), (3, 1, 3), 3
     own, drafted = DRAFTERS[drafter](4), set()
@@ -122,7 +122,7 @@ def test_every_drafter_matches_greedy(greedy, drafter):
 
 
 def until(columns):
-    """A stopping criterion of its own, which no plan knows of."""
+    """A stopping criterion that no plan knows of."""
     return lambda ids, scores, **kwargs: torch.full((len(ids),), ids.shape[1] >= columns)
 
 
@@ -158,48 +158,48 @@ def test_an_ending_inside_a_draft_matches_greedy(drafter):
 
 def context(rows, **more):
     root = torch.tensor([row[-1] for row in rows])
-    rest = dict.fromkeys(("features", "following", "new", "last"), torch.zeros(0)) | more
-    return Context(target=None, root=root, history=rows, bound=max(map(len, rows)) - 1, **rest)
+    rest = {"target": None} | dict.fromkeys(("features", "following", "new", "last"), torch.zeros(0)) | more
+    return Context(root=root, history=rows, bound=max(map(len, rows)) - 1, **rest)
 
 
 def test_prompt_lookup_drafts_what_followed_last():
     rows = [[1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3], [9, 3, 8, 4, 3], [6]]
     drafter = PromptLookup(4)
-    assert drafter.runs(context(rows), 4) == [[[5, 1, 2, 3]], [[8, 4, 3, 8]], []]
-    assert PromptLookup(4, max_ngram=3, min_ngram=2).runs(context(rows), 2) == [[[5, 1]], [], []]
-    wide = PromptLookup(2, width=3).runs(context(rows), 2)
+    assert drafter.paths(context(rows), 4) == [[[5, 1, 2, 3]], [[8, 4, 3, 8]], []]
+    assert PromptLookup(4, max_ngram=3, min_ngram=2).paths(context(rows), 2) == [[[5, 1]], [], []]
+    wide = PromptLookup(2, width=3).paths(context(rows), 2)
     assert wide == [[[5, 1], [4, 1]], [[8, 4]], []]
 
 
-def test_runs_that_begin_alike_share_nodes_and_rows_with_fewer_leave_slots_unused():
+def test_paths_share_the_nodes_of_a_common_beginning_and_rows_with_fewer_leave_slots_unused():
     history, plan = [[1], [2], [3]], chain(5)
     runs = [[[4, 5, 6], [4, 7]], [[8]], []]
-    tree = tree_of(torch.tensor([1, 2, 3]), history, runs, plan)
+    tree = build_tree(torch.tensor([1, 2, 3]), history, runs, plan)
     assert tree.tokens.tolist() == [[1, 4, 5, 6, 7], [2, 8, 2, 2, 2], [3] * 5]
     assert tree.parents.tolist() == [[-1, 0, 1, 2, 1], [-1, 0, -1, -1, -1], [-1] * 5]
     assert (tree.max_depth, tree.probs) == (3, None)
-    # The plan bounds nodes and depth, the first run going first.
-    short = tree_of(torch.tensor([1, 2, 3]), history, runs, chain(2))
+    # The plan bounds nodes and depth; the first path comes first.
+    short = build_tree(torch.tensor([1, 2, 3]), history, runs, chain(2))
     assert short.tokens.tolist() == [[1, 4, 5], [2, 8, 2], [3] * 3]
     assert short.max_depth == 2
 
 
 def test_a_tree_is_as_small_as_it_can_be_on_the_cpu_and_of_one_size_elsewhere():
-    nothing = tree_of(torch.tensor([1, 2]), [[1], [2]], [[], []], chain(5))
+    nothing = build_tree(torch.tensor([1, 2]), [[1], [2]], [[], []], chain(5))
     assert (nothing.num_nodes, nothing.max_depth) == (1, 0)
-    elsewhere = tree_of(torch.tensor([1], device="meta"), [[1]], [[[3, 4]]], chain(5))
+    elsewhere = build_tree(torch.tensor([1], device="meta"), [[1]], [[[3, 4]]], chain(5))
     assert (elsewhere.num_nodes, elsewhere.max_depth) == (6, 5)
 
 
 def test_what_is_drafted_is_counted_row_by_row(monkeypatch):
-    found, runs = [], PromptLookup.runs
+    found, paths = [], PromptLookup.paths
 
     def recording(self, context, length):
-        own = runs(self, context, length)
+        own = paths(self, context, length)
         found.append([sum(map(len, row)) for row in own])
         return own
 
-    monkeypatch.setattr(PromptLookup, "runs", recording)
+    monkeypatch.setattr(PromptLookup, "paths", recording)
     out = generate(
         tiny("Llama"), drafter=PromptLookup(4, min_ngram=2), **padded_left([ROWS[2], ROWS[1][:30]]), do_sample=False,
         max_new_tokens=20, eos_token_id=96, return_dict_in_generate=True,
@@ -274,7 +274,7 @@ def test_unknown_contexts_give_the_same_random_ids_again_after_a_reset():
     assert len(set(drawn)) > 5
 
 
-def learnt(own):
+def learned_counts(own):
     return {
         (gram, token): count
         for grams in own._known.values()
@@ -284,53 +284,53 @@ def learnt(own):
 
 
 @pytest.mark.parametrize("fillers", [1, 3])
-def test_the_storage_learns_the_text_and_what_the_target_would_have_said(fillers):
+def test_the_storage_learns_the_text_and_the_targets_other_likely_ids(fillers):
     base, prompt = tiny("Llama"), ROWS[1][:40]
     drafter = NGram(4, storage=storage(4), filler_top_k=fillers)
     out = generate(
         base, drafter=drafter, **padded_left([prompt]), do_sample=False, max_new_tokens=30, return_dict_in_generate=True
     )
     assert out.statistics()["accepted"]
-    text = out.sequences[0].tolist()[: -len(out.steps[-1].tokens[0])]  # nothing was drafted behind the last step
+    text = out.sequences[0].tolist()[: -len(out.steps[-1].tokens[0])]  # nothing was drafted after the last step
     reference = storage(4)
     reference.initialize(text)
     with torch.no_grad():
         top = base(torch.tensor([text])).logits[0].topk(fillers).indices.tolist()
     for place in range(len(prompt), len(text)) if fillers > 1 else ():
         reference.update(text[:place], top[place - 1])
-    assert learnt(drafter.storage) == learnt(reference)
+    assert learned_counts(drafter.storage) == learned_counts(reference)
 
 
-def test_the_targets_likeliest_ids_come_along_the_accepted_path():
-    tree = tree_of(torch.tensor([1]), [[1]], [[[2], [3, 4]]], chain(3))
+def test_the_targets_likeliest_ids_are_those_along_the_accepted_path():
+    tree = build_tree(torch.tensor([1]), [[1]], [[[2], [3, 4]]], chain(3))
     verdict = Verdict(path=torch.tensor([[0, 2, 3]]), length=torch.tensor([3]), bonus=torch.tensor([5]))
     top = torch.tensor([[[10, 11], [20, 21], [30, 31], [40, 41]]])
-    behind = context([[9, 1]]).extend(verdict, verdict.following(tree), torch.zeros(1, 4, 0), [[3, 4, 5]], top)
-    assert behind.history == [[9, 1, 3, 4, 5]]
-    assert behind.top.tolist() == [[[10, 11], [30, 31], [40, 41]]]
+    extended = context([[9, 1]]).extend(verdict, verdict.following(tree), torch.zeros(1, 4, 0), [[3, 4, 5]], top)
+    assert extended.history == [[9, 1, 3, 4, 5]]
+    assert extended.top.tolist() == [[[10, 11], [30, 31], [40, 41]]]
 
 
 def test_the_rows_of_a_batch_learn_together_and_each_position_once():
     own = NGram(2, storage=storage(2), filler_top_k=2)
     given = context([[1, 2, 3], [4, 1]], top=torch.tensor([[[3, 7]], [[8, 1]]]), new=torch.tensor([2, 1]))
-    assert own.runs(given, 2) == [[[]], [[2, 3]]]
+    assert own.paths(given, 2) == [[[]], [[2, 3]]]
     once = Counter({((1,), 2): 1, ((2,), 3): 2, ((2,), 7): 1, ((4,), 1): 2, ((4,), 8): 1})
-    assert learnt(own.storage) == once
+    assert learned_counts(own.storage) == once
     nothing_new = replace(given, top=torch.zeros(2, 3, 2, dtype=torch.long), new=torch.tensor([0, 0]))
-    own.runs(nothing_new, 2)
-    assert learnt(own.storage) == once
+    own.paths(nothing_new, 2)
+    assert learned_counts(own.storage) == once
 
 
 @pytest.mark.parametrize("reset_between", [True, False])
-def test_what_was_learnt_is_kept_between_prompts_where_asked(reset_between):
+def test_what_was_learned_stays_between_prompts_if_reset_between_is_false(reset_between):
     base = tiny("Llama")
     drafter = NGram(4, storage=storage(), reset_between=reset_between)
     for row in (ROWS[2], [50, 51, 52]):
         generate(base, drafter=drafter, **padded_left([row]), do_sample=False, max_new_tokens=5)
     assert drafter.storage.next_token([50, 51]) == (52, True)
-    assert (((11, 12), 13) in learnt(drafter.storage)) != reset_between
+    assert (((11, 12), 13) in learned_counts(drafter.storage)) != reset_between
     drafter.reset()
-    assert not learnt(drafter.storage)
+    assert not learned_counts(drafter.storage)
 
 
 # --- Bad options ---

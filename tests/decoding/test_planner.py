@@ -8,9 +8,9 @@ import torch
 
 from specheads.decoding.planner import (
     BestFirstTree,
+    ChildLogits,
     DynamicTree,
     SampledTree,
-    Scored,
     StaticTree,
     chain,
     default_static,
@@ -19,7 +19,7 @@ from specheads.decoding.sampler import Sampler
 
 
 class TableDraft:
-    """Draft logits looked up by row and path, so that an oracle can ask for the same ones in any order."""
+    """Draft logits by row and path, so that a reference implementation can look them up in any order."""
 
     def __init__(self, batch, vocab_size, *, seed=0, scale=2.0, ids=None, dtype=torch.float32):
         self.batch, self.vocab_size, self.seed, self.scale, self.ids = batch, vocab_size, seed, scale, ids
@@ -47,7 +47,7 @@ class TableDraft:
             ]
         self.calls += 1
         logits = torch.stack([torch.stack([self.logits(b, p) for p in row]) for b, row in enumerate(self.paths)])
-        return Scored(logits, None if self.ids is None else torch.tensor(self.ids))
+        return ChildLogits(logits, None if self.ids is None else torch.tensor(self.ids))
 
 
 def paths_of(tree, row):
@@ -71,7 +71,7 @@ def assert_well_formed(tree, plan):
 
 
 def eagle2(draft, row, plan):
-    """EAGLE-2 in plain Python: the kept paths, best first. arXiv:2406.16858."""
+    """EAGLE-2 in plain Python: the paths of its tree, best first. arXiv:2406.16858."""
     candidates = {}
     beams = {(): 0.0}
     for _ in range(plan.depth):
@@ -99,13 +99,13 @@ PLANS = {
 
 
 def best_trees(draft, row, size, depth, width):
-    """Of all trees of at most `size` nodes below the root: those the draft expects the most accepted tokens of."""
+    """The most accepted tokens that the draft expects of any tree of `size` nodes, and the expectation of each tree."""
     children = {}
 
-    def chance(path):
+    def path_prob(path):
         return math.prod(math.exp(draft.logprobs(row, path[:i])[path[i]]) for i in range(len(path)))
 
-    def below(path):
+    def children_of(path):
         if path not in children:
             ranked = sorted(draft.logprobs(row, path).items(), key=lambda pair: -pair[1])[:width]
             children[path] = [(*path, token) for token, _ in ranked] if len(path) < depth else []
@@ -114,9 +114,9 @@ def best_trees(draft, row, size, depth, width):
     trees = {frozenset()}
     for _ in range(size):
         trees |= {
-            tree | {child} for tree in trees for path in ((), *tree) for child in below(path) if child not in tree
+            tree | {child} for tree in trees for path in ((), *tree) for child in children_of(path) if child not in tree
         }
-    worth = {tree: sum(map(chance, tree)) for tree in trees}
+    worth = {tree: sum(map(path_prob, tree)) for tree in trees}
     return max(worth.values()), worth
 
 
@@ -131,7 +131,7 @@ def test_a_best_first_tree_is_the_best_of_all_trees_of_its_size(scale, size, dep
         assert worth[frozenset(paths_of(tree, row)[1:])] == pytest.approx(most, rel=1e-6)
 
 
-def test_a_best_first_tree_looks_behind_no_more_nodes_than_it_says():
+def test_a_best_first_tree_expands_no_more_nodes_than_it_states():
     draft, seen = TableDraft(1, 9), []
 
     def expand(tokens, parents):
@@ -196,7 +196,7 @@ def test_no_parent_is_missing_where_probabilities_round_to_1(scale):
                 assert (tree.parents[:, 1:] >= 0).all()
                 for row in range(4):
                     nodes = paths_of(tree, row)
-                    # A parent lost or renumbered wrongly would put a token behind a path that never drafted it.
+                    # With a parent lost or renumbered wrongly, a token would follow a path that never drafted it.
                     for path in nodes[1:]:
                         best = sorted(draft.logprobs(row, path[:-1]).items(), key=lambda pair: -pair[1])[:3]
                         assert path[:-1] in nodes and path[-1] in dict(best)
@@ -252,7 +252,7 @@ def test_static_choices_are_put_in_order_once():
     assert StaticTree(((0, 0), (1,), (0,), (1,))) == StaticTree(((0,), (1,), (0, 0)))
 
 
-def test_sampled_children_are_drawn_without_replacement_from_the_law_they_carry():
+def test_sampled_children_are_drawn_without_replacement_from_the_distribution_they_carry():
     draft, plan = TableDraft(3, 4), SampledTree((3, 2))
     sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(3))
     tree = plan.grow(torch.zeros(3, dtype=torch.long), draft, sampler, 4)
@@ -263,7 +263,7 @@ def test_sampled_children_are_drawn_without_replacement_from_the_law_they_carry(
             torch.testing.assert_close(tree.probs[row, i], draft.logits(row, path[:-1]).softmax(-1))
 
 
-def test_an_exhausted_law_leaves_unreachable_slots():
+def test_fewer_tokens_than_branches_leave_unreachable_slots():
     draft, plan = TableDraft(2, 2), SampledTree((3, 1))
     sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(3))
     tree = plan.grow(torch.zeros(2, dtype=torch.long), draft, sampler, 2)
@@ -272,7 +272,7 @@ def test_an_exhausted_law_leaves_unreachable_slots():
 
 
 @pytest.mark.parametrize("ids", [None, [2, 5, 6]])
-def test_a_law_with_every_token_ruled_out_drafts_nothing(ids):
+def test_nothing_is_drafted_where_processors_rule_out_every_token(ids):
     from transformers import LogitsProcessorList
     from transformers.generation import SuppressTokensLogitsProcessor
 

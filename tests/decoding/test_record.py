@@ -1,9 +1,9 @@
-"""RecordDraftLogits: every plan's tree is the same, and keeps what the drafter said of each node with children."""
+"""RecordDraftLogits: every plan's tree is unchanged, and has the draft logits of each node with children."""
 
 import pytest
 import torch
 
-from specheads.decoding.planner import SampledTree, Scored
+from specheads.decoding.planner import ChildLogits, SampledTree
 from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.sampler import Sampler
 from tests.decoding.test_planner import PLANS, TableDraft, paths_of
@@ -23,7 +23,7 @@ def inner_nodes(tree, row):
 @pytest.mark.parametrize("ids", [None, IDS], ids=["whole vocabulary", "draft vocabulary"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", PLANS)
-def test_each_node_with_children_keeps_the_drafts_logits(name, batch, ids):
+def test_each_node_with_children_has_its_draft_logits(name, batch, ids):
     draft = TableDraft(batch, len(IDS), seed=batch, ids=ids)
     vocab_size = len(IDS) if ids is None else 40
     plain = grown(PLANS[name], draft, batch, vocab_size)
@@ -35,32 +35,33 @@ def test_each_node_with_children_keeps_the_drafts_logits(name, batch, ids):
         nodes = [node for node in inner_nodes(tree, row) if paths[node] is not None]
         assert nodes
         for node in nodes:
-            own = tree.logits.over_target(tree.logits.at(torch.arange(batch) * tree.num_nodes + node))[row]
+            recorded = tree.logits.over_target(tree.logits.at(torch.arange(batch) * tree.num_nodes + node))[row]
             wanted = torch.full((vocab_size,), -torch.inf)
             wanted[ids or slice(None)] = draft.logits(row, paths[node])
-            assert torch.equal(own, wanted)
+            assert torch.equal(recorded, wanted)
             assert torch.equal(tree.logits.over_target(tree.logits.logits)[row, tree.logits.index[row, node]], wanted)
 
 
 @pytest.mark.parametrize("name", ["chain", "static", "dynamic", "sampled"])
-def test_a_law_that_a_level_shares_is_kept_for_all_its_nodes(name):
-    """Medusa's: one law a depth."""
-    laws = torch.randn(2, 6, 11)
+def test_logits_that_a_level_shares_are_recorded_for_all_its_nodes(name):
+    """As in Medusa: one distribution per depth."""
+    logits = torch.randn(2, 6, 11)
     depth = iter(range(6))
 
     def expand(tokens, parents):
-        return Scored(laws[:, next(depth)].unsqueeze(1), width=tokens.shape[1])
+        return ChildLogits(logits[:, next(depth)].unsqueeze(1), width=tokens.shape[1])
 
     tree = grown(RecordDraftLogits(PLANS[name]), expand, 2, 11)
     for row in range(2):
         for node in inner_nodes(tree, row):
-            at = int(tree.topology.depth[row, node])
+            level = int(tree.topology.depth[row, node])
             assert torch.equal(
-                tree.logits.over_target(tree.logits.at(torch.arange(2) * tree.num_nodes + node))[row], laws[row, at]
+                tree.logits.over_target(tree.logits.at(torch.arange(2) * tree.num_nodes + node))[row],
+                logits[row, level],
             )
 
 
-def test_slots_left_unused_by_an_exhausted_law_disturb_no_other():
+def test_unused_slots_do_not_change_the_logits_of_others():
     draft = TableDraft(2, 2)
     tree = grown(RecordDraftLogits(SampledTree((3, 2))), draft, 2, 2)
     assert (tree.parents[:, 1:] < 0).any()
@@ -73,7 +74,11 @@ def test_slots_left_unused_by_an_exhausted_law_disturb_no_other():
             )
 
 
-def test_sizes_are_the_plans_own():
+def test_sizes_are_those_of_the_plan():
     for plan in PLANS.values():
-        kept = RecordDraftLogits(plan)
-        assert (kept.num_nodes, kept.depth, kept.drafting_slots) == (plan.num_nodes, plan.depth, plan.drafting_slots)
+        recording = RecordDraftLogits(plan)
+        assert (recording.num_nodes, recording.depth, recording.drafting_slots) == (
+            plan.num_nodes,
+            plan.depth,
+            plan.drafting_slots,
+        )

@@ -5,7 +5,7 @@ import torch
 
 from specheads import AdaptiveChain, BestFirstTree, UnsupportedModel, chain, convert
 from specheads.data.datasets import Collator, pack
-from specheads.decoding.planner import Scored
+from specheads.decoding.planner import ChildLogits
 from specheads.heads import draws, parallel
 from specheads.heads.anchors import AnchoredBlocks
 from specheads.heads.parallel import ParallelConfig
@@ -153,7 +153,7 @@ def test_a_head_that_is_not_sure_ends_an_adaptive_chain():
         )
         drafted.append({n for step in out.steps[1:3] for n in step.drafted})  # far from the limit
     assert drafted == [{1}, {5}]
-    assert Scored(torch.zeros(1, 1, 3)).confidence is None
+    assert ChildLogits(torch.zeros(1, 1, 3)).confidence is None
 
 
 @pytest.mark.parametrize(

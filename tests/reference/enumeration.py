@@ -12,7 +12,7 @@ import torch
 
 from specheads.decoding.acceptance import Exact, walk
 from specheads.decoding.loop import decode
-from specheads.decoding.planner import Scored
+from specheads.decoding.planner import ChildLogits
 from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.target.causal import TargetOutput
@@ -183,7 +183,7 @@ class TableDrafter:
                     [(*paths[b][parent], token) for token, parent in zip(row, parents[b].tolist(), strict=True)]
                     for b, row in enumerate(tokens.tolist())
                 ]
-            return Scored(torch.stack([torch.stack([self.table(path) for path in row]) for row in paths]))
+            return ChildLogits(torch.stack([torch.stack([self.table(path) for path in row]) for row in paths]))
 
         return self.change(plan.grow(context.root, expand, sampler, self.table.vocab_size))
 

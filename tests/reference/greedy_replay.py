@@ -1,4 +1,4 @@
-"""A target and a draft model on random weights, and speculative decoding of them by fresh forwards, token by token."""
+"""A random target and draft model, and greedy speculative decoding with them by uncached forwards, token by token."""
 
 import torch
 
@@ -10,8 +10,8 @@ NEW = 24
 
 
 def make_target():
-    """plain: its greedy text after PROMPT. Its generation config asks for what the reference functions know nothing
-    of."""
+    """A random model whose `plain` is its greedy text after PROMPT. Its generation config sets options that the
+    reference functions ignore."""
     model = tiny_llama(num_hidden_layers=3)
     plain = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
     model.plain = plain[0, len(PROMPT) :].tolist()
@@ -19,7 +19,7 @@ def make_target():
     return model
 
 
-def make_small():
+def make_draft_model():
     return near(tiny_llama(num_hidden_layers=3))
 
 
@@ -29,8 +29,11 @@ def likeliest(model, ids):
 
 
 def replayed(target, draft, gamma, length, ends=()):
-    """(new ids, accepted, drafted). A draft leaves room for the target's own token, as in the reference; of one with an
-    end token in it, which cuts the text, all tokens count. draft(ids, count) → ids."""
+    """(new ids, accepted, drafted). draft(ids, count) → ids.
+
+    A draft leaves room for the target's own token, as in the reference. All tokens of a draft with an end token count,
+    though the text ends there.
+    """
     ids, accepted, drafted = [*PROMPT, likeliest(target, PROMPT)], 0, 0
     while (room := len(PROMPT) + length - len(ids)) > 0 and not set(ids[len(PROMPT) :]) & set(ends):
         tokens = draft(ids, min(gamma, room - 1))

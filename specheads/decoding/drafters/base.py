@@ -1,4 +1,4 @@
-"""The drafter protocol: what a drafter is given, and what it returns.
+"""The drafter protocol, and the context that a drafter proposes from.
 
 Shapes: B batch rows, P new positions, F features, K top tokens.
 """
@@ -23,18 +23,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """All a drafter may look at when it proposes.
+    """All that a drafter may look at when it proposes.
 
     root (B,): the last emitted token, not yet in the target's cache.
     features (B, P, F), following (B, P), new (B,): the target's features at the `new` positions committed since the
-      last proposal (the prompt at first), and the token behind each; entries past `new` are meaningless.
+      last proposal (at first the prompt), and the token after each; entries past `new` are meaningless.
     last (B,): the column of the newest of them, 0 in a row that has none.
-    history: each row's ids up to and with the root, unpadded, on the host.
-    memory: the drafter's own between proposals (its KV cache, say); it puts there what it likes.
+    history: each row's ids up to and including the root, unpadded, on the host.
+    memory: what the drafter stores between proposals, such as its KV cache.
     bound: no row has more committed tokens than this (host integer).
-    top (B, P, K): the target's likeliest tokens behind the new positions, best first; behind the prompt those of its
-      last position alone. None unless the drafter has a `wants_target_top` = K above 0.
-    source: behind an encoder, each row's source ids, unpadded, on the host; None without one, or where unknown.
+    top (B, P, K): the target's likeliest tokens after the new positions, best first; for the prompt only those after
+      its last position. None unless the drafter has a `wants_target_top` = K above 0.
+    source: each row's source ids if the target has an encoder, unpadded, on the host; None without one or if unknown.
     """
 
     target: Target
@@ -54,21 +54,16 @@ class Context:
         return values[torch.arange(len(values), device=values.device), self.last]
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """What make() gave at the first proposal, where alone it is called."""
+        """The value of make(), which is called once, at the first proposal."""
         if name not in self.memory:
             self.memory[name] = make()
         return self.memory[name]
-
-    def haystack(self, row: int, ids: list[int]) -> list[int]:
-        """What an n-gram of `ids`, the text of batch row `row`, is looked for in: its source, where it has one, and
-        the text behind it."""
-        return ids if self.source is None else [*self.source[row], *ids]
 
     @classmethod
     def start(
         cls, target: Target, ids: Tensor, lengths: Tensor, features: Tensor, root: Tensor, top: Tensor | None = None
     ) -> Context:
-        """Behind the prefill of ids (B, T), packed left, of lengths (B,); root (B,) is the first token drawn."""
+        """The context after the prefill of ids (B, T), packed left, of lengths (B,); root (B,): the first new token."""
         last = lengths - 1
         following = torch.cat([ids[:, 1:], ids[:, :1]], 1).scatter(1, last.unsqueeze(1), root.unsqueeze(1))
         rows = zip(ids.tolist(), lengths.tolist(), root.tolist(), strict=True)
@@ -84,8 +79,8 @@ class Context:
         emitted: list[list[int]],
         top: Tensor | None = None,
     ) -> Context:
-        """Behind one verified tree: features (B, N, F) and top (B, N, K) of its nodes, following (B, P) the tokens
-        behind those of the verdict's path; emitted: each row's gain."""
+        """The context after one verified tree: features (B, N, F) and top (B, N, K) of its nodes, following (B, P) the
+        token after each node of the verdict's path; emitted: the tokens each row gained."""
         path = verdict.path
         for row, more in zip(self.history, emitted, strict=True):
             row += more
@@ -102,9 +97,9 @@ class Context:
 
 
 class Drafter(Protocol):
-    """Proposes a tree of tokens that may follow the root. layers: target hidden_states it wants (HF indices).
+    """Proposes a tree of tokens that may follow the root. layers: the target hidden_states it reads (HF indices).
 
-    One that was trained on texts of so many tokens at most may have a `trained_length`: past it generate() says so.
+    A drafter trained on texts of limited length may have a `trained_length`: generate() warns past it.
     """
 
     @property

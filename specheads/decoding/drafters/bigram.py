@@ -1,6 +1,6 @@
-"""The bigram table of MaG: for each id of the vocabulary the id that follows it most often, counted on a corpus.
+"""The bigram table of MaxGram: for each id of the vocabulary the id that follows it most often in a corpus.
 
-Its file is CS Drafting's (arXiv:2312.11462): a JSON list, index = token id, value = next id, 0 = unknown.
+The file format is that of CS Drafting (arXiv:2312.11462): a JSON list, index = token id, value = next id, 0 = unknown.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def count_bigrams(rows: Iterable[Sequence[int]], vocab_size: int) -> list[int]:
-    """Rows of ids → the most frequent follower of each id, the lowest of equals; 0 where none was seen.
+    """Rows of ids → the most frequent follower of each id, of ties the lowest; 0 where none was seen.
 
     ValueError for an id outside the vocabulary.
     """
@@ -31,13 +31,13 @@ def count_bigrams(rows: Iterable[Sequence[int]], vocab_size: int) -> list[int]:
     return table
 
 
-# Ids of a model beyond its tokenizer's, as a share: they round a vocabulary's size up (T5: 32,100 to 32,128), no text
-# has them, and a table made with the tokenizer alone has no entries for them.
+# The share of a model's ids that its tokenizer may lack. They round the vocabulary's size up (T5: 32,100 to 32,128) and
+# occur in no text, so a table made with the tokenizer alone has no entries for them.
 PADDING = 0.01
 
 
 def check_bigrams(table: Any, vocab_size: int, name: str = "the bigram table") -> None:
-    """ValueError unless the table has an id of the vocabulary for each id of the vocabulary, its padding aside."""
+    """ValueError unless the table has one id of the vocabulary for each id of the vocabulary, padding aside."""
     if not isinstance(table, (list, tuple)):
         raise ValueError(f"{name} is a {type(table).__name__}: expected a list of {vocab_size} ids")
     if not (1 - PADDING) * vocab_size <= len(table) <= vocab_size:
@@ -51,7 +51,7 @@ def check_bigrams(table: Any, vocab_size: int, name: str = "the bigram table") -
 
 
 def load_bigrams(path: str | Path, vocab_size: int) -> tuple[int, ...]:
-    """Read a table. OSError where there is no file, ValueError where it does not fit the vocabulary."""
+    """Read a table. OSError if there is no file, ValueError if it does not fit the vocabulary."""
     try:
         table = json.loads(Path(path).read_text("utf8"))
     except ValueError as error:
@@ -61,6 +61,6 @@ def load_bigrams(path: str | Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def save_bigrams(table: Sequence[int], path: str | Path) -> None:
-    """Write a table, and the folders above it."""
+    """Write a table, and create the folders above it."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(list(table)) + "\n", "utf8")

@@ -1,4 +1,4 @@
-"""Working: each row's text and the tokens that a cascade has drafted behind it so far, on the host."""
+"""CascadeState: each row's text and the tokens that a cascade has drafted after it so far, on the host."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from itertools import takewhile
 
 @dataclass
 class CascadeState:
-    """ids: the text and the tokens drafted behind it; text: how many of them are text; q: of each drafted token, the
-    probability it had in the law of who wrote it or last let it stand; read[d]: how many leading ids draft d holds in
-    its cache. All by batch row."""
+    """By batch row:
+
+    ids: the text and the tokens drafted after it; text: how many ids are text; q: the probability of each drafted token
+    under the draft that wrote it or was the last to accept it; read[d]: how many leading ids draft d has in its cache.
+    """
 
     ids: list[list[int]]
     text: list[int]
@@ -20,7 +22,7 @@ class CascadeState:
 
     @classmethod
     def of(cls, history: Sequence[Sequence[int]], num_drafts: int) -> CascadeState:
-        """Nothing drafted. A draft begins with the text but for its last id, of which a review needs the law."""
+        """Nothing drafted. Each draft has read the text up to its last id: a review needs the logits after that one."""
         lengths = [len(row) for row in history]
         return cls(
             [list(row) for row in history], lengths, [[] for _ in history],
@@ -28,7 +30,7 @@ class CascadeState:
         )  # fmt: skip
 
     def follow(self, history: Sequence[Sequence[int]]) -> None:
-        """Take the text as it has become; of what was drafted that remains known which became text."""
+        """Replace the text by `history`. Caches keep the ids up to the first one that differs."""
         for b, text in enumerate(history):
             start = self.text[b]
             pairs = zip(self.ids[b][start:], text[start:], strict=False)
@@ -44,7 +46,7 @@ class CascadeState:
         self.q[b] += q
 
     def cut(self, b: int, length: int) -> None:
-        """Drop the row's ids from `length` on."""
+        """Drop the row's ids from index `length` on."""
         del self.ids[b][length:], self.q[b][max(0, length - self.text[b]) :]
         for lengths in self.read:
             lengths[b] = min(lengths[b], length)

@@ -1,8 +1,8 @@
-"""The k-matrix of a cascade: who writes how many tokens for whom.
+"""The k-matrix of a cascade: how many tokens each draft writes for each reviewer.
 
-Row r is a reviewer (0 the target, else draft r − 1), column c a draft, largest first. A reviewer's tokens are written
-by its columns in turn, each until as many are there as the row says up to it: lower bounds, since a draft's last
-contribution may overshoot. Cascade Speculative Drafting, arXiv:2312.11462.
+Row r is a reviewer (0 the target, else draft r − 1), column c a draft, largest first. For a reviewer its columns write
+in turn, each until the number of tokens reaches the sum of the row up to that column. These are lower bounds, since a
+draft's last contribution may overshoot. Cascade Speculative Drafting, arXiv:2312.11462.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ KMatrix = tuple[tuple[int, ...], ...]
 NOTATIONS = ("incremental", "paper")
 
 
-def k_matrix_of(given: Any, names: Sequence[str], notation: str = "incremental") -> KMatrix:
-    """A square of whole numbers (lists or a tensor), one row and column a draft → incremental rows.
+def parse_k_matrix(k_matrix: Any, names: Sequence[str], notation: str = "incremental") -> KMatrix:
+    """A square matrix of whole numbers (lists or a tensor), a row and a column per draft → incremental rows.
 
-    notation="paper": each row counts on, from the diagonal: k₁₁, k₁₂ = k₁₁ + the next … names: of the drafts, for the
-    errors. ValueError for what is no such matrix, and for one by which a draft or a reviewer would have nothing to do.
+    notation="paper": the entries of a row are cumulative, from the diagonal on. names: of the drafts, for the errors.
+    ValueError for anything else, and for a matrix that leaves a draft or a reviewer nothing to do.
     """
     if notation not in NOTATIONS:
         raise ValueError(f"notation={notation!r} of a k-matrix must be one of {', '.join(map(repr, NOTATIONS))}")
-    size, rows = len(names), _rows(given)
+    size, rows = len(names), _rows(k_matrix)
     if [len(row) for row in rows] != [size] * size:
         shape = f"rows of {', '.join(str(len(row)) for row in rows) or 'nothing'}"
         raise ValueError(
@@ -35,7 +35,9 @@ def k_matrix_of(given: Any, names: Sequence[str], notation: str = "incremental")
             if not isinstance(k, int) or isinstance(k, bool) or k < 0:
                 raise ValueError(f"{where} must be a number of tokens, 0 or more")
             if c < r and k:
-                raise ValueError(f"{where} must be 0: a k-matrix is upper triangular, as no draft writes for a smaller")
+                raise ValueError(
+                    f"{where} must be 0: a k-matrix is upper triangular, because no draft writes for a smaller one"
+                )
     if notation == "paper":
         rows = [_increments(r, row) for r, row in enumerate(rows)]
     for r, row in enumerate(rows):
@@ -50,37 +52,40 @@ def k_matrix_of(given: Any, names: Sequence[str], notation: str = "incremental")
     return tuple(map(tuple, rows))
 
 
-def most_written(k_matrix: KMatrix, runs: Sequence[int | None], reviewer: int = 0) -> int:
-    """The most tokens a reviewer's drafts write, overshoot included. runs: of each draft that copies whole runs, the
-    ids of one run; None for those that review, and add a token of their own to what they let stand."""
+def most_written(k_matrix: KMatrix, path_lengths: Sequence[int | None], reviewer: int = 0) -> int:
+    """The most tokens that the drafts of a reviewer write, overshoot included.
+
+    path_lengths: ids per path for each draft that writes whole paths; None for drafts that review, and add one token to
+    those they accept.
+    """
     wanted = most = 0
-    for column in range(reviewer, len(runs)):
-        k, run = k_matrix[reviewer][column], runs[column]
+    for column in range(reviewer, len(path_lengths)):
+        k, length = k_matrix[reviewer][column], path_lengths[column]
         wanted += k
         if not k:
             continue
-        if run is None:
-            most = max(most, wanted + most_written(k_matrix, runs, column + 1))
+        if length is None:
+            most = max(most, wanted + most_written(k_matrix, path_lengths, column + 1))
         elif column == reviewer:
-            most = -(-wanted // run) * run  # whole runs from the first token on
+            most = -(-wanted // length) * length  # whole paths from the first token on
         else:
-            most = max(most, wanted - 1 + run)
+            most = max(most, wanted - 1 + length)
     return most
 
 
-def _rows(given: Any) -> list[list[Any]]:
-    listed = given.tolist() if hasattr(given, "tolist") else given
+def _rows(k_matrix: Any) -> list[list[Any]]:
+    rows = k_matrix.tolist() if hasattr(k_matrix, "tolist") else k_matrix
     try:
-        return [list(row) for row in listed]
+        return [list(row) for row in rows]
     except TypeError as error:
-        raise ValueError(f"a k-matrix is a list of rows, such as [[13, 10], [0, 10]], not {given!r}") from error
+        raise ValueError(f"a k-matrix is a list of rows, such as [[13, 10], [0, 10]], not {k_matrix!r}") from error
 
 
 def _increments(r: int, row: list[int]) -> list[int]:
     for c in range(r + 1, len(row)):
         if row[c] < row[c - 1]:
             raise ValueError(
-                f"row {r} of the k-matrix, {row}, falls, but in the paper's notation it counts on; give "
-                "notation='incremental' for a row of each draft's own share"
+                f"row {r} of the k-matrix, {row}, decreases, but in the paper's notation rows are cumulative; give "
+                "notation='incremental' for rows with each draft's own share"
             )
     return [0] * r + [k - (row[c] if c >= r else 0) for c, k in enumerate(row[r:], start=r - 1)]

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the row's last few ids when they stood in it before."""
+"""PromptLookup: copies what followed the last few ids of the row when they occurred before."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specheads.decoding.drafters.base import Context
-from specheads.decoding.drafters.paths import PathDrafter
-from specheads.decoding.drafters.suffix import SuffixAutomaton, copied
+from specheads.decoding.drafters.path_drafter import PathDrafter, Paths
+from specheads.decoding.drafters.suffix_search import copy_ids, longest_match, row_texts
 
 
 @dataclass(frozen=True)
 class PromptLookup(PathDrafter):
-    """Copies what followed the longest suffix of at most max_ngram ids (min_ngram at least) that stood there before.
+    """Copies what followed the longest suffix of min_ngram to max_ngram ids that occurred earlier in the row.
 
-    Of several occurrences the latest counts, and a copy that reaches the end of the row goes on with itself: on the
-    shipped model's greedy text 6 % fewer steps than with the first occurrence, 32 % fewer than with a copy cut short.
-    width > 1: a tree of several followers, those of the longest suffix first, of these the latest first.
-    Behind an encoder the source counts as earlier text, as who summarises or corrects expects; transformers' own looks
-    in the decoder's text alone.
+    Of several occurrences the latest counts. A copy that reaches the end of the row continues with itself. On the
+    shipped model's greedy text this takes 6 % fewer steps than the first occurrence, and 32 % fewer than a copy that
+    stops at the end.
+    width > 1: a tree of distinct followers, those of the longest suffix first, and of these the latest first.
+    After an encoder the source counts as earlier text, which helps summaries and corrections; transformers' prompt
+    lookup searches the decoder's text alone.
     https://github.com/apoorvumang/prompt-lookup-decoding.
     """
 
@@ -30,20 +31,21 @@ class PromptLookup(PathDrafter):
         self._at_least("min_ngram", 1)
         self._at_least("max_ngram", self.min_ngram)
 
-    def runs(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[list[list[int]]]:
-        suffixes = context.memory.setdefault("suffixes", [])
-        while len(suffixes) < len(context.history):
-            # One more than is matched: a follower is ordered by its occurrence behind the match.
-            suffixes.append(SuffixAutomaton(recent=self.max_ngram + (self.width > 1)))
-        found = []
-        for b, history in enumerate(context.history) if rows is None else rows.items():
-            ids = context.haystack(b, history)
-            suffixes[b].follow(ids)
-            found.append([copied(ids, start, length) for start in self._starts(suffixes[b])])
-        return found
+    def paths(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[Paths]:
+        return [
+            [copy_ids(text, start, length) for start in self._follower_indices(text)]
+            for text in row_texts(context, rows)
+        ]
 
-    def _starts(self, row: SuffixAutomaton) -> list[int]:
-        if self.width > 1:
-            return row.continuations(self.width, self.max_ngram, self.min_ngram)
-        match = row.latest(self.max_ngram)
-        return [match.end] if match.length >= self.min_ngram else []
+    def _follower_indices(self, text: str) -> list[int]:
+        """Where up to `width` distinct followers of the text's suffixes are, best first."""
+        found: dict[str, int] = {}
+        for length in range(longest_match(text, self.max_ngram), self.min_ngram - 1, -1):
+            suffix = text[-length:]
+            start = text.rfind(suffix, 0, -1)
+            while start >= 0:
+                found.setdefault(text[start + length], start + length)
+                if len(found) == self.width:
+                    return list(found.values())
+                start = text.rfind(suffix, 0, start + length - 1)
+        return list(found.values())

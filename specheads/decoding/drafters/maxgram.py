@@ -1,4 +1,4 @@
-"""MaG (max-gram): copy what followed the longest suffix of the row that stood there before; else a bigram table."""
+"""MaxGram (MaG): copies what followed the longest suffix of the row that occurred before; else a bigram table."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.drafters.bigram import check_bigrams
-from specheads.decoding.drafters.paths import PathDrafter
-from specheads.decoding.drafters.suffix import SuffixAutomaton, copied
+from specheads.decoding.drafters.path_drafter import PathDrafter, Paths
+from specheads.decoding.drafters.suffix_search import copy_ids, longest_match, row_texts
 
 
 @dataclass(frozen=True)
 class MaxGram(PathDrafter):
-    """The drafter at the bottom of a cascade, as fast as a copy. CS Drafting, arXiv:2312.11462.
+    """The last drafter of a cascade, as fast as a copy. CS Drafting, arXiv:2312.11462.
 
-    The longest suffix of the row that occurs earlier, its first occurrence, and the ids behind it; where these reach
-    the end of the row, matching again on the row so extended finds the copy itself, so the copy goes on. Where
-    nothing matches (an id never seen before) the bigram table is followed, up to an id it does not know. Behind an
-    encoder the source stands in front of the row.
-    bigrams: the table, one entry an id of the vocabulary (`bigram.load_bigrams`); None to draft nothing there.
+    It copies the ids after the first occurrence of the longest suffix that occurs earlier in the row. A copy that
+    reaches the end of the row continues with itself, as matching the extended row again would. Where nothing matches
+    (an id never seen before) it follows the bigram table, up to an id the table does not know. After an encoder the
+    source comes before the row.
+    bigrams: the table, one entry per id of the vocabulary (`bigram.load_bigrams`); None to draft nothing there.
     """
 
     bigrams: Sequence[int] | None = None
@@ -29,23 +29,16 @@ class MaxGram(PathDrafter):
         if self.width > 1:
             raise ValueError(f"MaxGram: width={self.width}, but it knows one follower only; PromptLookup knows several")
 
-    def runs(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[list[list[int]]]:
-        memory = context.memory
-        if "suffixes" not in memory:
-            if self.bigrams is not None:
-                check_bigrams(self.bigrams, context.target.config.vocab_size)
-            memory["suffixes"] = [SuffixAutomaton() for _ in context.history]
-        suffixes = memory["suffixes"]
-        given = enumerate(context.history) if rows is None else rows.items()
-        return [[self._run(suffixes[b], context.haystack(b, history), length)] for b, history in given]
+    def paths(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[Paths]:
+        if self.bigrams is not None:
+            context.once("bigrams_checked", lambda: check_bigrams(self.bigrams, context.target.config.vocab_size))
+        return [[self._path(text, length)] for text in row_texts(context, rows)]
 
-    def _run(self, row: SuffixAutomaton, ids: list[int], length: int) -> list[int]:
-        row.follow(ids)
-        match = row.leftmost()
-        if match.length:
-            return copied(ids, match.end, length)
-        run: list[int] = []
-        table, token = self.bigrams or (), ids[-1]
-        while token < len(table) and len(run) < length and (token := table[token]):
-            run.append(token)
-        return run
+    def _path(self, text: str, length: int) -> list[int]:
+        if matched := longest_match(text, len(text)):
+            return copy_ids(text, text.find(text[-matched:]) + matched, length)
+        path: list[int] = []
+        table, token = self.bigrams or (), ord(text[-1])
+        while token < len(table) and len(path) < length and (token := table[token]):
+            path.append(token)
+        return path

@@ -1,4 +1,4 @@
-"""N-gram storages that learn while decoding, and the drafter that reads them (NASD, and ANPD without fillers)."""
+"""N-gram storages that learn while decoding, and the drafter that uses them (NASD; ANPD without fillers)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 
 from specheads.decoding.drafters.base import Context
-from specheads.decoding.drafters.paths import PathDrafter
+from specheads.decoding.drafters.path_drafter import PathDrafter, Paths
 
 
 class _Followers:
-    """What followed one context: counts by id, and the id counted most, the latest of several."""
+    """What followed one context: counts by id, and the id counted most, of ties the latest."""
 
     __slots__ = ("best", "counts")
 
@@ -21,21 +21,21 @@ class _Followers:
         self.counts: dict[int, int] = {}
 
     def add(self, token: int) -> None:
-        # Taken out and put back, so that the dict is in the order of the latest count.
+        # Removed and inserted again, so that the dict is ordered by latest count.
         count = self.counts[token] = self.counts.pop(token, 0) + 1
         if count >= self.counts.get(self.best, 0):
             self.best = token
 
     def top(self, count: int) -> list[int]:
-        """The `count` ids counted most, of equals the latest first."""
+        """The `count` ids counted most, of ties the latest first."""
         return nlargest(count, reversed(self.counts), key=self.counts.__getitem__)
 
 
 class NGramStorage:
-    """Counts which id follows the last n − 1 ids, the last n − 2, … the last one, and answers from the longest known.
+    """Counts which id follows the last n − 1 ids, n − 2, … and the last one; answers from the longest known context.
 
-    A level is a number of context ids. vocab_size and seed serve the random ids of unknown contexts; without a
-    vocab_size those give -1, which is no id.
+    A level is a number of context ids. For an unknown context the id is random, from vocab_size and seed; without a
+    vocab_size it is -1, which is no id.
     """
 
     def __init__(self, n: int = 3, vocab_size: int | None = None, *, seed: int = 0) -> None:
@@ -56,7 +56,7 @@ class NGramStorage:
         self._random = random.Random(self.seed)
 
     def initialize(self, ids: Sequence[int], start: int = 1) -> None:
-        """Count every id of the row from index `start` on, behind the ids before it."""
+        """Count every id of the row from index `start` on as a follower of the ids before it."""
         for index in range(max(1, start), len(ids)):
             self.update(ids[max(0, index - self.n + 1) : index], ids[index : index + 1])
 
@@ -69,11 +69,11 @@ class NGramStorage:
                     followers.add(token)
 
     def next_token(self, context: Sequence[int], level: int | None = None) -> tuple[int, bool]:
-        """The id that followed most often, of equals the latest, and whether one is known; if not, a random id.
+        """The id that followed most often, of ties the latest, and whether one is known; if not, a random id.
 
-        level: ask that one alone. ValueError where the storage has no such level, or has counted nothing there yet.
+        level: ask only that one. ValueError if the storage has no such level, or has counted nothing there yet.
         """
-        followers = self._find(context, self.levels if level is None else (self._seen(level),))
+        followers = self._find(context, self.levels if level is None else (self._require_level(level),))
         if followers:
             return followers.best, True
         return (-1 if self.vocab_size is None else self._random.randrange(self.vocab_size)), False
@@ -83,7 +83,7 @@ class NGramStorage:
         followers = self._find(context, self.levels)
         return followers.top(count) if followers else []
 
-    def _seen(self, level: int) -> int:
+    def _require_level(self, level: int) -> int:
         if level not in self._known:
             raise ValueError(f"{type(self).__name__}(n={self.n}) has no level {level}: ask for {self.levels}")
         if not self._known[level]:
@@ -98,7 +98,7 @@ class NGramStorage:
 
 
 class OneLevelNGramStorage(NGramStorage):
-    """Counts which id follows the last n − 1 ids, and knows no shorter context."""
+    """Counts which id follows the last n − 1 ids, and nothing for shorter contexts."""
 
     def _levels(self) -> tuple[int, ...]:
         return (self.n - 1,)
@@ -106,13 +106,13 @@ class OneLevelNGramStorage(NGramStorage):
 
 @dataclass(frozen=True)
 class NGram(PathDrafter):
-    """Drafts from a storage that learns the prompt (and an encoder's source), what is emitted, and what the target
-    would have said besides.
+    """Drafts from a storage that learns the prompt (and an encoder's source), the emitted text, and the target's
+    other likely tokens.
 
-    storage: by default one of its own, of trigrams. filler_top_k: behind each accepted id the target's so many
-    likeliest are counted too; 1 counts none besides the emitted one. stop_if_unknown: end the draft at an unknown
-    context, instead of drafting a random id there. reset_between: forget each prompt before the next. The rows of a
-    batch share the storage. width > 1: several first ids, each followed by its likeliest run.
+    storage: by default a new one, of trigrams. filler_top_k: after each accepted id, count this many of the target's
+    likeliest ids too; 1 counts only the emitted one. stop_if_unknown: end the draft at an unknown context, instead of
+    drafting a random id there. reset_between: forget each prompt before the next. The rows of a batch share the
+    storage. width > 1: several first ids, each followed by its likeliest path.
     After https://github.com/romsto/Speculative-Decoding; with filler_top_k=1 it is ANPD, arXiv:2404.08698.
     """
 
@@ -127,7 +127,7 @@ class NGram(PathDrafter):
         self._at_least("filler_top_k", 1)
         if not self.stop_if_unknown and self.storage.vocab_size is None:
             raise ValueError(
-                "NGram(stop_if_unknown=False) drafts random ids, and which there are is not known; give "
+                "NGram(stop_if_unknown=False) drafts random ids, and its storage has no vocab_size; give "
                 "storage=NGramStorage(3, vocab_size)"
             )
 
@@ -138,44 +138,44 @@ class NGram(PathDrafter):
     def reset(self) -> None:
         self.storage.reset()
 
-    def runs(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[list[list[int]]]:
+    def paths(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[Paths]:
         self._learn(context)
-        return [self._row(ids, length) for ids in (context.history if rows is None else rows.values())]
+        return [self._row_paths(ids, length) for ids in (context.history if rows is None else rows.values())]
 
     def _learn(self, context: Context) -> None:
-        learnt = context.memory.get("learnt")
-        if learnt is None:
+        learned = context.memory.get("learned")
+        if learned is None:
             if self.reset_between:
                 self.reset()
-            learnt = context.memory["learnt"] = [0] * len(context.history)
+            learned = context.memory["learned"] = [0] * len(context.history)
             for source in context.source or ():
                 self.storage.initialize(source)
-        if learnt == [len(ids) for ids in context.history]:  # asked again in the same step
+        if learned == [len(ids) for ids in context.history]:  # called again in the same step
             return
         if context.top is not None:
             tops, counts = context.top.tolist(), context.new.tolist()
             for ids, top, count in zip(context.history, tops, counts, strict=True):
                 end = len(ids) - min(count, len(top))
-                for place, likeliest in enumerate(top[: len(ids) - end], start=end):
-                    # The likeliest last, which of equals makes it the first choice.
-                    self.storage.update(ids[max(0, place - self.storage.n + 1) : place], likeliest[::-1])
+                for index, likeliest in enumerate(top[: len(ids) - end], start=end):
+                    # The likeliest last, so that it wins ties.
+                    self.storage.update(ids[max(0, index - self.storage.n + 1) : index], likeliest[::-1])
         for row, ids in enumerate(context.history):
-            self.storage.initialize(ids, learnt[row])
-            learnt[row] = len(ids)
+            self.storage.initialize(ids, learned[row])
+            learned[row] = len(ids)
 
-    def _row(self, ids: list[int], length: int) -> list[list[int]]:
+    def _row_paths(self, ids: list[int], length: int) -> Paths:
         size = self.storage.n - 1
         if self.width == 1:
-            return [self._run(ids[-size:], [], length)]
+            return [self._extend(ids[-size:], [], length)]
         first = self.storage.followers(ids[-size:], self.width)
-        return [self._run(ids[-size:], [token], length) for token in first]
+        return [self._extend(ids[-size:], [token], length) for token in first]
 
-    def _run(self, context: list[int], run: list[int], length: int) -> list[int]:
-        context = context + run
-        while len(run) < length:
+    def _extend(self, context: list[int], path: list[int], length: int) -> list[int]:
+        context = context + path
+        while len(path) < length:
             token, known = self.storage.next_token(context[-self.storage.n + 1 :])
             if not known and self.stop_if_unknown:
                 break
-            run.append(token)
+            path.append(token)
             context.append(token)
-        return run
+        return path

@@ -1,4 +1,4 @@
-"""A chain as long as the draft is sure of itself. Shapes: B batch rows, V vocabulary."""
+"""A chain that ends where the draft is unsure. Shapes: B batch rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specheads.decoding.planner.plan import MAX_NODES, Expand, within
+from specheads.decoding.planner.plan import MAX_NODES, Expand, require_at_most
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
 
 @dataclass(frozen=True)
 class AdaptiveChain:
-    """A chain that ends behind its first token of a probability in the draft's law below `confidence`, or at max_depth.
-    A head with a confidence output is asked that in place of its law.
+    """A chain that ends after its first token of a draft probability below `confidence`, or at max_depth. For a head
+    with a confidence output, that output decides in place of the probability.
 
-    sampled: draw the tokens from the draft's law, which they then carry; else take the likeliest. A token that ends
-    the chain is part of it: left out, it would bias what is accepted in its place. A batch goes on until every row
-    has met such a token. The rule of transformers' assistant_confidence_threshold.
+    sampled: draw the tokens from the draft distribution, which the tree then carries; else take the likeliest. The
+    token that ends the chain is part of it: leaving it out would bias what is accepted instead. A batch drafts until
+    every row has had such a token. The rule of transformers' assistant_confidence_threshold.
     """
 
     max_depth: int = 20
@@ -27,7 +27,7 @@ class AdaptiveChain:
     sampled: bool = False
 
     def __post_init__(self) -> None:
-        within("max_depth", self.max_depth, MAX_NODES - 1)
+        require_at_most("max_depth", self.max_depth, MAX_NODES - 1)
         if not 0 <= self.confidence <= 1:
             raise ValueError(f"confidence={self.confidence} must be a probability, 0 (never stop early) to 1")
 
@@ -48,25 +48,24 @@ class AdaptiveChain:
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
         first, above = torch.zeros_like(root).unsqueeze(1), None  # every level has one node
-        tokens, parents, laws = [root.unsqueeze(1)], [first - 1], []
+        tokens, parents, probs = [root.unsqueeze(1)], [first - 1], []
         unsure = torch.zeros_like(root, dtype=torch.bool)
         while len(tokens) <= self.max_depth and not bool(unsure.all()):
-            scored = expand(tokens[-1], above)
+            children = expand(tokens[-1], above)
             if self.sampled:
-                q = scored.probs(sampler, vocab_size)
+                q = children.probs(sampler, vocab_size)
                 empty = q.sum(-1) <= 0  # no token is left to draw: -1 marks the unused slot
                 token = sampler.draw(torch.where(empty.unsqueeze(-1), 1.0, q)[:, 0]).unsqueeze(1)
-                chance = q.gather(2, token.unsqueeze(2))[:, 0, 0]
-                laws.append(q)
+                q_token = q.gather(2, token.unsqueeze(2))[:, 0, 0]
+                probs.append(q)
                 parents.append(torch.where(empty, -1, len(tokens) - 1))
             else:
-                best, ids = scored.top(1)
-                token, chance = ids[:, 0], best[:, 0, 0].exp()
+                best, ids = children.top(1)
+                token, q_token = ids[:, 0], best[:, 0, 0].exp()
                 parents.append(first + len(tokens) - 1)
-            if scored.confidence is not None:
-                chance = scored.confidence()[:, 0]
-            unsure = unsure | (chance < self.confidence)
+            confidence = q_token if children.confidence is None else children.confidence()[:, 0]
+            unsure = unsure | (confidence < self.confidence)
             tokens.append(token)
             above = first
-        probs = torch.cat([laws[0], *laws], 1) if laws else None  # the root's entry is never read
-        return DraftTree(torch.cat(tokens, 1), torch.cat(parents, 1), len(tokens) - 1, probs)
+        all_probs = torch.cat([probs[0], *probs], 1) if probs else None  # the root's entry is never read
+        return DraftTree(torch.cat(tokens, 1), torch.cat(parents, 1), len(tokens) - 1, all_probs)

@@ -1,6 +1,6 @@
-"""The tree of the likeliest nodes: best first, by the draft's probability of the whole path to each.
+"""The tree of the likeliest nodes: best first, by the draft probability of each node's whole path.
 
-Shapes: B batch rows, k beams of a level, w children of a beam.
+Shapes: B batch rows.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specheads.decoding.planner.plan import MAX_NODES, Expand, positive, within
+from specheads.decoding.planner.plan import MAX_NODES, Expand, require_at_most, require_positive
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
 
 @dataclass(frozen=True)
 class BestFirstTree:
-    """The budget − 1 likeliest nodes, at most `depth` levels deep and of at most `width` children each: of all such
-    trees the one that the draft expects the most accepted tokens of.
+    """The budget − 1 likeliest nodes, at most `depth` levels deep and with at most `width` children each: of all such
+    trees the one of which the draft expects the most accepted tokens.
 
-    budget: nodes, root included; fewer where width and depth allow no more. beams: nodes of a level that are looked
-    behind, the likeliest first; None: all that can have a child in the tree. Cheap for drafters whose levels cost no
-    pass. JetSpec, arXiv:2606.18394, over the marginals of a block.
+    budget: nodes, root included; fewer where width and depth allow no more. beams: the most nodes of a level to
+    expand, the likeliest first; None for all that can have a child in the tree. Cheap for drafters that need no
+    forward pass per level. JetSpec, arXiv:2606.18394, over the marginals of a block.
     """
 
     budget: int = 64
@@ -34,24 +34,24 @@ class BestFirstTree:
 
     def __post_init__(self) -> None:
         for name in ("depth", "width"):
-            within(name, getattr(self, name), MAX_NODES - 1)
+            require_at_most(name, getattr(self, name), MAX_NODES - 1)
         if not 2 <= self.budget <= MAX_NODES:
             raise ValueError(f"budget={self.budget} must be 2 (the root and a draft) to {MAX_NODES} nodes")
         if self.beams is not None:
-            positive("beams", self.beams)
+            require_positive("beams", self.beams)
 
     @cached_property
     def level_beams(self) -> tuple[int, ...]:
-        """How many nodes of each level below the root are looked behind."""
-        beams, made = [], self.width
+        """How many nodes of each level below the root are expanded."""
+        beams, candidates = [], self.width
         for level in range(1, self.depth):
-            # Of a tree that has a child of some node of this level, level − 1 nodes stand above it and the child below:
-            # a node with budget − 1 − level likelier ones beside it has no place there.
-            count = min(made, self.budget - 1 - level, self.beams or made)
+            # A node of this level with a child in the tree takes `level` nodes with it: level − 1 above it, and the
+            # child. So one with budget − 1 − level likelier nodes on its level has no child in the tree.
+            count = min(candidates, self.budget - 1 - level, self.beams or candidates)
             if count < 1:
                 break
             beams.append(count)
-            made = count * self.width
+            candidates = count * self.width
         return tuple(beams)
 
     @property
@@ -66,34 +66,34 @@ class BestFirstTree:
         return replace(self, depth=depth)
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
-        return likeliest(root, expand, self.budget, self.width, self.level_beams)
+        return grow_likeliest(root, expand, self.budget, self.width, self.level_beams)
 
 
-def likeliest(root: Tensor, expand: Expand, budget: int, width: int, level_beams: Sequence[int]) -> DraftTree:
-    """The budget − 1 likeliest of the nodes met: `width` children of the root, and of the likeliest `level_beams[i]`
-    nodes of each level i + 1."""
+def grow_likeliest(root: Tensor, expand: Expand, budget: int, width: int, level_beams: Sequence[int]) -> DraftTree:
+    """The budget − 1 likeliest of these candidates: `width` children of the root, and of the likeliest
+    `level_beams[i]` nodes of each level i + 1."""
     batch = root.shape[0]
     logp, ids = expand(root.unsqueeze(1), None).top(width)
     width = logp.shape[-1]  # fewer where the draft vocabulary is smaller
     # Candidate c of the lists below is node c + 1 of the full tree; the root is node 0.
     tokens, scores, parents = [ids[:, 0]], [logp[:, 0]], [torch.zeros_like(ids[:, 0])]
-    made = 0
+    start = 0  # the number of candidates above the level that is expanded
     for count in level_beams:
         score, best = scores[-1].topk(min(count, scores[-1].shape[1]), dim=1)
         logp, ids = expand(tokens[-1].gather(1, best), best // width).top(width)
-        parents.append((1 + made + best).repeat_interleave(width, 1))
-        made += scores[-1].shape[1]
+        parents.append((1 + start + best).repeat_interleave(width, 1))
+        start += scores[-1].shape[1]
         tokens.append(ids.flatten(1))
         scores.append((score.unsqueeze(2) + logp).flatten(1))
-    # Where a probability rounds to 1 a child ties with its parent. The stable sort keeps the earlier, the parent.
+    # Where a probability rounds to 1, a child ties with its parent. A stable sort puts the parent first.
     ranked = torch.cat(scores, 1).sort(dim=1, descending=True, stable=True).indices
     chosen = ranked[:, : budget - 1].sort(dim=1).values
     renumber = torch.zeros(batch, 1 + ranked.shape[1], dtype=torch.long, device=root.device)
     renumber.scatter_(1, chosen + 1, torch.arange(1, 1 + chosen.shape[1], device=root.device).expand_as(chosen))
-    kept = torch.cat(tokens, 1).gather(1, chosen)
-    above = renumber.gather(1, torch.cat(parents, 1).gather(1, chosen))
+    chosen_tokens = torch.cat(tokens, 1).gather(1, chosen)
+    chosen_parents = renumber.gather(1, torch.cat(parents, 1).gather(1, chosen))
     return DraftTree(
-        torch.cat([root.unsqueeze(1), kept], 1),
-        torch.cat([torch.full_like(root, -1).unsqueeze(1), above], 1),
+        torch.cat([root.unsqueeze(1), chosen_tokens], 1),
+        torch.cat([torch.full_like(root, -1).unsqueeze(1), chosen_parents], 1),
         len(level_beams) + 1,
     )

@@ -1,8 +1,8 @@
 """The protocol of a plan, and what a drafter tells it.
 
 A plan grows a tree through a drafter's `expand`, which scores the children of one level's nodes:
-expand(tokens (B, k), parents (B, k) indices into the level before, or None at the root) → Scored.
-Shapes: B batch rows, V vocabulary, K candidates a node, k nodes a level.
+expand(tokens (B, k), parents (B, k) indices into the level before, or None at the root) → ChildLogits.
+Shapes: B batch rows, k nodes of a level, V vocabulary, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
-MAX_NODES = 1024  # of a tree, the root included: a pass takes a mask of its square
-MAX_SLOTS = 8 * MAX_NODES  # that a drafter expands for one tree
+MAX_NODES = 1024  # per tree, root included: the mask of a pass has the square of this
+MAX_SLOTS = 8 * MAX_NODES  # nodes a drafter may expand for one tree
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ChildLogits:
     """Draft logits (B, k, Vd) of the token after each node; ids (Vd,) are their target ids, None if the same.
 
-    logits (B, 1, Vd) with width k: a law that all k nodes share. confidence() (B, k): the chance, as the drafter itself
-    sees it, that what it drafts behind a node is accepted; None where it has no such output.
+    logits (B, 1, Vd) with width = k: all k nodes share one distribution. confidence() (B, k): the drafter's own
+    estimate of the probability that what it drafts after a node is accepted; None without such an output.
     """
 
     logits: Tensor
@@ -35,7 +35,7 @@ class Scored:
     confidence: Callable[[], Tensor] | None = None
 
     def top(self, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` likeliest: log-probabilities (B, k, count) and target ids (B, k, count), best first."""
+        """The `count` likeliest tokens: log-probabilities and target ids, both (B, k, count), best first."""
         best, ids = self._top(count)
         return best.float() - self.logits.float().logsumexp(-1, keepdim=True), ids
 
@@ -46,13 +46,13 @@ class Scored:
         index = self.logits.argmax(-1)  # a fraction of topk's time
         return index if self.ids is None else self.ids.take(index)  # as self.ids[index], in half the time
 
-    def chance(self, tokens: Tensor) -> Tensor:
-        """(B, k) the probability of target ids tokens (B, k); 0 outside the draft vocabulary."""
-        log_p = self.logits.float().log_softmax(-1)
-        log_p = log_p.expand(-1, tokens.shape[1], -1)
+    def probs_of(self, tokens: Tensor) -> Tensor:
+        """(B, k) the draft probability of target ids tokens (B, k); 0 outside the draft vocabulary."""
+        log_q = self.logits.float().log_softmax(-1)
+        log_q = log_q.expand(-1, tokens.shape[1], -1)
         if self.ids is None:
-            return log_p.gather(2, tokens.unsqueeze(2)).squeeze(2).exp()
-        return (log_p.exp() * (self.ids == tokens.unsqueeze(2))).sum(2)
+            return log_q.gather(2, tokens.unsqueeze(2)).squeeze(2).exp()
+        return (log_q.exp() * (self.ids == tokens.unsqueeze(2))).sum(2)
 
     def probs(self, sampler: Sampler, vocab_size: int) -> Tensor:
         """q (B, k, V) over all target ids, as the sampler processes it; zero where that rules out every token."""
@@ -70,11 +70,11 @@ class Scored:
         return best, ids
 
 
-Expand = Callable[[Tensor, Tensor | None], Scored]
+Expand = Callable[[Tensor, Tensor | None], ChildLogits]
 
 
 class Plan(Protocol):
-    """A way of growing trees. num_nodes: how many nodes each has, root included; depth: of the deepest."""
+    """A way to grow trees. num_nodes: the most nodes of a tree, root included; depth: of the deepest node."""
 
     @property
     def num_nodes(self) -> int: ...
@@ -82,20 +82,22 @@ class Plan(Protocol):
     def depth(self) -> int: ...
     @property
     def drafting_slots(self) -> int:
-        """KV slots a drafter with a cache of its own needs for the nodes it expands below the root. It reads a path
-        that was accepted in the same slots, so that they are depth + 1 at least."""
+        """How many nodes below the root a drafter expands: the KV slots it needs for them in a cache of its own. An
+        accepted path is read in the same slots, so a drafter allocates depth + 1 of them at least."""
         ...
 
     def limited(self, depth: int) -> Plan:
-        """The same plan with no node deeper than `depth`, which is at least 1 and less than its own."""
+        """The same plan with no node deeper than `depth`, which is at least 1 and less than the plan's own depth."""
         ...
 
-    def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree: ...
+    def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
+        """root (B,) → the tree below it."""
+        ...
 
 
 @dataclass(frozen=True)
-class Idle:
-    """Drafts nothing, in place of `plan`, which follows or came before: the drafter reads the text all the same."""
+class NoDraft:
+    """Drafts nothing for a step in which `plan` may not draft. The drafter still reads the new text."""
 
     plan: Plan
 
@@ -118,20 +120,20 @@ class Idle:
         return DraftTree.root_only(root)
 
 
-def limited(plan: Plan, depth: int) -> Plan:
-    """`plan` with no node deeper than `depth`: `plan` itself where it has none, one that drafts nothing at depth 0."""
+def limit_depth(plan: Plan, depth: int) -> Plan:
+    """`plan` with no node deeper than `depth`: the same object if it has none, a `NoDraft` at depth 0."""
     if depth >= plan.depth:
         return plan
-    return plan.limited(depth) if depth > 0 else Idle(plan)
+    return plan.limited(depth) if depth > 0 else NoDraft(plan)
 
 
-def positive(name: str, value: int) -> None:
+def require_positive(name: str, value: int) -> None:
     if value < 1:
         raise ValueError(f"{name}={value} must be at least 1")
 
 
-def within(name: str, value: int, most: int) -> None:
+def require_at_most(name: str, value: int, most: int) -> None:
     """ValueError unless value is 1 to most: a larger plan would take memory before it drafted anything."""
-    positive(name, value)
+    require_positive(name, value)
     if value > most:
         raise ValueError(f"{name}={value} must be at most {most}")

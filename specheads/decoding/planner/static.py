@@ -11,16 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specheads.decoding.planner.plan import MAX_NODES, Expand, positive, within
+from specheads.decoding.planner.plan import MAX_NODES, Expand, require_at_most, require_positive
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.tree import DraftTree, TreeTopology
 
 
 class _Level(NamedTuple):
-    """One level of a static tree. Its candidates are the `width` best followers of each of `num_above` nodes.
+    """One level of a static tree. Its candidates are the `width` likeliest tokens after each of `num_above` nodes.
 
-    nodes: candidates that are in the tree; inner: those among them that have children; parents: of each inner node,
-    its parent's place among the inner nodes of the level above.
+    nodes: the candidates in the tree; inner: those of them that have children; parents: for each inner node, the index
+    of its parent among the inner nodes of the level above.
     """
 
     width: int
@@ -34,7 +34,7 @@ class _Level(NamedTuple):
 class StaticTree:
     """A fixed shape: each choice is a node's path of ranks from the root, as Medusa writes them.
 
-    choices: ((0,), (0, 0), (1,)) is the likeliest token, its likeliest follower, and the second likeliest token.
+    choices: ((0,), (0, 0), (1,)) is the likeliest token, the likeliest after it, and the second likeliest token.
     ValueError if a choice's parent is missing. Medusa, arXiv:2401.10774.
     """
 
@@ -46,10 +46,11 @@ class StaticTree:
         chosen = tuple(sorted({tuple(c) for c in self.choices}, key=lambda c: (len(c), c)))
         if not chosen:
             raise ValueError("a static tree needs at least one choice, for instance ((0,),)")
+        known = {(), *chosen}
         for choice in chosen:
             if not choice or min(choice) < 0:
                 raise ValueError(f"choice {choice!r} is not a path of ranks ≥ 0, such as (0, 1)")
-            if len(choice) > 1 and choice[:-1] not in chosen:
+            if choice[:-1] not in known:
                 raise ValueError(f"choice {choice} has no parent: add {choice[:-1]}")
         object.__setattr__(self, "choices", chosen)
 
@@ -66,38 +67,41 @@ class StaticTree:
         return sum(len(level.inner) for level in self._levels[:-1])
 
     def limited(self, depth: int) -> StaticTree:
-        made: dict[int, StaticTree] = self.__dict__.setdefault("_limited", {})
-        if depth not in made:
-            made[depth] = StaticTree(tuple(choice for choice in self.choices if len(choice) <= depth))
-        return made[depth]
+        cache: dict[int, StaticTree] = self.__dict__.setdefault("_limited", {})
+        if depth not in cache:
+            cache[depth] = StaticTree(tuple(choice for choice in self.choices if len(choice) <= depth))
+        return cache[depth]
 
     @cached_property
     def _levels(self) -> list[_Level]:
+        by_depth: list[list[tuple[int, ...]]] = [[] for _ in range(self.depth)]
+        for choice in self.choices:
+            by_depth[len(choice) - 1].append(choice)
+        with_children = {choice[:-1] for choice in self.choices}
         levels = []
-        above: list[tuple[int, ...]] = [()]  # the nodes of the level above that have children
-        for depth in range(1, self.depth + 1):
-            nodes = [c for c in self.choices if len(c) == depth]
+        above: dict[tuple[int, ...], int] = {(): 0}  # inner nodes of the level above → their indices
+        for nodes in by_depth:
             width = 1 + max(c[-1] for c in nodes)
-            inner = [c for c in nodes if any(d[:-1] == c for d in self.choices)]
+            inner = [c for c in nodes if c in with_children]
             levels.append(
                 _Level(
                     width, len(above),
-                    [above.index(c[:-1]) * width + c[-1] for c in nodes],
-                    [above.index(c[:-1]) * width + c[-1] for c in inner],
-                    [above.index(c[:-1]) for c in inner],
+                    [above[c[:-1]] * width + c[-1] for c in nodes],
+                    [above[c[:-1]] * width + c[-1] for c in inner],
+                    [above[c[:-1]] for c in inner],
                 )
             )  # fmt: skip
-            above = inner
+            above = {c: i for i, c in enumerate(inner)}
         return levels
 
     def _tables(self, batch: int, device: torch.device) -> tuple[TreeTopology, Tensor, list[tuple[Tensor, Tensor]]]:
-        """The shape of every tree, which of all candidates its nodes are, and per level `inner` and `parents` as
-        tensors: made once per batch size and device."""
-        made = self.__dict__.setdefault("_made", {})
-        if (batch, device) not in made:
-            place = {(): 0} | {choice: i + 1 for i, choice in enumerate(self.choices)}
-            parents = torch.tensor([[-1] + [place[choice[:-1]] for choice in self.choices]], device=device)
-            chosen, start = [0], 1  # the root stands before the candidates of all levels
+        """The trees' topology, the indices of their nodes among all candidates, and `inner` and `parents` of each level
+        as tensors: computed once per batch size and device."""
+        cache = self.__dict__.setdefault("_tables_cache", {})
+        if (batch, device) not in cache:
+            index = {(): 0} | {choice: i + 1 for i, choice in enumerate(self.choices)}
+            parents = torch.tensor([[-1] + [index[choice[:-1]] for choice in self.choices]], device=device)
+            chosen, start = [0], 1  # the root comes before the candidates of all levels
             tables = []
             for level in self._levels:
                 chosen += [start + candidate for candidate in level.nodes]
@@ -106,50 +110,55 @@ class StaticTree:
                 above = torch.tensor([level.parents], dtype=torch.long, device=device)
                 tables.append((inner, above.expand(batch, -1)))
             topology = TreeTopology.of(parents.expand(batch, -1), self.depth)
-            made[batch, device] = topology, torch.tensor(chosen, device=device), tables
-        return made[batch, device]
+            cache[batch, device] = topology, torch.tensor(chosen, device=device), tables
+        return cache[batch, device]
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
         topology, chosen, tables = self._tables(root.shape[0], root.device)
         tokens, parents = root.unsqueeze(1), None
         candidates = [tokens]
         for level, (inner, above) in zip(self._levels, tables, strict=True):
-            scored = expand(tokens, parents)
-            if scored.logits.shape[-1] < level.width:
+            children = expand(tokens, parents)
+            if children.logits.shape[-1] < level.width:
                 raise ValueError(
                     f"rank {level.width - 1} in a tree needs a draft vocabulary of {level.width} tokens or more, not "
-                    f"{scored.logits.shape[-1]}"
+                    f"{children.logits.shape[-1]}"
                 )
-            candidates.append(scored.top_ids(level.width))
-            tokens, parents = among(candidates[-1], inner), above
-        return DraftTree(among(torch.cat(candidates, 1), chosen), topology.parents, self.depth, topology=topology)
+            candidates.append(children.top_ids(level.width))
+            tokens, parents = select_columns(candidates[-1], inner), above
+        return DraftTree(
+            select_columns(torch.cat(candidates, 1), chosen), topology.parents, self.depth, topology=topology
+        )
 
 
-def among(candidates: Tensor, chosen: Tensor) -> Tensor:
-    """(B, C), (c,) ascending → (B, c): the columns chosen; all of them, as in a chain, without looking."""
+def select_columns(candidates: Tensor, chosen: Tensor) -> Tensor:
+    """(B, C), (c,) ascending → (B, c) the chosen columns. All of them, as in a chain, need no copy."""
     return candidates if len(chosen) == candidates.shape[1] else candidates.index_select(1, chosen)
 
 
 def chain(depth: int) -> StaticTree:
     """A chain of the likeliest tokens, `depth` of them."""
-    within("depth", depth, MAX_NODES - 1)
+    require_at_most("depth", depth, MAX_NODES - 1)
     return StaticTree(tuple((0,) * n for n in range(1, depth + 1)))
 
 
 def comb(depth: int, width: int = 2) -> StaticTree:
-    """A chain of the likeliest tokens, and beside each its next likeliest, `width` candidates a level in all.
+    """A chain of the likeliest tokens, and beside each the next likeliest: `width` nodes per level.
 
-    It costs the drafter no more passes than the bare chain, and the target `width` times the nodes.
+    The drafter needs as many passes as for the chain; the target verifies `width` times the nodes.
     """
-    positive("depth", depth)
-    positive("width", width)
-    within("depth × width", depth * width, MAX_NODES - 1)
+    require_positive("depth", depth)
+    require_positive("width", width)
+    require_at_most("depth × width", depth * width, MAX_NODES - 1)
     return StaticTree(tuple((*(0,) * level, rank) for level in range(depth) for rank in range(width)))
 
 
 def default_static(budget: int, depth: int, accuracy: Sequence[float] = (0.6, 0.15, 0.07, 0.04, 0.03)) -> StaticTree:
-    """The static tree of `budget` nodes, or of all there are, for a head nothing is known of: rank accuracies of a
-    moderately trained one, the same and independent at each depth. One counted on data: `calibration.calibrated`."""
+    """A static tree of `budget` nodes, or of all there are, for a head that was not measured.
+
+    It assumes the rank accuracies of a moderately trained head, the same and independent at each depth. For a tree
+    measured on data see `calibration.calibrated`.
+    """
     if budget < 2:
         raise ValueError(f"a tree of {budget} nodes drafts nothing; ask for 2 or more")
     if budget > MAX_NODES:

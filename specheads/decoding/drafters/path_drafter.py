@@ -1,7 +1,7 @@
-"""Drafters that know what may follow as whole runs of ids, on the host: their runs become a draft tree.
+"""PathDrafter: drafters that copy or count on the host, and propose whole paths of ids; the paths become a tree.
 
-A run of a row is a list of ids, the likeliest run first. Such a draft is a point mass, so it is lossless whatever the
-runs are. B batch rows, N nodes.
+A path is a list of ids that may follow a row, the likeliest path first. Such a draft is a point mass, so it is lossless
+whatever the paths are. B batch rows, N nodes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import MAX_NODES, Plan, StaticTree
-from specheads.decoding.planner.plan import within
+from specheads.decoding.planner.plan import require_at_most
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.tree import DraftTree, TreeTopology
 
-Parents = tuple[tuple[int, ...], ...]
+Paths = list[list[int]]
 
 
 @dataclass(frozen=True)
 class PathDrafter(ABC):
-    """Drafts runs of ids. Of a plan only num_nodes and depth are read: runs are cut to them, the first ones first.
+    """Drafts paths of ids. Of a plan it uses num_nodes and depth alone: paths are cut to them, in order.
 
-    num_tokens: ids drafted a run, where no plan says otherwise; width: runs at most, of distinct first ids.
+    num_tokens: ids per path where no plan says otherwise; width: the most paths, each with another first id.
     """
 
     num_tokens: int = 10
@@ -38,7 +38,7 @@ class PathDrafter(ABC):
     def __post_init__(self) -> None:
         self._at_least("num_tokens", 1)
         self._at_least("width", 1)
-        within(f"{type(self).__name__}: num_tokens × width", self.num_tokens * self.width, MAX_NODES - 1)
+        require_at_most(f"{type(self).__name__}: num_tokens × width", self.num_tokens * self.width, MAX_NODES - 1)
 
     def _at_least(self, name: str, least: int) -> None:
         value: Any = getattr(self, name)
@@ -46,39 +46,37 @@ class PathDrafter(ABC):
             raise ValueError(f"{type(self).__name__}: {name}={value!r} must be a whole number of at least {least}")
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
-        return StaticTree(tuple((run, *(0,) * d) for run in range(self.width) for d in range(self.num_tokens)))
+        return StaticTree(tuple((rank, *(0,) * d) for rank in range(self.width) for d in range(self.num_tokens)))
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
-        return tree_of(context.root, context.history, self.runs(context, plan.depth), plan)
+        return build_tree(context.root, context.history, self.paths(context, plan.depth), plan)
 
     @abstractmethod
-    def runs(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[list[list[int]]]:
-        """Per row up to `width` runs of at most `length` ids that may follow its history.
+    def paths(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[Paths]:
+        """Per row up to `width` paths of at most `length` ids that may follow its history.
 
-        rows: instead, what may follow these ids, by batch row: its history and what was drafted behind it. Nothing is
-        learnt from drafts.
+        rows: paths after these ids instead, by batch row: its history and what was drafted after it. The drafter
+        learns nothing from drafts.
         """
 
     def reset(self) -> None:
-        """Forget earlier prompts. Most drafters keep nothing beyond a context's memory."""
+        """Forget earlier prompts. Most drafters store nothing outside a context's memory."""
         return
 
 
-def tree_of(
-    root: Tensor, history: Sequence[Sequence[int]], runs: Sequence[Sequence[Sequence[int]]], plan: Plan
-) -> DraftTree:
-    """root (B,), the last ids of history, and each row's runs → their tree, of plan.num_nodes nodes at most.
+def build_tree(root: Tensor, history: Sequence[Sequence[int]], paths: Sequence[Paths], plan: Plan) -> DraftTree:
+    """root (B,), the last id of each history, and each row's paths → their tree, of plan.num_nodes nodes at most.
 
-    Runs that begin alike share nodes. Rows without so many nodes leave slots unused. On the CPU, where nodes cost
-    time, the tree ends with the row that has the most; elsewhere it has the plan's size, so that shapes repeat.
+    Paths share the nodes of a common beginning. A row with fewer nodes leaves slots unused. On the CPU, where each node
+    costs time, the tree is as large as the largest row; elsewhere it has the plan's size, so that shapes repeat.
     """
     rows, depth = [], 0
-    for own, ids in zip(runs, history, strict=True):
+    for row_paths, ids in zip(paths, history, strict=True):
         tokens, parents = [ids[-1]], [-1]
         children: dict[tuple[int, int], int] = {}
-        for run in own:
+        for path in row_paths:
             node = 0
-            for level, token in enumerate(run[: plan.depth], start=1):
+            for level, token in enumerate(path[: plan.depth], start=1):
                 child = children.get((node, token))
                 if child is None:
                     if len(tokens) == plan.num_nodes:
@@ -93,12 +91,12 @@ def tree_of(
     if root.device.type != "cpu":
         size, depth = plan.num_nodes, plan.depth
     topology = _topology(tuple((*parents, *(-1,) * (size - len(parents))) for _, parents in rows), depth, root.device)
-    # An unused slot repeats the root: an id like any other, which nothing reads.
+    # An unused slot repeats the root: a valid id, which nothing reads.
     padded = [tokens + [tokens[0]] * (size - len(tokens)) for tokens, _ in rows]
     return DraftTree(torch.tensor(padded, device=root.device), topology.parents, depth, topology=topology)
 
 
 @lru_cache(maxsize=128)
-def _topology(parents: Parents, depth: int, device: torch.device) -> TreeTopology:
-    """Shapes come again and again (chains, above all), and making one costs more than drafting."""
+def _topology(parents: tuple[tuple[int, ...], ...], depth: int, device: torch.device) -> TreeTopology:
+    """Cached, because shapes (above all chains) repeat, and computing one costs more than drafting."""
     return TreeTopology.of(torch.tensor(parents, device=device), depth)

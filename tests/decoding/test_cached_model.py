@@ -1,4 +1,4 @@
-"""What a draft model knows of the text: each token fed once, each law that of a fresh forward, whoever drafted."""
+"""CachedModel: each token is fed once, and all logits are those of an uncached forward, whoever drafted the text."""
 
 from types import SimpleNamespace
 
@@ -7,23 +7,23 @@ import torch
 
 import specheads
 from specheads import DraftModel, DraftTree, chain
-from specheads.decoding.drafters.reader import Reader
+from specheads.decoding.drafters.cached_model import CachedModel
 from tests.decoding.test_cache import BASES, plain_logits
 from tests.decoding.test_draft_model import PLANS, llama, near
 from tests.decoding.test_exactness import padded_left
 
 
 class Checked(DraftModel):
-    """Compares each law it drafts from with a fresh forward over the row's text and the drafted path.
+    """Compares all logits it drafts from with an uncached forward over the row's text and the drafted path.
 
-    usurper(context) may return other drafts, by row, in place of its own.
+    other_drafts(context) may return drafts by row to propose instead of its own.
     """
 
     checked = 0
 
-    def __init__(self, small, usurper=lambda context: None, **options):
+    def __init__(self, small, other_drafts=lambda context: None, **options):
         super().__init__(small, **options)
-        self.usurper = usurper
+        self.other_drafts = other_drafts
 
     def propose(self, context, sampler, plan):
         def grow(root, expand, sampler, vocab_size):
@@ -47,21 +47,21 @@ class Checked(DraftModel):
             num_nodes=plan.num_nodes, depth=plan.depth, drafting_slots=plan.drafting_slots, sampled=False, grow=grow
         )
         tree = super().propose(context, sampler, spy)
-        drafts = self.usurper(context)
+        drafts = self.other_drafts(context)
         return tree if drafts is None else DraftTree.chains(context.root, drafts)
 
     @torch.no_grad()
     def compare(self, paths, logits, limit):
-        for row, laws in zip(paths, logits, strict=True):
-            if self.through_text or len(row[0]) <= limit:  # behind it nothing is emitted, and positions are one
+        for row, row_logits in zip(paths, logits, strict=True):
+            if self.through_text or len(row[0]) <= limit:  # past it nothing is emitted, and positions coincide
                 fresh = self.small(torch.tensor(row), use_cache=False).logits[:, -1]
-                torch.testing.assert_close(laws, fresh, rtol=1e-3, atol=1e-3)
+                torch.testing.assert_close(row_logits, fresh, rtol=1e-3, atol=1e-3)
                 self.checked += len(row)
 
 
 @pytest.mark.parametrize("plan", ["chain of 4", "static", "dynamic", "sampled"])
 @pytest.mark.parametrize("kind", BASES)
-def test_the_small_models_laws_are_those_of_a_fresh_forward(kind, plan):
+def test_the_small_models_logits_are_those_of_an_uncached_forward(kind, plan):
     base = BASES[kind]()
     inputs = padded_left([[31], [5, 6, 7, 8, 9], list(range(40, 53))])
     options = {"do_sample": False, "max_new_tokens": 12}
@@ -73,14 +73,14 @@ def test_the_small_models_laws_are_those_of_a_fresh_forward(kind, plan):
 
 
 def test_the_small_model_follows_text_that_others_drafted():
-    """Longer than its own drafts, so that it is fed in several passes; now and then its own draft is let through."""
+    """These drafts are longer than its own, so they are fed in several passes. Some steps use its own draft."""
     base = llama()
     rows = [[31], [5, 6, 7, 8, 9]]
     inputs, options = padded_left(rows), {"do_sample": False, "max_new_tokens": 30}
     expected = base.generate(**inputs, **options)
     texts = [text[5 - len(row) :].tolist() for text, row in zip(expected, rows, strict=True)]
 
-    def usurper(context):
+    def other_drafts(context):
         if len(context.history[0]) % 3 == 0:
             return None
         return [
@@ -89,7 +89,7 @@ def test_the_small_model_follows_text_that_others_drafted():
 
     plan = chain(2)
     roomy = SimpleNamespace(num_nodes=6, depth=2, drafting_slots=1, grow=plan.grow, limited=plan.limited)
-    drafter = Checked(near(base), usurper)
+    drafter = Checked(near(base), other_drafts)
     out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=roomy, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected)
     assert max(max(step.accepted) for step in out.steps) > 2 and drafter.checked > 20
@@ -114,11 +114,11 @@ def test_the_small_model_is_fed_each_token_once(depth):
     assert sum(fed) == text + drafted - became_text
 
 
-def test_what_was_drafted_behind_text_that_changed_is_not_kept():
+def test_drafts_after_text_that_changed_are_not_committed():
     model = llama()
-    reader = Reader(model, [[5, 6, 7], [8, 9]], scratch=2, limit=20)
-    reader.draft(torch.tensor([[11], [12]]), torch.zeros(2, 1, dtype=torch.long))
-    reader.rewind(torch.tensor([2, 2]))  # the first row's 7 goes
-    logits = reader.read(torch.tensor([[11, 13], [12, 13]]), torch.tensor([2, 2]), bound=4)
-    for law, text in zip(logits, ([5, 6, 11, 13], [8, 9, 12, 13]), strict=True):
-        torch.testing.assert_close(law[0], plain_logits(model, text), rtol=1e-3, atol=1e-3)
+    cached = CachedModel(model, [[5, 6, 7], [8, 9]], scratch=2, limit=20)
+    cached.draft(torch.tensor([[11], [12]]), torch.zeros(2, 1, dtype=torch.long))
+    cached.rewind(torch.tensor([2, 2]))  # removes the first row's 7
+    logits = cached.read(torch.tensor([[11, 13], [12, 13]]), torch.tensor([2, 2]), bound=4)
+    for row, text in zip(logits, ([5, 6, 11, 13], [8, 9, 12, 13]), strict=True):
+        torch.testing.assert_close(row[0], plain_logits(model, text), rtol=1e-3, atol=1e-3)

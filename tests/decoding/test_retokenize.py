@@ -1,4 +1,4 @@
-"""Drafting between two vocabularies: the target's text stays its own, and the draft model's words reach it."""
+"""Drafting between two vocabularies: the text is the target's own, and the draft model's tokens are accepted."""
 
 import string
 
@@ -9,18 +9,18 @@ from transformers import PreTrainedTokenizerFast
 
 import specheads
 from specheads import AdaptiveChain, DraftModel, SampledTree, StaticTree, chain
-from specheads.decoding.drafters import translation
-from specheads.decoding.drafters.translation import Translation, spelled
+from specheads.decoding.drafters import retokenize
+from specheads.decoding.drafters.retokenize import RetokenizedText, encode_after
 from tests.conftest import tiny_llama
+from tests.decoding.test_cached_model import Checked
 from tests.decoding.test_exactness import padded_left
-from tests.decoding.test_reader import Checked
 
 SPACE = "Ġ"  # what byte-level tokenizers call it
 TEXT = "the cat sat on the mat and the rat sat on the cat in a café on the mat and on a hat "
 
 
 def toy_tokenizer(specials, letters, merges):
-    """Bytes (of those letters first, then all others), and pairs of tokens merged into one."""
+    """A byte-level BPE tokenizer: these letters first, then all other bytes, then the merges."""
     every = [*letters, *sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(letters))]
     words = [*specials, *every, *("".join(pair) for pair in merges)]
     backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
@@ -40,7 +40,7 @@ OWN = toy_tokenizer(
 
 
 def taught(tokenizer, seed):
-    """A model that has learnt TEXT by heart, and to end where it ends."""
+    """A model trained to write TEXT, and to end where it ends."""
     base = tiny_llama(
         vocab_size=len(tokenizer), num_hidden_layers=2, initializer_range=0.1, eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None, pad_token_id=tokenizer.pad_token_id,
@@ -57,7 +57,7 @@ def taught(tokenizer, seed):
 
 @pytest.fixture(scope="module")
 def pair():
-    """A target, and a draft model of another vocabulary, each law of which is compared with a fresh forward's."""
+    """A target, and a draft model of another vocabulary that compares its logits with an uncached forward."""
     return taught(TARGET, 0), Checked(taught(OWN, 1), tokenizer=OWN, target_tokenizer=TARGET)
 
 
@@ -83,7 +83,7 @@ def test_the_end_of_the_text_is_drafted_too(pair):
     assert sum(step.accepted[0] for step in out.steps) == out.sequences.shape[1] - inputs["input_ids"].shape[1] - 1
 
 
-def test_sampled_text_is_the_same_whatever_the_draft_is_called(pair):
+def test_sampled_text_is_that_of_plain_decoding(pair):
     """A chain of likeliest tokens is a point mass, so a seed gives plain decoding's text at one token a step."""
     base, drafter = pair
     options = {"do_sample": True, "temperature": 0.01, "top_k": 0, "max_new_tokens": 20, "seed": 0}
@@ -92,7 +92,7 @@ def test_sampled_text_is_the_same_whatever_the_draft_is_called(pair):
     assert torch.equal(out, greedy)
 
 
-def test_the_draft_model_reads_what_it_knows_once(pair):
+def test_the_draft_model_reads_each_token_once(pair):
     base, checked = pair
     drafter, fed = DraftModel(checked.small, tokenizer=OWN, target_tokenizer=TARGET), []
     hook = drafter.small.get_input_embeddings().register_forward_hook(lambda m, args, out: fed.append(args[0].numel()))
@@ -103,12 +103,12 @@ def test_the_draft_model_reads_what_it_knows_once(pair):
     hook.remove()
     prompt, steps = len(OWN(TEXT)["input_ids"]), len(out.steps) - 1
     assert prompt < fed[0] < prompt + 8, "the prompt and the first token are read in one pass"
-    # Of the text that came later, what its own drafts had not spelled, and what merges put in the place of others.
+    # Of later text it reads what its own drafts did not contain, and tokens that merges changed.
     assert sum(fed[1:]) - 5 * steps < 4 * steps
 
 
 @pytest.mark.parametrize("tree", [SampledTree((1, 1)), StaticTree(((0,), (1,))), AdaptiveChain(sampled=True)], ids=repr)
-def test_what_cannot_be_told_through_text_is_refused(pair, tree):
+def test_what_cannot_be_drafted_through_text_is_refused(pair, tree):
     base, checked = pair
     drafter = DraftModel(checked.small, tokenizer=OWN, target_tokenizer=TARGET)
     with pytest.raises(ValueError, match="between two vocabularies a draft is a chain of likeliest tokens, not "):
@@ -124,47 +124,48 @@ def test_one_vocabulary_under_two_names_needs_no_text(pair):
     assert torch.equal(out, base.generate(**inputs, **options))
 
 
-# --- Translation ---
+# --- RetokenizedText ---
 
 
-def translated(text, step):
-    """A Translation that has read `text` in pieces of `step` tokens, and what still stood of its ids each time."""
-    row, ids = Translation(OWN, TARGET), TARGET(text)["input_ids"]
+def retokenized(text, step):
+    """A RetokenizedText extended by `text` in pieces of `step` tokens; checks the number of unchanged ids each time."""
+    row, ids = RetokenizedText(OWN, TARGET), TARGET(text)["input_ids"]
     for start in range(0, len(ids), step):
         before = row.ids
-        kept = row.read(ids[start : start + step])
-        assert before[:kept] == row.ids[:kept] and (kept == len(before) or before[kept] != row.ids[kept : kept + 1])
+        unchanged = row.extend(ids[start : start + step])
+        assert before[:unchanged] == row.ids[:unchanged]
+        assert unchanged == len(before) or before[unchanged] != row.ids[unchanged : unchanged + 1]
     assert row.num_read == len(ids)
     return row
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
-def test_a_text_is_read_as_if_it_were_encoded_whole(step, monkeypatch):
-    monkeypatch.setattr(translation, "SETTLED", 64)
+def test_a_text_in_pieces_has_the_ids_of_the_whole_text(step, monkeypatch):
+    monkeypatch.setattr(retokenize, "SETTLED", 64)
     for text in (TEXT * 4, "the cat", "nospaces" * 30, "caté €the cat"):
-        row = translated(text, step)
+        row = retokenized(text, step)
         assert row.ids == OWN(text)["input_ids"]
-    assert len(translated(TEXT * 4, step).tail) <= 64, "what is settled was encoded anew"
+    assert len(retokenized(TEXT * 4, step).tail) <= 64, "settled text was encoded again"
 
 
 def test_a_character_of_several_tokens_is_drafted_from_its_first_on():
     ids = TARGET("a€b")["input_ids"]
-    row = Translation(OWN, TARGET)
-    row.read(ids[:2])  # the euro sign is three bytes, of which one has come
+    row = RetokenizedText(OWN, TARGET)
+    row.extend(ids[:2])  # the euro sign is three bytes, of which one has come
     assert row.ids == OWN("a")["input_ids"]
-    assert row.write(OWN("€b")["input_ids"]) == ids[2:]
-    assert row.write(OWN("xb")["input_ids"]) == []
-    assert row.write(OWN("€b")["input_ids"][:2]) == []  # and two have been drafted
+    assert row.to_target_ids(OWN("€b")["input_ids"]) == ids[2:]
+    assert row.to_target_ids(OWN("xb")["input_ids"]) == []
+    assert row.to_target_ids(OWN("€b")["input_ids"][:2]) == []  # and two have been drafted
 
 
-def test_tokens_that_span_old_and_new_text_are_told_apart():
-    assert spelled(TARGET, "sat on", " the mat") == TARGET(" the mat")["input_ids"]
-    assert spelled(TARGET, "sat on t", "he mat") == TARGET("he mat")["input_ids"]
+def test_tokens_that_span_old_and_new_text_are_kept_apart():
+    assert encode_after(TARGET, "sat on", " the mat") == TARGET(" the mat")["input_ids"]
+    assert encode_after(TARGET, "sat on t", "he mat") == TARGET("he mat")["input_ids"]
 
 
 def test_the_end_of_text_and_an_empty_text_have_a_token():
-    row = Translation(OWN, TARGET)
-    row.read([TARGET.bos_token_id])
+    row = RetokenizedText(OWN, TARGET)
+    row.extend([TARGET.bos_token_id])
     assert row.ids == [OWN.eos_token_id]
     drafted = [*OWN("the")["input_ids"], OWN.eos_token_id, *OWN("cat")["input_ids"]]
-    assert row.write(drafted) == [*TARGET("the")["input_ids"], TARGET.eos_token_id]
+    assert row.to_target_ids(drafted) == [*TARGET("the")["input_ids"], TARGET.eos_token_id]

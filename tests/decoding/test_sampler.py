@@ -84,6 +84,12 @@ def test_each_row_is_processed_with_its_own_padded_prefix():
     assert long == [[8, 8, 4, 5]] * 3
 
 
+def test_each_row_is_asked_for_its_own_allowed_tokens():
+    own = hf.PrefixConstrainedLogitsProcessor(lambda row, ids: [row, int(ids[-1])], 1)
+    scores = Sampler(LogitsProcessorList([own])).scores(torch.zeros(3, 9), lambda: [[6], [4, 7], [8]])
+    assert scores.isfinite().nonzero().tolist() == [[0, 0], [0, 6], [1, 1], [1, 7], [2, 2], [2, 8]]
+
+
 def test_no_processor_is_asked_of_a_row_that_has_ended():
     own = Recording()
     sampler = Sampler(LogitsProcessorList([own]), prompts=[[1], [2]], lengths=[1, 1], pad_token_id=9)

@@ -186,7 +186,7 @@ MUTATIONS = (
     M("processor of unseen state trusted", "decoding.processors:StateWatch.still",
       "== state_of(self.processors)", "is not None", "decoding/test_processors.py", "state"),
     M("allowed tokens of the first row for all", "decoding.processors:AllowedTokens.row",
-      "allowed(index,", "allowed(0,", "decoding/test_generate_processors.py"),
+      "allowed(index,", "allowed(0,", SAMPLER, "allowed"),
     M("grammar not rolled back", "decoding.processors:Grammar.row",
       "len(own.accepted) > shared", "False", "decoding/test_processors.py", "grammar_library"),
     # --- Planner ---

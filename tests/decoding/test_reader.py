@@ -61,7 +61,6 @@ class Checked(DraftModel):
 
 @pytest.mark.parametrize("plan", ["chain of 4", "static", "dynamic", "sampled"])
 @pytest.mark.parametrize("kind", BASES)
-@pytest.mark.sampled(3)
 def test_the_small_models_laws_are_those_of_a_fresh_forward(kind, plan):
     base = BASES[kind]()
     inputs = padded_left([[31], [5, 6, 7, 8, 9], list(range(40, 53))])

@@ -114,6 +114,7 @@ def tiny_llama_of(home):
     return type(tiny_llama()).from_pretrained(home / "hub" / "models--org--base" / "snapshots" / FIRST)
 
 
+@pytest.mark.slow
 def test_the_program_takes_a_hub_id(home):
     """Its tokenizer comes from the base's main branch, as everywhere in transformers."""
     (main,) = [p for p in (home / "hub" / "models--org--base" / "snapshots").iterdir() if p.name == SECOND]

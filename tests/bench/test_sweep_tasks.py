@@ -158,6 +158,7 @@ def test_a_prompt_of_syntax_ends_behind_a_whole_statement():
     assert syntax.beginning(tokenizer, method, syntax.blocks(4)) == "".join(method[:2])
 
 
+@pytest.mark.slow
 def test_syntax_questions_are_the_same_each_time_and_right_as_they_stand():
     tokenizer = AutoTokenizer.from_pretrained(corpus.checkpoints_dir() / "base")
     made = load_task("syntax", tokenizer, count=24)

@@ -289,6 +289,7 @@ def test_ctrl_c_stops_the_text_and_not_the_program_in_a_terminal(endless):
         os.close(terminal.master)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_text_and_not_the_program_in_a_pipe(endless):
     command = [sys.executable, "-m", "specheads_cli", "chat", endless, "--no-chat", "--max-new-tokens", str(ENDLESS)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -14,6 +14,7 @@ from tests.support.program import CONTROL, run
 
 @pytest.mark.parametrize("tree", ["chain:2", "comb:2,3", "dynamic:9,2,3", "static", "static:8", "sampled:2,1"])
 @pytest.mark.parametrize("head", ["medusa", "eagle3"])
+@pytest.mark.sampled(5)
 def test_generate_gives_the_same_text_whatever_the_tree(head, tree, shipped, capsys):
     ask = ("generate", shipped / head, "--prompt", "def f(", "--max-new-tokens", 16, "--json")
     plain = json.loads(run(capsys, *ask, "--no-draft")[1])

@@ -49,6 +49,7 @@ def drafters(folder):
     }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 def test_generate_writes_transformers_greedy_text_whatever_drafts(pair, capsys):
     folder, expected = pair
     for name, words in drafters(folder).items():
@@ -80,6 +81,7 @@ def test_a_plain_decoder_only_model_is_drafted_for_too(shipped, capsys):
     assert json.loads(run(capsys, *ask, "--drafter", "lookup")[1])["token_ids"] == plain
 
 
+@pytest.mark.sampled(2)
 def test_evaluate_races_the_drafter_that_is_named(pair, tmp_path, capsys):
     folder, _ = pair
     prompts = tmp_path / "p.txt"
@@ -120,6 +122,7 @@ def sweep(folder, tmp_path, *words):
             "--speed-prompts", 1, "--no-plots", "--json", *words)  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 def test_a_sweep_measures_encoder_decoders_alike_in_batches_of_any_size(pair, tmp_path, cache_in_tmp, capsys):
     folder, _ = pair
     words = ("--drafter", f"model:{folder / 'small'}", "--drafter", "lookup", "--gamma", "3", "--accept", "typical:0.5")

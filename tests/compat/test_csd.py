@@ -35,6 +35,7 @@ def greedy(target, **options):
 @pytest.mark.parametrize(
     "k_matrix", [torch.tensor([[3, 2, 6], [0, 2, 6], [0, 0, 6]]), [[2, 1, 1], [0, 1, 1], [0, 0, 1]]]
 )
+@pytest.mark.sampled(3)
 def test_a_cascade_writes_the_targets_own_text(models, k_matrix, leniency, tmp_path):
     target, drafts = models
     (tmp_path / "bigrams.json").write_text(str([0] * 97))
@@ -108,6 +109,7 @@ def test_forward_count_is_how_often_each_model_passed_over_its_text(t5, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["t5", "llama"])
+@pytest.mark.sampled(2)
 def test_their_main_runs_against_recorded_texts_as_against_the_target_itself(kind, t5, models, tmp_path):
     """What main.py does for each question: recorded target, counted drafts, MaG, total cost."""
     if kind == "t5":

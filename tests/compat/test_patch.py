@@ -35,6 +35,7 @@ def small():
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("schedule", ["constant", "heuristic"])
+@pytest.mark.sampled(3)
 def test_an_assistant_gives_the_models_own_greedy_text(base, small, batch, schedule):
     expected = base.generate(**BATCHES[batch], **GREEDY)
     specheads.patch(base)

@@ -65,6 +65,7 @@ def test_a_sampled_chain_has_the_targets_law(rule, case, drafts):
 
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("case", TREES)
+@pytest.mark.sampled(3)
 def test_a_sampled_tree_has_the_targets_law(case, drafts):
     assert error(Traversal(), TREES[case], DRAFTS[drafts](TREES[case][1])) < 1e-12
 
@@ -190,6 +191,7 @@ class Recursive(Acceptance):
 
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("case", TREES)
+@pytest.mark.sampled(5)
 def test_the_rule_written_twice_agrees(case, drafts):
     plan, vocab_size = TREES[case]
     tables = DRAFTS[drafts](vocab_size)

@@ -138,6 +138,7 @@ def test_commit_equals_fresh_prefill(base, reserve, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_prompt_of_thousands_of_tokens():
     for base in (tiny_llama(num_hidden_layers=2, max_position_embeddings=8192), sliding(window=100)):
         rows = random_rows((5000, 3100))

@@ -69,6 +69,7 @@ def world():
         ([[4, 2], [0, 2]], False, 3),
     ],
 )
+@pytest.mark.sampled(4)
 def test_proposals_reviews_and_swi_are_those_of_a_direct_simulation(world, k_matrix, bottom, leniency):
     base, prompt, record, models, cached_probs = world
     models = models[: len(k_matrix) - bottom]
@@ -159,6 +160,7 @@ def cascades(base):
 
 
 @pytest.mark.parametrize("make", [llama, qwen3, gpt2])
+@pytest.mark.sampled(3)
 def test_greedy_text_is_the_targets_and_rows_do_not_disturb_one_another(make):
     base = make()
     rows = [[31], [5, 6, 7, 8, 9], list(range(40, 57))]

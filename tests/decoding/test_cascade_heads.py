@@ -49,6 +49,7 @@ def headed(request):
 
 
 @pytest.mark.parametrize("leniency", [1, 1e30])
+@pytest.mark.sampled(3)
 def test_a_head_reviews_ngrams_and_they_continue_after_it(headed, leniency):
     """At leniency 1 it drafts as alone, at the largest it accepts every n-gram. After its tokens n-grams continue."""
     inputs = padded_left([[5, 6, 7, 8, 5, 6], [20, 21, 20, 21, 20, 21, 20]])
@@ -105,6 +106,7 @@ def test_ngrams_draft_again_after_a_token_of_a_lenient_head():
     assert {"lenient", "rejected"} <= kinds
 
 
+@pytest.mark.sampled(2)
 def test_a_head_a_model_and_ngrams_match_greedy(headed):
     base, inputs = headed.base, padded_left([[31], [5, 6, 7, 8, 9]])
     options = {"do_sample": False, "max_new_tokens": 16}

@@ -34,6 +34,7 @@ def ids(length, rows=1):
 
 
 @pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.sampled(2)
 def test_a_text_longer_than_those_the_head_was_trained_on_is_said_once(kind, hf_log):
     model = model_of(kind)
     model.note_trained_length(12)

@@ -45,6 +45,7 @@ def logits_behind(model, ids):
 @torch.no_grad()
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("name", ["js_paper", "top_k_js"])
+@pytest.mark.sampled(3)
 def test_a_chains_divergences_are_those_of_the_two_models_along_its_text(pair, name, do_sample):
     """Asked of the models themselves: at each accepted position, and at the first that is not."""
     base, small = pair
@@ -132,6 +133,7 @@ def test_none_is_measured_where_none_is_asked_for(pair, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["divergence", "rescue"])
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.sampled(3)
 def test_asking_for_them_changes_no_text(pair, plan, mode):
     base, small = pair
     made = [

@@ -89,6 +89,7 @@ def pair(request):
 
 
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.sampled(4)
 def test_every_plan_and_batch_matches_greedy(pair, plan):
     base, small, prompts, texts = pair
     gained = steps = 0
@@ -105,6 +106,7 @@ def test_every_plan_and_batch_matches_greedy(pair, plan):
 
 
 @pytest.mark.parametrize("plan", ["chain of 4", "dynamic"])
+@pytest.mark.sampled(3)
 def test_a_small_model_of_other_sizes_matches_greedy(pair, plan):
     base, _, prompts, texts = pair
     small = tiny_llama(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, num_key_value_heads=1)
@@ -127,6 +129,7 @@ def test_a_prompt_of_1500_tokens_matches_greedy():
 
 
 @pytest.mark.parametrize("plan", ["chain of 4", "adaptive", "sampled"])
+@pytest.mark.sampled(4)
 def test_an_ending_inside_a_draft_matches_greedy(pair, plan):
     """Tokens of the continuation in turn as EOS, and every length limit, cut drafts at all their depths."""
     base, small, prompts, texts = pair
@@ -214,6 +217,7 @@ def sampled_law(vocab_size, plan, length, steps):
     ],
     ids=repr,
 )
+@pytest.mark.sampled(3)
 def test_sampled_text_has_the_targets_distribution(vocab_size, plan, length, steps):
     assert sampled_law(vocab_size, plan, length, steps) < 1e-12
 
@@ -227,6 +231,7 @@ def test_the_enumeration_notices_a_q_of_another_temperature():
 
 @pytest.mark.parametrize(("target_size", "own_size"), [(202, 200), (200, 202)])
 @pytest.mark.parametrize("plan", ["chain of 4", "dynamic", "sampled"])
+@pytest.mark.sampled(4)
 def test_padding_rows_of_a_vocabulary_are_never_drafted(target_size, own_size, plan):
     """A token that the small model has no embedding for is read as another one."""
     base, small = llama(vocab_size=target_size), llama(vocab_size=own_size)

@@ -25,6 +25,7 @@ def pair():
 
 
 @pytest.mark.parametrize("weight", [0.9, 0.5, 0.3])
+@pytest.mark.sampled(3)
 def test_greedy_text_is_that_of_transformers_under_the_same_weight(pair, weight):
     base, small = pair
     changed = 0

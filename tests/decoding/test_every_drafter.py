@@ -67,7 +67,7 @@ def padded(rows, texts):
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("name", BASES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_every_drafter_writes_the_targets_greedy_text(name, drafter):
     base, rows, texts = target(name)
     own, plan = drafter_of(drafter, base, texts)

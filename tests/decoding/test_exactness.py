@@ -199,7 +199,7 @@ def greedy(base, prompts):
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 def test_every_head_tree_and_batch_matches_greedy(models, prompts, greedy, head, plan):
     gained = steps = 0
     for name, inputs in prompts.items():
@@ -235,7 +235,7 @@ def test_a_head_of_two_layers_matches_greedy(base, prompts, greedy):
 
 @pytest.mark.parametrize("plan", ["chain of 4", "static", "dynamic", "sampled"])
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_an_ending_inside_a_draft_matches_greedy(base, models, text, head, plan):
     """Every token of the continuation in turn as EOS, and every length limit, cut drafts at all their depths."""
     inputs = padded_left([text[3, :4].tolist(), text[4, :9].tolist()])

@@ -166,6 +166,12 @@ def test_which_laws_are_compared(name, temperature, do_sample):
         torch.testing.assert_close(rule.distance(laws)[:, 0], wanted)
 
 
+def test_a_distance_at_the_threshold_is_near_and_is_no_reason_for_a_rescue():
+    at = torch.tensor([0.25, 0.5])
+    assert Fuzzy(0.25).near(at).tolist() == [True, False]
+    assert Fuzzy(0.25, mode="rescue").near(at).tolist() == [False, False]
+
+
 def test_rescue_leaves_alone_what_exact_keeps():
     """The target's best token is the draft's second: exact keeps it, and only divergence mode prefers the first."""
     found = 0

@@ -143,6 +143,7 @@ def base():
 
 
 @pytest.mark.parametrize(("drafter", "plan", "rule"), CASES)
+@pytest.mark.sampled(2)
 def test_a_sample_of_three_ragged_rows_has_the_bases_law(base, drafter, plan, rule):
     """Fails for a right program with probability FALSE_ALARM at most, shared evenly between cases and marginals."""
     found = tails(base, drafter_of(drafter, base, VOCAB), plan, rule)

@@ -49,6 +49,7 @@ def test_an_ngram_drafter_has_a_storage_of_its_own_which_draws_no_random_ids():
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.sampled(2)
 def test_sampled_text_has_the_targets_distribution(drafter):
     """Every outcome enumerated in float64: ids of the prompt, which are matched, and new ones, which are not."""
     base, prompt, length = small_base(4), (3, 1, 3), 3
@@ -127,6 +128,7 @@ def until(columns):
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.sampled(2)
 def test_an_ending_inside_a_draft_matches_greedy(drafter):
     """Tokens that were accepted in turn as EOS, and several length limits, cut drafts at all their depths."""
     base, own = tiny("Llama"), DRAFTERS[drafter](V)

@@ -68,6 +68,7 @@ def test_the_text_is_generates_own_on_both_sides(base, lengths):
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.sampled(4)
 def test_rows_that_end_early_change_nothing_for_the_others(base, seed):
     """The longest row's positions count for all, after its end as well."""
     inputs = prompts(33, 24, 28)

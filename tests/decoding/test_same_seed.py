@@ -23,6 +23,7 @@ DRAFTS = {
 
 @pytest.mark.parametrize("processors", [{}, {"top_p": 0.8, "temperature": 1.3}, {"repetition_penalty": 1.2}], ids=str)
 @pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.sampled(4)
 def test_a_seed_gives_the_text_of_plain_decoding(name, processors):
     for seed in (0, 1):
         options = {**PROMPTS, **OPTIONS, **processors, "seed": seed}

@@ -50,6 +50,9 @@ def test_a_processor_of_the_prefix_stays_out_of_the_draft_probs():
     torch.testing.assert_close(sampler.draft_probs(logits), logits.softmax(-1))
     seen = sampler.probs(logits, lambda: [[0, 1, 2, 3, 4], [2]])
     assert not torch.allclose(seen, logits.softmax(-1))
+    own = Recording()
+    Sampler(LogitsProcessorList([own]), do_sample=True).draft_probs(logits)
+    assert own.calls == []  # one that needs no ids to change something
 
 
 class Recording(LogitsProcessor):
@@ -81,6 +84,12 @@ def test_each_row_is_processed_with_its_own_padded_prefix():
     assert long == [[8, 8, 4, 5]] * 3
 
 
+def test_each_row_is_asked_for_its_own_allowed_tokens():
+    own = hf.PrefixConstrainedLogitsProcessor(lambda row, ids: [row, int(ids[-1])], 1)
+    scores = Sampler(LogitsProcessorList([own])).scores(torch.zeros(3, 9), lambda: [[6], [4, 7], [8]])
+    assert scores.isfinite().nonzero().tolist() == [[0, 0], [0, 6], [1, 1], [1, 7], [2, 2], [2, 8]]
+
+
 def test_no_processor_is_called_for_a_row_that_has_ended():
     own = Recording()
     sampler = Sampler(LogitsProcessorList([own]), prompts=[[1], [2]], lengths=[1, 1], pad_token_id=9)
@@ -90,6 +99,8 @@ def test_no_processor_is_called_for_a_row_that_has_ended():
     assert torch.equal(scores[1], logits[1]) and scores[0, 4] == -torch.inf
     sampler.scores(logits, lambda: [[1, 3], [2]], [True, True])
     assert len(own.calls) == 1
+    as_long = sampler.scores(logits, lambda: [[1, 3], [2, 5]], [False, True])
+    assert torch.equal(as_long[1], logits[1]) and as_long[0, 3] == -torch.inf
 
 
 def test_a_subclass_of_a_prefix_free_processor_is_given_its_prefix():
@@ -128,6 +139,7 @@ def test_a_generator_governs_every_draw():
 def test_a_certain_coin_is_certain_and_greedy_coins_are_thresholds():
     for sampler in (Sampler(do_sample=True, generator=torch.Generator().manual_seed(0)), Sampler()):
         assert all(sampler.bernoulli(torch.ones(1, 1000))[0]) and not any(sampler.bernoulli(torch.zeros(1, 1000))[0])
+    assert Sampler().bernoulli(torch.tensor([[0.49, 0.5, 0.51]])).tolist() == [[False, False, True]]
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53])

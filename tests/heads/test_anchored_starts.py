@@ -42,6 +42,7 @@ def test_as_many_anchors_as_starts_give_the_full_loss(kind, options):
 
 
 @pytest.mark.parametrize(("kind", "options"), HEADS)
+@pytest.mark.sampled(2)
 def test_the_mean_over_every_draw_of_anchors_is_the_full_loss(kind, options, monkeypatch):
     batch = batch_of(9, 7, 3)  # the last has no start of more than one draft
     full, _ = value_and_gradients(spec_model(kind, **options).train(), batch)

@@ -47,6 +47,7 @@ def test_over_large_features_eagle3s_block_is_heard_only_with_norm_before_residu
 
 @pytest.mark.parametrize(("kind", "options"), HEADS)
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.sampled(2)
 def test_loss_and_gradients_equal_the_slow_implementation(kind, options, training):
     model = spec_model(kind, **options).train(training)
     data = rows(9, 7)
@@ -148,6 +149,10 @@ def test_targets_outside_the_draft_vocabulary_are_not_learnt_and_count_as_misses
     none = model(**batch)
     assert float(none.loss.detach()) == 0 and (none.ranks == -1).all()
     assert accepted_length(none.ranks) == 1.0
+    # Nor does one without any of the text's, where that is what is learnt.
+    hard = spec_model("eagle3", loss="hard").eval()
+    hard.head.set_draft_vocabulary(torch.ones(97).index_fill(0, torch.tensor(ids), 0))
+    assert float(hard(**batch).loss.detach()) == 0
 
 
 def test_feature_noise_is_added_in_training_only():

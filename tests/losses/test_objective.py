@@ -163,6 +163,14 @@ def test_overlaps_are_of_the_law_over_the_whole_vocabulary():
     assert (out.overlaps < 1).all() and model.train()(**batch).overlaps is None
 
 
+def test_no_position_asks_for_a_token_of_another_document_or_of_padding():
+    documents = torch.tensor([[1, 1, 1, 2, 2, 0]])
+    everything = torch.ones(1, 6, dtype=torch.bool)
+    asked = objective.DraftTargets.of(torch.arange(10, 16).unsqueeze(0), everything, documents, 2)
+    assert asked.positions.tolist() == [0, 1, 3] and asked.tokens.tolist() == [11, 12, 14]
+    assert asked.valid.tolist() == [[False, False], [True, False], [False, False]]
+
+
 def test_position_weights_count_what_hangs_on_a_depth():
     chances, floor = torch.tensor([[0.2, 0.9, 0.0], [1.0, 1.0, 1.0]], dtype=torch.float64), 0.5
     for row, weights in zip(chances.tolist(), position_weights(chances, floor).tolist(), strict=True):

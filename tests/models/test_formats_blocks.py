@@ -274,6 +274,7 @@ def test_what_a_form_cannot_hold_is_refused_with_the_reason_and_what_can(to, opt
         (DSPARK, ["deepspec", "llamacpp", "sglang", "speculators", "vllm"]),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_trained_head_accepts_as_much_when_it_comes_back_and_learns_on(options, engines, tmp_path):
     base = tiny_llama()
     text = base.generate(torch.tensor([[7], [31], [55]]), do_sample=False, max_new_tokens=40, min_new_tokens=40)

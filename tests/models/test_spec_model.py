@@ -84,6 +84,7 @@ def test_padding_does_not_change_the_loss(make, head):
 
 
 @pytest.mark.parametrize("head", HEADS)
+@pytest.mark.sampled(2)
 def test_a_plain_trainer_trains_the_head_alone(tmp_path, head):
     base = tiny_llama()
     model = convert(base, head)

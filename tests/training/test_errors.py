@@ -64,6 +64,7 @@ def uninterrupted(folder):
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.sampled(3)
 def test_a_loss_or_gradient_that_is_no_number_stops_the_run_before_the_step(
     what, value, folder, tmp_path, uninterrupted
 ):
@@ -103,6 +104,7 @@ def test_a_loss_or_gradient_that_is_no_number_stops_the_run_before_the_step(
 
 
 @pytest.mark.parametrize("what", ["head", "optimizer", "state"])
+@pytest.mark.sampled(2)
 def test_a_full_disk_leaves_the_earlier_checkpoint_and_no_half_of_a_new_one(
     what, folder, tmp_path, uninterrupted, monkeypatch
 ):
@@ -210,6 +212,7 @@ def killed_again_and_again(folder, output, times):
     prepare(options(output, folder, save_steps=1, max_steps=12)).train()
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_as_the_uninterrupted_one(folder):
     script = (
         "import sys; sys.path.insert(0, sys.argv[1]); from tests.training.test_errors import killed_again_and_again; "
@@ -251,12 +254,10 @@ def stopped_by(process, errors, number):
         process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "name"),
-    [
-        (["-m", "specheads_cli", "train"], "specheads"),
-        pytest.param(["train/heads.py"], "train/heads.py", marks=pytest.mark.slow),
-    ],
+    [(["-m", "specheads_cli", "train"], "specheads"), (["train/heads.py"], "train/heads.py")],
 )
 def test_ctrl_c_says_at_which_step_it_stopped_and_how_to_resume(folder, tmp_path, program, name):
     code, said = stopped_by(*started(tmp_path, folder, program), signal.SIGINT)
@@ -326,10 +327,8 @@ def test_a_stopped_run_resumes_from_its_own_checkpoint_and_not_from_that_of_an_e
 # --- alone ---
 
 
-@pytest.mark.parametrize(
-    "how",
-    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="hangs", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
 def test_a_process_whose_other_is_gone_ends_with_an_error_in_bounded_time(how, folder, tmp_path):
     """One that was killed, and one that hangs: training.ddp_timeout bounds that."""
     with socket.socket() as free:

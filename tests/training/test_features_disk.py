@@ -93,6 +93,7 @@ def killed_again_and_again(folder, output, times):
     dump(folder, output)
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_goes_on_to_the_same_files_bit_for_bit(folder, whole):
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
@@ -134,6 +135,7 @@ def test_a_run_killed_at_any_step_of_a_write_leaves_files_that_are_whole(step, f
     assert contents(output) == contents(whole)
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_files_of_one(folder, whole):
     output = folder / "two"
     command = ["accelerate.commands.launch", "--config_file", "recipes/accelerate/cpu.yaml", "--main_process_port", "0"]

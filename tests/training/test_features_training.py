@@ -53,6 +53,7 @@ def assert_same(first, second, rel):
 @pytest.mark.parametrize(
     ("kind", "packing"), [*((kind, False) for kind in HEADS), ("medusa", True), ("eagle", True), ("eagle3", True)]
 )
+@pytest.mark.sampled(3)
 def test_training_from_saved_features_equals_training_beside_the_base(kind, packing, tmp_path):
     folder = material(tmp_path)
     data = {"packing": packing, "max_length": 48}

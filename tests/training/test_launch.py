@@ -145,6 +145,7 @@ def test_bad_input_is_one_line_and_exit_code_2(change, message, material, tmp_pa
     assert len(lines) == 1 and message in lines[0]
 
 
+@pytest.mark.slow
 def test_a_launcher_that_falls_back_to_one_process_is_stopped(material, tmp_path):
     command = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "train/heads.py", "recipes/eagle3.yaml"]
     done = run([*command, *overrides(material, tmp_path, 1)])

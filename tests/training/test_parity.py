@@ -42,6 +42,7 @@ def learnt(kind, **options):
 @pytest.mark.parametrize(
     ("kind", "options"), [*((kind, {}) for kind in KINDS), ("parallel", {"sample_from_anchor": False, "block_size": 4})]
 )
+@pytest.mark.sampled(3)
 def test_decoding_accepts_what_training_says_and_a_head_that_drafts_otherwise_fails(kind, options):
     model, config = learnt(kind, **options), ParityConfig(max_new_tokens=40)
     parity = compare(model, PROMPTS, config)

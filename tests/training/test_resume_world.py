@@ -48,6 +48,7 @@ def assert_same_run(whole, log, weights):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(2)
 def test_one_process_goes_on_where_two_stopped(runs, kind, tmp_path):
     whole, folder = runs
     resumed = run(tmp_path, kind, 1, str(folder / f"{kind}-by-two" / f"checkpoint-{SAVED}"))
@@ -56,6 +57,7 @@ def test_one_process_goes_on_where_two_stopped(runs, kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(2)
 def test_two_processes_go_on_where_one_stopped(runs, kind):
     whole, folder = runs
     log = json.loads((folder / f"{kind}.json").read_text())

@@ -43,6 +43,7 @@ def test_gradient_accumulation_gives_the_loss_of_the_whole_batch(kind, named, tm
 @pytest.mark.parametrize(
     ("kind", "muon"), [("medusa", False), ("hydra", True), ("eagle", False), ("eagle3", True), ("parallel", True)]
 )
+@pytest.mark.sampled(2)
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(kind, muon, tmp_path):
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "muon": muon}
     drawn = {"anchors": 2} if kind in ("medusa", "hydra", "eagle3") else {}  # what others draw is in their defaults
@@ -202,6 +203,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.sampled(2)
 def test_bf16_trains_near_float32_and_leaves_the_head_in_it(kind, tmp_path):
     seen = []
     # Rounding moves the base's likeliest token in and out of a draft vocabulary, and targets with it.

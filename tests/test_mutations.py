@@ -1,0 +1,31 @@
+"""The stated mutations of the source: each still applies, and some of every kind are noticed by their tests."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.mutate_source import mutated
+from tests.support.paths import ROOT
+from tests.support.source_mutations import MUTATIONS
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
+def test_every_mutation_changes_the_code_and_leaves_it_code(mutation):
+    path, text = mutated(mutation)
+    assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(path.read_text("utf8")))
+    assert (ROOT / "tests" / mutation.test).is_file()
+
+
+def test_names_say_which():
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 60
+
+
+@pytest.mark.slow
+def test_broken_code_is_noticed_and_whole_code_passes():
+    names = ["ancestors of every other generation", "first token of a text supervised"]
+    program = [sys.executable, ROOT / "tests/support/mutate_source.py", "--only", *names]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" killed ") == len(names)

@@ -270,7 +270,7 @@ def _run(
         decoder_mask=model_kwargs.get("decoder_attention_mask"),
     )  # fmt: skip
     steps, rows = [], [list(row) for row in input_ids.tolist()]
-    trained_length = getattr(drafter, "trained_length", None)
+    trained_length = None if drafter is None else drafter.trained_length
     warn_past_limits(base, trained_length, max(counts))
     kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in rows]
     for step in decode(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.acceptance import Acceptance, Verdict, walk
-from specheads.decoding.drafters.base import Context, Drafter
+from specheads.decoding.drafters.base import Context, Drafter, with_defaults
 from specheads.decoding.planner import Idle, Plan
 from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.processors import StateWatch
@@ -79,7 +79,8 @@ def decode(
     # One number a row and token of its text, whatever is drafted: so the same seed gives the text it gives undrafted.
     numbers = sampler.uniforms((batch, max_new_tokens), out.logits.device) if sampler.do_sample else None
     root = sampler.draw(sampler.probs_of(scores), None if numbers is None else numbers[:, 0])
-    wanted = getattr(drafter, "wants_target_top", 0)
+    drafter = None if drafter is None else with_defaults(drafter)
+    wanted = 0 if drafter is None else drafter.wants_target_top
     context = Context.start(target, ids, lengths, out.features, root, top_tokens(out.logits, wanted))
     refuse_broken_laws(bool(sampler.finite))
     running, count = [True] * batch, torch.ones_like(root)  # (B,) tokens gained

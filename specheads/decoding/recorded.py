@@ -125,7 +125,7 @@ def replayed(
             f"{type(drafter).__name__} drafts from the target's features, which a record has not; replay n-grams, "
             "draft models and their cascades"
         )
-    if getattr(drafter, "wants_target_top", 0):
+    if drafter.wants_target_top:
         raise ValueError(
             f"{type(drafter).__name__} learns the target's second choices, which a record has not; "
             "filler_top_k=1 does not"
@@ -159,7 +159,7 @@ def reviewed(
         first, *others = replayed(record, prompt, drafter, plan, device)
         tokens += sum(len(step.tokens[0]) for step in (first, *others))
         later += others
-        own.append(getattr(drafter, "reviews", ()) if others else ())
+        own.append(drafter.reviews if others else ())
     gained = sum(len(step.tokens[0]) for step in later)
     return {
         "tokens": tokens, "reviews": len(later), "draft_reviews": added(own) if any(own) else None,

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from specheads.decoding.drafters import Cascade, Drafter, DraftModel, MaxGram, NGram, NGramStorage, PromptLookup
-from specheads.decoding.drafters.bigram import load_bigrams
+from specheads.decoding.drafters import Cascade, Drafter, DraftModel
 from specheads.decoding.drafters.model import refuse_other_kind
-from specheads.decoding.drafters.named import OF_TEXT
+from specheads.decoding.drafters.named import DRAFTERS
 from specheads.decoding.target.causal import text_config
 from specheads.heads import DraftHead
 from specheads.hub import options as hub_options
@@ -24,7 +23,6 @@ from specheads.models.quantized import quantization
 from specheads.models.spec_model import SpecModel
 from specheads.options import nearest, shown
 
-ORDER = 3  # tokens of an n-gram
 QUANTIZE = {"4bit": 4, "8bit": 8}
 
 
@@ -67,11 +65,11 @@ class Models:
 
     def names(self) -> list[str]:
         """What `drafter` takes besides models that it has not loaded yet."""
-        return [*OF_TEXT, *(name for name in self.drafters if name not in OF_TEXT)]
+        return [*DRAFTERS, *(name for name in self.drafters if name not in DRAFTERS)]
 
     def drafter(self, name: str) -> Drafter:
-        """By name, loaded when it is first asked for: `head`, `model`, `lookup[:TOKENS]`, `ngram[:ORDER]`,
-        `maxgram[:BIGRAMS]`, `model:PATH` (of the target's vocabulary), or the path of a head or of a model (of any).
+        """By name, loaded when it is first asked for: `head`, `model`, a text of DRAFTERS such as `ngram:4`,
+        `model:PATH` (of the target's vocabulary), or the path of a head or of a model (of any).
         ValueError or OSError where there is none."""
         if name not in self.drafters:
             self.drafters[name] = self._load(name)
@@ -94,7 +92,7 @@ class Models:
 
     def _load(self, name: str) -> Drafter:
         kind, _, rest = name.partition(":")
-        known = ["head", "model", *OF_TEXT]
+        known = ["head", "model", *DRAFTERS]
         if kind not in known and (near := nearest(name, known)) and "/" not in name and not Path(name).exists():
             raise ValueError(f"unknown drafter {shown(name)}; did you mean {near!r}?")
         if name in ("head", "model"):
@@ -104,16 +102,8 @@ class Models:
             raise ValueError(f"drafter {name!r} takes a k-matrix: give it where there is an option for one")
         if kind == "model":
             return self.draft_model(rest, through_text=False)
-        if kind == "maxgram":
-            return MaxGram(bigrams=load_bigrams(rest, text_config(self.target).vocab_size) if rest else None)
-        if kind in OF_TEXT:
-            try:
-                number = int(rest) if rest else None
-            except ValueError as error:
-                raise ValueError(f"drafter {name!r}: {rest!r} is not a whole number") from error
-            if kind == "lookup":
-                return PromptLookup() if number is None else PromptLookup(num_tokens=number)
-            return NGram(storage=NGramStorage(ORDER if number is None else number, text_config(self.target).vocab_size))
+        if kind in DRAFTERS:
+            return DRAFTERS.build(name, vocab_size=text_config(self.target).vocab_size)
         try:
             is_head = holds_head(name)
         except FileNotFoundError as error:

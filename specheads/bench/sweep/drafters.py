@@ -11,11 +11,10 @@ from transformers import PreTrainedModel
 from specheads.bench import cost
 from specheads.bench.sweep.grid import PLAIN, Sweep
 from specheads.decoding.drafters import Cascade, Drafter
+from specheads.decoding.drafters.named import DRAFTERS
 from specheads.models.fingerprint import fingerprint
-from specheads.models.named import OF_TEXT, Models, holds_head
+from specheads.models.named import Models, holds_head
 from specheads.options import OptionError
-
-KINDS = ("model", "cascade", *OF_TEXT)
 
 
 class Bench:
@@ -27,7 +26,8 @@ class Bench:
         self._costs: dict[tuple[int, ...], list[float]] = {}
         self.sweep = sweep
         named = [part for name in sweep.drafters for part in name.removeprefix("cascade:").split("+")]
-        paths = (name for name in named if name != PLAIN and name.partition(":")[0] not in KINDS)
+        without_path = (PLAIN, "model", "cascade", *DRAFTERS)
+        paths = (name for name in named if name.partition(":")[0] not in without_path)
         head = next(filter(holds_head, paths), None)
         if head is not None:
             self.models = Models.load(head, base=sweep.base, dtype=dtype, device=device)

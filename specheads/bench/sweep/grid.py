@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specheads.decoding.acceptance.named import rule_named, rule_text, with_threshold
+from specheads.decoding.acceptance.named import RULES, rule_named, threshold_field, with_threshold
+from specheads.decoding.drafters.named import gives_draft_probs
 from specheads.decoding.planner import tree_named
 from specheads.options import OptionError, refuse_unknown
 from specheads.training.recipe import RecipeError, parse_yaml
@@ -19,7 +20,6 @@ PLAIN = "none"  # the drafter that drafts nothing
 TASKS = ("signatures", "syntax", "mmlu", "sampled_mmlu", "gsm8k", "csqa", "humaneval", "prompts")
 COSTS = ("measured", "model_parameters", "previous_work")
 CLOCKS = ("wall", "cpu")
-LAWLESS = ("lookup", "ngram", "maxgram", "cascade")  # what they write is a point mass, without a law
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,12 @@ class Sweep:
         for tree in self.trees:
             tree_named(tree)
         for drafter in self.drafters:
-            if drafter.partition(":")[0] in LAWLESS:
+            if not gives_draft_probs(drafter):
                 for rule in self.rules():
                     if rule_named(rule).requires_draft_probs:
                         raise ValueError(
-                            f"accept {rule!r} compares the draft's law with the target's, and {drafter!r} gives none; "
-                            "sweep it with a head or a draft model"
+                            f"accept {rule!r} compares the draft's probabilities with the target's, and {drafter!r} "
+                            "gives none; sweep it with a head or a draft model"
                         )
         self.settings()
 
@@ -150,14 +150,13 @@ class Sweep:
         return cls(**options)
 
     def rules(self) -> list[str]:
-        """The rules as `rule_text` writes them, each once."""
+        """The rules as `RULES.write` writes them, each once."""
         made: dict[str, None] = {}
         for text in itertools.chain.from_iterable(map(spread, self.accept)):
-            name = text.partition(":")[0]
-            if self.thresholds and name not in ("exact", "block", "traversal", "no_residual", "unadjusted"):
+            if self.thresholds and threshold_field(text):
                 made |= dict.fromkeys(with_threshold(text, value) for value in self.thresholds)
             else:
-                made[rule_text(rule_named(text))] = None
+                made[RULES.write(rule_named(text))] = None
         return list(made)
 
     def laws(self) -> list[tuple[float, int]]:

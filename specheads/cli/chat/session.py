@@ -18,11 +18,9 @@ from specheads.decoding.acceptance import Acceptance, Exact
 from specheads.decoding.acceptance.named import rule_named
 from specheads.decoding.drafters import Drafter, DraftModel, NGram, NGramStorage, OneLevelNGramStorage
 from specheads.decoding.drafters.model import NO_LIMIT, vocabulary_size
-from specheads.decoding.drafters.paths import PathDrafter
 from specheads.decoding.generate import SpecGenerateOutput, generate
 from specheads.decoding.loop import Step
-from specheads.decoding.planner import Plan, SampledTree, chain, tree_named
-from specheads.decoding.planner.named import STATIC_DEPTH
+from specheads.decoding.planner import Plan, SampledTree, as_plan, chain
 from specheads.decoding.target.causal import text_config
 from specheads.models.named import Models, described
 
@@ -193,8 +191,7 @@ class Session:
 
     def _plan(self, settings: Settings, drafter: Drafter, sampled: bool) -> Plan | None:
         if settings.tree is not None:
-            depth = getattr(getattr(drafter, "config", None), "num_heads", STATIC_DEPTH)
-            return tree_named(settings.tree, depth)
+            return as_plan(settings.tree, drafter)
         if settings.gamma is None:
             return None
         # Drawn from the draft's law where the drafter would do so by itself.
@@ -211,7 +208,7 @@ class Session:
                 f"{settings.drafter!r} cannot write alone: that takes a draft model (--assistant, /drafter NAME)"
             )
         # One step does not show it, where a text must repeat itself before it is drafted from.
-        if isinstance(drafter, PathDrafter) and rule_named(settings.accept).requires_draft_probs:
+        if not drafter.gives_draft_probs and rule_named(settings.accept).requires_draft_probs:
             raise ValueError(
                 f"{settings.accept} compares the draft's law with the target's, and {settings.drafter!r} "
                 "gives none: draft with a head or a draft model, or accept by another rule"

@@ -32,4 +32,4 @@ def parse_tree(spec: str | None, drafter: Any) -> Plan | None:
     try:
         return as_plan(spec, drafter)
     except ValueError as error:
-        raise ValueError(f"--tree {error}") from error
+        raise ValueError(f"--{error}") from error  # which names the option: tree 'bush'…

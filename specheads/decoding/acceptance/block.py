@@ -25,6 +25,7 @@ class Block(Acceptance):
     mass is walked by `Exact`, which is as good there. ValueError for a sampled tree that branches: see `Traversal`.
     """
 
+    name = "block"
     lossless: ClassVar[bool] = True
 
     def judge(self, laws: TargetProbs) -> Verdict:

@@ -24,6 +24,9 @@ class Ensemble(Acceptance):
     heads too. DIVERSE, arXiv:2604.07622.
     """
 
+    name = "ensemble"
+    threshold_field = "weight"
+
     weight: float
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ class Exact(LevelRule):
     arXiv:2305.09781, Sequoia arXiv:2402.12374.
     """
 
+    name = "exact"
     lossless: ClassVar[bool] = True
 
     def is_exact(self, sampler: Sampler) -> bool:

@@ -44,6 +44,10 @@ class Fuzzy(LevelRule):
     for the target is passed over. Needs the draft's law, which heads and draft models give ("random" does not).
     """
 
+    name = "fuzzy"
+    positional = ("divergence", "threshold", "mode")
+    threshold_field = "threshold"
+
     threshold: float
     divergence: str = "js"
     mode: str = "divergence"

@@ -20,6 +20,9 @@ class Lenient(LevelRule):
     judged in draft order; a refusal is followed as in `Exact`. Leviathan et al., arXiv:2211.17192.
     """
 
+    name = "lenient"
+    threshold_field = "leniency"
+
     leniency: float
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ class NoResidual(LevelRule):
     min(p, q) + (1 − Σ min(p, q)) p. The skip_sample_adjustment of https://github.com/romsto/Speculative-Decoding.
     """
 
+    name = "no_residual"
     lossless: ClassVar[bool] = False
 
     def is_exact(self, sampler: Sampler) -> bool:

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -188,8 +189,26 @@ class Verdict:
         return tokens.scatter(1, self.last.unsqueeze(1), self.bonus.unsqueeze(1))
 
 
+# Names that members of a rule once had. A class that defines one of a pair has both.
+OLD_MEMBERS = {"needs_draft_law": "requires_draft_probs", "wants_draft_law": "uses_draft_probs"}
+
+
 class Acceptance(ABC):
-    """Says what of a verified tree stands."""
+    """Says what of a verified tree stands.
+
+    name: of the rule in texts (see `Registry`). positional: its options that texts may give without their name, in
+    this order; None for all. threshold_field: the option that says how much a lossy rule lets pass.
+    """
+
+    name: ClassVar[str] = ""
+    positional: ClassVar[tuple[str, ...] | None] = None
+    threshold_field: ClassVar[str | None] = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for one, other in [*OLD_MEMBERS.items(), *((new, old) for old, new in OLD_MEMBERS.items())]:
+            if one in vars(cls) and other not in vars(cls):
+                setattr(cls, other, vars(cls)[one])
 
     @property
     @abstractmethod
@@ -218,6 +237,10 @@ class Acceptance(ABC):
     @abstractmethod
     def judge(self, laws: TargetProbs) -> Verdict:
         """The verdict over `laws.tree`, whose `scores` are left to walk()."""
+
+
+for _old, _new in OLD_MEMBERS.items():
+    setattr(Acceptance, _old, vars(Acceptance)[_new])
 
 
 class LevelRule(Acceptance):

@@ -54,6 +54,9 @@ def num_likelier(laws: TargetProbs, chance: Tensor) -> Tensor:
 class Typical(TokenRule):
     """x stands where p(x) > min(epsilon, delta · exp(−H(p))), H in nats. Not lossless. Medusa, arXiv:2401.10774."""
 
+    name = "typical"
+    threshold_field = "epsilon"
+
     epsilon: float = 0.09
     delta: float = 0.3
 
@@ -78,6 +81,9 @@ class TopN(TokenRule):
     The relaxed acceptance of TensorRT-LLM, whose values for thinking phases are the defaults; no paper.
     """
 
+    name = "topn"
+    threshold_field = "margin"
+
     n: int = 10
     margin: float = 0.6
 
@@ -99,6 +105,9 @@ class Margin(TokenRule):
     After MARS, arXiv:2601.15498, which compares logits; a ratio of probabilities does not change when all logits shift.
     """
 
+    name = "margin"
+    threshold_field = "ratio"
+
     ratio: float
 
     def __post_init__(self) -> None:
@@ -118,6 +127,9 @@ class CSLeniency(TokenRule):
     drawn from, else the draft's own there; 1 for a drafter that gives none, such as n-grams. Cascade Speculative
     Drafting, arXiv:2312.11462.
     """
+
+    name = "cs_leniency"
+    threshold_field = "leniency"
 
     leniency: float
 

@@ -27,6 +27,7 @@ class Traversal(Acceptance):
     is as good there.
     """
 
+    name = "traversal"
     lossless: ClassVar[bool] = True
 
     def judge(self, laws: TargetProbs) -> Verdict:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.acceptance.tokens import stands_in_review
-from specheads.decoding.drafters.base import Context, Drafter
+from specheads.decoding.drafters.base import Context, Drafter, with_defaults
 from specheads.decoding.drafters.cascade_state import CascadeState
 from specheads.decoding.drafters.head_first import HeadReview
 from specheads.decoding.drafters.k_matrix import k_matrix_of, most_written
@@ -27,7 +27,7 @@ from specheads.decoding.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
 
-class Cascade:
+class Cascade(Drafter):
     """Cascaded drafts, largest first: `DraftModel`s, the first of them perhaps a head, and at the bottom an n-gram
     drafter (without one, the smallest model drafts token by token).
 
@@ -44,7 +44,7 @@ class Cascade:
         """ValueError or TypeError for drafts in the wrong place, a k-matrix that does not fit them, leniency < 1."""
         if not drafts:
             raise ValueError("a cascade needs drafts, for instance Cascade([DraftModel(small), MaxGram()], …)")
-        self.drafts = list(drafts)
+        self.drafts = list(map(with_defaults, drafts))
         for place, draft in enumerate(self.drafts):
             _refuse_misplaced(draft, place, len(self.drafts))
         names = [type(draft).__name__ for draft in self.drafts]
@@ -52,7 +52,7 @@ class Cascade:
         if not (isinstance(leniency, int | float) and 1 <= leniency < math.inf):
             raise ValueError(f"leniency={leniency!r} must be 1 (only the likeliest token stands) or more")
         self.leniency = leniency
-        deepest = _num_heads(self.drafts[0])
+        deepest = self.drafts[0].draft_depth
         if deepest and self.k_matrix[0][0] > deepest:
             raise ValueError(
                 f"k_matrix[0][0]={self.k_matrix[0][0]}, but the head guesses {deepest} tokens ahead; ask for {deepest}"
@@ -69,8 +69,12 @@ class Cascade:
         return self.drafts[0].layers
 
     @property
+    def gives_draft_probs(self) -> bool:
+        return False
+
+    @property
     def wants_target_top(self) -> int:
-        return getattr(self.drafts[-1], "wants_target_top", 0)
+        return self.drafts[-1].wants_target_top
 
     @property
     def reviews(self) -> tuple[int, ...]:
@@ -110,7 +114,7 @@ class Cascade:
             review = HeadReview(levels, self.most + 1, self.leniency, working, rows, step.write)
             own = replace(context, memory=memory.setdefault("head", {}))
             self.drafts[0].propose(own, sampler, review)
-            self._reviews[0] += 1 if _num_heads(self.drafts[0]) else levels
+            self._reviews[0] += 1 if self.drafts[0].draft_depth else levels
         step.write(0, rows, limit)
         for b, n in enumerate(limit):
             working.cut(b, working.text[b] + n)
@@ -208,12 +212,7 @@ def judged(logits: Tensor, fed: Tensor, *, laws: bool) -> tuple[list[list[int]],
     return likeliest.tolist(), q, p
 
 
-def _num_heads(draft: Any) -> int | None:
-    """How many tokens ahead a head guesses in one pass; None for one that goes level by level."""
-    return getattr(getattr(draft, "config", None), "num_heads", None)
-
-
-def _refuse_misplaced(draft: Any, place: int, num_drafts: int) -> None:
+def _refuse_misplaced(draft: Drafter, place: int, num_drafts: int) -> None:
     name = type(draft).__name__
     if isinstance(draft, PathDrafter):
         if place < num_drafts - 1:
@@ -227,7 +226,7 @@ def _refuse_misplaced(draft: Any, place: int, num_drafts: int) -> None:
             raise ValueError(
                 f"draft {place} ({name}) drafts through text; in a cascade all share the target's vocabulary"
             )
-    elif not getattr(draft, "layers", ()):
+    elif not draft.layers:
         raise TypeError(
             f"draft {place} ({name}) does not fit into a cascade; give DraftModel(model) for language models, a head "
             "first, and an n-gram drafter last"

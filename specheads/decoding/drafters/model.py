@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.drafters.base import Context
+from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.drafters.reader import Reader
 from specheads.decoding.drafters.translation import Translation
 from specheads.decoding.planner import AdaptiveChain, Expand, Plan, SampledTree, Scored
@@ -25,7 +25,7 @@ PADDING = 0.01
 NO_LIMIT = 2**20  # tokens, for a model that names no longest text
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """Drafts with `small`: any plan's trees, by its likeliest tokens or by sampling from its law.
 
     tokenizer, target_tokenizer: of the small model and the target, where their vocabularies are not the same. The

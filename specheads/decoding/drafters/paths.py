@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specheads.decoding.drafters.base import Context
+from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.planner import MAX_NODES, Plan, StaticTree
 from specheads.decoding.planner.plan import within
 from specheads.decoding.sampler import Sampler
@@ -25,7 +25,7 @@ Parents = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class PathDrafter(ABC):
+class PathDrafter(Drafter, ABC):
     """Drafts runs of ids. Of a plan only num_nodes and depth are read: runs are cut to them, the first ones first.
 
     num_tokens: ids drafted a run, where no plan says otherwise; width: runs at most, of distinct first ids.
@@ -33,7 +33,9 @@ class PathDrafter(ABC):
 
     num_tokens: int = 10
     width: int = 1
+    positional: ClassVar[tuple[str, ...]] = ("num_tokens",)  # in texts: see `Registry`
     layers: ClassVar[tuple[int, ...]] = ()
+    gives_draft_probs: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self._at_least("num_tokens", 1)

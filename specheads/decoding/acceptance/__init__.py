@@ -10,6 +10,7 @@ from specheads.decoding.acceptance.exact import Exact, normalised, residual
 from specheads.decoding.acceptance.fsd import fuzzy_from
 from specheads.decoding.acceptance.fuzzy import Fuzzy
 from specheads.decoding.acceptance.lenient import Lenient
+from specheads.decoding.acceptance.named import RULES
 from specheads.decoding.acceptance.no_residual import NoResidual
 from specheads.decoding.acceptance.paths import walk
 from specheads.decoding.acceptance.rule import Acceptance, LevelRule, TargetProbs, Verdict
@@ -19,7 +20,26 @@ from specheads.decoding.acceptance.traversal import Traversal
 Unadjusted = NoResidual  # an older name
 
 __all__ = [
-    "Acceptance", "Block", "CSLeniency", "Ensemble", "Exact", "Fuzzy", "Lenient", "LevelRule", "Margin", "NoResidual",
-    "TargetProbs", "TokenRule", "TopN", "Traversal", "Typical", "Unadjusted", "Verdict", "fuzzy_from", "normalised",
-    "residual", "walk",
+    "RULES",
+    "Acceptance",
+    "Block",
+    "CSLeniency",
+    "Ensemble",
+    "Exact",
+    "Fuzzy",
+    "Lenient",
+    "LevelRule",
+    "Margin",
+    "NoResidual",
+    "TargetProbs",
+    "TokenRule",
+    "TopN",
+    "Traversal",
+    "Typical",
+    "Unadjusted",
+    "Verdict",
+    "fuzzy_from",
+    "normalised",
+    "residual",
+    "walk",
 ]  # fmt: skip

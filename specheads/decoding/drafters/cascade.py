@@ -44,10 +44,10 @@ class Cascade(Drafter):
         """ValueError or TypeError for drafts in the wrong place, a k-matrix that does not fit them, leniency < 1."""
         if not drafts:
             raise ValueError("a cascade needs drafts, for instance Cascade([DraftModel(small), MaxGram()], …)")
+        for place, draft in enumerate(drafts):
+            _refuse_misplaced(draft, place, len(drafts))
         self.drafts = list(map(with_defaults, drafts))
-        for place, draft in enumerate(self.drafts):
-            _refuse_misplaced(draft, place, len(self.drafts))
-        names = [type(draft).__name__ for draft in self.drafts]
+        names = [type(draft).__name__ for draft in drafts]
         self.k_matrix = k_matrix_of(k_matrix, names, notation)
         if not (isinstance(leniency, int | float) and 1 <= leniency < math.inf):
             raise ValueError(f"leniency={leniency!r} must be 1 (only the likeliest token stands) or more")
@@ -212,7 +212,7 @@ def judged(logits: Tensor, fed: Tensor, *, laws: bool) -> tuple[list[list[int]],
     return likeliest.tolist(), q, p
 
 
-def _refuse_misplaced(draft: Drafter, place: int, num_drafts: int) -> None:
+def _refuse_misplaced(draft: Any, place: int, num_drafts: int) -> None:
     name = type(draft).__name__
     if isinstance(draft, PathDrafter):
         if place < num_drafts - 1:
@@ -226,7 +226,7 @@ def _refuse_misplaced(draft: Drafter, place: int, num_drafts: int) -> None:
             raise ValueError(
                 f"draft {place} ({name}) drafts through text; in a cascade all share the target's vocabulary"
             )
-    elif not draft.layers:
+    elif not hasattr(draft, "propose") or not draft.layers:
         raise TypeError(
             f"draft {place} ({name}) does not fit into a cascade; give DraftModel(model) for language models, a head "
             "first, and an n-gram drafter last"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from specheads.decoding.acceptance.divergences import FORMS, NAMES, divergence, smoothed
+from specheads.decoding.acceptance.divergences import NAMES, add_to_probs, divergence
 from specheads.decoding.acceptance.exact import Exact, chances_in_order
 from specheads.decoding.acceptance.rule import LevelRule, TargetProbs
 from specheads.decoding.precision import at_least_float32
@@ -120,10 +120,7 @@ class Fuzzy(LevelRule):
             raise ValueError("Fuzzy compares the draft's law with the target's, and this tree was drafted without one")
         sampler = laws.sampler
         warpers = {WARPERS[name] for name in self._warper_names} & {type(one) for one in sampler.processors}
-        # Where tokens are drawn the law at every node has been made, and without processors it is the raw one.
-        known = sampler.do_sample and (self.processed or not sampler.processors) and not self.epsilon
-        known = known and FORMS[self.divergence].takes_law(self.top_p)
-        target = laws.soft if known else laws.scores if self.processed else laws.logits
+        target = laws.scores if self.processed else laws.logits
         node = laws.place(torch.arange(laws.tree.num_nodes, device=target.device).expand(len(target), -1)).flatten()
         target, draft = target.flatten(0, 1), kept.at(node)
         if self.processed or warpers:  # processors know tokens by their target ids
@@ -132,9 +129,9 @@ class Fuzzy(LevelRule):
             if not self.processed:
                 target = sampler.draft_probs(target, kinds).log()
             if self.epsilon:
-                draft, target = smoothed(draft, self.epsilon), smoothed(target.softmax(-1), self.epsilon).log()
+                draft, target = add_to_probs(draft, self.epsilon), add_to_probs(target.softmax(-1), self.epsilon).log()
             draft = draft.log()
         else:
             target, draft, ids = at_least_float32(target), at_least_float32(draft), kept.ids
-        apart = divergence(self.divergence, draft, target, k=self.k, top_p=self.top_p, ids=ids, p_is_law=known)
+        apart = divergence(self.divergence, draft, target, k=self.k, top_p=self.top_p, ids=ids)
         return apart.view_as(laws.tree.tokens)

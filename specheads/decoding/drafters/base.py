@@ -144,7 +144,10 @@ class Drafter(Protocol):
 
 def with_defaults(drafter: Any) -> Drafter:
     """The drafter itself where it has all that `Drafter` states, else one that has `Drafter`'s values for the rest."""
-    return drafter if isinstance(drafter, Drafter) else cast(Drafter, _WithDefaults(drafter))
+    if isinstance(drafter, Drafter):
+        return drafter
+    named = type(type(drafter).__name__, (_WithDefaults,), {})  # messages name what drafts
+    return cast(Drafter, named(drafter))
 
 
 class _WithDefaults:

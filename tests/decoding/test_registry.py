@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specheads import Acceptance, DraftTree, NGram, NGramStorage, PromptLookup, SampledTree, chain
-from specheads.decoding.acceptance import Exact
+from specheads.decoding.acceptance import Exact, LevelRule, TokenRule
 from specheads.decoding.acceptance.named import RULES
 from specheads.decoding.drafters.base import Drafter, with_defaults
 from specheads.decoding.drafters.named import DRAFTERS, as_drafter
@@ -101,11 +101,29 @@ def test_a_rule_may_still_define_the_old_names_of_its_members():
         def wants_draft_law(self):
             return super().wants_draft_law
 
-        def judge(self, target_probs):
-            return Exact().judge(target_probs)
+        def judge(self, target):
+            return Exact().judge(target)
 
     assert Old().requires_draft_probs and Old().uses_draft_probs
     assert not Exact().needs_draft_law and not Exact().wants_draft_law
+
+
+def test_rules_by_level_and_by_token_may_still_define_the_old_names_of_their_methods():
+    class Level(LevelRule):
+        lossless = False
+
+        def kept(self, target):
+            return "kept"
+
+        def rest(self, target, node):
+            return "rest"
+
+    class Token(TokenRule):
+        def stands(self, target, token_probs):
+            return "stands"
+
+    assert Level().accept_mask(None) == "kept" and Level().bonus_weights(None, None) == "rest"
+    assert Token().accepts(None, None) == "stands"
 
 
 def test_a_drafter_that_states_the_least_gets_the_protocols_values():

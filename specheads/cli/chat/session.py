@@ -22,7 +22,7 @@ from specheads.decoding.generate import SpecGenerateOutput, generate
 from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan, SampledTree, as_plan, chain
 from specheads.decoding.target.causal import text_config
-from specheads.models.named import Models, described
+from specheads.models.named import Models, describe_drafter
 
 TARGET = "target alone"
 STORAGES = {"basic": NGramStorage, "onelevel": OneLevelNGramStorage}
@@ -103,7 +103,7 @@ class Session:
         if now.speculative:
             plan = self._plan(now, drafter, sampled)
             shape = now.tree or (f"chain:{now.gamma}" if now.gamma else None)
-            detail = ", ".join(filter(None, (described(now.drafter, drafter), shape, now.accept)))
+            detail = ", ".join(filter(None, (describe_drafter(now.drafter, drafter), shape, now.accept)))
             made.append(Mode("speculative", detail, _law(rule), *target, drafter, plan, rule))
         if now.ngram:
             grams = NGram(

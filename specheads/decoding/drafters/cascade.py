@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads.decoding.acceptance.tokens import stands_in_review
+from specheads.decoding.acceptance.tokens import accepted_in_review
 from specheads.decoding.drafters.base import Context, Drafter, with_defaults
 from specheads.decoding.drafters.cascade_state import CascadeState
 from specheads.decoding.drafters.head_first import HeadReview
@@ -187,7 +187,7 @@ class _Step:
             behind, place = start[b] - 1 - read[b], 0  # the id whose law speaks of the first that was drafted
             drafted = len(working.ids[b]) - start[b]
             q = working.q[b][start[b] - working.text[b] :]
-            while place < drafted and stands_in_review(
+            while place < drafted and accepted_in_review(
                 likeliest[b][behind + place] == unread[b][behind + place + 1], p[b][behind + place], q[place], leniency
             ):
                 place += 1

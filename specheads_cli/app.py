@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specheads_cli.complete import DTYPES, RULES, TREES, complete_words
+from specheads_cli.complete import DRAFTERS, DTYPES, LOSSLESS, LOSSY, RULES, TREES, complete_usages, complete_words
 
 DEBUG = "SPECHEADS_DEBUG"
 
@@ -37,7 +37,7 @@ Drafts = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="What drafts: head, lookup[:TOKENS], ngram[:ORDER], maxgram[:BIGRAMS], a checkpoint, or "
+        help=f"What drafts: head, {', '.join(DRAFTERS)}, a checkpoint, or "
         "cascade:DRAFTER+DRAFTER… with model:PATH among them (default: the assistant, else the head, else lookup).",
     ),
 ]
@@ -48,18 +48,15 @@ Leniency = Annotated[float, typer.Option(min=1.0, help="Between the drafts of a 
 Tree = Annotated[
     str | None,
     typer.Option(
-        help="Draft tree: chain:DEPTH, comb:DEPTH[,WIDTH], dynamic:NODES,DEPTH,TOP_K, best:NODES,DEPTH,WIDTH, "
-        "static[:NODES], sampled:2,2,1 (default: the head's).",
-        autocompletion=complete_words(*TREES),
+        help=f"Draft tree: {', '.join(TREES)} (default: the head's).",
+        autocompletion=complete_usages(*TREES),
     ),
 ]
 Accept = Annotated[
     str | None,
     typer.Option(
-        help="Which drafts stand: exact, block, traversal (lossless); fuzzy:DIVERGENCE:THRESHOLD[:MODE], "
-        "typical[:EPSILON[:DELTA]], topn[:N[:MARGIN]], margin:RATIO, lenient:L, cs_leniency:L, ensemble:WEIGHT "
-        "(default: exact).",
-        autocompletion=complete_words(*RULES),
+        help=f"Which drafts are accepted: {', '.join(LOSSLESS)} (lossless); {', '.join(LOSSY)} (default: exact).",
+        autocompletion=complete_usages(*RULES),
     ),
 ]
 # What the library calls options that have another name on the command line.

@@ -3,17 +3,24 @@ wherever nothing here begins with what was typed."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 from specheads_cli.shipped import Kind, recipe_names, summary
 
-# As decoding/acceptance/named.py, decoding/planner/named.py and models/formats name them, which import torch.
-RULES = (
-    "exact", "block", "traversal", "no_residual", "fuzzy", "typical", "lenient", "cs_leniency", "topn", "margin",
-    "ensemble",
+# The registries import torch, so their usages are repeated here, in their order; a test compares them.
+LOSSLESS = ("exact", "block", "traversal")
+LOSSY = (
+    "no_residual", "fuzzy:DIVERGENCE:THRESHOLD[:MODE]", "typical[:EPSILON[:DELTA]]", "lenient:LENIENCY",
+    "cs_leniency:LENIENCY", "topn[:N[:MARGIN]]", "margin:RATIO", "ensemble:WEIGHT",
 )  # fmt: skip
-TREES = ("chain", "comb", "dynamic", "best", "static", "sampled")
+RULES = (*LOSSLESS, *LOSSY)
+TREES = (
+    "chain:DEPTH", "comb:DEPTH[,WIDTH]", "dynamic[:BUDGET[,DEPTH[,TOP_K]]]", "best[:BUDGET[,DEPTH[,WIDTH[,BEAMS]]]]",
+    "static[:NODES]", "sampled[:BRANCHES,…]",
+)  # fmt: skip
+DRAFTERS = ("lookup[:NUM_TOKENS]", "ngram[:N]", "maxgram[:BIGRAMS]")
 ENGINES = (
     "deepspec", "dflash", "eagle", "hydra", "jetspec", "llamacpp", "medusa", "modelopt", "openvino", "sglang",
     "speculators", "trtllm", "vllm",
@@ -21,6 +28,11 @@ ENGINES = (
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 Complete = Callable[[str], list[tuple[str, str]]]
+
+
+def complete_usages(*usages: str) -> Complete:
+    """The names that these usages begin with."""
+    return complete_words(*(re.split(r"[:\[]", usage)[0] for usage in usages))
 
 
 def complete_words(*words: str) -> Complete:

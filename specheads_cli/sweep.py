@@ -90,12 +90,12 @@ def sweep(
       specheads sweep --base large --drafter cascade:model:small+maxgram --k-matrix [[5,8],[0,8]] --record large.json
       specheads sweep --head out/head --task gsm8k --data test.jsonl --chat --accept fuzzy:js,tv:0.1,0.3 --workers 2
     """
-    from specheads.bench.sweep.grid import numbers, read_sweep
+    from specheads.bench.sweep.grid import parse_numbers, read_sweep
 
     given = {
-        "drafters": head, "accept": accept, "thresholds": numbers(thresholds, "thresholds", float),
-        "gamma": numbers(gamma, "gamma", int), "trees": tree, "top_k": numbers(top_k, "top_k", int),
-        "temperature": numbers(temperature, "temperature", float), "task": task, "data": data,
+        "drafters": head, "accept": accept, "thresholds": parse_numbers(thresholds, "thresholds", float),
+        "gamma": parse_numbers(gamma, "gamma", int), "trees": tree, "top_k": parse_numbers(top_k, "top_k", int),
+        "temperature": parse_numbers(temperature, "temperature", float), "task": task, "data": data,
         "num_prompts": num_prompts, "speed_prompts": speed_prompts, "batch_size": batch_size,
         "max_new_tokens": max_new_tokens, "repeats": repeats, "clock": clock, "seed": seed, "base": base,
         "k_matrices": k_matrix, "leniency": leniency, "notation": notation, "cost": cost,

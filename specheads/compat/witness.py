@@ -33,10 +33,10 @@ class Witness(Acceptance):
     def is_exact(self, sampler: Sampler) -> bool:
         return False  # or nothing would be seen of the verdicts
 
-    def judge(self, laws: TargetProbs) -> Verdict:
-        rule = Exact() if self.rule.is_exact(laws.sampler) else self.rule
-        verdict = rule.judge(laws)
-        nodes = zip(laws.tree.tokens[0].tolist(), laws.tree.topology.drafted[0].tolist(), strict=True)
+    def judge(self, target: TargetProbs) -> Verdict:
+        rule = Exact() if self.rule.is_exact(target.sampler) else self.rule
+        verdict = rule.judge(target)
+        nodes = zip(target.tree.tokens[0].tolist(), target.tree.topology.drafted[0].tolist(), strict=True)
         draft, accepted = [token for token, drafted in nodes if drafted], int(verdict.length[0]) - 1
         self.drafted, self.accepted = self.drafted + len(draft), self.accepted + accepted
         self._last = draft, accepted

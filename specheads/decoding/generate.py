@@ -155,7 +155,7 @@ def _run(
         decoder_mask=model_kwargs.get("decoder_attention_mask"),
     )  # fmt: skip
     text = _Text([list(row) for row in prompts.rows], stream, keep_steps=bool(config.return_dict_in_generate))
-    trained_length = getattr(drafter, "trained_length", None)
+    trained_length = None if drafter is None else drafter.trained_length
     warn_past_limits(base, trained_length, max(prompts.counts))
     for step in decode(
         target, drafter, prompts.ids, prompts.lengths, plan=plan, sampler=sampler, accept=accept, stop=stop,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.acceptance import Acceptance, Verdict, walk
-from specheads.decoding.drafters.base import Context, Drafter
+from specheads.decoding.drafters.base import Context, Drafter, with_defaults
 from specheads.decoding.planner import NoDraft, Plan
 from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.processors import StateWatch
@@ -74,6 +74,7 @@ def decode(
     or a negative number if the row continues. eos: ids that always end a row. Nothing is drafted past max_new_tokens,
     and no logits processor is asked what follows that limit or an end. inputs: what the model takes besides ids.
     """
+    drafter = None if drafter is None else with_defaults(drafter)
     loop = _Loop(target, drafter, plan, sampler, accept, stop, max_new_tokens, eos, keep_scores, keep_divergences)
     yield loop.prefill(ids, lengths, inputs)
     while any(loop.running):
@@ -233,7 +234,7 @@ class _Loop:
 
     def top_tokens(self, logits: Tensor) -> Tensor | None:
         """(B, N, V) → the ids (B, N, K) of the largest, best first, as many as the drafter wants; None for none."""
-        count = getattr(self.drafter, "wants_target_top", 0)
+        count = 0 if self.drafter is None else self.drafter.wants_target_top
         return logits.topk(min(count, logits.shape[-1]), dim=-1).indices if count else None
 
 

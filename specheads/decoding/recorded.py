@@ -130,7 +130,7 @@ def replay(record: Record, prompt: Sequence[int], drafter: Drafter, plan: Plan, 
             f"{type(drafter).__name__} drafts from the target's features, which a record does not hold; replay "
             "n-grams, draft models and their cascades"
         )
-    if getattr(drafter, "wants_target_top", 0):
+    if drafter.wants_target_top:
         raise ValueError(
             f"{type(drafter).__name__} learns the target's second choices, which a record does not hold; "
             "give it filler_top_k=1"
@@ -164,7 +164,7 @@ def review(
         first, *others = replay(record, prompt, drafter, plan, device)
         tokens += sum(len(step.tokens[0]) for step in (first, *others))
         drafting += others
-        draft_reviews.append(getattr(drafter, "reviews", ()) if others else ())
+        draft_reviews.append(drafter.reviews if others else ())
     gained = sum(len(step.tokens[0]) for step in drafting)
     return {
         "tokens": tokens, "reviews": len(drafting),

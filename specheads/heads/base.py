@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specheads.decoding.draft_ids import DraftIds
-from specheads.decoding.drafters.base import Context
+from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.planner import Plan, StaticTree
 from specheads.decoding.planner.named import STATIC_DEPTH, static_choices
 from specheads.decoding.sampler import Sampler
@@ -125,7 +125,7 @@ class TapBatch:
         return draws.keys(self.tokens, self.documents, seed)
 
 
-class DraftHead(nn.Module, ABC):
+class DraftHead(nn.Module, Drafter, ABC):
     """A module that learns to draft. Subclasses set `Config`, and implement `loss`, `propose` and `layers`."""
 
     Config: ClassVar[type[HeadConfig]]

@@ -89,6 +89,10 @@ class DepthHeads(DraftVocabulary):
         return (self.config.tap,)
 
     @property
+    def draft_depth(self) -> int:
+        return self.config.num_heads
+
+    @property
     def attends(self) -> bool:
         return False
 

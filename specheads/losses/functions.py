@@ -5,13 +5,13 @@ p is the target's law, q the draft's, both given as logarithms.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specheads.decoding.divergences import forward_kl, js, reverse_kl, tv
 from specheads.decoding.precision import at_least_float32
 from specheads.options import refuse_unknown, shown
 
@@ -21,27 +21,6 @@ DistributionLoss = Callable[[Tensor, Tensor], Tensor]
 def cross_entropy(log_q: Tensor, log_p: Tensor) -> Tensor:
     """−Σ p log q: (R, X) both → (R,). Its gradient in q is that of KL(p ‖ q)."""
     return -(log_p.exp() * log_q).sum(-1)
-
-
-def kl(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """KL(p ‖ q) in nats: covers all that the target may say."""
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def kl_reversed(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """KL(q ‖ p) in nats: drafts only what the target says."""
-    return (log_q.exp() * (log_q - log_p)).sum(-1)
-
-
-def js(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """Jensen–Shannon divergence in nats: both laws' mean KL to their mixture."""
-    log_m = torch.logaddexp(log_q, log_p) - math.log(2)
-    return (kl(log_m, log_p) + kl(log_m, log_q)) / 2
-
-
-def tv(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """Total variation ½ Σ |p − q|: the chance that a draft sampled from q is rejected."""
-    return (log_q.exp() - log_p.exp()).abs().sum(-1) / 2
 
 
 def overlap(log_q: Tensor, log_p: Tensor) -> Tensor:
@@ -59,11 +38,13 @@ def lk_hybrid(log_q: Tensor, log_p: Tensor, sharpness: float = 3.0) -> Tensor:
     acceptance itself. LK losses, arXiv:2602.23881."""
     alpha = overlap(log_q, log_p)
     share = (-sharpness * alpha.detach()).exp()
-    return share * kl(log_q, log_p) + (1 - share) * (1 - alpha)
+    return share * forward_kl(log_q, log_p) + (1 - share) * (1 - alpha)
 
 
+# By option: "kl" is the forward KL(p‖q), "kl_reversed" the reverse KL(q‖p).
 DISTRIBUTION_LOSSES: dict[str, DistributionLoss] = {
-    "ce": cross_entropy, "kl": kl, "kl_reversed": kl_reversed, "js": js, "tv": tv, "lk": lk, "lk_hybrid": lk_hybrid,
+    "ce": cross_entropy, "kl": forward_kl, "kl_reversed": reverse_kl, "js": js, "tv": tv, "lk": lk,
+    "lk_hybrid": lk_hybrid,
 }  # fmt: skip
 HARD = "hard"  # −log q(the token that follows in the text), which needs no law of the target
 

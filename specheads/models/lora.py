@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from specheads.decoding.divergences import forward_kl
 from specheads.decoding.precision import at_least_float32
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import TapBatch
 from specheads.losses.chunked import Steps, chunked_sum
-from specheads.losses.functions import kl
 from specheads.losses.objective import DraftTargets, rows_of_chunk
 from specheads.losses.teacher import LiveTeacher, Teacher, tapped
 from specheads.options import reason, refuse_unknown, shown
@@ -161,7 +161,7 @@ def base_loss(config: JointConfig, batch: TapBatch, own: LiveTeacher, base: Any,
         if reference is None:
             yield cross_entropy(logits, asked.tokens[here], reduction="sum")
         else:
-            yield kl(logits.log_softmax(-1), reference.probs(asked.positions[here], None).log_p).sum()
+            yield forward_kl(logits.log_softmax(-1), reference.probs(asked.positions[here], None).log_p).sum()
         return ()
 
     chunk = rows_of_chunk(2 * text_config(base).vocab_size, batch.tokens.device)

@@ -1,4 +1,4 @@
-"""The target and all that can draft for it, by name: what a command decodes with."""
+"""The target of a command, and whatever can draft for it, by name."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from specheads.decoding.drafters import Cascade, Drafter, DraftModel, MaxGram, NGram, NGramStorage, PromptLookup
-from specheads.decoding.drafters.bigram import load_bigrams
+from specheads.decoding.drafters import Cascade, Drafter, DraftModel
 from specheads.decoding.drafters.model import refuse_other_kind
-from specheads.decoding.drafters.named import OF_TEXT
+from specheads.decoding.drafters.named import DRAFTERS
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import DraftHead
 from specheads.hub import options as hub_options
@@ -24,14 +23,13 @@ from specheads.models.quantized import quantization
 from specheads.models.spec_model import SpecModel
 from specheads.options import nearest, shown
 
-ORDER = 3  # tokens of an n-gram
 QUANTIZE = {"4bit": 4, "8bit": 8}
 
 
 @dataclass
 class Models:
-    """The target and its tokenizer, and the drafters loaded so far: `head` and `model` where the command line gave
-    them, others by the name they were asked for. quantize: the target and draft models are in 4bit or 8bit."""
+    """The target, its tokenizer, and the drafters loaded so far: `head` and `model` if the command line gave them,
+    others under the name they were asked for. quantize: the target and draft models are in 4bit or 8bit."""
 
     target: PreTrainedModel
     tokenizer: Any
@@ -52,26 +50,26 @@ class Models:
             model, tokenizer = load_with_tokenizer(source, base, dtype, device, **options)
             models = cls(model.base, tokenizer, {"head": model.head}, quantize)
         elif base is not None:
-            raise ValueError(f"--base: {source} is a whole model, and no head that would stand on another base")
+            raise ValueError(f"--base: {source} is a whole model, not a head, so it takes no base")
         else:
             target = load_language_model(source, dtype=wanted or "auto", **options, **hub_options(source))
-            models = cls(placed(target, place), tokenizer_of(source), quantize=quantize)
+            models = cls(to_device(target, place), tokenizer_of(source), quantize=quantize)
         if assistant is not None:
             models.drafters["model"] = models.draft_model(assistant)
         return models
 
     @property
     def best(self) -> str:
-        """The drafter to begin with."""
+        """The name of the drafter to begin with."""
         return next((name for name in ("model", "head") if name in self.drafters), "lookup")
 
     def names(self) -> list[str]:
-        """What `drafter` takes besides models that it has not loaded yet."""
-        return [*OF_TEXT, *(name for name in self.drafters if name not in OF_TEXT)]
+        """The names `drafter` takes, besides models that are not loaded yet."""
+        return [*DRAFTERS, *(name for name in self.drafters if name not in DRAFTERS)]
 
     def drafter(self, name: str) -> Drafter:
-        """By name, loaded when it is first asked for: `head`, `model`, `lookup[:TOKENS]`, `ngram[:ORDER]`,
-        `maxgram[:BIGRAMS]`, `model:PATH` (of the target's vocabulary), or the path of a head or of a model (of any).
+        """By name, loaded when it is first asked for: `head`, `model`, a text of DRAFTERS such as `ngram:4`,
+        `model:PATH` (of the target's vocabulary), or the path of a head or of a model (of any).
         ValueError or OSError where there is none."""
         if name not in self.drafters:
             self.drafters[name] = self._load(name)
@@ -87,14 +85,14 @@ class Models:
         options = quantized_options(self.quantize, self.target.dtype, self.target.device)
         small = load_language_model(source, dtype=self.target.dtype, **options, **hub_options(source))
         refuse_other_kind(small, self.target)
-        small = placed(small, self.target.device)
+        small = to_device(small, self.target.device)
         if not through_text:
             return DraftModel(small)
         return DraftModel(small, tokenizer=tokenizer_of(source), target_tokenizer=self.tokenizer)
 
     def _load(self, name: str) -> Drafter:
         kind, _, rest = name.partition(":")
-        known = ["head", "model", *OF_TEXT]
+        known = ["head", "model", *DRAFTERS]
         if kind not in known and (near := nearest(name, known)) and "/" not in name and not Path(name).exists():
             raise ValueError(f"unknown drafter {shown(name)}; did you mean {near!r}?")
         if name in ("head", "model"):
@@ -104,16 +102,8 @@ class Models:
             raise ValueError(f"drafter {name!r} takes a k-matrix: give it where there is an option for one")
         if kind == "model":
             return self.draft_model(rest, through_text=False)
-        if kind == "maxgram":
-            return MaxGram(bigrams=load_bigrams(rest, text_config(self.target).vocab_size) if rest else None)
-        if kind in OF_TEXT:
-            try:
-                number = int(rest) if rest else None
-            except ValueError as error:
-                raise ValueError(f"drafter {name!r}: {rest!r} is not a whole number") from error
-            if kind == "lookup":
-                return PromptLookup() if number is None else PromptLookup(num_tokens=number)
-            return NGram(storage=NGramStorage(ORDER if number is None else number, text_config(self.target).vocab_size))
+        if kind in DRAFTERS:
+            return DRAFTERS.build(name, vocab_size=text_config(self.target).vocab_size)
         try:
             is_head = holds_head(name)
         except FileNotFoundError as error:
@@ -124,8 +114,8 @@ class Models:
 
 
 def holds_head(source: str) -> bool:
-    """Is it a head checkpoint, in our form or a foreign one, rather than a whole model? Where nothing can be read too:
-    the loading of heads says why."""
+    """Is it a head checkpoint, ours or a foreign one, rather than a whole model? Also True if nothing can be read: then
+    loading it as a head says why."""
     if detect(source, hub_options(source)) is not None:
         return True
     try:
@@ -136,8 +126,8 @@ def holds_head(source: str) -> bool:
 
 
 def quantized_options(quantize: str | None, dtype: torch.dtype | None, place: torch.device) -> dict[str, Any]:
-    """What loads a model in 4bit or 8bit, computed in `dtype`; nothing for None. ValueError for another name,
-    ImportError where the library is missing."""
+    """Loading options for a model in 4bit or 8bit, computed in `dtype`; none for None. ValueError for another name,
+    ImportError if the library is missing."""
     if quantize is None:
         return {}
     if quantize not in QUANTIZE:
@@ -149,8 +139,8 @@ def quantized_options(quantize: str | None, dtype: torch.dtype | None, place: to
     return {"quantization_config": config, "device_map": {"": place}}
 
 
-def placed(model: Any, device: torch.device) -> PreTrainedModel:
-    """A model in eval mode on the device, where loading has not put it anywhere itself."""
+def to_device(model: Any, device: torch.device) -> PreTrainedModel:
+    """The model in eval mode, on the device unless loading has placed it."""
     return (model if getattr(model, "hf_device_map", None) else model.to(device)).eval()
 
 
@@ -158,7 +148,7 @@ def tokenizer_of(source: str) -> Any:
     return AutoTokenizer.from_pretrained(source, **hub_options(source))
 
 
-def described(name: str, drafter: Drafter) -> str:
+def describe_drafter(name: str, drafter: Drafter) -> str:
     """`eagle3 head`, `draft model Qwen/Qwen3-0.6B`, `lookup`."""
     if isinstance(drafter, DraftHead):
         return f"{drafter.config.kind} head"
@@ -170,8 +160,8 @@ def described(name: str, drafter: Drafter) -> str:
 def load_with_tokenizer(
     source: str, base: str | None, dtype: str, device: str, **options: Any
 ) -> tuple[SpecModel, Any]:
-    """Base + head on the device asked for, and the base's tokenizer. options: of the loading of the base, which a
-    device_map has put where it belongs. ValueError or OSError with the reason."""
+    """Base + head on the device, and the base's tokenizer. options: for loading the base, which a device_map places.
+    ValueError or OSError with the reason."""
     refuse_unshipped(source)
     wanted, place = placement(dtype, device)
     model: Any = SpecModel.from_pretrained(source, base=base, dtype=wanted, **options)

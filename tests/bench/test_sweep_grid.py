@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from specheads.bench.sweep.grid import Setting, Sweep, numbers, read_sweep, spread
+from specheads.bench.sweep.grid import Setting, Sweep, parse_numbers, read_sweep, spread
 from tests.support.paths import ROOT
 
 
@@ -37,13 +37,13 @@ def test_a_lossy_rule_is_compared_with_the_exact_one_and_that_with_no_drafts():
 
 
 def test_top_k_of_1_is_greedy_and_top_k_alone_samples_at_temperature_1():
-    def laws(**options):
-        return Sweep.from_dict({"drafters": "head", **options}).laws()
+    def ways(**options):
+        return Sweep.from_dict({"drafters": "head", **options}).samplings()
 
-    assert laws() == laws(temperature=0) == laws(top_k=1) == laws(top_k=[1], temperature=[0, 1]) == [(0.0, 0)]
-    assert laws(top_k=[1, 50]) == [(0.0, 0), (1.0, 50)]
-    assert laws(top_k=50, temperature=[0, 0.5]) == [(0.0, 0), (0.5, 50)]
-    assert laws(temperature=[0, 1]) == [(0.0, 0), (1.0, 0)]
+    assert ways() == ways(temperature=0) == ways(top_k=1) == ways(top_k=[1], temperature=[0, 1]) == [(0.0, 0)]
+    assert ways(top_k=[1, 50]) == [(0.0, 0), (1.0, 50)]
+    assert ways(top_k=50, temperature=[0, 0.5]) == [(0.0, 0), (0.5, 50)]
+    assert ways(temperature=[0, 1]) == [(0.0, 0), (1.0, 0)]
 
 
 def test_thresholds_replace_those_of_lossy_rules_alone():
@@ -99,4 +99,4 @@ def test_a_sweep_that_cannot_be_run_is_refused_in_one_line(options, said):
         made(**options)
     assert "\n" not in str(refused.value)
     with pytest.raises(ValueError, match="gamma='x' is not a whole number"):
-        numbers("3,x", "gamma", int)
+        parse_numbers("3,x", "gamma", int)

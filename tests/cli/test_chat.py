@@ -89,7 +89,7 @@ def test_commands_set_what_they_say(session):
         ("set_ngramstorage", "unknown n-gram storage"), ("set_ngramstorage basic 1", "n 1 must be at least 2"),
         ("set_ngramstorage basic 2 3", "one number"), ("set_ngramstorage huge 3", "'huge'"),
         ("accept", "unknown rule"), ("accept exakt", "did you mean 'exact'"), ("accept fuzzy:js", "threshold"),
-        ("tree bush:2", "'bush:2' is no tree"), ("tree chain:0", "depth=0"),
+        ("tree bush:2", "unknown tree 'bush'"), ("tree chain:0", "depth=0"),
         ("drafter /nowhere/at/all", "/nowhere/at/all"), ("drafter on", "cannot write alone"),
         ("system Be brief.", "leaves system messages out"),
     ],

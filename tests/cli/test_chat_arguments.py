@@ -10,7 +10,7 @@ from specheads.cli.chat.lines import Entry, read_entry, unescaped
 from specheads.cli.chat.session import Session
 from specheads.cli.chat.settings import COMMANDS, PROCESSORS, STORAGES, Settings, change
 from specheads.decoding.acceptance.named import RULES
-from specheads.decoding.planner.named import KINDS, tree_named
+from specheads.decoding.planner.named import PLANS, tree_named
 from specheads.models.named import Models
 from tests.support.program import run
 
@@ -55,7 +55,7 @@ def test_a_typed_newline_reaches_the_model(models, console):
         ("/processor top", ["topk ", "topknucleus "]), ("/processor topk 1", []),
         ("/set_ngramstorage ", [f"{name} " for name in STORAGES]), ("/set_ngramstorage basic ", []),
         ("/accept ex", ["exact "]), ("/accept ty", ["typical:"]), ("/accept fuzzy:tv", ["fuzzy:tv:"]),
-        ("/tree co", ["comb:"]), ("/tree ", [*(f"{kind}:" for kind in KINDS), "default "]),
+        ("/tree co", ["comb:"]), ("/tree ", [*(f"{kind}:" for kind in PLANS), "default "]),
         ("/drafter lo", ["lookup "]), ("/drafter o", ["on ", "off "]), ("/nonsense ", []), ("/length 1", []),
     ],
     ids=str,
@@ -66,10 +66,10 @@ def test_tab_completes_commands_and_their_arguments(line, found, tmp_path, monke
 
 
 def test_all_that_tab_offers_is_taken():
-    for name, (_, order) in RULES.items():
-        assert f"{name}{':' if order else ' '}" in completions("/accept ", NAMES)
+    for name in RULES:
+        assert f"{name}{':' if ':' in RULES.usage(name) else ' '}" in completions("/accept ", NAMES)
     numbers = {"dynamic": "6,2,2", "best": "6,2,2"}
-    assert all(tree_named(f"{kind}:{numbers.get(kind, 2)}") for kind in KINDS)
+    assert all(tree_named(f"{kind}:{numbers.get(kind, 2)}") for kind in PLANS)
     for name, command in COMMANDS.items():
         for word in command.words[0] if command.words else ():
             numbers = " ".join("1" for _ in PROCESSORS.get(word, ()))
@@ -119,8 +119,8 @@ def test_what_the_console_does_not_know_is_answered_in_one_line_with_the_nearest
         "/zzz": "unknown command /zzz; /help lists all",
         "/": "unknown command /; /help lists all",
         "/processor nucles 1 .9": "/processor: unknown processor 'nucles'; did you mean 'nucleus'?",
-        "/accept exakt": "/accept: accept 'exakt': unknown rule 'exakt'; did you mean 'exact'?; expected exact, block",
-        "/tree chian:4": "/tree: 'chian:4' is no tree; did you mean 'chain'? expected chain:DEPTH",
+        "/accept exakt": "/accept: accept 'exakt': unknown rule 'exakt'; did you mean 'exact'? expected exact, block",
+        "/tree chian:4": "/tree: tree 'chian:4': unknown tree 'chian'; did you mean 'chain'? expected chain:DEPTH",
         "/drafter lokup": "/drafter: unknown drafter 'lokup'; did you mean 'lookup'?",
         "/set_ngramstorage basik": "/set_ngramstorage: unknown n-gram storage 'basik'; did you mean 'basic'?",
         "/debug dept": "/debug: unknown view 'dept'; did you mean 'depth'?",

@@ -63,10 +63,10 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
         ("generate {head} --prompt-file {tmp}/empty.jsonl", "empty.jsonl is empty"),
         ("generate {tmp}/absent --prompt a", "absent"),
         ("generate {base} --prompt a --drafter head", "there is no head to draft with"),
-        ("generate {head} --prompt a --tree bush:3", "'bush:3' is no tree; expected chain:DEPTH"),
-        ("generate {head} --prompt a --tree chain:x", "'x' is not whole numbers"),
+        ("generate {head} --prompt a --tree bush:3", "--tree 'bush:3': unknown tree 'bush'; expected chain:DEPTH"),
+        ("generate {head} --prompt a --tree chain:x", "depth='x' is not a whole number"),
         ("generate {head} --prompt a --tree chain:0", "depth=0"),
-        ("generate {head} --prompt a --tree dynamic:60,7", "is no tree"),
+        ("generate {head} --prompt a --tree dynamic:60,7,9,1", "one value too many"),
         ("generate {head} --prompt a --tree dynamic:900,1,2", "budget=900"),
         ("generate {head} --prompt a --tree static:1", "2 or more"),
         ("generate {head} --prompt a --tree chain:9", "9 deep"),
@@ -77,7 +77,7 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
         ("generate {head} --prompt a --what", "--what"),
         ("chat {tmp}/absent", "absent"),
         ("chat {head} --accept exakt", "did you mean 'exact'"),
-        ("chat {head} --tree bush:3", "'bush:3' is no tree"),
+        ("chat {head} --tree bush:3", "unknown tree 'bush'"),
         ("chat {head} --tree chain:9", "9 deep"),
         ("chat {head} --assistant {tmp}/nowhere", "nowhere"),
         ("chat {base} --base {base}", "--base"),
@@ -111,10 +111,10 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(line, said, shipped, tm
 
 
 def test_debug_shows_the_traceback(shipped, capsys, monkeypatch):
-    with pytest.raises(ValueError, match="is no tree"):
+    with pytest.raises(ValueError, match="unknown tree"):
         cli.run(["--debug", "generate", str(shipped / "medusa"), "--prompt", "a", "--tree", "bush"])
     monkeypatch.setenv("SPECHEADS_DEBUG", "1")
-    with pytest.raises(ValueError, match="is no tree"):
+    with pytest.raises(ValueError, match="unknown tree"):
         cli.run(["generate", str(shipped / "medusa"), "--prompt", "a", "--tree", "bush"])
 
 

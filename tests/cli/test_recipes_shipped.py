@@ -10,7 +10,8 @@ import pytest
 
 import specheads_cli as cli
 from specheads.decoding.acceptance.named import RULES
-from specheads.decoding.planner import tree_named
+from specheads.decoding.drafters.named import DRAFTERS
+from specheads.decoding.planner.named import PLANS
 from specheads.models.formats import ENGINES
 from specheads_cli import complete, shipped
 from specheads_cli.shipped import find_recipe, recipe_names
@@ -120,10 +121,11 @@ def test_the_shell_completes_commands_options_recipes_rules_and_trees_without_to
 
 
 def test_what_is_completed_is_what_there_is():
-    assert set(complete.RULES) == set(RULES)
+    assert [RULES.usage(name) for name in RULES] == list(complete.RULES)
+    assert [name for name, rule in RULES.items() if rule.lossless is True] == list(complete.LOSSLESS)
+    assert [PLANS.usage(name) for name in PLANS] == list(complete.TREES)
+    assert [DRAFTERS.usage(name) for name in DRAFTERS] == list(complete.DRAFTERS)
     assert set(complete.ENGINES) == set(ENGINES)
-    for name, rest in zip(complete.TREES, ("4", "4", "60,7,10", "60,8,7", "16", "2,2"), strict=True):
-        tree_named(f"{name}:{rest}")
     assert set(recipe_names()) == FILES and set(shipped.USES) == {shipped.kind_of(name) for name in FILES}
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from specheads.decoding.acceptance import Acceptance, Block, Exact, Traversal, Verdict, walk
-from specheads.decoding.acceptance.marks import path_to
+from specheads.decoding.acceptance.paths import path_to
 from specheads.decoding.planner import DynamicTree, SampledTree, StaticTree, chain
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.tree import DraftTree
@@ -213,7 +213,7 @@ def test_enumeration_notices_a_broken_rule(broken, case):
     assert error(broken, case, DRAFTS["unlike"](case[1])) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["block.stop_chance", "traversal.stop_norm"])
+@pytest.mark.parametrize("name", ["block.stop_prob", "traversal.stop_norm"])
 def test_enumeration_notices_a_stop_that_forgets_what_was_reached(monkeypatch, name):
     made = (lambda left, reached: reached) if name.startswith("block") else (lambda left, reached: left + 0.5)
     monkeypatch.setattr(f"specheads.decoding.acceptance.{name}", made)
@@ -229,7 +229,7 @@ def test_enumeration_notices_a_residual_that_returns_p(monkeypatch, name):
         monkeypatch.setattr("specheads.decoding.acceptance.block.residual", lambda p, q: p)
     else:
         monkeypatch.setattr(
-            "specheads.decoding.acceptance.traversal.surplus", lambda p, q: (p, p.sum(-1, keepdim=True))
+            "specheads.decoding.acceptance.traversal.positive_part", lambda p, q: (p, p.sum(-1, keepdim=True))
         )
     rule, case = (Block(), CHAINS["2 of 3"]) if name == "block" else (Traversal(), TREES["2 children, one below each"])
     assert error(rule, case, DRAFTS["unlike"](3)) > 1e-3

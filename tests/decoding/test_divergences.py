@@ -9,8 +9,10 @@ import torch
 
 from specheads import DraftTree, Fuzzy, Sampler
 from specheads.decoding.acceptance import TargetProbs
-from specheads.decoding.acceptance.divergences import FORMS, NAMES, divergence
+from specheads.decoding.acceptance.divergences import NAMES, divergence
+from specheads.decoding.divergences import forward_kl, js, reverse_kl, tv
 from specheads.decoding.draft_logits import DraftLogits
+from specheads.losses.functions import DISTRIBUTION_LOSSES
 
 
 def kl(a, b):
@@ -66,9 +68,6 @@ def test_every_divergence_is_what_numpy_makes_of_it(name, holes):
                     for two in zip(*(s.split(rows) for s in scores), strict=True)
                 ]
                 assert torch.cat(parts).tolist() == pytest.approx(wanted, abs=1e-12, rel=1e-12)
-            if FORMS[name].takes_law(top_p):
-                made = divergence(name, scores[0], torch.from_numpy(p), k=k, top_p=top_p, p_is_law=True)
-                assert made.tolist() == pytest.approx(wanted, abs=1e-12, rel=1e-12)
 
 
 def test_the_tail_of_float32_makes_no_finite_divergence_infinite():
@@ -158,3 +157,25 @@ def test_logits_far_apart_give_numbers_and_no_nan(name):
     wide = divergence(name, q.double(), p.double(), k=2, top_p=0.9)
     assert not own.isnan().any()
     torch.testing.assert_close(own.double(), wide, atol=1e-4, rtol=1e-4)
+
+
+def test_forward_is_kl_of_p_from_q_whatever_an_option_calls_it():
+    log_p, log_q = torch.tensor([[0.5, 0.5, 0.0]]).log(), torch.tensor([[0.25, 0.5, 0.25]]).log()
+    assert float(forward_kl(log_q, log_p)) == pytest.approx(0.5 * math.log(2))
+    assert float(reverse_kl(log_q, log_p)) == math.inf
+    losses = {name: float(loss(log_q, log_p)) for name, loss in DISTRIBUTION_LOSSES.items() if name.startswith("kl")}
+    assert losses == {"kl": pytest.approx(0.5 * math.log(2)), "kl_reversed": math.inf}
+    rules = {name: float(divergence(name, log_q, log_p, k=1, top_p=1)) for name in ("kl", "kl_reversed")}
+    assert rules == {"kl": math.inf, "kl_reversed": pytest.approx(0.5 * math.log(2))}
+
+
+@pytest.mark.parametrize("compare", [forward_kl, js, tv])
+def test_an_outcome_of_no_chance_leaves_the_gradient_a_number(compare):
+    """p lacks the second token, neither has the third."""
+    logits = torch.tensor([[0.3, -0.2, -torch.inf]], dtype=torch.float64, requires_grad=True)
+    log_p = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64).log()
+    (gradient,) = torch.autograd.grad(compare(logits.log_softmax(-1), log_p).sum(), logits)
+    step = torch.zeros_like(logits)
+    step[0, 0] = 1e-6
+    moved = [compare((logits.detach() + sign * step).log_softmax(-1), log_p).item() for sign in (1, -1)]
+    assert gradient.isfinite().all() and gradient[0, 0].item() == pytest.approx((moved[0] - moved[1]) / 2e-6, abs=1e-6)

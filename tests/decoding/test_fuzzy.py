@@ -81,10 +81,10 @@ def test_where_no_law_is_near_each_token_is_drawn_from_p(plan):
 class Published(Fuzzy):
     """As the paper's code: behind a refusal the step ends."""
 
-    def kept(self, laws):
+    def accept_mask(self, laws):
         return laws.first_allowed & laws.at_parent(self.near(self.distance(laws)))
 
-    def rest(self, laws, node):
+    def bonus_weights(self, laws, node):
         return laws.p_at(node)
 
 
@@ -256,7 +256,7 @@ def test_a_drafter_that_gives_no_law_is_refused_by_name(base):
     for rule in (Fuzzy(0, mode="rescue"), Fuzzy(0.5, "random")):
         model.generate(**inputs, max_new_tokens=9, draft=drafter, accept=rule)
     tree, logits = grown(Table(6, 1), Table(6, 2), chain(1), Sampler())
-    with pytest.raises(ValueError, match="drafted without one"):
+    with pytest.raises(ValueError, match="drafted without any"):
         walk(replace(tree, logits=None), logits, Fuzzy(0.3), Sampler())
 
 

@@ -192,7 +192,7 @@ def test_a_static_trees_text_is_as_deep_as_the_head_drafts():
         ({"draft": "out/eagle3"}, ValueError, r"known: head, lookup, ngram, maxgram; for a head checkpoint give load_"),
         ({"draft": 3}, TypeError, "draft=int cannot propose trees"),
         ({"draft": PromptLookup}, TypeError, r"draft=PromptLookup is the class of a drafter; .*draft=PromptLookup\(\)"),
-        ({"tree": "chains:4"}, ValueError, "'chains:4' is no tree; did you mean 'chain'?"),
+        ({"tree": "chains:4"}, ValueError, "'chains:4': unknown tree 'chains'; did you mean 'chain'?"),
         ({"tree": 4}, TypeError, "tree=4 is no plan; give 'chain:4'"),
         ({"tree": DynamicTree}, TypeError, r"tree=DynamicTree is the class of a plan; .*tree=DynamicTree\(\)"),
         ({"accept": "typicl"}, ValueError, "did you mean 'typical'"),

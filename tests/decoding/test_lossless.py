@@ -31,7 +31,7 @@ from specheads import (
 )
 from specheads.decoding import loop
 from specheads.decoding.acceptance import walk
-from specheads.decoding.acceptance.exact import path_of_tokens
+from specheads.decoding.acceptance.exact import follow_tokens
 from tests.decoding.test_exactness import small_base
 from tests.reference.enumeration import Table, TableDrafter, distance, output_law, true_law
 
@@ -216,12 +216,12 @@ def test_a_point_mass_that_is_drawn_for_twice_is_noticed(drafter_of, monkeypatch
     """Where the token drawn is no child, another is drawn: what n-gram drafting published elsewhere does."""
 
     def twice(laws, token):
-        verdict = path_of_tokens(laws, token)
+        verdict = follow_tokens(laws, token)
         last = verdict.path.gather(1, verdict.last.unsqueeze(1)).squeeze(1)
         return replace(verdict, bonus=laws.sampler.draw(laws.p_at(last)))
 
-    monkeypatch.setattr("specheads.decoding.acceptance.exact.path_of_tokens", twice)
-    monkeypatch.setattr(Exact, "rest", lambda self, laws, node: laws.p_at(node))
+    monkeypatch.setattr("specheads.decoding.acceptance.exact.follow_tokens", twice)
+    monkeypatch.setattr(Exact, "bonus_weights", lambda self, laws, node: laws.p_at(node))
     assert error(partial(drafter_of, drafter), RULES[rule], SHAPES["chain"], ALONE, steps=1) > 1e-3
 
 

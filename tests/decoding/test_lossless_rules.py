@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specheads.decoding.acceptance import Exact, Lenient, LevelRule, residual, walk
-from specheads.decoding.acceptance.exact import chances_in_order
+from specheads.decoding.acceptance.exact import accept_probs
 from specheads.decoding.acceptance.rule import TargetProbs
 from specheads.decoding.loop import decode
 from specheads.decoding.planner import DynamicTree, SampledTree, StaticTree, chain
@@ -134,7 +134,7 @@ class Scalar(LevelRule):
                 q = [value / (sum(rest) or 1.0) for value in rest]
         return chances, p
 
-    def kept(self, laws):
+    def accept_mask(self, laws):
         made = torch.zeros(laws.tree.tokens.shape, dtype=torch.float64)
         for row in range(len(made)):
             for above in range(laws.tree.num_nodes):
@@ -142,7 +142,7 @@ class Scalar(LevelRule):
                     made[row, node] = chance
         return laws.sampler.bernoulli(made)
 
-    def rest(self, laws, node):
+    def bonus_weights(self, laws, node):
         rows = [self._judged(laws, row, place)[1] for row, place in enumerate(node.tolist())]
         return torch.tensor(rows, dtype=torch.float64)
 
@@ -191,11 +191,11 @@ def test_enumeration_notices_a_draft_in_place_of_the_target():
     class AcceptAll(LevelRule):
         lossless = True
 
-        def kept(self, laws):
+        def accept_mask(self, laws):
             return laws.tree.topology.drafted
 
-        def rest(self, laws, node):
-            return Exact().rest(laws, node)
+        def bonus_weights(self, laws, node):
+            return Exact().bonus_weights(laws, node)
 
     target, draft = Table(3, 1), Table(3, 2)
     law = output_law(target, draft, chain(1), [(0, 1)], 3, accept=AcceptAll())
@@ -249,11 +249,11 @@ def test_what_three_refused_siblings_leave_completes_the_law(accept):
             chance, left = chance * float(q[token]) / left, left - float(q[token])
         tree = DraftTree(torch.tensor([[0, *drawn]]), torch.tensor([[-1, 0, 0, 0]]), 1, q.expand(1, 4, -1))
         laws = TargetProbs(tree, p.log().expand(1, 4, -1), sampler)
-        kept_chances = chances_in_order(laws, laws.p)
+        kept_chances = accept_probs(laws, laws.p)
         for token, kept in zip(drawn, kept_chances[0, 1:].clamp(max=1).tolist(), strict=True):
             emitted[token] += chance * kept
             chance *= 1 - kept
-        rest = accept.rest(laws, torch.tensor([0]))[0]
+        rest = accept.bonus_weights(laws, torch.tensor([0]))[0]
         emitted += chance * rest / rest.sum()
     torch.testing.assert_close(emitted, p, rtol=0, atol=1e-12)
 

@@ -4,7 +4,7 @@ import pytest
 
 from specheads import Block, CSLeniency, Ensemble, Exact, Fuzzy, Lenient, Margin, TopN, Traversal, Typical
 from specheads.decoding.acceptance import NoResidual
-from specheads.decoding.acceptance.named import RULES, THRESHOLDS, rule_named, rule_text, with_threshold
+from specheads.decoding.acceptance.named import RULES, rule_named, with_threshold
 
 WRITTEN = {
     "exact": Exact(),
@@ -33,22 +33,23 @@ WRITTEN = {
 @pytest.mark.parametrize("text", WRITTEN)
 def test_a_text_is_the_rule_it_names_and_the_rule_writes_it_back(text):
     assert rule_named(text) == WRITTEN[text]
-    assert rule_named(rule_text(WRITTEN[text])) == WRITTEN[text]
+    assert rule_named(RULES.write(WRITTEN[text])) == WRITTEN[text]
 
 
 def test_every_rule_has_a_name_and_names_may_be_given_with_options_in_any_order():
-    assert {type(rule) for rule in WRITTEN.values()} == {kind for kind, _ in RULES.values()}
+    assert {type(rule) for rule in WRITTEN.values()} == set(RULES.values())
     assert rule_named(" Fuzzy : threshold=0.1 : kl ") == Fuzzy(0.1, "kl")
     assert rule_named("topn:margin=0.5:4") == TopN(4, 0.5)
-    assert rule_text(Fuzzy(0.05)) == "fuzzy:js:0.05" and rule_text(Typical()) == "typical"
-    assert rule_text(Typical(delta=0.5)) == "typical:0.09:0.5"
+    assert RULES.write(Fuzzy(0.05)) == "fuzzy:js:0.05" and RULES.write(Typical()) == "typical"
+    assert RULES.write(Typical(delta=0.5)) == "typical:0.09:0.5"
 
 
 def test_a_threshold_replaces_the_one_that_is_there_or_comes_where_there_is_none():
     assert with_threshold("fuzzy:js", 0.05) == with_threshold("fuzzy:js:0.4", 0.05) == "fuzzy:js:0.05"
     assert rule_named(with_threshold("fuzzy:tv:0.4:rescue", 0.5)) == Fuzzy(0.5, "tv", "rescue")
-    for name in THRESHOLDS:
-        field = THRESHOLDS[name]
+    for name, rule in RULES.items():
+        if (field := rule.threshold_field) is None:
+            continue
         assert getattr(rule_named(with_threshold(name, 1.0 if name == "cs_leniency" else 0.5)), field) in (0.5, 1.0)
     with pytest.raises(ValueError, match="has no threshold"):
         with_threshold("exact", 0.1)

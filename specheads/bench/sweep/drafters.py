@@ -1,4 +1,4 @@
-"""What the words of a sweep stand for: the target, its tokenizer, and each drafter, loaded when first asked for."""
+"""The models of a sweep: the target, its tokenizer, and each drafter, loaded when it is first asked for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from transformers import PreTrainedModel
 from specheads.bench import cost
 from specheads.bench.sweep.grid import PLAIN, Sweep
 from specheads.decoding.drafters import Cascade, Drafter
+from specheads.decoding.drafters.named import DRAFTERS
 from specheads.models.fingerprint import fingerprint
-from specheads.models.named import OF_TEXT, Models, holds_head
+from specheads.models.named import Models, holds_head
 from specheads.options import OptionError
-
-KINDS = ("model", "cascade", *OF_TEXT)
 
 
 class Bench:
@@ -27,7 +26,8 @@ class Bench:
         self._costs: dict[tuple[int, ...], list[float]] = {}
         self.sweep = sweep
         named = [part for name in sweep.drafters for part in name.removeprefix("cascade:").split("+")]
-        paths = (name for name in named if name != PLAIN and name.partition(":")[0] not in KINDS)
+        without_path = (PLAIN, "model", "cascade", *DRAFTERS)
+        paths = (name for name in named if name.partition(":")[0] not in without_path)
         head = next(filter(holds_head, paths), None)
         if head is not None:
             self.models = Models.load(head, base=sweep.base, dtype=dtype, device=device)
@@ -38,13 +38,13 @@ class Bench:
             raise OptionError("no head among the drafters names the target; say which it is by {base}", base=...)
         self.base: PreTrainedModel = self.models.target
         self.tokenizer = self.models.tokenizer
-        for setting in sweep.settings():  # so that a name that stands for nothing ends a sweep before it begins
+        for setting in sweep.settings():  # so that a wrong name ends a sweep before it begins
             drafter = self.drafter(setting.drafter, setting.k_matrix)
             if isinstance(drafter, Cascade) and sweep.cost != "measured":
                 self.costs(drafter)
 
     def drafter(self, name: str, k_matrix: str = "") -> Drafter | None:
-        """What the name stands for, made once; k_matrix: of a cascade."""
+        """The drafter of that name, loaded once; None for PLAIN. k_matrix: of a cascade."""
         if name == PLAIN:
             return None
         if not name.startswith("cascade:"):
@@ -55,8 +55,8 @@ class Bench:
         return self._cascades[name, k_matrix]
 
     def costs(self, cascade: Cascade) -> list[float] | None:
-        """Of a pass of the target and of each draft, by the sweep's cost model; None where a head is among them, for
-        which none is known."""
+        """Cost of a pass of the target and of each draft, by the sweep's cost model; None with a head among them, whose
+        cost is not known."""
         if cascade.has_head:
             return None
         models = [self.base, *(getattr(draft, "small", None) for draft in cascade.drafts)]
@@ -68,14 +68,16 @@ class Bench:
         return self._costs[key]
 
     def identity(self) -> list[Any]:
-        """What tells these models from others of the same names: digests of their weights."""
-        made = {PLAIN: None, **self.models.drafters} | {f"{name} {k}": own for (name, k), own in self._cascades.items()}
-        modules = [(name, getattr(drafter, "small", drafter)) for name, drafter in made.items()]
+        """Digests of the weights, which tell these models from others of the same names."""
+        drafters = {PLAIN: None, **self.models.drafters} | {
+            f"{name} {k}": cascade for (name, k), cascade in self._cascades.items()
+        }
+        modules = [(name, getattr(drafter, "small", drafter)) for name, drafter in drafters.items()]
         return [fingerprint(self.base), *([name, digest(module)] for name, module in sorted(modules))]
 
 
 def digest(module: Any) -> list[float]:
-    """Sums over each weight of a module, in float64; of what has no weights, nothing."""
+    """The sum of each weight of a module, in float64; [] for anything else."""
     if not isinstance(module, nn.Module):
         return []
     return [float(weight.detach().double().sum()) for weight in module.parameters()]

@@ -1,4 +1,4 @@
-"""What a sweep is asked for, in YAML or on the command line, and the settings it comes to."""
+"""The options of a sweep, in YAML or on the command line, and the settings they expand to."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specheads.decoding.acceptance.named import rule_named, rule_text, with_threshold
+from specheads.decoding.acceptance.named import RULES, rule_named, threshold_field, with_threshold
+from specheads.decoding.drafters.named import gives_draft_probs
 from specheads.decoding.planner import tree_named
 from specheads.options import OptionError, refuse_unknown
 from specheads.training.recipe import RecipeError, parse_yaml
 
-PLAIN = "none"  # the drafter that drafts nothing
+PLAIN = "none"  # drafts nothing
 TASKS = ("signatures", "syntax", "mmlu", "sampled_mmlu", "gsm8k", "csqa", "humaneval", "prompts")
 COSTS = ("measured", "model_parameters", "previous_work")
 CLOCKS = ("wall", "cpu")
-LAWLESS = ("lookup", "ngram", "maxgram", "cascade")  # what they write is a point mass, without a law
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to decode. drafter and tree as on the command line (tree None: the drafter's own); accept: the rule's
-    text; temperature 0 is greedy; top_k: sample among so many tokens, 0 all; k_matrix: of a cascade, as JSON."""
+    """One way to decode. drafter, accept, tree: their texts (tree None: the drafter's own). temperature 0 is greedy.
+    top_k: sample among so many tokens, 0 all. k_matrix: of a cascade, as JSON."""
 
     drafter: str
     accept: str = "exact"
@@ -40,7 +40,7 @@ class Setting:
 
     @property
     def reference(self) -> Setting:
-        """What its speed is a ratio to: the same drafts under the exact rule; for a lossless rule, no drafts."""
+        """What its speed is compared with: the same drafts under the exact rule; for a lossless rule, no drafts."""
         if self.drafter != PLAIN and not self.lossless:
             return dataclasses.replace(self, accept="exact")
         return dataclasses.replace(self, drafter=PLAIN, accept="exact", tree=None, k_matrix="")
@@ -56,16 +56,15 @@ class Setting:
 class Sweep:
     """All drafters × rules × trees × temperatures × top-k on one task; every list may be given as one value.
 
-    drafters: head checkpoints, `model:PATH`, `lookup[:TOKENS]`, `ngram[:ORDER]`, `maxgram[:BIGRAMS]`,
-    `cascade:DRAFTER+DRAFTER…`, `none`; with a head the base it names is the target, unless `base` says another. accept:
-    rules by name; a comma in a part stands for several, `fuzzy:js,tv:0.1,0.2`. thresholds: of each lossy rule in
-    accept, in place of its own. k_matrices: of cascades, lists of rows; leniency, notation: of `Cascade`; cost: of a
-    pass, measured here, or model_parameters or previous_work. trees: as on the command line; gamma: chains of so many
-    tokens. top_k shapes sampling; 1 is greedy, as is temperature 0. task: signatures, syntax, mmlu, sampled_mmlu,
-    gsm8k, csqa, humaneval, or prompts without answers; data: files of its rows, else the hub or what is shipped.
-    batch_size: prompts judged at once; speed_prompts: so many of them, evenly spaced, also give the speed, one by one,
-    `repeats` times, by the clock `wall` or `cpu`: the time this process computes, for a CPU that others use too.
-    max_new_tokens: None as the task has it. run_code: let HumanEval run what the model wrote.
+    drafters: head checkpoints, `model:PATH`, `cascade:DRAFTER+DRAFTER…`, `none`, or texts of DRAFTERS. The target is
+    `base`, else the base that a head names. accept: texts of rules; commas give several, `fuzzy:js,tv:0.1,0.2`.
+    thresholds: of each lossy rule in accept, in place of its own. k_matrices: of cascades, lists of rows. leniency,
+    notation: of `Cascade`. cost: of a pass, measured here, or model_parameters or previous_work. trees: texts of plans.
+    gamma: chains of so many tokens. top_k: sample among so many tokens; 1 is greedy, as is temperature 0. task:
+    signatures, syntax, mmlu, sampled_mmlu, gsm8k, csqa, humaneval, or prompts without answers. data: files of its rows,
+    else the hub or what is shipped. batch_size: prompts judged at once. speed_prompts: so many of them, evenly spaced,
+    also give the speed, one by one, `repeats` times. clock: `wall`, or `cpu`, the time this process computes, for a CPU
+    that others use too. max_new_tokens: None for the task's own. run_code: let HumanEval run what the model wrote.
     """
 
     drafters: tuple[str, ...]
@@ -98,9 +97,9 @@ class Sweep:
             if "tuple" in str(field.type):
                 value = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
                 if field.name == "k_matrices":
-                    value = _matrices(value)
+                    value = _parse_matrices(value)
                 kind = {"float": float, "int": int}.get(str(field.type).removeprefix("tuple[").split(",")[0], str)
-                object.__setattr__(self, field.name, tuple(_typed(field.name, entry, kind) for entry in value))
+                object.__setattr__(self, field.name, tuple(_parse_value(field.name, entry, kind) for entry in value))
         if not self.drafters:
             raise OptionError(
                 "{drafters} is empty: give a head checkpoint, model:PATH, lookup, ngram, maxgram or cascade:…",
@@ -128,12 +127,12 @@ class Sweep:
         for tree in self.trees:
             tree_named(tree)
         for drafter in self.drafters:
-            if drafter.partition(":")[0] in LAWLESS:
+            if not gives_draft_probs(drafter):
                 for rule in self.rules():
                     if rule_named(rule).requires_draft_probs:
                         raise ValueError(
-                            f"accept {rule!r} compares the draft's law with the target's, and {drafter!r} gives none; "
-                            "sweep it with a head or a draft model"
+                            f"accept {rule!r} compares the draft's probabilities with the target's, and {drafter!r} "
+                            "gives none; sweep it with a head or a draft model"
                         )
         self.settings()
 
@@ -150,40 +149,39 @@ class Sweep:
         return cls(**options)
 
     def rules(self) -> list[str]:
-        """The rules as `rule_text` writes them, each once."""
-        made: dict[str, None] = {}
+        """The rules as `RULES.write` writes them, each once."""
+        rules: dict[str, None] = {}
         for text in itertools.chain.from_iterable(map(spread, self.accept)):
-            name = text.partition(":")[0]
-            if self.thresholds and name not in ("exact", "block", "traversal", "no_residual", "unadjusted"):
-                made |= dict.fromkeys(with_threshold(text, value) for value in self.thresholds)
+            if self.thresholds and threshold_field(text):
+                rules |= dict.fromkeys(with_threshold(text, value) for value in self.thresholds)
             else:
-                made[rule_text(rule_named(text))] = None
-        return list(made)
+                rules[RULES.write(rule_named(text))] = None
+        return list(rules)
 
-    def laws(self) -> list[tuple[float, int]]:
-        """Temperature and top-k of each law, each once; (0, 0) is greedy, whichever of the two says so."""
+    def samplings(self) -> list[tuple[float, int]]:
+        """Temperature and top-k of each way to sample, each once; greedy is (0, 0), whichever of the two says so."""
         top_k = self.top_k or (0,)
         temperatures = self.temperature or ((1.0,) if any(k > 1 for k in top_k) else (0.0,))
         pairs = [(t, k) if t and k != 1 else (0.0, 0) for t in temperatures for k in top_k]
         return list(dict.fromkeys(pairs))
 
     def settings(self) -> list[Setting]:
-        """Every setting once, the exact rule in front of each drafter's others, and no drafts in front of all."""
+        """Every setting once: no drafts first, and for each drafter the exact rule before the others."""
         trees: tuple[str | None, ...] = self.trees or tuple(f"chain:{n}" for n in self.gamma) or (None,)
-        made: dict[Setting, None] = {}
-        for temperature, top_k in self.laws():
-            made[Setting(PLAIN, temperature=temperature, top_k=top_k)] = None
+        settings: dict[Setting, None] = {}
+        for temperature, top_k in self.samplings():
+            settings[Setting(PLAIN, temperature=temperature, top_k=top_k)] = None
             for drafter, tree in itertools.product(self.drafters, trees):
                 if drafter == PLAIN:
                     continue
                 matrices = self.k_matrices if drafter.startswith("cascade:") else ("",)
                 for matrix, rule in itertools.product(matrices, ["exact", *self.rules()]):
-                    made[Setting(drafter, rule, tree, temperature, top_k, matrix)] = None
-        return list(made)
+                    settings[Setting(drafter, rule, tree, temperature, top_k, matrix)] = None
+        return list(settings)
 
 
 def spread(text: str) -> Iterator[str]:
-    """Every rule that a text with commas stands for: `fuzzy:js,tv:0.1` → `fuzzy:js:0.1`, `fuzzy:tv:0.1`."""
+    """The rules of a text with commas: `fuzzy:js,tv:0.1` → `fuzzy:js:0.1`, `fuzzy:tv:0.1`."""
     parts = []
     for part in text.split(":"):
         key, equals, values = part.rpartition("=")
@@ -192,7 +190,8 @@ def spread(text: str) -> Iterator[str]:
 
 
 def read_sweep(path: Path | None, overrides: Mapping[str, Any]) -> Sweep:
-    """The sweep in a YAML file, if any, with options over it. ValueError where it cannot be run, OSError unread."""
+    """The sweep in a YAML file, if any, with these options over it. ValueError if it cannot be run, OSError if the file
+    cannot be read."""
     options: Any = {}
     if path is not None:
         options = parse_yaml(path.read_text("utf8"), str(path))
@@ -201,12 +200,12 @@ def read_sweep(path: Path | None, overrides: Mapping[str, Any]) -> Sweep:
     return Sweep.from_dict({**options, **{key: value for key, value in overrides.items() if value not in (None, [])}})
 
 
-def numbers(text: str | None, name: str, kind: type) -> list[Any] | None:
+def parse_numbers(text: str | None, name: str, kind: type) -> list[Any] | None:
     """`0.02,0.05` → numbers. ValueError that names the option."""
-    return None if text is None else [_typed(name, part.strip(), kind) for part in text.split(",")]
+    return None if text is None else [_parse_value(name, part.strip(), kind) for part in text.split(",")]
 
 
-def _matrices(given: tuple[Any, ...]) -> tuple[str, ...]:
+def _parse_matrices(given: tuple[Any, ...]) -> tuple[str, ...]:
     """Matrices as lists or JSON, or the rows of one → each as JSON."""
     try:
         read = [json.loads(matrix) if isinstance(matrix, str) else matrix for matrix in given]
@@ -219,13 +218,13 @@ def _matrices(given: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(json.dumps(matrix) for matrix in read)
 
 
-def _typed(name: str, value: Any, kind: type) -> Any:
+def _parse_value(name: str, value: Any, kind: type) -> Any:
     if kind is str:
         return str(value)
     try:
-        made = kind(value)
+        number = kind(value)
     except (TypeError, ValueError):
-        made = None
-    if made is None or isinstance(value, bool) or (kind is int and isinstance(value, float) and made != value):
+        number = None
+    if number is None or isinstance(value, bool) or (kind is int and isinstance(value, float) and number != value):
         raise OptionError(f"{{{name}}} is not {'a whole number' if kind is int else 'a number'}", **{name: value})
-    return made
+    return number

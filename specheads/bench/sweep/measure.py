@@ -15,9 +15,8 @@ from specheads.bench.sweep.tasks import Task
 from specheads.data.conversation import Conversation
 from specheads.decoding import prompt_batches
 from specheads.decoding.acceptance.named import rule_named
-from specheads.decoding.drafters import Cascade
-from specheads.decoding.planner import Plan, tree_named
-from specheads.decoding.planner.named import STATIC_DEPTH
+from specheads.decoding.drafters import Cascade, Drafter
+from specheads.decoding.planner import Plan, as_plan
 from specheads.decoding.recorded import Record, review, sum_columns
 
 Row = dict[str, Any]
@@ -40,11 +39,11 @@ def decoder(bench: Bench, sweep: Sweep, setting: Setting, max_new_tokens: int) -
     )
 
 
-def plan_of(setting: Setting, drafter: Any) -> Plan | None:
+def plan_of(setting: Setting, drafter: Drafter | None) -> Plan | None:
     """The setting's tree; None for the drafter's own, and where nothing drafts."""
     if drafter is None or setting.tree is None:
         return None
-    return tree_named(setting.tree, getattr(getattr(drafter, "config", None), "num_heads", STATIC_DEPTH))
+    return as_plan(setting.tree, drafter)
 
 
 def prompts_of(bench: Bench, sweep: Sweep, task: Task) -> list[list[int]]:
@@ -114,7 +113,7 @@ def judged(
         (batch,) = prompt_batches.batches(bench.tokenizer, taken, bench.base.device, len(taken), side=side)
         output = run(batch, None)
         outputs.append(output.statistics)
-        passes.append(getattr(drafter, "reviews", ()) if output.statistics["rows_stepped"] else ())
+        passes.append(drafter.reviews if drafter and output.statistics["rows_stepped"] else ())
         far += distance(bench.base, taken, output.tokens, setting.temperature, setting.top_k)
         for text, question in zip(output.tokens, task.questions[start:], strict=False):
             if task.correct is not None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from specheads.bench.sweep.grid import PLAIN
 from specheads.bench.sweep.measure import Row
-from specheads.decoding.acceptance.named import THRESHOLDS, rule_named
+from specheads.decoding.acceptance.named import rule_named
 from specheads.training.report.line_labels import label_ends
 
 AXES = {
@@ -126,10 +126,10 @@ def families(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
             continue
         rule, kind = rule_named(row["accept"]), row["accept"].partition(":")[0]
         name, threshold = kind, 0.0
-        if kind in THRESHOLDS:
-            threshold = getattr(rule, THRESHOLDS[kind])
+        if field := rule.threshold_field:
+            threshold = getattr(rule, field)
             fields = dataclasses.fields(cast(Any, rule))
-            plain = {f.name for f in fields if getattr(rule, f.name) == f.default} | {THRESHOLDS[kind]}
+            plain = {f.name for f in fields if getattr(rule, f.name) == f.default} | {field}
             others = [str(value) for field, value in vars(rule).items() if field not in plain]
             name = " ".join([kind, *(["js"] if kind == "fuzzy" and vars(rule)["divergence"] == "js" else []), *others])
         if many:

@@ -9,7 +9,8 @@ from pathlib import Path
 from specheads.cli.chat.settings import COMMANDS
 from specheads.decoding.acceptance import divergences
 from specheads.decoding.acceptance.named import RULES
-from specheads.decoding.planner.named import KINDS
+from specheads.decoding.planner.named import PLANS
+from specheads.decoding.registry import positional
 
 
 def completions(line: str, drafters: Iterable[str]) -> list[str]:
@@ -27,7 +28,7 @@ def completions(line: str, drafters: Iterable[str]) -> list[str]:
     if name == "accept" and not index:
         return _rules(word)
     if name == "tree" and not index:
-        return [*_beginning(word, [f"{kind}:" for kind in KINDS]), *_whole(word, ["default"])]
+        return [*_beginning(word, [f"{kind}:" for kind in PLANS]), *_whole(word, ["default"])]
     if name == "drafter" and not index:
         return [*_whole(word, [*drafters, "on", "off"]), *_folders(word)]
     if name not in COMMANDS or index >= len(COMMANDS[name].words):
@@ -39,7 +40,7 @@ def _rules(word: str) -> list[str]:
     kind, colon, rest = word.partition(":")
     if kind == "fuzzy" and colon:
         return [f"fuzzy:{name}:" for name in _beginning(rest, [*divergences.NAMES, "random"])]
-    return [f"{name}:" if order else f"{name} " for name, (_, order) in RULES.items() if name.startswith(word)]
+    return [f"{name}:" if positional(RULES[name]) else f"{name} " for name in _beginning(word, RULES)]
 
 
 def _folders(word: str) -> list[str]:

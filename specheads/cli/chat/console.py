@@ -20,7 +20,7 @@ from specheads.cli.chat.lines import Entry, asker, interactive, read_entry
 from specheads.cli.chat.session import Mode, Outcome, Session
 from specheads.cli.chat.settings import COMMANDS
 from specheads.cli.chat.steps import Watched
-from specheads.models.named import described
+from specheads.models.named import describe_drafter
 from specheads.options import nearest, reason, shortened
 
 FAILURES = (ValueError, OSError, torch.OutOfMemoryError)
@@ -162,7 +162,7 @@ class Console:
 
     def _greeting(self) -> str:
         session = self.session
-        drafter = described(session.settings.drafter, session.models.drafter(session.settings.drafter))
+        drafter = describe_drafter(session.settings.drafter, session.models.drafter(session.settings.drafter))
         kind = "a conversation" if session.settings.chat else "text to be continued"
         return f"{session.models.target.name_or_path} with {drafter}; prompts are {kind}; /help lists the commands"
 

@@ -18,13 +18,11 @@ from specheads.decoding.acceptance import Acceptance, Exact
 from specheads.decoding.acceptance.named import rule_named
 from specheads.decoding.drafters import Drafter, DraftModel, NGram, NGramStorage, OneLevelNGramStorage
 from specheads.decoding.drafters.model import NO_LIMIT, vocabulary_size
-from specheads.decoding.drafters.path_drafter import PathDrafter
 from specheads.decoding.generate import SpecGenerateOutput, generate
 from specheads.decoding.loop import Step
-from specheads.decoding.planner import Plan, SampledTree, chain, tree_named
-from specheads.decoding.planner.named import STATIC_DEPTH
+from specheads.decoding.planner import Plan, SampledTree, as_plan, chain
 from specheads.decoding.target.hf_base import text_config
-from specheads.models.named import Models, described
+from specheads.models.named import Models, describe_drafter
 
 TARGET = "target alone"
 STORAGES = {"basic": NGramStorage, "onelevel": OneLevelNGramStorage}
@@ -105,7 +103,7 @@ class Session:
         if now.speculative:
             plan = self._plan(now, drafter, sampled)
             shape = now.tree or (f"chain:{now.gamma}" if now.gamma else None)
-            detail = ", ".join(filter(None, (described(now.drafter, drafter), shape, now.accept)))
+            detail = ", ".join(filter(None, (describe_drafter(now.drafter, drafter), shape, now.accept)))
             made.append(Mode("speculative", detail, _law(rule), *target, drafter, plan, rule))
         if now.ngram:
             grams = NGram(
@@ -193,8 +191,7 @@ class Session:
 
     def _plan(self, settings: Settings, drafter: Drafter, sampled: bool) -> Plan | None:
         if settings.tree is not None:
-            depth = getattr(getattr(drafter, "config", None), "num_heads", STATIC_DEPTH)
-            return tree_named(settings.tree, depth)
+            return as_plan(settings.tree, drafter)
         if settings.gamma is None:
             return None
         # Drawn from the draft's law where the drafter would do so by itself.
@@ -211,7 +208,7 @@ class Session:
                 f"{settings.drafter!r} cannot write alone: that takes a draft model (--assistant, /drafter NAME)"
             )
         # One step does not show it, where a text must repeat itself before it is drafted from.
-        if isinstance(drafter, PathDrafter) and rule_named(settings.accept).requires_draft_probs:
+        if not drafter.gives_draft_probs and rule_named(settings.accept).requires_draft_probs:
             raise ValueError(
                 f"{settings.accept} compares the draft's law with the target's, and {settings.drafter!r} "
                 "gives none: draft with a head or a draft model, or accept by another rule"

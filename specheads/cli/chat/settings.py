@@ -10,8 +10,10 @@ from transformers import LogitsProcessorList
 
 from specheads.cli.chat.lines import unescaped
 from specheads.compat import processors
-from specheads.decoding.acceptance.named import rule_named
+from specheads.decoding.acceptance.named import RULES, rule_named
+from specheads.decoding.drafters.named import DRAFTERS
 from specheads.decoding.planner import tree_named
+from specheads.decoding.planner.named import PLANS
 from specheads.options import refuse_unknown
 
 DEBUG = ("off", "steps", "depth")
@@ -211,17 +213,16 @@ COMMANDS: dict[str, Command] = {
     "speculative": _switch("speculative", "the target with the drafter"),
     "ngram": _switch("ngram", "the target with n-grams learnt while decoding"),
     "drafter": Command(
-        "[on|off|NAME]", "NAME: head, model, lookup, ngram, maxgram, or a checkpoint (head or model) to draft with; "
-        "without it: the draft model alone, too",
+        "[on|off|NAME]", f"NAME: head, model, {', '.join(map(DRAFTERS.usage, DRAFTERS))}, or a checkpoint (head or "
+        "model) to draft with; without it: the draft model alone, too",
         lambda s: f"{s.drafter}, alone: {'on' if s.alone else 'off'}", _set_drafter,
     ),
     "accept": Command(
-        "RULE[:ARGS]", "how drafts are accepted: exact, block, traversal; lossy: typical, topn, fuzzy:js:0.1, "
-        "lenient:0.5 …", lambda s: s.accept,
+        "RULE[:ARGS]", f"how drafts are accepted: {', '.join(map(RULES.usage, RULES))}", lambda s: s.accept,
         lambda s, rest: replace(s, accept=rest),
     ),
     "tree": Command(
-        "[TREE]", "chain:4, comb:5,2, dynamic:60,7,10, best:64,8,7, static:16, sampled:2,2,1; alone: the drafter's own",
+        "[TREE]", f"{', '.join(map(PLANS.usage, PLANS))}; alone: the drafter's own",
         lambda s: s.tree or (f"chain of {s.gamma}" if s.gamma else "the drafter's own"), _set_tree,
     ),
     "gamma": Command(

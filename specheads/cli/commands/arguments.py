@@ -1,4 +1,4 @@
-"""What the command line's words stand for: the prompt, the model and where it runs, the draft tree."""
+"""The prompt and the draft tree of a command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specheads.decoding.planner import Plan, as_plan
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """From --prompt, --prompt-file or stdin. ValueError where there is none, or more than one."""
+    """The prompt of --prompt, --prompt-file or stdin. ValueError if there is none, or more than one."""
     if prompt is not None and file is not None:
         raise ValueError("give --prompt or --prompt-file, not both")
     if file is not None:
@@ -28,8 +28,8 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def parse_tree(spec: str | None, drafter: Any) -> Plan | None:
-    """--tree as `tree_named` reads it for what is to draft; None for the drafter's default."""
+    """The plan of --tree for this drafter; None for the drafter's default."""
     try:
         return as_plan(spec, drafter)
     except ValueError as error:
-        raise ValueError(f"--tree {error}") from error
+        raise ValueError(f"--{error}") from error  # which names the option: tree 'bush'…

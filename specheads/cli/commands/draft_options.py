@@ -1,4 +1,4 @@
-"""Which options of a command say what drafts."""
+"""The options of a command that say what drafts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 from dataclasses import dataclass
 
 from specheads.decoding.drafters import Drafter
-from specheads.models.named import Models, described
+from specheads.models.named import Models, describe_drafter
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """Which of a command's options say what drafts. draft=False: nothing does, and no other option is given.
+    """The options of a command that say what drafts. draft=False: nothing does, and no other is given.
 
-    ValueError, in one line, for options that contradict one another."""
+    ValueError, in one line, for options that contradict each other."""
 
     assistant: str | None = None
     name: str | None = None
@@ -31,15 +31,17 @@ class DraftOptions:
         if cascade and self.k_matrix is None:
             raise ValueError(f"--drafter {self.name} takes --k-matrix, [[5,8],[0,8]] say: a row for each reviewer")
         if not cascade and (self.k_matrix is not None or self.leniency != 1):
-            raise ValueError("--k-matrix and --leniency are of a cascade; give --drafter cascade:DRAFTER+DRAFTER…")
+            raise ValueError(
+                "--k-matrix and --leniency are options of a cascade; give --drafter cascade:DRAFTER+DRAFTER…"
+            )
 
     def drafter(self, models: Models) -> tuple[str | None, Drafter | None]:
-        """What drafts, and how it is called in a table; None for both where nothing does."""
+        """The drafter's name in a table, and the drafter; None for both if nothing drafts."""
         if not self.draft:
             return None, None
         name = self.name or models.best
         if not name.startswith("cascade:"):
-            return described(name, models.drafter(name)), models.drafter(name)
+            return describe_drafter(name, models.drafter(name)), models.drafter(name)
         try:
             rows = json.loads(self.k_matrix or "")
         except json.JSONDecodeError as error:

@@ -12,7 +12,7 @@ from specheads.cli.commands.arguments import parse_tree
 from specheads.data.conversation import Conversation
 from specheads.decoding import prompt_batches
 from specheads.decoding.acceptance import Acceptance
-from specheads.decoding.acceptance.named import rule_text
+from specheads.decoding.acceptance.named import RULES
 from specheads.decoding.drafters import Drafter
 from specheads.models.named import Models
 
@@ -39,7 +39,7 @@ def measure(
     }
     if rule is not None:
         own = decoders.drafted(model, max_new_tokens, draft=drafter, plan=plan, accept=rule)
-        racers[f"{name}, {rule_text(rule)}"] = own
+        racers[f"{name}, {RULES.write(rule)}"] = own
     with terminal.progress(terminal.make_console(stderr=True), "measuring") as told:
         batches = prompt_batches.batches(tokenizer, asked, model.device)
         result = runner.race(racers, batches, repeats=repeats, report=told)

@@ -1,6 +1,6 @@
 """Block: verification of a sampled chain as one block, which accepts more tokens than one by one.
 
-p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabulary.
+p: target probabilities, q: draft probabilities. Shapes: B batch rows, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,45 +19,46 @@ from specheads.decoding.acceptance.rule import Acceptance, TargetProbs, Verdict
 class Block(Acceptance):
     """Lossless, for chains. arXiv:2403.10444.
 
-    P₀ = 1, Pᵢ = min(1, Pᵢ₋₁ p/q); with S = Σ(Pᵢ p − q)₊ over the next token, i tokens stand with probability
-    S / (S + 1 − Pᵢ), all of them with the last P. The most for which a coin says so are kept, and the next token is
-    drawn from norm((Pᵢ p − q)₊), behind the whole chain from p. Never accepts less than `Exact` on average. A point
-    mass is walked by `Exact`, which is as good there. ValueError for a sampled tree that branches: see `Traversal`.
+    P₀ = 1, Pᵢ = min(1, Pᵢ₋₁ p/q). With S = Σ(Pᵢ p − q)₊ over the next token, a draw accepts i tokens with probability
+    S / (S + 1 − Pᵢ), all of them with the last P; the largest accepted i counts. The next token is drawn from
+    norm((Pᵢ p − q)₊), after the whole chain from p. On average it accepts at least as much as `Exact`, which judges
+    point masses, being as good there. ValueError for a sampled tree that branches: see `Traversal`.
     """
 
+    name = "block"
     lossless: ClassVar[bool] = True
 
-    def judge(self, laws: TargetProbs) -> Verdict:
-        tree, sampler = laws.tree, laws.sampler
+    def judge(self, target: TargetProbs) -> Verdict:
+        tree, sampler = target.tree, target.sampler
         if tree.probs is None:
-            return Exact().judge(laws)
+            return Exact().judge(target)
         drafted = tree.topology.drafted
         node = torch.arange(tree.num_nodes, device=drafted.device)
         if not tree.is_chain:
             raise ValueError("Block judges chains, and this sampled tree branches; accept by Traversal() or Exact()")
-        p, q = laws.p, tree.probs
-        share = laws.of_tokens(p) / tree.drawn_probs()
-        reached = [torch.ones_like(share[:, 0])]
+        p, q = target.p, tree.probs
+        ratio = target.token_probs(p) / tree.drawn_probs()
+        reached = [torch.ones_like(ratio[:, 0])]
         for i in range(1, tree.num_nodes):
-            reached.append(torch.where(drafted[:, i], (reached[-1] * share[:, i]).clamp(max=1).nan_to_num(0), 0))
-        chance = torch.stack(reached, 1)  # (B, N) the P of each node
-        # Behind the last node nothing was drafted, so all of P p is left over.
+            reached.append(torch.where(drafted[:, i], (reached[-1] * ratio[:, i]).clamp(max=1).nan_to_num(0), 0))
+        path_probs = torch.stack(reached, 1)  # (B, N) the P of each node
+        # After the last node nothing was drafted, so all of P p is left.
         ahead = torch.cat([q[:, 1:] * drafted[:, 1:].unsqueeze(2), torch.zeros_like(q[:, :1])], 1)
-        left = (chance.unsqueeze(2) * p - ahead).clamp_min(0).sum(2)
-        left = torch.where(
-            left.isnan(), chance, left
-        )  # a law that is no number, of which its draw tells if it is reached
-        bernoulli = sampler.bernoulli(stop_chance(left, chance))
+        left = (path_probs.unsqueeze(2) * p - ahead).clamp_min(0).sum(2)
+        # Where p is not a number, the draw from it says so if the path gets there.
+        left = torch.where(left.isnan(), path_probs, left)
+        bernoulli = sampler.bernoulli(stop_prob(left, path_probs))
         last = torch.where(bernoulli, node, 0).amax(1)
         row = torch.arange(len(last), device=last.device)
-        bonus = residual(chance[row, last].unsqueeze(1) * p[row, last], ahead[row, last])
+        bonus = residual(path_probs[row, last].unsqueeze(1) * p[row, last], ahead[row, last])
         path = torch.minimum(node, last.unsqueeze(1))[:, : tree.max_depth + 1]
         return Verdict(path, last + 1, sampler.draw(bonus))
 
 
-def stop_chance(left: Tensor, reached: Tensor) -> Tensor:
-    """S / (S + 1 − P): how likely a path that is reached with P stands by itself, where S is left over of P p behind
-    what was drafted there. 1 where S = 0 and P = 1: what was drafted then never falls."""
+def stop_prob(left: Tensor, reached: Tensor) -> Tensor:
+    """S / (S + 1 − P): the probability that a path reached with P ends where S = Σ(P p − q)₊ is left of p.
+
+    1 where S = 0 and P = 1: what was drafted there is never rejected."""
     return (left / stop_norm(left, reached)).nan_to_num(nan=1)
 
 

@@ -1,6 +1,6 @@
-"""Ensemble: drafts are judged by a mixture of the target's law and the draft's.
+"""Ensemble: drafts are judged by a mixture of the target's distribution and the draft's.
 
-p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabulary.
+p: target probabilities, q: draft probabilities. Shapes: B batch rows, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from specheads.decoding.sampler import Sampler
 
 @dataclass(frozen=True)
 class Ensemble(Acceptance):
-    """`Exact` towards v = weight · p + (1 − weight) · q wherever something is drafted, and towards p behind it.
+    """`Exact` with v = weight · p + (1 − weight) · q in place of p where something is drafted, and with p after it.
 
-    weight in (0, 1]; lossless at 1 alone. At temperature 0 the argmax of v stands or is emitted. q is the draft's own
-    law under the logits processors. The rule of transformers' assistant_ensemble_weight, here for trees, batches and
-    heads too. DIVERSE, arXiv:2604.07622.
+    weight in (0, 1]; lossless at 1 only. At temperature 0 the argmax of v is accepted or emitted. q is the draft's own
+    distribution under the logits processors. The rule of transformers' assistant_ensemble_weight, for trees, batches
+    and heads too. DIVERSE, arXiv:2604.07622.
     """
+
+    name = "ensemble"
+    threshold_field = "weight"
 
     weight: float
 
@@ -41,21 +44,23 @@ class Ensemble(Acceptance):
     def is_exact(self, sampler: Sampler) -> bool:
         return self.lossless
 
-    def judge(self, laws: TargetProbs) -> Verdict:
-        mixed = TargetProbs(laws.tree, laws.logits, laws.sampler, numbers=laws.numbers)
-        mixed.scores = mixed.soft = self.mixture(laws)
+    def judge(self, target: TargetProbs) -> Verdict:
+        mixed = TargetProbs(target.tree, target.logits, target.sampler, numbers=target.numbers)
+        mixed.scores = mixed.soft = self.mixture(target)
         return Exact().judge(mixed)
 
-    def mixture(self, laws: TargetProbs) -> Tensor:
+    def mixture(self, target: TargetProbs) -> Tensor:
         """(B, N, V) v at nodes that have children, p at the others; before temperature 0."""
-        kept, topology = laws.tree.logits, laws.tree.topology
-        if kept is None:
-            raise ValueError("Ensemble mixes the draft's law with the target's, and this tree was drafted without one")
-        p = laws.scores.softmax(-1)
-        node = laws.place(torch.arange(laws.tree.num_nodes, device=p.device).expand(len(p), -1)).flatten()
-        q = laws.sampler.draft_probs(kept.over_target(kept.at(node))).view_as(p)
+        draft, topology = target.tree.logits, target.tree.topology
+        if draft is None:
+            raise ValueError(
+                "Ensemble mixes the draft's probabilities with the target's, and this tree was drafted without any"
+            )
+        p = target.scores.softmax(-1)
+        node = target.flat_index(torch.arange(target.tree.num_nodes, device=p.device).expand(len(p), -1)).flatten()
+        q = target.sampler.draft_probs(draft.over_target(draft.at(node))).view_as(p)
         v = q.to(p.dtype).lerp_(p, self.weight)
-        if laws.sampler.processors:  # what they rule out stays out
-            v.masked_fill_(laws.scores == -torch.inf, 0)
+        if target.sampler.processors:  # what they rule out stays out
+            v.masked_fill_(target.scores == -torch.inf, 0)
             v /= v.sum(-1, keepdim=True)
         return torch.where(topology.children.any(2, keepdim=True), v, p)

@@ -1,6 +1,7 @@
-"""Exact: what is emitted has the target's law, judged token by token.
+"""Exact: what is emitted has the target's distribution; judged token by token.
 
-p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabulary, F nodes with siblings below.
+p: target probabilities, q: draft probabilities. Shapes: B batch rows, N nodes, V vocabulary, F nodes with several
+children.
 """
 
 from __future__ import annotations
@@ -11,59 +12,60 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specheads.decoding.acceptance.marks import kept_path
+from specheads.decoding.acceptance.paths import accepted_path
 from specheads.decoding.acceptance.rule import LevelRule, TargetProbs, Verdict
 from specheads.decoding.sampler import Sampler
 
 
 @dataclass(frozen=True)
 class Exact(LevelRule):
-    """Lossless: what is emitted has the target's law.
+    """Lossless: what is emitted has the target's distribution.
 
-    Of a point-mass draft each node draws what follows it from p, and the path goes on while a child carries that: the
-    text is the one that the same numbers give without drafts. Sampled children are judged in order, x kept with
-    probability min(1, p(x)/q(x)), p becoming norm((p − q)₊) and q losing x at each refusal. SpecInfer
+    Point-mass drafts: each node draws its next token from p, and the path continues while a child has that token; the
+    text is the one that the same random numbers give without drafts. Sampled children are judged in order: x is
+    accepted with probability min(1, p(x)/q(x)), and a rejection leaves norm((p − q)₊) of p and q without x. SpecInfer
     arXiv:2305.09781, Sequoia arXiv:2402.12374.
     """
 
+    name = "exact"
     lossless: ClassVar[bool] = True
 
     def is_exact(self, sampler: Sampler) -> bool:
         return True
 
-    def judge(self, laws: TargetProbs) -> Verdict:
-        if laws.sampler.do_sample and laws.tree.probs is not None:
-            return super().judge(laws)
-        if laws.sampler.needs_prefix:
-            return node_by_node(laws)
-        return path_of_tokens(laws, laws.drawn)
+    def judge(self, target: TargetProbs) -> Verdict:
+        if target.sampler.do_sample and target.tree.probs is not None:
+            return super().judge(target)
+        if target.sampler.needs_prefix:
+            return follow_node_by_node(target)
+        return follow_tokens(target, target.drawn_tokens)
 
-    def kept(self, laws: TargetProbs) -> Tensor:
-        return kept_in_order(laws, laws.p)
+    def accept_mask(self, target: TargetProbs) -> Tensor:
+        return draw_accept_mask(target, target.p)
 
-    def rest(self, laws: TargetProbs, node: Tensor) -> Tensor:
-        if not laws.sampler.do_sample:  # a child with the likeliest token would have been kept
-            return laws.scores_at(node)
-        return residual_after_children(laws.p_at(node), laws, node)
-
-
-def path_of_tokens(laws: TargetProbs, token: Tensor) -> Verdict:
-    """The path along which each node carries the token (B, N) that follows its parent."""
-    path, length, end = kept_path(laws.tree, laws.at_parent(token) == laws.tree.tokens)
-    if laws.sampler.do_sample:  # a law that is no number is none in its first place too
-        laws.sampler.note_finite(~laws.p[..., 0].gather(1, path).isnan())
-    return Verdict(path, length, laws.at(token, end))
+    def bonus_weights(self, target: TargetProbs, node: Tensor) -> Tensor:
+        if not target.sampler.do_sample:  # a child with the likeliest token would have been accepted
+            return target.scores_at(node)
+        return residual_after_rejections(target.p_at(node), target, node)
 
 
-def node_by_node(laws: TargetProbs) -> Verdict:
-    """The same path for processors that look at the prefix, of which only the nodes on it are asked."""
-    tree = laws.tree
+def follow_tokens(target: TargetProbs, token: Tensor) -> Verdict:
+    """The path on which each node has the token (B, N) drawn at its parent."""
+    path, length, end = accepted_path(target.tree, target.at_parent(token) == target.tree.tokens)
+    if target.sampler.do_sample:  # a p that is not a number is none at token 0 either
+        target.sampler.note_finite(~target.p[..., 0].gather(1, path).isnan())
+    return Verdict(path, length, target.at(token, end))
+
+
+def follow_node_by_node(target: TargetProbs) -> Verdict:
+    """The same path for processors that depend on the prefix: they are asked for the nodes on it only."""
+    tree = target.tree
     end = token = torch.zeros_like(tree.tokens[:, 0])
     going = torch.ones_like(end, dtype=torch.bool)
     path, length = [end], torch.ones_like(end)
     for depth in range(tree.max_depth + 1):
-        token = torch.where(going, laws.draw_at(end), token)
-        found, child = (laws.at(tree.topology.children, end) & (tree.tokens == token.unsqueeze(1))).max(1)
+        token = torch.where(going, target.draw_at(end), token)
+        found, child = (target.at(tree.topology.children, end) & (tree.tokens == token.unsqueeze(1))).max(1)
         going = going & found
         if depth == tree.max_depth or not bool(going.any()):  # prefixes are read on the host in any case
             break
@@ -74,67 +76,65 @@ def node_by_node(laws: TargetProbs) -> Verdict:
     return Verdict(torch.stack(path, 1), length, token)
 
 
-def kept_in_order(laws: TargetProbs, p: Tensor, leniency: float = 1.0) -> Tensor:
-    """(B, N) bool: sibling after sibling, x is kept with probability min(1, p(x) / (leniency · q(x))), by laws p
-    (B, N, V).
+def draw_accept_mask(target: TargetProbs, p: Tensor, leniency: float = 1.0) -> Tensor:
+    """(B, N) bool: sibling after sibling, x is accepted with probability min(1, p(x) / (leniency · q(x))); p (B, N, V).
 
-    A refusal leaves p as norm((p − q)₊) and q without x. The law of a point mass is one-hot at each x.
+    A rejection leaves norm((p − q)₊) of p and q without x. The q of a point mass is one-hot at each x.
     """
-    return laws.sampler.bernoulli(chances_in_order(laws, p, leniency))
+    return target.sampler.bernoulli(accept_probs(target, p, leniency))
 
 
-def chances_in_order(laws: TargetProbs, p: Tensor, leniency: float = 1.0) -> Tensor:
-    """(B, N) how likely each node is kept where its parent is and no sibling before it, for sure from 1 on. Of the root
-    and unused slots it says nothing."""
-    tree, own = laws.tree, laws.of_tokens(p)
+def accept_probs(target: TargetProbs, p: Tensor, leniency: float = 1.0) -> Tensor:
+    """(B, N) the probability (≥ 1: certain) that each node is accepted, given its parent is and no earlier sibling.
+
+    Meaningless at the root and at unused slots."""
+    tree, own = target.tree, target.token_probs(p)
     if tree.probs is None:
-        share = own / leniency
-        if not tree.is_chain:  # p has lost their tokens
-            share = share / (1 - (tree.topology.earlier_siblings * own.unsqueeze(1)).sum(2)).clamp_min(tiny(p))
-        return share
+        ratio = own / leniency
+        if not tree.is_chain:  # p has lost the tokens of earlier siblings
+            ratio = ratio / (1 - (tree.topology.earlier_siblings * own.unsqueeze(1)).sum(2)).clamp_min(tiny(p))
+        return ratio
     q = tree.drawn_probs()  # above 0 for what was drawn
-    share = own / (q if leniency == 1 else leniency * q)
-    return (
-        torch.where(tree.topology.first_siblings, share, later_sibling_chances(laws, p, leniency))
-        if tree.siblings_drawn
-        else share
-    )
+    ratio = own / (q if leniency == 1 else leniency * q)
+    if not tree.siblings_drawn:
+        return ratio
+    return torch.where(tree.topology.first_siblings, ratio, later_accept_probs(target, p, leniency))
 
 
-def later_sibling_chances(laws: TargetProbs, p: Tensor, leniency: float = 1.0) -> Tensor:
-    """(B, N) as `chances_in_order`, of the nodes that were drawn after a sibling; of others it says nothing."""
-    tree, (above, siblings) = laws.tree, laws.tree.topology.sibling_groups
+def later_accept_probs(target: TargetProbs, p: Tensor, leniency: float = 1.0) -> Tensor:
+    """(B, N) `accept_probs` of the nodes drawn after a sibling; meaningless at others."""
+    tree, (parent, siblings) = target.tree, target.tree.topology.sibling_groups
     assert tree.probs is not None
-    left = p.flatten(0, 1).index_select(0, above)  # (F, V)
-    law = tree.probs.flatten(0, 1).index_select(0, siblings[0])
-    made, x = left.new_zeros(tree.tokens.numel()), tree.tokens.take(siblings[0]).unsqueeze(1)
+    left = p.flatten(0, 1).index_select(0, parent)  # (F, V)
+    q = tree.probs.flatten(0, 1).index_select(0, siblings[0])
+    found, x = left.new_zeros(tree.tokens.numel()), tree.tokens.take(siblings[0]).unsqueeze(1)
     for rank, child in enumerate(siblings[1:], 1):
-        left, left_mass = positive_part(left, law)  # x was refused
-        law.scatter_(1, x, 0)
-        law_mass, x = law.sum(1, keepdim=True), tree.tokens.take(child).unsqueeze(1)
-        own, drawn = left.gather(1, x) * law_mass, law.gather(1, x) * left_mass
-        chance = own / (drawn if leniency == 1 else leniency * drawn).clamp_min(tiny(law))
-        made.index_copy_(0, child, chance.squeeze(1))  # of no child to a root, which nobody asks for
+        left, left_mass = positive_part(left, q)  # x was rejected
+        q.scatter_(1, x, 0)
+        q_mass, x = q.sum(1, keepdim=True), tree.tokens.take(child).unsqueeze(1)
+        p_x, q_x = left.gather(1, x) * q_mass, q.gather(1, x) * left_mass
+        ratio = p_x / (q_x if leniency == 1 else leniency * q_x).clamp_min(tiny(q))
+        found.index_copy_(0, child, ratio.squeeze(1))  # of a child that is not there: to a root, which is not read
         if rank + 1 < len(siblings):
-            left.div_(left_mass.clamp_min(tiny(law)))
-            law.div_(law_mass.clamp_min(tiny(law)))
-    return made.view_as(tree.tokens)
+            left.div_(left_mass.clamp_min(tiny(q)))
+            q.div_(q_mass.clamp_min(tiny(q)))
+    return found.view_as(tree.tokens)
 
 
-def residual_after_children(p: Tensor, laws: TargetProbs, node: Tensor) -> Tensor:
-    """(B, V) what is left of p (B, V) when all children of node (B,) have been refused: `LevelRule.rest` towards p."""
-    tree = laws.tree
+def residual_after_rejections(p: Tensor, target: TargetProbs, node: Tensor) -> Tensor:
+    """(B, V) what is left of p (B, V) when all children of node (B,) are rejected: `bonus_weights` of an exact rule."""
+    tree = target.tree
     if tree.probs is None:  # p without their tokens
-        is_child = laws.at(tree.topology.children, node)
+        is_child = target.at(tree.topology.children, node)
         left = p.scatter_reduce(1, tree.tokens, (~is_child).to(p.dtype), "prod")
-        return or_fallback(left, left.sum(-1, keepdim=True), p)
-    kids = tree.topology.child_table.index_select(0, laws.place(node))  # (B, most)
-    law = tree.probs.flatten(0, 1).index_select(0, kids[:, 0])
-    for rank in range(kids.shape[1]):
-        if rank > 0:  # the draft has lost the sibling before, and weighs what p does
-            law = law.scatter(1, tree.tokens.take(kids[:, rank - 1 : rank]), 0)
-            law *= p.sum(1, keepdim=True) / law.sum(1, keepdim=True).clamp_min(tiny(law))
-        p = residual(p, law * (kids[:, rank : rank + 1] > 0))
+        return with_fallback(left, left.sum(-1, keepdim=True), p)
+    children = tree.topology.child_table.index_select(0, target.flat_index(node))  # (B, most children)
+    q = tree.probs.flatten(0, 1).index_select(0, children[:, 0])
+    for rank in range(children.shape[1]):
+        if rank > 0:  # q has lost the sibling before; it is scaled to the mass that p has left
+            q = q.scatter(1, tree.tokens.take(children[:, rank - 1 : rank]), 0)
+            q *= p.sum(1, keepdim=True) / q.sum(1, keepdim=True).clamp_min(tiny(q))
+        p = residual(p, q * (children[:, rank : rank + 1] > 0))
     return p
 
 
@@ -148,16 +148,16 @@ def normalised(weights: Tensor) -> Tensor:
 
 
 def positive_part(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """(p − q)₊ and, of each row, its sum (…, 1)."""
+    """(p − q)₊, and the sum of each row (…, 1)."""
     left = (p - q).clamp_min_(0)
     return left, left.sum(-1, keepdim=True)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """(p − q)₊, the law of the token after a refusal but for a factor; p where p = q, which is never refused."""
-    return or_fallback(*positive_part(p, q), p)
+    """(p − q)₊: the distribution of the token after a rejection, up to a factor; p where p = q, never rejected."""
+    return with_fallback(*positive_part(p, q), p)
 
 
-def or_fallback(left: Tensor, mass: Tensor, p: Tensor) -> Tensor:
-    """Rows of left, and of p where their mass (…, 1) is none."""
+def with_fallback(left: Tensor, mass: Tensor, p: Tensor) -> Tensor:
+    """Rows of left, or of p where their mass (…, 1) is 0."""
     return torch.where(mass > 0, left, p)

@@ -1,6 +1,6 @@
 """fuzzy_from(): the rule that the arguments of the official FSD code ask for, under its names.
 
-p is the target's distribution, q the draft's, m = (p + q) / 2. FSD, arXiv:2502.20704.
+p: target probabilities, q: draft probabilities, m = (p + q) / 2. FSD, arXiv:2502.20704.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TYPES = {"kl_div": "kl", "kl_div_reversed": "kl_reversed", "js_div": "js_paper",
 TYPES |= {
     f"{over}_{name}": f"{over}_{TYPES[name]}" for over in ("top_k", "top_p") for name in TYPES if "rev" not in name
 }
-EPSILON = 1e-10  # what it adds to each probability that processors have made
+EPSILON = 1e-10  # what it adds to each processed probability
 
 
 def fuzzy_from(
@@ -38,7 +38,7 @@ def fuzzy_from(
     "kl_div_reversed_processed", which is of the raw ones there too. "random" as in `Fuzzy`. None is "js_div". A name
     without "_div" is `Fuzzy`'s own: "js" is the true Jensen-Shannon.
     fsd_div_logit_processor: which of the call's warpers the divergence sees, of "temperature", "top_k" and "top_p",
-    smoothed as above; it says nothing to a "…_processed" type. options are Fuzzy's own.
+    smoothed as above; a "…_processed" type ignores it. options are Fuzzy's own.
     """
     name = fsd_div_type or "js_div"
     plain = name.removesuffix("_processed")
@@ -46,12 +46,12 @@ def fuzzy_from(
     warpers = _warper_names(fsd_div_logit_processor)
     if plain == "sd" or fsd_div_threshold is None:
         return Exact()
-    made: dict[str, Any] = {"processed": name != plain and plain != "kl_div_reversed"}
-    if not made["processed"]:
-        made["warpers"] = "+".join(warpers)
-    if plain in TYPES and (made["processed"] or warpers):
-        made["epsilon"] = EPSILON
-    return Fuzzy(fsd_div_threshold, TYPES.get(plain, plain), **{**made, **options})
+    chosen: dict[str, Any] = {"processed": name != plain and plain != "kl_div_reversed"}
+    if not chosen["processed"]:
+        chosen["warpers"] = "+".join(warpers)
+    if plain in TYPES and (chosen["processed"] or warpers):
+        chosen["epsilon"] = EPSILON
+    return Fuzzy(fsd_div_threshold, TYPES.get(plain, plain), **{**chosen, **options})
 
 
 def _warper_names(given: str | Iterable[Any] | None) -> list[str]:

@@ -1,6 +1,6 @@
-"""Fuzzy: drafts stand where the draft's law is near the target's.
+"""Fuzzy: drafts are accepted where the draft's distribution is near the target's.
 
-p is the target's law, q the draft's. Shapes: B batch rows, N nodes, V vocabulary.
+p: target probabilities, q: draft probabilities. Shapes: B batch rows, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from specheads.decoding.acceptance.divergences import FORMS, NAMES, divergence, smoothed
-from specheads.decoding.acceptance.exact import Exact, chances_in_order
+from specheads.decoding.acceptance.divergences import NAMES, add_to_probs, divergence
+from specheads.decoding.acceptance.exact import Exact, accept_probs
 from specheads.decoding.acceptance.rule import LevelRule, TargetProbs
 from specheads.decoding.precision import at_least_float32
 from specheads.decoding.sampler import Sampler
@@ -26,23 +26,27 @@ WARPERS = {
 
 @dataclass(frozen=True)
 class Fuzzy(LevelRule):
-    """The first child stands where D(q, p) is within `threshold`, whichever token it is. FSD, arXiv:2502.20704.
+    """Accepts the first child where D(q, p) is within `threshold`, whichever token it is. FSD, arXiv:2502.20704.
 
-    mode "divergence": D ≤ threshold alone decides, and elsewhere `Exact` does, so that a token is drawn from p there as
-    in the paper, whose code ends the step with it even where a child carries it. Not lossless.
-    mode "rescue": `Exact` decides, and D < threshold only where it keeps no child. Not lossless, but at threshold 0.
-    divergence: "kl" is KL(q‖p), "kl_reversed" KL(p‖q), "js" the true Jensen-Shannon (at most log 2), "tv" total
-    variation, "js_paper" what the paper's code has for JS, ½KL(m‖p) + ½KL(m‖q), unbounded; "top_k_…" (kl, js, js_paper,
-    tv) over the target's k likeliest tokens and one for all the rest; "top_p_…" (the same) over its nucleus,
-    renormalised; "random": a uniform number in D's place.
-    processed: compare the laws under the logits processors; else the raw ones, at temperature 1. The draft's sees no
-    processor that depends on the prefix. warpers: compare them under these of the call's processors alone, as in
-    "temperature+top_p" (and "top_k"); raw where it has none of them. epsilon: added to each probability that processors
-    have made before the two are compared, so that a token ruled out makes no divergence infinite.
+    mode "divergence": D ≤ threshold decides, and where it is larger `Exact` does, so that a token is drawn from p there
+    as in the paper; the paper's code then ends the step even if a child has that token. Not lossless.
+    mode "rescue": `Exact` decides, and D < threshold only where it accepts no child. Lossless at threshold 0 only.
+    divergence: "kl" is the reverse KL(q‖p), "kl_reversed" the forward KL(p‖q), "js" the true Jensen–Shannon (at most
+    log 2), "tv" total variation, "js_paper" what the paper's code has for JS, ½KL(m‖p) + ½KL(m‖q), unbounded;
+    "top_k_…" (kl, js, js_paper, tv) over the target's k likeliest tokens and one outcome for all others; "top_p_…" (the
+    same) over its nucleus, renormalised; "random": a uniform number in D's place.
+    processed: compare the distributions under the logits processors, of which the draft's sees none that depends on the
+    prefix; else the raw ones, at temperature 1. warpers: compare them under these of the call's processors only, as in
+    "temperature+top_p" (and "top_k"); raw if it has none of them. epsilon: added to each processed probability before
+    the comparison, so that a token ruled out makes no divergence infinite.
 
     The first child in draft order is the draft's likeliest, or the first drawn; one that a logits processor rules out
-    for the target is passed over. Needs the draft's law, which heads and draft models give ("random" does not).
+    for the target is skipped. Needs draft probabilities, which heads and draft models give ("random" does not).
     """
+
+    name = "fuzzy"
+    positional = ("divergence", "threshold", "mode")
+    threshold_field = "threshold"
 
     threshold: float
     divergence: str = "js"
@@ -83,54 +87,53 @@ class Fuzzy(LevelRule):
     def is_exact(self, sampler: Sampler) -> bool:
         return self.lossless
 
-    def kept(self, laws: TargetProbs) -> Tensor:
-        tree, sampler = laws.tree, laws.sampler
-        kept = sampler.bernoulli(chances_in_order(laws, laws.p)) if sampler.do_sample else laws.is_target_argmax()
-        apart = laws.at_parent(self.distance(laws)) if laws.divergences is None else laws.divergences
-        near = laws.first_allowed & self.near(apart)
+    def accept_mask(self, target: TargetProbs) -> Tensor:
+        tree, sampler = target.tree, target.sampler
+        exact = sampler.bernoulli(accept_probs(target, target.p)) if sampler.do_sample else target.is_target_argmax()
+        distance = target.divergences
+        if distance is None:
+            distance = target.at_parent(self.distance(target))
+        near = target.first_allowed & self.near(distance)
         if self.mode == "divergence":
-            return kept | near
-        above = tree.topology.parent_index  # rescue: only where Exact keeps no child at all
-        num_kept = torch.zeros_like(above).scatter_add_(1, above, (kept & tree.topology.drafted).long())
-        return kept | (near & laws.at_parent(num_kept == 0))
+            return exact | near
+        parent = tree.topology.parent_index  # rescue: only where Exact accepts no child
+        num_accepted = torch.zeros_like(parent).scatter_add_(1, parent, (exact & tree.topology.drafted).long())
+        return exact | (near & target.at_parent(num_accepted == 0))
 
-    def divergences(self, laws: TargetProbs) -> Tensor:
-        distance = self.distance(laws)  # siblings share their parent's
-        if self.processed and laws.sampler.needs_prefix:  # below a token that processors rule out there is none
-            distance = distance.masked_fill((laws.scores == 0).all(-1), torch.nan)
-        return laws.at_parent(distance).masked_fill(~laws.tree.topology.drafted, torch.nan)
+    def divergences(self, target: TargetProbs) -> Tensor:
+        distance = self.distance(target)  # siblings share their parent's
+        if self.processed and target.sampler.needs_prefix:  # there is none after a token that is ruled out
+            distance = distance.masked_fill((target.scores == 0).all(-1), torch.nan)
+        return target.at_parent(distance).masked_fill(~target.tree.topology.drafted, torch.nan)
 
-    def rest(self, laws: TargetProbs, node: Tensor) -> Tensor:
-        return Exact().rest(laws, node)
+    def bonus_weights(self, target: TargetProbs, node: Tensor) -> Tensor:
+        return Exact().bonus_weights(target, node)
 
     def near(self, distance: Tensor) -> Tensor:
         """Is each distance within `threshold`?"""
         return distance < self.threshold if self.mode == "rescue" else distance <= self.threshold
 
-    def distance(self, laws: TargetProbs) -> Tensor:
-        """(B, N) D(q, p) behind each node; of leaves, behind which nothing was drafted, it says nothing."""
+    def distance(self, target: TargetProbs) -> Tensor:
+        """(B, N) D(q, p) at each node; meaningless at leaves, after which nothing was drafted."""
+        tree, sampler, draft = target.tree, target.sampler, target.tree.logits
         if self.divergence == "random":
-            return laws.sampler.uniforms(laws.tree.tokens.shape, laws.logits.device)
-        kept, ids = laws.tree.logits, None
-        if kept is None:
-            raise ValueError("Fuzzy compares the draft's law with the target's, and this tree was drafted without one")
-        sampler = laws.sampler
+            return sampler.uniforms(tree.tokens.shape, target.logits.device)
+        if draft is None:
+            raise ValueError(
+                "Fuzzy compares the draft's probabilities with the target's, and this tree was drafted without any"
+            )
         warpers = {WARPERS[name] for name in self._warper_names} & {type(one) for one in sampler.processors}
-        # Where tokens are drawn the law at every node has been made, and without processors it is the raw one.
-        known = sampler.do_sample and (self.processed or not sampler.processors) and not self.epsilon
-        known = known and FORMS[self.divergence].takes_law(self.top_p)
-        target = laws.soft if known else laws.scores if self.processed else laws.logits
-        node = laws.place(torch.arange(laws.tree.num_nodes, device=target.device).expand(len(target), -1)).flatten()
-        target, draft = target.flatten(0, 1), kept.at(node)
+        node = torch.arange(tree.num_nodes, device=target.logits.device).expand_as(tree.tokens)
+        p = (target.scores if self.processed else target.logits).flatten(0, 1)  # (B · N, V) logits of p, then of q
+        q, ids = draft.at(target.flat_index(node).flatten()), None
         if self.processed or warpers:  # processors know tokens by their target ids
             kinds = None if self.processed else tuple(warpers)
-            draft = sampler.draft_probs(kept.over_target(draft), kinds)
+            q_probs = sampler.draft_probs(draft.over_target(q), kinds)
             if not self.processed:
-                target = sampler.draft_probs(target, kinds).log()
+                p = sampler.draft_probs(p, kinds).log()
             if self.epsilon:
-                draft, target = smoothed(draft, self.epsilon), smoothed(target.softmax(-1), self.epsilon).log()
-            draft = draft.log()
+                q_probs, p = add_to_probs(q_probs, self.epsilon), add_to_probs(p.softmax(-1), self.epsilon).log()
+            q = q_probs.log()
         else:
-            target, draft, ids = at_least_float32(target), at_least_float32(draft), kept.ids
-        apart = divergence(self.divergence, draft, target, k=self.k, top_p=self.top_p, ids=ids, p_is_law=known)
-        return apart.view_as(laws.tree.tokens)
+            p, q, ids = at_least_float32(p), at_least_float32(q), draft.ids
+        return divergence(self.divergence, q, p, k=self.k, top_p=self.top_p, ids=ids).view_as(tree.tokens)

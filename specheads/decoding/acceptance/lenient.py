@@ -1,4 +1,4 @@
-"""Lenient: the exact rule's coins, weighted towards acceptance."""
+"""Lenient: the exact rule with higher acceptance probabilities."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specheads.decoding.acceptance.exact import kept_in_order, residual_after_children
+from specheads.decoding.acceptance.exact import draw_accept_mask, residual_after_rejections
 from specheads.decoding.acceptance.rule import LevelRule, TargetProbs
 from specheads.decoding.sampler import Sampler
 
 
 @dataclass(frozen=True)
 class Lenient(LevelRule):
-    """Keep x with probability min(1, p(x) / (leniency · q(x))). Lossless at leniency 1 and at temperature 0 alone.
+    """Accept x with probability min(1, p(x) / (leniency · q(x))). Lossless at leniency 1 and at temperature 0 only.
 
-    leniency in (0, 1]: no token is emitted more than 1/leniency times as often as the target would. q is the law x was
-    drawn from, which is one-hot for a token chosen without a coin, so that 1 is exact whatever the draft. Siblings are
-    judged in draft order; a refusal is followed as in `Exact`. Leviathan et al., arXiv:2211.17192.
+    leniency in (0, 1]: no token is emitted more than 1/leniency times as often as by the target. q is the distribution
+    x was drawn from, one-hot for a token that was not drawn, so that 1 is exact for every draft. Siblings are judged in
+    draft order; after a rejection it goes as in `Exact`. Leviathan et al., arXiv:2211.17192.
     """
+
+    name = "lenient"
+    threshold_field = "leniency"
 
     leniency: float
 
@@ -33,8 +36,8 @@ class Lenient(LevelRule):
     def is_exact(self, sampler: Sampler) -> bool:
         return self.lossless or not sampler.do_sample
 
-    def kept(self, laws: TargetProbs) -> Tensor:
-        return kept_in_order(laws, laws.p, self.leniency)
+    def accept_mask(self, target: TargetProbs) -> Tensor:
+        return draw_accept_mask(target, target.p, self.leniency)
 
-    def rest(self, laws: TargetProbs, node: Tensor) -> Tensor:
-        return residual_after_children(laws.p_at(node), laws, node)
+    def bonus_weights(self, target: TargetProbs, node: Tensor) -> Tensor:
+        return residual_after_rejections(target.p_at(node), target, node)

@@ -1,4 +1,4 @@
-"""NoResidual: the exact rule's coins, without the residual."""
+"""NoResidual: the exact rule's acceptance probabilities, without its residual."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specheads.decoding.acceptance.exact import kept_in_order
+from specheads.decoding.acceptance.exact import draw_accept_mask
 from specheads.decoding.acceptance.rule import LevelRule, TargetProbs
 from specheads.decoding.sampler import Sampler
 
 
 @dataclass(frozen=True)
 class NoResidual(LevelRule):
-    """Keep x with probability min(1, p(x)/q(x)), and behind a refusal draw from p. Not lossless but at temperature 0.
+    """Accept x with probability min(1, p(x)/q(x)); after a rejection draw from p. Lossless at temperature 0 only.
 
-    Without the residual norm((p − q)₊) what the draft likes comes twice: it is emitted with probability
+    Without the residual norm((p − q)₊) tokens that the draft likes are emitted too often: x with probability
     min(p, q) + (1 − Σ min(p, q)) p. The skip_sample_adjustment of https://github.com/romsto/Speculative-Decoding.
     """
 
+    name = "no_residual"
     lossless: ClassVar[bool] = False
 
     def is_exact(self, sampler: Sampler) -> bool:
         return not sampler.do_sample
 
-    def kept(self, laws: TargetProbs) -> Tensor:
-        return kept_in_order(laws, laws.p)
+    def accept_mask(self, target: TargetProbs) -> Tensor:
+        return draw_accept_mask(target, target.p)
 
-    def rest(self, laws: TargetProbs, node: Tensor) -> Tensor:
-        return laws.p_at(node)
+    def bonus_weights(self, target: TargetProbs, node: Tensor) -> Tensor:
+        return target.p_at(node)

@@ -1,48 +1,38 @@
-"""walk(): from the root of a verified tree as far as a rule allows.
-
-Shapes: B batch rows, N nodes, V vocabulary.
-"""
+"""Paths through a tree of which some nodes are accepted. Shapes: B batch rows, N nodes, P = depth + 1."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
+import torch
 from torch import Tensor
 
-from specheads.decoding.acceptance.exact import Exact
-from specheads.decoding.acceptance.rule import Acceptance, TargetProbs, Verdict
-from specheads.decoding.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
 
-def walk(
-    tree: DraftTree,
-    logits: Tensor,
-    accept: Acceptance,
-    sampler: Sampler,
-    history: Sequence[Sequence[int]] = (),
-    *,
-    ends: Tensor | None = None,
-    numbers: Tensor | None = None,
-    keep_scores: bool = False,
-    keep_divergences: bool = False,
-) -> Verdict:
-    """What of the tree stands, in every row at once.
+def accepted_path(tree: DraftTree, accept_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The path from the root that takes the first accepted child at each node, as long as there is one.
 
-    logits (B, N, V) from the target. history: each row's ids up to and with the root, read only where a logits
-    processor depends on the prefix; such a processor sees each node's own. ends (B, N): nodes that nothing follows, of
-    which no such processor is asked; None for none. numbers (B, P): as `TargetProbs` has them. keep_divergences:
-    measured at every node, for a rule that does.
+    accept_mask (B, N) bool. Returns the path and its length, as `path_to` does, and its end (B,).
     """
-    laws = TargetProbs(tree, logits, sampler, history, ends, numbers)
-    if keep_divergences and tree.num_nodes > 1:
-        laws.divergences = accept.divergences(laws)
-    if tree.num_nodes == 1 or accept.is_exact(sampler):
-        accept = Exact()
-    verdict = accept.judge(laws)
-    if laws.divergences is not None:
-        verdict = replace(verdict, divergences=laws.divergences)
-    if not keep_scores:
-        return verdict
-    return replace(verdict, scores=tuple((laws.at(logits, node), laws.scores_at(node)) for node in verdict.path.T))
+    accept_mask = accept_mask & tree.topology.drafted
+    if tree.is_chain:
+        end = accept_mask[:, 1:].long().cumprod(1).sum(1)
+    else:
+        node = torch.arange(tree.num_nodes, device=accept_mask.device)
+        end = torch.where(accepted_to_root(tree, tree.first_sibling(accept_mask)), node, 0).amax(1)
+    return *path_to(tree, end), end
+
+
+def accepted_to_root(tree: DraftTree, accept_mask: Tensor) -> Tensor:
+    """(B, N) is each node accepted? → (B, N) are it and all its ancestors? The root always is."""
+    return (accept_mask.unsqueeze(1) | tree.topology.not_required).all(-1)
+
+
+def path_to(tree: DraftTree, end: Tensor) -> tuple[Tensor, Tensor]:
+    """The nodes (B, P) from the root to end (B,), which fills the rest, and how many there are, (B,)."""
+    node = torch.arange(tree.num_nodes, device=end.device)
+    if tree.is_chain:
+        return torch.minimum(node, end.unsqueeze(1)), end + 1
+    on_path = tree.topology.ancestors[torch.arange(len(end), device=end.device), end]
+    path = torch.where(on_path, node, tree.num_nodes - 1).sort(1).values[:, : tree.max_depth + 1]
+    length = on_path.sum(1)
+    return torch.where(node[: tree.max_depth + 1] < length.unsqueeze(1), path, end.unsqueeze(1)), length

@@ -5,9 +5,11 @@ from specheads.decoding.drafters.cascade import Cascade
 from specheads.decoding.drafters.lookup import PromptLookup
 from specheads.decoding.drafters.maxgram import MaxGram
 from specheads.decoding.drafters.model import DraftModel
+from specheads.decoding.drafters.named import DRAFTERS
 from specheads.decoding.drafters.ngram import NGram, NGramStorage, OneLevelNGramStorage
+from specheads.decoding.drafters.paths import PathDrafter
 
 __all__ = [
-    "Cascade", "Context", "DraftModel", "Drafter", "MaxGram", "NGram", "NGramStorage", "OneLevelNGramStorage",
-    "PromptLookup",
+    "DRAFTERS", "Cascade", "Context", "DraftModel", "Drafter", "MaxGram", "NGram", "NGramStorage",
+    "OneLevelNGramStorage", "PathDrafter", "PromptLookup",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -96,13 +96,65 @@ class Context:
         )
 
 
+@runtime_checkable
 class Drafter(Protocol):
-    """Proposes a tree of tokens that may follow the root. layers: the target hidden_states it reads (HF indices).
+    """Proposes a tree of tokens that may follow the root.
 
-    A drafter trained on texts of limited length may have a `trained_length`: generate() warns past it.
+    All that is asked of a drafter is here. Subclasses have the values given; of one that is no subclass and lacks some,
+    `with_defaults` makes one that has them.
+
+    layers: target hidden_states it wants (HF indices).
+    wants_target_top: so many of the target's likeliest tokens come in `Context.top`.
+    gives_draft_probs: its trees can keep the distributions they were drafted from; else its drafts are point masses.
+    draft_depth: tokens it drafts in one pass; None where each level takes a pass.
+    trained_length: tokens of the longest text it was trained on, past which generate() warns; None: no such limit.
+    reviews: of each draft of a cascade, its reviews since the run began; () for what reviews nothing.
     """
 
     @property
     def layers(self) -> tuple[int, ...]: ...
+    @property
+    def wants_target_top(self) -> int:
+        return 0
+
+    @property
+    def gives_draft_probs(self) -> bool:
+        return True
+
+    @property
+    def draft_depth(self) -> int | None:
+        return None
+
+    @property
+    def trained_length(self) -> int | None:
+        return None
+
+    @property
+    def reviews(self) -> tuple[int, ...]:
+        return ()
+
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan: ...
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree: ...
+
+
+def with_defaults(drafter: Any) -> Drafter:
+    """The drafter itself where it has all that `Drafter` states, else one that has `Drafter`'s values for the rest."""
+    if isinstance(drafter, Drafter):
+        return drafter
+    named = type(type(drafter).__name__, (_WithDefaults,), {})  # messages name what drafts
+    return cast(Drafter, named(drafter))
+
+
+class _WithDefaults:
+    def __init__(self, drafter: Any) -> None:
+        self._drafter = drafter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter if hasattr(self._drafter, name) else _DEFAULTS, name)
+
+
+class _Defaults(Drafter):
+    """What `Drafter` says where nobody says otherwise."""
+
+
+_DEFAULTS = cast(type[Any], _Defaults)()

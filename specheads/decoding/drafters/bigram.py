@@ -50,12 +50,14 @@ def check_bigrams(table: Any, vocab_size: int, name: str = "the bigram table") -
             raise ValueError(f"{name} has {follower!r} at index {token}: expected an id from 0 to {vocab_size - 1}")
 
 
-def load_bigrams(path: str | Path, vocab_size: int) -> tuple[int, ...]:
-    """Read a table. OSError if there is no file, ValueError if it does not fit the vocabulary."""
+def load_bigrams(path: str | Path, vocab_size: int | None) -> tuple[int, ...]:
+    """Read a table. OSError if there is no file, ValueError if it does not fit the vocabulary (None: any)."""
     try:
         table = json.loads(Path(path).read_text("utf8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+    if vocab_size is None:
+        vocab_size = len(table) if isinstance(table, list) else 0
     check_bigrams(table, vocab_size, str(path))
     return tuple(table)
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads.decoding.acceptance.tokens import stands_in_review
-from specheads.decoding.drafters.base import Context, Drafter
+from specheads.decoding.acceptance.tokens import accepted_in_review
+from specheads.decoding.drafters.base import Context, Drafter, with_defaults
 from specheads.decoding.drafters.cached_model import CachedModel
 from specheads.decoding.drafters.cascade_state import CascadeState
 from specheads.decoding.drafters.head_review import HeadReview
@@ -27,7 +27,7 @@ from specheads.decoding.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
 
-class Cascade:
+class Cascade(Drafter):
     """Drafts in a cascade, largest first: `DraftModel`s, of which the first may be a head, and last an n-gram drafter
     (without one, the smallest model drafts token by token).
 
@@ -44,19 +44,19 @@ class Cascade:
         """ValueError or TypeError for drafts in the wrong order, a k-matrix that does not fit them, or leniency < 1."""
         if not drafts:
             raise ValueError("a cascade needs drafts, for instance Cascade([DraftModel(small), MaxGram()], …)")
-        self.drafts = list(drafts)
-        for index, draft in enumerate(self.drafts):
-            _refuse_misplaced(draft, index, len(self.drafts))
-        names = [type(draft).__name__ for draft in self.drafts]
+        for index, draft in enumerate(drafts):
+            _refuse_misplaced(draft, index, len(drafts))
+        self.drafts = list(map(with_defaults, drafts))
+        names = [type(draft).__name__ for draft in drafts]
         self.k_matrix = parse_k_matrix(k_matrix, names, notation)
         if not (isinstance(leniency, int | float) and 1 <= leniency < math.inf):
             raise ValueError(f"leniency={leniency!r} must be 1 (accept only the likeliest token) or more")
         self.leniency = leniency
-        ahead = _num_heads(self.drafts[0])
-        if ahead and self.k_matrix[0][0] > ahead:
+        deepest = self.drafts[0].draft_depth
+        if deepest and self.k_matrix[0][0] > deepest:
             raise ValueError(
-                f"k_matrix[0][0]={self.k_matrix[0][0]}, but the head drafts at most {ahead} tokens ahead; give at most "
-                f"{ahead}"
+                f"k_matrix[0][0]={self.k_matrix[0][0]}, but the head drafts at most {deepest} tokens ahead; give at most "
+                f"{deepest}"
             )
         self.has_head = bool(self.drafts[0].layers)
         self._path_lengths = [draft.num_tokens if isinstance(draft, PathDrafter) else None for draft in self.drafts]
@@ -70,8 +70,12 @@ class Cascade:
         return self.drafts[0].layers
 
     @property
+    def gives_draft_probs(self) -> bool:
+        return False
+
+    @property
     def wants_target_top(self) -> int:
-        return getattr(self.drafts[-1], "wants_target_top", 0)
+        return self.drafts[-1].wants_target_top
 
     @property
     def reviews(self) -> tuple[int, ...]:
@@ -111,7 +115,7 @@ class Cascade:
             review = HeadReview(levels, self.most + 1, self.leniency, state, rows, proposal.write)
             head_context = replace(context, memory=memory.setdefault("head", {}))
             self.drafts[0].propose(head_context, sampler, review)
-            self._reviews[0] += 1 if _num_heads(self.drafts[0]) else levels
+            self._reviews[0] += 1 if self.drafts[0].draft_depth else levels
         proposal.write(0, rows, limit)
         for b, n in enumerate(limit):
             state.cut(b, state.text[b] + n)
@@ -184,7 +188,7 @@ class _Proposal:
             first = start[b] - 1 - read[b]  # the index in `fed` of the id before the first drafted one
             drafted, accepted = len(state.ids[b]) - start[b], 0
             q = state.q[b][start[b] - state.text[b] :]
-            while accepted < drafted and stands_in_review(
+            while accepted < drafted and accepted_in_review(
                 likeliest[b][first + accepted] == unread[b][first + accepted + 1],
                 p[b][first + accepted],
                 q[accepted],
@@ -214,11 +218,6 @@ def review_probs(
     return likeliest.tolist(), p_likeliest, p_following
 
 
-def _num_heads(draft: Any) -> int | None:
-    """How many tokens ahead a head drafts in one pass; None for a head that needs a pass per level."""
-    return getattr(getattr(draft, "config", None), "num_heads", None)
-
-
 def _refuse_misplaced(draft: Any, index: int, num_drafts: int) -> None:
     name = type(draft).__name__
     if isinstance(draft, PathDrafter):
@@ -232,7 +231,7 @@ def _refuse_misplaced(draft: Any, index: int, num_drafts: int) -> None:
                 f"draft {index} ({name}) drafts through text, but in a cascade all drafts share the target's "
                 "vocabulary; leave it out"
             )
-    elif not getattr(draft, "layers", ()):
+    elif not hasattr(draft, "propose") or not draft.layers:
         raise TypeError(
             f"draft {index} ({name}) cannot be part of a cascade; give DraftModel(model) for language models, a head "
             "first, and an n-gram drafter last"

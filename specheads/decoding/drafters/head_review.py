@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specheads.decoding.acceptance.tokens import stands_in_review
+from specheads.decoding.acceptance.tokens import accepted_in_review
 from specheads.decoding.drafters.cascade_state import CascadeState
 from specheads.decoding.planner import Expand
 from specheads.decoding.sampler import Sampler
@@ -59,7 +59,7 @@ class HeadReview:
                 p = children.probs_of(written_ids)[:, 0].tolist()
             undrafted = []
             for b in self.rows:
-                if not written[b] or not stands_in_review(
+                if not written[b] or not accepted_in_review(
                     likeliest[b] == written[b][0], p[b], state.q[b][level], self.leniency
                 ):
                     state.cut(b, state.text[b] + level)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from specheads.decoding.drafters.base import Context
-from specheads.decoding.drafters.bigram import check_bigrams
+from specheads.decoding.drafters.bigram import check_bigrams, load_bigrams
 from specheads.decoding.drafters.path_drafter import PathDrafter, Paths
 from specheads.decoding.drafters.suffix_search import copy_ids, longest_match, row_texts
 
@@ -22,12 +23,19 @@ class MaxGram(PathDrafter):
     bigrams: the table, one entry per id of the vocabulary (`bigram.load_bigrams`); None to draft nothing there.
     """
 
+    positional = ("bigrams",)
+
     bigrams: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.width > 1:
             raise ValueError(f"MaxGram: width={self.width}, but it knows one follower only; PromptLookup knows several")
+
+    @classmethod
+    def from_text(cls, bigrams: Path | None = None, *, vocab_size: int | None = None) -> MaxGram:
+        """`maxgram[:FILE]`: FILE holds the table."""
+        return cls(bigrams=None if bigrams is None else load_bigrams(bigrams, vocab_size))
 
     def paths(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[Paths]:
         if self.bigrams is not None:

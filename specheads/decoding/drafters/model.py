@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.drafters.base import Context
+from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.drafters.cached_model import CachedModel
 from specheads.decoding.drafters.retokenize import RetokenizedText
 from specheads.decoding.planner import AdaptiveChain, ChildLogits, Expand, Plan, SampledTree
@@ -26,7 +26,7 @@ PADDING = 0.01
 NO_LIMIT = 2**20  # tokens, for a model that states no maximum length
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """Drafts with `small`: any plan's trees, of its likeliest tokens or sampled from its distribution.
 
     tokenizer, target_tokenizer: of the small model and the target, if their vocabularies differ. The draft is then a

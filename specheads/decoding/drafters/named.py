@@ -1,21 +1,32 @@
-"""Drafters by name, as generate(), the command line and the console take them: `head`, `lookup`, `ngram`, `maxgram`."""
+"""Drafters by name, as generate(), the command line and the console take them: `head`, `lookup:5`, `ngram`, `maxgram`.
+
+A new drafter that needs no model of its own is one file and one entry here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from specheads.decoding.drafters.base import Drafter
+from specheads.decoding.drafters.base import Drafter, with_defaults
 from specheads.decoding.drafters.lookup import PromptLookup
 from specheads.decoding.drafters.maxgram import MaxGram
 from specheads.decoding.drafters.ngram import NGram
+from specheads.decoding.registry import Registry
 from specheads.options import refuse_class, refuse_unknown
 
-OF_TEXT: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "ngram": NGram, "maxgram": MaxGram}
+DRAFTERS: Registry[type[Drafter]] = Registry(
+    "drafter", "drafter", {"lookup": PromptLookup, "ngram": NGram, "maxgram": MaxGram}
+)
+
+
+def gives_draft_probs(text: str) -> bool:
+    """May the drafts of the drafter so named have distributions? Those of copies and cascades are point masses."""
+    kind = text.partition(":")[0]
+    return kind != "cascade" and (kind not in DRAFTERS or bool(DRAFTERS[kind].gives_draft_probs))
 
 
 def as_drafter(draft: Any, head: Drafter | None = None) -> Drafter | None:
-    """What `draft` stands for: True or "head" for `head`, a name of OF_TEXT, a drafter itself; None for False or None.
+    """What `draft` stands for: True or "head" for `head`, a text of DRAFTERS, a drafter itself; None for False or None.
 
     ValueError for "head" where there is none and for an unknown name; TypeError for what cannot draft.
     """
@@ -30,17 +41,17 @@ def as_drafter(draft: Any, head: Drafter | None = None) -> Drafter | None:
         return head
     if isinstance(draft, str):
         try:
-            refuse_unknown([draft], ["head", *OF_TEXT], "drafter")
+            refuse_unknown([draft.partition(":")[0]], ["head", *DRAFTERS], "drafter")
         except ValueError as error:
             raise ValueError(
                 f"draft={draft!r}: {error}; for a head checkpoint give load_head(base, PATH).head, for a smaller "
                 "model DraftModel(model)"
             ) from error
-        return OF_TEXT[draft]()
+        return DRAFTERS.build(draft)
     refuse_class("draft", draft, "drafter", "propose")
     if not hasattr(draft, "propose"):
         raise TypeError(f"draft={type(draft).__name__} cannot propose trees; for a language model, give DraftModel(it)")
-    return draft
+    return with_defaults(draft)
 
 
 def either(draft: Any, drafter: Any, head: Drafter | None = None, *, default: Any = None) -> Drafter | None:

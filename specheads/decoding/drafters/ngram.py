@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
+from typing import Any
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.drafters.path_drafter import PathDrafter, Paths
@@ -116,6 +117,8 @@ class NGram(PathDrafter):
     After https://github.com/romsto/Speculative-Decoding; with filler_top_k=1 it is ANPD, arXiv:2404.08698.
     """
 
+    positional = ("n",)
+
     num_tokens: int = 5
     storage: NGramStorage = field(default_factory=NGramStorage, kw_only=True)
     filler_top_k: int = 3
@@ -130,6 +133,11 @@ class NGram(PathDrafter):
                 "NGram(stop_if_unknown=False) drafts random ids, and its storage has no vocab_size; give "
                 "storage=NGramStorage(3, vocab_size)"
             )
+
+    @classmethod
+    def from_text(cls, n: int = 3, *, vocab_size: int | None = None, **options: Any) -> NGram:
+        """`ngram[:N]`: a storage of n-grams of N tokens."""
+        return cls(storage=NGramStorage(n, vocab_size), **options)
 
     @property
     def wants_target_top(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specheads.decoding.drafters.base import Context
+from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.planner import MAX_NODES, Plan, StaticTree
 from specheads.decoding.planner.plan import require_at_most
 from specheads.decoding.sampler import Sampler
@@ -25,7 +25,7 @@ Paths = list[list[int]]
 
 
 @dataclass(frozen=True)
-class PathDrafter(ABC):
+class PathDrafter(Drafter, ABC):
     """Drafts paths of ids. Of a plan it uses num_nodes and depth alone: paths are cut to them, in order.
 
     num_tokens: ids per path where no plan says otherwise; width: the most paths, each with another first id.
@@ -33,7 +33,9 @@ class PathDrafter(ABC):
 
     num_tokens: int = 10
     width: int = 1
+    positional: ClassVar[tuple[str, ...]] = ("num_tokens",)  # in texts: see `Registry`
     layers: ClassVar[tuple[int, ...]] = ()
+    gives_draft_probs: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self._at_least("num_tokens", 1)

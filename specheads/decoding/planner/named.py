@@ -1,7 +1,11 @@
-"""Plans by name, as the command line and the console take them."""
+"""Plans by name, as the command line and the console take them: `chain:4`, `dynamic:60,7,10`.
+
+A new plan is one file and one entry here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from specheads.decoding.planner.best_first import BestFirstTree
@@ -9,43 +13,33 @@ from specheads.decoding.planner.dynamic import DynamicTree
 from specheads.decoding.planner.plan import Plan
 from specheads.decoding.planner.sampled import SampledTree
 from specheads.decoding.planner.static import StaticTree, chain, comb, default_static
-from specheads.options import nearest, refuse_class, shown
+from specheads.decoding.registry import Registry
+from specheads.options import refuse_class, shown
 
-FORMS = (
-    "chain:DEPTH, comb:DEPTH[,WIDTH], dynamic:NODES,DEPTH,TOP_K, best:NODES,DEPTH,WIDTH, static[:NODES] or "
-    "sampled:WIDTH,WIDTH,…"
-)
-KINDS = ("chain", "comb", "dynamic", "best", "static", "sampled")
 STATIC_DEPTH = 5  # of a static tree for a drafter that names no depth of its own
 
 
-def tree_named(text: str, depth: int = STATIC_DEPTH) -> Plan:
+def static(nodes: int = 16, *, draft_depth: int = STATIC_DEPTH) -> StaticTree:
+    """The static tree of so many nodes, as deep as the drafter drafts."""
+    return default_static(nodes, draft_depth)
+
+
+PLANS: Registry[Callable[..., Plan]] = Registry(
+    "tree", "tree",
+    {
+        "chain": chain, "comb": comb, "dynamic": DynamicTree, "best": BestFirstTree, "static": static,
+        "sampled": SampledTree,
+    },
+    commas=True,
+)  # fmt: skip
+
+
+def tree_named(text: str, depth: int | None = None) -> Plan:
     """chain:4 | comb:5[,2] | dynamic:60,7,10 | best:64,8,7 | static[:16] | sampled:2,2,1 → the plan.
 
-    depth: of a static tree. ValueError for anything else.
+    depth: of a static tree; None: STATIC_DEPTH. ValueError for anything else.
     """
-    kind, _, rest = text.partition(":")
-    try:
-        numbers = [int(part) for part in rest.split(",")] if rest else []
-    except ValueError as error:
-        raise ValueError(f"{text!r}: {rest!r} is not whole numbers; expected {FORMS}") from error
-    try:
-        if kind == "chain" and len(numbers) == 1:
-            return chain(*numbers)
-        if kind == "comb" and len(numbers) in (1, 2):
-            return comb(*numbers)
-        if kind == "dynamic" and len(numbers) == 3:
-            return DynamicTree(*numbers)
-        if kind == "best" and len(numbers) == 3:
-            return BestFirstTree(*numbers)
-        if kind == "sampled" and numbers:
-            return SampledTree(tuple(numbers))
-        if kind == "static" and len(numbers) <= 1:
-            return default_static(numbers[0] if numbers else 16, depth)
-    except ValueError as error:
-        raise ValueError(f"{text!r}: {error}") from error
-    near = None if kind in KINDS else nearest(kind, KINDS)
-    raise ValueError(f"{text!r} is no tree; " + (f"did you mean {near!r}? " if near else "") + f"expected {FORMS}")
+    return PLANS.build(text, draft_depth=depth or STATIC_DEPTH)
 
 
 def as_plan(tree: Any, drafter: Any = None) -> Plan | None:
@@ -54,7 +48,7 @@ def as_plan(tree: Any, drafter: Any = None) -> Plan | None:
     if tree is None:
         return None
     if isinstance(tree, str):
-        return tree_named(tree, getattr(getattr(drafter, "config", None), "num_heads", None) or STATIC_DEPTH)
+        return tree_named(tree, None if drafter is None else drafter.draft_depth)
     refuse_class("tree", tree, "plan", "grow")
     if not hasattr(tree, "grow"):
         raise TypeError(
@@ -63,7 +57,7 @@ def as_plan(tree: Any, drafter: Any = None) -> Plan | None:
     return tree
 
 
-def static_choices(tree: StaticTree | str, depth: int = STATIC_DEPTH) -> tuple[tuple[int, ...], ...]:
+def static_choices(tree: StaticTree | str, depth: int | None = None) -> tuple[tuple[int, ...], ...]:
     """The choices of a static tree, or of its text. ValueError for text whose tree has no shape of its own; depth: as
     in `tree_named`."""
     plan = tree_named(tree, depth) if isinstance(tree, str) else tree

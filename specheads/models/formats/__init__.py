@@ -19,9 +19,9 @@ from specheads.models.formats import (
 )
 from specheads.models.formats.format import Format
 
-FORMATS: tuple[Format, ...] = (
+FORMATS: list[Format] = [
     *speculators_dflash.FORMATS, *dspark.FORMATS, *speculators.FORMATS, *deepspec.FORMATS, *dflash.FORMATS,
     *modelopt.FORMATS, *vllm_medusa.FORMATS, *hydra.FORMATS, *medusa.FORMATS, *eagle3.FORMATS, *eagle.FORMATS,
-)  # fmt: skip
+]  # fmt: skip
 
 ENGINES: tuple[str, ...] = tuple(sorted({form.engine for form in FORMATS}))

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from specheads.heads import DraftHead
 from specheads.models.config import SpecConfig
 from specheads.models.files import CONFIG, CheckpointError
-from specheads.models.formats import ENGINES, FORMATS, gguf_files, older
+from specheads.models.formats import FORMATS, gguf_files, older
 from specheads.models.formats.format import Format, Written, embeddings_of
 from specheads.models.formats.readme import readme
 from specheads.models.formats.serving import absolute
@@ -34,9 +34,9 @@ def export(
 ) -> Path:  # fmt: skip
     """Write `head` into the directory `out` as `to` reads it, whole or not at all; returns `out`.
 
-    to: one of ENGINES. dtype: of the weights (default: as they are). embeddings: put the base's into the file too,
-    where the format leaves that open. gguf: llama.cpp's checkout or converter, for llamacpp: write the GGUF files of
-    base and head too, with the weights of both in `dtype` then.
+    to: the engine of one of FORMATS. dtype: of the weights (default: as they are). embeddings: put the base's into the
+    file too, where the format leaves that open. gguf: llama.cpp's checkout or converter, for llamacpp: write the GGUF
+    files of base and head too, with the weights of both in `dtype` then.
     CheckpointError where the format cannot hold the head, with the reason and the nearest that can; where `out` holds
     files already; where the base is not in memory and the format wants of it; where the converter fails.
     """
@@ -82,7 +82,7 @@ def _gguf(
 def form_for(config: SpecConfig, base: PreTrainedModel, head: DraftHead, to: str) -> Format:
     """The format that holds this head for that engine. ValueError where there is no such engine, CheckpointError
     where it cannot hold the head."""
-    refuse_unknown([to], ENGINES, what="format to export to")
+    refuse_unknown([to], sorted({form.engine for form in FORMATS}), what="format to export to")
     if config.joint is not None:
         raise CheckpointError(
             "this head was trained together with adapters of its base, which no format holds; merge the adapters into "

@@ -1,0 +1,46 @@
+"""walk(): the path through a verified tree that a rule accepts.
+
+Shapes: B batch rows, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from specheads.decoding.acceptance.exact import Exact
+from specheads.decoding.acceptance.rule import Acceptance, TargetProbs, Verdict
+from specheads.decoding.sampler import Sampler
+from specheads.decoding.tree import DraftTree
+
+
+def walk(
+    tree: DraftTree,
+    logits: Tensor,
+    accept: Acceptance,
+    sampler: Sampler,
+    history: Sequence[Sequence[int]] = (),
+    *,
+    ends: Tensor | None = None,
+    numbers: Tensor | None = None,
+    keep_scores: bool = False,
+    keep_divergences: bool = False,
+) -> Verdict:
+    """What the rule accepts of the tree, in every row at once.
+
+    logits (B, N, V): the target's. history, ends, numbers: as in `TargetProbs`. keep_scores: the verdict gets the
+    scores of each token. keep_divergences: it gets those of every node, from a rule that measures them.
+    """
+    target = TargetProbs(tree, logits, sampler, history, ends, numbers)
+    if keep_divergences and tree.num_nodes > 1:
+        target.divergences = accept.divergences(target)
+    if tree.num_nodes == 1 or accept.is_exact(sampler):
+        accept = Exact()
+    verdict = accept.judge(target)
+    if target.divergences is not None:
+        verdict = replace(verdict, divergences=target.divergences)
+    if not keep_scores:
+        return verdict
+    return replace(verdict, scores=tuple((target.at(logits, node), target.scores_at(node)) for node in verdict.path.T))

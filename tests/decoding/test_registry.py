@@ -1,0 +1,145 @@
+"""The language of options: what a class says of its fields is what its text may hold."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from specheads import Acceptance, DraftTree, NGram, NGramStorage, PromptLookup, SampledTree, chain
+from specheads.decoding.acceptance import Exact, LevelRule, TokenRule
+from specheads.decoding.acceptance.named import RULES
+from specheads.decoding.drafters.base import Drafter, with_defaults
+from specheads.decoding.drafters.named import DRAFTERS, as_drafter
+from specheads.decoding.planner import BestFirstTree, default_static
+from specheads.decoding.planner.named import as_plan, tree_named
+from specheads.decoding.registry import Registry
+
+
+@dataclass(frozen=True)
+class Toy:
+    size: int
+    share: float = 0.5
+    widths: tuple[int, ...] = (1,)
+    fast: bool = False
+    most: int | None = None
+
+
+@dataclass(frozen=True)
+class Filed:
+    content: str
+
+    @classmethod
+    def from_text(cls, path: Path = Path("none"), *, suffix: str = "") -> "Filed":
+        return cls(f"{path}{suffix}")
+
+
+TOYS = Registry("toy", "toy", {"toy": Toy, "filed": Filed}, old_names={"trinket": "toy"})
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("toy:3", Toy(3)), ("toy:3:0.25", Toy(3, 0.25)), ("trinket:3", Toy(3)), ("toy:3:0.5:4:5", Toy(3, 0.5, (4, 5))),
+        ("toy:share=1:3", Toy(3, 1.0)), ("toy:3:most=9:fast=true", Toy(3, fast=True, most=9)),
+        ("filed:a:b=c,d", Filed("a:b=c,d!")), ("filed", Filed("none!")), ("filed:", Filed("none!")),
+    ],
+)  # fmt: skip
+def test_a_text_is_the_object_it_names(text, made):
+    assert TOYS.build(text, suffix="!") == made
+
+
+def test_an_object_is_written_as_the_shortest_text_that_names_it():
+    for toy in (Toy(3), Toy(3, 0.123456789), Toy(3, 0.5, (4, 5)), Toy(1, 0.2, (2,), True)):
+        assert TOYS.build(TOYS.write(toy)) == toy
+    assert TOYS.write(Toy(3)) == "toy:3" and TOYS.write(Toy(3, 0.25)) == "toy:3:0.25"
+    assert TOYS.usage("toy") == "toy:SIZE[:SHARE[:WIDTHS,…]]" and TOYS.usage("filed") == "filed[:PATH]"
+    with pytest.raises(ValueError, match="Exact is not a registered toy"):
+        TOYS.write(Exact())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tog:1", "unknown toy 'tog'; did you mean 'toy'?"), ("toy", "size is missing"), ("toy:x", "size='x' is not a"),
+        ("toy:1:size=2", "size is given twice"), ("toy:1:sizes=2", "did you mean 'size'"), ("toy:1:fast=1", "neither"),
+    ],
+)  # fmt: skip
+def test_a_text_that_names_nothing_is_refused_in_one_line(text, said):
+    with pytest.raises(ValueError, match=re.escape(said)) as refused:
+        TOYS.build(text)
+    assert repr(text) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_plans_take_commas_and_colons_and_any_field_by_name():
+    assert tree_named("best:20,6,4") == tree_named("best:20:6:4") == BestFirstTree(20, 6, 4)
+    assert tree_named("best:20,beams=3") == BestFirstTree(20, beams=3)
+    assert tree_named("sampled:2,2,1") == SampledTree((2, 2, 1)) and tree_named("chain:4") == chain(4)
+    assert tree_named("static:12") == default_static(12, 5) and tree_named("static", 3) == default_static(16, 3)
+
+
+def test_drafters_take_their_options_as_text():
+    assert DRAFTERS.build("lookup:5") == PromptLookup(5) == as_drafter("lookup:5")
+    assert DRAFTERS.build("lookup:5:width=2:max_ngram=4") == PromptLookup(5, 2, 4)
+    grams = DRAFTERS.build("ngram:4:filler_top_k=1", vocab_size=50)
+    assert isinstance(grams, NGram) and isinstance(grams.storage, NGramStorage)
+    assert (grams.storage.n, grams.storage.vocab_size, grams.filler_top_k) == (4, 50, 1)
+
+
+def test_every_registered_name_is_spelled_by_its_usage_and_known_by_its_class():
+    for name, rule in RULES.items():
+        assert rule.name == name and RULES.usage(name).startswith(name) and RULES.usage(name) in RULES.expected
+
+
+def test_a_rule_may_still_define_the_old_names_of_its_members():
+    class Old(Acceptance):
+        lossless = True
+        needs_draft_law = True
+
+        @property
+        def wants_draft_law(self):
+            return super().wants_draft_law
+
+        def judge(self, target):
+            return Exact().judge(target)
+
+    assert Old().requires_draft_probs and Old().uses_draft_probs
+    assert not Exact().needs_draft_law and not Exact().wants_draft_law
+
+
+def test_rules_by_level_and_by_token_may_still_define_the_old_names_of_their_methods():
+    class Level(LevelRule):
+        lossless = False
+
+        def kept(self, target):
+            return "kept"
+
+        def rest(self, target, node):
+            return "rest"
+
+    class Token(TokenRule):
+        def stands(self, target, token_probs):
+            return "stands"
+
+    assert Level().accept_mask(None) == "kept" and Level().bonus_weights(None, None) == "rest"
+    assert Token().accepts(None, None) == "stands"
+
+
+def test_a_drafter_that_states_the_least_gets_the_protocols_values():
+    class Least:
+        layers = ()
+        wants_target_top = 2
+
+        def default_plan(self, device, do_sample):
+            return chain(1)
+
+        def propose(self, context, sampler, plan):
+            return DraftTree.root_only(context.root)
+
+    drafter = with_defaults(Least())
+    assert (drafter.wants_target_top, drafter.reviews) == (2, ())
+    assert drafter.draft_depth is drafter.trained_length is None
+    assert drafter.gives_draft_probs and drafter.default_plan(torch.device("cpu"), False) == chain(1)
+    assert as_plan("static", drafter) == default_static(16, 5) and not isinstance(Least(), Drafter)
+    assert with_defaults(whole := PromptLookup()) is whole

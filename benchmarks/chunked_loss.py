@@ -24,7 +24,7 @@ from specheads.bench import environment, report
 from specheads.bench.memory import LiveMemory
 from specheads.losses.chunked import Steps, chunked_sum
 from specheads.losses.functions import DISTRIBUTION_LOSSES
-from specheads.losses.objective import rows_of_chunk
+from specheads.losses.chunked import rows_of_chunk
 
 ROWS, VOCAB, HIDDEN = 8192, 131_072, 256
 

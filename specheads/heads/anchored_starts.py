@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specheads.heads import draws
 from specheads.heads.base import HeadConfig
-from specheads.losses.objective import DraftTargets
+from specheads.losses.targets import DraftTargets
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specheads.heads import draws
-from specheads.losses.objective import DraftTargets
+from specheads.losses.targets import DraftTargets
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ from specheads.decoding.tree import DraftTree
 from specheads.heads import draws
 from specheads.heads.limits import DEEPEST, check_choices, check_options
 from specheads.losses.functions import parse_loss
-from specheads.losses.objective import DraftTargets, Objective, Scores
+from specheads.losses.objective import Objective, Scores
+from specheads.losses.targets import DraftTargets
 from specheads.losses.teacher import Teacher
 from specheads.options import refuse_unknown
 
@@ -117,7 +118,7 @@ class TapBatch:
 
     def asked(self, depths: int) -> DraftTargets:
         """The supervised positions, and where drafts of so many depths started for each."""
-        return DraftTargets.of(self.tokens, self.supervised, self.documents, depths)
+        return DraftTargets.from_batch(self.tokens, self.supervised, self.documents, depths)
 
     def keys(self) -> Tensor:
         """(B, T) int64 what `draws` makes random numbers of, each row's its own in whichever batch it lies."""

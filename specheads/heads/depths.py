@@ -21,7 +21,7 @@ from specheads.heads.anchored_starts import AnchoredStarts, AnchoredStartsConfig
 from specheads.heads.base import TapBatch
 from specheads.heads.limits import ANY_LAYER, MOST_LAYERS
 from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
-from specheads.losses.objective import DraftTargets
+from specheads.losses.targets import DraftTargets
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class EagleHead(FeatureHead):
         aim = batch.features.detach().flatten(0, 1)[asked.positions]  # which a base that learns too moves away from
         distances = []
         for s, predicted in enumerate(rows[: config.steps]):
-            place = asked.places(s)
+            place = asked.indices_of(s)
             distances.append((feature_distance(predicted, aim[place]) * asked.weights[place, s]).sum())
         distance, law = torch.stack(distances).sum() / batch.denominator, scores.total / batch.denominator
         total = config.feature_weight * distance + config.token_loss_weight * law

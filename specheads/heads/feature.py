@@ -23,7 +23,7 @@ from specheads.heads.base import DraftHead, TapBatch
 from specheads.heads.block import Block
 from specheads.heads.decoder import Attend, DecoderConfig, attend_with, document_mask, read_committed
 from specheads.heads.limits import ANY_LAYER, DEEPEST, MOST_LAYERS
-from specheads.losses.objective import DraftTargets
+from specheads.losses.targets import DraftTargets
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,12 @@ class FeatureHead(DraftHead):
         asked, and what the head made for it, (R_s, H) of each draft s."""
         asked, anchors = batch.asked(steps), self.config.anchors
         if anchors is None or steps == 1 or not self.training:
-            return asked, [asked.rows(out, s) for s, out in enumerate(self.unroll(batch, steps, features))]
+            return asked, [asked.gather_starts(out, s) for s, out in enumerate(self.unroll(batch, steps, features))]
         anchored = AnchoredStarts.drawn(asked, batch.keys(), anchors)
         asked, slots = anchored.drafts(asked), anchored.slots(asked)
         first, *deeper = self.unroll(batch, steps, features, anchored.columns)
         made = [out.flatten(0, 1)[slots[asked.starts_of(s)]] for s, out in enumerate(deeper, 1)]
-        return asked, [asked.rows(first, 0), *made]
+        return asked, [asked.gather_starts(first, 0), *made]
 
     def unroll(
         self, batch: TapBatch, steps: int, features: Tensor | None = None, anchored: Tensor | None = None

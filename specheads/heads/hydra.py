@@ -21,7 +21,7 @@ from specheads.heads.base import TapBatch
 from specheads.heads.block import Block, copy_layer, copy_norm, decoder_layers, final_norm
 from specheads.heads.decoder import Attend, DecoderConfig, document_mask, read_committed
 from specheads.heads.depths import DepthHeads, DepthHeadsConfig, ResBlock
-from specheads.losses.objective import DraftTargets
+from specheads.losses.targets import DraftTargets
 
 _DECODER = [name for name in DecoderConfig.__dataclass_fields__ if name not in DepthHeadsConfig.__dataclass_fields__]
 
@@ -142,7 +142,7 @@ class HydraHead(DepthHeads):
 
         def made(i: int) -> Tensor:
             start = asked.starts_of(i)
-            read = [asked.rows(hidden, i), *(flat[(start + 1 + j) % len(flat)] for j in range(i + 1))]
+            read = [asked.gather_starts(hidden, i), *(flat[(start + 1 + j) % len(flat)] for j in range(i + 1))]
             return self.blocks[i](torch.cat(read, -1))
 
         return [self.maybe_checkpoint(made, i) for i in range(depths)]

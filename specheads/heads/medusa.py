@@ -11,7 +11,7 @@ from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import Expand, Plan, Scored
 from specheads.heads.base import TapBatch
 from specheads.heads.depths import DepthHeads, DepthHeadsConfig, ResBlock
-from specheads.losses.objective import DraftTargets
+from specheads.losses.targets import DraftTargets
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class MedusaHead(DepthHeads):
 
     def rows(self, batch: TapBatch, asked: DraftTargets, depths: int) -> list[Tensor]:
         features = batch.features.to(self.dtype)
-        return [self.maybe_checkpoint(self.blocks[i], asked.rows(features, i)) for i in range(depths)]
+        return [self.maybe_checkpoint(self.blocks[i], asked.gather_starts(features, i)) for i in range(depths)]
 
     def expander(self, context: Context, plan: Plan) -> Expand:
         dtype, ids = context.once("head", lambda: (self.dtype, self.target_ids))

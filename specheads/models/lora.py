@@ -21,7 +21,8 @@ from specheads.decoding.target.causal import text_config
 from specheads.heads import TapBatch
 from specheads.losses.chunked import Steps, chunked_sum
 from specheads.losses.functions import kl
-from specheads.losses.objective import DraftTargets, rows_of_chunk
+from specheads.losses.chunked import rows_of_chunk
+from specheads.losses.targets import DraftTargets
 from specheads.losses.teacher import LiveTeacher, Teacher, tapped
 from specheads.options import reason, refuse_unknown, shown
 
@@ -150,7 +151,7 @@ def base_loss(config: JointConfig, batch: TapBatch, own: LiveTeacher, base: Any,
     """Of the adapted base itself, over the supervised tokens of the batch; own: its law, with gradients."""
     from peft.helpers import rescale_adapter_scale
 
-    asked = DraftTargets.of(batch.tokens, batch.supervised, batch.documents, 1)
+    asked = DraftTargets.from_batch(batch.tokens, batch.supervised, batch.documents, 1)
     reference: Teacher | None = None
     if config.base_loss == "kl":
         with torch.no_grad(), rescale_adapter_scale(base, 0.0):

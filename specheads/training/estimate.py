@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specheads.decoding.target.causal import text_config
 from specheads.heads.block import decoder_layers
 from specheads.hub import options as hub_options
-from specheads.losses.objective import rows_of_chunk
+from specheads.losses.chunked import rows_of_chunk
 from specheads.models import saved_head
 from specheads.models.convert import convert
 from specheads.models.spec_model import SpecModel

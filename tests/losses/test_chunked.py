@@ -7,7 +7,7 @@ from specheads.data.datasets import Collator
 from specheads.heads import draws
 from specheads.heads.anchored_starts import AnchoredStarts
 from specheads.losses.chunked import chunked_sum
-from specheads.losses.objective import DraftTargets
+from specheads.losses.targets import DraftTargets
 from specheads.losses.teacher import LastHidden
 from tests.reference.slow_heads import rows, spec_model
 
@@ -32,7 +32,7 @@ def losses(layer, part, place):
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4, 11, 64])
-def test_drafts_that_are_left_out_leave_value_gradients_and_the_returned_rest_as_in_one_piece(chunk):
+def test_drafts_that_are_left_out_leave_value_gradients_and_returned_tensors_as_in_one_piece(chunk):
     of, parts, layers = left_out()
     parameters = [p for layer in layers[:2] for p in layer.parameters()]
     cut = []
@@ -90,12 +90,12 @@ def test_the_bases_law_is_made_once_a_position_and_only_where_losses_or_ranks_ne
     seen, logits_at = [], LastHidden.logits_at
     monkeypatch.setattr(LastHidden, "logits_at", lambda self, at: seen.extend(at.tolist()) or logits_at(self, at))
     model, batch = spec_model(kind, anchors=2, **options).train(), Collator(0)(rows(20, 9))
-    asked = DraftTargets.of(batch["input_ids"], batch["labels"] != -100, torch.ones_like(batch["input_ids"]), 3)
+    asked = DraftTargets.from_batch(batch["input_ids"], batch["labels"] != -100, torch.ones_like(batch["input_ids"]), 3)
     model.draw_seed = 1
     keys = draws.keys(batch["input_ids"], batch["attention_mask"], 1)
     anchored = AnchoredStarts.drawn(asked, keys, 2).drafts(asked)
     model(**batch)
-    wanted = anchored.valid if everywhere else anchored.whole
+    wanted = anchored.valid if everywhere else anchored.complete
     assert seen == asked.positions[wanted.any(1)].tolist()
     assert everywhere or len(seen) <= 12 < len(asked.positions)
 

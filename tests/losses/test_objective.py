@@ -234,7 +234,7 @@ def test_a_chunked_loss_takes_an_eighth_of_the_memory_of_the_whole(name):
             loss.backward()
         return memory.peak
 
-    assert peak(objective.rows_of_chunk(2 * 131_072, torch.device("cuda"))) * 8 < peak(None)
+    assert peak(chunked.rows_of_chunk(2 * 131_072, torch.device("cuda"))) * 8 < peak(None)
 
 
 def test_live_memory_counts_what_is_alive_at_once():

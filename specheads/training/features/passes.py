@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from specheads.data.rows import IGNORED, Collator
 from specheads.decoding.target.causal import text_config
-from specheads.losses.objective import rows_of_chunk
+from specheads.losses.chunked import rows_of_chunk
 from specheads.losses.teacher import LastHidden, TopKTail, WholeLogits, gives_logits, packed_mask
 from specheads.training.features.forward import Forward
 from specheads.training.features.index import Index, kept_tokens

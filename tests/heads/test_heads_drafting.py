@@ -121,22 +121,22 @@ def training_logits(model, text):
 
 def hydra_logits(model, text):
     """Of every position, zeros where a draft runs past the end: what the loss's own rows come to."""
-    made, rows = [], model.head.rows
+    logits_by_depth, draft_rows = [], model.head.draft_rows
 
-    def spy(batch, asked, depths):
-        for i, drafts in enumerate(rows(batch, asked, depths)):
+    def spy(batch, targets):
+        for i, drafts in enumerate(draft_rows(batch, targets)):
             logits = model.head.draft_logits(drafts, i).detach()
-            by_start = logits.new_zeros(asked.size, logits.shape[1])
-            by_start[asked.starts_of(i)] = logits
-            made.append(by_start)
-        return rows(batch, asked, depths)
+            by_start = logits.new_zeros(targets.size, logits.shape[1])
+            by_start[targets.starts_of(i)] = logits
+            logits_by_depth.append(by_start)
+        return draft_rows(batch, targets)
 
-    model.head.rows = spy
+    model.head.draft_rows = spy
     try:
         model(torch.tensor([text]), loss_mask=torch.ones(1, len(text)))
     finally:
-        del model.head.rows
-    return made
+        del model.head.draft_rows
+    return logits_by_depth
 
 
 class Recorded:
@@ -205,6 +205,8 @@ def block_logits(model, text):
     assert blocks.anchors.tolist() == [[*range(1, len(text) - 1)]]
     ids, anchors = torch.tensor(text), blocks.anchors[0]
     return [
-        head.draft_logits(head.followed(out[0, :, j], ids[(anchors + j).clamp(max=len(text) - 1)]), 0, batch.lm_head)
+        head.draft_logits(
+            head.append_markov(out[0, :, j], ids[(anchors + j).clamp(max=len(text) - 1)]), 0, batch.lm_head
+        )
         for j in range(head.scored_depths)
     ][:3]

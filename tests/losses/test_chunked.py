@@ -1,11 +1,11 @@
-"""A sum in chunks is that in one piece, drafts left out or not, and the base's law is asked for no more than needed."""
+"""A sum in chunks equals that in one piece, and teacher probabilities are computed only where they are needed."""
 
 import pytest
 import torch
 
 from specheads.data.datasets import Collator
 from specheads.heads import draws
-from specheads.heads.anchored_starts import AnchoredStarts
+from specheads.heads.anchors import AnchoredStarts
 from specheads.losses.chunked import chunked_sum
 from specheads.losses.targets import DraftTargets
 from specheads.losses.teacher import LastHidden
@@ -84,23 +84,25 @@ def test_gradients_keep_their_dtype_and_do_not_depend_on_the_chunk(dtype, autoca
 @pytest.mark.parametrize(("kind", "options", "everywhere"), [
     ("medusa", {}, False), ("medusa", {"loss": "ce"}, True), ("eagle3", {}, True),
 ])  # fmt: skip
-def test_the_bases_law_is_made_once_a_position_and_only_where_losses_or_ranks_need_it(
+def test_teacher_probs_are_computed_once_a_position_and_only_where_losses_or_ranks_need_them(
     kind, options, everywhere, monkeypatch
 ):
     seen, logits_at = [], LastHidden.logits_at
     monkeypatch.setattr(LastHidden, "logits_at", lambda self, at: seen.extend(at.tolist()) or logits_at(self, at))
     model, batch = spec_model(kind, anchors=2, **options).train(), Collator(0)(rows(20, 9))
-    asked = DraftTargets.from_batch(batch["input_ids"], batch["labels"] != -100, torch.ones_like(batch["input_ids"]), 3)
+    targets = DraftTargets.from_batch(
+        batch["input_ids"], batch["labels"] != -100, torch.ones_like(batch["input_ids"]), 3
+    )
     model.draw_seed = 1
     keys = draws.keys(batch["input_ids"], batch["attention_mask"], 1)
-    anchored = AnchoredStarts.drawn(asked, keys, 2).drafts(asked)
+    anchored = AnchoredStarts.sample(targets, keys, 2).select(targets)
     model(**batch)
     wanted = anchored.valid if everywhere else anchored.complete
-    assert seen == asked.positions[wanted.any(1)].tolist()
-    assert everywhere or len(seen) <= 12 < len(asked.positions)
+    assert seen == targets.positions[wanted.any(1)].tolist()
+    assert everywhere or len(seen) <= 12 < len(targets.positions)
 
 
-def test_a_parallel_heads_blocks_share_the_bases_law_where_they_overlap(monkeypatch):
+def test_a_parallel_heads_blocks_share_teacher_probs_where_they_overlap(monkeypatch):
     seen, logits_at = [], LastHidden.logits_at
     monkeypatch.setattr(LastHidden, "logits_at", lambda self, at: seen.extend(at.tolist()) or logits_at(self, at))
     spec_model("parallel").train()(**Collator(0)(rows(20)))

@@ -68,7 +68,7 @@ def test_sizes_left_out_come_from_the_base():
         (MedusaConfig(), {"num_heads": 2}, r"options \['num_heads'\] next to a head config"),
         ([("medusa", {}), ("eagle", {})], {}, "one entry"),
         (["medusa"], {}, r"\[\(name, options\)\]"),
-        ("medusa", {"tap": 9}, "tap=9 is no layer of a base with 8"),
+        ("medusa", {"tap": 9}, "tap=9 does not exist: the base has 8 layers"),
         ("medusa", {"tap": -1}, "tap=-1 is no layer"),
         ("hydra", {"decay": 0}, "hydra head option decay=0 must be above 0"),
         ("hydra", {"head_dim": 8}, r"\['head_dim'\] are sizes of the prefix layer: give prefix_layer=true"),

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from specheads.decoding.target.causal import decoder_of, logits_of, text_config
-from specheads.heads.naming import head_config
+from specheads.heads import head_config
 from specheads.losses.teacher import tapped
 from specheads.models.build import build_head
 from specheads.models.spec_model import SpecModel

@@ -16,8 +16,7 @@ from specheads.data.conversation import Conversation
 from specheads.decoding import prompt_batches
 from specheads.decoding.acceptance.named import rule_named
 from specheads.decoding.drafters import Cascade
-from specheads.decoding.planner import Plan, tree_named
-from specheads.decoding.planner.named import STATIC_DEPTH
+from specheads.decoding.planner import Plan, as_plan
 from specheads.decoding.recorded import Record, added, reviewed
 
 Row = dict[str, Any]
@@ -44,7 +43,7 @@ def plan_of(setting: Setting, drafter: Any) -> Plan | None:
     """The setting's tree; None for the drafter's own, and where nothing drafts."""
     if drafter is None or setting.tree is None:
         return None
-    return tree_named(setting.tree, getattr(getattr(drafter, "config", None), "num_heads", STATIC_DEPTH))
+    return as_plan(setting.tree, drafter)
 
 
 def prompts_of(bench: Bench, sweep: Sweep, task: Task) -> list[list[int]]:

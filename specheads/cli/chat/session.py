@@ -21,8 +21,7 @@ from specheads.decoding.drafters.model import NO_LIMIT, vocabulary_size
 from specheads.decoding.drafters.paths import PathDrafter
 from specheads.decoding.generate import SpecGenerateOutput, generate
 from specheads.decoding.loop import Step
-from specheads.decoding.planner import Plan, SampledTree, chain, tree_named
-from specheads.decoding.planner.named import STATIC_DEPTH
+from specheads.decoding.planner import Plan, SampledTree, as_plan, chain
 from specheads.decoding.target.causal import text_config
 from specheads.models.named import Models, described
 
@@ -193,8 +192,7 @@ class Session:
 
     def _plan(self, settings: Settings, drafter: Drafter, sampled: bool) -> Plan | None:
         if settings.tree is not None:
-            depth = getattr(getattr(drafter, "config", None), "num_heads", STATIC_DEPTH)
-            return tree_named(settings.tree, depth)
+            return as_plan(settings.tree, drafter)
         if settings.gamma is None:
             return None
         # Drawn from the draft's law where the drafter would do so by itself.

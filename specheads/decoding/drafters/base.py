@@ -105,6 +105,7 @@ class Drafter(Protocol):
     """Proposes a tree of tokens that may follow the root. layers: target hidden_states it wants (HF indices).
 
     One that was trained on texts of so many tokens at most may have a `trained_length`: past it generate() says so.
+    One that has a network for each depth may have a `fixed_depth`: static trees given by name are as deep.
     """
 
     @property

@@ -210,7 +210,7 @@ def judged(logits: Tensor, fed: Tensor, *, laws: bool) -> tuple[list[list[int]],
 
 def _num_heads(draft: Any) -> int | None:
     """How many tokens ahead a head guesses in one pass; None for one that goes level by level."""
-    return getattr(getattr(draft, "config", None), "num_heads", None)
+    return getattr(draft, "fixed_depth", None)
 
 
 def _refuse_misplaced(draft: Any, place: int, num_drafts: int) -> None:

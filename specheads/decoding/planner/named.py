@@ -54,7 +54,7 @@ def as_plan(tree: Any, drafter: Any = None) -> Plan | None:
     if tree is None:
         return None
     if isinstance(tree, str):
-        return tree_named(tree, getattr(getattr(drafter, "config", None), "num_heads", None) or STATIC_DEPTH)
+        return tree_named(tree, getattr(drafter, "fixed_depth", None) or STATIC_DEPTH)
     refuse_class("tree", tree, "plan", "grow")
     if not hasattr(tree, "grow"):
         raise TypeError(

@@ -75,7 +75,7 @@ class Writer:
         places = asked.flatten().nonzero().squeeze(1)
         assert self.kept is not None
         size = rows_of_chunk(text_config(self.base).vocab_size, places.device)
-        found = [TopKTail.of(teacher.logits_at(part), self.kept) for part in places.split(size)]
+        found = [TopKTail.from_logits(teacher.logits_at(part), self.kept) for part in places.split(size)]
         made = {}
         for name, field in (("law_ids", "ids"), ("law_log_p", "log_p"), ("law_tail", "tail")):
             values = torch.cat([getattr(part, field) for part in found])

@@ -13,22 +13,22 @@ from tests.support.replay import PROMPTS, padded
 class Forced:
     """A plan that drafts known texts as chains, and keeps what the head said after each token of them.
 
-    Chains turn wrong at a place that differs from row to row and from step to step, so each row accepts what it likes.
+    Chains turn wrong at a depth that differs from row to row and from step to step, so each row accepts what it likes.
     prompts, texts: per row the prompt alone and with its greedy continuation. seen: of each row and step, the text up
-    to the end of the chain, and the logits (Vd,) that were given for each drafted place of it.
+    to the end of the chain, and the logits (Vd,) that were given for each drafted token of it.
     """
 
     def __init__(self, prompts, texts, depth, new):
         self.texts, self.depth, self.seen, self.accepted = texts, depth, [], []
         self.ends = [len(prompt) + new for prompt in prompts]
-        self.at = [len(prompt) for prompt in prompts]  # where each row's root stands
+        self.at = [len(prompt) for prompt in prompts]  # where each row's root is
         self.num_nodes, self.drafting_slots = depth + 1, depth
 
     def drafts(self, row):
         """A row's next chain, and how much of it is right."""
         right = (row + len(self.accepted)) % (self.depth + 1)
         chain = self.texts[row][self.at[row] + 1 : self.at[row] + 1 + self.depth]
-        return [t if place < right else (t + 1) % 97 for place, t in enumerate(chain)], right
+        return [t if depth < right else (t + 1) % 97 for depth, t in enumerate(chain)], right
 
     def grow(self, root, expand, sampler, vocab_size):
         going = [row for row, at in enumerate(self.at) if at + 1 < self.ends[row]]
@@ -88,9 +88,9 @@ def test_each_row_drafts_with_the_logits_of_the_training_unroll(kind, options):
     assert all(len(set(step)) == len(step) for step in plan.accepted), "rows never accepted different lengths"
     # Softmax and RoPE run in float32 whatever the dtype, hence no tighter.
     for text, said in plan.seen:
-        place = len(text) - depth - 2  # of the last feature the head had, that of the token before the root
+        last = len(text) - depth - 2  # of the last feature the head had, that of the token before the root
         for logits, trained in zip(said, training_logits(model, text), strict=True):
-            torch.testing.assert_close(logits, trained[place], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(logits, trained[last], rtol=1e-5, atol=1e-5)
 
 
 def training_logits(model, text):
@@ -140,7 +140,7 @@ def hydra_logits(model, text):
 
 
 class Recorded:
-    """Another plan, which keeps of every node it asked for the path from the root and the logits given behind it."""
+    """Wraps a plan, and records the path from the root to each node and the logits after it."""
 
     def __init__(self, plan):
         self.plan, self.seen = plan, []
@@ -188,7 +188,7 @@ def test_every_node_of_a_tree_is_scored_behind_its_own_path(kind, options, plan)
     paths = {(row, tuple(path)): logits for row, path, logits in recorded.seen}
     assert len(paths) >= 9 and len({path for _, path in paths}) >= 9 and {len(path) for _, path in paths} == {1, 2, 3}
     for (row, path), logits in paths.items():
-        text = [*PROMPTS[row], *path, 5]  # the last token is only asked for
+        text = [*PROMPTS[row], *path, 5]  # the last token is only a target
         trained = training_logits(model, text)[len(path) - 1]
         torch.testing.assert_close(logits, trained[len(PROMPTS[row]) - 1], rtol=1e-5, atol=1e-5)
 

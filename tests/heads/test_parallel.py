@@ -95,10 +95,10 @@ def test_the_loss_does_not_depend_on_the_slots_of_a_pass(monkeypatch):
     assert model(**batch).loss.item() == pytest.approx(whole, rel=1e-12)
 
 
-@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize("from_anchor", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
-def test_every_node_of_a_tree_has_the_logits_after_its_own_parent(causal, behind):
-    options = {"causal": causal, "sample_from_anchor": behind, "block_size": 4 if behind else 5}
+def test_every_node_of_a_tree_has_the_logits_after_its_own_parent(causal, from_anchor):
+    options = {"causal": causal, "sample_from_anchor": from_anchor, "block_size": 4 if from_anchor else 5}
     model = spec_model("parallel", confidence=True, draft_vocab_size=40, **options).eval()
     seen = []
 
@@ -116,7 +116,9 @@ def test_every_node_of_a_tree_has_the_logits_after_its_own_parent(causal, behind
     assert [tokens.shape[1] for tokens, *_ in seen[:3]] == [1, 3, 9]
     for b, prompt in enumerate(PROMPTS):
         text = [*prompt, int(out[b, first])]
-        block = slow_block(model, text, taps(model, text)[0], len(prompt), options["block_size"])[0 if behind else 1 :]
+        block = slow_block(model, text, taps(model, text)[0], len(prompt), options["block_size"])[
+            0 if from_anchor else 1 :
+        ]
         for level, (tokens, scored, confidence) in enumerate(seen[:3]):
             for i, token in enumerate(tokens[b].tolist()):
                 logits, sure = slow_slot(model, block[level], token)
@@ -124,9 +126,9 @@ def test_every_node_of_a_tree_has_the_logits_after_its_own_parent(causal, behind
                 assert float(confidence[b, i]) == pytest.approx(sure.sigmoid().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("behind", "slots"), [(True, 3), (False, 4)])
-def test_a_block_is_one_pass_of_no_more_slots_than_the_tree_has_levels(behind, slots, monkeypatch):
-    model = spec_model("parallel", sample_from_anchor=behind, block_size=6).eval()
+@pytest.mark.parametrize(("from_anchor", "slots"), [(True, 3), (False, 4)])
+def test_a_block_is_one_pass_of_no_more_slots_than_the_tree_has_levels(from_anchor, slots, monkeypatch):
+    model = spec_model("parallel", sample_from_anchor=from_anchor, block_size=6).eval()
     passes, forward = [], type(model.head).forward
     monkeypatch.setattr(
         type(model.head), "forward", lambda self, x, *rest: passes.append(x.shape[1]) or forward(self, x, *rest)
@@ -183,9 +185,9 @@ def test_the_usual_tree_is_no_deeper_than_its_nodes_allow(base):
             assert plan.depth == depth == len(plan.level_beams) + 1
 
 
-@pytest.mark.parametrize(("behind", "most"), [(True, 3), (False, 2)])
-def test_a_tree_deeper_than_the_block_drafts_is_refused(behind, most, base):
-    model = convert(base, "parallel", block_size=3, sample_from_anchor=behind)
+@pytest.mark.parametrize(("from_anchor", "most"), [(True, 3), (False, 2)])
+def test_a_tree_deeper_than_the_block_drafts_is_refused(from_anchor, most, base):
+    model = convert(base, "parallel", block_size=3, sample_from_anchor=from_anchor)
     with pytest.raises(ValueError, match=rf"a tree {most + 1} deep needs .* drafts {most} \(block_size=3\)"):
         model.generate(torch.tensor([[5]]), tree=chain(most + 1), max_new_tokens=8)
     assert model.generate(torch.tensor([[5]]), tree=chain(most), max_new_tokens=4).shape == (1, 5)
@@ -227,12 +229,12 @@ def test_the_frozen_output_rows_are_the_bases_whatever_the_head_starts_from(base
     assert torch.equal(head.target_ids, torch.arange(40)), "refused before anything changed"
 
 
-@pytest.mark.parametrize("learnt", [True, False])
-def test_a_process_with_fewer_blocks_than_others_runs_its_layers_as_often_and_learns_the_same(learnt, monkeypatch):
+@pytest.mark.parametrize("supervised", [True, False])
+def test_a_process_with_fewer_blocks_than_others_runs_its_layers_as_often_and_learns_the_same(supervised, monkeypatch):
     model = spec_model("parallel", block_size=3, markov_rank=4, confidence=True)
     model.train()
     batch = Collator(0)(rows(9, 6))
-    if not learnt:
+    if not supervised:
         batch["labels"].fill_(-100)
     calls, results = [], []
     model.head.norm.register_forward_hook(lambda *_: calls.append(1))
@@ -245,6 +247,6 @@ def test_a_process_with_fewer_blocks_than_others_runs_its_layers_as_often_and_le
         results.append((loss.detach(), grads, len(calls)))
         calls.clear()
     (alone, own, _), (beside, padded_grads, count) = results
-    assert count == 3 and torch.equal(alone, beside) and (alone > 0) == learnt and own.keys() == padded_grads.keys()
+    assert count == 3 and torch.equal(alone, beside) and (alone > 0) == supervised and own.keys() == padded_grads.keys()
     for name, grad in own.items():
         torch.testing.assert_close(padded_grads[name], grad, msg=name)

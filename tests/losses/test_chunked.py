@@ -21,14 +21,14 @@ def drawn(*shape):
 def left_out():
     """Three drafts of eleven positions: of all of them, of some, of one. Two output matrices, one used twice."""
     of = [torch.arange(ROWS), torch.tensor([0, 3, 4, 5, 10]), torch.tensor([6])]
-    parts = [drawn(len(places), HIDDEN + i)[:, :HIDDEN].clone().requires_grad_() for i, places in enumerate(of)]
+    parts = [drawn(len(indices), HIDDEN + i)[:, :HIDDEN].clone().requires_grad_() for i, indices in enumerate(of)]
     layers = [torch.nn.Linear(HIDDEN, VOCAB, dtype=torch.float64) for _ in range(2)]
     return of, parts, [layers[0], layers[1], layers[0]]
 
 
-def losses(layer, part, place):
+def losses(layer, part, indices):
     logits = layer(part)
-    return (logits.logsumexp(-1) * (place + 1) + layer.weight.square().sum() * 0.1), logits.argmax(-1)
+    return (logits.logsumexp(-1) * (indices + 1) + layer.weight.square().sum() * 0.1), logits.argmax(-1)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4, 11, 64])
@@ -41,8 +41,8 @@ def test_drafts_that_are_left_out_leave_value_gradients_and_returned_tensors_as_
         cut.append(here)
         assert torch.equal(every, torch.arange(ROWS)[here])
         best = torch.full((len(every), 3), -1)
-        for s, (place, part) in enumerate(zip(given[:3], given[3:], strict=True)):
-            loss, best[place - here.start, s] = losses(layers[s], part, place)
+        for s, (indices, part) in enumerate(zip(given[:3], given[3:], strict=True)):
+            loss, best[indices - here.start, s] = losses(layers[s], part, indices)
             yield loss.sum()
         return (best,)
 
@@ -50,8 +50,8 @@ def test_drafts_that_are_left_out_leave_value_gradients_and_returned_tensors_as_
     grads = torch.autograd.grad(total * 0.7, [*parts, *parameters])
     assert cut == [slice(start, min(start + chunk, ROWS)) for start in range(0, ROWS, chunk)]
     plain, expected = 0, torch.full((ROWS, 3), -1)
-    for s, (place, part) in enumerate(zip(of, parts, strict=True)):
-        loss, expected[place, s] = losses(layers[s], part, place)
+    for s, (indices, part) in enumerate(zip(of, parts, strict=True)):
+        loss, expected[indices, s] = losses(layers[s], part, indices)
         plain = plain + loss.sum()
     assert total.item() == pytest.approx(plain.item(), rel=1e-13) and torch.equal(best, expected)
     for grad, slow in zip(grads, torch.autograd.grad(plain * 0.7, [*parts, *parameters]), strict=True):

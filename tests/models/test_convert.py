@@ -69,7 +69,7 @@ def test_sizes_left_out_come_from_the_base():
         ([("medusa", {}), ("eagle", {})], {}, "one entry"),
         (["medusa"], {}, r"\[\(name, options\)\]"),
         ("medusa", {"tap": 9}, "tap=9 does not exist: the base has 8 layers"),
-        ("medusa", {"tap": -1}, "tap=-1 is no layer"),
+        ("medusa", {"tap": -1}, "tap=-1 does not exist"),
         ("hydra", {"decay": 0}, "hydra head option decay=0 must be above 0"),
         ("hydra", {"head_dim": 8}, r"\['head_dim'\] are sizes of the prefix layer: give prefix_layer=true"),
         ("eagle3", {"taps": [1, 2, 9]}, "tapped layer 9 does not exist: the base has 8 layers"),

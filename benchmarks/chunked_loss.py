@@ -22,9 +22,8 @@ from torch import Tensor
 
 from specheads.bench import environment, report
 from specheads.bench.memory import LiveMemory
-from specheads.losses.chunked import Steps, chunked_sum
+from specheads.losses.chunked import Steps, chunked_sum, rows_of_chunk
 from specheads.losses.functions import DISTRIBUTION_LOSSES
-from specheads.losses.objective import rows_of_chunk
 
 ROWS, VOCAB, HIDDEN = 8192, 131_072, 256
 

@@ -56,7 +56,7 @@ def main() -> int:
     for name in options.heads:
         (model,) = shipped.load_heads(base, folder.parent, [name]).values()
         plans = {"default": None} | {tree: parse_tree(tree, model.head) for tree in options.trees}
-        deepest = getattr(model.head.config, "num_heads", None)
+        deepest = model.head.fixed_depth
         plans = {tree: plan for tree, plan in plans.items() if not plan or not deepest or plan.depth <= deepest}
         racers = {REFERENCE: decoders.transformers_generate(base, options.max_new_tokens)}
         racers |= {tree: decoders.drafted(model, options.max_new_tokens, plan=plan) for tree, plan in plans.items()}

@@ -1,4 +1,6 @@
-"""Draft heads by name. A new head is one file and one entry here."""
+"""Draft heads by kind. A new head is one file and one entry here."""
+
+from typing import Any
 
 from specheads.heads.base import DraftHead, HeadConfig, TapBatch
 from specheads.heads.eagle import EagleConfig, EagleHead
@@ -8,12 +10,38 @@ from specheads.heads.medusa import MedusaConfig, MedusaHead
 from specheads.heads.parallel import ParallelHead
 from specheads.heads.parallel_config import ParallelConfig
 from specheads.heads.vocabulary import DraftVocabulary
+from specheads.options import shown
 
 HEADS: dict[str, type[DraftHead]] = {
     head.Config.kind: head for head in (MedusaHead, HydraHead, EagleHead, Eagle3Head, ParallelHead)
 }
 
+
+def head_kind(name: object) -> str:
+    """`name`, if it is a kind of head. ValueError otherwise."""
+    if not isinstance(name, str) or name not in HEADS:
+        raise ValueError(f"unknown head {shown(name)}; known: {', '.join(HEADS)}")
+    return name
+
+
+def head_config(head: str | HeadConfig | list[Any], options: dict[str, Any]) -> HeadConfig:
+    """The config of a head, named in any way that convert(), recipes and checkpoints allow."""
+    if isinstance(head, list):
+        if len(head) != 1 or not isinstance(head[0], tuple | list) or len(head[0]) != 2:
+            raise ValueError(
+                f"a head list is [(name, options)] with one entry, not {head!r}; convert again for a second head"
+            )
+        name, listed = head[0]
+        head, options = name, {**listed, **options}
+    if isinstance(head, HeadConfig):
+        if options:
+            raise ValueError(f"options {sorted(options)} next to a head config; put them into the config")
+        return head
+    return HEADS[head_kind(head)].Config.from_options(options)
+
+
 __all__ = [
     "HEADS", "DraftHead", "DraftVocabulary", "Eagle3Config", "Eagle3Head", "EagleConfig", "EagleHead", "HeadConfig",
     "HydraConfig", "HydraHead", "MedusaConfig", "MedusaHead", "ParallelConfig", "ParallelHead", "TapBatch",
+    "head_config", "head_kind",
 ]  # fmt: skip

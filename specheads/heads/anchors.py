@@ -1,62 +1,136 @@
-"""Which blocks a parallel head is trained on: anchors drawn from the rows of a batch, and what their slots are asked.
+"""Training on a random sample of each row's positions, its anchors, weighted so that the loss is an unbiased estimate.
 
-The draft at depth j of a block anchored at token a is of token a + 1 + j, whichever slot speaks of it. Shapes: B batch
-rows, T positions, A anchors of a row, D tokens that a block drafts.
+`AnchoredStarts` samples where deeper drafts start, for heads that draft level by level. `AnchoredBlocks` samples the
+blocks of a parallel head.
+Shapes: B batch rows, T positions, A anchors of a row, S drafts of a position, D tokens that a block drafts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from specheads.heads import draws
-from specheads.losses.objective import DraftTargets
+from specheads.heads.base import HeadConfig
+from specheads.losses.targets import DraftTargets
+
+
+@dataclass(frozen=True)
+class AnchoredStartsConfig(HeadConfig):
+    """anchors: starts of a row whose deeper drafts a training step learns, sampled at random (default: all).
+
+    Fewer cost less memory and time, and the loss is an unbiased estimate. The accepted length that training logs is of
+    those starts alone. Each counts once, so long rows count for less. Evaluation has all starts.
+    """
+
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {"anchors": (1, 2**20)}
+
+    anchors: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.anchors is not None and self.dpace is not None:
+            raise ValueError(
+                f"{self.kind} head options anchors and dpace: D-PACE weights a draft by its deeper ones, which anchors "
+                "leave out; give one of them"
+            )
+
+    def anchored_share(self, length: int) -> float:
+        """The share of starts whose deeper drafts are trained on, in a row of `length` tokens."""
+        return min(self.anchors or length, length) / length
+
+
+@dataclass(frozen=True, slots=True)
+class AnchoredStarts:
+    """columns (B, A): the anchors. weights (B, A): how many starts each represents; 0 for padding."""
+
+    columns: Tensor
+    weights: Tensor
+
+    @classmethod
+    def sample(cls, targets: DraftTargets, keys: Tensor, count: int) -> AnchoredStarts:
+        """In each row `count` of the starts that have a draft after their first, or all of them.
+
+        Each start is equally likely, so a weighted sum over them is unbiased. keys (B, T): see TapBatch.keys.
+        """
+        deeper = targets.valid[:, 1:]
+        has_deeper = torch.zeros(targets.size, dtype=torch.bool, device=deeper.device)
+        has_deeper[targets.starts[:, 1:][deeper]] = True
+        has_deeper = has_deeper.view(keys.shape)
+        available = has_deeper.sum(1, keepdim=True)
+        order = draws.uniform(keys).masked_fill(~has_deeper, -1)
+        columns = order.topk(min(count, int(available.max())), 1).indices
+        return cls(columns, has_deeper.gather(1, columns) * (available / available.clamp(1, count)))
+
+    def select(self, targets: DraftTargets) -> DraftTargets:
+        """Every first draft, and the deeper ones of the anchors."""
+        row_starts = torch.arange(len(self.columns), device=self.columns.device).unsqueeze(1) * self._length(targets)
+        by_start = self.weights.new_zeros(targets.size)
+        by_start[(row_starts + self.columns)[self.weights > 0]] = self.weights[self.weights > 0]
+        weights = torch.cat([targets.weights[:, :1], targets.weights[:, 1:] * by_start[targets.starts[:, 1:]]], 1)
+        return replace(targets, weights=weights)
+
+    def slots(self, targets: DraftTargets) -> Tensor:
+        """(B · T,) the index of each anchor in outputs that were computed at the anchors alone, (B · A, …)."""
+        batch, number = self.columns.shape
+        rows = torch.arange(batch, device=self.columns.device).unsqueeze(1)
+        slot = torch.zeros(targets.size, dtype=torch.long, device=rows.device)
+        slot[rows * self._length(targets) + self.columns] = rows * number + torch.arange(number, device=rows.device)
+        return slot
+
+    def _length(self, targets: DraftTargets) -> int:
+        return targets.size // len(self.columns)
 
 
 @dataclass(frozen=True, slots=True)
 class AnchoredBlocks:
-    """anchors (B, A): their columns, in order; learnt (B, A, D): is the token at depth j asked for? An anchor
-    that only fills the row up has none. weights (B, A): how many blocks each stands for."""
+    """Blocks of a parallel head. The draft at depth j of a block anchored at column a is of token a + 1 + j.
+
+    anchors (B, A): their columns, ascending. learned (B, A, D): whether the token at each depth is a target; none is
+    where an anchor is padding. weights (B, A): how many blocks each represents.
+    """
 
     anchors: Tensor
-    learnt: Tensor
+    learned: Tensor
     weights: Tensor
 
     @classmethod
-    def of(
-        cls, supervised: Tensor, documents: Tensor, size: int, most: int | None = None, keys: Tensor | None = None
+    def sample(
+        cls, supervised: Tensor, documents: Tensor, size: int, count: int | None = None, keys: Tensor | None = None
     ) -> AnchoredBlocks:
-        """Blocks that draft `size` tokens: every one that has something to learn, or of each row `most` of them drawn
-        by keys (B, T), see TapBatch.keys, which then stand for all.
+        """Blocks that draft `size` tokens: all that have a target, or `count` of them in each row.
 
-        supervised (by the token that is predicted) and documents (B, T). A block is asked up to the first token that is
-        not supervised, or of another document. In front of an anchor stands a token of its document at least, whose
-        features the block reads; whether the anchor itself is supervised is not asked, as with other heads' starts.
+        supervised (indexed by the predicted token) and documents (B, T). keys (B, T): see TapBatch.keys; given with
+        count. The targets of a block end before the first token that is unsupervised or of another document. At least
+        one token of its document comes before an anchor, because a block reads features. The anchor itself need not be
+        supervised, as with the starts of other heads.
         """
         batch, length = supervised.shape
         follows = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] > 0)  # (B, T − 1) token t + 1 token t
         none = supervised.new_zeros(batch, 1, dtype=torch.bool)
-        answered = torch.cat([supervised[:, 1:].bool() & follows, none.expand(-1, size)], 1)  # by the token before
-        run = answered.unfold(1, size, 1).long().cumprod(2).bool()  # (B, T, D) by the anchor
-        run = run & torch.cat([none, follows], 1).unsqueeze(2)
-        able = run[:, :, 0]
-        count = able.sum(1, keepdim=True)
-        assert (most is None) == (keys is None), "what is left out is drawn"
-        drawn = length if most is None else most
+        has_target = torch.cat([supervised[:, 1:].bool() & follows, none.expand(-1, size)], 1)
+        learned = has_target.unfold(1, size, 1).long().cumprod(2).bool()  # (B, T, D)
+        learned = learned & torch.cat([none, follows], 1).unsqueeze(2)
+        able = learned[:, :, 0]
+        available = able.sum(1, keepdim=True)
+        assert (count is None) == (keys is None), "a sample needs keys"
+        most = length if count is None else count
         order = (able.float() if keys is None else draws.uniform(keys)).masked_fill(~able, -1)
-        anchors = order.topk(min(drawn, int(count.max())), 1).indices.sort(1).values
-        weights = (count / count.clamp(1, drawn)).expand(-1, anchors.shape[1])
-        return cls(anchors, run.gather(1, anchors.unsqueeze(2).expand(-1, -1, size)), weights)
+        anchors = order.topk(min(most, int(available.max())), 1).indices.sort(1).values
+        weights = (available / available.clamp(1, most)).expand(-1, anchors.shape[1])
+        return cls(anchors, learned.gather(1, anchors.unsqueeze(2).expand(-1, -1, size)), weights)
 
-    def asked(self, tokens: Tensor) -> DraftTargets:
-        """The drafts that are asked, one by one: a single one of each position (S = 1). tokens (B, T)."""
-        length, size = tokens.shape[1], self.learnt.shape[2]
-        row, block, slot = self.learnt.nonzero(as_tuple=True)
-        starts = row * length + self.anchors[row, block] - 1  # a draft starts where its root is the token behind
-        positions = starts + 1 + slot
+    def targets(self, tokens: Tensor) -> DraftTargets:
+        """Each draft that has a target, S = 1: a position that several blocks draft occurs several times.
+        tokens (B, T)."""
+        length, size = tokens.shape[1], self.learned.shape[2]
+        row, block, depth = self.learned.nonzero(as_tuple=True)
+        starts = row * length + self.anchors[row, block] - 1  # a draft starts at the token before its root
+        positions = starts + 1 + depth
         return DraftTargets(
-            positions, tokens.flatten()[positions + 1], starts.unsqueeze(1), slot.unsqueeze(1),
+            positions, tokens.flatten()[positions + 1], starts.unsqueeze(1), depth.unsqueeze(1),
             self.weights[row, block].unsqueeze(1), tokens.numel(), size,
         )  # fmt: skip

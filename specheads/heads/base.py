@@ -1,6 +1,7 @@
-"""What every draft head is: a config, a loss over tapped features, and a drafter.
+"""A draft head: a config, a loss over tapped features, and a drafter.
 
-Shapes: B batch rows, T positions, F features, H hidden, V vocabulary, S drafted depths, R scored positions.
+Shapes: B batch rows, T positions, F tapped features, H hidden, V vocabulary, Vd draft vocabulary, S drafted depths,
+R' starts with all S drafts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from specheads.decoding.tree import DraftTree
 from specheads.heads import draws
 from specheads.heads.limits import DEEPEST, check_choices, check_options
 from specheads.losses.functions import parse_loss
-from specheads.losses.objective import DraftTargets, Objective, Scores
+from specheads.losses.objective import Objective, Scores
+from specheads.losses.targets import DraftTargets
 from specheads.losses.teacher import Teacher
 from specheads.options import refuse_unknown
 
@@ -32,17 +34,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Options of a head. None means: taken from the base's config by `with_base_defaults`.
+    """Options of a head. `with_base_defaults` takes each size that is None from the base's config.
 
-    loss: what a draft's law is trained on: one of `losses.DISTRIBUTION_LOSSES`, 'hard', or a weighted sum such as
-    'hard:0.1,tv:1.8'. dpace: the floor of D-PACE's position weights (0.5 as published); None weighs by depth alone.
-    tree: the static tree it drafts by default, by its text ("chain:4") or its choices, each a path of ranks, as
-    `calibration.calibrated` finds them; None leaves the tree to the kind of head and of device.
+    loss: one of `losses.functions.DISTRIBUTION_LOSSES`, 'hard', or a weighted sum such as 'hard:0.1,tv:1.8'.
+    dpace: the floor of D-PACE's position weights (0.5 as published); None weights by depth alone.
+    tree: the default static tree, as text ("chain:4") or as choices, each a path of ranks, as
+      `calibration.calibrated` finds them; None: the usual tree of this kind of head on the device.
+
+    A subclass sets `kind`, adds its options as fields and their `bounds`, and overrides the properties below where they
+    differ.
     """
 
     kind: ClassVar[str] = ""
-    aliases: ClassVar[dict[str, str]] = {}
-    bounds: ClassVar[dict[str, tuple[float, float]]] = {  # the least and the most; those of base classes hold too
+    aliases: ClassVar[dict[str, str]] = {}  # other spellings of options → their names here
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {  # least and greatest value; those of base classes hold too
         "hidden_size": (1, 2**20), "vocab_size": (1, 2**24), "dpace": (0, 1),
     }  # fmt: skip
 
@@ -54,33 +59,47 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.tree, str | StaticTree):
-            object.__setattr__(self, "tree", static_choices(self.tree, getattr(self, "num_heads", STATIC_DEPTH)))
+            object.__setattr__(self, "tree", static_choices(self.tree, self.fixed_depth or STATIC_DEPTH))
         check_options(self)
         parse_loss(self.loss)
         if self.tree is not None:
-            vocabulary = getattr(self, "draft_vocab_size", None) or self.vocab_size
-            check_choices(self.kind, self.tree, self.deepest, vocabulary)
-            object.__setattr__(self, "tree", StaticTree(self.tree).choices)  # ValueError where it is no tree
+            check_choices(self.kind, self.tree, self.max_depth, self.output_size)
+            object.__setattr__(self, "tree", StaticTree(self.tree).choices)  # ValueError if it is no tree
 
     @property
-    def deepest(self) -> int:
-        """Tokens of its longest draft."""
+    def max_depth(self) -> int:
+        """Tokens of the longest draft."""
         return DEEPEST
+
+    @property
+    def fixed_depth(self) -> int | None:
+        """How many depths are drafted, if each has a network of its own; None if one network drafts every depth."""
+        return None
+
+    @property
+    def served_depth(self) -> int:
+        """Tokens of a draft when another program serves the head."""
+        return self.max_depth
+
+    @property
+    def output_size(self) -> int | None:
+        """The number of draft tokens, Vd; None while the sizes are not filled in."""
+        return self.vocab_size
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Self:
-        """Options by name, the spellings of other toolkits included. ValueError on an unknown one."""
+        """From options by name, other toolkits' spellings included. ValueError for an unknown one."""
         refuse_unknown(options, [*(f.name for f in fields(cls)), *cls.aliases], what=f"{cls.kind} head option")
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, value in options.items():
             key = cls.aliases.get(name, name)
-            if key in given:
+            if key in values:
                 raise ValueError(f"{cls.kind} head option {key!r} is given twice (once as {name!r})")
-            given[key] = tuple(value) if isinstance(value, list) else value
-        return cls(**given)
+            values[key] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
 
     def with_base_defaults(self, base_config: Any) -> Self:
-        """With every size that was left None taken from the base's text config."""
+        """A copy whose missing sizes are those of the base's text config."""
         defaults = {"hidden_size": base_config.hidden_size, "vocab_size": base_config.vocab_size}
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
@@ -90,13 +109,14 @@ class HeadConfig:
 
 @dataclass(frozen=True, slots=True)
 class TapBatch:
-    """What the base saw, live or from disk; a head cannot tell which.
+    """A batch with the base's features and probabilities. A head cannot tell whether they are live or from disk.
 
-    tokens (B, T); features (B, T, F) the tapped layers; teacher: the base's law, that at t being of token t + 1;
-    supervised (B, T) bool, indexed by the predicted token; documents (B, T) ids, 0 at padding; position_ids (B, T).
-    embed and lm_head are the base's, frozen. num_items: what to divide summed losses by, if it is not this batch's
-    own count of supervised tokens (gradient accumulation, several processes). seed: of what is drawn at random, one for
-    each step of a run; None takes one from torch's generator.
+    tokens (B, T). features (B, T, F): the tapped layers. teacher: the base's distribution of token t + 1 at position t.
+    supervised (B, T) bool, indexed by the predicted token. documents (B, T): ids, 0 at padding. position_ids (B, T).
+    embed, lm_head: the base's, frozen.
+    num_items: what summed losses are divided by; None: the supervised tokens of this batch. It is given under gradient
+      accumulation and with several processes.
+    seed: of random draws, one for each step of a run; None takes one from torch's generator.
     """
 
     tokens: Tensor
@@ -115,24 +135,31 @@ class TapBatch:
         items = self.supervised.sum() if self.num_items is None else self.num_items
         return items.clamp_min(1) if isinstance(items, Tensor) else max(items, 1)
 
-    def asked(self, depths: int) -> DraftTargets:
-        """The supervised positions, and where drafts of so many depths started for each."""
-        return DraftTargets.of(self.tokens, self.supervised, self.documents, depths)
+    def targets(self, depths: int) -> DraftTargets:
+        """The supervised positions, and where their drafts of each depth started."""
+        return DraftTargets.from_batch(self.tokens, self.supervised, self.documents, depths)
 
     def keys(self) -> Tensor:
-        """(B, T) int64 what `draws` makes random numbers of, each row's its own in whichever batch it lies."""
+        """(B, T) int64 keys of random numbers, see `draws`: those of a row do not depend on its batch."""
         seed = int(torch.randint(2**62, ())) if self.seed is None else self.seed
         return draws.keys(self.tokens, self.documents, seed)
 
 
 class DraftHead(nn.Module, Drafter, ABC):
-    """A module that learns to draft. Subclasses set `Config`, and implement `loss`, `propose` and `layers`."""
+    """A module that learns to draft, and a drafter.
+
+    A subclass sets `Config` and implements
+      training: `layers`, `loss`, `draft_logits`, `output_parameters`, `scored_depths`;
+      drafting: `usual_plan`, `propose`.
+    It overrides the others where their defaults do not hold: `attends`, `target_ids`, `passes`, `unrolled_starts`,
+    `refuse_unfit`, `copy_frozen_weights`, `initialise`.
+    """
 
     Config: ClassVar[type[HeadConfig]]
 
-    # Set by SpecModel.gradient_checkpointing_enable: what torch's checkpoint() takes.
+    # Arguments of torch's checkpoint(), set by SpecModel.gradient_checkpointing_enable; None: keep activations.
     checkpointing: Mapping[str, Any] | None = None
-    # Tokens of the longest text it was trained on, which SpecModel sets; None: not known, or it attends to none before.
+    # Tokens of the longest training text, set by SpecModel; None if unknown, or if the head attends to no others.
     trained_length: int | None = None
 
     def __init__(self, config: HeadConfig) -> None:
@@ -140,7 +167,7 @@ class DraftHead(nn.Module, Drafter, ABC):
         self.config = config
 
     def maybe_checkpoint(self, function: Callable[..., T], *inputs: Any) -> T:
-        """function(*inputs), whose activations are made again in the backward pass under gradient checkpointing."""
+        """function(*inputs); gradient checkpointing recomputes its activations in the backward pass."""
         if self.checkpointing is None or not (self.training and torch.is_grad_enabled()):
             return function(*inputs)
         return checkpoint(function, *inputs, use_reentrant=False, **self.checkpointing)
@@ -148,7 +175,7 @@ class DraftHead(nn.Module, Drafter, ABC):
     @property
     @abstractmethod
     def layers(self) -> tuple[int, ...]:
-        """The base's hidden_states it is fed, as Hugging Face indices (0 embeddings, n after the final norm)."""
+        """The base's hidden_states that it reads, as Hugging Face indices: 0 embeddings, n after the final norm."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -156,22 +183,27 @@ class DraftHead(nn.Module, Drafter, ABC):
 
     @property
     def attends(self) -> bool:
-        """Does it look at earlier positions itself, so that it matters how many it was trained on?"""
+        """Whether it attends to earlier positions itself, so that the length of its training texts matters."""
         return True
 
     @property
     @abstractmethod
     def scored_depths(self) -> int:
-        """How many depths an evaluation scores: those that ranks and overlaps have."""
+        """How many depths S an evaluation scores, in ranks and overlaps."""
+
+    @property
+    def fixed_depth(self) -> int | None:
+        """See HeadConfig.fixed_depth."""
+        return self.config.fixed_depth
 
     @property
     def target_ids(self) -> Tensor | None:
-        """(Vd,) the target id of each draft token; None where the vocabularies are the same."""
+        """(Vd,) the target id of each draft token; None if the vocabularies are the same."""
         return None
 
     @property
     def draft_ids(self) -> DraftIds | None:
-        """`target_ids` and the reverse; None where the vocabularies are the same."""
+        """`target_ids` and their inverse; None if the vocabularies are the same."""
         ids = self.target_ids
         if ids is None:
             return None
@@ -179,45 +211,50 @@ class DraftHead(nn.Module, Drafter, ABC):
         return DraftIds.of(ids, self.config.vocab_size)
 
     def passes(self, length: int) -> float:
-        """How often training on a row of so many tokens applies the head's matrices, a token."""
+        """How often training applies the head's matrices to each token of a row of `length` tokens."""
         return 1.0
 
+    def unrolled_starts(self, length: int) -> int:
+        """How many queries of a row of `length` tokens the later steps of a training-time test have, added up."""
+        return 0
+
     def refuse_unfit(self, base: Any) -> None:
-        """Raise UnsupportedModel where this kind of head cannot learn from this base."""
+        """Raise UnsupportedModel if this kind of head cannot learn from this base."""
 
     def copy_frozen_weights(self, base: nn.Module) -> None:
-        """Copy what the head holds of the base and does not train; without it the head would be none."""
+        """Copy the weights of the base that the head holds and does not train. It cannot draft without them."""
 
     def initialise(self, base: nn.Module) -> None:
-        """Start from what the base already knows, where the shapes agree."""
+        """Start from weights of the base, where shapes match."""
 
     @abstractmethod
     def draft_logits(self, hidden: Tensor, depth: int, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
-        """What the head makes at a depth, (…, H), → its logits (…, Vd). lm_head is the base's."""
+        """The head's output at a depth (…, H) → logits (…, Vd). lm_head is the base's."""
 
     @abstractmethod
     def output_parameters(self) -> list[Tensor]:
-        """The head's own parameters in `draft_logits`."""
+        """The head's parameters that `draft_logits` uses."""
 
     @abstractmethod
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The training loss, and what to report: every loss term by name, and where a position can have all S drafts
-        `ranks` (R', S), each depth's rank of the base's own next token in the draft (0 = drafted first, −1 = outside
-        the draft vocabulary), and in evaluation `overlaps` (R', S), α = Σ min(p, q)."""
+        """The training loss, and what to report: every loss term by name; `ranks` (R', S), the rank of the base's own
+        next token in the draft of each depth (0 = drafted first, −1 = outside the draft vocabulary); and in evaluation
+        `overlaps` (R', S), α = Σ min(p, q)."""
 
     def score(
         self,
         batch: TapBatch,
-        asked: DraftTargets,
+        targets: DraftTargets,
         rows: list[Tensor],
         depth_weights: tuple[float, ...],
         overlaps: bool = False,
     ) -> Scores:
-        """Drafts `rows`, each (R, H), against the base, by the config's loss. overlaps: α in training too."""
+        """Score drafts against the base by the config's loss. rows: of each draft s (R_s, H). overlaps: α in training
+        too."""
         assert self.config.vocab_size is not None
         objective = Objective(parse_loss(self.config.loss), depth_weights, self.config.dpace)
         return objective(
-            asked,
+            targets,
             batch.teacher,
             rows,
             lambda hidden, depth: self.draft_logits(hidden, depth, batch.lm_head),
@@ -228,13 +265,13 @@ class DraftHead(nn.Module, Drafter, ABC):
         )
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
-        """The tree it drafts unless told otherwise."""
+        """The tree to draft by default."""
         return self.usual_plan(device) if self.config.tree is None else StaticTree(self.config.tree)
 
     @abstractmethod
     def usual_plan(self, device: torch.device) -> Plan:
-        """The tree for a head nothing was measured of."""
+        """The default tree of this kind of head, unless its config has one."""
 
     @abstractmethod
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
-        """A tree behind context.root, in the shape `plan` asks for."""
+        """A tree below context.root, of the shape of `plan`."""

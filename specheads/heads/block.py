@@ -1,10 +1,12 @@
-"""The one decoder block of all heads that have one: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+"""The decoder blocks of heads, and how they start from a layer of the base.
 
-Shapes: B batch rows, T positions, H hidden, d head size, S unrolled steps.
+RMSNorm, RoPE, grouped-query attention, SwiGLU. Shapes: B batch rows, T positions, K slots of a parallel head's block,
+H hidden, d head size, s earlier steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from specheads.decoding.target.hf_base import decoder_of, text_config
 from specheads.heads.rope import rotate
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """One decoder layer whose attention may read a wider input than its residual stream."""
 
     def __init__(
@@ -58,7 +60,7 @@ class Block(nn.Module):
         layer: int,
         mask: Tensor | None,
     ) -> Tensor:
-        """One pass over the head's own KV cache. mask None is causal over the pass itself (a prompt)."""
+        """One pass over the head's own KV cache. mask None: causal over the pass itself, a prompt."""
         q, k, v = self.qkv(x, rotary)
         keys, values = cache.update(k, v, layer)
         # enable_gqa has no fast kernel under a mask on every device; repeating one layer's heads costs little.
@@ -71,9 +73,12 @@ class Block(nn.Module):
         self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor,
         keys: tuple[Tensor, ...] = (), values: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """One step of training-time test: query i sees step 0's keys 0 … i under mask (B, 1, T, T), and of each later
-        step only its own. keys and values: of the steps before, each (B, heads, T, d). Returns the output (B, T, H) and
-        the step's own key and value. EAGLE-3, arXiv:2503.01840."""
+        """One step of training-time test: query i attends to step 0's keys 0 … i under mask (B, 1, T, T), and to key i
+        of each later step.
+
+        keys, values: those of the earlier steps, each (B, heads, T, d). Returns the output (B, T, H), and this step's
+        key and value. EAGLE-3, arXiv:2503.01840.
+        """
         q, k, v = self.qkv(x, rotary)
         group = self.num_heads // self.num_key_value_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -83,64 +88,99 @@ class Block(nn.Module):
             return self.finish(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), residual), k, v
         scale = self.head_dim**-0.5
         past = q @ first_key.transpose(-1, -2) * scale + mask
-        own = torch.stack([(q * key).sum(-1) * scale for key in later_keys], -1)  # (B, heads, T, s)
-        weights = torch.cat([past, own], -1).softmax(-1, dtype=torch.float32).to(q.dtype)
+        diagonal = torch.stack([(q * key).sum(-1) * scale for key in later_keys], -1)  # (B, heads, T, s)
+        weights = torch.cat([past, diagonal], -1).softmax(-1, dtype=torch.float32).to(q.dtype)
         attended = weights[..., : past.shape[-1]] @ first_value
         for s, value in enumerate(later_values):
             attended = attended + weights[..., past.shape[-1] + s].unsqueeze(-1) * value
         return self.finish(attended, residual), k, v
 
 
+class ContextBlock(DecoderBlock):
+    """A decoder block whose queries also attend to a context, whose keys and values come from the same matrices.
+
+    Otherwise as Qwen3's layers: norms on the input, on queries and on keys. The context enters without the input norm.
+    The layer of DFlash, arXiv:2602.06036.
+    """
+
+    def __init__(self, *, hidden_size: int, head_dim: int, rms_norm_eps: float, **sizes: Any) -> None:
+        super().__init__(
+            hidden_size=hidden_size, input_size=hidden_size, head_dim=head_dim, rms_norm_eps=rms_norm_eps, **sizes
+        )
+        self.input_layernorm = nn.RMSNorm(hidden_size, eps=rms_norm_eps)
+        self.q_norm = nn.RMSNorm(head_dim, eps=rms_norm_eps)
+        self.k_norm = nn.RMSNorm(head_dim, eps=rms_norm_eps)
+
+    def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(B, T, H), a context or the normed input of a block → keys and values (B, kv heads, T, d)."""
+        k, v = (p(x).unflatten(2, (self.num_key_value_heads, self.head_dim)) for p in (self.k_proj, self.v_proj))
+        return rotate(self.k_norm(k).transpose(1, 2), *rotary), v.transpose(1, 2)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    ) -> Tensor:
+        """(B, K, H) → (B, K, H). attend(keys, values) of the slots → all keys and values, and the mask."""
+        x = self.input_layernorm(hidden)
+        q = self.q_norm(self.q_proj(x).unflatten(2, (self.num_heads, self.head_dim))).transpose(1, 2)
+        keys, values, mask = attend(*self.keys_values(x, rotary))
+        group = self.num_heads // self.num_key_value_heads
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        return self.finish(F.scaled_dot_product_attention(rotate(q, *rotary), keys, values, attn_mask=mask), hidden)
+
+
 def decoder_layers(base: Any) -> nn.ModuleList | None:
-    """The base's stack of decoder layers: the first list of so many modules in its text decoder."""
+    """The base's decoder layers: the first list of num_hidden_layers modules in its text decoder."""
     count = text_config(base).num_hidden_layers
     return next((m for m in decoder_of(base).modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
 
 
-def copy_layer(block: Block, layer: nn.Module) -> None:
-    """Start a block from a decoder layer of the base: each matrix whose name and shape agree, and the norm."""
-    source: dict[str, tuple[str, Tensor]] = {
+def copy_layer(block: DecoderBlock, layer: nn.Module) -> None:
+    """Copy a decoder layer of the base into a block: each matrix whose name and shape match, and the norm."""
+    sources: dict[str, tuple[str, Tensor]] = {
         ".".join(name.split(".")[-2:]): (name, p) for name, p in layer.named_parameters() if p.ndim == 2
     }
     dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32)
     copied = False
-    for name, own in block.named_parameters():
-        if name not in source:
+    for name, parameter in block.named_parameters():
+        if name not in sources:
             continue
-        path, stored = source[name]
+        path, stored = sources[name]
         quantised = not stored.is_floating_point()
-        given = dense_weight(layer.get_submodule(path.rpartition(".")[0]), dtype) if quantised else stored
-        if given is None or given.is_meta or given.shape != own.shape:
+        weight = dense_weight(layer.get_submodule(path.rpartition(".")[0]), dtype) if quantised else stored
+        if weight is None or weight.is_meta or weight.shape != parameter.shape:
             continue
         with torch.no_grad():
-            own.copy_(given)
+            parameter.copy_(weight)
         copied = True
     if copied:
         copy_norm(block.post_attention_layernorm, getattr(layer, "post_attention_layernorm", None))
 
 
 def copy_norm(norm: nn.RMSNorm, source: nn.Module | None) -> None:
-    """Start an RMSNorm from one of the base's, whatever it keeps its scale as (Gemma's is one less than it says)."""
+    """Copy the scale of one of the base's RMSNorms, however it stores it (Gemma stores the scale minus one)."""
     weight = getattr(source, "weight", None)
     if source is None or "RMSNorm" not in type(source).__name__ or weight is None or weight.shape != norm.weight.shape:
         return
     if not weight.is_meta:
         with torch.no_grad():
-            norm.weight.copy_(source(torch.ones_like(weight)))  # the scale is what ones come out as
+            norm.weight.copy_(source(torch.ones_like(weight)))  # the norm of ones is the scale
 
 
 def final_norm(base: Any) -> nn.Module | None:
-    """The norm behind the base's last layer, under the names models give it."""
+    """The norm after the base's last layer, under the names that models give it."""
     names = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
     return next((norm for name in names if (norm := getattr(decoder_of(base), name, None)) is not None), None)
 
 
 @torch.no_grad()
 def dense_weight(linear: nn.Module, dtype: torch.dtype) -> Tensor | None:
-    """The weights (out, in) that a linear layer applies, whatever it keeps them as; None for another layer."""
+    """The weight (out, in) that a linear layer applies, however it stores it; None for another kind of layer."""
     size, weight = getattr(linear, "in_features", None), getattr(linear, "weight", None)
     if size is None or not isinstance(weight, Tensor) or weight.is_meta:
         return None
-    out = linear(torch.eye(size, device=weight.device, dtype=dtype))  # the identity comes out as the weights
+    out = linear(torch.eye(size, device=weight.device, dtype=dtype))  # of the identity, the transposed weight
     bias = getattr(linear, "bias", None)
     return (out if bias is None else out - bias).T

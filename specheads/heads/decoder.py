@@ -1,4 +1,4 @@
-"""Decoder blocks of a head: their sizes, and how they run over training texts and over what decoding has committed.
+"""Decoder blocks of a head: their sizes, their masks in training, and their KV cache in decoding.
 
 Shapes: B batch rows, T positions, P new positions, H hidden.
 """
@@ -16,18 +16,21 @@ from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import Plan
 from specheads.decoding.target.cache import TreeCache, additive
 from specheads.heads.base import HeadConfig
-from specheads.heads.block import Block
+from specheads.heads.block import DecoderBlock
 from specheads.heads.rope import RotaryTable, checked, inherited, refuse_overflow
 
 T = TypeVar("T")
 # block, its index, attention input and residual (B, T, H), rotary → output (B, T, H)
-Attend = Callable[[Block, int, Tensor, Tensor, tuple[Tensor, Tensor]], Tensor]
+Attend = Callable[[DecoderBlock, int, Tensor, Tensor, tuple[Tensor, Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
 class DecoderConfig(HeadConfig):
-    """Sizes of the head's decoder blocks; those left None are the base's own. rope_parameters: as in a config of
-    transformers 5, of rope_type default, linear, llama3 or yarn; rope_theta alone means default, of that base."""
+    """Sizes of the head's decoder blocks; those that are None are the base's.
+
+    rope_parameters: as in a config of transformers 5, with rope_type default, linear, llama3 or yarn. The option
+    rope_theta alone means rope_type default with that theta.
+    """
 
     bounds: ClassVar[dict[str, tuple[float, float]]] = {
         "num_attention_heads": (1, 2**12), "num_key_value_heads": (1, 2**12), "head_dim": (1, 2**14),
@@ -59,13 +62,13 @@ class DecoderConfig(HeadConfig):
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Self:
-        # rope_theta is how heads were saved before positions could be scaled.
-        plain = {name: value for name, value in options.items() if name != "rope_theta"}
+        # Heads were saved with rope_theta before RoPE could be scaled.
+        renamed = {name: value for name, value in options.items() if name != "rope_theta"}
         if (theta := options.get("rope_theta")) is not None:
-            if plain.get("rope_parameters") is not None:
+            if renamed.get("rope_parameters") is not None:
                 raise ValueError(f"{cls.kind} head options rope_theta and rope_parameters: give theta in the latter")
-            plain["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
-        return super().from_options(plain)
+            renamed["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+        return super().from_options(renamed)
 
     def with_base_defaults(self, base_config: Any) -> Self:
         config = super().with_base_defaults(base_config)
@@ -73,24 +76,24 @@ class DecoderConfig(HeadConfig):
         heads = config.num_attention_heads or getattr(base_config, "num_attention_heads", None) or 8
         while config.hidden_size % heads and config.head_dim is None:
             heads //= 2
-        own_head_dim = getattr(base_config, "head_dim", None) or config.hidden_size // heads
+        base_head_dim = getattr(base_config, "head_dim", None) or config.hidden_size // heads
         key_value = config.num_key_value_heads or getattr(base_config, "num_key_value_heads", None) or heads
         inner = getattr(base_config, "intermediate_size", None) or getattr(base_config, "ffn_hidden_size", None)
         return replace(
             config,
             num_attention_heads=heads,
             num_key_value_heads=key_value if heads % key_value == 0 else heads,
-            head_dim=config.head_dim or own_head_dim + own_head_dim % 2,
+            head_dim=config.head_dim or base_head_dim + base_head_dim % 2,
             intermediate_size=config.intermediate_size or inner or 4 * config.hidden_size,
             rms_norm_eps=config.rms_norm_eps or getattr(base_config, "rms_norm_eps", None) or 1e-6,
             rope_parameters=config.rope_parameters or inherited(base_config),
         )
 
-    def block(self, input_size: int) -> Block:
-        """A decoder block of these (filled) sizes, whose attention reads `input_size`."""
+    def block(self, input_size: int) -> DecoderBlock:
+        """A decoder block of these sizes, none of them None, whose attention reads inputs of `input_size`."""
         assert self.hidden_size and self.intermediate_size and self.num_attention_heads and self.num_key_value_heads
         assert self.head_dim and self.rms_norm_eps
-        return Block(
+        return DecoderBlock(
             hidden_size=self.hidden_size, input_size=input_size, intermediate_size=self.intermediate_size,
             num_heads=self.num_attention_heads, num_key_value_heads=self.num_key_value_heads, head_dim=self.head_dim,
             rms_norm_eps=self.rms_norm_eps, attention_bias=self.attention_bias, mlp_bias=self.mlp_bias,
@@ -102,16 +105,16 @@ class DecoderConfig(HeadConfig):
 
 
 def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, T) document ids → (B, 1, T, T) mask to add: each position sees its own document up to itself."""
-    place = torch.arange(documents.shape[1], device=documents.device)
+    """(B, T) document ids → (B, 1, T, T) additive mask: each position sees its document up to itself."""
+    column = torch.arange(documents.shape[1], device=documents.device)
     same = documents.unsqueeze(2) == documents.unsqueeze(1)
-    return additive(same & (place <= place.unsqueeze(1)), dtype)
+    return additive(same & (column <= column.unsqueeze(1)), dtype)
 
 
 def attend_with(cache: TreeCache, mask: Tensor | None) -> Attend:
-    """Blocks over a head's own cache; mask None is causal over the pass itself."""
+    """An `Attend` over a head's own cache; mask None: causal over the pass itself."""
 
-    def attend(block: Block, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def attend(block: DecoderBlock, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         return block.cached(x, residual, rotary, cache, i, mask)
 
     return attend
@@ -121,28 +124,32 @@ def keep_committed(
     context: Context, scratch: int, hidden: Tensor, num_layers: int, rotary: RotaryTable,
     write: Callable[[TreeCache, Tensor, bool], T],
 ) -> tuple[T, TreeCache]:  # fmt: skip
-    """write(cache, positions (B, P), fresh) puts keys and values of the positions committed since the last proposal,
-    hidden (B, P, H), into the head's own cache; fresh: into an empty one. What it gave, and the cache, which
-    context.memory keeps."""
+    """Write the positions committed since the last proposal, hidden (B, P, H), into the head's own cache.
+
+    write(cache, positions (B, P), fresh) adds their keys and values; fresh: the cache is empty. Returns what it
+    returned, and the cache, which context.memory keeps.
+    """
     target, memory = context.target, context.memory
     batch, columns, _ = hidden.shape
     if "cache" in memory:
         cache = memory["cache"]
         return write(cache, cache.append(columns, context.new, context.bound), False), cache
     cache = memory["cache"] = TreeCache(num_layers, scratch, target.cache.capacity)
-    # A row may overshoot the limit by one path when it ends, and is then fed a path of padding with the rest.
+    # A row that ends may exceed the limit by one path, and is then fed a path of padding along with the other rows.
     rotary.ensure(target.limit + 2 * scratch, hidden)
-    made = write(cache, torch.arange(columns, device=hidden.device).expand(batch, columns), True)
+    result = write(cache, torch.arange(columns, device=hidden.device).expand(batch, columns), True)
     cache.load_prompt(context.new, columns)
-    return made, cache
+    return result, cache
 
 
 def read_committed(
     context: Context, plan: Plan, hidden: Tensor, num_layers: int, rotary: RotaryTable,
     run: Callable[[Attend, Tensor], Tensor],
 ) -> tuple[Tensor, TreeCache]:  # fmt: skip
-    """run(attend, positions (B, P)) on hidden (B, P, H), of the positions committed since the last proposal: what it
-    gave, and the head's own cache with their keys and values."""
+    """Run the head on the positions committed since the last proposal, hidden (B, P, H).
+
+    Returns the result of run(attend, positions (B, P)), and the head's own cache with their keys and values.
+    """
 
     def write(cache: TreeCache, position: Tensor, fresh: bool) -> Tensor:
         mask = None if fresh else additive(cache.positions <= position.unsqueeze(-1), hidden.dtype)

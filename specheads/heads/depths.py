@@ -1,6 +1,6 @@
-"""What Medusa and Hydra share: a small network and an output matrix of its own for each drafted depth.
+"""What Medusa and Hydra share: each drafted depth has a small network and an output matrix of its own.
 
-Head i at position t guesses the token i + 2 places on. Shapes: B batch rows, T positions, H hidden, R drafts.
+Head i at position t predicts token t + 2 + i. Shapes: B batch rows, T positions, H hidden, R_s drafts of depth s.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import Expand, Plan, default_static
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.tree import DraftTree
-from specheads.heads.anchored_starts import AnchoredStarts, AnchoredStartsConfig
+from specheads.heads.anchors import AnchoredStarts, AnchoredStartsConfig
 from specheads.heads.base import TapBatch
 from specheads.heads.limits import ANY_LAYER, MOST_LAYERS
 from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
-from specheads.losses.objective import DraftTargets
+from specheads.losses.targets import DraftTargets
 
 
 @dataclass(frozen=True)
 class DepthHeadsConfig(AnchoredStartsConfig, DraftVocabularyConfig):
-    """num_heads: depths drafted; num_layers: blocks a head; decay: head i's loss weighs decay^i; tap: the layer read
-    (default: the last, after the final norm)."""
+    """num_heads: depths drafted. num_layers: blocks of a head. decay: the loss of head i has weight decay^i. tap: the
+    layer read (default: the last, after the final norm)."""
 
     bounds: ClassVar[dict[str, tuple[float, float]]] = {
         "num_heads": (1, MOST_LAYERS), "num_layers": (1, MOST_LAYERS), "tap": ANY_LAYER,
@@ -44,7 +44,11 @@ class DepthHeadsConfig(AnchoredStartsConfig, DraftVocabularyConfig):
             raise ValueError(f"{self.kind} head option decay={self.decay} must be above 0 and at most 1")
 
     @property
-    def deepest(self) -> int:
+    def max_depth(self) -> int:
+        return self.num_heads
+
+    @property
+    def fixed_depth(self) -> int:
         return self.num_heads
 
     def with_base_defaults(self, base_config: Any) -> Self:
@@ -53,13 +57,13 @@ class DepthHeadsConfig(AnchoredStartsConfig, DraftVocabularyConfig):
         tap = layers if config.tap is None else config.tap
         if not 0 <= tap <= layers:
             raise ValueError(
-                f"{self.kind} head option tap={tap} is no layer of a base with {layers}: give 0 to {layers}"
+                f"{self.kind} head option tap={tap} does not exist: the base has {layers} layers, so give 0 to {layers}"
             )
         return replace(config, tap=tap)
 
 
 class ResBlock(nn.Module):
-    """x + SiLU(Wx + b), the identity at the start."""
+    """x + SiLU(Wx + b), initially the identity."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -72,7 +76,7 @@ class ResBlock(nn.Module):
 
 
 class DepthHeads(DraftVocabulary):
-    """Subclasses make the blocks of each depth, and say what these read: in training `rows`, in decoding `expander`."""
+    """A subclass gives the blocks of each depth and their input: `draft_rows` in training, `expander` in decoding."""
 
     config: DepthHeadsConfig
 
@@ -89,10 +93,6 @@ class DepthHeads(DraftVocabulary):
         return (self.config.tap,)
 
     @property
-    def draft_depth(self) -> int:
-        return self.config.num_heads
-
-    @property
     def attends(self) -> bool:
         return False
 
@@ -101,7 +101,7 @@ class DepthHeads(DraftVocabulary):
         return self.config.num_heads
 
     def passes(self, length: int) -> float:
-        return (1 + (self.config.num_heads - 1) * self.config.share(length)) / self.config.num_heads
+        return (1 + (self.config.num_heads - 1) * self.config.anchored_share(length)) / self.config.num_heads
 
     def output_layers(self) -> list[nn.Linear]:
         return list(self.lm_heads)  # type: ignore[arg-type]
@@ -113,20 +113,20 @@ class DepthHeads(DraftVocabulary):
         return self.lm_heads[depth](hidden)
 
     @abstractmethod
-    def rows(self, batch: TapBatch, asked: DraftTargets, depths: int) -> list[Tensor]:
-        """What the first `depths` heads make at the starts of the drafts asked for: each (R_s, H)."""
+    def draft_rows(self, batch: TapBatch, targets: DraftTargets) -> list[Tensor]:
+        """The outputs of each head at the starts of its drafts, (R_s, H)."""
 
     @abstractmethod
     def expander(self, context: Context, plan: Plan) -> Expand:
-        """What scores a tree behind context.root level by level, head i the children of depth i."""
+        """Scores a tree below context.root level by level: head i scores the children of level i."""
 
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
-        asked = batch.asked(config.num_heads)
+        targets = batch.targets(config.num_heads)
         if self.training and config.anchors is not None and config.num_heads > 1:
-            asked = AnchoredStarts.drawn(asked, batch.keys(), config.anchors).drafts(asked)
-        rows = self.rows(batch, asked, config.num_heads)
-        scores = self.score(batch, asked, rows, tuple(config.decay**i for i in range(config.num_heads)))
+            targets = AnchoredStarts.sample(targets, batch.keys(), config.anchors).select(targets)
+        rows = self.draft_rows(batch, targets)
+        scores = self.score(batch, targets, rows, tuple(config.decay**i for i in range(config.num_heads)))
         return scores.total / batch.denominator, scores.terms(batch.denominator)
 
     def usual_plan(self, device: torch.device) -> Plan:
@@ -136,6 +136,6 @@ class DepthHeads(DraftVocabulary):
         config = self.config
         if plan.depth > config.num_heads:
             name = config.kind.capitalize()
-            raise ValueError(f"a tree {plan.depth} deep needs as many {name} heads; this one has {config.num_heads}")
+            raise ValueError(f"a tree {plan.depth} deep needs as many {name} heads; this model has {config.num_heads}")
         assert config.vocab_size is not None
         return plan.grow(context.root, self.expander(context, plan), sampler, config.vocab_size)

@@ -1,5 +1,7 @@
-"""EAGLE-1 and EAGLE-2: extrapolate the target's last feature with one decoder block; the base's own lm_head
-turns it into a law. arXiv:2401.15077, arXiv:2406.16858 (the dynamic tree, which is planner.DynamicTree)."""
+"""EAGLE-1 and EAGLE-2: one decoder block predicts the target's next feature, and the base's lm_head gives its logits.
+
+EAGLE-1, arXiv:2401.15077. EAGLE-2, arXiv:2406.16858, is the same head with a dynamic tree, planner.DynamicTree.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from specheads.losses.functions import feature_distance
 
 @dataclass(frozen=True)
 class EagleConfig(UnrolledConfig):
-    """feature_weight and token_loss_weight: of the two losses; noise: half-width of the uniform feature noise; fc_bias:
-    of the fusing layer; steps: 1 as published, more as in HASS (arXiv:2408.15766); metric_steps: those that evaluation
-    unrolls for the joint accepted length."""
+    """feature_weight, token_loss_weight: of the two losses. noise: half-width of the uniform feature noise. fc_bias:
+    of the fusing layer. steps: 1 as published, more as in HASS (arXiv:2408.15766). metric_steps: unrolled by
+    evaluation, for the joint accepted length."""
 
     kind: ClassVar[str] = "eagle"
     aliases: ClassVar[dict[str, str]] = {**UnrolledConfig.aliases, "law_weight": "token_loss_weight"}
@@ -79,21 +81,23 @@ class EagleHead(FeatureHead):
         config = self.config
         noisy = self.training and config.noise > 0
         features = with_noise(batch.features, batch.keys(), config.noise) if noisy else batch.features
-        # Evaluation unrolls as far as the accepted length of a chain wants to know.
+        # Evaluation unrolls further than training, for the accepted length of a chain.
         steps = config.steps if self.training else self.scored_depths
-        asked, rows = self.drafts(batch, steps, features)
-        scores = self.score(batch, asked, rows, (1.0,) * config.steps + (0.0,) * (steps - config.steps))
-        aim = batch.features.detach().flatten(0, 1)[asked.positions]  # which a base that learns too moves away from
+        targets, rows = self.drafts(batch, steps, features)
+        scores = self.score(batch, targets, rows, (1.0,) * config.steps + (0.0,) * (steps - config.steps))
+        # Detached: a base that is trained too must not move its features towards the drafts.
+        true_features = batch.features.detach().flatten(0, 1)[targets.positions]
         distances = []
         for s, predicted in enumerate(rows[: config.steps]):
-            place = asked.places(s)
-            distances.append((feature_distance(predicted, aim[place]) * asked.weights[place, s]).sum())
-        distance, law = torch.stack(distances).sum() / batch.denominator, scores.total / batch.denominator
-        total = config.feature_weight * distance + config.token_loss_weight * law
-        return total, {"feature": distance.detach(), "law": law.detach(), **scores.terms(batch.denominator)}
+            indices = targets.indices_of(s)
+            distances.append((feature_distance(predicted, true_features[indices]) * targets.weights[indices, s]).sum())
+        distance, token_loss = torch.stack(distances).sum() / batch.denominator, scores.total / batch.denominator
+        total = config.feature_weight * distance + config.token_loss_weight * token_loss
+        # The term's name in logs stays "law", as in those of earlier runs that a resumed one continues.
+        return total, {"feature": distance.detach(), "law": token_loss.detach(), **scores.terms(batch.denominator)}
 
 
 def with_noise(features: Tensor, keys: Tensor, width: float) -> Tensor:
-    """features (B, T, F) + U(−width, width), drawn from keys (B, T)."""
-    drawn = [draws.uniform(row).mul_(2 * width).sub_(width) for row in draws.of_positions(keys, features.shape[2])]
-    return features + torch.stack(drawn).to(features.dtype)
+    """features (B, T, F) + U(−width, width), drawn by keys (B, T)."""
+    noise = [draws.uniform(row).mul_(2 * width).sub_(width) for row in draws.split_keys(keys, features.shape[2])]
+    return features + torch.stack(noise).to(features.dtype)

@@ -1,5 +1,4 @@
-"""EAGLE-3: three fused layers of the target, a decoder block trained on its own outputs, and a draft vocabulary.
-arXiv:2503.01840."""
+"""EAGLE-3: three tapped layers, a decoder block trained on its own outputs, a draft vocabulary. arXiv:2503.01840."""
 
 from __future__ import annotations
 
@@ -17,12 +16,14 @@ from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
 
 @dataclass(frozen=True)
 class Eagle3Config(UnrolledConfig, DraftVocabularyConfig):
-    """steps: of training-time test; step_decay: step s weighs step_decay^s.
+    """steps: of training-time test. step_decay: the loss of step s has weight step_decay^s.
 
-    norm_features: a norm on each tapped layer before they are fused, or norm_before_fc: one on all of them together;
-    norm_before_residual: the block adds to the normed hidden state; as published it does not, and is not heard over the
-    features of a base whose residual stream is large (docs/training.md); norm_output: a step hands on its output behind
-    the final norm. norm_features and norm_output are EAGLE-3.1."""
+    norm_features: a norm on each tapped layer before they are fused. norm_before_fc: one norm on all of them together.
+    norm_before_residual: the block adds to the normed hidden state. As published it adds to the hidden state itself,
+      beside which its output is negligible if the base's residual stream is large (docs/training.md).
+    norm_output: the next step reads the output after the final norm.
+    norm_features and norm_output are EAGLE-3.1.
+    """
 
     kind: ClassVar[str] = "eagle3"
     default_limit: ClassVar[int | None] = 32_000
@@ -45,7 +46,7 @@ class Eagle3Config(UnrolledConfig, DraftVocabularyConfig):
     def default_taps(cls, num_layers: int) -> tuple[int, ...]:
         taps = (2, num_layers // 2, num_layers - 3)
         if sorted(set(taps)) != list(taps) or taps[0] > num_layers:
-            # Too few layers for the published choice: as far apart as they go.
+            # Too few layers for the published choice: the first, a middle and the last.
             taps = (min(1, num_layers), (num_layers + 1) // 2, num_layers)
         return taps
 
@@ -78,8 +79,8 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
         return [self.lm_head]
 
     def initialise(self, base: Any) -> None:
-        """lm_head and final norm from the base's. The rest starts at random, as published: with the base's last layer
-        for a block, or fc passing the highest tap through, it learns more slowly (docs/LOG.md)."""
+        """Copy the base's lm_head and final norm. The rest starts at random, as published: it learns more slowly from
+        the base's last layer as its block, or with fc passing the highest tap through (docs/LOG.md)."""
         self.copy_output_rows(base)
         copy_norm(self.norm, final_norm(base))
 
@@ -107,6 +108,6 @@ class Eagle3Head(FeatureHead, DraftVocabulary):
 
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
-        asked, rows = self.drafts(batch, config.steps)
-        scores = self.score(batch, asked, rows, tuple(config.step_decay**s for s in range(config.steps)))
+        targets, rows = self.drafts(batch, config.steps)
+        scores = self.score(batch, targets, rows, tuple(config.step_decay**s for s in range(config.steps)))
         return scores.total / batch.denominator, scores.terms(batch.denominator)

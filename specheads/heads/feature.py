@@ -1,7 +1,8 @@
-"""What EAGLE-1 and EAGLE-3 share: drafting and unrolling a small decoder over the target's features.
+"""What EAGLE-1 and EAGLE-3 share: a small decoder over the target's features, unrolled in training and in drafting.
 
-At position t the head reads the target's feature f[t] and the token behind it, x[t+1], and guesses x[t+2].
-Shapes: B batch rows, T positions, F tapped features, H hidden, N tree nodes, S unrolled steps.
+At position t the head reads the target's feature f[t] and the next token x[t+1], and predicts x[t+2].
+Shapes: B batch rows, T positions, F tapped features, H hidden, S unrolled steps, R_s drafts of step s, A anchors of a
+row, k nodes of a level.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from specheads.decoding.planner import ChildLogits, DynamicTree, Plan, chain
 from specheads.decoding.sampler import Sampler
 from specheads.decoding.target.cache import Levels, Reach, gather_nodes
 from specheads.decoding.tree import DraftTree
-from specheads.heads.anchored_starts import AnchoredStarts, AnchoredStartsConfig
+from specheads.heads.anchors import AnchoredStarts, AnchoredStartsConfig
 from specheads.heads.base import DraftHead, TapBatch
-from specheads.heads.block import Block
+from specheads.heads.block import DecoderBlock
 from specheads.heads.decoder import Attend, DecoderConfig, attend_with, document_mask, read_committed
 from specheads.heads.limits import ANY_LAYER, DEEPEST, MOST_LAYERS
-from specheads.losses.objective import DraftTargets
+from specheads.losses.targets import DraftTargets
 
 
 @dataclass(frozen=True)
 class FeatureHeadConfig(DecoderConfig, ABC):
-    """num_layers: of the decoder; taps: the layers read; draft_depth: of the default chain on a CPU, where each level
-    costs time; as deep as its drafts are usually right."""
+    """num_layers: of the decoder. taps: the layers read. draft_depth: of the default chain on a CPU, where each level
+    costs time."""
 
     aliases: ClassVar[dict[str, str]] = {"eagle_num_layers": "num_layers"}
     bounds: ClassVar[dict[str, tuple[float, float]]] = {
@@ -40,10 +41,14 @@ class FeatureHeadConfig(DecoderConfig, ABC):
     taps: tuple[int, ...] | None = None
     draft_depth: int = 5
 
+    @property
+    def served_depth(self) -> int:
+        return self.draft_depth
+
     @classmethod
     @abstractmethod
     def default_taps(cls, num_layers: int) -> tuple[int, ...]:
-        """The layers read by default, for a base of `num_layers`."""
+        """The layers read by default, of a base of `num_layers`."""
 
     def with_base_defaults(self, base_config: Any) -> Self:
         config, layers = super().with_base_defaults(base_config), base_config.num_hidden_layers
@@ -58,7 +63,7 @@ class FeatureHeadConfig(DecoderConfig, ABC):
 
 @dataclass(frozen=True)
 class UnrolledConfig(AnchoredStartsConfig, FeatureHeadConfig, ABC):
-    """steps: drafted steps that training unrolls."""
+    """steps: how many drafted steps training unrolls."""
 
     bounds: ClassVar[dict[str, tuple[float, float]]] = {"steps": (1, DEEPEST)}
 
@@ -66,7 +71,7 @@ class UnrolledConfig(AnchoredStartsConfig, FeatureHeadConfig, ABC):
 
 
 class FeatureHead(DraftHead):
-    """Subclasses say how features enter (`fuse`), what the first block reads (`inputs`), and the law it gives."""
+    """A subclass gives the features that enter (`fuse`), the first block's input (`inputs`), and `draft_logits`."""
 
     config: UnrolledConfig
 
@@ -84,18 +89,21 @@ class FeatureHead(DraftHead):
         return self.config.taps
 
     def passes(self, length: int) -> float:
-        return 1 + (self.config.steps - 1) * self.config.share(length)
+        return 1 + (self.config.steps - 1) * self.config.anchored_share(length)
+
+    def unrolled_starts(self, length: int) -> int:
+        return (self.config.steps - 1) * min(self.config.anchors or length, length)
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
-        """Tapped features (B, T, F) → (B, T, H), what a drafted step's own output replaces later on."""
+        """Tapped features (B, T, F) → (B, T, H); a drafted step reads the output of the step before in their place."""
 
     @abstractmethod
     def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Embedded tokens and hidden (B, T, H) → the first block's attention input and its residual."""
 
     def next_hidden(self, output: Tensor) -> Tensor:
-        """What the next drafted step reads of an output (B, T, H) in place of fused features."""
+        """An output (B, T, H) → what the next drafted step reads in place of fused features."""
         return output
 
     def usual_plan(self, device: torch.device) -> Plan:
@@ -103,8 +111,8 @@ class FeatureHead(DraftHead):
         return DynamicTree() if device.type == "cuda" else chain(self.config.draft_depth)
 
     def forward(self, attend: Attend, embedded: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
-        """Embedded tokens, fused features or what the last step handed on, and positions of T tokens → output
-        (B, T, H)."""
+        """Embedded tokens, fused features or the last step's `next_hidden`, both (B, T, H), and positions (B, T) →
+        output (B, T, H)."""
         rotary = self.rotary(position)
         x, residual = self.inputs(embedded, hidden)
         for i, block in enumerate(self.blocks):
@@ -114,25 +122,24 @@ class FeatureHead(DraftHead):
         return hidden
 
     def drafts(self, batch: TapBatch, steps: int, features: Tensor | None = None) -> tuple[DraftTargets, list[Tensor]]:
-        """The drafts of so many steps that the batch asks for, or in training those of the anchored starts: what is
-        asked, and what the head made for it, (R_s, H) of each draft s."""
-        asked, anchors = batch.asked(steps), self.config.anchors
+        """The targets of so many steps, in training those of the anchors, and the outputs (R_s, H) of each step."""
+        targets, anchors = batch.targets(steps), self.config.anchors
         if anchors is None or steps == 1 or not self.training:
-            return asked, [asked.rows(out, s) for s, out in enumerate(self.unroll(batch, steps, features))]
-        anchored = AnchoredStarts.drawn(asked, batch.keys(), anchors)
-        asked, slots = anchored.drafts(asked), anchored.slots(asked)
-        first, *deeper = self.unroll(batch, steps, features, anchored.columns)
-        made = [out.flatten(0, 1)[slots[asked.starts_of(s)]] for s, out in enumerate(deeper, 1)]
-        return asked, [asked.rows(first, 0), *made]
+            return targets, [targets.gather_starts(out, s) for s, out in enumerate(self.unroll(batch, steps, features))]
+        anchored = AnchoredStarts.sample(targets, batch.keys(), anchors)
+        targets, slots = anchored.select(targets), anchored.slots(targets)
+        first, *later = self.unroll(batch, steps, features, anchored.columns)
+        rows = [out.flatten(0, 1)[slots[targets.starts_of(s)]] for s, out in enumerate(later, 1)]
+        return targets, [targets.gather_starts(first, 0), *rows]
 
     def unroll(
         self, batch: TapBatch, steps: int, features: Tensor | None = None, anchored: Tensor | None = None
     ) -> list[Tensor]:
-        """Training-time test: the outputs (B, T, H) of S steps, each fed by the one before; behind the first (B, A, H),
-        of the columns anchored (B, A) alone, where these are given.
+        """Training-time test: the outputs (B, T, H) of S steps, each fed by the one before.
 
-        At step s row t has read f[t] and x[t+1] … x[t+1+s] and speaks of x[t+2+s]. Rows whose tokens run past the
-        end hold garbage, which nothing asks for.
+        anchored (B, A): the columns of the later steps, whose outputs are then (B, A, H). At step s, position t has
+        read f[t] and x[t+1] … x[t+1+s], and predicts x[t+2+s]. Positions whose tokens run past the end hold garbage,
+        which no target uses.
         """
         hidden = self.fuse((batch.features if features is None else features).to(self.dtype))
         embedded = batch.embed(batch.tokens).to(self.dtype)
@@ -143,7 +150,7 @@ class FeatureHead(DraftHead):
         keys: list[tuple[Tensor, ...]] = [() for _ in self.blocks]
         values: list[tuple[Tensor, ...]] = [() for _ in self.blocks]
 
-        def attend(block: Block, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        def attend(block: DecoderBlock, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
             out, key, value = self.maybe_checkpoint(block.unrolled, x, residual, rotary, mask, keys[i], values[i])
             keys[i], values[i] = (*keys[i], key), (*values[i], value)
             return out
@@ -161,7 +168,7 @@ class FeatureHead(DraftHead):
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         target = context.target
         dtype, ids = context.once("head", lambda: (self.dtype, self.target_ids))
-        # First the positions committed since last time, with the target's true features.
+        # First the positions committed since the last proposal, with the target's features.
         fused, embedded = self.fuse(context.features.to(dtype)), target.embed(context.following).to(dtype)
         hidden, cache = read_committed(
             context, plan, fused, len(self.blocks), self.rotary,

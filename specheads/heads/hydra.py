@@ -1,7 +1,7 @@
-"""Hydra: Medusa's heads, each also reading the tokens drafted before it. Hydra++: behind a decoder layer of their own
-over the text. arXiv:2402.05109.
+"""Hydra: Medusa's heads, each of which also reads the tokens drafted before it. Hydra++ adds a decoder layer, the
+prefix layer, before the heads. arXiv:2402.05109.
 
-Head i at position t reads h[t] and the embeddings of x[t+1] … x[t+1+i], and guesses x[t+2+i].
+Head i at position t reads h[t] and the embeddings of x[t+1] … x[t+1+i], and predicts x[t+2+i].
 Shapes: B batch rows, T positions, P new positions, H hidden, k nodes of a level.
 """
 
@@ -18,18 +18,20 @@ from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import ChildLogits, Expand, Plan
 from specheads.decoding.target.cache import gather_nodes
 from specheads.heads.base import TapBatch
-from specheads.heads.block import Block, copy_layer, copy_norm, decoder_layers, final_norm
+from specheads.heads.block import DecoderBlock, copy_layer, copy_norm, decoder_layers, final_norm
 from specheads.heads.decoder import Attend, DecoderConfig, document_mask, read_committed
 from specheads.heads.depths import DepthHeads, DepthHeadsConfig, ResBlock
-from specheads.losses.objective import DraftTargets
+from specheads.losses.targets import DraftTargets
 
-_DECODER = [name for name in DecoderConfig.__dataclass_fields__ if name not in DepthHeadsConfig.__dataclass_fields__]
+_DECODER_OPTIONS = [
+    name for name in DecoderConfig.__dataclass_fields__ if name not in DepthHeadsConfig.__dataclass_fields__
+]
 
 
 @dataclass(frozen=True)
 class HydraConfig(DecoderConfig, DepthHeadsConfig):
-    """prefix_layer: Hydra++'s decoder layer, whose sizes the options of decoders are. Trained on the base's law, as
-    Hydra++ is; Hydra as first published has loss='hard'."""
+    """prefix_layer: the decoder layer of Hydra++; the options of DecoderConfig are its sizes. loss: the base's
+    distribution, as Hydra++ is trained; Hydra as first published has loss='hard'."""
 
     kind: ClassVar[str] = "hydra"
     aliases: ClassVar[dict[str, str]] = {"hydra_num_heads": "num_heads", "hydra_num_layers": "num_layers"}
@@ -40,10 +42,10 @@ class HydraConfig(DecoderConfig, DepthHeadsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.prefix_layer:
-            given = [name for name in _DECODER if getattr(self, name)]
-            if given:
+            sizes = [name for name in _DECODER_OPTIONS if getattr(self, name)]
+            if sizes:
                 raise ValueError(
-                    f"hydra head options {given} are sizes of the prefix layer: give prefix_layer=true too"
+                    f"hydra head options {sizes} are sizes of the prefix layer: give prefix_layer=true too"
                 )
 
     def with_base_defaults(self, base_config: Any) -> HydraConfig:
@@ -55,8 +57,7 @@ class HydraConfig(DecoderConfig, DepthHeadsConfig):
 
 
 class FusingBlock(nn.Module):
-    """Ux + c + SiLU(Wx + b) from several vectors laid side by side to one, (…, n · H) → (…, H); W = b = 0 at the
-    start."""
+    """Ux + c + SiLU(Wx + b) of several concatenated vectors, (…, n · H) → (…, H); initially W = b = 0."""
 
     def __init__(self, wide: int, size: int) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class FusingBlock(nn.Module):
 
 
 class PrefixLayer(nn.Module):
-    """A decoder layer between two norms, over the base's hidden states."""
+    """A decoder block between two norms, over the base's hidden states."""
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class PrefixLayer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, base: Any) -> None:
-        """The base's last layer, silent, between norms that keep the scale of what comes in: what goes out at first."""
+        """Copy the base's last layer, with zero output matrices: at first the output is the input, scaled as before."""
         layers = decoder_layers(base)
         if layers is not None:
             copy_layer(self.block, layers[-1])
@@ -117,7 +118,7 @@ class HydraHead(DepthHeads):
 
     @torch.no_grad()
     def initialise(self, base: Any) -> None:
-        """Each head passing h through, as Medusa's do at first."""
+        """Each head initially passes h through, as Medusa's do."""
         super().initialise(base)
         for lm_head in self.output_layers():
             lm_head.bias.zero_()
@@ -128,24 +129,26 @@ class HydraHead(DepthHeads):
         if self.prefix is not None:
             self.prefix.initialise(base)
 
-    def rows(self, batch: TapBatch, asked: DraftTargets, depths: int) -> list[Tensor]:
+    def draft_rows(self, batch: TapBatch, targets: DraftTargets) -> list[Tensor]:
         hidden, embedded = batch.features.to(self.dtype), batch.embed(batch.tokens).to(self.dtype)
         if self.prefix is not None:
             mask = document_mask(batch.documents, hidden.dtype)
             self.prefix.rotary.ensure(int(batch.position_ids.max()) + 1, hidden)
 
-            def attend(block: Block, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+            def attend(
+                block: DecoderBlock, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]
+            ) -> Tensor:
                 return self.maybe_checkpoint(block.unrolled, x, residual, rotary, mask)[0]
 
             hidden = self.prefix(attend, hidden, batch.position_ids)
         flat = embedded.flatten(0, 1)
 
-        def made(i: int) -> Tensor:
-            start = asked.starts_of(i)
-            read = [asked.rows(hidden, i), *(flat[(start + 1 + j) % len(flat)] for j in range(i + 1))]
-            return self.blocks[i](torch.cat(read, -1))
+        def run_head(i: int) -> Tensor:
+            start = targets.starts_of(i)
+            inputs = [targets.gather_starts(hidden, i), *(flat[(start + 1 + j) % len(flat)] for j in range(i + 1))]
+            return self.blocks[i](torch.cat(inputs, -1))
 
-        return [self.maybe_checkpoint(made, i) for i in range(depths)]
+        return [self.maybe_checkpoint(run_head, i) for i in range(self.config.num_heads)]
 
     def expander(self, context: Context, plan: Plan) -> Expand:
         target = context.target
@@ -153,18 +156,18 @@ class HydraHead(DepthHeads):
         hidden = context.features.to(dtype)
         prefix = self.prefix
         if prefix is not None:
-            given = hidden
+            features = hidden
             hidden, _ = read_committed(
-                context, plan, given, 1, prefix.rotary, lambda attend, position: prefix(attend, given, position)
+                context, plan, features, 1, prefix.rotary, lambda attend, position: prefix(attend, features, position)
             )
-        path = context.newest(hidden).unsqueeze(1)  # (B, k, (i + 2) H): what each node of the level is scored from
+        path = context.newest(hidden).unsqueeze(1)  # (B, k, (i + 2) H) at head i: h and each node's tokens so far
         depths = zip(self.blocks, self.lm_heads, strict=True)
 
         def expand(tokens: Tensor, parents: Tensor | None) -> ChildLogits:
             nonlocal path
             block, lm_head = next(depths)
-            above = path if parents is None else gather_nodes(path, parents)
-            path = torch.cat([above, target.embed(tokens).to(dtype)], -1)
+            parent_paths = path if parents is None else gather_nodes(path, parents)
+            path = torch.cat([parent_paths, target.embed(tokens).to(dtype)], -1)
             return ChildLogits(lm_head(block(path)), ids)
 
         return expand

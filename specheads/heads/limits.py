@@ -1,6 +1,6 @@
-"""What the options of a head may be: their types, and bounds far above any head there is.
+"""Checks of a head's options: their types, and bounds far above those of any real head.
 
-A config may be a stranger's, so it is checked before memory is taken for what it claims.
+A config may come from a stranger, so it is checked before memory is allocated for the sizes in it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from specheads.options import shown
 
-MOST_LAYERS = 64  # layers, or heads of one depth each
+MOST_LAYERS = 64  # layers, or depths with a head each
 DEEPEST = 1024  # tokens of one draft
-MOST_NODES = 1024  # of the static tree a head drafts by default, and ranks at one of them
-ANY_LAYER = (-10_000, 10_000)  # which of them a base has, `with_base_defaults` says
+MOST_NODES = 1024  # of a default static tree, and ranks at a node
+ANY_LAYER = (-10_000, 10_000)  # `with_base_defaults` checks which of them the base has
 MOST_LISTED = 64  # entries of a list: tapped layers
 _EXPECTED = {
     int: "a whole number", float: "a finite number", bool: "true or false", str: "text", tuple: "a list",
@@ -25,7 +25,7 @@ _EXPECTED = {
 
 @cache
 def _types(config: type) -> dict[str, tuple[type, bool]]:
-    """By option: its type, and whether it may be None."""
+    """Option → (type, whether it may be None)."""
     found = {}
     for name, hint in get_type_hints(config).items():
         parts = get_args(hint) if type(None) in get_args(hint) else (hint,)
@@ -35,7 +35,7 @@ def _types(config: type) -> dict[str, tuple[type, bool]]:
 
 @cache
 def bounds_of(config: type) -> dict[str, tuple[float, float]]:
-    """By option: the least and the most it may be, as `bounds` of the class and those it derives from say."""
+    """Option → (least, greatest) value, from `bounds` of the class and of its base classes."""
     found: dict[str, tuple[float, float]] = {}
     for one in reversed(config.__mro__):
         found |= vars(one).get("bounds", {})
@@ -43,14 +43,14 @@ def bounds_of(config: type) -> dict[str, tuple[float, float]]:
 
 
 def check_options(config: Any) -> None:
-    """ValueError for an option of another type than declared, or out of its bounds; those of a list hold for each of
-    its entries."""
+    """ValueError for an option that has the wrong type or is out of bounds; the bounds of a list are those of its
+    entries."""
     kind_of: Any = type(config)
     types, bounds = _types(kind_of), bounds_of(kind_of)
     for option in fields(config):
         value, (kind, may_be_none) = getattr(config, option.name), types[option.name]
         said = f"{config.kind} head option {option.name}={shown(value)}"
-        if (value is None and may_be_none) or kind is dict:  # whose options are checked where they are read
+        if (value is None and may_be_none) or kind is dict:  # its entries are checked where it is read
             continue
         if not _is(value, kind):
             raise ValueError(f"{said} must be {_EXPECTED[kind]}")
@@ -74,17 +74,17 @@ def _is(value: object, kind: type) -> bool:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def check_choices(kind: str, choices: Sequence[Sequence[int]], deepest: int, vocabulary: int | None) -> None:
-    """ValueError unless the choices of a static tree are paths of ranks that a head can draft, `deepest` at most, from
-    a vocabulary of that size."""
+def check_choices(kind: str, choices: Sequence[Sequence[int]], max_depth: int, vocabulary: int | None) -> None:
+    """ValueError unless the choices of a static tree are paths of ranks that a head can draft: at most max_depth long,
+    from a vocabulary of that size."""
     said = f"{kind} head option tree={shown(choices)}"
     if len(choices) >= MOST_NODES:
         raise ValueError(f"{said} has {len(choices)} choices; it must have fewer than {MOST_NODES}")
     for choice in choices:
         if not isinstance(choice, tuple | list) or not all(_is(rank, int) for rank in choice):
             raise ValueError(f"{said} must be a list of paths, each a list of ranks, not {shown(choice)}")
-        if len(choice) > deepest:
-            raise ValueError(f"{said} is {len(choice)} deep, and such a head drafts {deepest} tokens at most")
+        if len(choice) > max_depth:
+            raise ValueError(f"{said} is {len(choice)} deep, and such a head drafts {max_depth} tokens at most")
         most = min(MOST_NODES, vocabulary or MOST_NODES)
         if any(rank >= most for rank in choice):
             raise ValueError(f"{said} has rank {shown(max(choice))}, and a node of such a head has {most} at most")

@@ -1,4 +1,4 @@
-"""Medusa: K heads on the last hidden state, head i guessing the token i + 2 places on. arXiv:2401.10774."""
+"""Medusa: heads on the last hidden state, of which head i at position t predicts token t + 2 + i. arXiv:2401.10774."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import ChildLogits, Expand, Plan
 from specheads.heads.base import TapBatch
 from specheads.heads.depths import DepthHeads, DepthHeadsConfig, ResBlock
-from specheads.losses.objective import DraftTargets
+from specheads.losses.targets import DraftTargets
 
 
 @dataclass(frozen=True)
 class MedusaConfig(DepthHeadsConfig):
-    """Trained on the text's own tokens, as published; each head's loss weighs 0.8 of the one before."""
+    """Trained on the tokens of the text, as published; each head's loss has 0.8 times the weight of the one before."""
 
     kind: ClassVar[str] = "medusa"
     aliases: ClassVar[dict[str, str]] = {"medusa_num_heads": "num_heads", "medusa_num_layers": "num_layers"}
@@ -35,9 +35,9 @@ class MedusaHead(DepthHeads):
         blocks = [nn.Sequential(*[ResBlock(size) for _ in range(config.num_layers)]) for _ in range(config.num_heads)]
         super().__init__(config, nn.ModuleList(blocks))
 
-    def rows(self, batch: TapBatch, asked: DraftTargets, depths: int) -> list[Tensor]:
+    def draft_rows(self, batch: TapBatch, targets: DraftTargets) -> list[Tensor]:
         features = batch.features.to(self.dtype)
-        return [self.maybe_checkpoint(self.blocks[i], asked.rows(features, i)) for i in range(depths)]
+        return [self.maybe_checkpoint(block, targets.gather_starts(features, i)) for i, block in enumerate(self.blocks)]
 
     def expander(self, context: Context, plan: Plan) -> Expand:
         dtype, ids = context.once("head", lambda: (self.dtype, self.target_ids))

@@ -1,13 +1,13 @@
-"""The causal parallel block head: one forward drafts a whole block.
+"""The parallel block head: one forward pass drafts a whole block.
 
-A block is the root's embedding with mask embeddings behind it. Its queries attend the target's tapped features at every
-position before the root and, causally, the block itself; the base's own output matrix turns slots into laws, and a
-low-rank bias adds what the token drafted before each slot makes likely. DFlash (arXiv:2602.06036: bidirectional inside
+A block is the root's embedding followed by mask embeddings. Its queries attend to the target's tapped features at every
+position before the root and, causally, to the block itself. The base's output matrix gives the logits of each slot, and
+a low-rank Markov bias adds the effect of the token drafted before it. DFlash (arXiv:2602.06036: bidirectional inside
 the block), DSpark (arXiv:2607.05147: the bias, the confidence), JetSpec (arXiv:2606.18394: causal, best-first trees).
 
-With sample_from_anchor a slot speaks of the token behind its place, as in DSpark: K slots draft K tokens. Without, a
-slot speaks of its own place, as in DFlash and JetSpec: the root's drafts nothing, but is read by the others, so that K
-slots draft K − 1 tokens.
+With sample_from_anchor a slot predicts the token after its position, as in DSpark: K slots draft K tokens. Without it a
+slot predicts the token at its position, as in DFlash and JetSpec: the root's slot drafts nothing, but the others attend
+to it, so K slots draft K − 1 tokens.
 
 Shapes: B batch rows, T positions, F tapped features, H hidden, A anchors of a row, K slots of a block, D tokens it
 drafts, M slots of several blocks, r Markov rank, Vd draft vocabulary.
@@ -31,15 +31,14 @@ from specheads.decoding.target.hf_base import UnsupportedModel, logits_of, refus
 from specheads.decoding.tree import DraftTree
 from specheads.heads.anchors import AnchoredBlocks
 from specheads.heads.base import TapBatch
-from specheads.heads.block import copy_norm, final_norm
-from specheads.heads.context_layer import ContextLayer
+from specheads.heads.block import ContextBlock, copy_norm, final_norm
 from specheads.heads.decoder import keep_committed
 from specheads.heads.parallel_config import ParallelConfig
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.chunked import calls_of_all
 
-# Slots of a training row in one pass: blocks are masked from one another, which wastes attention, but a GPU idles over
-# few.
+# Slots of a training row in one pass. Blocks are masked from one another, so many slots waste attention; few leave a
+# GPU idle.
 SLOTS_AT_ONCE = {"cpu": 128, "cuda": 2048}
 Attend = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
@@ -57,7 +56,7 @@ class ParallelHead(DraftVocabulary):
         self.fc = nn.Linear(len(c.taps) * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=c.rms_norm_eps)
         self.decoder = nn.ModuleList(
-            ContextLayer(
+            ContextBlock(
                 hidden_size=size, intermediate_size=c.intermediate_size, num_heads=c.num_attention_heads,
                 num_key_value_heads=c.num_key_value_heads, head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps,
                 attention_bias=c.attention_bias, mlp_bias=c.mlp_bias,
@@ -67,7 +66,7 @@ class ParallelHead(DraftVocabulary):
         self.norm = nn.RMSNorm(size, eps=c.rms_norm_eps)
         self.rotary = c.rotary()
         if c.mask_token_id is None:
-            self.mask_embed = nn.Embedding(1, size)  # a module, whose weight ZeRO-3 gathers where it is called
+            self.mask_embed = nn.Embedding(1, size)  # a module, because ZeRO-3 gathers its weight when it is called
             nn.init.normal_(self.mask_embed.weight, std=0.02)
         if rank:
             self.markov_embed = nn.Embedding(c.vocab_size, rank)
@@ -97,7 +96,7 @@ class ParallelHead(DraftVocabulary):
             probe = torch.randn(4, output.weight.shape[-1], device=output.weight.device, dtype=output.weight.dtype)
             if not torch.allclose(output(probe), logits_of(base, probe)):
                 raise UnsupportedModel(
-                    f"{type(base).__name__} scales or caps its logits, which the rows of a draft vocabulary alone do "
+                    f"{type(base).__name__} scales or caps its logits, which a draft vocabulary's rows alone do "
                     "not; leave draft_vocab_size out"
                 )
 
@@ -122,50 +121,51 @@ class ParallelHead(DraftVocabulary):
         return [*super().output_parameters(), *markov]
 
     def draft_logits(self, hidden: Tensor, depth: int, lm_head: Any) -> Tensor:
-        """hidden (…, H + r): a slot's output, and beside it the Markov embedding of the token before its own."""
+        """hidden (…, H + r): a slot's output and the Markov embedding of the token before its own (`append_markov`)."""
         if not self.config.markov_rank:
             return self.marginal(hidden, lm_head)
         rank = self.config.markov_rank
         return self.marginal(hidden[..., :-rank], lm_head) + self.markov_lm_head(hidden[..., -rank:])
 
     def marginal(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
-        """A slot's output (…, H) → its logits (…, Vd), whatever token stands before its own."""
+        """A slot's output (…, H) → its logits (…, Vd) without the Markov bias."""
         return self.lm_head(hidden) if self.narrow else lm_head(hidden)
 
-    # What a block reads and gives
+    # Inputs and outputs of a block
 
     def fuse(self, features: Tensor) -> Tensor:
         """Tapped features (B, T, F) → the context (B, T, H)."""
         return self.hidden_norm(self.fc(features.to(self.dtype)))
 
     def slots(self, tokens: Tensor, count: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
-        """Roots (B, A) → what the first `count` slots of their blocks read, one after another: (B, A · count, H)."""
-        id_ = self.config.mask_token_id  # new_full, where new_tensor would wait for a copy from the host
-        mask = self.mask_embed(tokens.new_zeros(1)) if id_ is None else embed(tokens.new_full((1,), id_))
+        """Roots (B, A) → inputs of the first `count` slots of their blocks (B, A · count, H)."""
+        mask_id = self.config.mask_token_id
+        # new_full, because new_tensor would wait for a copy from the host.
+        mask = self.mask_embed(tokens.new_zeros(1)) if mask_id is None else embed(tokens.new_full((1,), mask_id))
         root = embed(tokens).to(self.dtype).unsqueeze(2)
         return torch.cat([root, mask.to(self.dtype).expand(*tokens.shape, count - 1, -1)], 2).flatten(1, 2)
 
     def forward(self, x: Tensor, position: Tensor, attend: Attend) -> Tensor:
-        """Slots (B, M, H) at positions (B, M) → their outputs (B, M, H). attend(layer, own keys, own values) → all keys
-        and values that the slots may see, and the mask."""
+        """Slots (B, M, H) at positions (B, M) → their outputs (B, M, H). attend(layer, keys, values) of the slots → all
+        keys and values that the slots may see, and the mask."""
         rotary = self.rotary(position)
         for i, layer in enumerate(self.decoder):
             x = self.maybe_checkpoint(layer, x, rotary, lambda k, v, i=i: attend(i, k, v))
         return self.norm(x)
 
-    def followed(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Slot outputs (…, H) and the tokens (…) before their own → (…, H + r), what `draft_logits` reads."""
+    def append_markov(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """Slot outputs (…, H) and the tokens (…) before their own → (…, H + r), the input of `draft_logits`."""
         return torch.cat([hidden, self.markov_embed(before)], -1) if self.config.markov_rank else hidden
 
     # Training
 
     def outputs(self, batch: TapBatch, blocks: AnchoredBlocks) -> Tensor:
-        """(B, A, D, H) of the slots that draft. A block sees itself, and what stands before its anchor in the same
+        """(B, A, D, H) of the slots that draft. A block sees itself, and the positions before its anchor in the same
         document."""
         size, context = self.config.block_size, self.fuse(batch.features)
         self.rotary.ensure(int(batch.position_ids.max()) + size, context)
         rotary = self.rotary(batch.position_ids)
-        read = [layer.keys_values(context, rotary) for layer in self.decoder]  # type: ignore[operator]
+        context_keys_values = [layer.keys_values(context, rotary) for layer in self.decoder]  # type: ignore[operator]
         column, slot = (torch.arange(n, device=context.device) for n in (batch.tokens.shape[1], size))
         inside = torch.ones(size, size, device=context.device)
         if self.config.causal:
@@ -178,11 +178,13 @@ class ParallelHead(DraftVocabulary):
             number = anchors.shape[1]
             same = batch.documents.unsqueeze(1) == batch.documents.gather(1, anchors).unsqueeze(2)
             before = same & (column < anchors.unsqueeze(2))  # (B, A, T)
-            own = torch.kron(torch.eye(number, device=context.device), inside).bool()
-            mask = torch.cat([before.repeat_interleave(size, 1), own.expand(len(anchors), -1, -1)], 2).unsqueeze(1)
+            same_block = torch.kron(torch.eye(number, device=context.device), inside).bool()
+            mask = torch.cat([before.repeat_interleave(size, 1), same_block.expand(len(anchors), -1, -1)], 2).unsqueeze(
+                1
+            )
 
             def attend(i: int, k: Tensor, v: Tensor, mask: Tensor = mask) -> tuple[Tensor, Tensor, Tensor]:
-                keys, values = read[i]
+                keys, values = context_keys_values[i]
                 return torch.cat([keys, k], 2), torch.cat([values, v], 2), mask
 
             position = (batch.position_ids.gather(1, anchors).unsqueeze(2) + slot).flatten(1)
@@ -192,32 +194,34 @@ class ParallelHead(DraftVocabulary):
 
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
-        drawn = (config.anchors, batch.keys()) if self.training and config.anchors is not None else ()
-        blocks = AnchoredBlocks.of(batch.supervised, batch.documents, config.num_drafted, *drawn)
-        asked = blocks.asked(batch.tokens)
-        rows = self.followed(self.outputs(batch, blocks)[blocks.learnt], batch.tokens.flatten()[asked.positions])
+        sample = (config.anchors, batch.keys()) if self.training and config.anchors is not None else ()
+        blocks = AnchoredBlocks.sample(batch.supervised, batch.documents, config.num_drafted, *sample)
+        targets = blocks.targets(batch.tokens)
+        before = batch.tokens.flatten()[targets.positions]
+        rows = self.append_markov(self.outputs(batch, blocks)[blocks.learned], before)
         weights = tuple(config.decay**j for j in range(config.num_drafted))
-        scores = self.score(batch, asked, [rows], weights, overlaps=config.confidence)
+        scores = self.score(batch, targets, [rows], weights, overlaps=config.confidence)
         total, terms = scores.total / batch.denominator, scores.terms(batch.denominator)
         if config.confidence:
             assert scores.alphas is not None
-            sure = at_least_float32(self.confidence(rows))
-            missed = F.binary_cross_entropy_with_logits(sure, scores.alphas.to(sure.dtype), reduction="none")
-            weight = asked.weights * missed.new_tensor(weights)[asked.depths]
-            terms["confidence"] = (missed.detach() * asked.weights).sum() / batch.denominator
-            total = total + (missed * weight).sum() / batch.denominator
+            confidence = at_least_float32(self.confidence(rows))
+            alphas = scores.alphas.to(confidence.dtype)
+            loss = F.binary_cross_entropy_with_logits(confidence, alphas, reduction="none")
+            weight = targets.weights * loss.new_tensor(weights)[targets.depths]
+            terms["confidence"] = (loss.detach() * targets.weights).sum() / batch.denominator
+            total = total + (loss * weight).sum() / batch.denominator
         return total, terms
 
     # Drafting
 
     def usual_plan(self, device: torch.device) -> Plan:
-        # Each beam is a row of logits where there is a bias; on a CPU each node costs the target time as well.
+        # With a bias each beam is a row of logits. On a CPU each node also costs the target time.
         budget, beams = (128, 32) if device.type == "cuda" else (8, None)
         depth = min(self.config.draft_depth, self.config.num_drafted, budget - 1)
         return BestFirstTree(budget, depth, beams=beams)
 
-    def read(self, context: Context, scratch: int) -> TreeCache:
-        """The head's own cache, with the keys and values of all that stands before the root."""
+    def read_context(self, context: Context, scratch: int) -> TreeCache:
+        """The head's own cache, with keys and values of every position before the root."""
         features = self.fuse(context.features)
 
         def write(cache: TreeCache, position: Tensor, fresh: bool) -> None:
@@ -234,9 +238,9 @@ class ParallelHead(DraftVocabulary):
                 f"a tree {plan.depth} deep needs a block that drafts as many tokens; this parallel head's drafts "
                 f"{config.num_drafted} (block_size={config.block_size})"
             )
-        # What stands behind does not show in causal slots.
+        # Causal slots do not see later ones, so those beyond the plan are left out.
         count = plan.depth + config.silent_slots if config.causal else config.block_size
-        cache = self.read(context, max(max(plan.depth + 1, plan.drafting_slots) + config.silent_slots, count))
+        cache = self.read_context(context, max(max(plan.depth + 1, plan.drafting_slots) + config.silent_slots, count))
         if plan.depth == 0:
             return DraftTree.root_only(context.root)
         cache.open()
@@ -259,13 +263,13 @@ class ParallelHead(DraftVocabulary):
             out, logits = next(levels)  # (B, 1, H), (B, 1, Vd)
             width = tokens.shape[1]
 
-            def sure() -> Tensor:
-                return self.confidence(self.followed(out.expand(-1, width, -1), tokens)).squeeze(2).sigmoid()
+            def acceptance() -> Tensor:
+                return self.confidence(self.append_markov(out.expand(-1, width, -1), tokens)).squeeze(2).sigmoid()
 
-            asked = sure if config.confidence else None
+            confidence = acceptance if config.confidence else None
             if not config.markov_rank:
-                return ChildLogits(logits, ids, width, asked)
-            return ChildLogits(logits + self.markov_lm_head(self.markov_embed(tokens)), ids, confidence=asked)
+                return ChildLogits(logits, ids, width, confidence)
+            return ChildLogits(logits + self.markov_lm_head(self.markov_embed(tokens)), ids, confidence=confidence)
 
         assert config.vocab_size is not None
         return plan.grow(context.root, expand, sampler, config.vocab_size)

@@ -12,13 +12,19 @@ from specheads.heads.vocabulary import DraftVocabularyConfig
 
 @dataclass(frozen=True)
 class ParallelConfig(FeatureHeadConfig, DraftVocabularyConfig):
-    """block_size: slots of a block, the root's among them; sample_from_anchor: true lets slots draft the token behind
-    their place, false that of their own, as in DFlash and JetSpec; causal: false lets slots see one another both ways,
-    as in DFlash; markov_rank: of the bias, 0 for none; confidence: learn beside each law how likely its draft is
-    accepted; mask_token_id: the base's token to read behind the root (default: an embedding of the head's own);
-    anchors: blocks of a row that a training step draws, of which the accepted length it logs counts each once; decay:
-    the loss of the draft at depth j weighs decay^j, e^(−1/4) as published for blocks of 8, e^(−1/7) for 16. With a
-    draft vocabulary the head keeps the base's output rows of its tokens, frozen. draft_depth: of the default tree."""
+    """block_size: slots of a block, the root's included.
+    sample_from_anchor: true: a slot predicts the token after its position; false: at its position, as in DFlash and
+      JetSpec.
+    causal: false: slots attend to one another in both directions, as in DFlash.
+    markov_rank: of the bias; 0 for none.
+    confidence: learn how likely each draft is accepted.
+    mask_token_id: the base's token that slots after the root read (default: an embedding of the head).
+    anchors: blocks of a row that a training step samples. The accepted length it logs counts each of them once.
+    decay: the loss of the draft at depth j has weight decay^j; published: e^(−1/4) for blocks of 8, e^(−1/7) for 16.
+    draft_depth: of the default tree.
+
+    With a draft vocabulary the head keeps the base's output rows of its tokens, frozen.
+    """
 
     kind: ClassVar[str] = "parallel"
     aliases: ClassVar[dict[str, str]] = {}
@@ -46,17 +52,21 @@ class ParallelConfig(FeatureHeadConfig, DraftVocabularyConfig):
             raise ValueError("a block of one slot, the root's, drafts nothing where sample_from_anchor is false")
 
     @property
-    def deepest(self) -> int:
+    def max_depth(self) -> int:
         return self.num_drafted
 
     @property
+    def served_depth(self) -> int:
+        return self.num_drafted  # the whole block, of which this library drafts the first draft_depth tokens
+
+    @property
     def num_drafted(self) -> int:
-        """Tokens that a block drafts, and the depth of the deepest."""
+        """Tokens that a block drafts."""
         return self.block_size - self.silent_slots
 
     @property
     def silent_slots(self) -> int:
-        """Slots at the front of a block that draft nothing: the root's, where slots speak of their own place."""
+        """Slots at the start of a block that draft nothing: the root's, if slots predict their own position."""
         return 0 if self.sample_from_anchor else 1
 
     def with_base_defaults(self, base_config: Any) -> ParallelConfig:
@@ -68,6 +78,6 @@ class ParallelConfig(FeatureHeadConfig, DraftVocabularyConfig):
 
     @classmethod
     def default_taps(cls, num_layers: int) -> tuple[int, ...]:
-        """Five layers, evenly from the second's output to the last but two's."""
+        """Five layers, evenly spaced from the second's output to the third last's."""
         first, last = (2, num_layers - 2) if num_layers > 5 else (min(1, num_layers), num_layers)
         return tuple(sorted({round(first + i * (last - first) / 4) for i in range(5)}))

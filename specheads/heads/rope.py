@@ -1,6 +1,6 @@
-"""Rotary positions of a head: what its options may say, what its base has, and the table of cos and sin.
+"""Rotary positions of a head: its options, those of its base, and the table of cos and sin.
 
-Spelled as transformers 5 spells them, `rope_parameters`, with the frequencies that its own functions give.
+Spelled as in transformers 5, `rope_parameters`, with the frequencies of transformers' own functions.
 Shapes: B batch rows, T positions, d head size.
 """
 
@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from specheads.options import refuse_unknown, shown
 
 USUAL_THETA = 10_000.0
-# The options of each type that must be there, and those that may be.
+# Each type's required and optional parameters.
 _OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -33,12 +33,12 @@ _LEAST = {"factor": 1.0, "original_max_position_embeddings": 1, "rope_theta": 1.
 
 
 def rope_type(parameters: Mapping[str, Any]) -> Any:
-    """The type that a config's table names, under today's key or the one before it."""
+    """The type in a config's table, under today's key or the earlier one."""
     return parameters.get("rope_type", parameters.get("type", "default"))
 
 
 def checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Rope parameters in one order, numbers as floats, without what is None. ValueError where no head can have them."""
+    """Rope parameters in a fixed order, numbers as floats, without None. ValueError if a head cannot have them."""
     if not isinstance(parameters, Mapping):
         raise ValueError(f"{shown(parameters)}; expected a table with rope_type, rope_theta and what the type needs")
     given = {name: value for name, value in parameters.items() if value is not None}
@@ -55,15 +55,15 @@ def checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
     refuse_unknown(given, names, what=f"option of rope_type={kind!r}")
     if missing := [name for name in ("rope_theta", *needed) if name not in given]:
         raise ValueError(f"rope_type={kind!r} needs {', '.join(missing)}")
-    made = {"rope_type": kind, **{name: _value(name, given[name]) for name in names if name in given}}
-    slow, fast = made.get("beta_slow", 1.0), made.get("beta_fast", 32.0)
+    result = {"rope_type": kind, **{name: _value(name, given[name]) for name in names if name in given}}
+    slow, fast = result.get("beta_slow", 1.0), result.get("beta_fast", 32.0)
     if slow > fast:
         raise ValueError(f"beta_slow={slow} must not be above beta_fast={fast}")
-    if kind == "llama3" and made["low_freq_factor"] >= made["high_freq_factor"]:
+    if kind == "llama3" and result["low_freq_factor"] >= result["high_freq_factor"]:
         raise ValueError(
-            f"low_freq_factor={made['low_freq_factor']} must be below high_freq_factor={made['high_freq_factor']}"
+            f"low_freq_factor={result['low_freq_factor']} must be below high_freq_factor={result['high_freq_factor']}"
         )
-    return made
+    return result
 
 
 def _value(name: str, value: Any) -> Any:
@@ -80,43 +80,48 @@ def _value(name: str, value: Any) -> Any:
 
 
 def completed(parameters: Mapping[str, Any], longest: int) -> dict[str, Any]:
-    """A config's table with what transformers takes from beside it: longest is its max_position_embeddings."""
-    made = {name: value for name, value in parameters.items() if name not in ("type", "rope_type")}
-    made["rope_type"] = rope_type(parameters)
-    if made["rope_type"] in ("llama3", "yarn"):
-        if made.get("original_max_position_embeddings") is None:
-            made["original_max_position_embeddings"] = longest
-        original = made["original_max_position_embeddings"]
-        if made["rope_type"] == "yarn" and made.get("factor") is None and isinstance(original, int) and original > 0:
-            made["factor"] = longest / original
-    return made
+    """A config's table with the defaults that transformers takes from the config: longest: max_position_embeddings."""
+    result = {name: value for name, value in parameters.items() if name not in ("type", "rope_type")}
+    result["rope_type"] = rope_type(parameters)
+    if result["rope_type"] in ("llama3", "yarn"):
+        if result.get("original_max_position_embeddings") is None:
+            result["original_max_position_embeddings"] = longest
+        original = result["original_max_position_embeddings"]
+        if (
+            result["rope_type"] == "yarn"
+            and result.get("factor") is None
+            and isinstance(original, int)
+            and original > 0
+        ):
+            result["factor"] = longest / original
+    return result
 
 
 def rope_of(base_config: Any) -> dict[str, Any]:
-    """The rope parameters that a base's text config says; those of its full attention where its layers differ.
+    """The rope parameters of a base's text config; those of full attention if its layers differ.
 
-    ValueError where no head can have them: they change with the length, rotate a part of each head, or are unknown.
+    ValueError if a head cannot have them: they change with the length, rotate a part of each head, or are unknown.
     """
     found = getattr(base_config, "rope_parameters", None) or {}
     found = {**(found.get("full_attention") or found)}
     longest = getattr(base_config, "max_position_embeddings", None) or 2048
     if (original := getattr(base_config, "original_max_position_embeddings", None)) is not None:
-        found["original_max_position_embeddings"] = original  # Phi-3's place for it, which comes first
-    made = completed(found, longest)
-    if (share := made.get("partial_rotary_factor")) not in (None, 1):
+        found["original_max_position_embeddings"] = original  # Phi-3 has it here, and it takes precedence
+    result = completed(found, longest)
+    if (share := result.get("partial_rotary_factor")) not in (None, 1):
         raise ValueError(
             f"partial_rotary_factor={shown(share)} rotates a part of each attention head; heads rotate all"
         )
-    if made.get("rope_theta") is None:
-        made["rope_theta"] = USUAL_THETA
-    known = _OPTIONS.get(made["rope_type"], ((), ()))
+    if result.get("rope_theta") is None:
+        result["rope_theta"] = USUAL_THETA
+    known = _OPTIONS.get(result["rope_type"], ((), ()))
     names = {"rope_type", "rope_theta", *known[0], *known[1]}
-    return checked({name: value for name, value in made.items() if name in names})
+    return checked({name: value for name, value in result.items() if name in names})
 
 
 def inherited(base_config: Any) -> dict[str, Any]:
-    """What a new head has: its base's positions, so that both reach as far; plain ones of the same theta where no head
-    can have them."""
+    """The rope parameters of a new head: its base's, so that both reach as far; or unscaled ones of the same theta if a
+    head cannot have those."""
     try:
         return rope_of(base_config)
     except ValueError:
@@ -126,20 +131,20 @@ def inherited(base_config: Any) -> dict[str, Any]:
 
 
 def frequencies(head_dim: int, parameters: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """(d / 2,) float32 angles a position, and the factor of cos and sin."""
+    """(d / 2,) float32 angles per position, and the factor of cos and sin."""
     kind, theta = parameters["rope_type"], parameters["rope_theta"]
-    if kind == "default":  # which is not among transformers' functions
+    if kind == "default":  # not among transformers' functions
         return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim), 1.0
     reach = int(parameters.get("original_max_position_embeddings", 2048) * parameters["factor"])
     config = LlamaConfig(
         hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters=dict(parameters),
-        max_position_embeddings=reach,  # of no effect here; a config that disagrees with itself is warned about
+        max_position_embeddings=reach,  # no effect here, but transformers warns about a config that contradicts itself
     )  # fmt: skip
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
 
 
 def refuse_overflow(head_dim: int, parameters: Mapping[str, Any]) -> None:
-    """ValueError where rope parameters give no finite frequencies."""
+    """ValueError if rope parameters give no finite frequencies."""
     try:
         angles, factor = frequencies(head_dim, parameters)
     except ArithmeticError as error:
@@ -149,7 +154,7 @@ def refuse_overflow(head_dim: int, parameters: Mapping[str, Any]) -> None:
 
 
 class RotaryTable(nn.Module):
-    """cos and sin of every position, made once and grown when a longer one is asked for."""
+    """cos and sin of every position, computed once and grown for longer texts."""
 
     def __init__(self, head_dim: int, rope: Mapping[str, Any]) -> None:
         super().__init__()

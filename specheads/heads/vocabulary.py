@@ -1,7 +1,7 @@
 """A draft vocabulary: the head drafts only the target's most frequent tokens, so that its output matrices are small.
 
-What lies outside is never drafted, which costs accepted tokens and no exactness. After EAGLE-3, arXiv:2503.01840, and
-FR-Spec, arXiv:2502.14856. Shapes: V vocabulary, Vd draft vocabulary, H hidden.
+Tokens outside are never drafted. That costs accepted tokens, not exactness. EAGLE-3, arXiv:2503.01840; FR-Spec,
+arXiv:2502.14856. Shapes: V vocabulary, Vd draft vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specheads.heads.base import DraftHead, HeadConfig
 
 @dataclass(frozen=True)
 class DraftVocabularyConfig(HeadConfig):
-    """draft_vocab_size: tokens the head can draft (default: the base's vocabulary, at most `default_limit` of it)."""
+    """draft_vocab_size: tokens the head can draft (default: the base's vocabulary, but at most `default_limit`)."""
 
     default_limit: ClassVar[int | None] = None
     bounds: ClassVar[dict[str, tuple[float, float]]] = {"draft_vocab_size": (1, 2**24)}
@@ -33,6 +33,10 @@ class DraftVocabularyConfig(HeadConfig):
                 f"draft_vocab_size={self.draft_vocab_size} exceeds the base's vocabulary of {self.vocab_size}"
             )
 
+    @property
+    def output_size(self) -> int | None:
+        return self.draft_vocab_size or self.vocab_size
+
     def with_base_defaults(self, base_config: Any) -> Self:
         config = super().with_base_defaults(base_config)
         assert config.vocab_size is not None
@@ -41,8 +45,8 @@ class DraftVocabularyConfig(HeadConfig):
 
 
 def draft_offsets(ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Target ids (Vd,) of a draft vocabulary → d2t (Vd,) and t2d (V,). ValueError where they are no set of tokens, or
-    the whole vocabulary in another order."""
+    """Target ids (Vd,) of a draft vocabulary → d2t (Vd,) and t2d (V,). ValueError if they are not distinct tokens, or
+    are the whole vocabulary in another order."""
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab):
         raise ValueError(f"names token {int(ids.max())} or {int(ids.min())} of {vocab}")
     t2d = torch.zeros(vocab, dtype=torch.bool)
@@ -56,12 +60,12 @@ def draft_offsets(ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
 
 
 class DraftVocabulary(DraftHead):
-    """A head with output matrices (Vd, H) of its own, over `config.draft_vocab_size` tokens."""
+    """A head with its own output matrices (Vd, H), over `config.draft_vocab_size` tokens."""
 
     config: DraftVocabularyConfig
 
     d2t: Tensor  # (Vd,) int64: target id = draft id + d2t[draft id]
-    t2d: Tensor  # (V,) bool: is the target token in the draft vocabulary?
+    t2d: Tensor  # (V,) bool: whether the target token is in the draft vocabulary
 
     def __init__(self, config: DraftVocabularyConfig) -> None:
         super().__init__(config)
@@ -71,14 +75,14 @@ class DraftVocabulary(DraftHead):
 
     @abstractmethod
     def output_layers(self) -> Iterable[nn.Linear]:
-        """The matrices whose rows are draft tokens."""
+        """The linear layers whose outputs are draft tokens."""
 
     def output_parameters(self) -> list[Tensor]:
         return [parameter for layer in self.output_layers() for parameter in layer.parameters()]
 
     @property
     def narrow(self) -> bool:
-        """Does the draft vocabulary leave tokens out?"""
+        """Whether the draft vocabulary leaves tokens out."""
         return len(self.d2t) < len(self.t2d)
 
     @property
@@ -88,9 +92,10 @@ class DraftVocabulary(DraftHead):
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def set_draft_vocabulary(self, counts: Tensor, base: Any = None) -> None:
-        """Draft the most frequent tokens: counts (V,) over the training data; ties go to the lower id.
+        """Draft the most frequent tokens: counts (V,) over the training data; of equal counts the lower id.
 
-        With `base`, the output layers start again from its rows for those tokens. ValueError on counts of another size.
+        With `base`, the output layers start again from its rows of those tokens. ValueError for counts of another
+        shape.
         """
         if counts.shape != self.t2d.shape:
             raise ValueError(f"token counts have shape {tuple(counts.shape)}, expected ({len(self.t2d)},)")
@@ -103,7 +108,7 @@ class DraftVocabulary(DraftHead):
             self.copy_output_rows(base)
 
     def copy_output_rows(self, base: Any) -> None:
-        """Start every output layer from the base's rows for the drafted tokens, where the widths agree."""
+        """Copy the base's rows of the draft tokens into every output layer of the same width."""
         source = base.get_output_embeddings().weight
         if source.is_meta:
             return

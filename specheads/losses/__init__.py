@@ -1,1 +1,1 @@
-"""What a head is trained to match: targets of a batch, the base's probabilities, loss functions, metrics."""
+"""Losses of head training: targets of a batch, the base's probabilities, loss functions, metrics."""

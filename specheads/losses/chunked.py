@@ -1,4 +1,4 @@
-"""Sums over many rows whose activations never stand in memory together: forward and gradients a chunk at a time.
+"""A sum over many rows, computed a chunk of rows at a time, so that the activations of one chunk are in memory at once.
 
 Shapes: R rows, C rows of a chunk.
 """
@@ -12,49 +12,61 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 Steps = Generator[Tensor, None, tuple[Tensor, ...]]
 Compute = Callable[..., Steps]
-Cut = tuple[slice, list[slice]]  # the rows of a chunk, and what each tensor has of them
+Cut = tuple[slice, list[slice]]  # the rows of a chunk, and the slice of each tensor that belongs to them
+
+
+def rows_of_chunk(width: int, device: torch.device) -> int:
+    """Rows whose logits over `width` tokens are computed at once.
+
+    They fit into a CPU's cache or a small share of a GPU's memory. There are enough of them that adding up the gradient
+    of the output matrix, once a chunk, does not take most of the time.
+    """
+    return max(256, (1 << 22) // width) if device.type == "cpu" else max(512, (1 << 26) // width)
 
 
 def chunked_sum(
     compute: Compute, tensors: Sequence[Tensor], parameters: Sequence[Tensor], chunk: int,
-    of: Sequence[Tensor] | None = None,
+    row_indices: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """Σ of all that compute(rows, *chunks) yields, and what it returns, joined along the first dimension.
+    """(Σ of all that compute(rows, *chunks) yields, what it returns, concatenated along the first dimension).
 
-    tensors: at least one, each (R, …), cut into chunks of C rows; rows is the slice they were cut from. Where some rows
-    of a tensor are left out, of: for each tensor behind the first the row that each of its own stands for, (R_i,),
-    ascending. compute yields scalars, differentiable in its chunks and in `parameters`, and returns a tuple of tensors
-    that carry no gradient. The gradients of a scalar are taken, and its activations let go, before compute goes on to
-    the next, so two of them share none; the backward pass only scales them: it can run once. Linear + loss in chunks:
-    Liger Kernel, arXiv:2410.10989.
+    tensors: at least one, each (R, …), cut into chunks of C rows; rows is the slice of them.
+    row_indices: if tensors after the first leave rows out, the index of each row they have: (R_i,), ascending, one
+      for each tensor after the first.
+    compute: yields scalars that are differentiable in its chunks and in `parameters`, and returns a tuple of tensors
+      without gradients. Before it resumes, the gradients of the scalar are taken and its activations freed. So two
+      scalars must not share activations.
+
+    The backward pass only scales these gradients, so it can run once. Linear + loss in chunks: Liger Kernel,
+    arXiv:2410.10989.
     """
-    cuts = _cuts(tensors, chunk, of)
+    cuts = _cuts(tensors, chunk, row_indices)
     if is_deepspeed_zero3_enabled():
-        return _recomputed(compute, tensors, cuts)
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *parameters))
-    total, *rest = _Chunked.apply(compute, cuts, len(tensors), wanted, *tensors, *parameters)
+        return _checkpointed_sum(compute, tensors, cuts)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *parameters))
+    total, *rest = _ChunkedSum.apply(compute, cuts, len(tensors), needs_grad, *tensors, *parameters)
     return total, tuple(rest)
 
 
-def _cuts(tensors: Sequence[Tensor], chunk: int, of: Sequence[Tensor] | None) -> list[Cut]:
+def _cuts(tensors: Sequence[Tensor], chunk: int, row_indices: Sequence[Tensor] | None) -> list[Cut]:
     rows = len(tensors[0])
     edges = [*range(0, rows, chunk), rows] if rows else [0, 0]
-    ends = [edges] * len(tensors)
-    if of:
-        at = torch.tensor(edges, device=tensors[0].device)
-        ends = [edges, *torch.stack([torch.searchsorted(places, at) for places in of]).tolist()]
-    slices = [[slice(start, end) for start, end in pairwise(each)] for each in ends]
+    edges_of_each = [edges] * len(tensors)
+    if row_indices:
+        bounds = torch.tensor(edges, device=tensors[0].device)
+        found = torch.stack([torch.searchsorted(indices, bounds) for indices in row_indices])
+        edges_of_each = [edges, *found.tolist()]
+    slices = [[slice(start, end) for start, end in pairwise(each)] for each in edges_of_each]
     return list(zip(slices[0], map(list, zip(*slices, strict=True)), strict=True))
 
 
-def _each(steps: Steps, take: Callable[[Tensor], None]) -> tuple[Tensor, ...]:
-    """Gives all that is yielded to `take`: → what is returned."""
+def _run(steps: Steps, take: Callable[[Tensor], None]) -> tuple[Tensor, ...]:
+    """Call take() on each tensor that a generator yields, and return what the generator returns."""
     while True:
         try:
             value = next(steps)
@@ -64,32 +76,36 @@ def _each(steps: Steps, take: Callable[[Tensor], None]) -> tuple[Tensor, ...]:
         take(value)
 
 
-def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def _concatenate(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     return tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
 
 
-def _recomputed(compute: Compute, tensors: Sequence[Tensor], cuts: list[Cut]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The same with each chunk computed again in the backward pass, where ZeRO-3 has its parameters whole once more.
-    A process with fewer rows than others takes empty chunks."""
+def _checkpointed_sum(
+    compute: Compute, tensors: Sequence[Tensor], cuts: list[Cut]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The same sum, with each chunk recomputed in the backward pass, when ZeRO-3 has gathered its parameters again.
+    A process with fewer rows than others computes empty chunks."""
 
-    def summed(*given: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def sum_chunk(*args: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         values: list[Tensor] = []
-        rest = _each(compute(*given), values.append)
+        rest = _run(compute(*args), values.append)
         return torch.stack(values).sum(), rest
 
     ends = [len(t) for t in tensors]
-    none = (slice(ends[0], ends[0]), [slice(end, end) for end in ends])
-    cuts = cuts + [none] * (calls_of_all(len(cuts), tensors[0].device) - len(cuts))
-    done = [
-        checkpoint(summed, rows, *(t[own] for t, own in zip(tensors, cut, strict=True)), use_reentrant=False)
-        for rows, cut in cuts
+    empty = (slice(ends[0], ends[0]), [slice(end, end) for end in ends])
+    cuts = cuts + [empty] * (calls_of_all(len(cuts), tensors[0].device) - len(cuts))
+    results = [
+        checkpoint(sum_chunk, rows, *(t[part] for t, part in zip(tensors, parts, strict=True)), use_reentrant=False)
+        for rows, parts in cuts
     ]
-    return sum((total for total, _ in done[1:]), done[0][0]), _joined([rest for _, rest in done])
+    return sum((total for total, _ in results[1:]), results[0][0]), _concatenate([rest for _, rest in results])
 
 
 def calls_of_all(count: int, device: torch.device) -> int:
-    """How often a process calls a module that its own data call `count` times: under ZeRO-3 as often as any other,
-    since parameters are gathered at each call, on all processes together."""
+    """How often a process must call a module that its own data needs `count` times.
+
+    Under ZeRO-3 every process calls it equally often: each call gathers the parameters from all processes together.
+    """
     if not is_deepspeed_zero3_enabled() or not torch.distributed.is_initialized():
         return count
     counts = torch.tensor(count, device=device)
@@ -97,61 +113,23 @@ def calls_of_all(count: int, device: torch.device) -> int:
     return int(counts)
 
 
-class _Linear(torch.autograd.Function):
-    """x Wᵀ + b of x (R, I), whose backward pass adds the gradient of W to `summed` where that lies: a large one that is
-    first made by itself costs several times as much."""
-
+class _ChunkedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, summed: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.summed = summed
-        return torch._C._nn.linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        ctx.summed.addmm_(grad.t(), x)
-        return grad @ weight, None, None, grad.sum(0) if ctx.needs_input_grad[3] else None
-
-
-class _SummedInPlace(TorchFunctionMode):
-    """Linear layers over the weights of `sums` (id → where its gradient is added up) as `_Linear`, where the types
-    agree."""
-
-    def __init__(self, sums: dict[int, Tensor]) -> None:
-        super().__init__()
-        self.sums = sums
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch._C._nn.linear and not kwargs and torch.is_grad_enabled():
-            x, weight, bias = (*args, None)[:3]
-            summed = self.sums.get(id(weight))
-            fits = summed is not None and x.ndim == 2 and x.dtype == weight.dtype == summed.dtype
-            if fits and x.requires_grad and not torch.is_autocast_enabled(x.device.type):
-                return _Linear.apply(x, weight.detach(), summed, bias)
-        return func(*args, **kwargs)
-
-
-class _Chunked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, compute: Compute, cuts: list[Cut], count: int, wanted: bool, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, compute: Compute, cuts: list[Cut], count: int, needs_grad: bool, *inputs: Tensor) -> Any:
         tensors, parameters = inputs[:count], inputs[count:]
-        needed = [wanted and t.requires_grad for t in inputs]
-        of_rows = [torch.zeros_like(t) if need else None for t, need in zip(tensors, needed, strict=False)]
-        # Half-precision sums of many chunks would round once a chunk.
-        summed = [
+        needed = [needs_grad and t.requires_grad for t in inputs]
+        tensor_grads = [torch.zeros_like(t) if need else None for t, need in zip(tensors, needed, strict=False)]
+        # Float32, because a sum in half precision would be rounded once a chunk.
+        parameter_grads = [
             torch.zeros_like(p, dtype=torch.float32 if p.element_size() < 4 else p.dtype) if need else None
             for p, need in zip(parameters, needed[count:], strict=True)
         ]
-        in_place = _SummedInPlace({id(p): s for p, s in zip(parameters, summed, strict=True) if s is not None})
         values, rest = [], []
         for rows, cut in cuts:
-            parts = [t[own].detach().requires_grad_(n) for t, own, n in zip(tensors, cut, needed, strict=False)]
+            parts = [t[part].detach().requires_grad_(n) for t, part, n in zip(tensors, cut, needed, strict=False)]
             sources = [t for t, need in zip((*parts, *parameters), needed, strict=True) if need]
-            sums = [whole[own] for whole, own in zip(of_rows, cut, strict=True) if whole is not None]
-            sums += [s for s in summed if s is not None]
+            sums = [grad[part] for grad, part in zip(tensor_grads, cut, strict=True) if grad is not None]
+            sums += [grad for grad in parameter_grads if grad is not None]
 
             def take(value: Tensor, sources: list[Tensor] = sources, sums: list[Tensor] = sums) -> None:
                 values.append(value.detach())
@@ -161,15 +139,15 @@ class _Chunked(torch.autograd.Function):
                         if grad is not None:
                             accumulated += grad
 
-            with torch.set_grad_enabled(wanted), in_place:
-                rest.append(tuple(t.detach() for t in _each(compute(rows, *parts), take)))
-        joined = _joined(rest)
-        ctx.mark_non_differentiable(*joined)
+            with torch.set_grad_enabled(needs_grad):
+                rest.append(tuple(t.detach() for t in _run(compute(rows, *parts), take)))
+        results = _concatenate(rest)
+        ctx.mark_non_differentiable(*results)
         ctx.grads = [
             None if grad is None else grad.to(source.dtype)
-            for grad, source in zip((*of_rows, *summed), inputs, strict=True)
+            for grad, source in zip((*tensor_grads, *parameter_grads), inputs, strict=True)
         ]
-        return torch.stack(values).sum(), *joined
+        return torch.stack(values).sum(), *results
 
     @staticmethod
     @once_differentiable

@@ -1,6 +1,7 @@
-"""Losses of head training, of each row. Shapes: R rows, X outcomes of a law (the draft vocabulary), H hidden.
+"""Losses of head training, one value for each row.
 
-p is the target's law, q the draft's, both given as logarithms.
+p: target probabilities, q: draft probabilities, both given as logarithms. Shapes: R rows, X outcomes (the draft
+vocabulary, or the likeliest tokens and the rest), H hidden, S depths.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ DISTRIBUTION_LOSSES: dict[str, DistributionLoss] = {
     "ce": cross_entropy, "kl": forward_kl, "kl_reversed": reverse_kl, "js": js, "tv": tv, "lk": lk,
     "lk_hybrid": lk_hybrid,
 }  # fmt: skip
-HARD = "hard"  # −log q(the token that follows in the text), which needs no law of the target
+HARD = "hard"  # −log q(the next token of the text), which needs no target probabilities
 
 
 def parse_loss(text: str) -> tuple[tuple[str, float], ...]:
-    """'lk' or 'hard:0.1,tv:1.8' → ((name, weight), …). ValueError for an unknown name, or a weight that is none."""
+    """'lk' or 'hard:0.1,tv:1.8' → ((name, weight), …). ValueError for an unknown name or a weight not above 0."""
     parts = []
     for part in str(text).split(","):
         name, _, weight = part.strip().partition(":")
@@ -70,12 +71,12 @@ def parse_loss(text: str) -> tuple[tuple[str, float], ...]:
 
 
 def feature_distance(predicted: Tensor, features: Tensor) -> Tensor:
-    """The mean smooth-L1 distance of each row: (R, H) both → (R,). EAGLE, arXiv:2401.15077."""
+    """Mean smooth-L1 distance of each row: (R, H) both → (R,). EAGLE, arXiv:2401.15077."""
     return F.smooth_l1_loss(at_least_float32(predicted), at_least_float32(features), reduction="none").mean(-1)
 
 
 def position_weights(chances: Tensor, floor: float) -> Tensor:
-    """D-PACE: (R, S) chance of each depth's token in the draft → (R, S) weights w_j = Σ_{m ≥ j} Π_{i ≤ m} q̃_i with
-    q̃ = (1 − floor) q + floor: how many accepted tokens hang on depth j. arXiv:2605.18810."""
+    """D-PACE: probability of each depth's token in the draft (R, S) → weights (R, S): how many accepted tokens depend
+    on each depth j. w_j = Σ_{m ≥ j} Π_{i ≤ m} q̃_i with q̃ = (1 − floor) q + floor. arXiv:2605.18810."""
     reached = ((1 - floor) * chances + floor).cumprod(1)
     return reached.flip(1).cumsum(1).flip(1)

@@ -1,8 +1,8 @@
-"""How far drafts would have been accepted: accepted length and accuracy per depth, in sums that add exactly.
+"""How many draft tokens would have been accepted: accepted length and accuracy per depth, as sums that add up exactly.
 
-R positions where drafts started, S drafted depths. ranks (R, S): rank of the base's own token in the draft of each
-depth, 0 where it is the draft's first choice, −1 outside the draft vocabulary. overlaps (R, S): α = Σ min(p, q), the
-chance that a token sampled from the draft is accepted by the exact rule.
+R positions where drafts started, S drafted depths. ranks (R, S): the rank of the base's own token in the draft of each
+depth, 0 if it is the draft's first choice, −1 outside the draft vocabulary. overlaps (R, S): α = Σ min(p, q), the
+probability that the exact rule accepts a token sampled from the draft.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from specheads.decoding.planner import StaticTree
 
 
 def accepted_length(ranks: Tensor) -> float:
-    """1 + mean over positions of the leading run of first choices: tokens a pass of a drafted chain yields.
+    """1 + mean over positions of the leading run of first choices: the tokens that a pass over a drafted chain yields.
 
-    The 1 is the base's own token behind the accepted ones. ValueError where there is no position.
+    The 1 is the base's own token after the accepted ones. ValueError if there is no position.
     """
     meter = AcceptanceMeter()
     meter.add(ranks)
@@ -26,12 +26,12 @@ def accepted_length(ranks: Tensor) -> float:
 
 
 def depths_reached(tree: StaticTree, ranks: Tensor) -> Tensor:
-    """(R,) how many tokens of a static tree are accepted, greedily, where the base's own tokens have those ranks."""
+    """(R,) how many tokens of a static tree are accepted greedily if the base's own tokens have these ranks (R, S)."""
     choices = ((), *tree.choices)
-    place = {choice: i for i, choice in enumerate(choices)}
+    index = {choice: i for i, choice in enumerate(choices)}
     width = 1 + max(choice[-1] for choice in tree.choices)
-    # children[i, r]: the node that is child r of node i; −1 where there is none. Its last row is that of no node.
-    children = torch.tensor([[place.get((*choice, r), -1) for r in range(width)] + [-1] for choice in choices])
+    # children[i, r]: child r of node i, or −1. The last row, all −1, has the children of node −1.
+    children = torch.tensor([[index.get((*choice, r), -1) for r in range(width)] + [-1] for choice in choices])
     children = torch.cat([children, torch.full_like(children[:1], -1)]).to(ranks.device)
     bounded = torch.where((ranks < 0) | (ranks >= width), width, ranks)
     node = torch.zeros(len(ranks), dtype=torch.long, device=ranks.device)
@@ -47,8 +47,8 @@ class AcceptanceMeter:
     """Counts over ranks. Meters of batches, micro-batches or processes add up to the meter of all their positions.
 
     tree: a static tree to count too. counts (2 + 2S,) int64, on the device of the ranks: positions; first choices at
-    each depth; runs that reach past each depth; tokens accepted of the tree. chances (1 + 2S,) float64: positions with
-    overlaps; Σ α at each depth; Σ of the products of α up to each depth. None before the first ranks or overlaps.
+    each depth; leading runs that include each depth; accepted tokens of the tree. chances (1 + 2S,) float64: positions
+    with overlaps; Σ α at each depth; Σ of the products of α up to each depth. None before the first ranks or overlaps.
     """
 
     tree: StaticTree | None = None
@@ -56,7 +56,7 @@ class AcceptanceMeter:
     chances: Tensor | None = None
 
     def add(self, ranks: Tensor | None, overlaps: Tensor | None = None) -> None:
-        """Count ranks and overlaps (R, S); None, from a batch too short to score, counts nothing. ValueError on
+        """Count ranks and overlaps (R, S); None, from a batch too short to score, counts nothing. ValueError for
         another S."""
         if ranks is None:
             return
@@ -80,13 +80,16 @@ class AcceptanceMeter:
             self.chances = _sum(self.chances, other.chances)
 
     def compute(self) -> dict[str, float]:
-        """accepted_length, of a greedy chain; for each depth k = 1 … S accuracy_depth_k, the share of first choices,
-        and conditional_accuracy_depth_k, that share where every depth before was a first choice (left out where none
-        was). With a tree of S depths at most accepted_length_tree, the same of the tree. With overlaps
-        acceptance_depth_k, the mean α, and accepted_length_sampled, of a chain sampled at temperature 1, for texts
-        the base itself would write.
+        """The report, by name, for depths k = 1 … S:
 
-        ValueError where nothing was counted.
+        accepted_length: of a greedy chain.
+        accuracy_depth_k: the share of first choices. conditional_accuracy_depth_k: that share among positions where
+          every earlier depth was a first choice; left out if there are none.
+        accepted_length_tree: of the tree, if it has at most S depths.
+        acceptance_depth_k: the mean α, with overlaps. accepted_length_sampled: of a chain sampled at temperature 1, for
+          texts that the base itself would write.
+
+        ValueError if nothing was counted.
         """
         positions, *rest, in_tree = self.counts.tolist() if self.counts is not None else [0, 0]
         if not positions:
@@ -116,17 +119,17 @@ def _rows(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.full((1,), len(values), dtype=dtype, device=values.device)
 
 
-def _sum(held: Tensor | None, more: Tensor) -> Tensor:
-    if held is None:
+def _sum(total: Tensor | None, more: Tensor) -> Tensor:
+    if total is None:
         return more.clone()
-    if held.shape != more.shape:
-        raise ValueError(f"ranks of {(len(more) - 1) // 2} depths cannot be added to ranks of {(len(held) - 1) // 2}")
-    return held + more.to(held.device)
+    if total.shape != more.shape:
+        raise ValueError(f"ranks of {(len(more) - 1) // 2} depths cannot be added to ranks of {(len(total) - 1) // 2}")
+    return total + more.to(total.device)
 
 
 @dataclass
 class TrainingMeter:
-    """What is reported between two logs: acceptance, and every loss term as a mean over supervised tokens."""
+    """What training logs since the last log: acceptance, and every loss term as a mean over supervised tokens."""
 
     acceptance: AcceptanceMeter = field(default_factory=AcceptanceMeter)
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -136,16 +139,16 @@ class TrainingMeter:
         self, ranks: Tensor | None, terms: dict[str, Tensor], num_items: Tensor | float, tokens: Tensor,
         overlaps: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """One batch: terms were divided by num_items; tokens () of this batch were supervised."""
+        """One batch. terms: divided by num_items. tokens (): the supervised tokens of this batch."""
         self.acceptance.add(ranks, overlaps)
         for name, term in terms.items():
-            # float64, so that the order of batches does not show
+            # float64, so that the order of batches makes no difference
             summed = (term.detach() * num_items).double()
             self.sums[name] = self.sums[name] + summed if name in self.sums else summed
         self.tokens = tokens if self.tokens is None else self.tokens + tokens
 
     def state(self) -> dict[str, list[float]]:
-        """Plain numbers, to be gathered from every process; one transfer from the device for each kind."""
+        """Plain numbers, to gather from every process; one transfer from the device for each kind."""
         counts, chances = self.acceptance.counts, self.acceptance.chances
         names = list(self.sums)
         values = torch.stack([self.sums[name] for name in names]).tolist() if names else []
@@ -158,7 +161,7 @@ class TrainingMeter:
 
     @classmethod
     def of_states(cls, states: list[dict[str, list[float]]], device: torch.device) -> TrainingMeter:
-        """The meter that has counted all that the meters of these `state()`s had."""
+        """The meter of everything that the meters of these `state()`s counted."""
         meter = cls()
         for state in states:
             meter.acceptance.merge(_acceptance(state, device))
@@ -171,7 +174,7 @@ class TrainingMeter:
 
     @staticmethod
     def combined(states: list[dict[str, list[float]]], tree: StaticTree | None = None) -> dict[str, float]:
-        """The report over the states of all processes, whose meters counted that tree; without acceptance where no
+        """The report over the states of all processes, whose meters counted that tree; without acceptance if no
         position was scored."""
         meter = TrainingMeter.of_states(states, torch.device("cpu"))
         acceptance, tokens = meter.acceptance, 0 if meter.tokens is None else int(meter.tokens)

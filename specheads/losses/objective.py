@@ -1,9 +1,7 @@
-"""What a head is trained on: every draft against the law of the base for the same token, in chunks of positions.
+"""The training loss of a head: each draft against the base's distribution of the same token, in chunks of positions.
 
-A position u of a text asks for the token behind it, x[u+1]. The draft of it at depth s (0 the first) started at
-position u − 1 − s, where the head had seen the text up to and with the token behind that.
-Shapes: B batch rows, T positions, R supervised positions, D depths, S drafts of a position, C positions of a chunk,
-V vocabulary, Vd draft vocabulary, H hidden.
+Shapes: R supervised positions, R_s those with draft s, D depths, S drafts of a position, C positions of a chunk, C_s
+those with draft s, V vocabulary, Vd draft vocabulary, H hidden. R' starts with all D drafts. See targets.py.
 """
 
 from __future__ import annotations
@@ -16,85 +14,23 @@ from torch import Tensor
 
 from specheads.decoding.draft_ids import DraftIds
 from specheads.decoding.precision import at_least_float32
-from specheads.losses.chunked import Steps, chunked_sum
+from specheads.losses.chunked import Steps, chunked_sum, rows_of_chunk
 from specheads.losses.functions import DISTRIBUTION_LOSSES, HARD, DistributionLoss, overlap, position_weights
+from specheads.losses.targets import DraftTargets
 from specheads.losses.teacher import Teacher
 from specheads.losses.teacher_probs import TeacherProbs
 
-Project = Callable[[Tensor, int], Tensor]  # rows of depth s (C, H) → draft logits (C, Vd)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftTargets:
-    """The supervised positions of a batch and where their drafts started.
-
-    positions (R,), tokens (R,) the one asked for, starts (R, S) and depths (R, S) of its drafts, weights (R, S): how
-    many drafts each stands for, 0 where none of that depth started in the same document, or it was not drawn. Positions
-    and starts are indices into the batch laid flat, of `size` = B · T positions. num_depths: D.
-    """
-
-    positions: Tensor
-    tokens: Tensor
-    starts: Tensor
-    depths: Tensor
-    weights: Tensor
-    size: int
-    num_depths: int
-
-    @classmethod
-    def of(cls, tokens: Tensor, supervised: Tensor, documents: Tensor, depths: int) -> DraftTargets:
-        """A position's drafts of every depth, S = D. tokens, supervised (by the token that is predicted) and documents
-        (B, T); document 0 is padding."""
-        batch, length = tokens.shape
-        asked = supervised[:, 1:] & (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] > 0)
-        row, column = asked.nonzero(as_tuple=True)
-        depth = torch.arange(depths, device=tokens.device).expand(len(row), -1)
-        back = column.unsqueeze(1) - 1 - depth  # (R, S)
-        same = documents[row.unsqueeze(1), back.clamp_min(0)] == documents[row, column].unsqueeze(1)
-        starts = row.unsqueeze(1) * length + back.clamp_min(0)
-        weights = (same & (back >= 0)).float()
-        return cls(row * length + column, tokens[row, column + 1], starts, depth, weights, batch * length, depths)
-
-    @property
-    def valid(self) -> Tensor:
-        """(R, S) is there such a draft?"""
-        return self.weights > 0
-
-    def places(self, draft: int) -> Tensor:
-        """(R_s,) of which positions there is draft s, ascending."""
-        return self.valid[:, draft].nonzero().squeeze(1)
-
-    def starts_of(self, draft: int) -> Tensor:
-        """(R_s,) where they started."""
-        return self.starts[self.valid[:, draft], draft]
-
-    def rows(self, values: Tensor, draft: int) -> Tensor:
-        """(B, T, …) by the position where drafts start → (R_s, …) of draft s, by the position spoken of."""
-        return values.flatten(0, 1)[self.starts_of(draft)]
-
-    @property
-    def whole(self) -> Tensor:
-        """(R, S) of a start all of whose D drafts are asked for?"""
-        filled = self.scatter_by_start(self.valid).all(1)
-        return filled[self.starts] & self.valid
-
-    def by_start(self, values: Tensor) -> Tensor:
-        """(R, S) by the position spoken of → (R', D): one row for each start all of whose D drafts are asked for."""
-        return self.scatter_by_start(values)[self.scatter_by_start(self.valid).all(1)]
-
-    def scatter_by_start(self, values: Tensor) -> Tensor:
-        """(R, S) by the position spoken of → (B · T, D) by start; 0 where no such draft is asked for."""
-        count = self.size * self.num_depths
-        place = torch.where(self.valid, self.starts * self.num_depths + self.depths, count)
-        scatter_by_start = values.new_zeros(count + 1).scatter(0, place.flatten(), values.flatten())
-        return scatter_by_start[:-1].view(self.size, self.num_depths)
+Project = Callable[[Tensor, int], Tensor]  # rows of draft s (C_s, H) → draft logits (C_s, Vd)
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """total: Σ of weighted losses; depths (D,): Σ of each without the weights of depths; ranks (R', D) int64 and
-    overlaps (R', D), or None: of each start, the rank of the base's token in each draft (−1 outside the draft
-    vocabulary) and α = Σ min(p, q); alphas (R, S): the same α by the position asked for."""
+    """Losses, ranks and overlaps of the drafts of a batch.
+
+    total: Σ of weighted losses. depths (D,): Σ at each depth, without the weights of depths.
+    ranks (R', D) int64: the rank of the base's token in each draft of a start; −1 outside the draft vocabulary.
+    overlaps (R', D) or None: α = Σ min(p, q) of the same drafts; alphas (R, S): α by target.
+    """
 
     total: Tensor
     depths: Tensor
@@ -113,8 +49,8 @@ class Scores:
 
 @dataclass(frozen=True)
 class Objective:
-    """loss: (name, weight) pairs; depth_weights: of each depth, 0 for one that is only scored; pace: the floor of
-    D-PACE's weights, or None."""
+    """loss: (name, weight) pairs. depth_weights: one for each depth, 0 if its drafts are only scored. pace: the floor
+    of D-PACE's weights, or None."""
 
     loss: tuple[tuple[str, float], ...]
     depth_weights: tuple[float, ...]
@@ -122,7 +58,7 @@ class Objective:
 
     def __call__(
         self,
-        asked: DraftTargets,
+        targets: DraftTargets,
         teacher: Teacher,
         rows: Sequence[Tensor],
         project: Project,
@@ -132,140 +68,181 @@ class Objective:
         vocab_size: int,
         overlaps: bool = False,
     ) -> Scores:
-        """rows: of each draft s (R_s, H); parameters: what `project` is differentiable in besides them."""
-        # The base's logits and those of one draft are there at once.
+        """rows: of each draft s (R_s, H). parameters: what `project` is differentiable in besides its rows."""
+        # The base's logits and those of one draft are in memory at once.
         chunk = rows_of_chunk(vocab_size + (vocab_size if draft is None else len(draft.ids)), rows[0].device)
-        weights = self._weights(asked, rows, project, draft, chunk)
-        # The others are only scored. Not by what a batch has rows of: launchers add up the gradients of all processes
-        # in the order they come in, and want those of the same parameters from each.
-        learns = [weight > 0 for weight in self.depth_weights]
-        trained = learns if len(rows) == len(learns) else [any(learns)] * len(rows)
-        soft = [(DISTRIBUTION_LOSSES[name], weight) for name, weight in self.loss if name != HARD]
-        # Ranks are of starts with all their drafts; where nothing else needs the base's law, it is made for them alone.
-        whole = asked.whole
-        needs_teacher = (asked.valid if soft or overlaps else whole).any(1).nonzero().squeeze(1)
-        places = [asked.places(s) for s in range(len(rows))]
-        ranked = [whole[:, s].nonzero().squeeze(1) for s in range(len(rows))]
-
-        def compute(here: slice, _: Tensor, needs_teacher: Tensor, *given: Tensor) -> Steps:
-            law = teacher_probs_at(teacher, asked, needs_teacher, draft)
-            size, count = here.stop - here.start, len(rows)
-            losses, alphas = weights.new_zeros(size, count), weights.new_zeros(size, count)
-            ranks = torch.full((size, count), -1, device=losses.device)
-            drafts = zip(given[:count], given[count:-count], given[-count:], strict=True)
-            for s, (place, ranked, chunk) in enumerate(drafts):
-                graded = trained[s] and torch.is_grad_enabled()
-                with torch.set_grad_enabled(graded):
-                    logits = at_least_float32(project(chunk, s))
-                with torch.no_grad():
-                    asked_for = logits if len(ranked) == len(place) else logits[torch.searchsorted(place, ranked)]
-                    best = in_draft(part_of(law, needs_teacher, ranked).best, draft)
-                    ranks[ranked - here.start, s] = rank_of(asked_for, best)
-                if not trained[s] and not overlaps:
-                    continue
-                with torch.set_grad_enabled(graded):
-                    log_q = logits.log_softmax(-1)
-                own = part_of(law, needs_teacher, place) if soft or overlaps else None
-                if overlaps:
-                    assert own is not None
-                    with torch.no_grad():  # of the law over all tokens: what the draft cannot say is rejected
-                        alpha = overlap(own.outcomes(log_q), own.log_p + own.mass.log().unsqueeze(1))
-                    alphas[place - here.start, s] = alpha
-                if trained[s]:
-                    loss = self._losses(log_q, in_draft(asked.tokens[place], draft), own, soft, draft)
-                    yield (loss * weights[place, s]).sum()
-                    losses[place - here.start, s] = loss.detach()
-            return losses, ranks, alphas
-
-        everything = torch.arange(len(asked.positions), device=rows[0].device)
+        weights = self._weights(targets, rows, project, draft, chunk)
+        scorer = _Scorer(self, targets, teacher, project, draft, weights, self._trained(len(rows)), overlaps)
+        # Only starts with all their drafts are ranked. If nothing else needs the base's distribution, it is computed
+        # for those alone.
+        complete = targets.complete
+        needs_teacher = (targets.valid if scorer.needs_probs else complete).any(1).nonzero().squeeze(1)
+        scored = [targets.indices_of(s) for s in range(len(rows))]
+        ranked = [complete[:, s].nonzero().squeeze(1) for s in range(len(rows))]
         total, (losses, ranks, alphas) = chunked_sum(
-            compute,
-            [everything, needs_teacher, *places, *ranked, *rows],
+            scorer.score_chunk,
+            [torch.arange(len(targets.positions), device=rows[0].device), needs_teacher, *scored, *ranked, *rows],
             parameters,
             chunk,
-            [needs_teacher, *places, *ranked, *places],
+            [needs_teacher, *scored, *ranked, *scored],
         )
-        depths = asked.scatter_by_start(losses * asked.weights).sum(0)
-        found = asked.by_start(alphas) if overlaps else None
-        return Scores(total, depths, asked.by_start(ranks), found, alphas if overlaps else None)
+        return Scores(
+            total,
+            targets.scatter_by_start(losses * targets.weights).sum(0),
+            targets.scatter_complete(ranks),
+            targets.scatter_complete(alphas) if overlaps else None,
+            alphas if overlaps else None,
+        )
 
-    def _losses(
-        self, log_q: Tensor, token: Tensor, law: TeacherProbs | None, soft: Sequence[tuple[DistributionLoss, float]],
-        draft: DraftIds | None,
-    ) -> Tensor:  # fmt: skip
-        """(C,) of drafts log_q (C, Vd), of the text's tokens (C,), −1 outside the draft vocabulary, and the law."""
+    @property
+    def soft(self) -> list[tuple[DistributionLoss, float]]:
+        """The terms that compare with the base's distribution, and their weights."""
+        return [(DISTRIBUTION_LOSSES[name], weight) for name, weight in self.loss if name != HARD]
+
+    def losses(self, log_q: Tensor, token: Tensor, p: TeacherProbs | None, draft: DraftIds | None) -> Tensor:
+        """(C_s,) the loss of each draft: log_q (C_s, Vd), the target token (C_s,), and the base's distribution."""
         loss = log_q.new_zeros(len(log_q))
+        token = in_draft(token, draft)
         if hard := dict(self.loss).get(HARD, 0.0):
             term = -log_q.gather(1, token.clamp_min(0).unsqueeze(1)).squeeze(1)
             loss = loss + hard * torch.where(token >= 0, term, 0)
-        if law is not None and soft:
-            mapped = law.outcomes(log_q)
-            terms = torch.stack([weight * function(mapped, law.log_p) for function, weight in soft])
-            loss = loss + torch.where(in_draft(law.best, draft) >= 0, terms.sum(0), 0)
+        if p is not None and self.soft:
+            mapped = p.outcomes(log_q)
+            terms = torch.stack([weight * function(mapped, p.log_p) for function, weight in self.soft])
+            loss = loss + torch.where(in_draft(p.best, draft) >= 0, terms.sum(0), 0)
         return loss
+
+    def _trained(self, num_drafts: int) -> list[bool]:
+        """Which drafts are trained on; the others are only scored. It does not depend on which drafts a batch has:
+        launchers add gradients up across processes in the order they arrive, so all must have the same parameters'."""
+        trained = [weight > 0 for weight in self.depth_weights]
+        return trained if num_drafts == len(trained) else [any(trained)] * num_drafts
 
     @torch.no_grad()
     def _weights(
-        self, asked: DraftTargets, rows: Sequence[Tensor], project: Project, draft: DraftIds | None, chunk: int
+        self, targets: DraftTargets, rows: Sequence[Tensor], project: Project, draft: DraftIds | None, chunk: int
     ) -> Tensor:
-        """(R, S) of each draft's loss."""
-        of_depth = torch.tensor(self.depth_weights, dtype=at_least_float32(rows[0]).dtype, device=rows[0].device)
-        weights = asked.weights * of_depth[asked.depths]
+        """(R, S) the weight of each draft's loss."""
+        by_depth = torch.tensor(self.depth_weights, dtype=at_least_float32(rows[0]).dtype, device=rows[0].device)
+        weights = targets.weights * by_depth[targets.depths]
         if self.pace is None:
             return weights
-        token = in_draft(asked.tokens, draft)
-        places = [asked.places(s) for s in range(len(rows))]
-
-        def chance(here: slice, _: Tensor, *given: Tensor) -> Steps:
-            found = weights.new_zeros(here.stop - here.start, len(rows))
-            for s, (place, chunk) in enumerate(zip(given[: len(rows)], given[len(rows) :], strict=True)):
-                own = token[place]
-                chances = (
-                    at_least_float32(project(chunk, s)).softmax(-1).gather(1, own.clamp_min(0).unsqueeze(1)).squeeze(1)
-                )
-                found[place - here.start, s] = chances * (own >= 0)
-            yield weights.new_zeros(())
-            return (found,)
-
-        everything = torch.arange(len(asked.positions), device=rows[0].device)
-        _, (chances,) = chunked_sum(chance, [everything, *places, *rows], (), chunk, [*places, *places])
-        # By start: depth j of a draft weighs what all its deeper ones stand to gain.
-        return weights * position_weights(asked.scatter_by_start(chances), self.pace)[asked.starts, asked.depths]
+        chances = _chances(targets, rows, project, draft, chunk)
+        # By start: the weight at depth j is what all deeper drafts of the same start stand to gain.
+        return weights * position_weights(targets.scatter_by_start(chances), self.pace)[targets.starts, targets.depths]
 
 
-def teacher_probs_at(teacher: Teacher, asked: DraftTargets, rows: Tensor, draft: DraftIds | None) -> TeacherProbs:
-    """The base's law at some of the R positions; one that several rows ask for is looked at once."""
-    positions = asked.positions[rows]
-    if asked.num_depths == asked.starts.shape[1]:
+@dataclass(frozen=True, slots=True)
+class _Scorer:
+    """What all chunks of a batch share. weights (R, S) of the losses; trained: by draft, else it is only scored."""
+
+    objective: Objective
+    targets: DraftTargets
+    teacher: Teacher
+    project: Project
+    draft: DraftIds | None
+    weights: Tensor
+    trained: list[bool]
+    overlaps: bool
+
+    @property
+    def needs_probs(self) -> bool:
+        """Whether more than ranks compares drafts with the base's distribution."""
+        return bool(self.objective.soft) or self.overlaps
+
+    def score_chunk(self, span: slice, _: Tensor, needs_teacher: Tensor, *by_draft: Tensor) -> Steps:
+        """Yields the weighted loss of each trained draft, and returns losses, ranks and overlaps (C, S).
+
+        needs_teacher: indices of the positions whose teacher probabilities are needed. by_draft: for each draft the
+        indices of its positions (C_s,), then for each those that are ranked, then for each its rows (C_s, H).
+        """
+        probs = teacher_probs_at(self.teacher, self.targets, needs_teacher, self.draft)
+        shape, count = (span.stop - span.start, len(self.trained)), len(self.trained)
+        losses, alphas = self.weights.new_zeros(shape), self.weights.new_zeros(shape)
+        ranks = torch.full(shape, -1, device=losses.device)
+        drafts = zip(by_draft[:count], by_draft[count:-count], by_draft[-count:], strict=True)
+        for s, (scored, ranked, rows) in enumerate(drafts):
+            with torch.set_grad_enabled(self.trained[s] and torch.is_grad_enabled()):
+                logits = at_least_float32(self.project(rows, s))
+            best = select_probs(probs, needs_teacher, ranked).best
+            ranks[ranked - span.start, s] = self._ranks(logits, scored, ranked, best)
+            if not (self.trained[s] or self.overlaps):
+                continue
+            log_q = logits.log_softmax(-1)
+            p = select_probs(probs, needs_teacher, scored) if self.needs_probs else None
+            if self.overlaps:
+                assert p is not None
+                alphas[scored - span.start, s] = _overlaps(log_q, p)
+            if self.trained[s]:
+                loss = self.objective.losses(log_q, self.targets.tokens[scored], p, self.draft)
+                yield (loss * self.weights[scored, s]).sum()
+                losses[scored - span.start, s] = loss.detach()
+        return losses, ranks, alphas
+
+    @torch.no_grad()
+    def _ranks(self, logits: Tensor, scored: Tensor, ranked: Tensor, best: Tensor) -> Tensor:
+        """The rank of the base's token at the ranked ones of the scored positions."""
+        if len(ranked) < len(scored):
+            logits = logits[torch.searchsorted(scored, ranked)]
+        return rank_of(logits, in_draft(best, self.draft))
+
+
+@torch.no_grad()
+def _overlaps(log_q: Tensor, p: TeacherProbs) -> Tensor:
+    """(C_s,) α over all tokens: what the draft vocabulary lacks is rejected."""
+    return overlap(p.outcomes(log_q), p.log_p + p.mass.log().unsqueeze(1))
+
+
+def _chances(
+    targets: DraftTargets, rows: Sequence[Tensor], project: Project, draft: DraftIds | None, chunk: int
+) -> Tensor:
+    """(R, S) the probability that each draft gives its target token."""
+    tokens = in_draft(targets.tokens, draft)
+    scored = [targets.indices_of(s) for s in range(len(rows))]
+
+    def compute(span: slice, _: Tensor, *by_draft: Tensor) -> Steps:
+        chances = rows[0].new_zeros(span.stop - span.start, len(rows), dtype=at_least_float32(rows[0]).dtype)
+        for s, (indices, hidden) in enumerate(zip(by_draft[: len(rows)], by_draft[len(rows) :], strict=True)):
+            q, token = at_least_float32(project(hidden, s)).softmax(-1), tokens[indices]
+            chance = q.gather(1, token.clamp_min(0).unsqueeze(1)).squeeze(1)
+            chances[indices - span.start, s] = chance * (token >= 0)
+        yield chances.new_zeros(())
+        return (chances,)
+
+    every = torch.arange(len(targets.positions), device=rows[0].device)
+    _, (chances,) = chunked_sum(compute, [every, *scored, *rows], (), chunk, [*scored, *scored])
+    return chances
+
+
+def teacher_probs_at(teacher: Teacher, targets: DraftTargets, indices: Tensor, draft: DraftIds | None) -> TeacherProbs:
+    """The base's distribution at some of the R positions; computed once for a position that occurs several times."""
+    positions = targets.positions[indices]
+    if targets.num_depths == targets.starts.shape[1]:
         return teacher.probs(positions, draft)
-    positions, place = positions.unique(return_inverse=True)
-    return teacher.probs(positions, draft).at(place)
+    positions, inverse = positions.unique(return_inverse=True)
+    return teacher.probs(positions, draft).at(inverse)
 
 
-def part_of(law: TeacherProbs, rows: Tensor, some: Tensor) -> TeacherProbs:
-    """Of the law at rows (R,) that at some of them, both ascending."""
-    return law if len(some) == len(rows) else law.at(torch.searchsorted(rows, some))
+def select_probs(probs: TeacherProbs, indices: Tensor, some: Tensor) -> TeacherProbs:
+    """Distributions at the positions `indices` (R,) → those at `some` of them; both ascending."""
+    return probs if len(some) == len(indices) else probs.at(torch.searchsorted(indices, some))
 
 
 def in_draft(tokens: Tensor, draft: DraftIds | None) -> Tensor:
-    """Ids of the base → of the draft vocabulary, −1 outside."""
+    """Ids of the base → ids of the draft vocabulary, −1 outside."""
     return tokens if draft is None else draft.index[tokens]
 
 
 def rank_of(logits: Tensor, token: Tensor) -> Tensor:
-    """(R, V) logits, (R,) token → (R,) how many tokens are drafted before it, of equally likely ones those of a lower
-    id, as argmax has it; −1 where token is −1."""
-    own = logits.gather(1, token.clamp_min(0).unsqueeze(1))
+    """(R, V) logits, (R,) token → (R,) how many tokens are drafted before it; −1 where token is −1.
+
+    Of equally likely tokens the lower id is drafted first, as argmax has it.
+    """
+    score = logits.gather(1, token.clamp_min(0).unsqueeze(1))
     # Comparisons written as floats are summed several times faster than booleans; exact below 2^24 tokens.
     flags = torch.empty_like(logits)
-    before = torch.gt(logits, own, out=flags).sum(1).long()
-    if logits.device.type != "cpu" or bool((torch.eq(logits, own, out=flags).sum(1) > 1).any()):
+    before = torch.gt(logits, score, out=flags).sum(1).long()
+    if logits.device.type != "cpu" or bool((torch.eq(logits, score, out=flags).sum(1) > 1).any()):
         ids = torch.arange(logits.shape[1], device=logits.device)
-        before += ((logits == own) & (ids < token.unsqueeze(1))).sum(1)
+        before += ((logits == score) & (ids < token.unsqueeze(1))).sum(1)
     return torch.where(token < 0, -1, before)
-
-
-def rows_of_chunk(width: int, device: torch.device) -> int:
-    """Rows whose logits over `width` tokens are worked on at once: as fit a CPU's cache or a small share of a GPU's
-    memory, but enough that the gradient of the output matrix, added up once a chunk, is not what takes the time."""
-    return max(256, (1 << 22) // width) if device.type == "cpu" else max(512, (1 << 26) // width)

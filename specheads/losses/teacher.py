@@ -1,6 +1,6 @@
-"""The teacher of a head: the base's law of the next token at any position of a batch, made only where it is asked for.
+"""The teacher of a head: the base's distribution of the next token, computed only at the positions that need it.
 
-Shapes: B batch rows, T positions, F features, H hidden, V vocabulary, R positions asked for, K likeliest tokens kept.
+Shapes: B batch rows, T positions, F tapped features, H hidden, V vocabulary, R requested positions, K likeliest tokens.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from specheads.losses.teacher_probs import NEVER, DenseTeacherProbs, TeacherProb
 
 
 class Teacher(Protocol):
-    """Positions (R,) are indices into the batch laid flat."""
+    """Positions (R,) are indices into the flattened batch."""
 
     def probs(self, positions: Tensor, draft: DraftIds | None) -> TeacherProbs:
-        """Renormalised over the draft vocabulary, and without gradients."""
+        """The base's distributions, renormalised over the draft vocabulary, without gradients."""
         ...
 
 
 class LiveTeacher(ABC):
-    """A base that is in memory, whose law can be learnt from and, where it is trained too, differentiated."""
+    """A base in memory. `project(rows(positions))` has gradients, for a base that is trained too."""
 
     @abstractmethod
     def rows(self, positions: Tensor) -> Tensor:
-        """What the base says at positions (R,), as `project` takes it."""
+        """The base's outputs at positions (R,), the input of `project`."""
 
     @abstractmethod
     def project(self, rows: Tensor) -> Tensor:
-        """→ logits (R, V)."""
+        """Rows → logits (R, V)."""
 
     @torch.no_grad()
     def logits_at(self, positions: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class LiveTeacher(ABC):
 
 @dataclass(frozen=True, slots=True)
 class WholeLogits(LiveTeacher):
-    """From the base's own logits (B · T, V), where more stands behind its last hidden state than `logits_of`."""
+    """From the base's own logits (B · T, V), if `logits_of` its last hidden state would not give them."""
 
     logits: Tensor
 
@@ -75,7 +75,7 @@ class WholeLogits(LiveTeacher):
 
 @dataclass(frozen=True, slots=True)
 class LastHidden(LiveTeacher):
-    """From the base's last hidden states (B · T, H) and its output matrix: no logits but those asked for."""
+    """From the base's last hidden states (B · T, H) and its output matrix: logits at the requested positions alone."""
 
     hidden: Tensor
     lm_head: Callable[[Tensor], Tensor]
@@ -97,49 +97,50 @@ class TopKTail:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, logits: Tensor, k: int) -> TopKTail:
-        """logits (R, V), of which K = min(k, V) are kept."""
+    def from_logits(cls, logits: Tensor, k: int) -> TopKTail:
+        """logits (R, V) → the K = min(k, V) likeliest tokens."""
         full = at_least_float32(logits)
         total = full.logsumexp(-1)
-        kept, ids = full.topk(min(k, full.shape[-1]), dim=-1)
-        # Of equally likely tokens topk puts any first; the best is the one that argmax names.
+        top, ids = full.topk(min(k, full.shape[-1]), dim=-1)
+        # topk may put any of equally likely tokens first; the first must be the one that argmax gives.
         best = likeliest(logits).unsqueeze(-1)
         ids = ids.scatter(-1, (ids == best).long().argmax(-1, keepdim=True), ids[:, :1])
         ids[:, :1] = best
         rest = full.scatter(-1, ids, -torch.inf).logsumexp(-1)
-        return cls(ids, kept - total.unsqueeze(-1), (rest - total).clamp_min(NEVER))
+        return cls(ids, top - total.unsqueeze(-1), (rest - total).clamp_min(NEVER))
 
     @classmethod
-    def of_text(cls, tokens: Tensor) -> TopKTail:
-        """The text's own next token as the law, where none was kept: tokens (B, T)."""
+    def from_text(cls, tokens: Tensor) -> TopKTail:
+        """Tokens (B, T) → the next token of the text with probability 1, if the base's distribution was not saved."""
         following = tokens.roll(-1, 1).flatten().unsqueeze(-1)
-        sure = torch.zeros_like(following, dtype=torch.float32)
-        return cls(following, sure, sure.squeeze(-1) + NEVER)
+        log_p = torch.zeros_like(following, dtype=torch.float32)
+        return cls(following, log_p, log_p.squeeze(-1) + NEVER)
 
     def probs(self, positions: Tensor, draft: DraftIds | None) -> TopKTeacherProbs:
-        return TopKTeacherProbs.of(self.ids[positions].long(), self.log_p[positions], self.tail[positions], draft)
+        ids, log_p, tail = (values[positions] for values in (self.ids, self.log_p, self.tail))
+        return TopKTeacherProbs.from_top_k(ids.long(), log_p, tail, draft)
 
 
-_remade: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+_gives_logits: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def gives_logits(base: PreTrainedModel) -> bool:
-    """`lm_head_gives_logits`, tried once a base."""
-    if base not in _remade:
-        _remade[base] = lm_head_gives_logits(base)
-    return _remade[base]
+    """`lm_head_gives_logits`, tried once for each base."""
+    if base not in _gives_logits:
+        _gives_logits[base] = lm_head_gives_logits(base)
+    return _gives_logits[base]
 
 
 def packed_mask(base: PreTrainedModel, documents: Tensor, position_ids: Tensor) -> Tensor | dict[str, Tensor]:
-    """What keeps the documents (B, T) of packed rows from seeing one another, as the base takes it."""
+    """The base's attention mask that keeps the documents (B, T) of packed rows from seeing one another."""
     attention = getattr(text_config(base), "_attn_implementation", None)
     if attention not in MASKED_ATTENTION:
         raise ValueError(
             f"{attention} attention would let the documents of a packed row see one another; train with "
             "packing=false, or attn_implementation=sdpa"
         )
-    place = torch.arange(documents.shape[1], device=documents.device)
-    seen = (documents.unsqueeze(2) == documents.unsqueeze(1)) & (place <= place.unsqueeze(1))
+    column = torch.arange(documents.shape[1], device=documents.device)
+    seen = (documents.unsqueeze(2) == documents.unsqueeze(1)) & (column <= column.unsqueeze(1))
     masks = {
         name: additive(seen & reach(position_ids.unsqueeze(2), position_ids.unsqueeze(1)), base.dtype)
         for name, reach in layer_reach(text_config(base)).items()
@@ -147,12 +148,12 @@ def packed_mask(base: PreTrainedModel, documents: Tensor, position_ids: Tensor) 
     return masks if takes_mask_dict(base) else next(iter(masks.values()))
 
 
-def tapped(
+def tap_base(
     base: Any, input_ids: Tensor, attention_mask: Any, position_ids: Tensor, layers: tuple[int, ...]
 ) -> tuple[Tensor, LiveTeacher]:
-    """One pass of the base over input_ids (B, T): the tapped layers (B, T, F), and its law."""
-    remade = gives_logits(base)
-    out = (decoder_of(base) if remade else base)(
+    """One pass of the base over input_ids (B, T): its tapped layers (B, T, F), and the teacher."""
+    from_hidden = gives_logits(base)
+    out = (decoder_of(base) if from_hidden else base)(
         input_ids=input_ids,
         attention_mask=attention_mask,
         position_ids=position_ids,
@@ -160,6 +161,6 @@ def tapped(
         output_hidden_states=kept_states(layers),
     )
     features = concat_taps(out.hidden_states, layers, input_ids)
-    if not remade:
+    if not from_hidden:
         return features, WholeLogits(out.logits.flatten(0, 1))
     return features, LastHidden(out.last_hidden_state.flatten(0, 1), lambda hidden: logits_of(base, hidden))

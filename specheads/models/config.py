@@ -6,8 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from specheads.heads import HEADS, HeadConfig
-from specheads.heads.naming import head_kind
+from specheads.heads import HEADS, HeadConfig, head_kind
 
 
 class SpecConfig(PreTrainedConfig):

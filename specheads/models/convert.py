@@ -10,8 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specheads.decoding.target.hf_base import UnsupportedModel, refuse_unsupported, text_config, unwrapped
-from specheads.heads import HeadConfig
-from specheads.heads.naming import head_config
+from specheads.heads import HeadConfig, head_config
 from specheads.hub import options as hub_options
 from specheads.models.build import build_head, spec_config
 from specheads.models.frozen import mark_frozen

@@ -1,7 +1,7 @@
 """Joint training: low-rank adapters on the base learn together with the head, as in Medusa-2. arXiv:2401.10774.
 
-The adapted base is then the model that is decoded: its text is its own, not that of the base without adapters, which a
-loss against the base's law with the adapters off keeps it near.
+The adapted base is then the model that is decoded, so the text differs from that of the base without adapters. A loss
+against the base's distribution with the adapters off keeps it close.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from specheads.decoding.divergences import forward_kl
 from specheads.decoding.precision import at_least_float32
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import TapBatch
-from specheads.losses.chunked import Steps, chunked_sum
-from specheads.losses.objective import DraftTargets, rows_of_chunk
-from specheads.losses.teacher import LiveTeacher, Teacher, tapped
+from specheads.losses.chunked import Steps, chunked_sum, rows_of_chunk
+from specheads.losses.targets import DraftTargets
+from specheads.losses.teacher import LiveTeacher, Teacher, tap_base
 from specheads.options import reason, refuse_unknown, shown
 
 if TYPE_CHECKING:
-    from peft import LoraConfig  # imported where it is used: half a second
+    from peft import LoraConfig  # imported on use: it takes half a second
 
 BASE_LOSSES = ("kl", "ce")
 RAMPS = ("constant", "sine")
-_MOST_RANK, _MOST_WEIGHT = 4096, 2**20  # far above any there is
+_MOST_RANK, _MOST_WEIGHT = 4096, 2**20  # far above any real one
 
 
 @dataclass(frozen=True)
 class JointConfig:
-    """r, lora_alpha, lora_dropout, target_modules: of the adapters, peft's LoraConfig. base_loss: "kl" keeps the
-    adapted base near the law it had, for texts the base wrote itself; "ce" is the language model loss on the texts.
-    head_weight: of the head's loss beside the base's; ramp: "sine" raises it over the run, sin(π/2 · progress).
-    Learning rates apart: training.head_lr_groups."""
+    """r, lora_alpha, lora_dropout, target_modules: of the adapters, as in peft's LoraConfig.
+    base_loss: "kl" keeps the adapted base close to its distribution without adapters, for texts the base wrote itself;
+      "ce" is the language model loss on the texts.
+    head_weight: of the head's loss relative to the base's.
+    ramp: "sine" raises head_weight over the run, by sin(π/2 · progress).
+    Separate learning rates: training.head_lr_groups.
+    """
 
     r: int = 32
     lora_alpha: int = 16
@@ -72,29 +75,29 @@ class JointConfig:
             raise ValueError(f"lora.ramp={shown(self.ramp)}: expected one of {', '.join(RAMPS)}")
 
     @classmethod
-    def of(cls, given: JointConfig | LoraConfig | Mapping[str, Any]) -> JointConfig:
-        """From options by name, or a peft LoraConfig that asks for nothing a head checkpoint cannot hold."""
-        if isinstance(given, JointConfig):
-            return given
-        if not isinstance(given, Mapping):
-            targets = given.target_modules
-            made = cls(
-                given.r, given.lora_alpha, given.lora_dropout,
+    def of(cls, options: JointConfig | LoraConfig | Mapping[str, Any]) -> JointConfig:
+        """From options by name, or a peft LoraConfig. ValueError if that sets what a head checkpoint cannot keep."""
+        if isinstance(options, JointConfig):
+            return options
+        if not isinstance(options, Mapping):
+            targets = options.target_modules
+            config = cls(
+                options.r, options.lora_alpha, options.lora_dropout,
                 "all-linear" if targets is None else targets if isinstance(targets, str) else tuple(sorted(targets)),
             )  # fmt: skip
-            plain, whole = made.lora_config().to_dict(), given.to_dict()
-            whole["target_modules"] = plain["target_modules"]
-            if other := sorted(name for name, value in whole.items() if plain.get(name) != value):
+            kept, every = config.lora_config().to_dict(), options.to_dict()
+            every["target_modules"] = kept["target_modules"]
+            if other := sorted(name for name, value in every.items() if kept.get(name) != value):
                 raise ValueError(
                     f"the LoraConfig sets {', '.join(other)}, which a head checkpoint does not keep; only r, "
                     "lora_alpha, lora_dropout and target_modules can be other than peft's defaults"
                 )
-            return made
-        refuse_unknown(given, [field.name for field in fields(cls)], section="lora.")
-        listed: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
+            return config
+        refuse_unknown(options, [field.name for field in fields(cls)], section="lora.")
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
         }
-        return cls(**listed)
+        return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
@@ -109,7 +112,7 @@ class JointConfig:
         )  # fmt: skip
 
     def weight(self, progress: float) -> float:
-        """Of the head's loss, at a share of the run."""
+        """The weight of the head's loss when a share `progress` of the run is done."""
         return self.head_weight * (math.sin(math.pi / 2 * progress) if self.ramp == "sine" else 1.0)
 
 
@@ -118,27 +121,27 @@ def is_adapter(name: str) -> bool:
 
 
 def adapted_modules(names: Iterable[str]) -> tuple[str, ...]:
-    """The modules of a base whose adapters have those names in a checkpoint, `base.….lora_…`."""
+    """Names of adapter tensors in a checkpoint, `base.….lora_…` → the modules of the base that they adapt."""
     return tuple(sorted({name.removeprefix("base.").partition(".lora_")[0] for name in names if is_adapter(name)}))
 
 
 def attach(base: PreTrainedModel, config: JointConfig) -> None:
-    """Put new adapters, which change nothing yet, into `base`, in float32. ValueError where it has some already, or
-    none of the modules; the base is then as it was."""
+    """Add float32 adapters to `base`, which change nothing yet. ValueError, leaving the base as it was, if it has
+    adapters already or none of the modules."""
     if any(is_adapter(name) for name, _ in base.named_parameters()):
         raise ValueError("the base already has adapters: merge them (merge_and_unload) or convert it without lora")
     loaded = base._hf_peft_config_loaded
     try:
         base.add_adapter(config.lora_config())
     except ValueError as error:
-        base._hf_peft_config_loaded = loaded  # which transformers sets first
+        base._hf_peft_config_loaded = loaded  # transformers sets it before it fails
         raise ValueError(f"no adapters can be put into the base: {reason(error)}") from error
     for parameter in adapters(base):
         parameter.data = parameter.data.float()
 
 
 def detach(base: PreTrainedModel) -> None:
-    """Take the adapters that `attach` put in out again."""
+    """Remove the adapters that `attach` added."""
     base.delete_adapter("default")
 
 
@@ -146,24 +149,24 @@ def adapters(base: nn.Module) -> list[nn.Parameter]:
     return [parameter for name, parameter in base.named_parameters() if is_adapter(name)]
 
 
-def base_loss(config: JointConfig, batch: TapBatch, own: LiveTeacher, base: Any, attention_mask: Any) -> Tensor:
-    """Of the adapted base itself, over the supervised tokens of the batch; own: its law, with gradients."""
+def base_loss(config: JointConfig, batch: TapBatch, adapted: LiveTeacher, base: Any, attention_mask: Any) -> Tensor:
+    """The loss of the adapted base over the supervised tokens of the batch. adapted: its outputs, with gradients."""
     from peft.helpers import rescale_adapter_scale
 
-    asked = DraftTargets.of(batch.tokens, batch.supervised, batch.documents, 1)
+    targets = DraftTargets.from_batch(batch.tokens, batch.supervised, batch.documents, 1)
     reference: Teacher | None = None
     if config.base_loss == "kl":
         with torch.no_grad(), rescale_adapter_scale(base, 0.0):
-            _, reference = tapped(base, batch.tokens, attention_mask, batch.position_ids, ())
+            _, reference = tap_base(base, batch.tokens, attention_mask, batch.position_ids, ())
 
-    def compute(here: slice, part: Tensor) -> Steps:
-        logits = at_least_float32(own.project(part))
+    def compute(span: slice, rows: Tensor) -> Steps:
+        logits = at_least_float32(adapted.project(rows))
         if reference is None:
-            yield cross_entropy(logits, asked.tokens[here], reduction="sum")
+            yield cross_entropy(logits, targets.tokens[span], reduction="sum")
         else:
-            yield forward_kl(logits.log_softmax(-1), reference.probs(asked.positions[here], None).log_p).sum()
+            yield forward_kl(logits.log_softmax(-1), reference.probs(targets.positions[span], None).log_p).sum()
         return ()
 
     chunk = rows_of_chunk(2 * text_config(base).vocab_size, batch.tokens.device)
-    total, _ = chunked_sum(compute, [own.rows(asked.positions)], (), chunk)
+    total, _ = chunked_sum(compute, [adapted.rows(targets.positions)], (), chunk)
     return total / batch.denominator

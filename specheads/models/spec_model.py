@@ -20,7 +20,7 @@ from specheads.decoding.planner.named import static_choices
 from specheads.decoding.target.hf_base import logits_of
 from specheads.heads import DraftHead, TapBatch
 from specheads.hub import upload
-from specheads.losses.teacher import LiveTeacher, Teacher, packed_mask, tapped
+from specheads.losses.teacher import LiveTeacher, Teacher, packed_mask, tap_base
 from specheads.models import card, checkpoint
 from specheads.models.config import SpecConfig
 from specheads.models.formats.exporting import export
@@ -173,7 +173,7 @@ class SpecModel(PreTrainedModel):
         """What the base makes of a batch: the tapped features (B, T, F), and its law. documents: of packed rows."""
         mask = attention_mask if documents is None else packed_mask(self.base, documents, position_ids)
         with torch.set_grad_enabled(self.joint is not None and torch.is_grad_enabled()):
-            return tapped(self.base, input_ids, mask, position_ids, self.head.layers)
+            return tap_base(self.base, input_ids, mask, position_ids, self.head.layers)
 
     def note_trained_length(self, length: int | None) -> None:
         """The head has been trained on texts of so many tokens; that of the longest is kept, and saved with it."""

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads.block import decoder_layers
 from specheads.hub import options as hub_options
-from specheads.losses.objective import rows_of_chunk
+from specheads.losses.chunked import rows_of_chunk
 from specheads.models import saved_head
 from specheads.models.convert import convert
 from specheads.models.spec_model import SpecModel
@@ -92,7 +92,7 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
     passes, own = head.passes(length), _output(head)
     # Of a matrix a depth `passes` is the share of tokens, of one that all depths share how often it is applied.
     projected = passes * (own or vocab * hidden)
-    logits = vocab + (getattr(head.config, "draft_vocab_size", None) or vocab)
+    logits = vocab + (head.config.output_size or vocab)
     chunk = rows_of_chunk(logits, torch.device("cuda"))
     memory = {
         "base": _base_bytes(model.base, recipe.bits, base_bytes) / share,
@@ -103,7 +103,7 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
         # the hidden size and 3 of the inner one for each time a token goes through it.
         "activations": tokens * base_bytes * (4 * hidden + 2 * inner + (taps + 1) * hidden)
         + tokens * passes * base_bytes * (14 * hidden + 3 * inner)
-        + _unrolled_attention(head.config, tokens, length),
+        + _unrolled_attention(head, tokens, length),
         # A chunk's logits of target and one draft with the tensors of the loss, and the weights' gradients in float32.
         "loss": 3 * 4 * min(chunk, tokens) * logits + 4 * own,
     }
@@ -134,11 +134,10 @@ def _gathered(model: SpecModel, base_bytes: int, head: float, distributed: str) 
     return head + (output + 2 * largest) * base_bytes
 
 
-def _unrolled_attention(config: Any, tokens: int, length: int) -> float:
+def _unrolled_attention(head: Any, tokens: int, length: int) -> float:
     """Bytes of the attention weights that later steps of a training-time test keep, in float32 and bfloat16."""
-    later = getattr(config, "steps", 1) - 1
-    seen = min(getattr(config, "anchors", None) or length, length)
-    return later * 6 * config.num_attention_heads * tokens * seen if later else 0
+    starts = head.unrolled_starts(length)
+    return starts * 6 * head.config.num_attention_heads * tokens if starts else 0
 
 
 def _output(head: nn.Module) -> int:

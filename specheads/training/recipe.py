@@ -11,8 +11,7 @@ from typing import Any
 import yaml
 
 from specheads.data.config import DataConfig
-from specheads.heads import HEADS, HeadConfig
-from specheads.heads.naming import head_config
+from specheads.heads import HEADS, HeadConfig, head_config
 from specheads.models.lora import JointConfig
 from specheads.options import read_yaml, refuse_unknown
 from specheads.training import options as training_options

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specheads.data.datasets import Collator
-from specheads.heads.anchored_starts import AnchoredStarts
+from specheads.heads.anchors import AnchoredStarts
 from tests.reference.slow_heads import rows, spec_model
 
 HEADS = [
@@ -44,19 +44,19 @@ def test_as_many_anchors_as_starts_give_the_full_loss(kind, options):
 @pytest.mark.parametrize(("kind", "options"), HEADS)
 @pytest.mark.sampled(2)
 def test_the_mean_over_every_draw_of_anchors_is_the_full_loss(kind, options, monkeypatch):
-    batch = batch_of(9, 7, 3)  # the last has no start of more than one draft
+    batch = batch_of(9, 7, 3)  # the last has no start with a second draft
     full, _ = value_and_gradients(spec_model(kind, **options).train(), batch)
     model = spec_model(kind, anchors=2, **options).train()
-    starts, drawn = [], AnchoredStarts.drawn
+    starts, sample = [], AnchoredStarts.sample
 
-    def every(asked, keys, most):
-        found = drawn(asked, keys, 1000)
+    def every(targets, keys, count):
+        found = sample(targets, keys, 1000)
         starts[:] = [
             columns[weights > 0].tolist() for columns, weights in zip(found.columns, found.weights, strict=True)
         ]
-        return drawn(asked, keys, most)
+        return sample(targets, keys, count)
 
-    monkeypatch.setattr(AnchoredStarts, "drawn", every)
+    monkeypatch.setattr(AnchoredStarts, "sample", every)
     model(**batch)
     monkeypatch.undo()
     assert len(starts[0]) > 3 and len(starts[1]) > 2 and not starts[2]
@@ -77,10 +77,10 @@ def test_later_steps_run_at_the_anchors_alone_and_evaluation_everywhere():
     model, batch, shapes = spec_model("eagle3", anchors=2).train(), batch_of(12, 7), []
     unroll = model.head.unroll
 
-    def spy(*asked):
-        made = unroll(*asked)
-        shapes.append([out.shape[1] for out in made])
-        return made
+    def spy(*args):
+        outputs = unroll(*args)
+        shapes.append([out.shape[1] for out in outputs])
+        return outputs
 
     model.head.unroll = spy
     model(**batch)

@@ -1,4 +1,4 @@
-"""What training draws at random belongs to a row: not to its batch, its padding or its process."""
+"""Random draws of training depend on a row, not on its batch, its padding or its process."""
 
 import pytest
 import torch
@@ -17,17 +17,17 @@ def plain_splitmix(x):
 
 
 def test_numbers_are_scrambled_as_splitmix_does():
-    given = [0, 1, 2**63 - 1, -1, -(2**63), 0x9E3779B97F4A7C15 - 2**64, 12345678901234567]
-    made = [x & MASK for x in draws.scrambled(torch.tensor(given)).tolist()]
-    assert made == [plain_splitmix(x & MASK) for x in given]
+    numbers = [0, 1, 2**63 - 1, -1, -(2**63), 0x9E3779B97F4A7C15 - 2**64, 12345678901234567]
+    scrambled = [x & MASK for x in draws.scramble(torch.tensor(numbers)).tolist()]
+    assert scrambled == [plain_splitmix(x & MASK) for x in numbers]
     # the reference stream of seed 1234567, whose state grows by the golden ratio
     states = torch.tensor(1234567) + torch.arange(1, 4) * draws.GOLDEN
-    assert [x & MASK for x in draws.scrambled(states).tolist()] == [
+    assert [x & MASK for x in draws.scramble(states).tolist()] == [
         6457827717110365317, 3203168211198807973, 9817491932198370423,
     ]  # fmt: skip
 
 
-def test_a_row_draws_the_same_in_whichever_batch_and_under_whatever_padding():
+def test_a_row_draws_the_same_in_any_batch_and_under_any_padding():
     coin = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 50, (3, 9), generator=coin)
     documents = torch.ones_like(tokens)
@@ -49,7 +49,7 @@ def test_numbers_are_uniform_and_independent_over_rows_positions_steps_and_featu
     seeds = [draws.keys(tokens, torch.ones_like(tokens), seed) for seed in range(20)]
     kinds = {
         "keys": draws.uniform(torch.stack(seeds)).flatten(),
-        "features": torch.stack([draws.uniform(row) for row in draws.of_positions(seeds[0], 20)]).flatten(),
+        "features": torch.stack([draws.uniform(row) for row in draws.split_keys(seeds[0], 20)]).flatten(),
     }
     for name, numbers in kinds.items():
         assert numbers.min() >= 0 and numbers.max() < 1 and numbers.unique().numel() > 0.99 * numbers.numel(), name
@@ -61,7 +61,7 @@ def test_numbers_are_uniform_and_independent_over_rows_positions_steps_and_featu
             apart = numbers - 0.5
             correlation = float((apart[lag:] * apart[:-lag]).mean() * 12)
             assert abs(correlation) < 4.5 / (numbers.numel() - lag) ** 0.5, (name, lag)
-    assert not (draws.uniform(seeds[0]).flatten() == kinds["features"].view(1000, 20)[:, 0]).any(), "of their own"
+    assert not (draws.uniform(seeds[0]).flatten() == kinds["features"].view(1000, 20)[:, 0]).any(), "other keys"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

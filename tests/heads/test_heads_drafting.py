@@ -13,22 +13,22 @@ from tests.support.replay import PROMPTS, padded
 class Forced:
     """A plan that drafts known texts as chains, and keeps what the head said after each token of them.
 
-    Chains turn wrong at a place that differs from row to row and from step to step, so each row accepts what it likes.
+    Chains turn wrong at a depth that differs from row to row and from step to step, so each row accepts what it likes.
     prompts, texts: per row the prompt alone and with its greedy continuation. seen: of each row and step, the text up
-    to the end of the chain, and the logits (Vd,) that were given for each drafted place of it.
+    to the end of the chain, and the logits (Vd,) that were given for each drafted token of it.
     """
 
     def __init__(self, prompts, texts, depth, new):
         self.texts, self.depth, self.seen, self.accepted = texts, depth, [], []
         self.ends = [len(prompt) + new for prompt in prompts]
-        self.at = [len(prompt) for prompt in prompts]  # where each row's root stands
+        self.at = [len(prompt) for prompt in prompts]  # where each row's root is
         self.num_nodes, self.drafting_slots = depth + 1, depth
 
     def drafts(self, row):
         """A row's next chain, and how much of it is right."""
         right = (row + len(self.accepted)) % (self.depth + 1)
         chain = self.texts[row][self.at[row] + 1 : self.at[row] + 1 + self.depth]
-        return [t if place < right else (t + 1) % 97 for place, t in enumerate(chain)], right
+        return [t if depth < right else (t + 1) % 97 for depth, t in enumerate(chain)], right
 
     def grow(self, root, expand, sampler, vocab_size):
         going = [row for row, at in enumerate(self.at) if at + 1 < self.ends[row]]
@@ -89,9 +89,9 @@ def test_each_row_drafts_with_the_logits_of_the_training_unroll(kind, options):
     assert all(len(set(step)) == len(step) for step in plan.accepted), "rows never accepted different lengths"
     # Softmax and RoPE run in float32 whatever the dtype, hence no tighter.
     for text, said in plan.seen:
-        place = len(text) - depth - 2  # of the last feature the head had, that of the token before the root
+        last = len(text) - depth - 2  # of the last feature the head had, that of the token before the root
         for logits, trained in zip(said, training_logits(model, text), strict=True):
-            torch.testing.assert_close(logits, trained[place], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(logits, trained[last], rtol=1e-5, atol=1e-5)
 
 
 def training_logits(model, text):
@@ -122,26 +122,26 @@ def training_logits(model, text):
 
 def hydra_logits(model, text):
     """Of every position, zeros where a draft runs past the end: what the loss's own rows come to."""
-    made, rows = [], model.head.rows
+    logits_by_depth, draft_rows = [], model.head.draft_rows
 
-    def spy(batch, asked, depths):
-        for i, drafts in enumerate(rows(batch, asked, depths)):
+    def spy(batch, targets):
+        for i, drafts in enumerate(draft_rows(batch, targets)):
             logits = model.head.draft_logits(drafts, i).detach()
-            by_start = logits.new_zeros(asked.size, logits.shape[1])
-            by_start[asked.starts_of(i)] = logits
-            made.append(by_start)
-        return rows(batch, asked, depths)
+            by_start = logits.new_zeros(targets.size, logits.shape[1])
+            by_start[targets.starts_of(i)] = logits
+            logits_by_depth.append(by_start)
+        return draft_rows(batch, targets)
 
-    model.head.rows = spy
+    model.head.draft_rows = spy
     try:
         model(torch.tensor([text]), loss_mask=torch.ones(1, len(text)))
     finally:
-        del model.head.rows
-    return made
+        del model.head.draft_rows
+    return logits_by_depth
 
 
 class Recorded:
-    """Another plan, which keeps of every node it asked for the path from the root and the logits given behind it."""
+    """Wraps a plan, and records the path from the root to each node and the logits after it."""
 
     def __init__(self, plan):
         self.plan, self.seen = plan, []
@@ -189,7 +189,7 @@ def test_every_node_of_a_tree_is_scored_behind_its_own_path(kind, options, plan)
     paths = {(row, tuple(path)): logits for row, path, logits in recorded.seen}
     assert len(paths) >= 9 and len({path for _, path in paths}) >= 9 and {len(path) for _, path in paths} == {1, 2, 3}
     for (row, path), logits in paths.items():
-        text = [*PROMPTS[row], *path, 5]  # the last token is only asked for
+        text = [*PROMPTS[row], *path, 5]  # the last token is only a target
         trained = training_logits(model, text)[len(path) - 1]
         torch.testing.assert_close(logits, trained[len(PROMPTS[row]) - 1], rtol=1e-5, atol=1e-5)
 
@@ -206,6 +206,8 @@ def block_logits(model, text):
     assert blocks.anchors.tolist() == [[*range(1, len(text) - 1)]]
     ids, anchors = torch.tensor(text), blocks.anchors[0]
     return [
-        head.draft_logits(head.followed(out[0, :, j], ids[(anchors + j).clamp(max=len(text) - 1)]), 0, batch.lm_head)
+        head.draft_logits(
+            head.append_markov(out[0, :, j], ids[(anchors + j).clamp(max=len(text) - 1)]), 0, batch.lm_head
+        )
         for j in range(head.scored_depths)
     ][:3]

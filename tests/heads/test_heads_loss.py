@@ -87,7 +87,7 @@ def test_accepted_length_of_a_head_equals_brute_force(kind, options):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_mask_is_indexed_by_the_predicted_token(kind):
-    # With every token in the draft vocabulary, since others are not learnt.
+    # With every token in the draft vocabulary, since others are not learned.
     model = spec_model(kind, **({"draft_vocab_size": 97} if kind == "eagle3" else {})).eval()
     ids = torch.tensor([rows(9)[0]["input_ids"]])
 

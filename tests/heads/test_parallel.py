@@ -1,4 +1,4 @@
-"""The parallel block head: which blocks it trains on, the law of every node of a tree, and when it is sure."""
+"""The parallel block head: the blocks it trains on, the logits of every node of a tree, and its confidence."""
 
 import pytest
 import torch
@@ -22,9 +22,9 @@ def batch_of(*lengths):
 
 
 @pytest.mark.parametrize("size", [1, 3, 20])
-def test_blocks_are_asked_up_to_the_first_token_that_is_not_learnt(size):
+def test_the_targets_of_a_block_end_before_the_first_token_without_supervision(size):
     supervised, documents, tokens = batch_of((9, 5), (12,), (4, 3, 6))
-    blocks = AnchoredBlocks.of(supervised, documents, size)
+    blocks = AnchoredBlocks.sample(supervised, documents, size)
     expected = {}
     for b in range(3):
         for a in range(1, 14):
@@ -37,49 +37,49 @@ def test_blocks_are_asked_up_to_the_first_token_that_is_not_learnt(size):
             if run:
                 expected[b, a] = run
     found = {}
-    for b, a, learnt in zip(
+    for b, a, learned in zip(
         torch.arange(3).repeat_interleave(blocks.anchors.shape[1]), blocks.anchors.flatten(),
-        blocks.learnt.flatten(0, 1), strict=True,
+        blocks.learned.flatten(0, 1), strict=True,
     ):  # fmt: skip
-        if learnt.any():
-            found[int(b), int(a)] = int(learnt.sum())
-            assert learnt[: found[int(b), int(a)]].all()
+        if learned.any():
+            found[int(b), int(a)] = int(learned.sum())
+            assert learned[: found[int(b), int(a)]].all()
     assert found == expected and (blocks.weights == 1).all()
-    # Each slot is asked for the token j + 1 behind its anchor, of a draft that starts in front of the anchor.
-    asked = blocks.asked(tokens)
+    # Slot j has the target j + 1 tokens after its anchor, of a draft that starts at the token before the anchor.
+    targets = blocks.targets(tokens)
     flat = [(b * 14 + a + j, b * 14 + a - 1, j) for (b, a), run in sorted(expected.items()) for j in range(run)]
-    told = [asked.positions, asked.starts[:, 0], asked.depths[:, 0]]
-    assert list(zip(*(t.tolist() for t in told), strict=True)) == flat
-    assert torch.equal(asked.tokens, tokens.flatten()[asked.positions + 1])
+    columns = [targets.positions, targets.starts[:, 0], targets.depths[:, 0]]
+    assert list(zip(*(t.tolist() for t in columns), strict=True)) == flat
+    assert torch.equal(targets.tokens, tokens.flatten()[targets.positions + 1])
 
 
-def test_drawn_blocks_stand_for_all_of_their_row_and_follow_the_seed():
+def test_sampled_blocks_represent_all_of_their_row_and_follow_the_seed():
     supervised, documents, tokens = batch_of((9, 5), (12,), (4, 3, 6))
-    every = AnchoredBlocks.of(supervised, documents, 2)
-    total, seen = every.learnt.sum((1, 2)).float(), torch.zeros_like(supervised, dtype=torch.float)
+    every = AnchoredBlocks.sample(supervised, documents, 2)
+    total, seen = every.learned.sum((1, 2)).float(), torch.zeros_like(supervised, dtype=torch.float)
     for seed in range(300):
-        some = AnchoredBlocks.of(supervised, documents, 2, 3, draws.keys(tokens, documents, seed))
-        kept = some.learnt[:, :, 0]
-        assert (kept.sum(1) == every.learnt[:, :, 0].sum(1).clamp(max=3)).all()
-        assert torch.equal((kept * some.weights).sum(1), every.learnt[:, :, 0].sum(1).float())
+        some = AnchoredBlocks.sample(supervised, documents, 2, 3, draws.keys(tokens, documents, seed))
+        kept = some.learned[:, :, 0]
+        assert (kept.sum(1) == every.learned[:, :, 0].sum(1).clamp(max=3)).all()
+        assert torch.equal((kept * some.weights).sum(1), every.learned[:, :, 0].sum(1).float())
         seen.scatter_add_(1, some.anchors, (kept * some.weights) / 300)
-    able = torch.zeros_like(seen).scatter_(1, every.anchors, every.learnt[:, :, 0].float()) > 0
+    able = torch.zeros_like(seen).scatter_(1, every.anchors, every.learned[:, :, 0].float()) > 0
     assert (seen[~able] == 0).all() and ((seen[able] - 1).abs() < 0.5).all() and total.min() > 0
-    again = AnchoredBlocks.of(supervised, documents, 2, 3, draws.keys(tokens, documents, 299))
+    again = AnchoredBlocks.sample(supervised, documents, 2, 3, draws.keys(tokens, documents, 299))
     assert torch.equal(again.anchors, some.anchors)
 
 
-def test_a_step_on_drawn_anchors_has_the_loss_of_those_blocks():
+def test_a_step_on_sampled_anchors_has_the_loss_of_those_blocks():
     model = spec_model("parallel", anchors=3, confidence=True).train()
     data = rows(12, 9)
     batch = Collator(0)(data)
     model.draw_seed = 4
     loss = model(**batch).loss
     keys = draws.keys(batch["input_ids"], batch["attention_mask"], 4)
-    blocks = AnchoredBlocks.of(batch["labels"] != -100, batch["attention_mask"], 3, 3, keys)
+    blocks = AnchoredBlocks.sample(batch["labels"] != -100, batch["attention_mask"], 3, 3, keys)
     slow = 0.0
-    for row, anchors, learnt, weights in zip(data, blocks.anchors, blocks.learnt, blocks.weights, strict=True):
-        chosen = [int(a) for a, kept in zip(anchors, learnt[:, 0], strict=True) if kept]
+    for row, anchors, learned, weights in zip(data, blocks.anchors, blocks.learned, blocks.weights, strict=True):
+        chosen = [int(a) for a, kept in zip(anchors, learned[:, 0], strict=True) if kept]
         assert len(chosen) == 3 and float(weights[0]) > 1
         slow = slow + float(weights[0]) * slow_parallel(model, row, chosen)[0]
     tokens = sum(label != -100 for row in data for label in row["labels"])
@@ -88,17 +88,17 @@ def test_a_step_on_drawn_anchors_has_the_loss_of_those_blocks():
     assert model(**batch).loss.item() != loss.item(), "other anchors"
 
 
-def test_the_slots_of_a_pass_do_not_show_in_the_loss(monkeypatch):
+def test_the_loss_does_not_depend_on_the_slots_of_a_pass(monkeypatch):
     model, batch = spec_model("parallel").eval(), Collator(0)(rows(12, 9))
     whole = model(**batch).loss.item()
     monkeypatch.setitem(parallel.SLOTS_AT_ONCE, "cpu", 6)
     assert model(**batch).loss.item() == pytest.approx(whole, rel=1e-12)
 
 
-@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize("from_anchor", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
-def test_every_node_of_a_tree_has_the_law_behind_its_own_parent(causal, behind):
-    options = {"causal": causal, "sample_from_anchor": behind, "block_size": 4 if behind else 5}
+def test_every_node_of_a_tree_has_the_logits_after_its_own_parent(causal, from_anchor):
+    options = {"causal": causal, "sample_from_anchor": from_anchor, "block_size": 4 if from_anchor else 5}
     model = spec_model("parallel", confidence=True, draft_vocab_size=40, **options).eval()
     seen = []
 
@@ -116,7 +116,9 @@ def test_every_node_of_a_tree_has_the_law_behind_its_own_parent(causal, behind):
     assert [tokens.shape[1] for tokens, *_ in seen[:3]] == [1, 3, 9]
     for b, prompt in enumerate(PROMPTS):
         text = [*prompt, int(out[b, first])]
-        block = slow_block(model, text, taps(model, text)[0], len(prompt), options["block_size"])[0 if behind else 1 :]
+        block = slow_block(model, text, taps(model, text)[0], len(prompt), options["block_size"])[
+            0 if from_anchor else 1 :
+        ]
         for level, (tokens, scored, confidence) in enumerate(seen[:3]):
             for i, token in enumerate(tokens[b].tolist()):
                 logits, sure = slow_slot(model, block[level], token)
@@ -124,9 +126,9 @@ def test_every_node_of_a_tree_has_the_law_behind_its_own_parent(causal, behind):
                 assert float(confidence[b, i]) == pytest.approx(sure.sigmoid().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("behind", "slots"), [(True, 3), (False, 4)])
-def test_a_block_is_one_pass_of_no_more_slots_than_the_tree_has_levels(behind, slots, monkeypatch):
-    model = spec_model("parallel", sample_from_anchor=behind, block_size=6).eval()
+@pytest.mark.parametrize(("from_anchor", "slots"), [(True, 3), (False, 4)])
+def test_a_block_is_one_pass_of_no_more_slots_than_the_tree_has_levels(from_anchor, slots, monkeypatch):
+    model = spec_model("parallel", sample_from_anchor=from_anchor, block_size=6).eval()
     passes, forward = [], type(model.head).forward
     monkeypatch.setattr(
         type(model.head), "forward", lambda self, x, *rest: passes.append(x.shape[1]) or forward(self, x, *rest)
@@ -142,7 +144,7 @@ def test_a_block_is_one_pass_of_no_more_slots_than_the_tree_has_levels(behind, s
     assert passes == slots_of
 
 
-def test_a_head_that_is_not_sure_ends_an_adaptive_chain():
+def test_low_confidence_ends_an_adaptive_chain():
     model = spec_model("parallel", confidence=True, block_size=5).eval()
     drafted = []
     for bias in (-50.0, 50.0):
@@ -171,7 +173,7 @@ def test_a_wrong_option_is_refused(base, options, message):
         convert(base, "parallel", **options)
 
 
-def test_the_usual_tree_is_no_deeper_than_its_nodes_reach(base):
+def test_the_usual_tree_is_no_deeper_than_its_nodes_allow(base):
     own = {"sample_from_anchor": False}
     for options, deep in (
         ({}, {"cpu": 7, "cuda": 8}), ({"block_size": 3}, {"cpu": 3, "cuda": 3}), (own, {"cpu": 7, "cuda": 7}),
@@ -183,9 +185,9 @@ def test_the_usual_tree_is_no_deeper_than_its_nodes_reach(base):
             assert plan.depth == depth == len(plan.level_beams) + 1
 
 
-@pytest.mark.parametrize(("behind", "most"), [(True, 3), (False, 2)])
-def test_a_tree_deeper_than_the_block_drafts_is_refused(behind, most, base):
-    model = convert(base, "parallel", block_size=3, sample_from_anchor=behind)
+@pytest.mark.parametrize(("from_anchor", "most"), [(True, 3), (False, 2)])
+def test_a_tree_deeper_than_the_block_drafts_is_refused(from_anchor, most, base):
+    model = convert(base, "parallel", block_size=3, sample_from_anchor=from_anchor)
     with pytest.raises(ValueError, match=rf"a tree {most + 1} deep needs .* drafts {most} \(block_size=3\)"):
         model.generate(torch.tensor([[5]]), tree=chain(most + 1), max_new_tokens=8)
     assert model.generate(torch.tensor([[5]]), tree=chain(most), max_new_tokens=4).shape == (1, 5)
@@ -227,12 +229,12 @@ def test_the_frozen_output_rows_are_the_bases_whatever_the_head_starts_from(base
     assert torch.equal(head.target_ids, torch.arange(40)), "refused before anything changed"
 
 
-@pytest.mark.parametrize("learnt", [True, False])
-def test_a_process_with_fewer_blocks_than_others_runs_its_layers_as_often_and_learns_the_same(learnt, monkeypatch):
+@pytest.mark.parametrize("supervised", [True, False])
+def test_a_process_with_fewer_blocks_than_others_runs_its_layers_as_often_and_learns_the_same(supervised, monkeypatch):
     model = spec_model("parallel", block_size=3, markov_rank=4, confidence=True)
     model.train()
     batch = Collator(0)(rows(9, 6))
-    if not learnt:
+    if not supervised:
         batch["labels"].fill_(-100)
     calls, results = [], []
     model.head.norm.register_forward_hook(lambda *_: calls.append(1))
@@ -245,6 +247,6 @@ def test_a_process_with_fewer_blocks_than_others_runs_its_layers_as_often_and_le
         results.append((loss.detach(), grads, len(calls)))
         calls.clear()
     (alone, own, _), (beside, padded_grads, count) = results
-    assert count == 3 and torch.equal(alone, beside) and (alone > 0) == learnt and own.keys() == padded_grads.keys()
+    assert count == 3 and torch.equal(alone, beside) and (alone > 0) == supervised and own.keys() == padded_grads.keys()
     for name, grad in own.items():
         torch.testing.assert_close(padded_grads[name], grad, msg=name)

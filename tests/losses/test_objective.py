@@ -1,4 +1,4 @@
-"""The loss in chunks is the loss in one piece: value, gradients, ranks and α, for every loss and every teacher."""
+"""The loss in chunks equals the loss in one piece: value, gradients, ranks and α, for every loss and every teacher."""
 
 import math
 
@@ -11,7 +11,8 @@ from specheads.decoding.target.hf_base import concat_taps, kept_states
 from specheads.losses import chunked, objective
 from specheads.losses.chunked import chunked_sum
 from specheads.losses.functions import DISTRIBUTION_LOSSES, HARD, parse_loss, position_weights
-from specheads.losses.teacher import LastHidden, WholeLogits, tapped
+from specheads.losses.targets import DraftTargets
+from specheads.losses.teacher import LastHidden, WholeLogits, tap_base
 from specheads.models.convert import convert
 from tests.conftest import tiny_llama
 from tests.reference.slow_heads import DEFAULTS, KINDS, rows, spec_model
@@ -145,7 +146,7 @@ def test_every_loss_trains_every_head_alike_in_any_chunks(kind, options, monkeyp
     assert found[0][0] > 0
 
 
-def test_overlaps_are_of_the_law_over_the_whole_vocabulary():
+def test_overlaps_are_over_the_whole_vocabulary():
     model = spec_model("eagle3").eval()
     ids = rows(10)[0]["input_ids"]
     batch = Collator(0)([{"input_ids": ids, "labels": [-100, *ids[1:]]}])
@@ -153,70 +154,70 @@ def test_overlaps_are_of_the_law_over_the_whole_vocabulary():
     project = head.draft_logits
     head.draft_logits = lambda hidden, *rest: seen.append(project(hidden, *rest)) or seen[-1]
     out = model(**batch)
-    law = model.base(batch["input_ids"]).logits[0].softmax(-1)
+    p = model.base(batch["input_ids"]).logits[0].softmax(-1)
     drafted = head.target_ids
     for start in range(len(out.overlaps)):
         for s in range(3):
-            q = torch.zeros(97, dtype=law.dtype)
+            q = torch.zeros(97, dtype=p.dtype)
             q[drafted] = seen[s][start].softmax(-1)
-            assert out.overlaps[start, s].item() == pytest.approx(torch.minimum(law[start + 1 + s], q).sum().item())
+            assert out.overlaps[start, s].item() == pytest.approx(torch.minimum(p[start + 1 + s], q).sum().item())
     assert (out.overlaps < 1).all() and model.train()(**batch).overlaps is None
 
 
 def test_no_position_asks_for_a_token_of_another_document_or_of_padding():
     documents = torch.tensor([[1, 1, 1, 2, 2, 0]])
     everything = torch.ones(1, 6, dtype=torch.bool)
-    asked = objective.DraftTargets.of(torch.arange(10, 16).unsqueeze(0), everything, documents, 2)
+    asked = DraftTargets.from_batch(torch.arange(10, 16).unsqueeze(0), everything, documents, 2)
     assert asked.positions.tolist() == [0, 1, 3] and asked.tokens.tolist() == [11, 12, 14]
     assert asked.valid.tolist() == [[False, False], [True, False], [False, False]]
 
 
-def test_position_weights_count_what_hangs_on_a_depth():
+def test_position_weights_count_the_tokens_that_depend_on_a_depth():
     chances, floor = torch.tensor([[0.2, 0.9, 0.0], [1.0, 1.0, 1.0]], dtype=torch.float64), 0.5
     for row, weights in zip(chances.tolist(), position_weights(chances, floor).tolist(), strict=True):
         q = [(1 - floor) * c + floor for c in row]
         assert weights == pytest.approx([sum(math.prod(q[: m + 1]) for m in range(j, 3)) for j in range(3)])
 
 
-def test_dpace_weighs_each_draft_by_its_own_start(monkeypatch):
+def test_dpace_weights_each_draft_by_its_own_start(monkeypatch):
     model = spec_model("medusa", dpace=0.5, draft_vocab_size=97).eval()
     ids = rows(9)[0]["input_ids"]
     batch = Collator(0)([{"input_ids": ids, "labels": [-100, *ids[1:]]}])
     head, total = model.head, 0.0
     with torch.no_grad():
         features = model.base(batch["input_ids"], output_hidden_states=True).hidden_states[-1][0]
-        laws = [head.draft_logits(block(features), k).log_softmax(-1) for k, block in enumerate(head.blocks)]
+        log_q = [head.draft_logits(block(features), k).log_softmax(-1) for k, block in enumerate(head.blocks)]
         for start in range(len(ids) - 2):
-            asked = [laws[k][start, ids[start + 2 + k]] for k in range(3) if start + 2 + k < len(ids)]
+            log_chances = [log_q[k][start, ids[start + 2 + k]] for k in range(3) if start + 2 + k < len(ids)]
             padded = torch.stack(
-                [*(a.exp() for a in asked), *[torch.zeros((), dtype=torch.float64)] * (3 - len(asked))]
+                [*(a.exp() for a in log_chances), *[torch.zeros((), dtype=torch.float64)] * (3 - len(log_chances))]
             )
             weights = position_weights(padded.unsqueeze(0), 0.5)[0]
-            total += sum(-a * 0.8**k * weights[k] for k, a in enumerate(asked))
+            total += sum(-a * 0.8**k * weights[k] for k, a in enumerate(log_chances))
         assert float(model(**batch).loss) == pytest.approx(float(total) / (len(ids) - 1), rel=1e-10)
 
 
 @pytest.mark.parametrize("text", ["lK", "ce:0", "ce:-1", "ce:x", "ce:nan", "ce,ce:2", "", "ce:inf"])
-def test_a_loss_that_is_none_is_refused(text):
+def test_an_unknown_or_unweighted_loss_is_refused(text):
     with pytest.raises(ValueError, match="loss"):
         parse_loss(text)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_teacher_is_the_law_of_the_base_and_the_taps_are_its_hidden_states(family):
+def test_the_teacher_is_the_distribution_of_the_base_and_the_taps_are_its_hidden_states(family):
     base = build(*FAMILIES[family])
     ids, mask = torch.randint(3, 60, (2, 7)), torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
-    place, layers = torch.arange(7).expand(2, 7) * mask, (1, 2)
+    positions, layers = torch.arange(7).expand(2, 7) * mask, (1, 2)
     with torch.no_grad():
-        features, teacher = tapped(base, ids, mask, place, layers)
+        features, teacher = tap_base(base, ids, mask, positions, layers)
         out = base(
-            input_ids=ids, attention_mask=mask, position_ids=place, use_cache=False,
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False,
             output_hidden_states=kept_states(layers),
         )  # fmt: skip
         seen = mask.bool()
         torch.testing.assert_close(features[seen], concat_taps(out.hidden_states, layers, ids)[seen])
-        law = teacher.probs(torch.arange(14)[seen.flatten()], None)
-        torch.testing.assert_close(law.log_p, out.logits[seen].float().log_softmax(-1), rtol=1e-4, atol=1e-5)
+        probs = teacher.probs(torch.arange(14)[seen.flatten()], None)
+        torch.testing.assert_close(probs.log_p, out.logits[seen].float().log_softmax(-1), rtol=1e-4, atol=1e-5)
     assert isinstance(teacher, LastHidden | WholeLogits)
 
 
@@ -242,7 +243,7 @@ def test_a_chunked_loss_takes_an_eighth_of_the_memory_of_the_whole(name):
             loss.backward()
         return memory.peak
 
-    assert peak(objective.rows_of_chunk(2 * 131_072, torch.device("cuda"))) * 8 < peak(None)
+    assert peak(chunked.rows_of_chunk(2 * 131_072, torch.device("cuda"))) * 8 < peak(None)
 
 
 def test_live_memory_counts_what_is_alive_at_once():

@@ -19,7 +19,7 @@ DEFAULTS = {
 
 
 def spec_model(kind, base=None, **options):
-    """A head away from its start, so that no part of it is the identity, on a tiny float64 Llama or another base."""
+    """A head with perturbed weights, so that no part of it is the identity, on a tiny float64 Llama or another base."""
     base = tiny_llama().double() if base is None else base
     model = convert(base, kind, dtype=base.dtype, **{**DEFAULTS[kind], **options})
     torch.manual_seed(1)
@@ -33,13 +33,13 @@ def spec_model(kind, base=None, **options):
 
 def rows(*lengths, seed=2):
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    texts = []
     for length in lengths:
         ids = torch.randint(3, 97, (length,), generator=generator).tolist()
         kept = torch.rand(length, generator=generator) < 0.7
-        made.append({"input_ids": ids, "labels": [i if k else -100 for i, k in zip(ids, kept.tolist(), strict=True)]})
-        made[-1]["labels"][0] = -100
-    return made
+        texts.append({"input_ids": ids, "labels": [i if k else -100 for i, k in zip(ids, kept.tolist(), strict=True)]})
+        texts[-1]["labels"][0] = -100
+    return texts
 
 
 # The slow implementation: one row, one position, one step at a time, from the weights alone.
@@ -49,7 +49,7 @@ def rms_norm(x, weight, eps=1e-6):
     return x / torch.sqrt((x * x).mean() + eps) * weight
 
 
-def turned(x, position, theta=10_000.0):
+def rotate(x, position, theta=10_000.0):
     """RoPE of one head's vector (d,) as rotations in the planes (j, j + d/2)."""
     d = len(x)
     out = x.clone()
@@ -69,10 +69,10 @@ def block_output(w, inputs, residuals, positions, heads=4, shared=2):
     for h in range(heads):
         kv = h // (heads // shared)
         part = slice(kv * size, (kv + 1) * size)
-        query = turned(q[h * size : (h + 1) * size], positions[-1])
+        query = rotate(q[h * size : (h + 1) * size], positions[-1])
         scores, values = [], []
         for x, position in zip(inputs, positions, strict=True):
-            scores.append(query @ turned((w["k_proj.weight"] @ x)[part], position) / math.sqrt(size))
+            scores.append(query @ rotate((w["k_proj.weight"] @ x)[part], position) / math.sqrt(size))
             values.append((w["v_proj.weight"] @ x)[part])
         weights = torch.stack(scores).softmax(0)
         mixed.append(sum(a * v for a, v in zip(weights, values, strict=True)))
@@ -241,7 +241,7 @@ def slow_eagle3(model, row):
 
 
 def slow_block(model, ids, features, anchor, count):
-    """What the slots of a block behind ids[:anchor + 1] come out as, before the bias: `count` vectors (H,)."""
+    """The outputs of the slots of a block after ids[:anchor + 1], before the bias: `count` vectors (H,)."""
     w, config = model.head.state_dict(keep_vars=True), model.head.config
     embedded = model.base.get_input_embeddings().weight
     context = [rms_norm(w["fc.weight"] @ f, w["hidden_norm.weight"]) for f in features[:anchor]]
@@ -253,16 +253,16 @@ def slow_block(model, ids, features, anchor, count):
         normed = [rms_norm(h, part["input_layernorm.weight"]) for h in hidden]
         after = []
         for j in range(count):
-            read = [*context, *(normed[: j + 1] if config.causal else normed)]
+            seen = [*context, *(normed[: j + 1] if config.causal else normed)]
             mixed = []
             for h in range(4):
                 own = slice(h * size, (h + 1) * size)
                 shared = slice(h // 2 * size, (h // 2 + 1) * size)
-                query = turned(rms_norm((part["q_proj.weight"] @ normed[j])[own], part["q_norm.weight"]), anchor + j)
-                keys = [rms_norm((part["k_proj.weight"] @ x)[shared], part["k_norm.weight"]) for x in read]
-                scores = [query @ turned(key, at) / math.sqrt(size) for at, key in enumerate(keys)]
+                query = rotate(rms_norm((part["q_proj.weight"] @ normed[j])[own], part["q_norm.weight"]), anchor + j)
+                keys = [rms_norm((part["k_proj.weight"] @ x)[shared], part["k_norm.weight"]) for x in seen]
+                scores = [query @ rotate(key, position) / math.sqrt(size) for position, key in enumerate(keys)]
                 weights = torch.stack(scores).softmax(0)
-                mixed.append(sum(a * (part["v_proj.weight"] @ x)[shared] for a, x in zip(weights, read, strict=True)))
+                mixed.append(sum(a * (part["v_proj.weight"] @ x)[shared] for a, x in zip(weights, seen, strict=True)))
             x = hidden[j] + part["o_proj.weight"] @ torch.cat(mixed)
             y = rms_norm(x, part["post_attention_layernorm.weight"])
             after.append(
@@ -273,7 +273,7 @@ def slow_block(model, ids, features, anchor, count):
 
 
 def slow_slot(model, hidden, before):
-    """A slot's logits behind the token before it, and what its confidence says, as a logit."""
+    """A slot's logits given the token before it, and its confidence as a logit."""
     w = model.head.state_dict(keep_vars=True)
     logits = w.get("lm_head.weight", model.base.lm_head.weight) @ hidden
     if "markov_embed.weight" in w:
@@ -291,18 +291,18 @@ def slow_parallel(model, row, anchors=None):
         if labels[anchor + 1] == -100:
             continue
         slots = slow_block(model, ids, features, anchor, config.block_size)
-        # Slot j stands at position anchor + j, of which it speaks itself, or of the one behind.
+        # Slot j is at position anchor + j, and predicts the token there or the next one.
         for j, hidden in enumerate(slots if config.sample_from_anchor else slots[1:]):
             if anchor + 1 + j >= len(ids) or labels[anchor + 1 + j] == -100:
                 break
-            logits, sure = slow_slot(model, hidden, ids[anchor + j])
+            logits, confidence = slow_slot(model, hidden, ids[anchor + j])
             teacher = out.logits[0, anchor + j]
             best, q, p = int(teacher.argmax()), logits.softmax(0), teacher[drafted].softmax(0)
             if best in drafted:
                 total = total + config.decay**j * (p * (p / q).log()).sum()
-            if sure is not None:
+            if confidence is not None:
                 alpha = torch.minimum(q, teacher.softmax(0)[drafted]).sum().detach()
-                chance = torch.sigmoid(sure)
+                chance = torch.sigmoid(confidence)
                 total = total - config.decay**j * (alpha * chance.log() + (1 - alpha) * (1 - chance).log())
             ranks[anchor - 1, j] = int((logits > logits[drafted.index(best)]).sum()) if best in drafted else -1
     return total, ranks

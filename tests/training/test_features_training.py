@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from specheads.decoding.target.hf_base import decoder_of, logits_of, text_config
-from specheads.heads.naming import head_config
-from specheads.losses.teacher import tapped
+from specheads.heads import head_config
+from specheads.losses.teacher import tap_base
 from specheads.models.build import build_head
 from specheads.models.spec_model import SpecModel
 from specheads.training.features import frozen_weights
@@ -172,7 +172,7 @@ def test_a_base_that_only_gives_features_stops_behind_the_last_of_them(family):
     last = next(m for m in decoder_of(base).modules() if isinstance(m, torch.nn.ModuleList))[-1]
     last.register_forward_hook(lambda *args: calls.append(1))
     for layers in ((0, 2), (1, 2, 1)):
-        whole = tapped(base, ids, mask, positions, layers)[0]
+        whole = tap_base(base, ids, mask, positions, layers)[0]
         forward = Forward(base, layers, needs_law=False)
         calls.clear()
         features, teacher = forward(ids, mask, positions)
@@ -189,7 +189,7 @@ def test_what_is_saved_is_what_the_base_gives(folder, tmp_path):
     assert len(rows) == len(trainer.train_dataset) == 14
     for i in (0, 3, 13, 5):
         ids = torch.tensor([trainer.train_dataset[i]["input_ids"]])
-        features, teacher = tapped(
+        features, teacher = tap_base(
             trainer.model.base, ids, torch.ones_like(ids), torch.arange(ids.shape[1]).unsqueeze(0), TAPS
         )
         assert rows[i]["labels"].tolist() == trainer.train_dataset[i]["labels"]

@@ -106,7 +106,7 @@ class Drafter(Protocol):
     layers: target hidden_states it wants (HF indices).
     wants_target_top: so many of the target's likeliest tokens come in `Context.top`.
     gives_draft_probs: its trees can keep the distributions they were drafted from; else its drafts are point masses.
-    draft_depth: tokens it drafts in one pass; None where each level takes a pass.
+    fixed_depth: tokens it drafts in one pass, which static trees given by name follow; None if each level takes a pass.
     trained_length: tokens of the longest text it was trained on, past which generate() warns; None: no such limit.
     reviews: of each draft of a cascade, its reviews since the run began; () for what reviews nothing.
     """
@@ -122,7 +122,7 @@ class Drafter(Protocol):
         return True
 
     @property
-    def draft_depth(self) -> int | None:
+    def fixed_depth(self) -> int | None:
         return None
 
     @property

@@ -52,11 +52,11 @@ class Cascade(Drafter):
         if not (isinstance(leniency, int | float) and 1 <= leniency < math.inf):
             raise ValueError(f"leniency={leniency!r} must be 1 (accept only the likeliest token) or more")
         self.leniency = leniency
-        deepest = self.drafts[0].draft_depth
+        deepest = self.drafts[0].fixed_depth
         if deepest and self.k_matrix[0][0] > deepest:
             raise ValueError(
-                f"k_matrix[0][0]={self.k_matrix[0][0]}, but the head drafts at most {deepest} tokens ahead; give at most "
-                f"{deepest}"
+                f"k_matrix[0][0]={self.k_matrix[0][0]}, but the head drafts at most {deepest} tokens ahead; give at "
+                f"most {deepest}"
             )
         self.has_head = bool(self.drafts[0].layers)
         self._path_lengths = [draft.num_tokens if isinstance(draft, PathDrafter) else None for draft in self.drafts]
@@ -115,7 +115,7 @@ class Cascade(Drafter):
             review = HeadReview(levels, self.most + 1, self.leniency, state, rows, proposal.write)
             head_context = replace(context, memory=memory.setdefault("head", {}))
             self.drafts[0].propose(head_context, sampler, review)
-            self._reviews[0] += 1 if self.drafts[0].draft_depth else levels
+            self._reviews[0] += 1 if self.drafts[0].fixed_depth else levels
         proposal.write(0, rows, limit)
         for b, n in enumerate(limit):
             state.cut(b, state.text[b] + n)

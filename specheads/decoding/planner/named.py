@@ -48,7 +48,7 @@ def as_plan(tree: Any, drafter: Any = None) -> Plan | None:
     if tree is None:
         return None
     if isinstance(tree, str):
-        return tree_named(tree, None if drafter is None else drafter.draft_depth)
+        return tree_named(tree, None if drafter is None else drafter.fixed_depth)
     refuse_class("tree", tree, "plan", "grow")
     if not hasattr(tree, "grow"):
         raise TypeError(

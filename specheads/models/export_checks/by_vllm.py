@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,11 +26,10 @@ _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_p
 
 def check(folder: Path, model: SpecModel) -> str:
     base = gguf_files.folder_of(model.config.base_model_name_or_path, model.config.base_revision)
-    head: Any = model.head.config
-    depth = getattr(head, "num_heads", getattr(head, "draft_depth", 1))
+    head = model.head.config
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "held.pt"
-        command = [sys.executable, "-m", _SCRIPT, folder, base, head.kind, depth, _dtype(folder), out]
+        command = [sys.executable, "-m", _SCRIPT, folder, base, head.kind, head.served_depth, _dtype(folder), out]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, errors="replace")
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]

@@ -15,12 +15,10 @@ def readme(form: Format, head: DraftHead, checkpoint: Any, base: str, folder: st
     """Markdown for the directory of an export. checkpoint: the folder the head was loaded from, if any; base: its name;
     served: the base as the commands of the other program name it."""
     config: Any = head.config
-    # a parallel head drafts its whole block there, and the first draft_depth of it here
-    depth = next(getattr(config, n) for n in ("num_heads", "num_drafted", "draft_depth") if hasattr(config, n))
     lines = [
         f"# {form.title}", "",
         f"A draft head of kind {config.kind} for `{base}`, exported by specheads {__version__}.", "",
-        form.serve(served, folder, depth).rstrip(), "",
+        form.serve(served, folder, config.served_depth).rstrip(), "",
         f"Written for: {form.versions}. What was run and what was only read is in docs/compatibility.md of specheads.",
     ]  # fmt: skip
     lines += ["", "The paths above are those of the machine that wrote this.", "", "## What to expect", ""]

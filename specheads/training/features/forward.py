@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from specheads.decoding.target.hf_base import decoder_of
 from specheads.heads.block import decoder_layers
-from specheads.losses.teacher import Teacher, tapped
+from specheads.losses.teacher import Teacher, tap_base
 
 
 class Forward:
@@ -29,7 +29,7 @@ class Forward:
         """input_ids, position_ids (B, T) → features (B, T, F), and the law or None."""
         if self.early:
             return self._stopped(input_ids, mask, position_ids), None
-        features, teacher = tapped(self.base, input_ids, mask, position_ids, self.layers)
+        features, teacher = tap_base(self.base, input_ids, mask, position_ids, self.layers)
         return features, teacher if self.needs_law else None
 
     def _tried(self) -> bool:
@@ -38,7 +38,7 @@ class Forward:
         once = (ids, torch.ones_like(ids), ids)
         try:
             with torch.no_grad():
-                return torch.equal(self._stopped(*once), tapped(self.base, *once, self.layers)[0])
+                return torch.equal(self._stopped(*once), tap_base(self.base, *once, self.layers)[0])
         except (KeyError, IndexError, TypeError, AttributeError):
             return False  # layers that hand their hidden states on in another way
 

@@ -31,7 +31,7 @@ class FeatureModel(SpecModel):
         elif law[0] is not None:
             teacher = TopKTail(*(cast(Tensor, part).flatten(0, 1) for part in law))
         else:
-            teacher = TopKTail.of_text(input_ids)
+            teacher = TopKTail.from_text(input_ids)
         return kwargs["features"], teacher
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from specheads.data.rows import IGNORED, Collator
 from specheads.decoding.target.hf_base import text_config
-from specheads.losses.objective import rows_of_chunk
+from specheads.losses.chunked import rows_of_chunk
 from specheads.losses.teacher import LastHidden, TopKTail, WholeLogits, gives_logits, packed_mask
 from specheads.training.features.forward import Forward
 from specheads.training.features.index import Index, kept_tokens
@@ -75,7 +75,7 @@ class Writer:
         places = asked.flatten().nonzero().squeeze(1)
         assert self.kept is not None
         size = rows_of_chunk(text_config(self.base).vocab_size, places.device)
-        found = [TopKTail.of(teacher.logits_at(part), self.kept) for part in places.split(size)]
+        found = [TopKTail.from_logits(teacher.logits_at(part), self.kept) for part in places.split(size)]
         made = {}
         for name, field in (("law_ids", "ids"), ("law_log_p", "log_p"), ("law_tail", "tail")):
             values = torch.cat([getattr(part, field) for part in found])

@@ -23,7 +23,7 @@ from specheads.hub import upload
 from specheads.losses.teacher import LiveTeacher, Teacher, packed_mask, tapped
 from specheads.models import card, checkpoint
 from specheads.models.config import SpecConfig
-from specheads.models.formats.exporting import export
+from specheads.models.formats.export.exporting import export
 from specheads.models.lora import JointConfig, adapters, base_loss, is_adapter
 
 

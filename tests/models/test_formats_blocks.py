@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specheads import CheckpointError, SpecModel, chain
-from specheads.models.formats.exporting import engines_for
+from specheads.models.formats.export.exporting import engines_for
 from tests.conftest import tiny_llama
 from tests.models.test_formats_export import assert_comes_back
 from tests.reference import foreign_blocks

@@ -10,7 +10,7 @@ import torch
 
 from specheads import CheckpointError, SpecModel, convert
 from specheads.models.formats import ENGINES
-from specheads.models.formats.exporting import engines_for
+from specheads.models.formats.export.exporting import engines_for
 from tests.conftest import tiny_llama
 from tests.reference import foreign
 from tests.support.exported import CUSTOM, EAGLE3, config_of, imported, made, tensors_in

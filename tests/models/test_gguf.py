@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specheads import CheckpointError, SpecModel
-from specheads.models.formats.gguf_converter import pre_tokenizer
-from specheads.models.formats.gguf_files import folder_of
+from specheads.models.formats.export.gguf_converter import pre_tokenizer
+from specheads.models.formats.export.gguf_files import folder_of
 from tests.conftest import tiny_llama
 from tests.support.heads_on_disk import trained
 from tests.support.program import run, ship
@@ -130,7 +130,7 @@ def test_a_base_of_the_hub_is_converted_in_the_revision_it_was_loaded_in(monkeyp
         asked.update(options, name=name)
         return tmp_path
 
-    monkeypatch.setattr("specheads.models.formats.gguf_files.snapshot_download", snapshot_download)
+    monkeypatch.setattr("specheads.models.formats.export.gguf_files.snapshot_download", snapshot_download)
     monkeypatch.setattr("specheads.hub.options", lambda name: {})
     assert folder_of("owner/base", "abc") == tmp_path
     assert asked["name"] == "owner/base" and asked["revision"] == "abc"

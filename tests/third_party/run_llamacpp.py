@@ -47,7 +47,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specheads import SpecModel, chain, convert
 from specheads.bench.prompts import held_out_prompts
 from specheads.data import corpus
-from specheads.models.formats.gguf_files import DRAFT, TARGET
+from specheads.models.formats.export.gguf_files import DRAFT, TARGET
 from tests.reference.foreign_rope import SCALED
 
 BASE, HEAD = "checkpoints/base", "checkpoints/eagle3"

@@ -11,8 +11,8 @@ from torch import Tensor
 from specheads.heads.rope import frequencies
 from specheads.models.export_checks.held import compare, compare_values
 from specheads.models.files import CheckpointError
+from specheads.models.formats.export.gguf_files import DRAFT
 from specheads.models.formats.files import Files
-from specheads.models.formats.gguf_files import DRAFT
 
 if TYPE_CHECKING:
     from specheads.models.spec_model import SpecModel

@@ -16,7 +16,7 @@ from specheads.models.export_checks.by_transformers import llama
 from specheads.models.export_checks.held import compare, compare_values
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
-from specheads.models.formats.layer_ids import KEY
+from specheads.models.formats.parts.layer_ids import KEY
 
 if TYPE_CHECKING:
     from specheads.models.spec_model import SpecModel

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specheads.models.export_checks.held import compare, compare_rotary, compare_values
 from specheads.models.files import CheckpointError
-from specheads.models.formats import gguf_files
+from specheads.models.formats.export import gguf_files
 from specheads.models.formats.files import Files
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from specheads import hub
 from specheads.models.files import CheckpointError
-from specheads.models.formats import gguf_converter
+from specheads.models.formats.export import gguf_converter
 
 logger = logging.get_logger("specheads")
 

@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats import parallel, vocabulary
+from specheads.models.formats.blocks import parallel
+from specheads.models.formats.eagle.speculators import VERSION, nested_block, speculators_config
 from specheads.models.formats.files import Files, table, whole, wholes
 from specheads.models.formats.format import Written
+from specheads.models.formats.parts import vocabulary
 from specheads.models.formats.serving import HUB_ID, vllm_gpu
-from specheads.models.formats.speculators import VERSION, nested_block, speculators_config
 
 _LAYERS = "aux_hidden_state_layer_ids"
 

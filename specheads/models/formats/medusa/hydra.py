@@ -19,11 +19,11 @@ from specheads.decoding.target.causal import text_config
 from specheads.heads import HeadConfig, HydraConfig
 from specheads.heads.rope import rope_of
 from specheads.models.files import CheckpointError
-from specheads.models.formats.decoder import block_names
 from specheads.models.formats.files import Files, flag, shown, whole
 from specheads.models.formats.format import Format, Written, count
-from specheads.models.formats.medusa import every_token, tap_refusal
-from specheads.models.formats.positions import LINEAR
+from specheads.models.formats.medusa.medusa import every_token, tap_refusal
+from specheads.models.formats.parts.decoder import block_names
+from specheads.models.formats.parts.positions import LINEAR
 from specheads.models.formats.serving import base_name
 
 _PREFIX = "prefix_embeding_layer."  # sic

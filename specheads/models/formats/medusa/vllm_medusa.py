@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from specheads.heads import HeadConfig, MedusaConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats import vocabulary
 from specheads.models.formats.files import Files, architectures, flag, real, whole
 from specheads.models.formats.format import Format, Written, check_sizes, count, dtype_of
-from specheads.models.formats.medusa import block_names, tap_refusal
+from specheads.models.formats.medusa.medusa import block_names, tap_refusal
+from specheads.models.formats.parts import vocabulary
 from specheads.models.formats.serving import vllm
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files, flag, shown, table
-from specheads.models.formats.layer_ids import KEY
+from specheads.models.formats.parts.layer_ids import KEY
 
 TABLE = "eagle_config"
 # Flags at the top that move a norm, those in the table, and the options of heads here that do.

@@ -12,9 +12,9 @@ from specheads.decoding.target.causal import text_config
 from specheads.heads.decoder import DecoderConfig
 from specheads.heads.feature import FeatureHeadConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats import positions
 from specheads.models.formats.files import Files, flag, real, shown, whole
 from specheads.models.formats.format import check_sizes, dtype_of
+from specheads.models.formats.parts import positions
 
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 

@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.causal import text_config
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats import layer_ids, parallel, vocabulary
-from specheads.models.formats.decoder import block_config
+from specheads.models.formats.blocks import parallel
 from specheads.models.formats.files import Files, architectures, flag, real, shown, table, whole
 from specheads.models.formats.format import Written
-from specheads.models.formats.positions import GGUF, SGLANG, USUAL
+from specheads.models.formats.parts import layer_ids, vocabulary
+from specheads.models.formats.parts.decoder import block_config
+from specheads.models.formats.parts.positions import GGUF, SGLANG, USUAL
 from specheads.models.formats.serving import OPENVINO, TRTLLM, WHOLE_BLOCK, llamacpp, vllm
 
 ARCHITECTURE = "DFlashDraftModel"

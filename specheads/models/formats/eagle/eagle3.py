@@ -17,12 +17,13 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.causal import text_config
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats import eagle_config, layer_ids, older, vocabulary
-from specheads.models.formats.decoder import block_config, block_names, block_options, zero_biases
-from specheads.models.formats.eagle_config import NORMS
+from specheads.models.formats.eagle import eagle3_config, transformers4
+from specheads.models.formats.eagle.eagle3_config import NORMS
 from specheads.models.formats.files import Files, architectures, flag, whole
 from specheads.models.formats.format import Format, Written, check_embeddings, count, embeddings_of, output_matrix
-from specheads.models.formats.positions import EVERY, LINEAR, SGLANG, USUAL, Positions
+from specheads.models.formats.parts import layer_ids, vocabulary
+from specheads.models.formats.parts.decoder import block_config, block_names, block_options, zero_biases
+from specheads.models.formats.parts.positions import EVERY, LINEAR, SGLANG, USUAL, Positions
 from specheads.models.formats.serving import OLDER, TRTLLM, llamacpp, vllm
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -125,15 +126,15 @@ class Eagle3(Format):
         config |= {theirs: True for theirs, ours in NORMS.items() if getattr(head, ours)}
         inner = layer_ids.nested(head.taps, layers)
         if self.engine == "trtllm":
-            inner |= eagle_config.written({ours for ours in NORMS.values() if getattr(head, ours)})
+            inner |= eagle3_config.written({ours for ours in NORMS.values() if getattr(head, ours)})
         if inner:
-            config[eagle_config.TABLE] = inner
+            config[eagle3_config.TABLE] = inner
         if len(head.taps) != 3:
             config["num_aux_hidden_states"] = len(head.taps)
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
         texts = {TRTLLM: trtllm_options(head, layers)} if self.engine == "trtllm" else {}
         if self.engine == "eagle":
-            texts = older.base_files(base)
+            texts = transformers4.base_files(base)
         return Written(config, named | vocabulary.offsets(tensors), texts=texts)
 
 
@@ -141,7 +142,7 @@ def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], ba
     """Head options out of a config and, where it is nested there, the config of the decoder block."""
     midlayers = count(files, "midlayer.") or any(name.startswith("midlayer.") for name in files.shapes)
     layers = count(files, "layers.") + midlayers
-    norms = eagle_config.read_norms(files, config, layers)
+    norms = eagle3_config.read_norms(files, config, layers)
     options = block_options(files, block, base, layers)
     draft = whole(config, "draft_vocab_size", options["vocab_size"])
     if draft > options["vocab_size"]:

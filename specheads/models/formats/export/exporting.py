@@ -19,9 +19,11 @@ from transformers import PreTrainedModel
 from specheads.heads import DraftHead
 from specheads.models.config import SpecConfig
 from specheads.models.files import CONFIG, CheckpointError
-from specheads.models.formats import ENGINES, FORMATS, gguf_files, older
+from specheads.models.formats import ENGINES, FORMATS
+from specheads.models.formats.eagle import transformers4
+from specheads.models.formats.export import gguf_files
+from specheads.models.formats.export.readme import readme
 from specheads.models.formats.format import Format, Written, embeddings_of
-from specheads.models.formats.readme import readme
 from specheads.models.formats.serving import absolute
 from specheads.models.loading import as_dtype
 from specheads.options import refuse_unknown
@@ -59,7 +61,7 @@ def export(
         for name, text in written.texts.items()
     }
     texts[CONFIG] = json.dumps(written.config, indent=2) + "\n"
-    served = f"{place}/{older.FOLDER}" if any("/" in name for name in texts) else named_base
+    served = f"{place}/{transformers4.FOLDER}" if any("/" in name for name in texts) else named_base
     texts["README.md"] = readme(form, head, config.name_or_path, named_base, place, served)
     _write(folder, written, named, texts, make_gguf)
     return folder

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.causal import text_config
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats import layer_ids, vocabulary
-from specheads.models.formats.decoder import block_names, block_options
 from specheads.models.formats.files import Files, flag, shown, whole
 from specheads.models.formats.format import Format, check_embeddings, count, output_matrix
-from specheads.models.formats.positions import EVERY, Positions
+from specheads.models.formats.parts import layer_ids, vocabulary
+from specheads.models.formats.parts.decoder import block_names, block_options
+from specheads.models.formats.parts.positions import EVERY, Positions
 
 _NORMS = ("input_layernorm", "q_norm", "k_norm")
 

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.causal import text_config
 from specheads.heads import EagleConfig, HeadConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats import older
-from specheads.models.formats.decoder import block_config, block_names, block_options, zero_biases
+from specheads.models.formats.eagle import transformers4
 from specheads.models.formats.files import Files, flag
 from specheads.models.formats.format import Format, Written, check_embeddings, count
-from specheads.models.formats.positions import EVERY, LINEAR, SGLANG, Positions
+from specheads.models.formats.parts.decoder import block_config, block_names, block_options, zero_biases
+from specheads.models.formats.parts.positions import EVERY, LINEAR, SGLANG, Positions
 from specheads.models.formats.serving import OLDER, vllm
 
 
@@ -105,7 +105,7 @@ class Eagle(Format):
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
         if self.zeros and not head.fc_bias:
             named["fc.bias"] = torch.zeros(len(named["fc.weight"]), dtype=named["fc.weight"].dtype)
-        return Written(config, named, texts=older.base_files(base) if self.engine == "eagle" else {})
+        return Written(config, named, texts=transformers4.base_files(base) if self.engine == "eagle" else {})
 
 
 FORMATS = (

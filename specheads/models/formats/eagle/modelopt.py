@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.target.causal import text_config
 from specheads.heads import Eagle3Config, HeadConfig
-from specheads.models.formats import eagle3, layer_ids
-from specheads.models.formats.decoder import block_config
+from specheads.models.formats.eagle import eagle3
 from specheads.models.formats.files import Files
 from specheads.models.formats.format import Written
+from specheads.models.formats.parts import layer_ids
+from specheads.models.formats.parts.decoder import block_config
 from specheads.models.formats.serving import TRTLLM
 
 

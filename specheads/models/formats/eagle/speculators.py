@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.heads.feature import FeatureHeadConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats import eagle3, vocabulary
-from specheads.models.formats.decoder import block_config
+from specheads.models.formats.eagle import eagle3
 from specheads.models.formats.files import Files, shown, table
 from specheads.models.formats.format import Format, Written
-from specheads.models.formats.layer_ids import KEY
+from specheads.models.formats.parts import vocabulary
+from specheads.models.formats.parts.decoder import block_config
+from specheads.models.formats.parts.layer_ids import KEY
 from specheads.models.formats.serving import HUB_ID, base_name, vllm
 
 VERSION = "0.9.0"

@@ -18,6 +18,6 @@ def build_head(config: HeadConfig, base: PreTrainedModel) -> DraftHead:
         return HEADS[config.kind](config)
 
 
-def spec_config(config: HeadConfig, base: PreTrainedModel) -> SpecConfig:
+def build_spec_config(config: HeadConfig, base: PreTrainedModel) -> SpecConfig:
     name = getattr(base, "name_or_path", None) or None
     return SpecConfig.of(config, name, commit_of(base), fingerprint(base), quantization_of(base))

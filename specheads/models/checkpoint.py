@@ -21,9 +21,17 @@ from specheads.hub import commit_of
 from specheads.hub import options as hub_options
 from specheads.models.build import build_head
 from specheads.models.config import SpecConfig
-from specheads.models.files import CONFIG, WEIGHTS, CheckpointError, portable, refuse_nonfinite, replacing, widest
+from specheads.models.files import (
+    CONFIG,
+    WEIGHTS,
+    CheckpointError,
+    make_portable,
+    refuse_nonfinite,
+    replacing,
+    widest_dtype,
+)
 from specheads.models.fingerprint import fingerprint
-from specheads.models.formats.importing import detect
+from specheads.models.formats.importing import find_foreign
 from specheads.models.loading import as_dtype, load_language_model
 from specheads.models.lora import JointConfig, adapted_modules, attach, detach, is_adapter
 from specheads.models.quantized import quantization_of, restored
@@ -68,7 +76,7 @@ def save(
     _refuse_other_models(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = config.to_diff_dict()
-    written["base_model_name_or_path"] = portable(config.base_model_name_or_path, folder)
+    written["base_model_name_or_path"] = make_portable(config.base_model_name_or_path, folder)
     text = json.dumps(written, indent=2, sort_keys=True) + "\n"
     with replacing(folder / WEIGHTS) as path:
         save_file(tensors, path, metadata={"format": "pt", "specheads_config": json.dumps(written)})
@@ -117,7 +125,7 @@ def load(
         kwargs.setdefault("attn_implementation", config._attn_implementation)
 
     options = {"dtype": wanted_dtype or "auto", **kwargs}
-    if (foreign := detect(source, hub, allow_pickle)) is not None:
+    if (foreign := find_foreign(source, hub, allow_pickle)) is not None:
         recorded = SpecConfig(base_model_name_or_path=foreign.base_name)
         base = unwrapped(_base_beside(source, base, recorded, Path(), hub, options))
         recorded, head = foreign.read_head(base, allow_nonfinite)
@@ -157,7 +165,7 @@ def load(
     # Copied: a tensor read from a safetensors file is a view of the file, which may be written to later.
     # In one dtype, or layers could not follow one another: the widest there is, which holds every value exactly.
     of_head = head_tensors(saved.tensors)
-    dtypes = {True: widest(of_head.values()), False: None}
+    dtypes = {True: widest_dtype(of_head.values()), False: None}
     copies = {
         name.removeprefix("head."): t.to(device, dtypes[t.is_floating_point()], copy=True)
         for name, t in of_head.items()
@@ -185,7 +193,7 @@ def restore_adapters(base: PreTrainedModel, tensors: dict[str, Tensor], dtype: t
     if wrong:
         raise CheckpointError(f"{source}: its adapters do not fit the base: {listing(wrong)}")
     for name, tensor in tensors.items():
-        own[name].data = tensor.to(own[name].device, dtype or widest(tensors.values()), copy=True)
+        own[name].data = tensor.to(own[name].device, dtype or widest_dtype(tensors.values()), copy=True)
 
 
 def check_base(config: SpecConfig, own: dict[str, Any], source: Any) -> None:

@@ -13,7 +13,7 @@ from specheads.decoding.target.causal import UnsupportedModel, refuse_unsupporte
 from specheads.heads import HeadConfig
 from specheads.heads.naming import head_config
 from specheads.hub import options as hub_options
-from specheads.models.build import build_head, spec_config
+from specheads.models.build import build_head, build_spec_config
 from specheads.models.frozen import mark_frozen
 from specheads.models.loading import as_dtype, load_language_model
 from specheads.models.lora import JointConfig, attach
@@ -55,7 +55,7 @@ def convert(
     if init:
         module.initialise(base)
     module.to(as_dtype(dtype) or torch.float32)
-    described = spec_config(config, base)
+    described = build_spec_config(config, base)
     if lora is not None:
         joint = JointConfig.of(lora)
         attach(base, joint)

@@ -31,11 +31,11 @@ class CheckpointError(OptionError):
     """A head checkpoint that cannot be used; the message says what is wrong with which file."""
 
 
-def damaged(path: Any, error: Exception | str) -> CheckpointError:
+def damaged_error(path: Any, error: Exception | str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged or cut short ({reason(error)}); copy or train it again")
 
 
-def header(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_header(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Every tensor of a safetensors file as one on the meta device, without its values, and the file's metadata."""
     try:
         with open(path, "rb") as raw:
@@ -47,30 +47,31 @@ def header(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
             found = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise damaged(path, error) from error
-    return {name: meta(path, name, shape, DTYPES.get(dtype, dtype)) for name, (shape, dtype) in found.items()}, metadata
+        raise damaged_error(path, error) from error
+    shapes = {name: meta_tensor(path, name, shape, DTYPES.get(dtype, dtype)) for name, (shape, dtype) in found.items()}
+    return shapes, metadata
 
 
-def tensors_of(path: Path | str, names: Iterable[str]) -> dict[str, Tensor]:
+def read_tensors(path: Path | str, names: Iterable[str]) -> dict[str, Tensor]:
     """Tensors of a safetensors file, which are views of the file: copy what is to stay."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
-        raise damaged(path, error) from error
+        raise damaged_error(path, error) from error
 
 
-def meta(path: Any, name: str, shape: tuple[int, ...], dtype: Any) -> Tensor:
+def meta_tensor(path: Any, name: str, shape: tuple[int, ...], dtype: Any) -> Tensor:
     """A tensor without values. CheckpointError where no head has that dtype, or nothing that shape."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
         raise CheckpointError(f"{path}: {shortened(name)} is {shortened(dtype)}; expected {', '.join(DTYPES)}")
     try:
         return torch.empty(shape, dtype=dtype, device="meta")
     except (RuntimeError, OverflowError, TypeError) as error:
-        raise damaged(path, f"{shortened(name)} has shape {shortened(shape)}") from error
+        raise damaged_error(path, f"{shortened(name)} has shape {shortened(shape)}") from error
 
 
-def widest(tensors: Iterable[Tensor]) -> torch.dtype:
+def widest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     """The dtype of the floating point tensors; of several, the one that holds the values of all exactly."""
     return functools.reduce(torch.promote_types, {t.dtype for t in tensors if t.is_floating_point()})
 
@@ -118,7 +119,7 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def portable(name: str | None, folder: Path) -> str | None:
+def make_portable(name: str | None, folder: Path) -> str | None:
     """A local base is named relative to the checkpoint, so that both can move together; a hub id stays."""
     if name is None or not Path(name).is_dir():
         return name

@@ -18,7 +18,7 @@ from specheads.heads import DraftHead
 from specheads.hub import options as hub_options
 from specheads.models.config import SpecConfig
 from specheads.models.convert import load_head
-from specheads.models.formats.importing import detect
+from specheads.models.formats.importing import find_foreign
 from specheads.models.loading import load_language_model, placement, refuse_unshipped
 from specheads.models.quantized import quantization
 from specheads.models.spec_model import SpecModel
@@ -126,7 +126,7 @@ class Models:
 def holds_head(source: str) -> bool:
     """Is it a head checkpoint, in our form or a foreign one, rather than a whole model? Where nothing can be read too:
     the loading of heads says why."""
-    if detect(source, hub_options(source)) is not None:
+    if find_foreign(source, hub_options(source)) is not None:
         return True
     try:
         config = AutoConfig.from_pretrained(source, **hub_options(source))

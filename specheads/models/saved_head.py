@@ -17,8 +17,8 @@ from specheads.heads.vocabulary import draft_offsets
 from specheads.hub import did_you_mean, may_be_repository
 from specheads.hub import options as hub_options
 from specheads.models.config import SpecConfig
-from specheads.models.files import CONFIG, MOST_JSON, WEIGHTS, CheckpointError, header, tensors_of
-from specheads.models.formats.importing import detect
+from specheads.models.files import CONFIG, MOST_JSON, WEIGHTS, CheckpointError, read_header, read_tensors
+from specheads.models.formats.importing import find_foreign
 from specheads.models.lora import JointConfig, is_adapter
 from specheads.options import listing, reason, shortened, shown
 
@@ -78,7 +78,7 @@ def read(source: Any, **hub: Any) -> SavedHead:
     try:
         return _read(source, hub)
     except CheckpointError as error:
-        if (foreign := detect(source, hub)) is None:
+        if (foreign := find_foreign(source, hub)) is None:
             raise
         raise CheckpointError(
             f"{source} holds {foreign.form.title}, which takes its base to be read: write it in our form first, with "
@@ -94,7 +94,7 @@ def _read(source: Any, hub: dict[str, Any]) -> SavedHead:
     weights = _find(source, WEIGHTS, hub)
     if weights is None:
         raise CheckpointError(f"{source} has no {WEIGHTS}: not a head checkpoint, or one that was never finished")
-    shapes, metadata = header(weights)
+    shapes, metadata = read_header(weights)
     text = metadata.get("specheads_config")
     stored = beside if text is None else _agreed(_parsed(text, f"the header of {weights}"), beside, source)
     if stored is None:
@@ -112,7 +112,7 @@ def _read(source: Any, hub: dict[str, Any]) -> SavedHead:
         raise CheckpointError(f"{source}: its config does not describe a head this version knows: {why}") from error
     if differing:
         raise CheckpointError(f"{source}: the tensors do not fit its head: {differing}")
-    tensors = tensors_of(weights, shapes)
+    tensors = read_tensors(weights, shapes)
     _refuse_odd_vocabulary(weights, tensors)
     return SavedHead(config, head, tensors, Path(weights).parent)
 

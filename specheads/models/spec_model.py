@@ -145,7 +145,9 @@ class SpecModel(PreTrainedModel):
         if position_ids is None:
             position_ids = positions_of(documents)
         supervised = (labels != -100) if labels is not None else loss_mask.bool()  # type: ignore[union-attr]
-        features, teacher = self.seen(input_ids, attention_mask, position_ids, documents if packed else None, **kwargs)
+        features, teacher = self.observe_base(
+            input_ids, attention_mask, position_ids, documents if packed else None, **kwargs
+        )
         batch = TapBatch(
             tokens=input_ids,
             features=features,
@@ -167,7 +169,7 @@ class SpecModel(PreTrainedModel):
             terms["base"] = own.detach()
         return SpecOutput(loss, terms.pop("ranks", None), terms.pop("overlaps", None), terms)
 
-    def seen(
+    def observe_base(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, documents: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Teacher]:
         """What the base makes of a batch: the tapped features (B, T, F), and its law. documents: of packed rows."""

@@ -8,11 +8,11 @@ first that can hold a head is written.
 from specheads.models.formats.blocks import deepspec, dflash, dspark, speculators_dflash
 from specheads.models.formats.eagle import eagle1, eagle3, modelopt, speculators
 from specheads.models.formats.format import Format
-from specheads.models.formats.medusa import hydra, medusa, vllm_medusa
+from specheads.models.formats.medusa import fasterdecoding, hydra, vllm_medusa
 
 FORMATS: tuple[Format, ...] = (
     *speculators_dflash.FORMATS, *dspark.FORMATS, *speculators.FORMATS, *deepspec.FORMATS, *dflash.FORMATS,
-    *modelopt.FORMATS, *vllm_medusa.FORMATS, *hydra.FORMATS, *medusa.FORMATS, *eagle3.FORMATS, *eagle1.FORMATS,
+    *modelopt.FORMATS, *vllm_medusa.FORMATS, *hydra.FORMATS, *fasterdecoding.FORMATS, *eagle3.FORMATS, *eagle1.FORMATS,
 )  # fmt: skip
 
 ENGINES: tuple[str, ...] = tuple(sorted({form.engine for form in FORMATS}))

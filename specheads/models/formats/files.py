@@ -25,11 +25,11 @@ from specheads.models.files import (
     CONFIG,
     WEIGHTS,
     CheckpointError,
-    damaged,
-    header,
-    meta,
+    damaged_error,
+    meta_tensor,
+    read_header,
     read_table,
-    tensors_of,
+    read_tensors,
 )
 from specheads.models.formats import shards
 from specheads.options import reason, shortened, shown
@@ -96,14 +96,16 @@ class Files:
     def shapes(self) -> dict[str, Tensor]:
         """Every tensor as one on the meta device: its shape and dtype, and nothing of its values."""
         if self.pickled:
-            return {name: meta(self.weights, name, tuple(t.shape), t.dtype) for name, t in self._unpickled.items()}
+            return {
+                name: meta_tensor(self.weights, name, tuple(t.shape), t.dtype) for name, t in self._unpickled.items()
+            }
         assert self.weights is not None
         if self._index is None:
-            return header(self.weights)[0]
+            return read_header(self.weights)[0]
         found: dict[str, Tensor] = {}
         for name, path in self._shards.items():
-            part = header(path)[0]
-            shards.check_held(self.weights, name, [t for t, file in self._index.items() if file == name], part)
+            part = read_header(path)[0]
+            shards.check_shard(self.weights, name, [t for t, file in self._index.items() if file == name], part)
             found |= part
         return found
 
@@ -118,7 +120,7 @@ class Files:
             return self._unpickled[name].clone(memory_format=torch.contiguous_format)
         path = self.weights if self._index is None else self._shards[self._index[name]]
         assert path is not None
-        return tensors_of(path, [name])[name].clone()
+        return read_tensors(path, [name])[name].clone()
 
     @cached_property
     def _index(self) -> dict[str, str] | None:
@@ -145,10 +147,10 @@ class Files:
                 "torch.load(weights_only=True), which builds tensors and refuses all else",
                 allow_pickle=True,
             )
-        return unpickled(path)
+        return read_pickle(path)
 
 
-def unpickled(path: Path) -> dict[str, Tensor]:
+def read_pickle(path: Path) -> dict[str, Tensor]:
     """The tensors of a torch.save() archive by name, mapped and not read. CheckpointError where it holds anything
     else, and where it would take more memory than it has bytes."""
     try:
@@ -169,7 +171,7 @@ def unpickled(path: Path) -> dict[str, Tensor]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a hostile pickle can fail in any way
-        raise damaged(path, f"{type(error).__name__}: {error}") from error
+        raise damaged_error(path, f"{type(error).__name__}: {error}") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path} holds a {type(loaded).__name__}, not tensors by name")
     for name, tensor in loaded.items():
@@ -188,7 +190,7 @@ def _refuse_calls(path: Path, program: bytes) -> None:
     try:
         codes = [(code.name, argument) for code, argument, _ in pickletools.genops(program)]
     except (ValueError, UnicodeError) as error:
-        raise damaged(path, f"its pickle cannot be read: {error}") from error
+        raise damaged_error(path, f"its pickle cannot be read: {error}") from error
     for name, argument in codes:
         if name in _OTHER_CALLS or (name == "GLOBAL" and not _CALLED.fullmatch(str(argument))):
             called = str(argument).replace(" ", ".") if name == "GLOBAL" else name

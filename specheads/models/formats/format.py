@@ -18,16 +18,16 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.target.causal import text_config
 from specheads.heads import HEADS, HeadConfig
-from specheads.models.files import WEIGHTS, CheckpointError, refuse_nonfinite, widest
+from specheads.models.files import WEIGHTS, CheckpointError, refuse_nonfinite, widest_dtype
 from specheads.models.formats.files import Files
-from specheads.models.formats.serving import filled
+from specheads.models.formats.serving import fill_template
 from specheads.options import listing, reason, shortened
 
 _MOST = 64  # layers, or heads of one depth each
 
 
 @dataclass(frozen=True)
-class Written:
+class ExportFiles:
     """An export: config.json, the tensors and the file they go to, and whatever else its server reads, as text."""
 
     config: dict[str, Any]
@@ -62,9 +62,9 @@ class Format(ABC):
     @abstractmethod
     def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
         """Ours → theirs, for every tensor that is the same in both; found: the names in a file that is read, where
-        there are several ways to name them. What is not the same, `special` translates."""
+        there are several ways to name them. What is not the same, `translate` translates."""
 
-    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         """Our tensors that are made from theirs, and the names of theirs that this has looked at.
 
         It runs before the other shapes are compared: it may return one tensor under several names, or the base's own,
@@ -76,12 +76,12 @@ class Format(ABC):
         """Why this format cannot hold that head; [] where it can."""
 
     @abstractmethod
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         """The export of a head that nothing speaks against, without embeddings."""
 
     def serve(self, base: str, folder: str, depth: int) -> str:
         """Markdown: the exact commands that serve it, drafting `depth` tokens a step."""
-        return filled(self.serving, base, folder, depth)
+        return fill_template(self.serving, base, folder, depth)
 
 
 def read(
@@ -98,15 +98,15 @@ def read(
         raise CheckpointError(
             f"{files}: its config does not describe a head of {form.title}: {reason(error)}"
         ) from error
-    made, looked_at = form.special(files, head, base)
+    made, consumed = form.translate(files, head, base)
     names = {ours: theirs for ours, theirs in form.names(head, files.shapes).items() if ours not in made}
-    _check(form, files, own, names, looked_at)
+    _check(form, files, own, names, consumed)
     tensors = {ours: t.clone() for ours, t in made.items()}
     tensors |= {ours: files.tensor(theirs) for ours, theirs in names.items()}
     if not allow_nonfinite:
         refuse_nonfinite(files, {names.get(ours, ours): t for ours, t in tensors.items()})
     # One dtype for all, or layers could not follow one another: the widest there is, which holds every value exactly.
-    dtype = widest(tensors.values())
+    dtype = widest_dtype(tensors.values())
     return head, {name: tensors[name].to(dtype) if own[name].is_floating_point() else tensors[name] for name in own}
 
 
@@ -118,13 +118,14 @@ def meta_tensors(head: HeadConfig) -> dict[str, Tensor]:
 
 def dtype_of(tensors: dict[str, Tensor]) -> str:
     """The dtype of the weights, by name; the one that holds all exactly where there are several."""
-    return str(widest(tensors.values())).removeprefix("torch.")
+    return str(widest_dtype(tensors.values())).removeprefix("torch.")
 
 
-def _check(form: Format, files: Files, own: dict[str, Tensor], names: dict[str, str], looked_at: set[str]) -> None:
+def _check(form: Format, files: Files, own: dict[str, Tensor], names: dict[str, str], consumed: set[str]) -> None:
     """CheckpointError where the file's tensors are not those of the head, in the words of the file."""
     found, wanted = files.shapes, {theirs: own[ours] for ours, theirs in names.items()}
-    wrong = listed("missing", set(wanted) - set(found)) + listed("unknown", set(found) - set(wanted) - looked_at)
+    wrong = phrase_names("missing", set(wanted) - set(found))
+    wrong += phrase_names("unknown", set(found) - set(wanted) - consumed)
     for name in sorted(set(wanted) & set(found)):
         if found[name].shape != wanted[name].shape:
             wrong.append(f"{name} has shape {shortened(tuple(found[name].shape))}, not {tuple(wanted[name].shape)}")
@@ -134,7 +135,7 @@ def _check(form: Format, files: Files, own: dict[str, Tensor], names: dict[str, 
         raise CheckpointError(f"{files}: its tensors are not those of {form.title}: {'; '.join(wrong[:8])}")
 
 
-def listed(what: str, names: Iterable[str]) -> list[str]:
+def phrase_names(what: str, names: Iterable[str]) -> list[str]:
     """[] or one phrase with the first of the names."""
     names = list(names)
     return [f"{what} {listing(names)}"] if names else []

@@ -10,7 +10,7 @@ from transformers.utils import logging as hf_logging
 
 from specheads.decoding.target.causal import refuse_unsupported
 from specheads.heads import DraftHead
-from specheads.models.build import build_head, spec_config
+from specheads.models.build import build_head, build_spec_config
 from specheads.models.config import SpecConfig
 from specheads.models.formats import FORMATS
 from specheads.models.formats.files import Files, architectures, table
@@ -21,7 +21,7 @@ _NAMED = ("medusa_", "hydra_")  # weights whose file says what they are
 
 
 @dataclass(frozen=True)
-class Found:
+class ForeignCheckpoint:
     """A foreign checkpoint and the form it is in."""
 
     form: Format
@@ -49,10 +49,12 @@ class Found:
         head.refuse_unfit(base)
         device = next(head.parameters()).device
         head.load_state_dict({name: t.to(device) for name, t in tensors.items()}, strict=True, assign=True)
-        return spec_config(config, base), head
+        return build_spec_config(config, base), head
 
 
-def detect(source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = False) -> Found | None:
+def find_foreign(
+    source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = False
+) -> ForeignCheckpoint | None:
     """The form of a foreign checkpoint; None where the files are none: one of ours, a base model, or nothing at all.
 
     CheckpointError for damaged files, and for a pickle unless allowed.
@@ -66,7 +68,7 @@ def detect(source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = 
     if files.pickled and not allow_pickle and not _calls_itself_a_head(files, config):
         return None
     form = next((form for form in FORMATS if form.recognises(files)), None)
-    return None if form is None else Found(form, files)
+    return None if form is None else ForeignCheckpoint(form, files)
 
 
 def _calls_itself_a_head(files: Files, config: dict[str, Any]) -> bool:

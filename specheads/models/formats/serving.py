@@ -38,7 +38,7 @@ def base_name(base: PreTrainedModel) -> str | None:
     return absolute(name) if name else None
 
 
-def filled(text: str, base: str, folder: str, depth: int) -> str:
+def fill_template(text: str, base: str, folder: str, depth: int) -> str:
     """A template with $base, $folder, $base_arg, $folder_arg, $depth and $nodes = depth + 1 filled in."""
     quoted = {"base": base, "folder": folder}
     inner = {name: json.dumps(path, ensure_ascii=False)[1:-1].replace("'", "\\u0027") for name, path in quoted.items()}

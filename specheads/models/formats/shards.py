@@ -32,7 +32,7 @@ def read_index(path: Path, table: dict[str, Any] | None) -> dict[str, str]:
     return found
 
 
-def check_held(index: Path, name: str, claimed: Collection[str], held: Collection[str]) -> None:
+def check_shard(index: Path, name: str, claimed: Collection[str], held: Collection[str]) -> None:
     """CheckpointError unless a file holds the tensors that the index says, and no others: readers would load those."""
     for what, names in (("lacks", set(claimed) - set(held)), ("also holds", set(held) - set(claimed))):
         if names:

@@ -17,7 +17,7 @@ from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.blocks import parallel
 from specheads.models.formats.files import Files, architectures, flag, real, shown, table, whole
-from specheads.models.formats.format import Written
+from specheads.models.formats.format import ExportFiles
 from specheads.models.formats.parts import layer_ids, vocabulary
 from specheads.models.formats.parts.decoder import block_config
 from specheads.models.formats.parts.positions import GGUF, SGLANG, USUAL
@@ -35,7 +35,7 @@ _ABSENT = ("projector_type", "attention_value_scale", "swa_window_size")
 
 @dataclass(frozen=True)
 class DFlash(parallel.Parallel):
-    behind: bool | None = False
+    from_anchor: bool | None = False
 
     def recognises(self, files: Files) -> bool:
         config = files.config or {}
@@ -47,12 +47,12 @@ class DFlash(parallel.Parallel):
         inner = table(config, _TABLE)
         self._refuse_others(files, config, inner, text_config(base).hidden_size)
         options = parallel.read_options(
-            files, config, config, base, layer_ids.from_outputs(files, inner, _LAYERS),
+            files, config, config, base, layer_ids.read_output_ids(files, inner, _LAYERS),
             whole(inner, "mask_token_id", config.get("mask_token_id"), least=0), _block_size(files, config, inner),
         )  # fmt: skip
         return {**options, "causal": _causal(files, config, inner), "sample_from_anchor": False}
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, ParallelConfig) and head.taps
         # JetSpec reads causal_head, vLLM causal, whose own default differs from layer to layer.
         causal = {"causal": head.causal} | ({"causal_head": True} if head.causal else {})
@@ -61,13 +61,13 @@ class DFlash(parallel.Parallel):
             "attention_bias": head.attention_bias, "block_size": head.block_size,
             "layer_types": ["full_attention"] * head.num_layers,
             "num_target_layers": text_config(base).num_hidden_layers,
-            _TABLE: {"mask_token_id": head.mask_token_id, _LAYERS: layer_ids.captured(head.taps), **causal},
+            _TABLE: {"mask_token_id": head.mask_token_id, _LAYERS: layer_ids.output_ids(head.taps), **causal},
         }  # fmt: skip
         if head.draft_vocab_size != head.vocab_size:
             config["draft_vocab_size"] = head.draft_vocab_size
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        texts = {TRTLLM: _trtllm_options(head)} if self.engine == "trtllm" else {}
-        return Written(config, named | vocabulary.offsets(tensors), texts=texts)
+        texts = {TRTLLM: _trtllm_yaml(head)} if self.engine == "trtllm" else {}
+        return ExportFiles(config, named | vocabulary.offsets(tensors), texts=texts)
 
     @staticmethod
     def _refuse_others(files: Files, config: dict[str, Any], inner: dict[str, Any], hidden: int) -> None:
@@ -101,7 +101,7 @@ def _causal(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> bool
     return any(said.values())
 
 
-def _trtllm_options(head: ParallelConfig) -> str:
+def _trtllm_yaml(head: ParallelConfig) -> str:
     """The file that trtllm-serve is started with; what it leaves out is read from config.json."""
     lines = ["decoding_type: DFlash", f"max_draft_len: {head.num_drafted}", "speculative_model: {folder}"]
     return "speculative_config:\n" + "".join(f"  {line}\n" for line in lines)
@@ -143,7 +143,10 @@ drafter = DraftHeadTreeDrafter(
 """,
         causal=True,
     ),
-    DFlash("vllm", "DFlash for vLLM", "vLLM 0.32 and 0.33", vllm("dflash", WHOLE_BLOCK), narrow=True, causal=None),
+    DFlash(
+        "vllm", "DFlash for vLLM", "vLLM 0.32 and 0.33", vllm("dflash", WHOLE_BLOCK), takes_draft_vocabulary=True,
+        causal=None,
+    ),
     DFlash("sglang", "DFlash for SGLang", "SGLang 0.5.23 and later sources", _SGLANG, positions=SGLANG),
     DFlash(
         "trtllm", "DFlash for TensorRT-LLM", "TensorRT-LLM (main) with the PyTorch backend", """\
@@ -154,7 +157,7 @@ trtllm-serve $base_arg --backend pytorch --extra_llm_api_options $folder_arg/trt
         positions=USUAL,
     ),
     DFlash(
-        "llamacpp", "DFlash for llama.cpp", "llama.cpp b11549, and run with it", llamacpp("dflash"), biased=False,
+        "llamacpp", "DFlash for llama.cpp", "llama.cpp b11549, and run with it", llamacpp("dflash"), takes_biases=False,
         positions=GGUF,
     ),
     DFlash(

@@ -16,7 +16,7 @@ from specheads.models.files import CheckpointError
 from specheads.models.formats.blocks import parallel
 from specheads.models.formats.eagle.speculators import VERSION, nested_block, speculators_config
 from specheads.models.formats.files import Files, table, whole, wholes
-from specheads.models.formats.format import Written
+from specheads.models.formats.format import ExportFiles
 from specheads.models.formats.parts import vocabulary
 from specheads.models.formats.serving import HUB_ID, vllm_gpu
 
@@ -29,18 +29,18 @@ class DSpark(parallel.Parallel):
     title: str = "speculators DSpark"
     versions: str = f"speculators {VERSION}, vLLM 0.33"
     serving: str = f"{vllm_gpu('dspark')}\n{HUB_ID}\n"
-    marked: bool = True
-    narrow: bool = True
+    takes_markov: bool = True
+    takes_draft_vocabulary: bool = True
 
     def recognises(self, files: Files) -> bool:
         return (files.config or {}).get("speculators_model_type") == "dspark"
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config = files.config or {}
-        marks = parallel.read_marks(files, config, behind=True, markov_rank=256, confidence=True)
+        marks = parallel.read_dspark_options(files, config, from_anchor=True, markov_rank=256, confidence=True)
         return {**nested_options(files, base), **marks}
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, ParallelConfig)
         marks = {
             "markov_rank": head.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": head.confidence,
@@ -48,7 +48,7 @@ class DSpark(parallel.Parallel):
         }  # fmt: skip
         config = nested_config("dspark", "DSpark", head, tensors, base, marks)
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        return Written(config, named | vocabulary.offsets(tensors))
+        return ExportFiles(config, named | vocabulary.offsets(tensors))
 
 
 def nested_options(files: Files, base: PreTrainedModel) -> dict[str, Any]:

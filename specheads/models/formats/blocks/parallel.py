@@ -37,12 +37,12 @@ class Parallel(Format):
     versions: str
     serving: str
     embeds: bool | None = None
-    marked: bool = False
-    narrow: bool = False
+    takes_markov: bool = False
+    takes_draft_vocabulary: bool = False
     causal: bool | None = False
-    behind: bool | None = None
-    ranked: bool = False
-    biased: bool = True
+    from_anchor: bool | None = None
+    needs_markov: bool = False
+    takes_biases: bool = True
     positions: Positions = EVERY
 
     def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
@@ -67,40 +67,40 @@ class Parallel(Format):
             names |= {f"confidence.{w}": f"confidence_head.proj.{w}" for w in ("weight", "bias")}
         return names
 
-    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         assert isinstance(head, ParallelConfig) and head.vocab_size and head.draft_vocab_size
-        made, looked_at = vocabulary.from_offsets(files, head.vocab_size, head.draft_vocab_size)
+        made, consumed = vocabulary.from_offsets(files, head.vocab_size, head.draft_vocab_size)
         for name, own in (("embed_tokens.weight", None), ("lm_head.weight", output_matrix)):
             if name in files.shapes and (own is None or head.draft_vocab_size == head.vocab_size):
                 check_embeddings(files, name, base, None if own is None else own(files, base))
-                looked_at.add(name)
-        return made, looked_at
+                consumed.add(name)
+        return made, consumed
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, ParallelConfig)
-        wrong = [layer_ids.refusal(head.taps or (), text_config(base).num_hidden_layers)]
+        wrong = [layer_ids.refusal_reason(head.taps or (), text_config(base).num_hidden_layers)]
         if self.causal is not None and head.causal != self.causal and head.block_size > 1:
             wrong.append(
                 "its slots see only those before them (causal), and all of a block are seen" if head.causal else
                 "its slots see one another both ways (causal=false), and only those before them are seen"
             )  # fmt: skip
-        if self.behind is not None and head.sample_from_anchor != self.behind:
+        if self.from_anchor is not None and head.sample_from_anchor != self.from_anchor:
             wrong.append(
                 f"its slots speak of {_place(head.sample_from_anchor)} (sample_from_anchor), and those of its readers "
-                f"of {_place(self.behind)}"
+                f"of {_place(self.from_anchor)}"
             )
-        if not self.marked and (head.markov_rank or head.confidence):
+        if not self.takes_markov and (head.markov_rank or head.confidence):
             extra = ["a Markov bias"] * bool(head.markov_rank) + ["a confidence"] * head.confidence
             wrong.append(f"it has {' and '.join(extra)}, which is not part of this form")
-        if not self.narrow and head.draft_vocab_size != head.vocab_size:
+        if not self.takes_draft_vocabulary and head.draft_vocab_size != head.vocab_size:
             wrong.append(f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and its readers draft all")
         if head.mask_token_id is None:
             wrong.append(
                 "it has an embedding of its own behind the root, and a token of the base is read (mask_token_id)"
             )
-        if self.ranked and not head.markov_rank:
+        if self.needs_markov and not head.markov_rank:
             wrong.append("it has no Markov bias (markov_rank=0), without which its readers do not load it")
-        if head.attention_bias and not self.biased:
+        if head.attention_bias and not self.takes_biases:
             wrong.append("its attention has biases, which its readers do not have")
         wrong += self.positions.refusals(head)
         if head.mlp_bias:
@@ -123,7 +123,7 @@ def read_options(
         kinds = "sliding_attention"
     if kinds is not None and kinds != ["full_attention"] * len(kinds if isinstance(kinds, list) else "?"):
         raise CheckpointError(f"{files}: its layers are {shown(kinds)}; those of heads here see everything")
-    if wrong := layer_ids.refusal(taps, text_config(base).num_hidden_layers):
+    if wrong := layer_ids.refusal_reason(taps, text_config(base).num_hidden_layers):
         raise CheckpointError(f"{files}: {wrong}")
     options = block_options(files, block, base, count(files, "layers."), "qwen3")
     draft = whole(config, "draft_vocab_size", options["vocab_size"])
@@ -137,7 +137,7 @@ def read_options(
     }  # fmt: skip
 
 
-def read_marks(files: Files, config: dict[str, Any], behind: bool, **usual: Any) -> dict[str, Any]:
+def read_dspark_options(files: Files, config: dict[str, Any], from_anchor: bool, **usual: Any) -> dict[str, Any]:
     """What a DSpark config adds; behind, usual: what its missing keys mean. CheckpointError for other variants."""
     rank = whole(config, "markov_rank", usual.get("markov_rank"), least=0)
     if rank and (variant := config.get("markov_head_type", "vanilla")) != "vanilla":
@@ -147,5 +147,5 @@ def read_marks(files: Files, config: dict[str, Any], behind: bool, **usual: Any)
         raise CheckpointError(f"{files}: confidence_head_with_markov=false; heads here read the token before too")
     return {
         "markov_rank": rank, "confidence": sure,
-        "sample_from_anchor": flag(config, "sample_from_anchor", default=behind),
+        "sample_from_anchor": flag(config, "sample_from_anchor", default=from_anchor),
     }  # fmt: skip

@@ -13,7 +13,7 @@ from specheads.models.formats.blocks import parallel
 from specheads.models.formats.blocks.dspark import nested_config, nested_options
 from specheads.models.formats.eagle.speculators import VERSION
 from specheads.models.formats.files import Files, flag
-from specheads.models.formats.format import Written
+from specheads.models.formats.format import ExportFiles
 from specheads.models.formats.parts import vocabulary
 from specheads.models.formats.serving import HUB_ID, WHOLE_BLOCK, vllm
 
@@ -26,8 +26,8 @@ class SpeculatorsDFlash(parallel.Parallel):
     title: str = "speculators DFlash"
     versions: str = f"speculators {VERSION}, vLLM 0.32 and 0.33"
     serving: str = vllm("dflash", f"{WHOLE_BLOCK}\n{HUB_ID}")
-    narrow: bool = True
-    behind: bool | None = False
+    takes_draft_vocabulary: bool = True
+    from_anchor: bool | None = False
 
     def recognises(self, files: Files) -> bool:
         return (files.config or {}).get("speculators_model_type") == "dflash"
@@ -36,11 +36,11 @@ class SpeculatorsDFlash(parallel.Parallel):
         behind = flag(files.config or {}, "sample_from_anchor")
         return {**nested_options(files, base), "sample_from_anchor": behind}
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, ParallelConfig)
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
         config = nested_config("dflash", "DFlash", head, tensors, base, {})
-        return Written(config, named | vocabulary.offsets(tensors))
+        return ExportFiles(config, named | vocabulary.offsets(tensors))
 
 
 FORMATS = (SpeculatorsDFlash(),)

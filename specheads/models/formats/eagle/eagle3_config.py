@@ -49,7 +49,7 @@ def read_norms(files: Files, config: dict[str, Any], layers: int) -> dict[str, b
     return {ours: _norm(files, config, inner, theirs, ours) for theirs, ours in NORMS.items()}
 
 
-def written(norms: set[str]) -> dict[str, bool]:
+def table_flags(norms: set[str]) -> dict[str, bool]:
     """The options of heads here as TensorRT-LLM looks for them in the table; those at the top are not among them."""
     return {theirs: True for theirs, ours in INSIDE.items() if ours in norms}
 

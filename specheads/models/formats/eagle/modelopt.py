@@ -16,7 +16,7 @@ from specheads.decoding.target.causal import text_config
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.models.formats.eagle import eagle3
 from specheads.models.formats.files import Files
-from specheads.models.formats.format import Written
+from specheads.models.formats.format import ExportFiles
 from specheads.models.formats.parts import layer_ids
 from specheads.models.formats.parts.decoder import block_config
 from specheads.models.formats.serving import TRTLLM
@@ -45,7 +45,7 @@ ModelOpt itself does not load its exports back: this form is for what reads them
         assert isinstance(head, Eagle3Config)
         return eagle3.tensor_names(head, "layers.0.", found)
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, Eagle3Config) and head.taps
         inner = {
             layer_ids.KEY: [tap - 1 for tap in head.taps], "use_aux_hidden_state": True,
@@ -57,12 +57,12 @@ ModelOpt itself does not load its exports back: this form is for what reads them
             **block_config(head, tensors, base), "attention_bias": False, "mlp_bias": False, "eagle_config": inner,
         }  # fmt: skip
         layers = text_config(base).num_hidden_layers
-        if head.taps != layer_ids.usual(layers) and len(head.taps) != 3:
+        if head.taps != layer_ids.usual_taps(layers) and len(head.taps) != 3:
             config["num_aux_hidden_states"] = len(head.taps)
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
         if len(tensors["d2t"]) != len(tensors["t2d"]):
             named["d2t"] = tensors["d2t"]
-        return Written(config, named, texts={TRTLLM: eagle3.trtllm_options(head, layers)})
+        return ExportFiles(config, named, texts={TRTLLM: eagle3.trtllm_yaml(head, layers)})
 
 
 FORMATS = (ModelOpt(),)

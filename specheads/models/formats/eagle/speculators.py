@@ -14,7 +14,7 @@ from specheads.heads.feature import FeatureHeadConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.eagle import eagle3
 from specheads.models.formats.files import Files, shown, table
-from specheads.models.formats.format import Format, Written
+from specheads.models.formats.format import ExportFiles, Format
 from specheads.models.formats.parts import vocabulary
 from specheads.models.formats.parts.decoder import block_config
 from specheads.models.formats.parts.layer_ids import KEY
@@ -52,14 +52,14 @@ class Speculators(Format):
         assert isinstance(head, Eagle3Config)
         return eagle3.tensor_names(head, "layers.0.")
 
-    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-        return eagle3.read_special(files, head, base, table(files.config or {}, "transformer_layer_config"))
+    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+        return eagle3.translate_shared(files, head, base, table(files.config or {}, "transformer_layer_config"))
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, Eagle3Config)
         return eagle3.common_refusals(head, base)
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, Eagle3Config) and head.taps
         config = {
             "architectures": ["Eagle3DraftModel"], "auto_map": {"": "config.Eagle3SpeculatorConfig"},
@@ -71,7 +71,7 @@ class Speculators(Format):
             "speculators_config": speculators_config("eagle3", head.draft_depth, base),
         }  # fmt: skip
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        return Written(config, named | vocabulary.offsets(tensors))
+        return ExportFiles(config, named | vocabulary.offsets(tensors))
 
 
 def nested_block(

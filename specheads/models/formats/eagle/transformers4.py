@@ -21,7 +21,7 @@ _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _COPIED = (_TOKENIZER, "generation_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
-def base_files(base: PreTrainedModel) -> dict[str, str]:
+def rewrite_base(base: PreTrainedModel) -> dict[str, str]:
     """Texts by file name, in FOLDER; {} where the base is no folder of safetensors on this machine."""
     name = getattr(base, "name_or_path", None)
     if not name or not (Path(name) / CONFIG).is_file():

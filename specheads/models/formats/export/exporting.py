@@ -23,7 +23,7 @@ from specheads.models.formats import ENGINES, FORMATS
 from specheads.models.formats.eagle import transformers4
 from specheads.models.formats.export import gguf_files
 from specheads.models.formats.export.readme import readme
-from specheads.models.formats.format import Format, Written, embeddings_of
+from specheads.models.formats.format import ExportFiles, Format, embeddings_of
 from specheads.models.formats.serving import absolute
 from specheads.models.loading import as_dtype
 from specheads.options import refuse_unknown
@@ -121,7 +121,7 @@ def head_tensors(head: DraftHead, dtype: torch.dtype | None = None) -> dict[str,
 
 
 def _write(
-    folder: Path, written: Written, tensors: dict[str, Tensor], texts: dict[str, str],
+    folder: Path, written: ExportFiles, tensors: dict[str, Tensor], texts: dict[str, str],
     more: Callable[[Path], None] | None,
 ) -> None:  # fmt: skip
     """All files into a directory that then takes its place: a crash leaves nothing under that name.

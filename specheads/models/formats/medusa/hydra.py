@@ -20,8 +20,8 @@ from specheads.heads import HeadConfig, HydraConfig
 from specheads.heads.rope import rope_of
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files, flag, shown, whole
-from specheads.models.formats.format import Format, Written, count
-from specheads.models.formats.medusa.medusa import every_token, tap_refusal
+from specheads.models.formats.format import ExportFiles, Format, count
+from specheads.models.formats.medusa.fasterdecoding import full_vocabulary, tap_refusals
 from specheads.models.formats.parts.decoder import block_names
 from specheads.models.formats.parts.positions import LINEAR
 from specheads.models.formats.serving import base_name
@@ -91,14 +91,17 @@ python -m hydra.inference.cli --model $folder_arg
             names["prefix.norm.weight"] = f"{_PREFIX}norm.weight"
         return names
 
-    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         assert isinstance(head, HydraConfig)
         # Its prefix layer is a whole model of one layer, which is given vectors: its embeddings are never read.
-        return every_token(head), {f"{_PREFIX}embed_tokens.weight", f"{_PREFIX}layers.0.self_attn.rotary_emb.inv_freq"}
+        return full_vocabulary(head), {
+            f"{_PREFIX}embed_tokens.weight",
+            f"{_PREFIX}layers.0.self_attn.rotary_emb.inv_freq",
+        }
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, HydraConfig)
-        wrong = tap_refusal(head, base)
+        wrong = tap_refusals(head, base)
         if head.draft_vocab_size != head.vocab_size:
             wrong.append(
                 f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and there is no place for which"
@@ -120,7 +123,7 @@ python -m hydra.inference.cli --model $folder_arg
             wrong += [unread] if (unread := _positions(base)) else LINEAR.refusals(head)
         return wrong
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, HydraConfig)
         config = {
             "base_model_name_or_path": base_name(base), "hydra_num_heads": head.num_heads,
@@ -128,7 +131,7 @@ python -m hydra.inference.cli --model $folder_arg
             "grounded_heads": True, "hidden_state_offset": 0,
         }  # fmt: skip
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        return Written(config, named, weights="hydra_lm_head.pt")
+        return ExportFiles(config, named, weights="hydra_lm_head.pt")
 
 
 def _positions(base: PreTrainedModel) -> str:

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from specheads.heads import HeadConfig, MedusaConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files, architectures, flag, real, whole
-from specheads.models.formats.format import Format, Written, check_sizes, count, dtype_of
-from specheads.models.formats.medusa.medusa import block_names, tap_refusal
+from specheads.models.formats.format import ExportFiles, Format, check_sizes, count, dtype_of
+from specheads.models.formats.medusa.fasterdecoding import block_names, tap_refusals
 from specheads.models.formats.parts import vocabulary
 from specheads.models.formats.serving import vllm
 
@@ -68,17 +68,17 @@ class VllmMedusa(Format):
         outputs = {f"lm_heads.{h}.weight": f"lm_heads.{h}.weight" for h in range(head.num_heads)}
         return block_names(head, "blocks.{h}.layers.{l}.{what}") | outputs
 
-    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         assert isinstance(head, MedusaConfig) and head.hidden_size and head.vocab_size and head.draft_vocab_size
         vocab, draft, found = head.vocab_size, head.draft_vocab_size, files.shapes
         if "token_map" in found:
-            made, looked_at = vocabulary.from_map(files, "token_map", vocab, draft), {"token_map"}
+            made, consumed = vocabulary.from_map(files, "token_map", vocab, draft), {"token_map"}
         else:
             if draft != vocab:
                 raise CheckpointError(
                     f"{files}: it drafts {draft} of {vocab} tokens, and has no token_map that says which"
                 )
-            made, looked_at = vocabulary.from_ids(files, "token_map", torch.arange(vocab), vocab), set()
+            made, consumed = vocabulary.from_ids(files, "token_map", torch.arange(vocab), vocab), set()
         ids = torch.arange(draft) + made["d2t"]
         shared, read = flag(files.config or {}, "original_lm_head"), dict[str, Tensor]()
         for h in range(head.num_heads):
@@ -93,7 +93,7 @@ class VllmMedusa(Format):
                     rows = files.tensor(theirs)
                     read[theirs] = rows[ids] if whole_vocabulary else rows
                 made[own] = read[theirs]
-                looked_at.add(theirs)
+                consumed.add(theirs)
         if not any(name.endswith(".bias") for name in found):
             zeros = torch.zeros(head.hidden_size, dtype=getattr(torch, dtype_of(found)))
             made |= {
@@ -101,13 +101,13 @@ class VllmMedusa(Format):
                 for h in range(head.num_heads)
                 for layer in range(head.num_layers)
             }
-        return made, looked_at
+        return made, consumed
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, MedusaConfig)
-        return tap_refusal(head, base)
+        return tap_refusals(head, base)
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, MedusaConfig)
         config = {
             "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": head.hidden_size,
@@ -122,7 +122,7 @@ class VllmMedusa(Format):
             for h in range(head.num_heads):
                 named[f"lm_heads.{h}.weight"] = all_rows(tensors[f"lm_heads.{h}.weight"], ids, head.vocab_size)
             named["token_map"], config["draft_vocab_size"] = ids, head.draft_vocab_size
-        return Written(config, named)
+        return ExportFiles(config, named)
 
 
 def all_rows(rows: Tensor, ids: Tensor, vocab: int) -> Tensor:

@@ -64,7 +64,7 @@ def block_options(
         "head_dim": whole(config, "head_dim", max(1, hidden // heads) if kind == "llama" else usual.head_dim),
         "intermediate_size": whole(config, "intermediate_size", usual.intermediate_size),
         "rms_norm_eps": real(config, "rms_norm_eps", usual.rms_norm_eps),
-        "rope_parameters": positions.read(files, config),
+        "rope_parameters": positions.read_rope(files, config),
         "attention_bias": _attention_bias(files, config, kind), "mlp_bias": flag(config, "mlp_bias"),
     }  # fmt: skip
 
@@ -101,7 +101,7 @@ def block_config(head: FeatureHeadConfig, tensors: dict[str, Tensor], base: PreT
         "num_hidden_layers": head.num_layers, "num_attention_heads": head.num_attention_heads,
         "num_key_value_heads": head.num_key_value_heads, "head_dim": head.head_dim,
         "intermediate_size": head.intermediate_size, "hidden_act": "silu", "rms_norm_eps": head.rms_norm_eps,
-        **positions.written(head), "max_position_embeddings": getattr(own, "max_position_embeddings", None) or 2048,
+        **positions.rope_keys(head), "max_position_embeddings": getattr(own, "max_position_embeddings", None) or 2048,
         "tie_word_embeddings": False, "torch_dtype": dtype_of(tensors),
         **{name: value for name, value in ids.items() if value is not None},
     }  # fmt: skip

@@ -22,12 +22,12 @@ from specheads.models.formats.files import Files, table, wholes
 KEY = "eagle_aux_hidden_state_layer_ids"
 
 
-def usual(num_layers: int) -> tuple[int, int, int]:
+def usual_taps(num_layers: int) -> tuple[int, int, int]:
     """What every consumer reads unless told otherwise."""
     return 2, num_layers // 2, num_layers - 3
 
 
-def taps_of(files: Files, config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+def read_taps(files: Files, config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     """The hidden_states that the config says. CheckpointError where its two places disagree, or it cannot be."""
     top, nested = wholes(config, KEY), wholes(table(config, "eagle_config"), KEY)
     found = {ids for ids in (top or None, nested and tuple(i + 1 for i in nested)) if ids}
@@ -37,13 +37,13 @@ def taps_of(files: Files, config: dict[str, Any], num_layers: int) -> tuple[int,
             f"{files}: {KEY} says hidden_states {list(top or ())}, and eagle_config.{KEY} {inner} (one more than it "
             "numbers them); consumers would read different layers"
         )
-    taps = found.pop() if found else usual(num_layers)
-    if wrong := refusal(taps, num_layers):
+    taps = found.pop() if found else usual_taps(num_layers)
+    if wrong := refusal_reason(taps, num_layers):
         raise CheckpointError(f"{files}: {wrong}")
     return taps
 
 
-def refusal(taps: Sequence[int], num_layers: int) -> str:
+def refusal_reason(taps: Sequence[int], num_layers: int) -> str:
     """Why no consumer can be told of these layers; "" where it can."""
     if list(taps) != sorted(set(taps)):
         return f"the layers read, hidden_states {list(taps)}, are not in ascending order, in which servers collect them"
@@ -55,22 +55,22 @@ def refusal(taps: Sequence[int], num_layers: int) -> str:
     return ""
 
 
-def at_top(taps: tuple[int, ...], num_layers: int) -> dict[str, Any]:
+def top_level_ids(taps: tuple[int, ...], num_layers: int) -> dict[str, Any]:
     """As vLLM, speculators and llama.cpp read them; nothing where they are the usual ones."""
-    return {} if taps == usual(num_layers) else {KEY: list(taps)}
+    return {} if taps == usual_taps(num_layers) else {KEY: list(taps)}
 
 
-def nested(taps: tuple[int, ...], num_layers: int) -> dict[str, Any]:
+def nested_ids(taps: tuple[int, ...], num_layers: int) -> dict[str, Any]:
     """As SGLang, SpecForge and ModelOpt read them inside eagle_config; nothing where they are the usual ones."""
-    return {} if taps == usual(num_layers) else {KEY: [tap - 1 for tap in taps]}
+    return {} if taps == usual_taps(num_layers) else {KEY: [tap - 1 for tap in taps]}
 
 
-def captured(taps: tuple[int, ...]) -> list[int]:
+def output_ids(taps: tuple[int, ...]) -> list[int]:
     """By their outputs, as TensorRT-LLM's eagle3_layers_to_capture and DFlash's target_layer_ids have them."""
     return [tap - 1 for tap in taps]
 
 
-def from_outputs(files: Files, config: dict[str, Any], key: str) -> tuple[int, ...]:
+def read_output_ids(files: Files, config: dict[str, Any], key: str) -> tuple[int, ...]:
     """The hidden_states that a config names by the layers they are outputs of. CheckpointError where it has none."""
     if not (ids := wholes(config, key)):
         raise CheckpointError(f"{files}: its config has no {key}, the layers of the target that it reads")

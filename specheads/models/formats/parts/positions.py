@@ -49,7 +49,7 @@ GGUF = Positions(("linear", "yarn"), yarn=("beta_fast", "beta_slow"))  # of Qwen
 LINEAR = Positions(("linear",), theta=False)  # of code from before other types
 
 
-def written(head: DecoderConfig) -> dict[str, Any]:
+def rope_keys(head: DecoderConfig) -> dict[str, Any]:
     """The keys of a config that both transformers 4 and 5 read; the EAGLE repository knows the type as `type` alone."""
     assert head.rope_parameters
     scaling = {name: value for name, value in head.rope_parameters.items() if name != "rope_theta"}
@@ -57,7 +57,7 @@ def written(head: DecoderConfig) -> dict[str, Any]:
     return {"rope_theta": theta} | ({} if kind == "default" else {"rope_scaling": {"type": kind, **scaling}})
 
 
-def read(files: Files, config: dict[str, Any]) -> dict[str, Any]:
+def read_rope(files: Files, config: dict[str, Any]) -> dict[str, Any]:
     """Plain RoPE with a base of 10000 where there is nothing: consumers do not take the target's.
 
     CheckpointError where its two places disagree, or only a part of each attention head is rotated; what else no head

@@ -15,8 +15,8 @@ from specheads.models.formats.files import Files
 
 def from_offsets(files: Files, vocab: int, draft: int) -> tuple[dict[str, Tensor], set[str]]:
     """Our d2t and t2d from the file's, and the names looked at. t2d may be missing, and both where Vd = V."""
-    looked_at = {"d2t", "t2d"} & set(files.shapes)
-    if "d2t" in looked_at:
+    consumed = {"d2t", "t2d"} & set(files.shapes)
+    if "d2t" in consumed:
         ids = _integers(files, "d2t", draft)  # whose size is checked: what the config claims is not allocated
         ids = ids + torch.arange(draft)
     elif draft == vocab:
@@ -24,7 +24,7 @@ def from_offsets(files: Files, vocab: int, draft: int) -> tuple[dict[str, Tensor
     else:
         raise CheckpointError(f"{files}: it drafts {draft} of {vocab} tokens, and has no d2t that says which")
     made = from_ids(files, "d2t", ids, vocab)
-    if "t2d" in looked_at:
+    if "t2d" in consumed:
         found = files.shapes["t2d"]
         if found.shape != (vocab,) or found.is_floating_point():
             raise CheckpointError(
@@ -32,7 +32,7 @@ def from_offsets(files: Files, vocab: int, draft: int) -> tuple[dict[str, Tensor
             )
         if not torch.equal(files.tensor("t2d").bool(), made["t2d"]):
             raise CheckpointError(f"{files}: t2d and d2t do not name the same {draft} tokens")
-    return made, looked_at
+    return made, consumed
 
 
 def from_map(files: Files, name: str, vocab: int, draft: int) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ class HeadConfig:
     loss: what a draft's law is trained on: one of `losses.DISTRIBUTION_LOSSES`, 'hard', or a weighted sum such as
     'hard:0.1,tv:1.8'. dpace: the floor of D-PACE's position weights (0.5 as published); None weighs by depth alone.
     tree: the static tree it drafts by default, by its text ("chain:4") or its choices, each a path of ranks, as
-    `calibration.calibrated` finds them; None leaves the tree to the kind of head and of device.
+    `calibration.calibrate_tree` finds them; None leaves the tree to the kind of head and of device.
     """
 
     kind: ClassVar[str] = ""

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from specheads.heads import HEADS, DraftHead, HeadConfig
 from specheads.hub import commit_of
 from specheads.models.config import SpecConfig
-from specheads.models.fingerprint import fingerprint
+from specheads.models.fingerprint import fingerprint_base
 from specheads.models.quantized import quantization_of
 
 
@@ -20,4 +20,4 @@ def build_head(config: HeadConfig, base: PreTrainedModel) -> DraftHead:
 
 def build_spec_config(config: HeadConfig, base: PreTrainedModel) -> SpecConfig:
     name = getattr(base, "name_or_path", None) or None
-    return SpecConfig.of(config, name, commit_of(base), fingerprint(base), quantization_of(base))
+    return SpecConfig.of(config, name, commit_of(base), fingerprint_base(base), quantization_of(base))

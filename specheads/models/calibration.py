@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def measured_ranks(
+def measure_ranks(
     model: SpecModel,
     rows: Iterable[Mapping[str, Any]],
     batch_size: int = 8,
@@ -52,7 +52,7 @@ def measured_ranks(
     return torch.cat(found)
 
 
-def calibrated(ranks: Tensor, num_nodes: int, max_depth: int | None = None) -> StaticTree:
+def calibrate_tree(ranks: Tensor, num_nodes: int, max_depth: int | None = None) -> StaticTree:
     """The static tree of `num_nodes`, root included, that would have had the most tokens accepted at these positions.
 
     A node is worth the share of positions whose own tokens had the ranks of its path, which is never more than its

@@ -30,11 +30,11 @@ from specheads.models.files import (
     replacing,
     widest_dtype,
 )
-from specheads.models.fingerprint import fingerprint
+from specheads.models.fingerprint import fingerprint_base
 from specheads.models.formats.importing import find_foreign
 from specheads.models.loading import as_dtype, load_language_model
 from specheads.models.lora import JointConfig, adapted_modules, attach, detach, is_adapter
-from specheads.models.quantized import quantization_of, restored
+from specheads.models.quantized import quantization_of, quantization_options
 from specheads.models.saved_head import SavedHead, adapter_tensors, head_tensors, read, state_dict_mismatches
 from specheads.options import listing, reason, shortened, shown
 
@@ -42,7 +42,7 @@ _HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only
 logger = hf_logging.get_logger(__name__)
 
 
-class Restored(NamedTuple):
+class LoadedParts(NamedTuple):
     """What a checkpoint gives: the config of the model, its base and its head, both with their weights."""
 
     config: SpecConfig
@@ -103,7 +103,7 @@ def load(
     allow_pickle: bool = False,
     allow_nonfinite: bool = False,
     **kwargs: Any,
-) -> Restored:
+) -> LoadedParts:
     """Config, base and head from a directory or hub id, in the form of this library or one of formats/. Raises
     CheckpointError with what is wrong and where.
 
@@ -129,7 +129,7 @@ def load(
         recorded = SpecConfig(base_model_name_or_path=foreign.base_name)
         base = unwrapped(_base_beside(source, base, recorded, Path(), hub, options))
         recorded, head = foreign.read_head(base, allow_nonfinite)
-        return Restored(recorded, base, head if wanted_dtype is None else head.to(wanted_dtype))
+        return LoadedParts(recorded, base, head if wanted_dtype is None else head.to(wanted_dtype))
     saved = read(source, **hub)
     if allow_nonfinite:  # of the head: adapters are part of the model that is decoded, which has no text then
         refuse_nonfinite(source, adapter_tensors(saved.tensors), allowable=False)
@@ -137,13 +137,13 @@ def load(
         refuse_nonfinite(source, saved.tensors)
     recorded, as_recorded = saved.config, base is None
     base = unwrapped(_base_beside(source, base, recorded, saved.folder, hub, options))
-    check_base(recorded, fingerprint(base), source)
+    check_base(recorded, fingerprint_base(base), source)
     check_options(saved, base, source)
 
     # What is saved from here on sits on this base; a local name in the file is relative to the file.
     recorded.base_model_name_or_path = getattr(base, "name_or_path", None) or _resolved(recorded, saved.folder)
     recorded.base_revision = commit_of(base) or (recorded.base_revision if as_recorded else None)
-    recorded.base_fingerprint = fingerprint(base)
+    recorded.base_fingerprint = fingerprint_base(base)
     recorded.base_quantization = quantization_of(base)
     recorded.name_or_path = str(source)
     if recorded.joint is not None:
@@ -171,7 +171,7 @@ def load(
         for name, t in of_head.items()
     }
     head.load_state_dict(copies, strict=True, assign=True)
-    return Restored(recorded, base, head if wanted_dtype is None else head.to(wanted_dtype))
+    return LoadedParts(recorded, base, head if wanted_dtype is None else head.to(wanted_dtype))
 
 
 def check_options(saved: SavedHead, base: PreTrainedModel, source: Any) -> None:
@@ -241,7 +241,7 @@ def _load_base(
     try:
         options = hub_options(name, **shared) | shared
         if base is None and "quantization_config" not in kwargs:
-            kwargs |= restored(config.base_quantization, name, **revision, **options)
+            kwargs |= quantization_options(config.base_quantization, name, **revision, **options)
         return load_language_model(name, **revision, **options, **kwargs)
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) and base is not None:

@@ -14,7 +14,7 @@ from specheads.heads import HeadConfig
 from specheads.heads.naming import head_config
 from specheads.hub import options as hub_options
 from specheads.models.build import build_head, build_spec_config
-from specheads.models.frozen import mark_frozen
+from specheads.models.frozen_base import mark_frozen
 from specheads.models.loading import as_dtype, load_language_model
 from specheads.models.lora import JointConfig, attach
 from specheads.models.spec_model import SpecModel

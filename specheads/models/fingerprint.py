@@ -16,7 +16,7 @@ _SIZES = (
 )  # fmt: skip
 
 
-def fingerprint(base: PreTrainedModel) -> dict[str, Any]:
+def fingerprint_base(base: PreTrainedModel) -> dict[str, Any]:
     """What identifies a base: the sizes in its config, and a digest of a few values of every weight (None where some
     weights are not here: on meta, offloaded, or in shards)."""
     config = text_config(base)

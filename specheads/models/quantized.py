@@ -32,7 +32,7 @@ def quantization_of(base: Any) -> dict[str, Any] | None:
     return found if found is None or isinstance(found, dict) else found.to_dict()
 
 
-def restored(recorded: dict[str, Any] | None, name: str, **options: Any) -> dict[str, Any]:
+def quantization_options(recorded: dict[str, Any] | None, name: str, **options: Any) -> dict[str, Any]:
     """What loads the base `name` quantised as it was, unless its own files say so already. options: of AutoConfig.
     ValueError where what was recorded is no quantisation."""
     if recorded is None or getattr(AutoConfig.from_pretrained(name, **options), "quantization_config", None):

@@ -106,7 +106,7 @@ def _read(source: Any, hub: dict[str, Any]) -> SavedHead:
         joint = None if config.joint is None else JointConfig.of(config.joint)
         adapters = {name: t for name, t in shapes.items() if joint and is_adapter(name)}
         differing = state_dict_mismatches({name: t for name, t in shapes.items() if name not in adapters}, head)
-        differing = differing or ("" if joint is None else _rank_misfits(adapters, joint))
+        differing = differing or ("" if joint is None else _rank_mismatches(adapters, joint))
     except (AssertionError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         why = reason(error) or _left_out(config)  # a head asserts that it has sizes
         raise CheckpointError(f"{source}: its config does not describe a head this version knows: {why}") from error
@@ -122,7 +122,7 @@ def _left_out(config: SpecConfig) -> str:
     return f"sizes are missing or null, among {listing(f.name for f in fields(head) if getattr(head, f.name) is None)}"
 
 
-def _rank_misfits(adapters: dict[str, Tensor], joint: JointConfig) -> str:
+def _rank_mismatches(adapters: dict[str, Tensor], joint: JointConfig) -> str:
     """How adapters differ from the rank they are said to have; "" where they do not."""
     wrong = []
     for name, t in adapters.items():

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from specheads.bench import cost
 from specheads.bench.sweep.grid import PLAIN, Sweep
 from specheads.decoding.drafters import Cascade, Drafter
-from specheads.models.fingerprint import fingerprint
+from specheads.models.fingerprint import fingerprint_base
 from specheads.models.named import OF_TEXT, Models, holds_head
 from specheads.options import OptionError
 
@@ -71,7 +71,7 @@ class Bench:
         """What tells these models from others of the same names: digests of their weights."""
         made = {PLAIN: None, **self.models.drafters} | {f"{name} {k}": own for (name, k), own in self._cascades.items()}
         modules = [(name, getattr(drafter, "small", drafter)) for name, drafter in made.items()]
-        return [fingerprint(self.base), *([name, digest(module)] for name, module in sorted(modules))]
+        return [fingerprint_base(self.base), *([name, digest(module)] for name, module in sorted(modules))]
 
 
 def digest(module: Any) -> list[float]:

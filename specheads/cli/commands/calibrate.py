@@ -9,7 +9,7 @@ from specheads import terminal
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets
 from specheads.models import saved_head
-from specheads.models.calibration import calibrated, expected_length, measured_ranks
+from specheads.models.calibration import calibrate_tree, expected_length, measure_ranks
 from specheads.models.spec_model import SpecModel
 
 SIZES = (2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -22,13 +22,13 @@ def calibrate(
     """The best tree of `num_nodes`, and what it and the best of other sizes would have yielded on the data."""
     config = DataConfig(train=data, max_samples=max_rows, max_length=max_length)
     rows, _ = build_datasets(config, tokenizer)
-    with terminal.progress(terminal.make_console(stderr=True), "measuring ranks") as told:
-        ranks = measured_ranks(model, rows, report=lambda done: told(done, f"{len(rows)} rows"))
-    tree = calibrated(ranks, num_nodes, max_depth)
+    with terminal.progress(terminal.make_console(stderr=True), "measuring ranks") as report:
+        ranks = measure_ranks(model, rows, report=lambda done: report(done, f"{len(rows)} rows"))
+    tree = calibrate_tree(ranks, num_nodes, max_depth)
     sizes = sorted({*SIZES, num_nodes})
     return {
         "positions": len(ranks), "tree": tree.choices, "accepted_length": expected_length(tree, ranks),
-        "by_nodes": {size: expected_length(calibrated(ranks, size, max_depth), ranks) for size in sizes},
+        "by_nodes": {size: expected_length(calibrate_tree(ranks, size, max_depth), ranks) for size in sizes},
     }  # fmt: skip
 
 

@@ -149,7 +149,7 @@ def comb(depth: int, width: int = 2) -> StaticTree:
 
 def default_static(budget: int, depth: int, accuracy: Sequence[float] = (0.6, 0.15, 0.07, 0.04, 0.03)) -> StaticTree:
     """The static tree of `budget` nodes, or of all there are, for a head nothing is known of: rank accuracies of a
-    moderately trained one, the same and independent at each depth. One counted on data: `calibration.calibrated`."""
+    moderately trained one, the same and independent at each depth. One counted on data: `calibrate_tree`."""
     if budget < 2:
         raise ValueError(f"a tree of {budget} nodes drafts nothing; ask for 2 or more")
     if budget > MAX_NODES:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specheads.heads.rope import frequencies
-from specheads.models.export_checks.held import compare, compare_values
+from specheads.models.export_checks.comparison import compare_tensors, compare_values
 from specheads.models.files import CheckpointError
 from specheads.models.formats.export.gguf_files import DRAFT
 from specheads.models.formats.files import Files
@@ -44,7 +44,7 @@ def check(folder: Path, model: SpecModel) -> str:
             found[name] = held[theirs] if heads is None else _halves(held[theirs], heads)
     if "d2t" in found:  # the target's ids there, in the file how far they are from the draft's
         found["d2t"] = found["d2t"] - torch.arange(len(found["d2t"]))
-    count = compare("gguf", folder, found, unread=("t2d",))  # which the converter leaves out
+    count = compare_tensors("gguf", folder, found, unread=("t2d",))  # which the converter leaves out
     if head.rope_parameters["rope_type"] == "llama3":
         _compare_llama3(folder, head, held.get("rope_freqs.weight"))
     return f"gguf reads {DRAFT}: {len(wanted)} values of its metadata, the values of {count} tensors"

@@ -10,7 +10,7 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specheads.heads.rope import rope_of
-from specheads.models.export_checks.held import compare_rotary, compare_values, positions_below
+from specheads.models.export_checks.comparison import compare_rotary, compare_values, positions_below
 from specheads.models.formats.files import Files
 
 if TYPE_CHECKING:

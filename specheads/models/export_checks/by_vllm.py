@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specheads.models.export_checks.held import compare, compare_rotary, compare_values
+from specheads.models.export_checks.comparison import compare_rotary, compare_tensors, compare_values
 from specheads.models.files import CheckpointError
 from specheads.models.formats.export import gguf_files
 from specheads.models.formats.files import Files
@@ -37,7 +37,7 @@ def check(folder: Path, model: SpecModel) -> str:
             raise CheckpointError(f"vLLM cannot load {folder}: {said[-1].strip()}")
         found = torch.load(out, weights_only=True)
     program = f"vLLM {found['version']}"
-    count = compare(program, folder, _by_file(folder, found["tensors"]), _UNREAD)
+    count = compare_tensors(program, folder, _by_file(folder, found["tensors"]), _UNREAD)
     compared = [f"the values of all {count} tensors"]
     if found["layers"] is not None:
         compare_values(program, folder, found, {"layers": list(model.head.layers)})

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from specheads.models.export_checks.held import positions_below
+from specheads.models.export_checks.comparison import positions_below
 
 
 def main(folder: str, base: str, method: str, depth: str, dtype: str, out: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 
-def explanation(base: object) -> str:
+def explain_frozen(base: object) -> str:
     return (
         f"this {type(base).__name__} was frozen by specheads.convert(), whose result was not kept; use "
         "model = convert(...), and train that"
@@ -20,11 +20,11 @@ def mark_frozen(base: nn.Module) -> None:
 
     By its loss, and not by forward() or a Trainer: the loss can be read as ever, and backward() alone raises.
     """
-    if not is_marked(base):
+    if not is_frozen_base(base):
         base.register_forward_hook(_explain_backward)
 
 
-def is_marked(base: object) -> bool:
+def is_frozen_base(base: object) -> bool:
     """Has convert() put a head beside this model?"""
     return isinstance(base, nn.Module) and _explain_backward in base._forward_hooks.values()
 
@@ -32,7 +32,7 @@ def is_marked(base: object) -> bool:
 def _explain_backward(base: nn.Module, _args: Any, output: Any) -> Any:
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor) and torch.is_grad_enabled() and not loss.requires_grad:
-        output.loss = _Explained.apply(loss, torch.zeros((), requires_grad=True), explanation(base))
+        output.loss = _Explained.apply(loss, torch.zeros((), requires_grad=True), explain_frozen(base))
     return output
 
 

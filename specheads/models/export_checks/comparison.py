@@ -14,7 +14,7 @@ from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
 
 
-def compare(program: str, folder: Path, held: Mapping[str, Tensor], unread: tuple[str, ...] = ()) -> int:
+def compare_tensors(program: str, folder: Path, held: Mapping[str, Tensor], unread: tuple[str, ...] = ()) -> int:
     """How many tensors of the file it holds, each with its values in the dtype it keeps them in.
 
     held: its tensors by the file's names. unread: names that it has no use for. CheckpointError with those that differ.

@@ -90,7 +90,7 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
         ("evaluate {tmp}/absent", "absent"),
         ("info {tmp}/absent", "absent is not a directory"),
         ("info {base}", "not the config of a draft head"),
-        ("train {tmp}/absent.yaml", "absent.yaml is not a file"),
+        ("train {tmp}/absent.yaml", "absent.yaml is neither a file"),
         ("train {tmp}/latin.txt nonsense", "'nonsense' is not KEY=VALUE"),
         ("demo --checkpoints {tmp}", "no base model at"),
         ("demo --minutes -2", "minutes"),

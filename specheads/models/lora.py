@@ -1,7 +1,7 @@
-"""Joint training: low-rank adapters on the base learn together with the head, as in Medusa-2. arXiv:2401.10774.
+"""Joint training: low-rank adapters on the base train together with the head, as in Medusa-2. arXiv:2401.10774.
 
-The adapted base is then the model that is decoded: its text is its own, not that of the base without adapters, which a
-loss against the base's law with the adapters off keeps it near.
+The adapted base is the model that is decoded, so its text differs from that of the base without adapters. A loss
+against the base's distribution with the adapters off keeps the two close.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _MOST_RANK, _MOST_WEIGHT = 4096, 2**20  # far above any there is
 
 @dataclass(frozen=True)
 class JointConfig:
-    """r, lora_alpha, lora_dropout, target_modules: of the adapters, peft's LoraConfig. base_loss: "kl" keeps the
-    adapted base near the law it had, for texts the base wrote itself; "ce" is the language model loss on the texts.
-    head_weight: of the head's loss beside the base's; ramp: "sine" raises it over the run, sin(π/2 · progress).
-    Learning rates apart: training.head_lr_groups."""
+    """r, lora_alpha, lora_dropout, target_modules: of the adapters, as in peft's LoraConfig. base_loss: "kl" keeps the
+    adapted base close to its original distribution, for texts that the base wrote itself; "ce" is the language model
+    loss on the texts. head_weight: of the head's loss beside the base's; ramp: "sine" raises it over the run,
+    sin(π/2 · progress). Separate learning rates: training.head_lr_groups."""
 
     r: int = 32
     lora_alpha: int = 16
@@ -50,7 +50,7 @@ class JointConfig:
 
     def __post_init__(self) -> None:
         if type(self.r) is not int or not 1 <= self.r <= _MOST_RANK:
-            raise ValueError(f"lora.r={shown(self.r)}: expected a whole number of at least 1 and at most {_MOST_RANK}")
+            raise ValueError(f"lora.r={shown(self.r)}: expected a whole number from 1 to {_MOST_RANK}")
         for name in ("lora_dropout", "lora_alpha", "head_weight"):
             if isinstance(value := getattr(self, name), bool) or not isinstance(value, int | float):
                 raise ValueError(f"lora.{name}={shown(value)}: expected a number")
@@ -64,7 +64,7 @@ class JointConfig:
         named = (self.target_modules,) if isinstance(self.target_modules, str) else self.target_modules
         if not isinstance(named, tuple) or not named or not all(isinstance(name, str) for name in named):
             raise ValueError(
-                f"lora.target_modules={shown(self.target_modules)}: expected a name of modules, or several"
+                f"lora.target_modules={shown(self.target_modules)}: expected the name of modules, or several names"
             )
         if self.base_loss not in BASE_LOSSES:
             raise ValueError(f"lora.base_loss={shown(self.base_loss)}: expected one of {', '.join(BASE_LOSSES)}")
@@ -78,18 +78,18 @@ class JointConfig:
             return given
         if not isinstance(given, Mapping):
             targets = given.target_modules
-            made = cls(
+            joint = cls(
                 given.r, given.lora_alpha, given.lora_dropout,
                 "all-linear" if targets is None else targets if isinstance(targets, str) else tuple(sorted(targets)),
             )  # fmt: skip
-            plain, whole = made.lora_config().to_dict(), given.to_dict()
+            plain, whole = joint.lora_config().to_dict(), given.to_dict()
             whole["target_modules"] = plain["target_modules"]
             if other := sorted(name for name, value in whole.items() if plain.get(name) != value):
                 raise ValueError(
-                    f"the LoraConfig sets {', '.join(other)}, which a head checkpoint does not keep; only r, "
-                    "lora_alpha, lora_dropout and target_modules can be other than peft's defaults"
+                    f"the LoraConfig sets {', '.join(other)}, which a head checkpoint does not store; only r, "
+                    "lora_alpha, lora_dropout and target_modules may differ from peft's defaults"
                 )
-            return made
+            return joint
         refuse_unknown(given, [field.name for field in fields(cls)], section="lora.")
         listed: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
@@ -109,7 +109,7 @@ class JointConfig:
         )  # fmt: skip
 
     def weight(self, progress: float) -> float:
-        """Of the head's loss, at a share of the run."""
+        """Weight of the head's loss at `progress`, the share of the run that is done."""
         return self.head_weight * (math.sin(math.pi / 2 * progress) if self.ramp == "sine" else 1.0)
 
 
@@ -118,27 +118,28 @@ def is_adapter(name: str) -> bool:
 
 
 def adapted_modules(names: Iterable[str]) -> tuple[str, ...]:
-    """The modules of a base whose adapters have those names in a checkpoint, `base.….lora_…`."""
+    """The modules of a base that have adapters, from tensor names of a checkpoint, `base.….lora_…`."""
     return tuple(sorted({name.removeprefix("base.").partition(".lora_")[0] for name in names if is_adapter(name)}))
 
 
 def attach(base: PreTrainedModel, config: JointConfig) -> None:
-    """Put new adapters, which change nothing yet, into `base`, in float32. ValueError where it has some already, or
-    none of the modules; the base is then as it was."""
+    """Add new adapters in float32 to `base`; until trained they change nothing.
+
+    ValueError if the base already has adapters, or none of the modules; the base is then unchanged."""
     if any(is_adapter(name) for name, _ in base.named_parameters()):
         raise ValueError("the base already has adapters: merge them (merge_and_unload) or convert it without lora")
     loaded = base._hf_peft_config_loaded
     try:
         base.add_adapter(config.lora_config())
     except ValueError as error:
-        base._hf_peft_config_loaded = loaded  # which transformers sets first
-        raise ValueError(f"no adapters can be put into the base: {reason(error)}") from error
+        base._hf_peft_config_loaded = loaded  # transformers has set it already
+        raise ValueError(f"adapters cannot be added to the base: {reason(error)}") from error
     for parameter in adapters(base):
         parameter.data = parameter.data.float()
 
 
 def detach(base: PreTrainedModel) -> None:
-    """Take the adapters that `attach` put in out again."""
+    """Remove the adapters that `attach` added."""
     base.delete_adapter("default")
 
 
@@ -147,7 +148,7 @@ def adapters(base: nn.Module) -> list[nn.Parameter]:
 
 
 def base_loss(config: JointConfig, batch: TapBatch, own: LiveTeacher, base: Any, attention_mask: Any) -> Tensor:
-    """Of the adapted base itself, over the supervised tokens of the batch; own: its law, with gradients."""
+    """The adapted base's own loss on the supervised tokens of a batch. own: its distribution, with gradients."""
     from peft.helpers import rescale_adapter_scale
 
     asked = DraftTargets.of(batch.tokens, batch.supervised, batch.documents, 1)

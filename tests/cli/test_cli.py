@@ -124,7 +124,10 @@ def test_a_shipped_head_where_none_are_is_told_of_the_demo(tmp_path, monkeypatch
     for command in ("generate --prompt a", "evaluate", "calibrate --data rows.jsonl"):
         code, out, said = run(capsys, *command.split(), "checkpoints/eagle3")
         assert (code, out) == (2, "")
-        assert said.startswith("specheads: checkpoints/eagle3 is not here") and "`specheads demo` trains one" in said
+        assert (
+            said.startswith("specheads: there is no checkpoints/eagle3 here")
+            and "`specheads demo` trains a head" in said
+        )
         assert said.count("\n") == 1
 
 

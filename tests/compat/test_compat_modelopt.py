@@ -354,7 +354,7 @@ def test_a_trainer_of_the_base_says_that_the_head_was_not_kept(tmp_path):
     base = small()
     specheads.convert(base, "medusa")
     gc.collect()
-    expected = r"LlamaForCausalLM was frozen by specheads.convert\(\), whose result was not kept; use model = convert"
+    expected = r"LlamaForCausalLM was frozen by specheads.convert\(\), whose result was not kept; write model = convert"
     with pytest.raises(ValueError, match=expected):
         trainer_of(base, tmp_path, max_steps=1).train()
     with pytest.raises(ValueError, match=expected):

@@ -162,7 +162,7 @@ def test_what_reads_a_head_without_its_base_says_how_a_foreign_one_becomes_ours(
         }
     )  # fmt: skip
     for read in (saved_head.read, lambda head: tapped_layers(recipe, SaveOptions(tmp_path), None)):
-        with pytest.raises(CheckpointError, match="takes its base to be read: write it in our form first"):
+        with pytest.raises(CheckpointError, match="can only be read beside its base; import it first"):
             read(tmp_path / "theirs")
 
 

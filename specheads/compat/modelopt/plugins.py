@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils import ModelOutput
 
 from specheads.compat.modelopt.acceptance import HFARValidation
 from specheads.decoding.drafters.base import Context
@@ -37,26 +36,18 @@ class HFModel(SpecModel):
                 raise
             return parts._modules[name]
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        loss_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        num_items_in_batch: Tensor | float | None = None,
-        **kwargs: Any,
-    ) -> ModelOutput:
-        """As SpecModel.forward, but labels may be shifted, and loss_mask may stand beside them: see supervised()."""
-        if labels is not None:
-            loss_mask = supervised(input_ids, labels, loss_mask, attention_mask)
-            if num_items_in_batch is not None:  # which counts labels, those of padding too
-                share = loss_mask.sum() / (labels != -100).sum().clamp_min(1)
-                num_items_in_batch = torch.as_tensor(num_items_in_batch, device=share.device) * share
-        return super().forward(
-            input_ids, attention_mask, None, loss_mask, position_ids, document_ids, num_items_in_batch, **kwargs
-        )
+    def select_supervised(
+        self, input_ids: Tensor, labels: Tensor | None, loss_mask: Tensor | None, attention_mask: Tensor | None,
+        num_items: Tensor | float | None,
+    ) -> tuple[Tensor, Tensor | float | None]:  # fmt: skip
+        """As SpecModel's, but labels may be shifted, and loss_mask may accompany them: see supervised()."""
+        if labels is None:
+            return super().select_supervised(input_ids, labels, loss_mask, attention_mask, num_items)
+        mask = supervised(input_ids, labels, loss_mask, attention_mask)
+        if num_items is not None:  # it counts labels, those of padding too
+            share = mask.sum() / (labels != -100).sum().clamp_min(1)
+            num_items = torch.as_tensor(num_items, device=share.device) * share
+        return mask, num_items
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

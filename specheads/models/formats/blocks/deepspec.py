@@ -1,6 +1,6 @@
-"""DSpark as DeepSpec writes it, and vLLM, SGLang and llama.cpp read it: its keys in a Qwen3 config.
+"""DSpark as DeepSpec writes it and vLLM, SGLang and llama.cpp read it: its keys in a Qwen3 config.
 
-DeepSpec's own files have copies of the base's matrices, which the others take from the target."""
+DeepSpec's own files have copies of the base's matrices; the others take those of the target."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LAYERS = "target_layer_ids"
 
 @dataclass(frozen=True)
 class DeepSpec(parallel.Parallel):
-    """copied: the base's output matrix is in the file too, as its embeddings are."""
+    """copies_output: the file has the base's output matrix, beside its embeddings."""
 
     copies_output: bool = False
     takes_markov: bool = True
@@ -71,7 +71,7 @@ class DeepSpec(parallel.Parallel):
 
 FORMATS = (
     DeepSpec(
-        "deepspec", "DSpark in DeepSpec's form", "deepseek-ai/DeepSpec (main), vLLM 0.32", vllm_gpu("dspark"),
+        "deepspec", "DSpark in DeepSpec's format", "deepseek-ai/DeepSpec (main), vLLM 0.32", vllm_gpu("dspark"),
         embeds=True, copies_output=True,
     ),
     DeepSpec(

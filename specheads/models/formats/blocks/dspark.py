@@ -1,6 +1,6 @@
-"""DSpark in the `speculators` form: a block drafted at once over the target's features, and a bias by the token before.
+"""DSpark in the `speculators` format: a block drafted at once from the target's features, plus a Markov bias.
 
-Its slots see one another both ways, and speak of the token behind their place, or of their own as in DFlash.
+Its slots attend to one another both ways. They predict the position after their own, or their own as in DFlash.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DSpark(parallel.Parallel):
 
 
 def nested_options(files: Files, base: PreTrainedModel) -> dict[str, Any]:
-    """Options out of a config of speculators, whose decoder's is nested and whose layers are hidden_states."""
+    """Options from a config of speculators, which nests the decoder's and numbers layers as hidden_states."""
     config = files.config or {}
     taps = wholes(config, _LAYERS)
     if not taps:
@@ -74,7 +74,7 @@ def nested_config(
         "speculators_model_type": kind, "speculators_version": VERSION, "block_size": head.block_size,
         "draft_vocab_size": head.draft_vocab_size, "target_hidden_size": None, _LAYERS: list(head.taps),
         "mask_token_id": head.mask_token_id,
-        # Of sliding layers, which there are none of. vLLM 0.32 takes false for "every layer is causal".
+        # It is about sliding layers, of which there are none. vLLM 0.32 takes false for "every layer is causal".
         "sliding_window_non_causal": True,
         "sample_from_anchor": head.sample_from_anchor, **more, "tie_word_embeddings": False,
         **nested_block(head, tensors, base, "qwen3"),

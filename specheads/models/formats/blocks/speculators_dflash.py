@@ -1,4 +1,4 @@
-"""DFlash in the `speculators` form: a block drafted at once, whose slots speak of their own place."""
+"""DFlash in the `speculators` format: a block drafted at once, whose slots predict their own positions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specheads.models.formats.serving import HUB_ID, WHOLE_BLOCK, vllm
 
 @dataclass(frozen=True)
 class SpeculatorsDFlash(parallel.Parallel):
-    """Heads with sample_from_anchor are read too, and written as DSpark's, by whose method alone vLLM takes them."""
+    """Heads with sample_from_anchor are read too. They are written as DSpark: vLLM takes them by no other method."""
 
     engine: str = "speculators"
     title: str = "speculators DFlash"
@@ -33,8 +33,8 @@ class SpeculatorsDFlash(parallel.Parallel):
         return (files.config or {}).get("speculators_model_type") == "dflash"
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
-        behind = flag(files.config or {}, "sample_from_anchor")
-        return {**nested_options(files, base), "sample_from_anchor": behind}
+        from_anchor = flag(files.config or {}, "sample_from_anchor")
+        return {**nested_options(files, base), "sample_from_anchor": from_anchor}
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, ParallelConfig)

@@ -1,8 +1,8 @@
 """EAGLE-1 and EAGLE-2 as the EAGLE repository, vLLM and SGLang read them.
 
-They share the tensors and disagree on the bias of fc: on unless "bias" says false in the EAGLE repository, dropped in
-silence by vLLM, always there in SGLang, and random where the file has none. So a head without one goes to SGLang with
-a bias of zeros, and "bias": false everywhere.
+They share the tensors and disagree on the bias of fc. The EAGLE repository has one unless "bias" is false. vLLM drops
+it silently. SGLang always has one, which is random if the file has none. So a head without a bias is written with
+"bias": false everywhere, and for SGLang with a bias of zeros too.
 """
 
 from __future__ import annotations
@@ -85,19 +85,19 @@ class Eagle(Format):
         wrong, layers = [], text_config(base).num_hidden_layers
         if head.taps != (layers,):
             wrong.append(
-                f"it reads hidden_states {head.taps[0]}, and EAGLE-1 is fed what comes behind the final norm ({layers})"
+                f"it reads hidden_states {head.taps[0]}, and EAGLE-1 reads the output of the final norm ({layers})"
             )
         if head.fc_bias and not self.fc_bias and tensors["fc.bias"].any():
             wrong.append("fc has a bias, which is dropped")
         if head.num_layers > 1 and not self.takes_layers:
-            wrong.append(f"it has {head.num_layers} decoder layers, and one is known to be read right")
+            wrong.append(f"it has {head.num_layers} decoder layers, and only one is known to be read correctly")
         if (head.attention_bias or head.mlp_bias) and not self.takes_biases:
             wrong.append("its decoder has biases, which are dropped")
         return wrong + self.positions.refusals(head)
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, EagleConfig)
-        # vLLM reads "bias" as that of attention; what is left of one in fc is zeros here.
+        # vLLM reads "bias" as attention's; a bias of fc that gets here is zeros.
         biased = head.fc_bias and self.fc_bias
         config = {"architectures": [self.architecture], **block_config(head, tensors, base), "bias": biased}
         if head.attention_bias or head.mlp_bias:

@@ -1,7 +1,7 @@
 """EAGLE-3 as the EAGLE repository writes it, and SpecForge, vLLM, SGLang, TensorRT-LLM and llama.cpp read it.
 
-They share the tensors and most of the config. They differ in how layers are numbered (layer_ids.py), in what of a
-decoder they can hold beyond one plain block, and in how they are started.
+They share the tensors and most of the config. They differ in how they number layers (layer_ids.py), in which decoders
+they support beyond one plain block, and in how they are started.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from specheads.models.formats.parts.positions import EVERY, LINEAR, SGLANG, USUA
 from specheads.models.formats.serving import OLDER, TRTLLM, llamacpp, vllm
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-_SERVED_NORMS = ("norm_before_fc", "norm_features", "norm_output")  # what SGLang and TensorRT-LLM have of NORMS
-# How the names of decoder block 0 begin, and those of a later one; by number and "midlayer": ModelOpt's of several.
+_SERVED_NORMS = ("norm_before_fc", "norm_features", "norm_output")  # those of NORMS that SGLang and TensorRT-LLM have
+# Name prefix of decoder block 0 → that of a later block. "midlayer.0.": ModelOpt's Megatron exporter, several blocks.
 _BLOCKS = {"midlayer.": "layers.{}.", "layers.0.": "layers.{}.", "midlayer.0.": "midlayer.{}."}
 _OWN = {
     "fc.weight": "fc.weight", "norm.weight": "norm.weight", "lm_head.weight": "lm_head.weight",
@@ -37,8 +37,10 @@ _OWN = {
 
 
 def tensor_names(head: Eagle3Config, first: str, found: Collection[str] = ()) -> dict[str, str]:
-    """Ours → theirs, but for the vocabulary. `first` begins the names of decoder block 0, unless the names found in a
-    file say otherwise; so they do of the norm that a later block begins with (hidden_norm: ModelOpt's, SGLang's)."""
+    """Our name → theirs, except for the vocabulary.
+
+    first: the prefix of decoder block 0, unless the names `found` in a file have another one. They also tell the name
+    of a later block's first norm (hidden_norm in ModelOpt and SGLang)."""
     first = next((each for each in _BLOCKS if f"{each}hidden_norm.weight" in found), first)
     names = {ours: theirs.format(first=first) for ours, theirs in _OWN.items()}
     if head.norm_features:
@@ -55,16 +57,16 @@ def tensor_names(head: Eagle3Config, first: str, found: Collection[str] = ()) ->
 
 
 def common_refusals(head: Eagle3Config, base: PreTrainedModel) -> list[str]:
-    """What speaks against an EAGLE-3 head in every format."""
+    """Reasons that hold against an EAGLE-3 head in every format."""
     wrong = layer_ids.refusal_reason(head.taps or (), text_config(base).num_hidden_layers)
     return [wrong] * bool(wrong)
 
 
 @dataclass(frozen=True)
 class Eagle3(Format):
-    """deep: takes several decoder blocks, as the tensors here have them; biased: takes biases in the block;
-    tapped: takes other layers than the usual three; three: takes no other number of them; norms: the options it has
-    that move a norm; positions: the scaled ones it has."""
+    """takes_layers: supports several decoder blocks, as the tensors here have them. takes_biases: in the block.
+    takes_taps: layers other than the usual three. needs_three_taps: exactly three layers. norms: the options that move
+    a norm and are supported. positions: the scaled ones it supports."""
 
     kind: ClassVar[str] = Eagle3Config.kind
     engine: str
@@ -139,7 +141,7 @@ class Eagle3(Format):
 
 
 def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], base: PreTrainedModel) -> dict[str, Any]:
-    """Head options out of a config and, where it is nested there, the config of the decoder block."""
+    """Head options from a config and the config of its decoder block, which may be nested there."""
     midlayers = count(files, "midlayer.") or any(name.startswith("midlayer.") for name in files.shapes)
     layers = count(files, "layers.") + midlayers
     norms = eagle3_config.read_norms(files, config, layers)
@@ -154,21 +156,24 @@ def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], ba
 def translate_shared(
     files: Files, head: HeadConfig, base: PreTrainedModel, block: dict[str, Any]
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """d2t and t2d, what a file without it has for lm_head or a bias, and its embeddings compared with the base's where
-    it has any; block: the config of its decoder."""
+    """d2t and t2d, and defaults for a missing lm_head or bias. Embeddings in the file are compared with the base's.
+
+    block: the config of its decoder."""
     assert isinstance(head, Eagle3Config) and head.vocab_size and head.draft_vocab_size
-    made, consumed = vocabulary.from_offsets(files, head.vocab_size, head.draft_vocab_size)
+    translated, consumed = vocabulary.from_offsets(files, head.vocab_size, head.draft_vocab_size)
     if "embed_tokens.weight" in files.shapes:
         check_embeddings(files, "embed_tokens.weight", base)
         consumed.add("embed_tokens.weight")
     if "lm_head.weight" not in files.shapes:
-        made["lm_head.weight"] = _shared_output(files, head, base)
-    return made | zero_biases(files, block, head), consumed
+        translated["lm_head.weight"] = _shared_output(files, head, base)
+    return translated | zero_biases(files, block, head), consumed
 
 
 def _shared_output(files: Files, head: Eagle3Config, base: PreTrainedModel) -> Tensor:
-    """The base's output matrix (V, H), with which servers draft where a file has none. CheckpointError where they
-    would not: of a draft vocabulary, or where tie_word_embeddings means another matrix to SGLang."""
+    """The base's output matrix (V, H), with which servers draft if a file has none.
+
+    CheckpointError if they would not: with a draft vocabulary, or if tie_word_embeddings means another matrix in
+    SGLang."""
     if head.draft_vocab_size != head.vocab_size:
         raise CheckpointError(
             f"{files}: it has no lm_head.weight and drafts {head.draft_vocab_size} of {head.vocab_size} tokens; the "
@@ -184,7 +189,7 @@ def _shared_output(files: Files, head: Eagle3Config, base: PreTrainedModel) -> T
 
 
 def trtllm_yaml(head: Eagle3Config, num_layers: int) -> str:
-    """The file that trtllm-serve is started with: the draft length, where the head is, and other layers than usual."""
+    """The options file of trtllm-serve: draft length, path of the head, and layers if they are not the usual ones."""
     assert head.taps
     lines = ["decoding_type: Eagle3", f"max_draft_len: {head.draft_depth}", "speculative_model: {folder}"]
     if head.taps != layer_ids.usual_taps(num_layers):
@@ -195,7 +200,7 @@ def trtllm_yaml(head: Eagle3Config, num_layers: int) -> str:
 FORMATS = (
     Eagle3(
         "eagle", "EAGLE-3 (the EAGLE repository's form, which SpecForge and the servers share)",
-        "SafeAILab/EAGLE (main, transformers 4.53); run with OpenVINO GenAI 2026.4, told of its layers", f"""\
+        "SafeAILab/EAGLE (main, transformers 4.53); run with OpenVINO GenAI 2026.4, given its layers", f"""\
 ```python
 from eagle.model.ea_model import EaModel
 
@@ -224,7 +229,7 @@ python -m sglang.launch_server --model-path $base_arg --speculative-algorithm EA
 trtllm-serve $base_arg --backend pytorch --extra_llm_api_options $folder_arg/trtllm.yml
 ```
 
-The layers to read are in `trtllm.yml` where they are not the usual ones: TensorRT-LLM takes them from there alone.
+If the layers are not the usual ones, `trtllm.yml` names them: TensorRT-LLM reads them only there.
 """,
         norms=_SERVED_NORMS,
     ),

@@ -1,7 +1,7 @@
 """EAGLE-3 as ModelOpt exports it: layers numbered by their outputs, no t2d, no embeddings.
 
-The decoder block of a head for a Hugging Face model is "layers.0." there; of one for Megatron's "midlayer.", or
-"midlayer.0." where there are several. Both are read, by the names in the file; the former is written.
+The decoder block is named "layers.0." for a Hugging Face model, and "midlayer." for Megatron's, or "midlayer.0." if
+there are several. All are read, by the names in the file; "layers.0." is written.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ModelOpt(eagle3.Eagle3):
 trtllm-serve $base_arg --backend pytorch --extra_llm_api_options $folder_arg/trtllm.yml
 ```
 
-The layers to read are in `trtllm.yml` where they are not the usual ones: TensorRT-LLM takes them from there alone.
-ModelOpt itself does not load its exports back: this form is for what reads them.
+If the layers are not the usual ones, `trtllm.yml` names them: TensorRT-LLM reads them only there. ModelOpt does not
+load its own exports; this format is for programs that do.
 """
 
     def recognises(self, files: Files) -> bool:

@@ -1,4 +1,4 @@
-"""EAGLE-3 in the `speculators` form, which vLLM serves by itself: its config nests that of the decoder block."""
+"""EAGLE-3 in the `speculators` format, which vLLM serves directly: its config nests that of the decoder block."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Speculators(Format):
 def nested_block(
     head: FeatureHeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel, model_type: str
 ) -> dict[str, Any]:
-    """The dtype, and the config of the decoder as it is nested."""
+    """The dtype and the nested config of the decoder."""
     block = block_config(head, tensors, base) | {"model_type": model_type}
     dtype = block.pop("torch_dtype")
     for name in ("rope_theta", "rope_scaling"):
@@ -87,7 +87,7 @@ def nested_block(
 
 
 def speculators_config(algorithm: str, depth: int, base: PreTrainedModel) -> dict[str, Any]:
-    """How it drafts, and for which base."""
+    """The table that says how the head drafts, and for which base."""
     proposal = {
         "proposal_type": "greedy", "speculative_tokens": depth, "verifier_accept_k": 1, "accept_tolerance": 0.0,
     }  # fmt: skip

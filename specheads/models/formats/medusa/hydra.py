@@ -1,7 +1,7 @@
 """Hydra as its repository writes it: hydra_mlp, a network a head, hydra_lm_head, and for Hydra++ prefix_embeding_layer.
 
-Two of its head architectures are read: mlp, and prefix-mlp (Hydra++), whose Dropout takes every other index. Its second
-and later blocks of a head are one module, so they are equal. No server reads this form.
+Two of its head architectures are read: mlp, and prefix-mlp (Hydra++), where Dropout takes every other index. The second
+and later blocks of a head are one module, so they are equal. No server reads this format.
 Shapes: K heads, L blocks a head, H hidden, V vocabulary.
 """
 
@@ -36,7 +36,7 @@ _SIZES = (
 class Hydra(Format):
     kind: ClassVar[str] = HydraConfig.kind
     engine: str = "hydra"
-    title: str = "Hydra (its repository's form)"
+    title: str = "Hydra (its repository's format)"
     versions: str = "zankner/Hydra (main)"
     serving: str = """\
 ```bash
@@ -61,8 +61,8 @@ python -m hydra.inference.cli --model $folder_arg
             raise CheckpointError(f"{files}: grounded_heads=false; heads here read the tokens drafted before them")
         if offset := whole(config, "hidden_state_offset", 0, least=0):
             raise CheckpointError(
-                f"{files}: hidden_state_offset={offset}; heads of this form are read where they are fed what comes "
-                "behind the final norm, which is 0"
+                f"{files}: hidden_state_offset={offset}; heads of this format are read only if they read the output of "
+                "the final norm, which is 0"
             )
         if prefix and (wrong := _positions(base)):
             raise CheckpointError(f"{files}: {wrong}")
@@ -93,7 +93,7 @@ python -m hydra.inference.cli --model $folder_arg
 
     def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         assert isinstance(head, HydraConfig)
-        # Its prefix layer is a whole model of one layer, which is given vectors: its embeddings are never read.
+        # Its prefix layer is a whole model of one layer that is given vectors: its embeddings are never used.
         return full_vocabulary(head), {
             f"{_PREFIX}embed_tokens.weight",
             f"{_PREFIX}layers.0.self_attn.rotary_emb.inv_freq",
@@ -104,7 +104,7 @@ python -m hydra.inference.cli --model $folder_arg
         wrong = tap_refusals(head, base)
         if head.draft_vocab_size != head.vocab_size:
             wrong.append(
-                f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and there is no place for which"
+                f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and the format cannot say which"
             )
         later = [
             (i, j, w) for i in range(head.num_heads) for j in range(2, head.num_layers) for w in ("weight", "bias")
@@ -135,7 +135,7 @@ python -m hydra.inference.cli --model $folder_arg
 
 
 def _positions(base: PreTrainedModel) -> str:
-    """Why no prefix layer here has the base's positions, which those of this form have; "" where one can."""
+    """Why no prefix layer here can have the base's positions, as this format's layers do; "" if one can."""
     try:
         rope_of(text_config(base))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`specheads calibrate`: the static tree that a head's own ranks on data call for, saved with the head if asked."""
+"""`specheads calibrate`: the static tree that suits a head's ranks on data, saved with the head if asked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def calibrate(
     model: SpecModel, tokenizer: Any, data: list[str], *, num_nodes: int, max_depth: int | None, max_rows: int,
     max_length: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """The best tree of `num_nodes`, and what it and the best of other sizes would have yielded on the data."""
+    """The best tree of `num_nodes`, and the accepted lengths of it and of the best trees of other sizes on the data."""
     config = DataConfig(train=data, max_samples=max_rows, max_length=max_length)
     rows, _ = build_datasets(config, tokenizer)
     with terminal.progress(terminal.make_console(stderr=True), "measuring ranks") as report:
@@ -33,7 +33,7 @@ def calibrate(
 
 
 def save(model: SpecModel, directory: Path, record: dict[str, Any]) -> None:
-    """Make the tree the default of the checkpoint in `directory`, whose tensors stay as they are."""
+    """Make the tree the default of the checkpoint in `directory`; its tensors do not change."""
     model.set_default_tree(record["tree"])
     model.save_pretrained(directory, state_dict=saved_head.read(directory).tensors)
 

@@ -57,7 +57,7 @@ class HFModel(SpecModel):
     def pseudo_speculative_generate(self, input_ids: Tensor, steps: int = 1) -> tuple[Tensor, Tensor | None]:
         """The base's greedy next token (B, 1) after input_ids (B, T), and the greedy draft (B, S) after that one.
 
-        steps: S; 0 drafts nothing, and gives None. ValueError where the head drafts no chain so long.
+        steps: S; 0 drafts nothing, and gives None. ValueError if the head drafts no chain of that length.
         """
         lengths = torch.full((len(input_ids),), input_ids.shape[1], device=input_ids.device)
         target = Target(self.base, layers=self.head.layers, scratch=steps + 1)
@@ -124,7 +124,7 @@ class EagleModule:
 
 
 def of_kind(model: SpecModel) -> SpecModel:
-    """The same object, of the class that ModelOpt's names for its head are in."""
+    """The same object, with the class that has ModelOpt's names for its kind of head."""
     kind = model.head.config.kind
     model.__class__ = {"medusa": HFMedusaModel, "eagle": HFEagleModel, "eagle3": HFEagleModel}.get(kind, HFModel)
     return model

@@ -1,4 +1,4 @@
-"""The GGUF file of a head read back by llama.cpp's own `gguf` package: metadata, names, and every value."""
+"""Reads the GGUF file of a head back with llama.cpp's own `gguf` package: metadata, names, and every value."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check(folder: Path, model: SpecModel) -> str:
 
 
 def _compare_llama3(folder: Path, head: Any, divisors: Tensor | None) -> None:
-    """Llama 3.1's positions are no metadata there: a tensor (d / 2,) has by what each plain angle is divided."""
+    """Llama 3.1's positions are not metadata there: a tensor (d / 2,) has the divisor of each plain angle."""
     own = frequencies(head.head_dim, head.rope_parameters)[0]
     plain = frequencies(head.head_dim, {**head.rope_parameters, "rope_type": "default"})[0]
     if divisors is None or divisors.shape != own.shape or not torch.allclose(plain / divisors, own, rtol=1e-5):
@@ -59,7 +59,7 @@ def _compare_llama3(folder: Path, head: Any, divisors: Tensor | None) -> None:
 
 
 def _wanted(head: Any, taps: list[int]) -> dict[str, Any]:
-    """Metadata by its keys behind the architecture."""
+    """Metadata by its keys after the architecture."""
     rope = head.rope_parameters
     wanted = {
         "general.architecture": _ARCHITECTURE, "target_layers": taps, "embedding_length": head.hidden_size,
@@ -101,5 +101,5 @@ def _values(gguf: Any, tensor: Any) -> Tensor:
 
 
 def _halves(weight: Tensor, heads: int) -> Tensor:
-    """Rows of each attention head as llama.cpp has them, in pairs that turn together, back in Llama's halves."""
+    """Rows of each attention head in llama.cpp's order, pairs that rotate together → Llama's order, in halves."""
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

@@ -1,6 +1,6 @@
-"""ModelOpt's own EAGLE module filled with an export, and its exporter's list of names.
+"""Loads an export into ModelOpt's own EAGLE module, and compares names with its exporter's list.
 
-ModelOpt does not read its exports back; this is the module that it would have exported.
+ModelOpt does not read its own exports; this is the module that it would have exported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""speculators' from_pretrained, and every tensor it then holds against the file."""
+"""Loads an export with speculators' from_pretrained, and compares every tensor with the file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """vLLM's process: python -m specheads.models.export_checks.in_vllm FOLDER BASE METHOD DEPTH DTYPE OUT.
 
-Writes what vLLM holds of the draft head in FOLDER into the file OUT. The base gives its config alone.
+Writes what vLLM holds of the draft head in FOLDER into the file OUT. Of BASE only the config is used.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ from specheads.data import corpus
 from specheads.decoding.drafters.bigram import count_bigrams, save_bigrams
 from specheads.models.convert import load_head
 from specheads.models.formats import FORMATS
-from specheads.models.formats.exporting import head_tensors
+from specheads.models.formats.export.exporting import head_tensors
 
 PARTS = {  # what a checkout of each must hold
     "romsto": "sampling/speculative_decoding.py", "csd": "csd.py", "fsd": "fsd_utils.py",

@@ -1,4 +1,4 @@
-"""Names of models and data: a path of this machine, or else the Hugging Face hub's; and putting a folder there."""
+"""Names of models and data, which are local paths or Hugging Face hub ids; and uploading a folder to the hub."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _answers: dict[Any, tuple[float, tuple[str, str]]] = {}
 
 
 def may_be_repository(name: str) -> bool:
-    """owner/name, the only form in which heads can be on the hub."""
+    """Is this owner/name, the only form of a hub id that heads can have?"""
     return re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", name) is not None
 
 
 def options(name: Any, kind: str = "model", **hub: Any) -> dict[str, Any]:
-    """What to load `name` with, for everything that is loaded by name: nothing where it is a path or the hub has it,
-    and from what was downloaded before where the hub cannot be asked.
+    """Options for loading `name`: {} if it is a path or the hub has it; local_files_only if the hub cannot be reached
+    and it was downloaded before.
 
-    kind: model or dataset. hub: token, cache_dir, local_files_only … of the loading. FileNotFoundError, in one line,
-    for what is neither. The hub is asked once: its client would try again for half a minute for each file.
+    kind: model or dataset. hub: token, cache_dir, local_files_only … of the loading. FileNotFoundError for a name that
+    is neither. The hub is asked once, since its client would retry for half a minute for each file.
     """
     name = os.fspath(name)
     if Path(name).exists() or hub.get("local_files_only"):
@@ -55,13 +55,13 @@ def options(name: Any, kind: str = "model", **hub: Any) -> dict[str, Any]:
         return {"local_files_only": True}
     if answer == ABSENT:
         raise FileNotFoundError(
-            f"{absent}, and the hub has no {kind} of that name; a private one takes `hf auth login`"
+            f"{absent}, and the hub has no {kind} of that name; a private one needs `hf auth login`"
         )
     raise FileNotFoundError(f"{absent}, and the hub cannot be asked for it ({why})")
 
 
 def did_you_mean(name: str) -> str:
-    """` (did you mean PATH?)` with the path there is that is nearest to `name`; "" where none is near."""
+    """` (did you mean PATH?)` with the existing path nearest to `name`; "" if none is near."""
     near = _nearest(Path(name).expanduser())
     return f" (did you mean {near}?)" if near is not None else ""
 
@@ -87,7 +87,7 @@ def _is_repository(name: str) -> bool:
 
 
 def _downloaded(name: str, kind: str, cache_dir: Any = None) -> bool:
-    """Was anything of this repository kept here?"""
+    """Is anything of this repository in the local cache?"""
     repository = Path(cache_dir or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)
     folders = [repository / "snapshots"]
     if kind == "dataset":
@@ -98,7 +98,7 @@ def _downloaded(name: str, kind: str, cache_dir: Any = None) -> bool:
 
 
 def _ask(name: str, kind: str, token: Any = None) -> tuple[str, str]:
-    """Whether the hub has it, and why it cannot tell. The answer holds for a minute, in which a model's files load."""
+    """Whether the hub has it, or why that is unknown. The answer is cached for a minute, while a model's files load."""
     key = (constants.ENDPOINT, name, kind, token)
     asked, answer = _answers.get(key, (-_HOLDS, ("", "")))
     if time.monotonic() - asked < _HOLDS:
@@ -110,7 +110,7 @@ def _ask(name: str, kind: str, token: Any = None) -> tuple[str, str]:
         HfApi(token=token).repo_info(name, repo_type=kind, timeout=10)
         answer = THERE, ""
     except GatedRepoError:
-        answer = THERE, ""  # to whom it opens, the loading says
+        answer = THERE, ""  # loading reports whether access is granted
     except RepositoryNotFoundError:
         answer = ABSENT, ""
     except Exception as error:  # of requests, httpx or httpx2, whichever the hub's client is built on
@@ -125,9 +125,9 @@ def upload(
     folder: Path, repo_id: str, *, commit_message: str | None = None, private: bool | None = None,
     token: bool | str | None = None, revision: str | None = None, create_pr: bool = False,
 ) -> str:  # fmt: skip
-    """Put the files of a folder into a repository of the hub, made if it is not there; returns the commit's address.
+    """Upload the files of a folder to a hub repository, which is created if needed; returns the commit's URL.
 
-    A model card that stands there already is left alone.
+    A model card that is already there is not replaced.
     """
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -142,10 +142,10 @@ def upload(
 
 
 def commit_of(model: PreTrainedModel) -> str | None:
-    """The commit that a model of the hub was loaded from; None where that cannot be told."""
+    """The commit that a model of the hub was loaded from; None if unknown."""
     if recorded := getattr(model.config, "_commit_hash", None):
         return recorded
-    # transformers >= 5.23 records it nowhere: what is left is a repository of which one commit alone is here.
+    # transformers >= 5.23 records it nowhere. It is still certain if the cache has only one commit of the repository.
     name = getattr(model, "name_or_path", None)
     if not name or Path(name).exists():
         return None

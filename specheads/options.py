@@ -1,5 +1,5 @@
-"""Options given by name, as recipes, head arguments and files give them: an unknown one is refused by name, and what a
-message quotes is shortened, since a file may be a stranger's."""
+"""Options given by name in recipes, head arguments and files. An unknown one is refused by name, and messages quote
+values shortened, since a file may be a stranger's."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LONGEST = 80  # characters of a value, or a name, that a message quotes
 
 
 class OptionError(ValueError):
-    """What is wrong with options that have several spellings: name=value in Python and in a recipe, --name value on a
-    command line. str() gives the former, and a command shows said(its flags).
+    """An error about options that have two spellings: name=value in Python and recipes, --name value on a command line.
 
-    An option stands in the text as {name}; options give its value, or ... where only the name is to be shown.
+    str() uses the first; a command shows said(its flags). The text has {name} for an option; `options` has its value,
+    or ... to show only the name.
     """
 
     def __init__(self, text: str, /, **options: object) -> None:
@@ -27,9 +27,9 @@ class OptionError(ValueError):
         super().__init__(self.said({}))
 
     def said(self, flags: Mapping[str, str], typed: Collection[str] | None = None) -> str:
-        """The text, the options in `flags` spelled as there: {"batch_size": "--batch-size"}.
+        """The text with the options in `flags` spelled as flags: {"batch_size": "--batch-size"}.
 
-        typed: of which a value stood on the command line; that of another came from a file. None: of all.
+        typed: the options whose values were typed on the command line; others came from a file. None: all were typed.
         """
 
         def spell(found: re.Match[str]) -> str:
@@ -50,9 +50,9 @@ def _spelled(name: str, value: object, flag: str | None) -> str:
 
 
 def refuse_unknown(given: Iterable[object], known: Iterable[str], what: str = "option", section: str = "") -> None:
-    """ValueError for a name that is not `known`, with the nearest one that is, or what there is where none is near.
+    """ValueError for a name that is not `known`, with the nearest known one, or a list of them if none is near.
 
-    what: names the kind of option in the message; section: stands before each name, "training." say.
+    what: the kind of option, for the message. section: a prefix of each name, such as "training.".
     """
     known = list(known)
     for name in given:
@@ -65,13 +65,13 @@ def refuse_unknown(given: Iterable[object], known: Iterable[str], what: str = "o
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
-    """The known name that is most like this one; None where none is."""
+    """The known name most similar to this one; None if none is similar."""
     near = difflib.get_close_matches(str(name), known, n=1) if len(str(name)) <= _LONGEST else []
     return near[0] if near else None
 
 
 def refuse_class(argument: str, value: object, what: str, method: str) -> None:
-    """TypeError for a class given in the place of one of its objects. what: it should be, which has that method."""
+    """TypeError if `value` is a class with that method, instead of one of its objects. what: the kind of object."""
     if not isinstance(value, type) or not hasattr(value, method):
         return
     parameters = inspect.signature(value).parameters.values()
@@ -97,12 +97,12 @@ def shortened(name: object, most: int = _LONGEST, quoted: Callable[[object], str
 
 
 def reason(error: object) -> str:
-    """What another's error says, on one line of 300 characters at most."""
+    """The message of another library's error, on one line of at most 300 characters."""
     return shortened(" ".join(str(error)[:2000].split()), 300)
 
 
 def listing(names: Iterable[str], most: int = 6, quoted: Callable[[str], str] = shortened) -> str:
-    """The first of the names, and how many more there are."""
+    """The first names, and the number of the others."""
     names = sorted(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(quoted, names[:most])) + more
@@ -119,7 +119,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(text: str, name: str) -> Any:
-    """The value of a YAML text; ValueError, which begins with its name, where it is none."""
+    """The value of a YAML text. ValueError, beginning with `name`, if it is not YAML."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:

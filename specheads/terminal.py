@@ -1,4 +1,4 @@
-"""Text, tables and progress on a terminal; plain text where there is none."""
+"""Text, tables and progress on a terminal; plain text without one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-# Styles of drafted tokens, and of the target's own; without a terminal they are told apart as in a word diff.
-ACCEPTED, REFUSED, OWN = "green", "red strike", "blue"
-MARKS = {ACCEPTED: ("{+", "+}"), REFUSED: ("[-", "-]"), OWN: ("", "")}
+# Styles of drafted tokens and of the target's own; without a terminal they are marked as in a word diff.
+ACCEPTED, REJECTED, OWN = "green", "red strike", "blue"
+MARKS = {ACCEPTED: ("{+", "+}"), REJECTED: ("[-", "-]"), OWN: ("", "")}
 _LOG_WIDTH = 110  # of tables and rules in a log file
 _LOG_EVERY = 15.0  # seconds between two progress lines there
 
@@ -48,7 +48,7 @@ def printable(text: str) -> str:
 
 
 def write(console: Console, text: str, style: str = "") -> None:
-    """Print text as it is, without a line end: styled and made harmless on a terminal, verbatim elsewhere."""
+    """Print text without a line end: styled and made harmless on a terminal, verbatim elsewhere."""
     if console.is_terminal:
         console.print(Text(printable(text), style=style), end="", soft_wrap=True)
     else:
@@ -57,17 +57,17 @@ def write(console: Console, text: str, style: str = "") -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> Table:
-    """The first `left` columns left, the others right."""
-    made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    """A table whose first `left` columns are left-aligned, the others right-aligned."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     for i, name in enumerate(columns):
-        made.add_column(name, justify="right" if i >= left else "left", no_wrap=bool(i))
+        table.add_column(name, justify="right" if i >= left else "left", no_wrap=bool(i))
     for row in rows:
-        made.add_row(*row)
-    return made
+        table.add_row(*row)
+    return table
 
 
 def as_text(shown: Table) -> str:
-    """A table as plain lines as wide as it is, for what does not print on a console, which would cut it."""
+    """A table as plain lines of its full width, which a console would cut."""
     file = io.StringIO()
     Console(file=file, width=1000, color_system=None, markup=False, emoji=False).print(shown)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())

@@ -1,7 +1,7 @@
 """The `specheads` command. Bad input is one line on stderr and exit code 2.
 
-It stands beside the package, and imports it inside the commands, so that --help does not wait for torch: importing any
-part of specheads imports transformers, since Auto classes must know the type of its checkpoints.
+It is a package of its own and imports specheads only inside the commands, so that --help does not wait for torch.
+Importing any part of specheads imports transformers, whose Auto classes must know the type of its checkpoints.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def run(args: Sequence[str] | None = None) -> int:
-    """The exit code. Bad input is one line on stderr and 2."""
+    """Run the command line and return its exit code. Bad input is one line on stderr and 2."""
     given = (sys.argv[1:] if args is None else list(args)) or ["--help"]
     try:
         return int(app(given, prog_name="specheads", standalone_mode=False) or 0)
@@ -46,7 +46,7 @@ def run(args: Sequence[str] | None = None) -> int:
             raise
         if isinstance(error, OSError) and error.filename:
             message = f"{error.strerror}: {error.filename}"
-        else:  # `said`: of an OptionError, whose module is not imported here, for the sake of --help
+        else:  # `said` is OptionError's; its module is not imported here, to keep --help fast
             message = error.said(*flags(given)) if hasattr(error, "said") else str(error)
     print(f"specheads: {' '.join(message.split())}", file=sys.stderr)
     return 2

@@ -1,4 +1,4 @@
-"""The program, and the options several commands share."""
+"""The Typer app, and the arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from specheads_cli.complete import DRAFTERS, DTYPES, LOSSLESS, LOSSY, RULES, TREES, complete_usages, complete_words
+from specheads_cli.complete import (
+    DRAFTERS,
+    DTYPES,
+    LOSSLESS,
+    LOSSY,
+    RULES,
+    TREES,
+    complete_recipe,
+    complete_usages,
+    complete_words,
+)
 
 DEBUG = "SPECHEADS_DEBUG"
 
@@ -18,33 +28,33 @@ app = typer.Typer(
 )  # fmt: skip
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Head checkpoint: a directory or a hub id.")]
-Base = Annotated[str | None, typer.Option(help="Another base model than the one the checkpoint names.")]
+Base = Annotated[str | None, typer.Option(help="Base model to use instead of the one the checkpoint names.")]
 DType = Annotated[
     str,
     typer.Option(
-        help="float32, bfloat16 or float16; auto: float32 on a CPU, else as the checkpoint was saved.",
+        help="float32, bfloat16 or float16; auto: float32 on a CPU, else the dtype of the checkpoint.",
         autocompletion=complete_words(*DTYPES),
     ),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto: the GPU where there is one.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto: the GPU if there is one.")]
 Target = Annotated[
     str, typer.Argument(metavar="MODEL", help="Head checkpoint or plain Hugging Face model: a directory or hub id.")
 ]
 Assistant = Annotated[
-    str | None, typer.Option(metavar="SMALL_MODEL", help="A smaller model to draft with, of any vocabulary.")
+    str | None, typer.Option(metavar="SMALL_MODEL", help="A smaller model to draft with; its vocabulary may differ.")
 ]
 Drafts = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help=f"What drafts: head, {', '.join(DRAFTERS)}, a checkpoint, or "
-        "cascade:DRAFTER+DRAFTER… with model:PATH among them (default: the assistant, else the head, else lookup).",
+        help=f"What drafts: head, {', '.join(DRAFTERS)}, a checkpoint, or a cascade:DRAFTER+DRAFTER…, in which "
+        "model:PATH is a draft model (default: the assistant, else the head, else lookup).",
     ),
 ]
 KMatrix = Annotated[
-    str | None, typer.Option(metavar="ROWS", help="Who writes how many tokens in a cascade, as [[5,8],[0,8]].")
+    str | None, typer.Option(metavar="ROWS", help="How many tokens each drafter of a cascade writes: [[5,8],[0,8]].")
 ]
-Leniency = Annotated[float, typer.Option(min=1.0, help="Between the drafts of a cascade.")]
+Leniency = Annotated[float, typer.Option(min=1.0, help="Leniency between the drafters of a cascade.")]
 Tree = Annotated[
     str | None,
     typer.Option(
@@ -59,15 +69,26 @@ Accept = Annotated[
         autocompletion=complete_usages(*RULES),
     ),
 ]
-# What the library calls options that have another name on the command line.
+# Library names of options whose name on the command line differs.
 _OTHER_NAMES = {
     "drafters": "head", "trees": "tree", "k_matrices": "k_matrix", "train": "data", "launch.processes": "processes",
     "launch.distributed": "distributed",
 }  # fmt: skip
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
-NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
-Count = Annotated[int, typer.Option(min=1)]
+NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")]
+Recipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="YAML file, or the name of a shipped recipe (`specheads recipes` lists them).",
+        autocompletion=complete_recipe("train"),
+    ),
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the recipe's.")
+]
 
 
 def emit(record: dict[str, Any]) -> None:
@@ -75,8 +96,9 @@ def emit(record: dict[str, Any]) -> None:
 
 
 def flags(given: Sequence[str]) -> tuple[dict[str, str], set[str]]:
-    """The flags of the command given, by the names that errors have for their options, and the names of those that
-    were typed: see OptionError."""
+    """For the command in `given`: its flags by the option names that errors use, and the names that were typed.
+
+    See OptionError.said."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     name = next((word for word in given if word in commands), "")
     words = {word.partition("=")[0] for word in given}
@@ -106,9 +128,9 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and stop.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", envvar=DEBUG, help="Show a traceback on errors.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", envvar=DEBUG, help="Show the traceback of an error.")] = False,
 ) -> None:
     """Train draft heads for a frozen language model and decode with them: the same text, several times faster.
 
@@ -123,7 +145,7 @@ def root(
       specheads features eagle3 --output features/llama
       specheads evaluate checkpoints/eagle3 --num-prompts 8
       specheads sweep sweep_rules --head out/head
-      specheads calibrate out/head --data own.jsonl --save
+      specheads calibrate out/head --data my.jsonl --save
       specheads info checkpoints/eagle3
       specheads export out/head served --to vllm
       specheads import downloaded/eagle3 out/head --base my/model

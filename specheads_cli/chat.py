@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from specheads_cli.app import Assistant, Base, Device, DType, Target, Tree, app
+from specheads_cli.app import Assistant, Base, Device, DType, Target, Temperature, Tree, app
 
 
 @app.command()
@@ -17,46 +17,48 @@ def chat(
         bool | None,
         typer.Option(
             "--chat/--no-chat",
-            help="Prompts are turns of a chat, or text to be continued (default: a chat where the "
+            help="Treat prompts as turns of a chat, or as text to continue (default: a chat if the "
             "tokenizer has a template).",
         ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="What the conversation begins with.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message that the conversation begins with.")] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens to generate at most.", show_default="128")
+        int | None, typer.Option(min=1, help="Most tokens to generate.", show_default="128")
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the sampling (default: a fresh one a prompt).")] = None,
-    accept: Annotated[str, typer.Option(metavar="RULE[:ARGS]", help="Acceptance rule.")] = "exact",
+    temperature: Temperature = 0.0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of the sampling (default: a new one for each prompt).")
+    ] = None,
+    accept: Annotated[str, typer.Option(metavar="RULE[:ARGS]", help="Acceptance rule, as in generate.")] = "exact",
     tree: Tree = None,
     dtype: DType = "auto",
     device: Device = "auto",
     base: Base = None,
     quantize: Annotated[
         str | None,
-        typer.Option(metavar="4bit|8bit", help="The target and draft models in 4 or 8 bits, through bitsandbytes."),
+        typer.Option(metavar="4bit|8bit", help="Load target and draft models in 4 or 8 bits, with bitsandbytes."),
     ] = None,
     like: Annotated[
         str | None,
         typer.Option(
             metavar="romsto",
-            help="The defaults of another console. romsto: draft chains of 4, n-grams on and reset between prompts, "
-            "35 tokens, seed 42, each prompt by itself.",
+            help="Use the defaults of another console. romsto: draft chains of 4, n-grams on and reset between "
+            "prompts, 35 tokens, seed 42, each prompt by itself.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a prompt, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt and nothing else.")] = False,
 ) -> None:
-    """Answer prompts in several ways of decoding, streaming each, and compare: speed, acceptance, is the text the same.
+    """Answer prompts with several decoders, stream each answer, and compare speed, acceptance and text.
 
-    Every prompt is answered by the target alone and by the target with its drafter, and if switched on with n-grams
-    and by the draft model alone: with one seed, one after another. /help lists the commands, and what is set. The
-    processors filter before they apply the temperature. The first answer goes on in the conversation; of a turn that
-    Ctrl-C stopped, nothing does. Ctrl-C twice does not wait for the step at hand. Ctrl-D or /quit leaves.
+    Each prompt is answered by the target alone and by the target with its drafter, one after the other with the same
+    seed; /ngram and /drafter add n-grams and the draft model alone. /help lists the commands and the settings. The
+    processors filter before they apply the temperature. The conversation continues from the first answer. A turn
+    stopped by Ctrl-C is dropped; a second Ctrl-C does not wait for the current step. Ctrl-D or /quit leaves.
 
-    In a prompt \\n is a newline and \\t a tab; \\\\n is a backslash and an n. A backslash at the end of a line carries
-    on in the next. Three double quotes begin and end a prompt of several lines, which may begin with a slash and is
-    taken as it is. Tab completes commands and their arguments. In a pipe each line is a prompt or a command: answers
-    go to stdout, all else to stderr.
+    In a prompt \\n is a newline and \\t a tab; \\\\n is a backslash and an n. A backslash at the end of a line joins
+    it to the next. Three double quotes begin and end a prompt of several lines, which is taken literally and may begin
+    with a slash. Tab completes commands and their arguments. In a pipe each line is a prompt or a command: answers go
+    to stdout, everything else to stderr.
 
     \b
     Examples:

@@ -19,6 +19,7 @@ from specheads_cli.app import (
     Leniency,
     NewTokens,
     Target,
+    Temperature,
     Tree,
     app,
     emit,
@@ -29,23 +30,23 @@ from specheads_cli.doctor import doctor
 @app.command()
 def generate(
     model: Target,
-    prompt: Annotated[str | None, typer.Option(help="The prompt (default: what stdin gives).")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt (default: read from stdin).")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
     max_new_tokens: NewTokens = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    temperature: Temperature = 0.0,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among this many tokens.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the sampling.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from this many of the likeliest tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.")] = None,
     tree: Tree = None,
     accept: Accept = None,
-    draft: Annotated[bool, typer.Option("--draft/--no-draft", help="--no-draft: one token a step.")] = True,
+    draft: Annotated[bool, typer.Option("--draft/--no-draft", help="--no-draft: decode one token per step.")] = True,
     assistant: Assistant = None,
     drafter: Drafts = None,
     k_matrix: KMatrix = None,
     leniency: Leniency = 1.0,
-    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it comes.")] = True,
-    color_depth: Annotated[bool, typer.Option("--color-depth", help="Colour tokens by draft depth.")] = False,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the chat template.")] = False,
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text while it is generated.")] = True,
+    color_depth: Annotated[bool, typer.Option("--color-depth", help="Colour tokens by their draft depth.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Format the prompt with the chat template.")] = False,
     dtype: DType = "auto",
     device: Device = "auto",
     base: Base = None,
@@ -86,7 +87,7 @@ def info(
     path: Annotated[Path | None, typer.Argument(metavar="[PATH]", help="A head checkpoint.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a head checkpoint holds; without PATH the same as `specheads doctor`.
+    """Show what a head checkpoint holds; without PATH, the same as `specheads doctor`.
 
     \b
     Examples:

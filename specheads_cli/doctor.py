@@ -1,4 +1,4 @@
-"""specheads doctor: is everything here, and what will be fast or slow?"""
+"""specheads doctor: is everything installed, and what will be fast or slow?"""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from specheads_cli.app import Json, app, emit
 
 @app.command()
 def doctor(
-    network: Annotated[bool, typer.Option("--network", help="Ask whether the model hub answers, too.")] = False,
+    network: Annotated[bool, typer.Option("--network", help="Also check whether the model hub answers.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what is installed, missing or too old, which devices there are, and what will be fast or slow on them.
+    """Show which packages are installed, missing or too old, which devices there are, and what will be fast or slow.
 
-    The exit status is 1 where a required package is missing, too old or does not load.
+    The exit status is 1 if a required package is missing, too old or does not load.
 
     \b
     Examples:
@@ -36,16 +36,16 @@ def doctor(
 
 
 def examine(network: bool) -> dict[str, Any]:
-    """The packages, the problems to be put right, and where there are none what the machine is."""
+    """The packages, the problems to fix and, if there are none, a record of the machine."""
     needed = requirements.required()
     problems = [problem for package in needed if (problem := package.problem) is not None]
     machine: dict[str, Any] = {"python": platform.python_version()}
     if not problems:
         try:
-            from specheads.cli.commands import machine as here
+            from specheads.cli.commands.machine import machine_record
 
-            machine = here.machine_record(network)
-        except (ImportError, OSError) as error:  # OSError: a shared library that is not there
+            machine = machine_record(network)
+        except (ImportError, OSError) as error:  # OSError: a shared library is missing
             problems.append(f"specheads does not load: {' '.join(str(error).split())}")
     return {
         **machine,
@@ -56,16 +56,16 @@ def examine(network: bool) -> dict[str, Any]:
 
 
 def lines(record: dict[str, Any]) -> list[str]:
-    made = ["required"] + [f"  {_mark(entry)}" for entry in record["required"]]
-    made += ["optional"]
+    text = ["required"] + [f"  {_mark(entry)}" for entry in record["required"]]
+    text += ["optional"]
     for entry in record["optional"]:
-        made.append(f"  {_mark(entry)}" + ("" if entry["ok"] else f": {entry['install']}"))
-    here = {name: value for name, value in record.items() if name not in ("required", "optional", "problems")}
-    made += ["here"] + [f"  {name.replace('_', ' '):<19}  {_shown(value)}" for name, value in here.items()]
+        text.append(f"  {_mark(entry)}" + ("" if entry["ok"] else f": {entry['install']}"))
+    machine = {name: value for name, value in record.items() if name not in ("required", "optional", "problems")}
+    text += ["here"] + [f"  {name.replace('_', ' '):<19}  {_shown(value)}" for name, value in machine.items()]
     verdict = (
         "not usable: " + "; ".join(record["problems"]) if record["problems"] else "usable: everything required is here"
     )
-    return [*made, verdict]
+    return [*text, verdict]
 
 
 def _mark(entry: dict[str, Any]) -> str:

@@ -8,44 +8,43 @@ from typing import Annotated
 
 import typer
 
-from specheads_cli.app import Json, app, emit
-from specheads_cli.complete import complete_recipe
+from specheads_cli.app import Json, Overrides, Recipe, app, emit
 from specheads_cli.shipped import find_recipe
 
 
 @app.command()
 def features(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE",
-            help="YAML file, or the name of a shipped one (see `specheads recipes`).",
-            autocompletion=complete_recipe("train"),
-        ),
-    ],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Over the recipe's.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder to fill, or to go on filling.")] = Path("features"),
+    recipe: Recipe,
+    overrides: Overrides = None,
+    output: Annotated[Path, typer.Option(help="Folder for the features; one left by a stopped run is resumed.")] = Path(
+        "features"
+    ),
     taps: Annotated[
-        str | None, typer.Option(help="Layers to save, as 2,16,29 (default: those the recipe's head reads).")
+        str | None, typer.Option(help="Layers to save: 2,16,29 (default: those that the recipe's head reads).")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="bfloat16, float16, float32, float8_e4m3fn; auto: what the base runs in.")
+        str, typer.Option(help="bfloat16, float16, float32, float8_e4m3fn; auto: the dtype of the base.")
     ] = "auto",
     law: Annotated[
-        str, typer.Option(help="What is kept of the base's law: hidden (the last state), topk:K (and the rest), none.")
+        str,
+        typer.Option(
+            help="What to save of the base's distribution: hidden (the last hidden state), topk:K (the K likeliest "
+            "tokens and the mass of the rest), none."
+        ),
     ] = "hidden",
-    batch_size: Annotated[int, typer.Option(help="Rows of a pass.")] = 8,
-    shard_mb: Annotated[float, typer.Option(help="Megabytes of a file, roughly.")] = 512,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before the disk is filled.")] = False,
+    batch_size: Annotated[int, typer.Option(help="Rows per forward pass.")] = 8,
+    shard_mb: Annotated[float, typer.Option(help="Approximate size of a file in megabytes.")] = 512,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation before writing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Save what a recipe's base sees of its data, for training without it: specheads train RECIPE features=DIR.
+    """Save what a base computes on a recipe's data, to train without the base.
 
-    A run that was stopped goes on where it was. For several GPUs: accelerate launch train/features.py RECIPE.
+    `specheads train RECIPE features=DIR` then trains on it. A stopped run resumes where it was. On several GPUs:
+    accelerate launch train/features.py RECIPE.
 
     \b
     Examples:
-      specheads features eagle3 --output features/llama data.train=own.jsonl
+      specheads features eagle3 --output features/llama data.train=my.jsonl
       specheads features eagle3 --output features/small --dtype float8_e4m3fn --law topk:64 --yes
     """
     file = find_recipe(recipe, "train")

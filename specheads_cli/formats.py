@@ -10,7 +10,9 @@ import typer
 from specheads_cli.app import Base, Json, Model, app, emit
 from specheads_cli.complete import ENGINES, complete_words
 
-Stored = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: that of the checkpoint).")]
+Stored = Annotated[
+    str | None, typer.Option(help="Dtype to store: float32, bfloat16 or float16 (default: the checkpoint's).")
+]
 
 
 @app.command()
@@ -27,20 +29,20 @@ def export(
     base: Base = None,
     dtype: Stored = None,
     embeddings: Annotated[
-        bool, typer.Option("--embeddings", help="Store the base's embeddings too where the format leaves that open.")
+        bool, typer.Option("--embeddings", help="Also store the base's embeddings, if the format makes that optional.")
     ] = False,
     gguf: Annotated[
         Path | None,
-        typer.Option(help="llama.cpp's checkout or converter: write the GGUF files of base and head too (llamacpp)."),
+        typer.Option(help="llama.cpp's checkout or converter: also write GGUF files of base and head (llamacpp)."),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Load the result with that program's own code where it is installed.")
+        bool, typer.Option("--check", help="Load the result with that program's own code, if it is installed.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a head in the form that another program serves, with a README that holds the command.
+    """Write a head in the format of another program, with a README on how to serve it.
 
-    A head that the format cannot hold is refused, with the reason and the formats that can.
+    If the format cannot hold the head, the error gives the reason and the formats that can.
 
     \b
     Examples:
@@ -59,22 +61,24 @@ def export(
 
 @app.command("import")
 def import_(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A foreign checkpoint: a directory or a hub id.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the head is saved in our form.")],
-    base: Annotated[str | None, typer.Option(help="Its base model (default: the one it names, if it does).")] = None,
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="Another program's checkpoint: a directory or a hub id.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to save the head in.")],
+    base: Annotated[str | None, typer.Option(help="Its base model (default: the one the checkpoint names).")] = None,
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read .bin and .pt files, as tensors and nothing else.")
+        bool, typer.Option("--allow-pickle", help="Read .bin and .pt files, tensors only.")
     ] = False,
     allow_nonfinite: Annotated[
-        bool, typer.Option("--allow-nonfinite", help="Take NaN and Inf among the weights instead of refusing them.")
+        bool, typer.Option("--allow-nonfinite", help="Accept NaN and Inf among the weights.")
     ] = False,
     dtype: Stored = None,
     as_json: Json = False,
 ) -> None:
-    """Read a head that another program wrote: EAGLE, EAGLE-3, Medusa, Hydra, DFlash, JetSpec, DSpark, speculators,
-    SpecForge, ModelOpt, vLLM.
+    """Read a head that another program wrote.
 
-    Its form is recognised by its files. The result decodes, trains on and exports like any head here.
+    Formats: EAGLE, EAGLE-3, Medusa, Hydra, DFlash, JetSpec, DSpark, speculators, SpecForge, ModelOpt, vLLM. The format
+    is recognised by its files. The result decodes, trains and exports like any other head.
 
     \b
     Examples:

@@ -31,12 +31,17 @@ def evaluate(
     model: Target,
     prompts: Annotated[
         Path | None,
-        typer.Option(help=".jsonl ('messages', 'prompt' or 'text') or one prompt a line; default: held-out files."),
+        typer.Option(
+            help="File of prompts: .jsonl ('messages', 'prompt' or 'text'), or one prompt per line (default: held-out "
+            "source files)."
+        ),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put prompts that are text into the chat template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Format text prompts with the chat template.")] = False,
     max_new_tokens: NewTokens = 128,
-    num_prompts: Annotated[int | None, typer.Option(min=1, help="How many (default: 8, or all of the file).")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Medians are over this many.")] = 3,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Number of prompts (default: 8, or all of the file).")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats; figures are medians over them.")] = 3,
     tree: Tree = None,
     accept: Accept = None,
     assistant: Assistant = None,
@@ -48,12 +53,12 @@ def evaluate(
     base: Base = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a drafter with real decoding: tokens/s, accepted length, acceptance by depth, and is the text the same.
+    """Measure a drafter with real decoding: tokens/s, accepted length, and whether the text is the same.
 
-    transformers' generate() and our own loop without drafts run on the same prompts in turn with the drafter, greedily.
-    With --accept the drafter runs under that rule too, beside the exact one.
-    Rows with 'messages' go through the chat template up to the first turn of the user.
-    A token counts as repeated text if the 8 tokens that end with it came up before in the same text.
+    The drafter takes turns with transformers' generate() and with our own loop without drafts, greedily on the same
+    prompts. With --accept it also runs under that rule, beside the exact one. Rows with 'messages' go through the chat
+    template up to the user's first turn. A token counts as repeated text if the 8 tokens that end with it occurred
+    before in the same text.
 
     \b
     Examples:
@@ -69,7 +74,7 @@ def evaluate(
     from specheads.models.named import Models
 
     if chat and prompts is None:
-        raise ValueError("--chat: the held-out files are no chat; give --prompts")
+        raise ValueError("--chat: the held-out files are not chats; give --prompts")
     rule = None if accept is None else rule_named(accept)
     asked = prompts_from(prompts, num_prompts, chat=chat) if prompts else None
     chosen = DraftOptions(assistant, drafter, k_matrix, leniency)
@@ -88,23 +93,23 @@ def evaluate(
 @app.command()
 def parity(
     model: Model,
-    data: Annotated[list[str], typer.Option(help="Rows the head was not trained on: file, glob or hub id.")],
-    prompts: Annotated[int, typer.Option(min=1, help="Rows whose prompts are decoded.")] = 8,
+    data: Annotated[list[str], typer.Option(help="Rows that the head was not trained on: file, glob or hub id.")],
+    prompts: Annotated[int, typer.Option(min=1, help="Number of rows whose prompts are decoded.")] = 8,
     max_new_tokens: NewTokens = 64,
-    max_length: Annotated[int, typer.Option(min=2, help="Tokens of a row at most.")] = 2048,
-    tolerance: Annotated[float, typer.Option(help="Relative difference that passes.")] = 0.02,
+    max_length: Annotated[int, typer.Option(min=2, help="Most tokens of a row.")] = 2048,
+    tolerance: Annotated[float, typer.Option(help="Largest relative difference that passes.")] = 0.02,
     dtype: DType = "auto",
     device: Device = "auto",
     base: Base = None,
     as_json: Json = False,
 ) -> None:
-    """Compare the accepted length of real decoding with what training's own forward says of the same text.
+    """Compare the accepted length of real decoding with what training's forward computes for the same text.
 
-    Training ends with this by itself, where the model is whole on one process. The exit status is 3 where they differ.
+    Training runs this at its end, if the model is whole on one process. The exit status is 3 if the two differ.
 
     \b
     Examples:
-      specheads parity checkpoints/eagle3 --data own.jsonl
+      specheads parity checkpoints/eagle3 --data my.jsonl
       specheads parity out/eagle3 --data held_out.jsonl --dtype bfloat16 --tolerance 0.05
     """
     from specheads.data.config import DataConfig
@@ -118,12 +123,14 @@ def parity(
     rows, _ = build_datasets(DataConfig(train=data, max_length=max_length, max_samples=prompts), tokenizer)
     found = compare(loaded, prompts_of(rows, config), config)
     if found is None:
-        raise ValueError("no text was as long as a draft: give longer rows, or more --max-new-tokens")
+        raise ValueError("no text is as long as a draft: give longer rows or more --max-new-tokens")
     if as_json:
         emit({**vars(found), "holds": found.holds})
     else:
         out = make_console()
-        out.print(table("Accepted length (tokens a step, the base's own included)", ("", "tokens/step"), found.rows()))
+        out.print(
+            table("Accepted length (tokens per step, including the base's own)", ("", "tokens/step"), found.rows())
+        )
         out.print(found.verdict)
     if not found.holds:
         raise typer.Exit(3)
@@ -133,26 +140,27 @@ def parity(
 def calibrate(
     model: Model,
     data: Annotated[
-        list[str], typer.Option(help="Rows to count on, as for training: files or a hub id; best the base's own text.")
+        list[str],
+        typer.Option(help="Rows to count ranks on, as for training: files or a hub id; best is the base's own text."),
     ],
-    num_nodes: Annotated[int, typer.Option(min=2, help="Nodes of the tree, its root included.")] = 16,
-    max_depth: Annotated[int | None, typer.Option(min=1, help="Tokens drafted in a row at most.")] = None,
-    max_rows: Annotated[int, typer.Option(min=1, help="Rows to look at, drawn at random.")] = 512,
-    max_length: Annotated[int, typer.Option(min=4, help="Tokens of a row at most.")] = 1024,
+    num_nodes: Annotated[int, typer.Option(min=2, help="Nodes of the tree, including its root.")] = 16,
+    max_depth: Annotated[int | None, typer.Option(min=1, help="Most tokens drafted in a row.")] = None,
+    max_rows: Annotated[int, typer.Option(min=1, help="Most rows to read, drawn at random.")] = 512,
+    max_length: Annotated[int, typer.Option(min=4, help="Most tokens of a row.")] = 1024,
     save: Annotated[bool, typer.Option("--save", help="Make it the default tree of the checkpoint.")] = False,
     dtype: DType = "auto",
     device: Device = "auto",
     base: Base = None,
     as_json: Json = False,
 ) -> None:
-    """Find the static tree that suits a head: the drafts whose ranks came up most often on data.
+    """Find the static tree that suits a head: the drafts that were right most often on data.
 
-    A larger tree accepts more and costs more to verify: pick the size with `evaluate --tree` or by the table printed.
+    A larger tree accepts more and costs more to verify: choose the size by the printed table or with `evaluate --tree`.
 
     \b
     Examples:
-      specheads calibrate out/head --data own.jsonl --num-nodes 16 --save
-      specheads calibrate out/head --data own.jsonl --num-nodes 64 --max-depth 5 --json
+      specheads calibrate out/head --data my.jsonl --num-nodes 16 --save
+      specheads calibrate out/head --data my.jsonl --num-nodes 64 --max-depth 5 --json
     """
     from specheads.cli.commands import calibrate as command
     from specheads.models.named import load_with_tokenizer

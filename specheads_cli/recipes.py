@@ -16,10 +16,10 @@ from specheads_cli.shipped import USES, kind_of, recipe_names, shipped_recipe, s
 @app.command()
 def recipes(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Print this one.", autocompletion=complete_recipe(None))
+        str | None, typer.Argument(metavar="[NAME]", help="Recipe to print.", autocompletion=complete_recipe(None))
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Save it as this new file, to edit, instead.")] = None,
-    path: Annotated[bool, typer.Option("--path", help="Print where its file is instead.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Copy it to this new file instead.")] = None,
+    path: Annotated[bool, typer.Option("--path", help="Print the path of its file instead.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as one JSON object.")] = False,
 ) -> None:
     """List the recipes that come with specheads, or print one: for train, features, sweep and accelerate launch.

@@ -1,4 +1,4 @@
-"""Which packages are here, too old or missing, told without importing one: that may be what fails."""
+"""Which packages are installed, too old or missing, without importing one: an import may be what fails."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ REQUIRED = {
     "accelerate": "training on several GPUs",
     "safetensors": "checkpoints",
     "datasets": "training data",
-    "httpx2": "rows that servers answer (self-distillation)",
+    "httpx2": "rows answered by servers (self-distillation)",
     "peft": "adapters on the base (lora)",
     "pyyaml": "recipes",
-    "rich": "what the console shows",
+    "rich": "tables and colours in the terminal",
     "typer": "this command",
 }
 OPTIONAL = {
@@ -33,8 +33,8 @@ OPTIONAL = {
 
 @dataclass(frozen=True)
 class Package:
-    """version: None where it is not installed; least: the oldest that will do, None where any does; install: what pip
-    is asked for."""
+    """version: None if it is not installed; least: the oldest version that works, None for any; install: the argument
+    for pip."""
 
     name: str
     purpose: str
@@ -48,7 +48,7 @@ class Package:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with it, and the command that puts it right."""
+        """What is wrong with it, and the command that fixes it; None if nothing is."""
         if self.ok:
             return None
         wrong = "is not installed" if self.version is None else f"{self.version} is older than {self.least}"
@@ -81,8 +81,8 @@ def _package(name: str, purpose: str, least: str | None, extra: str | None) -> P
 
 
 def _least() -> dict[str, tuple[str, str | None]]:
-    """By package the oldest version that specheads takes, and the extra that asks for it. Empty where specheads itself
-    is not installed, but run from a folder."""
+    """Package → the oldest version that specheads supports, and the extra that requires it. Empty if specheads is not
+    installed but run from a folder."""
     try:
         lines = metadata.requires("specheads") or []
     except metadata.PackageNotFoundError:
@@ -96,7 +96,7 @@ def _least() -> dict[str, tuple[str, str | None]]:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """2.13.0+cpu → (2, 13), which compares as versions do: without zeros at the end, or what follows the numbers."""
+    """2.13.0+cpu → (2, 13), which compares as versions do: no trailing zeros, and nothing after the numbers."""
     numbers = re.match(r"[\d.]*", version)
     parts = [int(part) for part in (numbers[0] if numbers else "").split(".") if part]
     while parts and not parts[-1]:

@@ -1,7 +1,7 @@
 """The recipes that come with the package, by name: `eagle3` is recipes/eagle3.yaml, `accelerate/ddp` a launch config.
 
-A wheel holds the repository's recipes/ as specheads/recipes/ (see setup.py): one folder, at one of two places. Nothing
-here imports specheads, so that listing and completing names does not wait for torch.
+A wheel holds the repository's recipes/ as specheads/recipes/ (see setup.py). Nothing here imports specheads, so that
+listing and completing names does not wait for torch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ USES: dict[Kind, str] = {
 
 
 def recipes_dir() -> Path:
-    """In the package where it was installed from a wheel, else beside it."""
+    """In the package if it was installed from a wheel, else beside it."""
     above = Path(__file__).resolve().parent.parent
     installed = above / "specheads" / "recipes"
     return installed if installed.is_dir() else above / "recipes"
 
 
 def recipe_names(kind: Kind | None = None) -> list[str]:
-    """Sorted, those in the folder itself first; kind None: all."""
+    """Names in order, those in the folder itself first. kind None: all."""
     paths = (path.relative_to(recipes_dir()).with_suffix("") for path in recipes_dir().rglob("*.yaml"))
     names = sorted((path.as_posix() for path in paths), key=lambda name: (name.count("/"), name))
     return [name for name in names if kind in (None, kind_of(name))]
@@ -40,16 +40,16 @@ def kind_of(name: str) -> Kind:
 
 
 def shipped_recipe(name: str) -> Path:
-    """Its file. ValueError with the nearest name where there is none."""
+    """The file of a shipped recipe. ValueError, with the nearest name, if there is none."""
     if name not in recipe_names():
         raise ValueError(f"no shipped recipe {name!r}; {_nearest(name, recipe_names())}")
     return recipes_dir() / f"{name}.yaml"
 
 
 def find_recipe(given: str, kind: Kind) -> Path:
-    """The file that RECIPE means on a command line: a path, else the name of a shipped recipe of this kind.
+    """The file that RECIPE on a command line means: a path, else the name of a shipped recipe of this kind.
 
-    ValueError where it is neither, with the nearest name.
+    ValueError, with the nearest name, if it is neither.
     """
     if Path(given).is_file():
         return Path(given)
@@ -57,11 +57,11 @@ def find_recipe(given: str, kind: Kind) -> Path:
         return shipped_recipe(given)
     if given in recipe_names():
         raise ValueError(f"the shipped recipe {given!r} is for {USES[kind_of(given)]}")
-    raise ValueError(f"{given} is not a file here, nor a shipped recipe; {_nearest(given, recipe_names(kind))}")
+    raise ValueError(f"{given} is neither a file nor a shipped recipe; {_nearest(given, recipe_names(kind))}")
 
 
 def summary(name: str) -> str:
-    """The first sentence of the comment a recipe begins with."""
+    """The first sentence of the comment that a recipe begins with."""
     comment = []
     for line in shipped_recipe(name).read_text("utf8").splitlines():
         if not line.startswith("#"):
@@ -71,7 +71,7 @@ def summary(name: str) -> str:
 
 
 def _nearest(given: str, names: list[str]) -> str:
-    """The README writes recipes/eagle3.yaml, which is a path in a clone alone."""
+    """A hint with the nearest name. recipes/eagle3.yaml, as in the README, is a path only in a clone."""
     name = given.removeprefix("recipes/").removesuffix(".yaml")
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"shipped: {', '.join(names)}"

@@ -20,7 +20,7 @@ def sweep(
         str | None,
         typer.Argument(
             metavar="[RECIPE]",
-            help="YAML file, or the name of a shipped one; options go over it.",
+            help="YAML file, or the name of a shipped recipe; options override it.",
             autocompletion=complete_recipe("sweep"),
         ),
     ] = None,
@@ -30,13 +30,17 @@ def sweep(
     ] = None,
     accept: Annotated[
         list[str] | None,
-        typer.Option(help="Rule, as in generate; a comma makes several: fuzzy:js,tv:0.1,0.2. Repeatable."),
+        typer.Option(help="Rule, as in generate; commas make several: fuzzy:js,tv:0.1,0.2. Repeatable."),
     ] = None,
-    thresholds: Annotated[str | None, typer.Option(help="Of each lossy rule, in place of its own: 0.02,0.1.")] = None,
-    gamma: Annotated[str | None, typer.Option(help="Chains of so many tokens: 3,5,7.")] = None,
-    tree: Annotated[list[str] | None, typer.Option(help="Other trees, as in generate; repeatable.")] = None,
-    top_k: Annotated[str | None, typer.Option(help="Sample among so many tokens: 1,50; 1 is greedy.")] = None,
-    temperature: Annotated[str | None, typer.Option(help="0,1; 0 is greedy.")] = None,
+    thresholds: Annotated[
+        str | None, typer.Option(help="Thresholds for each lossy rule, instead of its own: 0.02,0.1.")
+    ] = None,
+    gamma: Annotated[str | None, typer.Option(help="Lengths of drafted chains: 3,5,7.")] = None,
+    tree: Annotated[list[str] | None, typer.Option(help="Draft tree, as in generate; repeatable.")] = None,
+    top_k: Annotated[
+        str | None, typer.Option(help="Sample from this many of the likeliest tokens: 1,50; 1 is greedy.")
+    ] = None,
+    temperature: Annotated[str | None, typer.Option(help="Sampling temperatures: 0,1; 0 is greedy.")] = None,
     task: Annotated[
         str | None,
         typer.Option(
@@ -44,34 +48,36 @@ def sweep(
         ),
     ] = None,
     data: Annotated[list[str] | None, typer.Option(help="Files with the task's rows (default: the hub).")] = None,
-    num_prompts: Annotated[int | None, typer.Option(min=1, help="Questions asked.")] = None,
-    speed_prompts: Annotated[int | None, typer.Option(min=1, help="So many of them give the speed too.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Questions judged at once.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Number of questions.")] = None,
+    speed_prompts: Annotated[int | None, typer.Option(min=1, help="Number of them that speed is measured on.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Questions judged together.")] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of an answer (default: the task's).")
+        int | None, typer.Option(min=1, help="Most tokens of an answer (default: the task's).")
     ] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Of the speed; medians are over this many.")] = None,
-    clock: Annotated[str | None, typer.Option(help="wall, or cpu where others use the machine too.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the sampling.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the chat template.")] = False,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Repeats of the speed; figures are medians over them.")
+    ] = None,
+    clock: Annotated[str | None, typer.Option(help="wall, or cpu if others use the machine too.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Format prompts with the chat template.")] = False,
     run_code: Annotated[bool, typer.Option("--run-code", help="Let humaneval run what the model wrote.")] = False,
     k_matrix: Annotated[
-        list[str] | None, typer.Option(help="Of a cascade:DRAFTER+DRAFTER…, as [[5,8],[0,8]]; repeatable.")
+        list[str] | None, typer.Option(help="K-matrix of a cascade:DRAFTER+DRAFTER…: [[5,8],[0,8]]; repeatable.")
     ] = None,
-    leniency: Annotated[float | None, typer.Option(min=1.0, help="Between the drafts of a cascade.")] = None,
-    notation: Annotated[str | None, typer.Option(help="Of k-matrices: incremental or paper.")] = None,
+    leniency: Annotated[float | None, typer.Option(min=1.0, help="Leniency between the drafters of a cascade.")] = None,
+    notation: Annotated[str | None, typer.Option(help="Notation of k-matrices: incremental or paper.")] = None,
     cost: Annotated[
-        str | None, typer.Option(help="Of a pass, for SWI: measured, model_parameters, previous_work.")
+        str | None, typer.Option(help="Cost of a pass, for SWI: measured, model_parameters, previous_work.")
     ] = None,
     record: Annotated[
         Path | None,
-        typer.Option(help="Review drafts against the target's recorded text in this file, written first if not there."),
+        typer.Option(help="Review drafts against the target's text in this file, which is recorded first if missing."),
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes; on CUDA each has a device of its own.")] = 1,
-    out: Annotated[Path, typer.Option(help="Folder of the results, which an interrupted sweep goes on from.")] = Path(
+    workers: Annotated[int, typer.Option(min=1, help="Number of processes; on CUDA each has its own device.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder of the results; an interrupted sweep resumes from it.")] = Path(
         "runs/sweep"
     ),
-    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw pictures; takes specheads[sweep].")] = True,
+    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw pictures; needs specheads[sweep].")] = True,
     dtype: DType = "auto",
     device: Device = "auto",
     base: Base = None,
@@ -79,8 +85,9 @@ def sweep(
 ) -> None:
     """Measure drafters × rules × trees × temperatures: speed and accepted length against accuracy and divergence.
 
-    Each setting that is done is kept in OUT/results.jsonl, and the same command goes on from there. Speed takes turns
-    with the exact rule, prompt by prompt, and is a ratio to it. OUT gets sweep.json, sweep.csv, sweep.md, sweep.png.
+    Each finished setting is saved in OUT/results.jsonl, and the same command resumes from there. Each rule takes turns
+    with the exact one, prompt by prompt, and its speed is a ratio to it. OUT gets sweep.json, sweep.csv, sweep.md and
+    sweep.png.
 
     \b
     Examples:

@@ -9,24 +9,23 @@ from typing import Annotated
 
 import typer
 
-from specheads_cli.app import Json, NewTokens, app, emit
-from specheads_cli.complete import complete_recipe
+from specheads_cli.app import Json, NewTokens, Overrides, Recipe, app, emit
 from specheads_cli.shipped import find_recipe
 
 
 @app.command()
 def demo(
-    minutes: Annotated[float, typer.Option(min=0.01, help="Of live training.")] = 2.0,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts out of the held-out files.")] = 6,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Minutes of live training.")] = 2.0,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Number of prompts, from held-out files.")] = 6,
     max_new_tokens: NewTokens = 96,
-    seed: Annotated[int, typer.Option(min=0, help="Of the training.")] = 0,
-    checkpoints: Annotated[Path | None, typer.Option(help="Where base/ and the heads are (default: shipped).")] = None,
-    output: Annotated[Path, typer.Option(help="Where the head trained here is saved.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the training.")] = 0,
+    checkpoints: Annotated[Path | None, typer.Option(help="Folder of base/ and the heads (default: shipped).")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the trained head.")] = Path("runs/demo"),
     as_json: Json = False,
 ) -> None:
     """Train a head live, save and restore it, and race it against transformers' generate() and the shipped heads.
 
-    Where no base came with the package, a tiny one is trained first, in a minute or two.
+    If no base came with the package, a tiny one is trained first, in a minute or two.
 
     \b
     Examples:
@@ -41,7 +40,7 @@ def demo(
         minutes=minutes, num_prompts=num_prompts, max_new_tokens=max_new_tokens, seed=seed, checkpoints=checkpoints,
         output=output,
     )  # fmt: skip
-    figures = story.run(options, make_console(stderr=as_json))  # the story goes where progress goes
+    figures = story.run(options, make_console(stderr=as_json))  # with --json all else goes to stderr
     if as_json:
         emit(figures)
     if figures["differing"]:
@@ -50,22 +49,21 @@ def demo(
 
 @app.command()
 def train(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE",
-            help="YAML file, or the name of a shipped one (see `specheads recipes`).",
-            autocompletion=complete_recipe("train"),
-        ),
-    ],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Over the recipe's.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what the run will take, and stop.")] = False,
-    processes: Annotated[int, typer.Option(min=1, help="Of the run that --dry-run reckons.")] = 1,
-    distributed: Annotated[str, typer.Option(help="Of that run: no, ddp, fsdp2, zero1, zero2, zero3.")] = "no",
-    device: Annotated[str | None, typer.Option(help="Of that run: H200, A100 … (default: what is here).")] = None,
+    recipe: Recipe,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Estimate the memory and time of the run, print them and exit.")
+    ] = False,
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes for --dry-run.")] = 1,
+    distributed: Annotated[
+        str, typer.Option(help="Parallelism for --dry-run: no, ddp, fsdp2, zero1, zero2, zero3.")
+    ] = "no",
+    device: Annotated[
+        str | None, typer.Option(help="Device for --dry-run: H200, A100 … (default: this machine's).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a draft head from a recipe, in this process; under `accelerate launch` in several, one a GPU.
+    """Train a draft head from a recipe: in this process or, under `accelerate launch`, in one process per GPU.
 
     \b
     Examples:
@@ -96,7 +94,7 @@ def train(
         prepared = prepare(wanted)
     except LaunchError as error:
         raise ValueError(str(error)) from error
-    # The Trainer's logs go where progress goes, so that stdout holds the result alone.
+    # With --json the Trainer's logs go to stderr, so that stdout holds only the result.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         try:
             metrics = prepared.train()

@@ -12,8 +12,8 @@ COLUMNS = ("decoder", "tokens/s", "speed-up", "accepted length", "same text")
 
 
 def summary(result: Race, reference: str) -> dict[str, dict[str, Any]]:
-    """Per decoder: tokens_per_second, speed_up over `reference`, accepted_length (None where not known),
-    accepted_by_depth, identical, differs_at, and parts: repeated and unrepeated text apart."""
+    """Decoder → tokens_per_second, speed_up over `reference`, accepted_length (None if unknown), accepted_by_depth,
+    identical, differs_at, and parts: repeated and unrepeated text separately."""
     made: dict[str, dict[str, Any]] = {}
     known = {name: result.parts(name) for name in result.runs}
     for name in result.runs:
@@ -53,7 +53,7 @@ def cells(name: str, row: dict[str, Any]) -> list[str]:
 
 
 def part_cells(name: str, row: dict[str, Any]) -> list[str]:
-    """One decoder's line of the table that keeps new and repeated text apart, in the order of PART_COLUMNS."""
+    """One decoder's line of the table for new and repeated text, in the order of PART_COLUMNS."""
     made = [name]
     for kind in ("unrepeated", "repeated"):
         part = row["parts"].get(kind)
@@ -74,7 +74,7 @@ def markdown(columns: tuple[str, ...], rows: list[list[str]]) -> str:
 
 
 def write(folder: Path, name: str, text: str, record: dict[str, Any]) -> list[Path]:
-    """name.md and name.json in `folder`, which is made."""
+    """Write name.md and name.json into `folder`, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.md", folder / f"{name}.json"]
     paths[0].write_text(text, "utf8")

@@ -1,7 +1,7 @@
 """Race decoders on the same prompts: interleaved, repeated, and compared by ratios inside one run.
 
-A decoder's speed in one repeat is all its tokens over all its seconds; what is reported is the median over repeats,
-and a speed-up is the median of the repeats' own ratios, so that a machine that slows down slows both sides.
+A decoder's speed in one repeat is all its tokens over all its seconds; the median over repeats is reported. A speed-up
+is the median of the ratios of each repeat, so a machine that slows down slows both sides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GRAM = 8  # a token that completes this many tokens seen together before counts 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """tokens: per row what was generated. statistics: of generate(), where the decoder has them."""
+    """tokens: the generated ids of each row. statistics: of generate(), if the decoder has them."""
 
     tokens: list[list[int]]
     statistics: dict[str, Any] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Race:
         return median(own / other for own, other in pairs)
 
     def accepted_length(self, name: str) -> float | None:
-        """Tokens a step behind the prefill, the target's own included; None where the decoder does not tell."""
+        """Tokens a step after the prefill, including the target's own; None if the decoder does not report them."""
         runs = self.runs[name][0]
         if all(run.steps for run in runs):
             later = [gained for run in runs for gained, _ in run.steps[1:]]
@@ -111,23 +111,23 @@ class Race:
         return [count / steps for count in at] if steps else []
 
     def differing(self, name: str, reference: str) -> list[tuple[int, int, int]]:
-        """(prompt batch, row, token) where the texts part for the first time, in any repeat; empty if all are alike."""
-        places = set()
+        """(prompt batch, row, token) of the first difference between two texts, in any repeat; [] if all are equal."""
+        found = set()
         for own, other in zip(self.runs[name], self.runs[reference], strict=True):
             for i, (mine, theirs) in enumerate(zip(own, other, strict=True)):
                 for row, (a, b) in enumerate(zip(mine.output.tokens, theirs.output.tokens, strict=True)):
                     if a != b:
                         same = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-                        places.add((i, row, min(len(a), len(b)) if same is None else same))
-        return sorted(places)
+                        found.add((i, row, min(len(a), len(b)) if same is None else same))
+        return sorted(found)
 
     def parts(self, name: str) -> dict[str, Part]:
-        """The steps apart whose first token continues new text (`unrepeated`) or text seen before (`repeated`).
+        """Figures for steps whose first token continues new text (`unrepeated`) or text seen before (`repeated`).
 
-        Batches of one row only; a part without steps is left out.
+        Only for batches of one row; a part without steps is left out.
         """
         totals: dict[str, list[list[float]]] = {"unrepeated": [], "repeated": []}
-        counted = {"unrepeated": [0, 0], "repeated": [0, 0]}  # tokens and steps behind the prefill
+        counted = {"unrepeated": [0, 0], "repeated": [0, 0]}  # tokens and steps after the prefill
         for runs in self.runs[name]:
             sums = {kind: [0.0, 0.0] for kind in totals}
             for run in runs:
@@ -175,11 +175,11 @@ def race(
     clock: Clock = time.perf_counter,
     report: Callable[[float, str], None] | None = None,
 ) -> Race:
-    """Run every decoder on every batch of prompts `repeats` times, behind one untimed warm-up each.
+    """Run every decoder on every batch of prompts `repeats` times, after one untimed warm-up each.
 
-    The decoders take turns at each batch, and who begins changes. budget: seconds that no further repeat may overrun,
-    nor a further batch of the first repeat; what is left out then is left out for every decoder.
-    report(fraction, decoder) is told of each run before it starts.
+    The decoders take turns at each batch, and the one that begins changes. budget: seconds that no further repeat may
+    exceed, nor a further batch of the first repeat; what is skipped is skipped for every decoder. report(fraction,
+    decoder) is called before each run.
     """
     if not batches or not decoders:
         raise ValueError(f"a race needs prompts and decoders, not {len(batches)} and {len(decoders)}")

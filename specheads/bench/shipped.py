@@ -1,4 +1,4 @@
-"""A folder laid out as checkpoints/ is: base/ with its tokenizer and held-out names, and a folder for each head."""
+"""A folder with the layout of checkpoints/: base/ with its tokenizer and held-out names, and a folder for each head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LABELS = {"medusa": "Medusa", "eagle": "EAGLE-1", "eagle3": "EAGLE-3"}  # of the
 
 
 def find_base(checkpoints: Path | None) -> Path:
-    """base/ in the folder given, else in the shipped one. FileNotFoundError where there is none."""
+    """base/ in `checkpoints`, else in the shipped folder. FileNotFoundError if there is none."""
     base = (checkpoints or corpus.checkpoints_dir()) / "base"
     if not (base / "config.json").is_file():
         raise FileNotFoundError(f"no base model at {base}: give --checkpoints a folder that holds base/")
@@ -25,9 +25,9 @@ def find_base(checkpoints: Path | None) -> Path:
 
 
 def load_base(base: Path, device: str | None = None) -> tuple[PreTrainedModel, Any]:
-    """The model in float32, in which every decoder's arithmetic agrees on the best token, and its tokenizer.
+    """The model in float32, in which all decoders agree on the best token, and its tokenizer.
 
-    device None: the GPU where there is one.
+    device None: the GPU if there is one.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -35,7 +35,7 @@ def load_base(base: Path, device: str | None = None) -> tuple[PreTrainedModel, A
 
 
 def held_out_names(base: Path) -> list[str]:
-    """The files that the base was not trained on, as it records them; by the usual rule where it records none."""
+    """The files that the base was not trained on: as it records them, else by the usual rule."""
     recorded = base / "held_out.txt"
     return recorded.read_text("utf8").split() if recorded.is_file() else corpus.default_held_out()
 
@@ -43,8 +43,9 @@ def held_out_names(base: Path) -> list[str]:
 def load_heads(
     model: PreTrainedModel, folder: Path, names: Iterable[str] = LABELS, *, missing: Callable[[str], None] | None = None
 ) -> dict[str, SpecModel]:
-    """By label the heads of `folder`, beside `model` and in its dtype. missing(line) is told of one that is not there;
-    without it that is an error."""
+    """Label → head, for the heads of `folder`, beside `model` and in its dtype.
+
+    missing(line) is called for a head that is not there; without it that is an error."""
     heads = {}
     for name in names:
         if missing is not None and not (folder / name / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Generated text in the colours of its draft depths, as it comes."""
+"""Generated text streamed in the colours of its draft depths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def depth_style(depth: int) -> str:
 
 
 def legend() -> Text:
-    """One line that says which colour is which draft depth."""
+    """One line with the colour of each draft depth."""
     line = Text("the model's own token", style=DEPTH_STYLES[0])
     line.append("   accepted drafts at depth")
     for depth in range(1, len(DEPTH_STYLES)):
@@ -32,8 +32,8 @@ def legend() -> Text:
 class TokenStream:
     """A streamer for generate() that prints one row's text step by step, each token in the style of its draft depth.
 
-    Call close() behind generate() with how many tokens of the last step were drafted: the last token of a step is
-    the target's own unless the text stopped at a draft, which only the finished steps tell.
+    After generate(), call close() with the number of accepted drafts of the last step. The last token of a step is the
+    target's own unless the text stopped at a draft, and only the finished steps show which.
     """
 
     def __init__(self, console: Console, tokenizer: Any, *, colored: bool) -> None:
@@ -54,7 +54,7 @@ class TokenStream:
         self.drafted = len(drafted)
 
     def end(self) -> None:
-        """Part of the streamer protocol; what is held waits for close()."""
+        """Part of the streamer protocol; the held token waits for close()."""
 
     def close(self, accepted: int) -> None:
         self._flush(accepted if self.held is not None and accepted > self.drafted else 0, last=True)
@@ -70,7 +70,7 @@ class TokenStream:
 
 
 def depth_counts(depths: Sequence[int]) -> str:
-    """`61 of 96 tokens were drafted: 40 at depth 1, 21 at depth 2`."""
+    """`61 of 96 tokens were accepted drafts: 40 at depth 1, 21 at depth 2`."""
     drafted = [d for d in depths if d]
     each = ", ".join(f"{drafted.count(d)} at depth {d}" for d in sorted(set(drafted)))
     return f"{len(drafted)} of {len(depths)} tokens were accepted drafts" + (f": {each}" if each else "")

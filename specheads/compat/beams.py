@@ -18,7 +18,8 @@ from specheads.compat.romsto import EndTokens, end_tokens
 
 @dataclass(frozen=True)
 class GNMTPenalty:
-    """What stands in place of transformers' length_penalty, which it has as the exponent of a text's length:
+    """Replaces transformers' length_penalty, the exponent of a text's length.
+
     length ** penalty is ((min_length + length) / (min_length + 1)) ** alpha. Wu et al., arXiv:1609.08144, with
     min_length for their 5."""
 
@@ -29,7 +30,7 @@ class GNMTPenalty:
         return self.of(length)
 
     def of(self, length: int) -> float:
-        """What Σ log p of a text of `length` tokens is divided by."""
+        """The divisor of Σ log p for a text of `length` tokens."""
         return float(((self.min_length + length) / (self.min_length + 1)) ** self.alpha)
 
     def __gt__(self, other: float) -> bool:
@@ -37,7 +38,7 @@ class GNMTPenalty:
 
 
 class _FewFollowers(LogitsProcessor):
-    """Each beam goes on with its top_k likeliest tokens only; the prompt with as many as there are beams."""
+    """Each beam continues with its top_k likeliest tokens only; the prompt with as many as there are beams."""
 
     def __init__(self, top_k: int, num_beams: int, prompt_length: int) -> None:
         self.first, self.later, self.prompt_length = TopKLogitsWarper(num_beams), TopKLogitsWarper(top_k), prompt_length
@@ -61,11 +62,11 @@ def beam_search_generate(
     *,
     end_tokens_id: EndTokens | None = None,
 ) -> list[int]:
-    """The new ids of the text of the largest Σ log p / ((min_length + l) / (min_length + 1))^alpha, l its length.
+    """The new ids of the text with the largest Σ log p / ((min_length + l) / (min_length + 1))^alpha, l its length.
 
-    num_beams texts go on at a time, each with its top_k likeliest tokens. Finished texts are kept aside, so that they
-    take no beam from those that go on, and the search ends when none of these can overtake them. debug: print the
-    candidates of each step; as ids without a tokenizer.
+    num_beams texts continue at a time, each with its top_k likeliest tokens. Finished texts are set aside, so that they
+    take no beam from unfinished ones; the search ends when none of those can overtake them. debug: print the candidates
+    of each step; as ids without a tokenizer.
     """
     model, prompt = checked_model("model", model), checked_ids("inputs", inputs)
     ends = end_tokens(eos_tokens_id, end_tokens_id)

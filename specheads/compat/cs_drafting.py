@@ -1,4 +1,4 @@
-"""https://github.com/lfsszd/CS-Drafting: csd(), and the questions that its runs ask."""
+"""https://github.com/lfsszd/CS-Drafting: csd(), and the questions of its runs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def csd(
     max_length: int = 200,
     leniency: float = 1,
 ) -> Tensor:
-    """input_ids (1, T), and at most max_length new ids behind them, up to and with the target's end token.
+    """input_ids (1, T), followed by at most max_length new ids, up to and including the target's end token.
 
     draft_list: models from large to small, and what `get_mag_model` gives at the end; models in their wrappers or as
     they are. initial_input (1, S): what an encoder reads, where the target has one. k_matrix, leniency: see `Cascade`.
-    Greedy, and token for token the target's own text whatever the leniency, which acts between drafts alone; a
-    recorded target's is the record. The reviews are added to forward_count where a wrapper has one: of the target
-    every pass, the first of which reads the prompt and gives a token.
+    Greedy: token for token the target's own text, whatever the leniency, which acts only between drafts. A recorded
+    target's text is the record. Reviews are added to a wrapper's forward_count, if it has one. Every pass of the target
+    counts; the first reads the prompt and gives a token.
     """
     drafts = [DraftModel(bare) if isinstance(bare := _bare(draft), PreTrainedModel) else bare for draft in draft_list]
     cascade = Cascade(drafts, torch.as_tensor(k_matrix).tolist(), leniency=float(leniency))
@@ -58,7 +58,7 @@ def _bare(model: Any) -> Any:
 def _replay(
     cascade: Any, target: _Recorded, initial_input: Tensor, input_ids: Tensor, max_length: int
 ) -> tuple[Tensor, int]:
-    """input_ids (1, T) with the recorded text behind them, and the target's reviews. ValueError for other prompts."""
+    """input_ids (1, T) followed by the recorded text, and the target's reviews. ValueError for other prompts."""
     given, prompt = input_ids[0].tolist(), initial_input[0].tolist()
     text = target.text(prompt)
     if text[: len(given)] != given:

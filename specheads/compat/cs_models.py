@@ -1,6 +1,6 @@
-"""CS Drafting's wrappers: a model beside its name and the count of its reviews, which `csd` fills in.
+"""CS Drafting's wrappers: a model with its name and the count of its reviews, which `csd` fills in.
 
-Cache or none is one and the same here, where there is always one. A review is a pass of the model.
+There is always a cache, so the classes with and without one are the same. A review is a pass of the model.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from specheads.decoding.drafters import MaxGram
 from specheads.decoding.target.seq2seq import decoder_start
 from specheads.options import refuse_unknown
 
-# The first key that a model's name holds gives the cost of its reviews; of a name without any it is 0. A 7B Llama
+# The first key in a model's name gives the cost of its reviews; a name without any costs 0. A 7B Llama
 # counts 7,000 million (published as 70,000, a slip).
 TIME_COST = {name: dict(costs) for name, costs in COST_MODELS.items()}
 TIME_COST["model_parameters"]["llama"] = TIME_COST["model_parameters"]["7b"]
 
 
 class CSDraftingModel:
-    """A Hugging Face model, whose attributes it has too. vocab_size counts where the model's config says none.
+    """A Hugging Face model and its attributes. vocab_size: used if the model's config has none.
 
     ValueError for sample=True: `csd` is greedy.
     """

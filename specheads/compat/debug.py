@@ -1,5 +1,5 @@
-"""What debug=True prints: of each step the drafts that were accepted and refused and the target's own token, of each
-step of a beam search the candidates."""
+"""What debug=True prints: accepted and rejected drafts and the target's own token of each step; for beam search the
+candidates of each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 from specheads.compat.witness import Witness
-from specheads.terminal import ACCEPTED, MARKS, OWN, REFUSED, make_console, printable, write
+from specheads.terminal import ACCEPTED, MARKS, OWN, REJECTED, make_console, printable, write
 
 
 class Printer:
@@ -22,7 +22,7 @@ class Printer:
         self.tokenizer, self.ends, self.console = tokenizer, set(ends), make_console()
 
     def line(self, head: str, *parts: tuple[list[int], str]) -> None:
-        """head, and runs of tokens each in a style; marked where colours are not."""
+        """Print head, then runs of tokens, each in a style; with marks if there are no colours."""
         write(self.console, head)
         for tokens, style in parts:
             if tokens:
@@ -36,13 +36,13 @@ class Printer:
         return printable(str(token) if self.tokenizer is None else repr(self.tokenizer.decode([token])))
 
     def close(self, text: list[int]) -> None:
-        """After the new ids `text`: says where an end token stands, if one does."""
+        """Print the position of the end token, if the new ids `text` end with one."""
         if text and text[-1] in self.ends:
             self.line(f"end token {text[-1]} found at position {len(text) - 1}")
 
 
 class StepPrinter(BaseStreamer):
-    """A streamer for generate(), with a Witness of its drafts; None where nothing drafts."""
+    """A streamer for generate(). witness: of its drafts; None if nothing drafts."""
 
     def __init__(self, printer: Printer, witness: Witness | None) -> None:
         self.printer, self.witness = printer, witness
@@ -50,7 +50,7 @@ class StepPrinter(BaseStreamer):
         self.prompt_seen = False
 
     def put(self, value: Tensor) -> None:
-        if not self.prompt_seen:  # which Hugging Face puts first
+        if not self.prompt_seen:  # Hugging Face puts the prompt first
             self.prompt_seen = True
             return
         tokens, number = value.flatten().tolist(), len(self.text)
@@ -60,10 +60,10 @@ class StepPrinter(BaseStreamer):
             self.printer.line(f"token {number}:", (tokens, OWN))
             return
         own = tokens[accepted:]
-        # Where the text ends at a draft, nothing was made of those after it.
-        refused = draft[accepted:] if own else []
+        # If the text ends at a draft, the drafts after it were not judged.
+        rejected = draft[accepted:] if own else []
         head = f"{min(accepted, len(tokens))} of {len(draft)} drafts accepted, from token {number}:"
-        self.printer.line(head, (tokens[:accepted], ACCEPTED), (refused, REFUSED), (own, OWN))
+        self.printer.line(head, (tokens[:accepted], ACCEPTED), (rejected, REJECTED), (own, OWN))
 
     def end(self) -> None:
         self.printer.close(self.text)
@@ -71,9 +71,9 @@ class StepPrinter(BaseStreamer):
 
 class BeamPrinter(LogitsProcessor):
     """Prints the candidates of each step of a beam search, best first: their score, and their text with the new token
-    apart. Leaves the scores as they are.
+    set apart. It does not change the scores.
 
-    penalty(l): what Σ log p of a text of l new tokens is divided by.
+    penalty(l): the divisor of Σ log p for a text of l new tokens.
     """
 
     def __init__(self, printer: Printer, prompt: list[int], penalty: Any) -> None:

@@ -39,20 +39,20 @@ class FuzzyGenerationMixin(GenerationMixin):
     """Put before a transformers model class: its generate() then takes `assistant_model=` and FSD's arguments, and what
     else `specheads.patch` adds.
 
-    As an assistant it is given FSD's lists, one entry a step and row that drafted, which only grow (clear() them):
-    n_matches_list, the drafts accepted before the first that the divergence refuses; totals_list, these and the token
+    As an assistant it has FSD's lists, with an entry for each step and row that drafted. They only grow (clear() them):
+    n_matches_list, the drafts accepted before the first that the divergence rejects; totals_list, these and the token
     drawn after them; candidate_sequences_list, the tokens drafted; n_discarded_list, drafted and not accepted;
-    theoretical_backoffs, how many divergences were within the threshold, wherever they are; and kl_divs, those
-    divergences, one a draft. So they count as there, where a step ends with the token that is drawn: here it goes on
-    where that token is the draft's, and the text is longer than totals_list says by what then follows. Without a
-    threshold, n_matches_list is the drafts that stand. forced_ml_generations stays empty, as there.
+    theoretical_backoffs, how many divergences were within the threshold, anywhere; and kl_divs, the divergences, one a
+    draft. They count as in FSD, where a step ends with the token that is drawn. Here a step continues if that token is
+    the draft's, so the text can be longer than totals_list says. Without a threshold, n_matches_list counts accepted
+    drafts. forced_ml_generations stays empty, as there.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for base in cls.__mro__:
             if issubclass(base, PreTrainedModel) and not issubclass(base, FuzzyGenerationMixin):
-                cls.__name__ = base.__name__  # which a saved config names, and transformers can load
+                cls.__name__ = base.__name__  # a saved config then names a class that transformers can load
                 break
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

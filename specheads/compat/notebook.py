@@ -21,7 +21,7 @@ _MODELS: dict[str, PreTrainedModel] = {}
 
 
 def set_models(target: PreTrainedModel, drafter: PreTrainedModel) -> None:
-    """What `generate_draft` and `speculative_decode` take where they are given no models."""
+    """Set the models that `generate_draft` and `speculative_decode` use by default."""
     _MODELS.update(target=checked_model("target", target), drafter=checked_model("drafter", drafter))
 
 
@@ -35,7 +35,7 @@ def generate_draft(
 ) -> tuple[Tensor, Tensor]:
     """ids (1, T) → followed by n new tokens (1, T + n), and the probs (1, n, V) that these were drawn from.
 
-    n is max_new_tokens, or fewer where the model ends its text. k: drawn from so many likeliest tokens (1: greedy).
+    n is max_new_tokens, or fewer if the model ends its text. k: sample from this many likeliest tokens (1: greedy).
     model: the drafter of `set_models` unless given.
     """
     model = _given("model", model, "drafter")
@@ -69,14 +69,14 @@ def speculative_decode(
 
 
 def _given(name: str, model: Any, role: str) -> PreTrainedModel:
-    """A model given as `name`, or that of set_models. ValueError where there is neither."""
+    """A model given as `name`, else that of set_models. ValueError if there is neither."""
     if model is None and role not in _MODELS:
         raise ValueError(f"there is no {role} yet: call set_models(target, drafter) once, or give {name}=")
     return _MODELS[role] if model is None else checked_model(name, model)
 
 
 def _checked_row(ids: Any) -> Tensor:
-    """TypeError for what is no tensor of ids (1, T)."""
+    """ids, if they are a tensor (1, T). TypeError otherwise."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != 1:
         what = f"a tensor {tuple(ids.shape)}" if isinstance(ids, Tensor) else shown(ids)
         raise TypeError(f"ids must be a tensor (1, T), tokenizer(text, return_tensors='pt').input_ids say, not {what}")

@@ -20,7 +20,7 @@ _POSITIONAL = [*inspect.signature(GenerationMixin.generate).parameters][1:]
 _DRAFTERS = ("assistant_model", "draft", "drafter", "prompt_lookup_num_tokens")
 _FUZZY = ("fsd_div_type", "fsd_div_threshold", "fsd_div_logit_processor")
 _OURS = ("tree", "accept", "seed")
-_FLAGS = ("output_divergences", "fsd_tracking")  # which by themselves make no call ours
+_FLAGS = ("output_divergences", "fsd_tracking")  # by themselves they do not make a call ours
 LENGTHS = ("num_assistant_tokens", "assistant_confidence_threshold", "num_assistant_tokens_schedule")
 
 
@@ -35,14 +35,14 @@ def patch(model: Any) -> AbstractContextManager[Any]:
     output_divergences, and asks for nothing where none could come back. draft, tree, accept, seed,
     output_divergences: as in `specheads.generate`.
 
-    Patching again changes nothing. As a context manager, it is undone at the end of the block. A peft model is patched
-    at the model within, whose generate() its own calls.
+    Patching again changes nothing. As a context manager it is undone at the end of the block. Of a peft model the inner
+    model is patched, whose generate() the peft model's own calls.
     """
     return replace_generate(model, DraftingGenerate)
 
 
 def replace_generate(model: Any, kind: type[DraftingGenerate]) -> AbstractContextManager[Any]:
-    """`patch` with a generate() of this kind, in the place of one of another kind too."""
+    """`patch` with a generate() of this kind, which may replace one of another kind."""
     base = _base_of(model)
     before = vars(base).get("generate")
     if type(before) is kind:
@@ -81,9 +81,9 @@ class _Undone(AbstractContextManager[Any]):
 
 
 class DraftingGenerate:
-    """The generate() of a patched model; an object and not a closure, so that the model can be copied and pickled.
+    """The generate() of a patched model; an object, not a closure, so that the model can be copied and pickled.
 
-    before: a generate() that the model had of its own, in its class's place.
+    before: the instance's own generate(), if it had one instead of its class's.
     """
 
     def __init__(self, base: Any, before: Any) -> None:
@@ -95,7 +95,7 @@ class DraftingGenerate:
         lookup = "prompt_lookup_num_tokens"
         if config is not None and call.get(lookup) is None:
             call[lookup] = getattr(config, lookup, None)
-        # A custom_generate decodes in its own way; that of specheads.generate comes through here too.
+        # A custom_generate decodes in its own way; specheads.generate's calls this one too.
         ours = call.get("custom_generate") is None
         if not (ours and _given(call, (*_DRAFTERS, *_FUZZY, *_OURS))):
             for name in (*_FUZZY, *_OURS, *_FLAGS, "draft", "drafter"):
@@ -104,7 +104,7 @@ class DraftingGenerate:
         return self.decode(call)
 
     def decode(self, call: dict[str, Any]) -> Any:
-        """What a call with these arguments, drafts among them, gives."""
+        """The result of a call whose arguments ask for drafts."""
         return generate(self.base, **self.arguments(call))
 
     def arguments(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class DraftingGenerate:
         return asked
 
     def returns_dict(self, call: dict[str, Any]) -> bool:
-        """Does the call, or its generation config, ask for more than ids?"""
+        """Does the call, or its generation config, ask for an output object?"""
         config = call.get("generation_config") or self.base.generation_config
         asked = call.get("return_dict_in_generate")
         return bool(config.return_dict_in_generate if asked is None else asked)
@@ -127,7 +127,7 @@ class DraftingGenerate:
 
 
 def _given(call: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Those of these arguments that say something: None, and FSD's list of no warpers, do not."""
+    """Those of these arguments that are set: None and FSD's empty list of warpers are not."""
     return {
         name: call[name]
         for name in names
@@ -141,7 +141,7 @@ def draft_arguments(call: dict[str, Any]) -> dict[str, Any]:
     own_tokenizer, longest = rest.pop("assistant_tokenizer", None), rest.pop("max_matching_ngram_size", None)
     drafts = _given(call, _DRAFTERS)
     if len(drafts) > 1 and not drafts.keys() <= {"draft", "drafter"}:
-        raise ValueError(f"{' and '.join(f'{name}=' for name in drafts)} each say what drafts; give one of them")
+        raise ValueError(f"{' and '.join(f'{name}=' for name in drafts)} each name a drafter; give one of them")
     lengths = _given(call, LENGTHS)
     if lengths and ("assistant_model" not in drafts or call.get("tree") is not None):
         raise ValueError(
@@ -151,16 +151,18 @@ def draft_arguments(call: dict[str, Any]) -> dict[str, Any]:
     if fuzzy:
         name = next(iter(fuzzy))
         if not drafts:
-            raise ValueError(f"{name}= says which drafts stand, but nothing drafts; give assistant_model= or draft=")
+            raise ValueError(
+                f"{name}= says which drafts to accept, but nothing drafts; give assistant_model= or draft="
+            )
         if rest.get("accept") is not None:
-            raise ValueError(f"{name}= and accept= both say which drafts stand; give one of them")
+            raise ValueError(f"{name}= and accept= both say which drafts to accept; give one of them")
         rest["accept"] = fuzzy_from(**fuzzy)
     config = call.get("generation_config")
     if "assistant_model" in drafts:
         given = {name: lengths.get(name, getattr(config, name, None)) for name in LENGTHS}
         small, tokenizer = drafts["assistant_model"], rest.get("tokenizer")
         if own_tokenizer is not None and tokenizer is None:
-            raise ValueError("assistant_tokenizer= also takes tokenizer=, that of the model itself")
+            raise ValueError("assistant_tokenizer= also needs tokenizer=, that of the model itself")
         options = AssistantOptions.of(small, {name: value for name, value in given.items() if value is not None})
         texts = {"tokenizer": own_tokenizer, "target_tokenizer": tokenizer} if own_tokenizer is not None else {}
         rest["drafter"] = Assistant(small, options, **texts)

@@ -1,4 +1,4 @@
-"""One prompt of ids through `specheads.generate`, under the law of the model's logits and given processors alone."""
+"""One prompt of ids through `specheads.generate`, with the distribution of the model's logits and given processors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from specheads.decoding.generate import generate
 from specheads.decoding.target.hf_base import text_config, unwrapped
 from specheads.options import shown
 
-# What a model's own generation config may switch on, switched off: the reference functions read the model's logits,
-# and know nothing of a repetition penalty that came with its checkpoint.
+# Neutral values for all that a model's own generation config may set: the reference functions read the model's logits,
+# and ignore a repetition penalty that came with its checkpoint.
 PLAIN: dict[str, Any] = {
     "num_beams": 1, "temperature": 1.0, "top_k": None, "top_p": 1.0, "min_p": None, "top_h": None, "typical_p": 1.0,
     "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0,
@@ -35,7 +35,7 @@ def generate_plainly(
     do_sample: bool = False,
     **options: Any,
 ) -> Any:
-    """ids (1, T) → what `specheads.generate(..., **options)` gives with its steps, of at most max_new_tokens."""
+    """ids (1, T) → the output of `specheads.generate(..., **options)` with its steps, of at most max_new_tokens."""
     ids = on_device(ids, model)
     return generate(
         model, ids, attention_mask=torch.ones_like(ids),
@@ -45,12 +45,12 @@ def generate_plainly(
 
 
 def on_device(ids: Tensor, model: PreTrainedModel) -> Tensor:
-    """ids where the model takes them: as they are for one that is offloaded as a whole, whose hooks move them."""
+    """ids on the model's device; unchanged for a model that is offloaded as a whole, whose hooks move them."""
     return ids if model.device.type == "meta" else ids.to(model.device)
 
 
 def room_for(model: PreTrainedModel, prompt_length: int, max_gen_len: int) -> int:
-    """New tokens there is room for: max_gen_len, or what the model's positions leave. ValueError if that is none."""
+    """How many new tokens fit: max_gen_len, or what the model's positions leave. ValueError if none do."""
     whole("max_gen_len", max_gen_len)
     longest = getattr(text_config(model), "max_position_embeddings", None)
     if longest is None:

@@ -1,6 +1,6 @@
-"""romsto's logits processors: the filter in front of the temperature, and a draw from what is left.
+"""romsto's logits processors: filter first, then apply the temperature, then sample.
 
-Hugging Face's own generate() options apply the temperature first; a nucleus is then another one. Shapes: V vocabulary.
+Hugging Face's own generate() options apply the temperature first, which gives another nucleus. Shapes: V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class LogitsProcessor(ABC):
     """`processor(logits)` gives probs, `processor.sample(probs)` a token.
 
     A subclass writes `_process(logits)`, a function of each row of logits by itself, and inherits `sample` from
-    `GreedyProcessor` or `MultinomialProcessor`, or writes its own. Under a `sample` of its own a draft is accepted
-    where it is the token that was drawn. generate() takes a processor as its logits_processor= too.
+    `GreedyProcessor` or `MultinomialProcessor`, or writes its own. With its own `sample`, a draft is accepted if it is
+    the token that was drawn. generate() takes a processor as its logits_processor= too.
     """
 
-    # As specheads.decoding.processors reads them. A subclass is watched for state that it keeps from call to call.
+    # Read by specheads.decoding.processors. A subclass is watched for state that it keeps from call to call.
     ignores_ids = True
     depends_on_prefix_only = True
 
@@ -43,7 +43,7 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def sample(self, probs: Tensor) -> Tensor:
-        """Probs (…, V), of two dimensions at most where tokens are drawn → tokens (…, 1)."""
+        """Probs (…, V) → tokens (…, 1). At most two dimensions if tokens are drawn."""
 
     def __call__(self, logits: Tensor, scores: Tensor | None = None) -> Tensor:
         """Logits (…, V) → probs (…, V). Called with ids and scores (R, V), as by Hugging Face: processed scores."""
@@ -64,11 +64,11 @@ class LogitsProcessor(ABC):
 
     @property
     def do_sample(self) -> bool:
-        """Is a token drawn from the scores that generate() gets of it, or the likeliest taken?"""
+        """Does generate() sample from this processor's scores, or take the likeliest token?"""
         return type(self).sample is MultinomialProcessor.sample
 
     def __iter__(self) -> Iterator[LogitsProcessor]:
-        """Itself, where Hugging Face wants a list."""
+        """Itself, since Hugging Face expects a list."""
         yield self
 
     def __len__(self) -> int:
@@ -138,14 +138,14 @@ def top_k_of(logits: Tensor, k: int) -> Tensor:
 
 
 def nucleus_of(logits: Tensor, p: float) -> Tensor:
-    """(…, V) with −∞ at the tokens before which likelier ones have more than p of the probability."""
+    """(…, V) with −∞ at tokens for which likelier ones already have more than p of the probability."""
     ordered, tokens = logits.sort(dim=-1, descending=True)
     likelier = functional.pad(ordered.softmax(-1).cumsum(-1)[..., :-1], (1, 0))
     return logits.masked_fill((likelier > p).scatter(-1, tokens, likelier > p), -torch.inf)
 
 
 def number(name: str, value: Any, *, above: float = -math.inf, most: float = math.inf) -> float:
-    """TypeError or ValueError for what is no finite number in range; at least 0."""
+    """The value, if it is a finite number in range and at least 0. TypeError or ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={shown(value)} must be a number")
     if not (above < value <= most and 0 <= value < math.inf):
@@ -154,7 +154,7 @@ def number(name: str, value: Any, *, above: float = -math.inf, most: float = mat
 
 
 def whole(name: str, value: Any) -> int:
-    """TypeError or ValueError for what is no whole number of at least 1."""
+    """The value, if it is a whole number of at least 1. TypeError or ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={shown(value)} must be a whole number")
     if value < 1:

@@ -36,9 +36,9 @@ def autoregressive_generate(
     end_tokens_id: EndTokens | None = None,
     tokenizer: Any = None,
 ) -> list[int]:
-    """The new ids, up to and with the first of eos_tokens_id. logits_processor: greedy unless given.
+    """The new ids, up to and including the first of eos_tokens_id. logits_processor: default greedy.
 
-    debug: print each token, as ids without a tokenizer. use_cache is taken and not read: there is always a cache.
+    debug: print each token, as ids without a tokenizer. use_cache has no effect: there is always a cache.
     """
     return _generate(
         inputs, checked_model("model", model), max_gen_len, logits_processor, end_tokens(eos_tokens_id, end_tokens_id),
@@ -63,13 +63,13 @@ def speculative_generate(
     *,
     end_tokens_id: EndTokens | None = None,
 ) -> tuple[list[int], float]:
-    """The new ids, and the acceptance rate α: accepted over drafted tokens, 0 where none were drafted. Of a draft with
-    an end token in it all tokens count, those after it too.
+    """The new ids, and the acceptance rate α: accepted over drafted tokens, 0 if none were drafted. All drafted tokens
+    count, also those after an end token.
 
     skip_sample_adjustment: the rule `NoResidual`, which is not lossless. debug: print each step's drafts and the
-    target's own token; as ids without a tokenizer. use_cache is taken and not read: there is always a cache.
-    first_target too: the prefill always gives the first token, which has the same distribution and costs one forward
-    less than drafting it.
+    target's own token; as ids without a tokenizer. use_cache has no effect: there is always a cache. Nor has
+    first_target: the prefill always gives the first token, which has the same distribution and costs one forward less
+    than drafting it.
     """
     target, drafter = checked_model("target", target), checked_model("drafter", drafter)
     whole("gamma", gamma)
@@ -117,8 +117,8 @@ def ngram_assisted_speculative_generate(
     )  # fmt: skip
 
 
-# The same functions serve both kinds of models; of an encoder-decoder they return the decoder's start token in front,
-# as theirs do.
+# The same functions serve both kinds of models. For an encoder-decoder they return the decoder's start token first, as
+# romsto's do.
 autoregressive_generate_encoder_decoder = autoregressive_generate
 speculative_generate_encoder_decoder = speculative_generate
 
@@ -173,7 +173,7 @@ def _checked(processor: Any) -> LogitsProcessor:
         )
     if type(processor).__call__ is not LogitsProcessor.__call__:
         raise TypeError(
-            f"logits_processor={type(processor).__name__} has a __call__ of its own, which drafts cannot be judged by: "
-            "put it into _process(logits) and sample(probs)"
+            f"logits_processor={type(processor).__name__} has its own __call__, by which drafts cannot be judged: "
+            "write _process(logits) and sample(probs) instead"
         )
     return processor

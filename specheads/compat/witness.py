@@ -1,4 +1,4 @@
-"""A rule whose drafts and verdicts are counted as they come, before an end token cuts the text."""
+"""A rule that counts drafts and verdicts before an end token cuts the text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from specheads.decoding.sampler import Sampler
 class Witness(Acceptance):
     """Another rule, over chains of one row. drafted, accepted: tokens so far.
 
-    An end token may stand in the middle of a draft: the reference functions count the whole of it, and what is accepted
-    after the end token too, where `Step` counts what the text has.
+    An end token may be in the middle of a draft. The reference functions count the whole draft, and what is accepted
+    after the end token too; `Step` counts only what is in the text.
     """
 
     def __init__(self, rule: Acceptance) -> None:
@@ -31,7 +31,7 @@ class Witness(Acceptance):
         return self.rule.uses_draft_probs
 
     def is_exact(self, sampler: Sampler) -> bool:
-        return False  # or nothing would be seen of the verdicts
+        return False  # else judge() is not called
 
     def judge(self, target: TargetProbs) -> Verdict:
         rule = Exact() if self.rule.is_exact(target.sampler) else self.rule
@@ -43,12 +43,11 @@ class Witness(Acceptance):
         return verdict
 
     def take(self) -> tuple[list[int], int]:
-        """The draft of the step that has just been made, and how many of its tokens were accepted; none where nothing
-        was drafted."""
+        """The draft of the last step, and how many of its tokens were accepted; ([], 0) if nothing was drafted."""
         last, self._last = self._last, ([], 0)
         return last
 
     @property
     def rate(self) -> float:
-        """Accepted over drafted; 0 where nothing was drafted."""
+        """Accepted over drafted tokens; 0 if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0

@@ -39,7 +39,7 @@ class HeadConfig:
     loss: one of `losses.functions.DISTRIBUTION_LOSSES`, 'hard', or a weighted sum such as 'hard:0.1,tv:1.8'.
     dpace: the floor of D-PACE's position weights (0.5 as published); None weights by depth alone.
     tree: the default static tree, as text ("chain:4") or as choices, each a path of ranks, as
-      `calibration.calibrated` finds them; None: the usual tree of this kind of head on the device.
+      `calibration.calibrate_tree` finds them; None: the usual tree of this kind of head on the device.
 
     A subclass sets `kind`, adds its options as fields and their `bounds`, and overrides the properties below where they
     differ.

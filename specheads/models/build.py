@@ -1,4 +1,4 @@
-"""A head of given options beside a base, and the config that describes it."""
+"""Builds a head for a base, and the config that describes it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from transformers import PreTrainedModel
 from specheads.heads import HEADS, DraftHead, HeadConfig
 from specheads.hub import commit_of
 from specheads.models.config import SpecConfig
-from specheads.models.fingerprint import fingerprint
+from specheads.models.fingerprint import fingerprint_base
 from specheads.models.quantized import quantization_of
 
 
 def build_head(config: HeadConfig, base: PreTrainedModel) -> DraftHead:
-    """A head of these (filled) options, on the device where the base ends."""
+    """A head with these (complete) options, on the device of the base's output layer."""
     with torch.device(base.get_output_embeddings().weight.device):
         return HEADS[config.kind](config)
 
 
-def spec_config(config: HeadConfig, base: PreTrainedModel) -> SpecConfig:
+def build_spec_config(config: HeadConfig, base: PreTrainedModel) -> SpecConfig:
+    """The checkpoint config of a head with these (complete) options beside `base`."""
     name = getattr(base, "name_or_path", None) or None
-    return SpecConfig.of(config, name, commit_of(base), fingerprint(base), quantization_of(base))
+    return SpecConfig.of(config, name, commit_of(base), fingerprint_base(base), quantization_of(base))

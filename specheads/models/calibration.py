@@ -1,4 +1,4 @@
-"""The static tree that suits a head: counted on data, from the ranks its drafts gave to what the base then wrote.
+"""The static tree that suits a head, counted on data: the ranks that its drafts gave to the tokens that followed.
 
 Shapes: R scored positions, S drafted depths; ranks (R, S) as DraftHead.loss reports them.
 """
@@ -22,16 +22,15 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def measured_ranks(
+def measure_ranks(
     model: SpecModel,
     rows: Iterable[Mapping[str, Any]],
     batch_size: int = 8,
     report: Callable[[float], None] | None = None,
 ) -> Tensor:
-    """(R, S) over tokenized rows (`input_ids`, `labels`; see build_datasets), on the CPU.
+    """Ranks (R, S) over tokenized rows (`input_ids`, `labels`; see build_datasets), on the CPU.
 
-    report is told the share of rows that is done. ValueError where every row is unsupervised, or too short for the
-    depths the head drafts.
+    report(share of rows done). ValueError if every row is unsupervised, or shorter than what the head drafts.
     """
     was_training = model.training
     model.eval()
@@ -48,19 +47,19 @@ def measured_ranks(
             report(min(1.0, (start + batch_size) / len(listed)))
     model.train(was_training)
     if not sum(map(len, found)):
-        raise ValueError(f"no position of the {len(listed)} rows was scored: they are shorter than the drafted depths")
+        raise ValueError(f"no position of the {len(listed)} rows was scored: they are shorter than the drafted depth")
     return torch.cat(found)
 
 
-def calibrated(ranks: Tensor, num_nodes: int, max_depth: int | None = None) -> StaticTree:
-    """The static tree of `num_nodes`, root included, that would have had the most tokens accepted at these positions.
+def calibrate_tree(ranks: Tensor, num_nodes: int, max_depth: int | None = None) -> StaticTree:
+    """The static tree of `num_nodes`, including the root, with the most accepted tokens at these positions.
 
-    A node is worth the share of positions whose own tokens had the ranks of its path, which is never more than its
-    parent's, so the best nodes are a tree. Counts are joint: no depth is taken to be independent of another. ValueError
-    where no draft was ever right. After Medusa, arXiv:2401.10774, which multiplies accuracies.
+    A node's value is the share of positions whose true tokens have the ranks of its path. It is never above its
+    parent's, so the best nodes form a tree. Counts are joint: depths are not assumed to be independent. ValueError if
+    no draft was ever right. After Medusa, arXiv:2401.10774, which multiplies accuracies.
     """
     if num_nodes < 2:
-        raise OptionError("{num_nodes} must be at least 2: the root and a draft", num_nodes=num_nodes)
+        raise OptionError("{num_nodes} must be at least 2: the root and one draft", num_nodes=num_nodes)
     best = sorted(_path_counts(ranks[:, :max_depth]).items(), key=lambda item: (-item[1], len(item[0]), item[0]))
     if not best:
         raise ValueError("no target token was ever among the draft's candidates: the head is untrained")
@@ -68,15 +67,16 @@ def calibrated(ranks: Tensor, num_nodes: int, max_depth: int | None = None) -> S
 
 
 def expected_length(tree: StaticTree | str, ranks: Tensor) -> float:
-    """Tokens a step of this static tree, or of its text, would have yielded at these positions, the base's own
-    included. ValueError for text that is no static tree, whose shape alone is known beforehand.
+    """Accepted length of this static tree, or of its text, at these positions: tokens per step, including the base's.
+
+    ValueError for the text of a tree that is not static.
     """
     counts = _path_counts(ranks)
     return 1 + sum(counts[choice] for choice in static_choices(tree, ranks.shape[1])) / len(ranks)
 
 
 def _path_counts(ranks: Tensor) -> Counter[tuple[int, ...]]:
-    """How many positions' ranks begin with each path."""
+    """Path → the number of positions whose ranks begin with it."""
     counts: Counter[tuple[int, ...]] = Counter()
     for row, times in Counter(map(tuple, ranks.tolist())).items():
         for depth, rank in enumerate(row, start=1):

@@ -1,4 +1,4 @@
-"""The model card of a head, written from what its training run left behind: figures, recipe, curves."""
+"""The model card of a head, written from the files of its training run: figures, recipe, curves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from specheads.heads import DraftHead
 from specheads.hub import may_be_repository
 from specheads.models.config import SpecConfig
-from specheads.models.formats.exporting import engines_for
+from specheads.models.formats.export.exporting import engines_for
 from specheads.models.run_files import CURVES, RECIPE, history, results
 from specheads.options import read_yaml
 from specheads.version import __version__
@@ -27,8 +27,8 @@ _SHOWN = 8  # evaluations listed at most
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a run: its final metrics, its log, its recipe as YAML, other lines on how it was trained, and
-    whether its curves were drawn."""
+    """A training run: its final metrics, its log, its recipe as YAML, other lines on how the head was trained, and
+    whether there is a picture of its curves."""
 
     results: Mapping[str, Any] = field(default_factory=dict)
     history: Sequence[Mapping[str, Any]] = ()
@@ -38,7 +38,7 @@ class Record:
 
     @classmethod
     def of_folder(cls, run: Path) -> Record:
-        """What a run left in its folder."""
+        """The record of the run in a folder."""
         recipe = (run / RECIPE).read_text("utf8") if (run / RECIPE).is_file() else None
         return cls(results(run), history(run), recipe, curves=(run / CURVES).is_file())
 
@@ -47,11 +47,11 @@ def card(
     config: SpecConfig, base: PreTrainedModel, head: DraftHead, run: Any = None, *, repo_id: str = "HEAD",
     license: str | None = None,
 ) -> str:  # fmt: skip
-    """Markdown with the hub's metadata in front. run: the folder of the run (default: where the head was loaded from);
-    what is not there is left out. license: of the head, a name the hub knows."""
+    """Markdown that begins with the hub's metadata. run: the folder of the run (default: where the head was loaded
+    from); what is missing there is left out. license: of the head, a name that the hub knows."""
     folder = Path(str(run or config.name_or_path or ""))
     known = Record.of_folder(folder) if str(folder) != "." and folder.is_dir() else Record()
-    given = "" if _on_the_hub(_named(config)) else ', base="path/to/the/base"'  # not said where it is not on the hub
+    given = "" if _on_the_hub(_named(config)) else ', base="path/to/the/base"'  # a base off the hub is not named
     return text(config, head, known, f'"{repo_id}"{given}', _serving(config, base, head, repo_id), license)
 
 
@@ -72,8 +72,8 @@ def text(
     parts = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# {_TITLES.get(kind, kind)} draft head for {base}",
-        f"It drafts tokens that {base} then verifies: the same text, or under sampling the same law, in fewer passes. "
-        f"{parameters / 1e6:.2f}M parameters."
+        f"It drafts tokens that {base} then verifies: the same text, or under sampling the same distribution, in fewer "
+        f"passes. {parameters / 1e6:.2f}M parameters."
         + (f" Licence of {base}: {licensed}; the head is of no use without it." if licensed else ""),
         "```python\nimport specheads\nfrom transformers import AutoTokenizer\n\n"
         f"model = specheads.SpecModel.from_pretrained({source})\n"
@@ -92,7 +92,7 @@ def write(
     folder: Path, config: SpecConfig, base: PreTrainedModel, head: DraftHead, run: Any = None, *, repo_id: str,
     license: str | None = None,
 ) -> None:  # fmt: skip
-    """README.md in `folder`, and the picture that it shows."""
+    """Write README.md into `folder`, and the picture that it shows."""
     (folder / "README.md").write_text(card(config, base, head, run, repo_id=repo_id, license=license), "utf8")
     picture = Path(str(run or config.name_or_path or "")) / CURVES
     if picture.is_file():
@@ -100,7 +100,7 @@ def write(
 
 
 def base_license(name: str) -> str | None:
-    """What the card in the base's folder says; None where there is none here."""
+    """The licence that the card in the base's folder names; None if there is none."""
     path = Path(name) / "README.md"
     front = path.read_text("utf8", errors="replace").split("---", 2) if path.is_file() else []
     try:
@@ -116,7 +116,7 @@ def _named(config: SpecConfig) -> str:
 
 
 def _measured(run: Record) -> list[str]:
-    """Accepted length, accuracy by depth, and how they came about."""
+    """The section on accepted length and accuracy by depth, finally and over the steps."""
     last: dict[str, Any] = {}
     for log in run.history:  # each evaluation's, and of several the last
         last |= {name: value for name, value in log.items() if name.startswith("eval_")}
@@ -149,7 +149,7 @@ def _measured(run: Record) -> list[str]:
 
 
 def _trained(config: SpecConfig, run: Record) -> list[str]:
-    """Data and options of the run; of files their names alone."""
+    """The section on data and options of the run; of files only their names."""
     parts = list(run.trained)
     if (longest := config.trained_length) is not None:
         parts.append(f"The longest text it was trained on has {longest} tokens.")
@@ -174,7 +174,7 @@ def _on_the_hub(name: str) -> bool:
 
 
 def _public(name: str) -> str:
-    """A name of the hub, else the last part of a path: one of this machine says nothing elsewhere."""
+    """A hub id unchanged, else the last part of a path: the rest of it means nothing on another machine."""
     return name if _on_the_hub(name) else Path(name).name
 
 

@@ -1,4 +1,4 @@
-"""Save and load a head: one safetensors file and config.json, written so that a crash leaves the old ones or none."""
+"""Save and load a head: one safetensors file and config.json. A crash while saving leaves the old files or none."""
 
 from __future__ import annotations
 
@@ -21,12 +21,20 @@ from specheads.hub import commit_of
 from specheads.hub import options as hub_options
 from specheads.models.build import build_head
 from specheads.models.config import SpecConfig
-from specheads.models.files import CONFIG, WEIGHTS, CheckpointError, portable, refuse_nonfinite, replacing, widest
-from specheads.models.fingerprint import fingerprint
-from specheads.models.formats.importing import detect
+from specheads.models.files import (
+    CONFIG,
+    WEIGHTS,
+    CheckpointError,
+    make_portable,
+    refuse_nonfinite,
+    replacing,
+    widest_dtype,
+)
+from specheads.models.fingerprint import fingerprint_base
+from specheads.models.formats.importing import find_foreign
 from specheads.models.loading import as_dtype, load_language_model
 from specheads.models.lora import JointConfig, adapted_modules, attach, detach, is_adapter
-from specheads.models.quantized import quantization_of, restored
+from specheads.models.quantized import quantization_of, quantization_options
 from specheads.models.saved_head import SavedHead, adapter_tensors, head_tensors, read, state_dict_mismatches
 from specheads.options import listing, reason, shortened, shown
 
@@ -34,8 +42,8 @@ _HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only
 logger = hf_logging.get_logger(__name__)
 
 
-class Restored(NamedTuple):
-    """What a checkpoint gives: the config of the model, its base and its head, both with their weights."""
+class LoadedParts(NamedTuple):
+    """What a checkpoint loads as: the model's config, its base and its head, both with their weights."""
 
     config: SpecConfig
     base: PreTrainedModel
@@ -45,9 +53,9 @@ class Restored(NamedTuple):
 def save(
     directory: Any, config: SpecConfig, head: HeadConfig, state_dict: dict[str, Tensor], names: Collection[str]
 ) -> None:
-    """Write the head and its adapters out of the state dict of a SpecModel, whose checkpoint holds these names.
+    """Write the head and its adapters from the state dict of a SpecModel. names: of the checkpoint's tensors.
 
-    The weights file carries the config too and is replaced in one step, so that the two files cannot disagree.
+    The weights file holds the config too and is replaced in one step, so a crash leaves a consistent checkpoint.
     """
     folder = Path(directory)
     if folder.exists() and not folder.is_dir():
@@ -57,8 +65,8 @@ def save(
     if sharded or (differing := state_dict_mismatches(tensors, head)):
         raise CheckpointError(
             "the state dict to save does not hold the whole head: "
-            f"{'its tensors are shards' if sharded else differing}. With sharded parameters gather them first: "
-            "state_dict=accelerator.get_state_dict(model); DeepSpeed ZeRO-3: "
+            f"{'its tensors are shards' if sharded else differing}. Gather sharded parameters first: "
+            "state_dict=accelerator.get_state_dict(model); with DeepSpeed ZeRO-3 set "
             "stage3_gather_16bit_weights_on_model_save: true"
         )
     if config.joint is not None:
@@ -68,7 +76,7 @@ def save(
     _refuse_other_models(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = config.to_diff_dict()
-    written["base_model_name_or_path"] = portable(config.base_model_name_or_path, folder)
+    written["base_model_name_or_path"] = make_portable(config.base_model_name_or_path, folder)
     text = json.dumps(written, indent=2, sort_keys=True) + "\n"
     with replacing(folder / WEIGHTS) as path:
         save_file(tensors, path, metadata={"format": "pt", "specheads_config": json.dumps(written)})
@@ -77,7 +85,7 @@ def save(
 
 
 def _refuse_other_models(folder: Path) -> None:
-    """A head saved into the folder of its base would replace the base."""
+    """CheckpointError for a folder that holds another model, such as the base, which the head would replace."""
     try:
         there = json.loads((folder / CONFIG).read_bytes())["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -95,15 +103,14 @@ def load(
     allow_pickle: bool = False,
     allow_nonfinite: bool = False,
     **kwargs: Any,
-) -> Restored:
-    """Config, base and head from a directory or hub id, in the form of this library or one of formats/. Raises
-    CheckpointError with what is wrong and where.
+) -> LoadedParts:
+    """Load config, base and head from a directory or hub id, in this library's format or one of formats/.
 
-    dtype: of both, and of the head alone beside a base that is in memory; by default each has the one it was saved
-    in. config: of the checkpoint, as Auto classes pass it; only its attention implementation counts, since the
-    weights file says itself what it holds. allow_pickle: read a foreign form's pickles too, as tensors and nothing
-    else. allow_nonfinite: NaN and Inf among the head's weights are no error. Other arguments go to the loading of the
-    base.
+    dtype: of both, or of the head alone if the base is in memory; by default each keeps the dtype it was saved in.
+    config: of the checkpoint, as Auto classes pass it; only its attention implementation is used, since the weights
+    file has its own config. allow_pickle: read a foreign format's pickles too, tensors only. allow_nonfinite: accept
+    NaN and Inf among the head's weights. Other arguments go to the loading of the base. CheckpointError says what is
+    wrong and where.
     """
     from specheads.models.config import SpecConfig
 
@@ -117,29 +124,29 @@ def load(
         kwargs.setdefault("attn_implementation", config._attn_implementation)
 
     options = {"dtype": wanted_dtype or "auto", **kwargs}
-    if (foreign := detect(source, hub, allow_pickle)) is not None:
+    if (foreign := find_foreign(source, hub, allow_pickle)) is not None:
         recorded = SpecConfig(base_model_name_or_path=foreign.base_name)
         base = unwrapped(_base_beside(source, base, recorded, Path(), hub, options))
         recorded, head = foreign.read_head(base, allow_nonfinite)
-        return Restored(recorded, base, head if wanted_dtype is None else head.to(wanted_dtype))
+        return LoadedParts(recorded, base, head if wanted_dtype is None else head.to(wanted_dtype))
     saved = read(source, **hub)
-    if allow_nonfinite:  # of the head: adapters are part of the model that is decoded, which has no text then
+    if allow_nonfinite:  # of the head alone: with such adapters the decoded model would write no text
         refuse_nonfinite(source, adapter_tensors(saved.tensors), allowable=False)
     else:
         refuse_nonfinite(source, saved.tensors)
     recorded, as_recorded = saved.config, base is None
     base = unwrapped(_base_beside(source, base, recorded, saved.folder, hub, options))
-    check_base(recorded, fingerprint(base), source)
+    check_base(recorded, fingerprint_base(base), source)
     check_options(saved, base, source)
 
-    # What is saved from here on sits on this base; a local name in the file is relative to the file.
+    # Later saves name this base; a local name in the file is relative to the file.
     recorded.base_model_name_or_path = getattr(base, "name_or_path", None) or _resolved(recorded, saved.folder)
     recorded.base_revision = commit_of(base) or (recorded.base_revision if as_recorded else None)
-    recorded.base_fingerprint = fingerprint(base)
+    recorded.base_fingerprint = fingerprint_base(base)
     recorded.base_quantization = quantization_of(base)
     recorded.name_or_path = str(source)
     if recorded.joint is not None:
-        # Where the tensors are, and not by target_modules, which may be a stranger's regular expression.
+        # By the names of the tensors, not by target_modules, which may be a stranger's regular expression.
         modules = adapted_modules(saved.tensors)
         if not modules:
             raise CheckpointError(f"{source}: its config has adapters (joint), and its weights have none")
@@ -154,20 +161,20 @@ def load(
             raise
     head = build_head(saved.head, base)
     device = next(head.parameters()).device
-    # Copied: a tensor read from a safetensors file is a view of the file, which may be written to later.
-    # In one dtype, or layers could not follow one another: the widest there is, which holds every value exactly.
+    # Copied, since a tensor of a safetensors file is a view of the file, which may be written to later.
+    # In one dtype, which layers need: the widest, which holds every value exactly.
     of_head = head_tensors(saved.tensors)
-    dtypes = {True: widest(of_head.values()), False: None}
+    dtypes = {True: widest_dtype(of_head.values()), False: None}
     copies = {
         name.removeprefix("head."): t.to(device, dtypes[t.is_floating_point()], copy=True)
         for name, t in of_head.items()
     }
     head.load_state_dict(copies, strict=True, assign=True)
-    return Restored(recorded, base, head if wanted_dtype is None else head.to(wanted_dtype))
+    return LoadedParts(recorded, base, head if wanted_dtype is None else head.to(wanted_dtype))
 
 
 def check_options(saved: SavedHead, base: PreTrainedModel, source: Any) -> None:
-    """CheckpointError where the head's options leave a size to the base, or this base has no such layers or tokens."""
+    """CheckpointError if the head's options leave a size to the base, or need layers or tokens that it lacks."""
     try:
         filled = saved.head.with_base_defaults(text_config(base))
     except ValueError as error:
@@ -178,19 +185,22 @@ def check_options(saved: SavedHead, base: PreTrainedModel, source: Any) -> None:
 
 
 def restore_adapters(base: PreTrainedModel, tensors: dict[str, Tensor], dtype: torch.dtype | None, source: Any) -> None:
-    """In that dtype, None for the one they were saved in, the widest of several. CheckpointError where they do not fit
-    the base's."""
+    """Copy saved adapters into the base's. CheckpointError if they do not fit.
+
+    dtype: None for the one they were saved in (the widest of several)."""
     own = {f"base.{name}": parameter for name, parameter in base.named_parameters() if is_adapter(name)}
     wrong = sorted(set(own) ^ set(tensors)) or [n for n, t in tensors.items() if t.shape != own[n].shape]
     if wrong:
         raise CheckpointError(f"{source}: its adapters do not fit the base: {listing(wrong)}")
     for name, tensor in tensors.items():
-        own[name].data = tensor.to(own[name].device, dtype or widest(tensors.values()), copy=True)
+        own[name].data = tensor.to(own[name].device, dtype or widest_dtype(tensors.values()), copy=True)
 
 
 def check_base(config: SpecConfig, own: dict[str, Any], source: Any) -> None:
-    """CheckpointError if the base whose fingerprint is `own` has other sizes than the one the head was trained for; a
-    warning if only its weights differ (a fine-tune of it: the text stays right, fewer drafts are accepted)."""
+    """Compare the fingerprint `own` of a base with the one that the head was trained for.
+
+    CheckpointError if sizes differ. A warning if only weights differ, as in a fine-tune: the text is right, but fewer
+    drafts are accepted."""
     of_head = {name: config.head[name] for name in ("hidden_size", "vocab_size") if config.head.get(name)}
     recorded = {**of_head, **config.base_fingerprint}
     weights = recorded.pop("weights", None)
@@ -212,11 +222,13 @@ def check_base(config: SpecConfig, own: dict[str, Any], source: Any) -> None:
 def _base_beside(
     source: Any, base: Any, config: SpecConfig, folder: Path, hub: dict[str, Any], options: dict[str, Any]
 ) -> PreTrainedModel:
-    """The base in memory, which takes no options but the dtype of the head, or the one named here or there, loaded."""
+    """The base for a head: the one given in memory, or the one named by `base` or by the config, loaded.
+
+    ValueError for options of loading, other than dtype, with a base in memory."""
     if base is None or isinstance(base, str | os.PathLike):
         return _load_base(source, base, config, folder, hub, **options)
     if ignored := sorted(name for name, value in options.items() if value and name != "dtype"):
-        raise ValueError(f"{ignored} would have no effect on a base that is in memory already")
+        raise ValueError(f"{ignored} would have no effect on a base that is already in memory; leave them out")
     return base
 
 
@@ -227,20 +239,19 @@ def _load_base(
     if not name:
         raise CheckpointError(f"{source} does not name the base it was trained for; give it with base=...")
     if base is None and (config.base_model_name_or_path or "").startswith(".") and not Path(name).is_dir():
-        raise CheckpointError(f"the base model of {source} is not at {shortened(name)}; give its place with base=...")
+        raise CheckpointError(f"the base model of {source} is not at {shortened(name)}; give its path with base=...")
     shared = {k: hub[k] for k in ("token", "cache_dir", "local_files_only", "proxies") if k in hub}
     revision = {"revision": config.base_revision} if base is None and config.base_revision else {}
     try:
         options = hub_options(name, **shared) | shared
         if base is None and "quantization_config" not in kwargs:
-            kwargs |= restored(config.base_quantization, name, **revision, **options)
+            kwargs |= quantization_options(config.base_quantization, name, **revision, **options)
         return load_language_model(name, **revision, **options, **kwargs)
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) and base is not None:
-            raise  # of the arguments, and not of what a file says
+            raise  # it is about the arguments, not about a file
         raise CheckpointError(
-            f"the base model {shown(name)} that {source} goes with cannot be loaded; give another with base=... "
-            f"({reason(error)})"
+            f"the base model {shown(name)} of {source} cannot be loaded; give another with base=... ({reason(error)})"
         ) from error
 
 

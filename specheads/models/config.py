@@ -10,9 +10,10 @@ from specheads.heads import HEADS, HeadConfig, head_kind
 
 
 class SpecConfig(PreTrainedConfig):
-    """The head's options, which base it was trained for and how that was
-    quantised, where adapters were trained with it (joint), their options, and trained_length, the tokens of the longest
-    text it was trained on (None: not recorded)."""
+    """The head's options, and the base it was trained for.
+
+    base_quantization: how that base was quantised. joint: options of the adapters that were trained with the head, if
+    any. trained_length: tokens of the longest text it was trained on (None: not recorded)."""
 
     model_type = "specheads"
 
@@ -41,7 +42,7 @@ class SpecConfig(PreTrainedConfig):
         cls, head: HeadConfig, name: str | None, revision: str | None, fingerprint: dict[str, Any],
         quantization: dict[str, Any] | None = None,
     ) -> SpecConfig:  # fmt: skip
-        """The record of a head of these (filled) options beside the base of that name, revision and fingerprint."""
+        """The config of a head with these (complete) options, for the base of that name, revision and fingerprint."""
         return cls(
             head=head.to_dict(), base_model_name_or_path=name, base_revision=revision, base_fingerprint=fingerprint,
             base_quantization=quantization, architectures=["SpecModel"],

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.hf_base import UnsupportedModel, refuse_unsupported, text_config, unwrapped
 from specheads.heads import HeadConfig, head_config
 from specheads.hub import options as hub_options
-from specheads.models.build import build_head, spec_config
-from specheads.models.frozen import mark_frozen
+from specheads.models.build import build_head, build_spec_config
+from specheads.models.frozen_base import mark_frozen
 from specheads.models.loading import as_dtype, load_language_model
 from specheads.models.lora import JointConfig, attach
 from specheads.models.spec_model import SpecModel
@@ -33,11 +33,11 @@ def convert(
 ) -> SpecModel:
     """Freeze `base`, build a draft head beside it, and return both as a SpecModel.
 
-    base: a Hugging Face decoder-only model, or a name to load. head: a name (`heads.HEADS` has them), a head config, or
-    [(name, options)]; options by name. dtype: of the head's parameters (float32 unless given, as suits training).
-    init: start the head from the base's own layers where shapes agree. lora: new adapters on the base, which learn with
-    the head (Medusa-2, see JointConfig); the base is then changed in place, and decodes with them. Raises
-    UnsupportedModel, a ValueError, with the reason for a base that trees cannot be verified on.
+    base: a Hugging Face decoder-only model, or its name. head: a name from `heads.HEADS`, a head config, or
+    [(name, options)]; options: of the head, by name. dtype: of the head's parameters (default float32, as suits
+    training). init: start the head from the base's own layers where shapes agree. lora: new adapters on the base, which
+    train with the head (Medusa-2, see JointConfig); the base is then changed in place, and decodes with them.
+    UnsupportedModel, a ValueError, gives the reason for a base on which trees cannot be verified.
     """
     if isinstance(base, str | os.PathLike):
         base = load_language_model(base, **hub_options(base))
@@ -45,7 +45,8 @@ def convert(
     refuse_unsupported(base)
     if not base.get_output_embeddings().weight.is_floating_point():
         raise UnsupportedModel(
-            "the base's output matrix is quantised, which heads read: load it with llm_int8_skip_modules=['lm_head']"
+            "the base's output matrix is quantised, and heads need its values: load the base with "
+            "llm_int8_skip_modules=['lm_head']"
         )
     config = head_config(head, options).with_base_defaults(text_config(base))
     module = build_head(config, base)
@@ -54,7 +55,7 @@ def convert(
     if init:
         module.initialise(base)
     module.to(as_dtype(dtype) or torch.float32)
-    described = spec_config(config, base)
+    described = build_spec_config(config, base)
     if lora is not None:
         joint = JointConfig.of(lora)
         attach(base, joint)
@@ -65,5 +66,5 @@ def convert(
 
 
 def load_head(base: PreTrainedModel, directory: Any, **kwargs: Any) -> SpecModel:
-    """Put the head saved in `directory` (or on the hub) beside a base that is already in memory."""
+    """Load the head saved in `directory` (or on the hub) beside a base that is already in memory."""
     return SpecModel.from_pretrained(directory, base=base, **kwargs)

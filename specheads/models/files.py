@@ -1,5 +1,7 @@
-"""The files of a head checkpoint: their names, how they are written, and how a stranger's are read: names, shapes and
-dtypes first, then the values."""
+"""The files of a head checkpoint: their names, atomic writing, and reading that trusts nothing.
+
+Names, shapes and dtypes are read and checked first, the values after that.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from torch import Tensor
 from specheads.options import OptionError, listing, reason, shortened
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-MOST_JSON = 4 << 20  # bytes of a config; those of heads are of a few thousand
+MOST_JSON = 4 << 20  # bytes of a config; a head's has a few thousand
 _MOST_HEADER = 16 << 20  # bytes of names and shapes; a head of 64 layers has some 100,000
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -28,56 +30,58 @@ DTYPES = {
 
 
 class CheckpointError(OptionError):
-    """A head checkpoint that cannot be used; the message says what is wrong with which file."""
+    """A head checkpoint that cannot be used. The message names the file and what is wrong with it."""
 
 
-def damaged(path: Any, error: Exception | str) -> CheckpointError:
+def damaged_error(path: Any, error: Exception | str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged or cut short ({reason(error)}); copy or train it again")
 
 
-def header(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor of a safetensors file as one on the meta device, without its values, and the file's metadata."""
+def read_header(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every tensor of a safetensors file as a meta tensor, without its values, and the file's metadata."""
     try:
         with open(path, "rb") as raw:
             size = int.from_bytes(raw.read(8), "little")
         if _MOST_HEADER < size <= Path(path).stat().st_size:
-            raise CheckpointError(f"{path} has a header of {size:,} bytes; that of a head has {_MOST_HEADER:,} at most")
+            raise CheckpointError(f"{path} has a header of {size:,} bytes; a head's has at most {_MOST_HEADER:,}")
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             found = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise damaged(path, error) from error
-    return {name: meta(path, name, shape, DTYPES.get(dtype, dtype)) for name, (shape, dtype) in found.items()}, metadata
+        raise damaged_error(path, error) from error
+    shapes = {name: meta_tensor(path, name, shape, DTYPES.get(dtype, dtype)) for name, (shape, dtype) in found.items()}
+    return shapes, metadata
 
 
-def tensors_of(path: Path | str, names: Iterable[str]) -> dict[str, Tensor]:
-    """Tensors of a safetensors file, which are views of the file: copy what is to stay."""
+def read_tensors(path: Path | str, names: Iterable[str]) -> dict[str, Tensor]:
+    """Tensors of a safetensors file. They are views of the file: copy what should outlive it."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
-        raise damaged(path, error) from error
+        raise damaged_error(path, error) from error
 
 
-def meta(path: Any, name: str, shape: tuple[int, ...], dtype: Any) -> Tensor:
-    """A tensor without values. CheckpointError where no head has that dtype, or nothing that shape."""
+def meta_tensor(path: Any, name: str, shape: tuple[int, ...], dtype: Any) -> Tensor:
+    """A tensor without values. CheckpointError for a dtype that no head has, or an impossible shape."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
         raise CheckpointError(f"{path}: {shortened(name)} is {shortened(dtype)}; expected {', '.join(DTYPES)}")
     try:
         return torch.empty(shape, dtype=dtype, device="meta")
     except (RuntimeError, OverflowError, TypeError) as error:
-        raise damaged(path, f"{shortened(name)} has shape {shortened(shape)}") from error
+        raise damaged_error(path, f"{shortened(name)} has shape {shortened(shape)}") from error
 
 
-def widest(tensors: Iterable[Tensor]) -> torch.dtype:
-    """The dtype of the floating point tensors; of several, the one that holds the values of all exactly."""
+def widest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The dtype that holds the values of all floating point tensors exactly."""
     return functools.reduce(torch.promote_types, {t.dtype for t in tensors if t.is_floating_point()})
 
 
 def refuse_nonfinite(source: Any, tensors: dict[str, Tensor], allowable: bool = True) -> None:
-    """CheckpointError that names the tensors with NaN or Inf among their values. Reads each once, and allocates
-    nothing. allowable: allow_nonfinite would have passed them."""
+    """CheckpointError that names the tensors with NaN or Inf. Reads each tensor once and allocates nothing.
+
+    allowable: whether allow_nonfinite would accept them; the message then says so."""
     found = [
         name
         for name, tensor in tensors.items()
@@ -91,8 +95,9 @@ def refuse_nonfinite(source: Any, tensors: dict[str, Tensor], allowable: bool = 
 
 
 def read_table(path: Path, most: int | None = MOST_JSON) -> dict[str, Any] | None:
-    """A JSON object; None where the file holds none. CheckpointError where it has more bytes than `most`, as no config
-    has; None for a file of our own."""
+    """The JSON object in a file; None if it holds none. CheckpointError if it has more than `most` bytes.
+
+    most: None for a file that we wrote ourselves."""
     if most is not None and (size := path.stat().st_size) > most:
         raise CheckpointError(f"{path} has {size:,} bytes; a config has at most {most:,}")
     try:
@@ -104,10 +109,10 @@ def read_table(path: Path, most: int | None = MOST_JSON) -> dict[str, Any] | Non
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place when the block ends well, and is gone when it does not."""
+    """A temporary file beside `path` that replaces it if the block succeeds, and is deleted if it does not."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     temporary.touch(exist_ok=False)
-    mode = temporary.stat().st_mode  # what the umask allows; safetensors would leave the file to its owner alone
+    mode = temporary.stat().st_mode  # as the umask allows; safetensors would make the file private to its owner
     try:
         yield temporary
         temporary.chmod(mode)
@@ -118,8 +123,8 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def portable(name: str | None, folder: Path) -> str | None:
-    """A local base is named relative to the checkpoint, so that both can move together; a hub id stays."""
+def make_portable(name: str | None, folder: Path) -> str | None:
+    """The path of a local base relative to the checkpoint, so that both can move together; a hub id unchanged."""
     if name is None or not Path(name).is_dir():
         return name
     relative = os.path.relpath(Path(name).resolve(), folder.resolve())

@@ -1,4 +1,4 @@
-"""Which base a head belongs to, in a few values that its checkpoint keeps."""
+"""Which base a head belongs to, as a few values that its checkpoint stores."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ _SIZES = (
 )  # fmt: skip
 
 
-def fingerprint(base: PreTrainedModel) -> dict[str, Any]:
-    """What identifies a base: the sizes in its config, and a digest of a few values of every weight (None where some
-    weights are not here: on meta, offloaded, or in shards)."""
+def fingerprint_base(base: PreTrainedModel) -> dict[str, Any]:
+    """What identifies a base: the sizes in its config, and a digest of a few values of every weight.
+
+    The digest is None if some weights are not in memory: on meta, offloaded, or sharded."""
     config = text_config(base)
     record = {name: getattr(config, name, None) for name in _SIZES}
     weights = [p.detach() for p in base.parameters() if p.is_floating_point()]
     if any(p.is_meta or p.numel() == 0 for p in weights):
         return {**record, "weights": None}
-    # In bfloat16, so that the dtype a base is loaded in does not change what it is.
+    # In bfloat16, so that the fingerprint does not depend on the dtype that the base is loaded in.
     sample = [p.reshape(-1)[:: max(1, p.numel() // 16)].to("cpu", torch.bfloat16) for p in weights]
     values = torch.cat(sample).view(torch.int16).numpy()
     return {**record, "weights": hashlib.sha256(values.tobytes()).hexdigest()[:16]}

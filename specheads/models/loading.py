@@ -12,7 +12,7 @@ from transformers.utils import logging as hf_logging
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Options of from_pretrained() that say where a model is.
-_PLACES = (
+_LOCATION = (
     "revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies", "trust_remote_code",
 )  # fmt: skip
 
@@ -20,49 +20,49 @@ _PLACES = (
 def load_language_model(name: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
     """A decoder-only model or an encoder-decoder, by its config, from a folder or hub id.
 
-    options: of from_pretrained(). ValueError, in one line, for a model of another kind; OSError where there is none.
+    options: of from_pretrained(). ValueError for a model of another kind; OSError if there is none.
     """
     try:
-        config = AutoConfig.from_pretrained(name, **{key: options[key] for key in _PLACES if key in options})
-    except OSError:  # an adapter's folder has no config, and is loaded beside its base
+        config = AutoConfig.from_pretrained(name, **{key: options[key] for key in _LOCATION if key in options})
+    except OSError:  # an adapter's folder has no config; transformers loads its base
         return AutoModelForCausalLM.from_pretrained(name, **options)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if type(config) not in auto._model_mapping and not getattr(config, "auto_map", None):
         raise ValueError(
-            f"{name} holds a {config.model_type} model, which does not write text from text: expected a decoder-only "
-            "language model or a text-to-text encoder-decoder"
+            f"{name} holds a {config.model_type} model; expected a decoder-only language model or a text-to-text "
+            "encoder-decoder"
         )
     return auto.from_pretrained(name, **options)
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype given as torch's or by name; None for None and "auto". ValueError for anything else."""
+    """A torch dtype, given as such or by name; None for None and "auto". ValueError for anything else."""
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if dtype in (None, "auto"):
         return None
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"dtype={dtype!r} is not a floating point type; give torch.bfloat16 or 'bfloat16', say")
+        raise ValueError(f"dtype={dtype!r} is not a floating point type; give one such as torch.bfloat16 or 'bfloat16'")
     return found
 
 
 def placement(dtype: str, device: str) -> tuple[torch.dtype | None, torch.device]:
-    """--dtype and --device as torch's; None for the dtype a model was saved in. ValueError where they are none."""
+    """--dtype and --device as torch objects; None for the dtype that a model was saved in. ValueError if invalid."""
     if dtype != "auto" and dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r} is none of auto, {', '.join(DTYPES)}")
+        raise ValueError(f"--dtype {dtype!r} is unknown; expected auto, {', '.join(DTYPES)}")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {device!r} is not usable here: {error}") from error
     hf_logging.disable_progress_bar()
-    return DTYPES.get(dtype, torch.float32 if place.type == "cpu" else None), place
+    return DTYPES.get(dtype, torch.float32 if chosen.type == "cpu" else None), chosen
 
 
 def refuse_unshipped(source: str) -> None:
-    """ValueError for a path in checkpoints/, as help and README name them, where there is no such folder."""
+    """ValueError for a path in checkpoints/, as help and README name them, if there is no such folder."""
     if source.startswith("checkpoints/") and not Path("checkpoints").is_dir():
         raise ValueError(
-            f"{source} is not here: the heads in checkpoints/ come with the repository, not with the wheel; "
-            "`specheads demo` trains one of its own in runs/demo"
+            f"there is no {source} here: the heads in checkpoints/ come with the repository, not with the wheel; "
+            "`specheads demo` trains a head in runs/demo"
         )

@@ -1,4 +1,4 @@
-"""Joint training: low-rank adapters on the base learn together with the head, as in Medusa-2. arXiv:2401.10774.
+"""Joint training: low-rank adapters on the base train together with the head, as in Medusa-2. arXiv:2401.10774.
 
 The adapted base is then the model that is decoded, so the text differs from that of the base without adapters. A loss
 against the base's distribution with the adapters off keeps it close.
@@ -53,7 +53,7 @@ class JointConfig:
 
     def __post_init__(self) -> None:
         if type(self.r) is not int or not 1 <= self.r <= _MOST_RANK:
-            raise ValueError(f"lora.r={shown(self.r)}: expected a whole number of at least 1 and at most {_MOST_RANK}")
+            raise ValueError(f"lora.r={shown(self.r)}: expected a whole number from 1 to {_MOST_RANK}")
         for name in ("lora_dropout", "lora_alpha", "head_weight"):
             if isinstance(value := getattr(self, name), bool) or not isinstance(value, int | float):
                 raise ValueError(f"lora.{name}={shown(value)}: expected a number")
@@ -67,7 +67,7 @@ class JointConfig:
         named = (self.target_modules,) if isinstance(self.target_modules, str) else self.target_modules
         if not isinstance(named, tuple) or not named or not all(isinstance(name, str) for name in named):
             raise ValueError(
-                f"lora.target_modules={shown(self.target_modules)}: expected a name of modules, or several"
+                f"lora.target_modules={shown(self.target_modules)}: expected the name of modules, or several names"
             )
         if self.base_loss not in BASE_LOSSES:
             raise ValueError(f"lora.base_loss={shown(self.base_loss)}: expected one of {', '.join(BASE_LOSSES)}")
@@ -89,8 +89,8 @@ class JointConfig:
             every["target_modules"] = kept["target_modules"]
             if other := sorted(name for name, value in every.items() if kept.get(name) != value):
                 raise ValueError(
-                    f"the LoraConfig sets {', '.join(other)}, which a head checkpoint does not keep; only r, "
-                    "lora_alpha, lora_dropout and target_modules can be other than peft's defaults"
+                    f"the LoraConfig sets {', '.join(other)}, which a head checkpoint does not store; only r, "
+                    "lora_alpha, lora_dropout and target_modules may differ from peft's defaults"
                 )
             return config
         refuse_unknown(options, [field.name for field in fields(cls)], section="lora.")

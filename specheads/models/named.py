@@ -17,7 +17,7 @@ from specheads.heads import DraftHead
 from specheads.hub import options as hub_options
 from specheads.models.config import SpecConfig
 from specheads.models.convert import load_head
-from specheads.models.formats.importing import detect
+from specheads.models.formats.importing import find_foreign
 from specheads.models.loading import load_language_model, placement, refuse_unshipped
 from specheads.models.quantized import quantization
 from specheads.models.spec_model import SpecModel
@@ -116,7 +116,7 @@ class Models:
 def holds_head(source: str) -> bool:
     """Is it a head checkpoint, ours or a foreign one, rather than a whole model? Also True if nothing can be read: then
     loading it as a head says why."""
-    if detect(source, hub_options(source)) is not None:
+    if find_foreign(source, hub_options(source)) is not None:
         return True
     try:
         config = AutoConfig.from_pretrained(source, **hub_options(source))

@@ -1,4 +1,4 @@
-"""Bases that bitsandbytes keeps in 4 or 8 bits, as for QLoRA (arXiv:2305.14314): loaded, named in checkpoints, read.
+"""Bases in 4 or 8 bits through bitsandbytes, as for QLoRA (arXiv:2305.14314): loaded, and recorded in checkpoints.
 
 Only a frozen base is quantised; heads and adapters stay in floating point.
 """
@@ -16,7 +16,7 @@ from specheads.options import reason, shown
 
 
 def quantization(bits: int, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """bits 4: NF4, computed in `dtype`; 8: LLM.int8. ImportError where bitsandbytes is missing."""
+    """The quantisation config. bits 4: NF4, computed in `dtype`; 8: LLM.int8. ImportError without bitsandbytes."""
     if not is_bitsandbytes_available():
         raise ImportError(f"load_in_{bits}bit needs bitsandbytes: pip install bitsandbytes")
     if bits == 8:
@@ -27,17 +27,18 @@ def quantization(bits: int, dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def quantization_of(base: Any) -> dict[str, Any] | None:
-    """How a base is quantised, as its config has it; None where it is not."""
+    """How a base is quantised, from its config; None if it is not."""
     found = getattr(base.config, "quantization_config", None)
     return found if found is None or isinstance(found, dict) else found.to_dict()
 
 
-def restored(recorded: dict[str, Any] | None, name: str, **options: Any) -> dict[str, Any]:
-    """What loads the base `name` quantised as it was, unless its own files say so already. options: of AutoConfig.
-    ValueError where what was recorded is no quantisation."""
+def quantization_options(recorded: dict[str, Any] | None, name: str, **options: Any) -> dict[str, Any]:
+    """Options that load the base `name` quantised as recorded; {} if its own files already say so.
+
+    options: of AutoConfig. ValueError if `recorded` is no quantisation."""
     if recorded is None or getattr(AutoConfig.from_pretrained(name, **options), "quantization_config", None):
         return {}
     try:
         return {"quantization_config": AutoQuantizationConfig.from_dict(recorded)}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"base_quantization={shown(recorded)} is no quantisation ({reason(error)})") from error
+        raise ValueError(f"base_quantization={shown(recorded)} is not a quantisation ({reason(error)})") from error

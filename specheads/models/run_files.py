@@ -11,7 +11,7 @@ RESULTS, STATE, RECIPE, CURVES = "results.json", "trainer_state.json", "recipe.y
 
 
 def accepted_length(checkpoint: Any) -> float | None:
-    """What its training measured on held-out rows, where the checkpoint's folder says so."""
+    """The accepted length that training measured on held-out rows; None if the checkpoint's folder has none."""
     folder = Path(str(checkpoint or ""))
     if not checkpoint or not folder.is_dir():
         return None
@@ -23,12 +23,12 @@ def accepted_length(checkpoint: Any) -> float | None:
 
 
 def results(run: Path) -> dict[str, Any]:
-    """The final metrics of a run; {} where its folder has none."""
+    """The final metrics of a run; {} if its folder has none."""
     return _table(run / RESULTS)
 
 
 def history(run: Path) -> list[dict[str, Any]]:
-    """The log of a run, every step of it: some megabytes; [] where its folder has none."""
+    """The log of a run, every step of it (some megabytes); [] if its folder has none."""
     return [log for log in _table(run / STATE).get("log_history") or () if isinstance(log, dict)]
 
 

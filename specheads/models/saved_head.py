@@ -1,4 +1,4 @@
-"""What a head checkpoint holds, read without its base and refused, with the reason, where it does not hold together."""
+"""A head checkpoint read without its base, and refused with the reason if its parts do not fit together."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from specheads.heads.vocabulary import draft_offsets
 from specheads.hub import did_you_mean, may_be_repository
 from specheads.hub import options as hub_options
 from specheads.models.config import SpecConfig
-from specheads.models.files import CONFIG, MOST_JSON, WEIGHTS, CheckpointError, header, tensors_of
-from specheads.models.formats.importing import detect
+from specheads.models.files import CONFIG, MOST_JSON, WEIGHTS, CheckpointError, read_header, read_tensors
+from specheads.models.formats.importing import find_foreign
 from specheads.models.lora import JointConfig, is_adapter
 from specheads.options import listing, reason, shortened, shown
 
@@ -33,17 +33,17 @@ logger = hf_logging.get_logger(__name__)
 
 
 def head_tensors(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The head's part of a SpecModel's state dict, under the names it has there, contiguous and on the CPU."""
+    """The head's part of a SpecModel's state dict, under the same names, contiguous and on the CPU."""
     return {name: t.detach().to("cpu").contiguous() for name, t in state_dict.items() if name.startswith("head.")}
 
 
 def adapter_tensors(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same of the adapters that were trained with it, `base.…lora_…`."""
+    """The adapters' part, `base.…lora_…`, likewise."""
     return {name: t.detach().to("cpu").contiguous() for name, t in state_dict.items() if is_adapter(name)}
 
 
 def state_dict_mismatches(tensors: dict[str, Tensor], config: HeadConfig) -> str:
-    """How `tensors` differ from what a head of these options holds, by name; "" where they do not."""
+    """How `tensors` differ, by name, from those of a head with these options; "" if they do not."""
     with torch.device("meta"):  # sizes only: nothing is allocated for what a file claims
         own = {f"head.{name}": t for name, t in HEADS[config.kind](config).state_dict().items()}
     missing, unexpected = set(own) - set(tensors), set(tensors) - set(own)
@@ -60,7 +60,7 @@ def state_dict_mismatches(tensors: dict[str, Tensor], config: HeadConfig) -> str
 
 @dataclass(frozen=True)
 class SavedHead:
-    """What a checkpoint holds: its config and the head's part of it, the tensors as `head.…`; folder: where it is."""
+    """A checkpoint: its config, the head's part of that, and the tensors, named `head.…`; folder: where it is."""
 
     config: SpecConfig
     head: HeadConfig
@@ -69,19 +69,19 @@ class SavedHead:
 
 
 def read(source: Any, **hub: Any) -> SavedHead:
-    """A checkpoint without its base, from a directory or hub id; hub: revision, subfolder, token … of a hub id.
+    """Read a checkpoint without its base, from a directory or hub id. hub: revision, subfolder, token … of a hub id.
 
-    The config in the weights file is the one that counts, but for which base it is: that is read from config.json where
-    there is one, in which a user changes it. Raises CheckpointError with what is wrong and where, as for
-    a foreign form, which is read beside its base alone.
+    The config in the weights file counts, except for the name of the base: that comes from config.json if there is one,
+    where a user may change it. CheckpointError says what is wrong and where. A foreign format is refused too: it can
+    only be read beside its base.
     """
     try:
         return _read(source, hub)
     except CheckpointError as error:
-        if (foreign := detect(source, hub)) is None:
+        if (foreign := find_foreign(source, hub)) is None:
             raise
         raise CheckpointError(
-            f"{source} holds {foreign.form.title}, which takes its base to be read: write it in our form first, with "
+            f"{source} holds {foreign.form.title}, which can only be read beside its base; import it first: "
             f"`specheads import {source} OUT`"
         ) from error
 
@@ -93,12 +93,12 @@ def _read(source: Any, hub: dict[str, Any]) -> SavedHead:
             beside = _parsed(file.read(MOST_JSON + 1), path)
     weights = _find(source, WEIGHTS, hub)
     if weights is None:
-        raise CheckpointError(f"{source} has no {WEIGHTS}: not a head checkpoint, or one that was never finished")
-    shapes, metadata = header(weights)
+        raise CheckpointError(f"{source} has no {WEIGHTS}: it is not a head checkpoint, or an unfinished one")
+    shapes, metadata = read_header(weights)
     text = metadata.get("specheads_config")
     stored = beside if text is None else _agreed(_parsed(text, f"the header of {weights}"), beside, source)
     if stored is None:
-        raise CheckpointError(f"{source} has no {CONFIG}, nor a config in the header of {WEIGHTS}")
+        raise CheckpointError(f"{source} has no {CONFIG}, and no config in the header of {WEIGHTS}")
     known = {name: stored.get(name) or None for name in (*_TABLES, *_NAMES, "trained_length")}
     config = SpecConfig(**known, architectures=["SpecModel"])
     try:
@@ -106,13 +106,13 @@ def _read(source: Any, hub: dict[str, Any]) -> SavedHead:
         joint = None if config.joint is None else JointConfig.of(config.joint)
         adapters = {name: t for name, t in shapes.items() if joint and is_adapter(name)}
         differing = state_dict_mismatches({name: t for name, t in shapes.items() if name not in adapters}, head)
-        differing = differing or ("" if joint is None else _rank_misfits(adapters, joint))
+        differing = differing or ("" if joint is None else _rank_mismatches(adapters, joint))
     except (AssertionError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         why = reason(error) or _left_out(config)  # a head asserts that it has sizes
         raise CheckpointError(f"{source}: its config does not describe a head this version knows: {why}") from error
     if differing:
         raise CheckpointError(f"{source}: the tensors do not fit its head: {differing}")
-    tensors = tensors_of(weights, shapes)
+    tensors = read_tensors(weights, shapes)
     _refuse_odd_vocabulary(weights, tensors)
     return SavedHead(config, head, tensors, Path(weights).parent)
 
@@ -122,8 +122,8 @@ def _left_out(config: SpecConfig) -> str:
     return f"sizes are missing or null, among {listing(f.name for f in fields(head) if getattr(head, f.name) is None)}"
 
 
-def _rank_misfits(adapters: dict[str, Tensor], joint: JointConfig) -> str:
-    """How adapters differ from the rank they are said to have; "" where they do not."""
+def _rank_mismatches(adapters: dict[str, Tensor], joint: JointConfig) -> str:
+    """How adapters differ from the rank in the config; "" if they do not."""
     wrong = []
     for name, t in adapters.items():
         first = name.rpartition(".lora_")[2].partition(".")[0].endswith("A")  # (r, n), and B is (n, r)
@@ -133,7 +133,7 @@ def _rank_misfits(adapters: dict[str, Tensor], joint: JointConfig) -> str:
 
 
 def _refuse_odd_vocabulary(path: Any, tensors: dict[str, Tensor]) -> None:
-    """CheckpointError where d2t and t2d of a head are no draft vocabulary; drafts would lie outside the base's."""
+    """CheckpointError if d2t and t2d of a head are no draft vocabulary: drafts would lie outside the base's."""
     d2t, t2d = tensors.get("head.d2t"), tensors.get("head.t2d")
     if d2t is None or t2d is None:
         return
@@ -146,17 +146,17 @@ def _refuse_odd_vocabulary(path: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def _agreed(inside: dict[str, Any], beside: dict[str, Any] | None, source: Any) -> dict[str, Any]:
-    """The config `inside` the weights file, of the base that the one `beside` it names; a warning where they say
-    different things of the head."""
+    """The config `inside` the weights file, with the base that the one `beside` it names. Warns if the two disagree
+    about the head."""
     if beside is None:
         return inside
     name, revision = _NAMES
     agreed = dict(inside)
     if name in beside and beside[name] != inside.get(name):
-        logger.info("%s: its base is %s by %s, and %s by the header of %s; the former is taken", source,
+        logger.info("%s: its base is %s in %s, and %s in the header of %s; the former is used", source,
                     shown(beside[name]), CONFIG, shown(inside.get(name)), WEIGHTS)  # fmt: skip
         agreed[name] = beside[name]
-        agreed[revision] = None  # of the other base, unless it was changed too
+        agreed[revision] = None  # it was the other base's, unless it was changed too
     if revision in beside and beside[revision] != inside.get(revision):
         agreed[revision] = beside[revision]
     differing = []
@@ -169,8 +169,8 @@ def _agreed(inside: dict[str, Any], beside: dict[str, Any] | None, source: Any) 
     if differing:
         more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
         logger.warning(
-            "%s: the header of %s says otherwise than %s, and counts: %s%s. To change options, change those of the "
-            "head in memory and save it again", source, WEIGHTS, CONFIG, "; ".join(differing[:4]), more,
+            "%s: the header of %s differs from %s, and the header counts: %s%s. To change options, change those of "
+            "the head in memory and save it again", source, WEIGHTS, CONFIG, "; ".join(differing[:4]), more,
         )  # fmt: skip
     return agreed
 
@@ -184,7 +184,7 @@ def _same(one: object, other: object) -> bool:
 
 def _parsed(text: str | bytes, where: Any) -> dict[str, Any]:
     if len(text) > MOST_JSON:
-        raise CheckpointError(f"{where} has a config of more than {MOST_JSON:,} bytes; those of heads have thousands")
+        raise CheckpointError(f"{where} has a config of more than {MOST_JSON:,} bytes; a head's has thousands")
     try:
         stored = json.loads(text)
     except (ValueError, RecursionError) as error:  # nested deeper than any config
@@ -192,26 +192,26 @@ def _parsed(text: str | bytes, where: Any) -> dict[str, Any]:
     kind = stored.get("model_type") if isinstance(stored, dict) else None
     if kind != SpecConfig.model_type:
         raise CheckpointError(
-            f"{where} is not the config of a draft head (model_type={shown(kind)}); a base model is given a head with "
+            f"{where} is not the config of a draft head (model_type={shown(kind)}); give a base model a head with "
             "specheads.convert()"
         )
     for name in _TABLES:
         if not isinstance(stored.get(name) or {}, dict):
-            raise CheckpointError(f"{where}: {name} should be a table of options, not {shown(stored[name])}")
+            raise CheckpointError(f"{where}: {name} must be a table of options, not {shown(stored[name])}")
     length = stored.get("trained_length")
     if length is not None and (type(length) is not int or not 1 <= length <= _MOST_LENGTH):
-        raise CheckpointError(f"{where}: trained_length should be a whole number of tokens, not {shown(length)}")
+        raise CheckpointError(f"{where}: trained_length must be a whole number of tokens, not {shown(length)}")
     for name in _NAMES:
         value = stored.get(name)
         if value is not None and not (
             isinstance(value, str) and len(value) <= _MOST_NAME and min(value, default=" ") >= " "
         ):
-            raise CheckpointError(f"{where}: {name} should be a name or a path, not {shown(value)}")
+            raise CheckpointError(f"{where}: {name} must be a name or a path, not {shown(value)}")
     return stored
 
 
 def _find(source: Any, name: str, hub: dict[str, Any]) -> str | None:
-    """The path of one file of a checkpoint; None where a directory does not hold it."""
+    """The path of one file of a checkpoint; None if its directory has no such file."""
     folder = Path(source) / hub.get("subfolder", "")
     if folder.is_dir():
         if (folder / name).is_file():
@@ -219,7 +219,7 @@ def _find(source: Any, name: str, hub: dict[str, Any]) -> str | None:
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLES)
         if name == WEIGHTS and pickles:
             raise CheckpointError(
-                f"{folder} has no {WEIGHTS}, and its pickles {pickles} are not loaded, since a pickle can run code"
+                f"{folder} has no {WEIGHTS}; its pickles {pickles} are not loaded, since a pickle can run code"
             )
         return None
     if folder.is_file() or not may_be_repository(str(source)):

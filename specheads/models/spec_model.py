@@ -23,7 +23,7 @@ from specheads.hub import upload
 from specheads.losses.teacher import LiveTeacher, Teacher, packed_mask, tap_base
 from specheads.models import card, checkpoint
 from specheads.models.config import SpecConfig
-from specheads.models.formats.exporting import export
+from specheads.models.formats.export.exporting import export
 from specheads.models.lora import JointConfig, adapters, base_loss, is_adapter
 
 
@@ -53,14 +53,14 @@ class SpecModel(PreTrainedModel):
         self.head = head
         self.note_trained_length(config.trained_length)
         self.joint = None if config.joint is None else JointConfig.of(config.joint)
-        self.progress = 1.0  # share of the run that is done, which a trainer tells
-        self.draw_seed: int | None = None  # TapBatch.seed, which it tells too
+        self.progress = 1.0  # share of the run that is done; a trainer sets it
+        self.draw_seed: int | None = None  # TapBatch.seed; a trainer sets it too
         if self.joint is not None:
             for adapter in adapters(base):
                 adapter.requires_grad_(True)
         # A plain Trainer that restores a head-only file must not call the base's tensors missing.
         self._keys_to_ignore_on_save = [f"base.{name}" for name in base.state_dict() if not self._is_trained(name)]
-        # What launchers ask a model for: which weights are tied, which layers to shard as a whole, what is where.
+        # What launchers read of a model: tied weights, layers to shard as a whole, devices.
         tied = getattr(base, "all_tied_weights_keys", None) or {}
         self.all_tied_weights_keys = {f"base.{name}": f"base.{source}" for name, source in tied.items()}
         self._no_split_modules = base._no_split_modules
@@ -91,14 +91,14 @@ class SpecModel(PreTrainedModel):
         return self.base.get_output_embeddings()
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> torch.nn.Embedding:
-        raise ValueError("the base is frozen and the head has its vocabulary; resize the base before convert()")
+        raise ValueError("the base is frozen, and the head has its vocabulary; resize the base before convert()")
 
     @classmethod
     def can_generate(cls) -> bool:
         return True
 
     def head_state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, under the names of this model: the head's tensors, `head.…`, and the adapters'."""
+        """The tensors of a checkpoint, under the names of this model: the head's, `head.…`, and the adapters'."""
         trained = {f"base.{name}": t for name, t in self.base.state_dict().items() if self._is_trained(name)}
         return {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()} | trained
 
@@ -128,24 +128,26 @@ class SpecModel(PreTrainedModel):
     ) -> ModelOutput:
         """The head's loss on input_ids (B, T).
 
-        labels (B, T): −100 where token t is not to be learnt (HF's convention, before any shift), or loss_mask
-        (B, T), true where it is; with neither this is the base's own forward, and its own output.
-        document_ids (B, T): 1, 2 … for packed documents, which do not see one another; 0 is padding.
+        labels (B, T): −100 where token t is not learnt (Hugging Face's convention, before any shift); or loss_mask
+        (B, T): true where it is. With neither this is the base's own forward, and returns the base's output.
+        document_ids (B, T): 1, 2 … for packed documents, which do not attend to one another; 0 is padding.
         """
-        if labels is not None and loss_mask is not None:
-            raise ValueError("give labels or loss_mask, not both")
         if labels is None and loss_mask is None:
             if document_ids is not None:
                 raise ValueError("packed documents (document_ids) need labels or loss_mask, to say what is learnt")
             return self.base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+        supervised, num_items_in_batch = self.select_supervised(
+            input_ids, labels, loss_mask, attention_mask, num_items_in_batch
+        )
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids) if document_ids is None else (document_ids > 0).long()
         documents = attention_mask.long() if document_ids is None else document_ids
         packed = document_ids is not None and bool((document_ids > 1).any())
         if position_ids is None:
             position_ids = positions_of(documents)
-        supervised = (labels != -100) if labels is not None else loss_mask.bool()  # type: ignore[union-attr]
-        features, teacher = self.seen(input_ids, attention_mask, position_ids, documents if packed else None, **kwargs)
+        features, teacher = self.observe_base(
+            input_ids, attention_mask, position_ids, documents if packed else None, **kwargs
+        )
         batch = TapBatch(
             tokens=input_ids,
             features=features,
@@ -167,22 +169,38 @@ class SpecModel(PreTrainedModel):
             terms["base"] = own.detach()
         return SpecOutput(loss, terms.pop("ranks", None), terms.pop("overlaps", None), terms)
 
-    def seen(
+    def select_supervised(
+        self, input_ids: Tensor, labels: Tensor | None, loss_mask: Tensor | None, attention_mask: Tensor | None,
+        num_items: Tensor | float | None,
+    ) -> tuple[Tensor, Tensor | float | None]:  # fmt: skip
+        """(B, T) bool, true where token t is learnt, and the number of items that the batch's loss is divided by."""
+        if labels is not None and loss_mask is not None:
+            raise ValueError("give labels or loss_mask, not both")
+        if labels is not None:
+            return labels != -100, num_items
+        assert loss_mask is not None
+        return loss_mask.bool(), num_items
+
+    def observe_base(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, documents: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Teacher]:
-        """What the base makes of a batch: the tapped features (B, T, F), and its law. documents: of packed rows."""
+        """Run the base on a batch: its tapped features (B, T, F), and the teacher that has its distribution.
+
+        documents (B, T): document ids of packed rows, else None."""
         mask = attention_mask if documents is None else packed_mask(self.base, documents, position_ids)
         with torch.set_grad_enabled(self.joint is not None and torch.is_grad_enabled()):
             return tap_base(self.base, input_ids, mask, position_ids, self.head.layers)
 
     def note_trained_length(self, length: int | None) -> None:
-        """The head has been trained on texts of so many tokens; that of the longest is kept, and saved with it."""
+        """Record that the head was trained on texts of `length` tokens. The longest is saved with the head."""
         self.config.trained_length = max(length or 0, self.config.trained_length or 0) or None
         self.head.trained_length = self.config.trained_length if self.head.attends else None
 
     def set_default_tree(self, tree: StaticTree | str | tuple[tuple[int, ...], ...] | None) -> None:
-        """The static tree to draft unless generate() is told another, saved with the head: the tree, its text
-        ("static:16", "chain:4"), or its choices; None: the usual one of its kind. ValueError for what is none.
+        """Set the static tree that generate() drafts by default; it is saved with the head.
+
+        tree: the tree, its text ("static:16", "chain:4"), its choices, or None for the default of this kind of head.
+        ValueError for anything else.
         """
         choices = static_choices(tree) if isinstance(tree, str | StaticTree) else tree
         self.head.config = replace(self.head.config, tree=choices)
@@ -200,11 +218,11 @@ class SpecModel(PreTrainedModel):
         """Hugging Face's generate() with tree drafts: the same arguments, the same text, in fewer passes.
 
         draft: True or "head" for this model's head, False for plain decoding through the same loop, "lookup", "ngram",
-        "maxgram", or any other drafter; drafter: another name of it. tree: a plan (`DynamicTree`, `StaticTree`,
-        `chain`, `SampledTree`; default: the head's) or its text, "chain:3". accept: the rule (default `Exact`; lossless
-        as it is: `Block`, `Traversal`; not lossless: `Fuzzy`, `Typical` and others) or its text, "fuzzy:js:0.2". seed:
-        of the sampling. With return_dict_in_generate=True the output also has `steps` and `statistics()`. Stopping
-        criteria are asked row by row, after each token.
+        "maxgram", or any other drafter; drafter: an alias of it. tree: a plan (`DynamicTree`, `StaticTree`, `chain`,
+        `SampledTree`; default: the head's) or its text, "chain:3". accept: the rule or its text, "fuzzy:js:0.2"
+        (default `Exact`; also lossless: `Block`, `Traversal`; not lossless: `Fuzzy`, `Typical` and others). seed: of
+        the sampling. With return_dict_in_generate=True the output also has `steps` and `statistics()`. Stopping
+        criteria are evaluated row by row, after each token.
         """
         found = either(draft, drafter, self.head, default=True)
         return generate(self.base, inputs, draft=found, **kwargs)
@@ -215,16 +233,16 @@ class SpecModel(PreTrainedModel):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """Make the activations of the head's blocks again in the backward pass instead of keeping them; the frozen base
-        keeps none. gradient_checkpointing_kwargs: torch's checkpoint() takes them."""
+        """Recompute the activations of the head's blocks in the backward pass instead of storing them; the frozen base
+        stores none. gradient_checkpointing_kwargs: arguments of torch's checkpoint()."""
         options = dict(gradient_checkpointing_kwargs or {})
         if options.pop("use_reentrant", False):
-            raise ValueError("use_reentrant=true gives blocks of frozen features no gradients; leave it out")
+            raise ValueError("use_reentrant=true gives no gradients to blocks whose inputs are frozen; leave it out")
         if every_n_layers != 1 or offload:
             raise ValueError(f"every_n_layers={every_n_layers}, offload={offload}: heads recompute every block or none")
         if self.joint is not None:
             raise ValueError(
-                "gradient checkpointing is of the head alone, and a base with adapters keeps more; leave it"
+                "gradient checkpointing covers the head alone, and a base with adapters stores more; turn it off"
             )
         self.head.checkpointing = options
 
@@ -247,7 +265,7 @@ class SpecModel(PreTrainedModel):
     ) -> None:
         """Write the head alone: model.safetensors and config.json, atomically; push_to_hub=True uploads it too.
 
-        state_dict: gathered by a launcher that shards parameters. repo_id and what else `push_to_hub` takes go there.
+        state_dict: as gathered by a launcher that shards parameters. Other arguments (repo_id …) go to `push_to_hub`.
         """
         if is_main_process:
             self._write(save_directory, state_dict)
@@ -264,8 +282,8 @@ class SpecModel(PreTrainedModel):
         """Upload the head with a model card written from its run: figures, recipe, curves, how to serve it elsewhere.
 
         run: the folder of the training run (default: where the head was loaded from). license: of the head. options:
-        commit_message, private, token, revision, create_pr. A card that is on the hub already stays as it is. A base
-        that is a folder of this machine is not named: whoever loads the head gives base=.
+        commit_message, private, token, revision, create_pr. A card that is already on the hub is not replaced. A base
+        that is a folder of this machine is not named: whoever loads the head passes base=.
         """
         with tempfile.TemporaryDirectory() as temporary:
             folder, named = Path(temporary), self.config.base_model_name_or_path
@@ -282,36 +300,37 @@ class SpecModel(PreTrainedModel):
         self, out: Any, to: str, *, dtype: torch.dtype | str | None = None, embeddings: bool = False,
         gguf: Path | str | None = None,
     ) -> Path:  # fmt: skip
-        """Write the head into the directory `out` in the form of another program, with a README that serves it.
+        """Write the head into the directory `out` in the format of another program, with a README on how to serve it.
 
-        to: vllm, sglang, trtllm, llamacpp, speculators, eagle, medusa, modelopt or hydra. See formats.exporting.export.
+        to: one of `specheads.models.formats.ENGINES`. See `specheads.models.formats.export.exporting.export`.
         """
         return export(self.config, self.base, self.head, out, to, dtype=dtype, embeddings=embeddings, gguf=gguf)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> SpecModel:
-        """Restore base + head from a directory or hub id, in the form of this library or a foreign one, which is
-        recognised by its files and said in the log. base=: another base model (or its name) for the head; revision,
-        subfolder, token … say where the head is, dtype is that of both, allow_pickle=True reads a foreign form's
-        pickles as tensors, allow_nonfinite=True takes NaN and Inf among the weights; the rest (device_map,
-        attn_implementation …) goes to the loading of the base."""
+        """Load base and head from a directory or hub id, in this library's format or a foreign one, which is recognised
+        by its files and logged.
+
+        base: another base model for the head, or its name. revision, subfolder, token …: where the head is. dtype: of
+        both. allow_pickle: read a foreign format's pickles, as tensors. allow_nonfinite: accept NaN and Inf among the
+        weights. Other arguments (device_map, attn_implementation …) go to the loading of the base."""
         config, base, head = checkpoint.load(pretrained_model_name_or_path, **kwargs)
         return cls(config, base, head).eval()
 
     @classmethod
     def _from_config(cls, config: SpecConfig, **kwargs: Any) -> SpecModel:
         raise ValueError(
-            "a config alone makes no SpecModel: give a base a head with convert(), or use from_pretrained()"
+            "a SpecModel needs more than a config: give a base a head with convert(), or use from_pretrained()"
         )
 
 
 def positions_of(documents: Tensor) -> Tensor:
     """(B, T) document ids → position of each token in its document; 0 at padding."""
-    place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    fresh = torch.ones_like(documents, dtype=torch.bool)
-    fresh[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    start = torch.where(fresh, place, 0).cummax(1).values
-    return torch.where(documents > 0, place - start, 0)
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    is_first = torch.ones_like(documents, dtype=torch.bool)
+    is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    start = torch.where(is_first, index, 0).cummax(1).values
+    return torch.where(documents > 0, index - start, 0)
 
 
 AutoModelForCausalLM.register(SpecConfig, SpecModel)

@@ -22,7 +22,7 @@ from specheads.decoding.planner import StaticTree
 from specheads.losses.metrics import AcceptanceMeter, TrainingMeter
 from specheads.models.card import Record
 from specheads.models.files import CONFIG, CheckpointError
-from specheads.models.frozen import explanation, is_marked
+from specheads.models.frozen_base import explain_frozen, is_frozen_base
 from specheads.models.lora import is_adapter
 from specheads.models.spec_model import SpecModel, SpecOutput
 from specheads.training.arguments import SpecTrainingArguments as SpecTrainingArguments
@@ -50,8 +50,8 @@ class SpecTrainer(Trainer):
     recipe: str | None = None  # as YAML, where one was followed
 
     def __init__(self, model: SpecModel, args: SpecTrainingArguments, **kwargs: Any) -> None:
-        if is_marked(model):
-            raise ValueError(explanation(model))
+        if is_frozen_base(model):
+            raise ValueError(explain_frozen(model))
         if not isinstance(model, SpecModel):
             raise ValueError(f"SpecTrainer trains a SpecModel, not {type(model).__name__}: make one with convert()")
         if args.n_gpu > 1:

@@ -91,7 +91,7 @@ def test_commands_set_what_they_say(session):
         ("accept", "unknown rule"), ("accept exakt", "did you mean 'exact'"), ("accept fuzzy:js", "threshold"),
         ("tree bush:2", "unknown tree 'bush'"), ("tree chain:0", "depth=0"),
         ("drafter /nowhere/at/all", "/nowhere/at/all"), ("drafter on", "cannot write alone"),
-        ("system Be brief.", "leaves system messages out"),
+        ("system Be brief.", "ignores system messages"),
     ],
 )  # fmt: skip
 def test_a_bad_argument_changes_nothing(line, said, session, models):

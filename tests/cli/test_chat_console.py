@@ -23,7 +23,7 @@ from specheads.cli.chat.interrupt import stoppable
 from specheads.cli.chat.lines import Entry, read_entry
 from specheads.cli.chat.session import Session
 from specheads.cli.chat.settings import COMMANDS, Settings
-from specheads.cli.chat.steps import Watched, refused
+from specheads.cli.chat.steps import Watched, rejected_path
 from specheads.cli.chat.view import StepStream
 from specheads.decoding.tree import DraftTree
 from specheads.models.named import Models
@@ -86,7 +86,7 @@ def test_json_gives_an_object_a_prompt_and_nothing_else_on_stdout(piped):
     assert second["settings"]["tree"] == "chain:2" and second["seed"] == 3
     texts = {mode["text"] for mode in first["modes"].values()}
     assert len(texts) == 1 and all(mode["same_text"] for mode in first["modes"].values())
-    assert "nothing is switched on" in err
+    assert "no decoder is switched on" in err
 
 
 def test_all_ways_of_a_prompt_share_its_fresh_seed(piped):
@@ -144,9 +144,9 @@ def test_an_entry_may_have_several_lines():
 def test_the_first_path_behind_what_was_kept_is_shown_as_refused():
     #      root 9: 1 (3 (5), 4), 2;  an unused slot
     tree = DraftTree(torch.tensor([[9, 1, 2, 3, 4, 5, 9]]), torch.tensor([[-1, 0, 0, 1, 1, 3, -1]]), 3)
-    assert refused(tree, []) == [1, 3, 5]
-    assert refused(tree, [1]) == [3, 5]
-    assert refused(tree, [2]) == refused(tree, [1, 4]) == refused(tree, [1, 3, 5]) == []
+    assert rejected_path(tree, []) == [1, 3, 5]
+    assert rejected_path(tree, [1]) == [3, 5]
+    assert rejected_path(tree, [2]) == rejected_path(tree, [1, 4]) == rejected_path(tree, [1, 3, 5]) == []
 
 
 class Numbers:

@@ -90,7 +90,7 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
         ("evaluate {tmp}/absent", "absent"),
         ("info {tmp}/absent", "absent is not a directory"),
         ("info {base}", "not the config of a draft head"),
-        ("train {tmp}/absent.yaml", "absent.yaml is not a file"),
+        ("train {tmp}/absent.yaml", "absent.yaml is neither a file"),
         ("train {tmp}/latin.txt nonsense", "'nonsense' is not KEY=VALUE"),
         ("demo --checkpoints {tmp}", "no base model at"),
         ("demo --minutes -2", "minutes"),
@@ -124,7 +124,10 @@ def test_a_shipped_head_where_none_are_is_told_of_the_demo(tmp_path, monkeypatch
     for command in ("generate --prompt a", "evaluate", "calibrate --data rows.jsonl"):
         code, out, said = run(capsys, *command.split(), "checkpoints/eagle3")
         assert (code, out) == (2, "")
-        assert said.startswith("specheads: checkpoints/eagle3 is not here") and "`specheads demo` trains one" in said
+        assert (
+            said.startswith("specheads: there is no checkpoints/eagle3 here")
+            and "`specheads demo` trains a head" in said
+        )
         assert said.count("\n") == 1
 
 

@@ -54,7 +54,7 @@ def test_dtype_and_check(small, tmp_path, capsys, monkeypatch):
         ("export {small}/eagle3 {tmp}/out --to vlm", "did you mean 'vllm'"),
         ("export {small}/eagle3 {small} --to vllm", "is not an empty directory; give a new one"),
         ("export {small}/eagle3 {tmp}/out --to medusa", "no form for a head of kind eagle3; formats that can: eagle,"),
-        ("export {small}/eagle3 {tmp}/out --to vllm --dtype int8", "--dtype 'int8' is none of float32"),
+        ("export {small}/eagle3 {tmp}/out --to vllm --dtype int8", "--dtype 'int8' is unknown; expected float32"),
         ("export {small}/base {tmp}/out --to vllm", "not the config of a draft head"),
         ("export {small}/eagle3 {tmp}/out --to vllm --base {tmp}/none", "cannot be loaded; give another with base="),
         ("import {small}/base {tmp}/out --base {small}/base", "not the config of a draft head"),

@@ -101,7 +101,7 @@ def test_the_demo_notices_a_restored_head_that_writes_otherwise(shipped, tmp_pat
         capsys, "demo", "--checkpoints", shipped, "--minutes", 0.02, "--num-prompts", 1, "--max-new-tokens", 8,
         "--output", tmp_path / "head",
     )  # fmt: skip
-    assert code == 1 and "not every text is the same: the restored process wrote other text" in out
+    assert code == 1 and "not every text is the same: the restored process wrote another text" in out
 
 
 def test_the_demo_tells_a_near_tie_from_a_text_that_is_the_same(shipped, tmp_path, capsys, monkeypatch):

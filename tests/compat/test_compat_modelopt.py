@@ -354,7 +354,7 @@ def test_a_trainer_of_the_base_says_that_the_head_was_not_kept(tmp_path):
     base = small()
     specheads.convert(base, "medusa")
     gc.collect()
-    expected = r"LlamaForCausalLM was frozen by specheads.convert\(\), whose result was not kept; use model = convert"
+    expected = r"LlamaForCausalLM was frozen by specheads.convert\(\), whose result was not kept; write model = convert"
     with pytest.raises(ValueError, match=expected):
         trainer_of(base, tmp_path, max_steps=1).train()
     with pytest.raises(ValueError, match=expected):
@@ -492,11 +492,11 @@ def test_a_draft_vocabulary_is_loaded_from_a_d2t_file(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"eagle_offline": True}, "eagle_offline=True is not served, only False; `specheads train`"),
+        ({"eagle_offline": True}, "eagle_offline=True is not supported, only False; `specheads train`"),
         ({"eagle_base_lora": True}, "lora={...}"),
-        ({"eagle_decoder_type": "kimik2"}, "eagle_decoder_type='kimik2' is not served, only 'llama'"),
+        ({"eagle_decoder_type": "kimik2"}, "eagle_decoder_type='kimik2' is not supported, only 'llama'"),
         ({"eagle_ttt_step": 3}, "eagle3 head option 'eagle_ttt_step'; "),
-        ({"eagle_architecture_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm=True is not served"),
+        ({"eagle_architecture_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm=True is not supported"),
         ({"eagle_architecture_config": {"head_dims": 3}}, "did you mean 'eagle_architecture_config.head_dim'"),
         ({"eagle_architecture_config": 3}, "eagle_architecture_config=3; expected options by name"),
         ({"use_aux_hidden_state": False, "draft_vocab_size": 4}, "eagle head option 'draft_vocab_size'"),

@@ -470,7 +470,7 @@ class Called(compat.MultinomialProcessor):
         ({"inputs": "def main("}, "inputs must be a list of ids, tokenizer(text).input_ids say, not 'def main('"),
         ({"inputs": torch.tensor([PROMPT])}, "not a tensor (1, 6)"),
         ({"inputs": []}, "inputs=[] has nothing to continue"),
-        ({"logits_processor": Called(1.0)}, "Called has a __call__ of its own"),
+        ({"logits_processor": Called(1.0)}, "Called has its own __call__"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )

@@ -210,7 +210,7 @@ def test_an_assistant_of_another_vocabulary_drafts_through_text():
     with specheads.patch(target):
         call = {**inputs, **GREEDY, "assistant_model": own, "assistant_tokenizer": OWN, "return_dict_in_generate": True}
         out = target.generate(**call, tokenizer=TARGET)
-        with pytest.raises(ValueError, match="also takes tokenizer="):
+        with pytest.raises(ValueError, match="also needs tokenizer="):
             target.generate(**call)
     assert torch.equal(out.sequences, expected) and out.statistics()["drafted"] > 0
     assert draft_arguments({**call, "tokenizer": TARGET})["drafter"].through_text
@@ -244,8 +244,8 @@ def test_an_offloaded_target_is_drafted_for(base, small, offload, tmp_path):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"fsd_div_threshold": 0.4}, "fsd_div_threshold= says which drafts stand, but nothing drafts"),
-        ({"fsd_div_type": "kl_div"}, "fsd_div_type= says which drafts stand"),
+        ({"fsd_div_threshold": 0.4}, "fsd_div_threshold= says which drafts to accept, but nothing drafts"),
+        ({"fsd_div_type": "kl_div"}, "fsd_div_type= says which drafts to accept"),
         ({"assistant_model": "small", "prompt_lookup_num_tokens": 3}, "assistant_model= and prompt_lookup_num_tokens="),
         ({"assistant_model": "small", "fsd_div_threshold": 1, "accept": Exact()}, "fsd_div_threshold= and accept="),
         ({"assistant_model": "small", "fsd_div_threshold": -1}, "threshold=-1 must be"),

@@ -133,5 +133,5 @@ def test_a_file_that_makes_no_sense_of_it_is_refused(value, named, tmp_path):
     model = convert(named, "eagle3")
     model.config.trained_length = value
     model.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="trained_length should be a whole number of tokens"):
+    with pytest.raises(CheckpointError, match="trained_length must be a whole number of tokens"):
         SpecModel.from_pretrained(tmp_path)

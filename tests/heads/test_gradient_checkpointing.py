@@ -68,5 +68,5 @@ def test_what_heads_do_not_do_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         model_of("eagle").gradient_checkpointing_enable(**options)
     joint = convert(tiny_llama(num_hidden_layers=2), "medusa", lora={})
-    with pytest.raises(ValueError, match="a base with adapters keeps more"):
+    with pytest.raises(ValueError, match="a base with adapters stores more"):
         joint.gradient_checkpointing_enable()

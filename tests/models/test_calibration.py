@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specheads import SpecModel, StaticTree, chain, convert
-from specheads.models.calibration import calibrated, expected_length, measured_ranks
+from specheads.models.calibration import calibrate_tree, expected_length, measure_ranks
 from tests.conftest import tiny_llama
 
 
@@ -31,7 +31,7 @@ def test_a_calibrated_tree_is_the_best_of_its_size(size):
         if int(ranks.max()) == 2:
             ranks = ranks[:, :2]  # 39 choices would be 575,757 trees of 5
         width, depth = int(ranks.max()) + 1, ranks.shape[1]
-        plan = calibrated(ranks, size + 1)
+        plan = calibrate_tree(ranks, size + 1)
         totals = [
             sum(accepted(tree, row) for row in ranks.tolist()) for tree in prefix_closed_trees(width, depth, size)
         ]
@@ -42,17 +42,17 @@ def test_a_calibrated_tree_is_the_best_of_its_size(size):
 
 def test_depths_that_are_right_together_are_counted_together():
     together = torch.tensor([[0, 0, 0]] * 50 + [[1, 1, 1]] * 40)
-    assert calibrated(together, 7).choices == ((0,), (1,), (0, 0), (1, 1), (0, 0, 0), (1, 1, 1))
+    assert calibrate_tree(together, 7).choices == ((0,), (1,), (0, 0), (1, 1), (0, 0, 0), (1, 1, 1))
 
 
 def test_calibration_keeps_to_the_depth_asked_for_and_to_what_was_ever_right():
     ranks = torch.tensor([[0, 0, 0], [0, 1, -1], [0, -1, 0]])
-    assert calibrated(ranks, 10).choices == ((0,), (0, 0), (0, 1), (0, 0, 0))
-    assert calibrated(ranks, 10, max_depth=2).choices == ((0,), (0, 0), (0, 1))
+    assert calibrate_tree(ranks, 10).choices == ((0,), (0, 0), (0, 1), (0, 0, 0))
+    assert calibrate_tree(ranks, 10, max_depth=2).choices == ((0,), (0, 0), (0, 1))
     with pytest.raises(ValueError, match="untrained"):
-        calibrated(torch.full((5, 3), -1), 4)
+        calibrate_tree(torch.full((5, 3), -1), 4)
     with pytest.raises(ValueError, match="num_nodes=1"):
-        calibrated(ranks, 1)
+        calibrate_tree(ranks, 1)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", "eagle3", "parallel"])
@@ -61,9 +61,9 @@ def test_ranks_are_measured_on_rows_and_the_tree_is_saved_with_the_head(kind, tm
     model = convert(base, kind).train()
     generator = torch.Generator().manual_seed(0)
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(3, 97, (5, 20), generator=generator).tolist()]
-    ranks = measured_ranks(model, rows, batch_size=2)
+    ranks = measure_ranks(model, rows, batch_size=2)
     assert model.training and not model.base.training
-    assert torch.equal(ranks, measured_ranks(model, rows, batch_size=5))
+    assert torch.equal(ranks, measure_ranks(model, rows, batch_size=5))
     tree = StaticTree(((0,), (1,), (1, 0)))
     model.set_default_tree(tree.choices)
     model.save_pretrained(tmp_path / "head")
@@ -77,7 +77,7 @@ def test_ranks_are_measured_on_rows_and_the_tree_is_saved_with_the_head(kind, tm
     again.set_default_tree(None)
     assert again.head.default_plan(again.device, False) == convert(base, kind).head.default_plan(again.device, False)
     with pytest.raises(ValueError, match="no position of the 1 rows was scored"):
-        measured_ranks(model, [{"input_ids": [1, 2], "labels": [1, 2]}])
+        measure_ranks(model, [{"input_ids": [1, 2], "labels": [1, 2]}])
 
 
 def test_a_heads_tree_may_be_given_as_text():

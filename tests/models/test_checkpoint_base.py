@@ -67,7 +67,7 @@ def test_a_base_that_is_gone_is_asked_for(tmp_path):
     model = trained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "medusa")
     model.save_pretrained(tmp_path / "head")
     shutil.rmtree(tmp_path / "base")
-    with pytest.raises(CheckpointError, match=r"base model of .* is not at .*base; give its place with base="):
+    with pytest.raises(CheckpointError, match=r"base model of .* is not at .*base; give its path with base="):
         SpecModel.from_pretrained(tmp_path / "head")
     assert same(SpecModel.from_pretrained(tmp_path / "head", base=tiny_llama()), model)
     with pytest.raises(CheckpointError, match=r"base model '/nowhere' .* cannot be loaded; give another with base="):

@@ -177,7 +177,7 @@ def test_what_concerns_the_base_reaches_it(named, tmp_path, loader, monkeypatch)
 
 def test_options_that_would_do_nothing_are_refused(named, tmp_path):
     trained(named, "eagle").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"\['device_map'\] would have no effect on a base that is in memory"):
+    with pytest.raises(ValueError, match=r"\['device_map'\] would have no effect on a base that is already in memory"):
         load_head(named, tmp_path, device_map="auto")
 
 

@@ -158,8 +158,8 @@ def test_a_config_nested_deeper_than_any_is_refused(saved):
         ({"kind": "medusa", "newer": 1}, "unknown medusa head option 'newer'"),
         ({"kind": "medusa", "hidden_size": -5, "vocab_size": 3}, "does not describe a head"),
         ({"kind": "eagle3"}, "does not describe a head"),
-        (["medusa"], r"head should be a table of options, not \['medusa'\]"),
-        ("medusa", "head should be a table of options, not 'medusa'"),
+        (["medusa"], r"head must be a table of options, not \['medusa'\]"),
+        ("medusa", "head must be a table of options, not 'medusa'"),
     ],
 )
 def test_a_config_that_describes_no_head_is_refused(saved, head, message):
@@ -174,7 +174,7 @@ def test_a_config_that_describes_no_head_is_refused(saved, head, message):
         (b"{'model_type': 'specheads'}", "config.json is not JSON"),
         (b"\xff\xfe\x00garbage", "config.json is not JSON"),
         (b"[]", r"config.json is not the config of a draft head \(model_type=None\)"),
-        (b"{}", r"model_type=None.*a base model is given a head with specheads.convert\(\)"),
+        (b"{}", r"model_type=None.*give a base model a head with specheads.convert\(\)"),
         (b'{"model_type": "llama"}', r"model_type='llama'.*specheads.convert\(\)"),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_garbled_config_in_the_header_is_refused(saved):
 
 
 def test_a_base_model_is_pointed_to_convert(named, base_dir, tmp_path):
-    refused(base_dir, r"config of a draft head \(model_type='llama'\); a base model is given a head with .*convert\(\)")
+    refused(base_dir, r"config of a draft head \(model_type='llama'\); give a base model a head with .*convert\(\)")
     named.save_pretrained(tmp_path, max_shard_size="20KB")  # in several files
     refused(tmp_path, r"convert\(\)")
 
@@ -203,13 +203,13 @@ def test_a_pickle_is_not_loaded(saved, name, tmp_path):
 
     (saved / "model.safetensors").unlink()
     torch.save({"head.fc.weight": Bomb()}, saved / name)
-    refused(saved, rf"has no model.safetensors, and its pickles \['{name}'\] are not loaded, since a pickle can run")
+    refused(saved, rf"has no model.safetensors; its pickles \['{name}'\] are not loaded, since a pickle can run")
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_directory_without_the_files_is_refused(saved, tmp_path):
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "has no model.safetensors: not a head checkpoint, or one that was never finished")
+    refused(tmp_path / "empty", "has no model.safetensors: it is not a head checkpoint, or an unfinished one")
     (saved / "model.safetensors").unlink()
     refused(saved, "has no model.safetensors")
 
@@ -218,7 +218,7 @@ def test_a_weights_file_alone_without_a_config_is_refused(saved):
     path = saved / "model.safetensors"
     save_file(load_file(path), path)
     (saved / "config.json").unlink()
-    refused(saved, "has no config.json, nor a config in the header of model.safetensors")
+    refused(saved, "has no config.json, and no config in the header of model.safetensors")
 
 
 def test_what_does_not_exist_is_refused(saved, tmp_path):

@@ -153,7 +153,7 @@ def test_a_config_or_a_header_of_many_megabytes_is_not_read(named, saved):
     size = struct.unpack("<Q", whole[:8])[0]
     padded = whole[8 : 8 + size] + b" " * (20 << 20)
     path.write_bytes(struct.pack("<Q", len(padded)) + padded + whole[8 + size :])
-    refused(saved, named, r"has a header of 20,\d+,\d+ bytes; that of a head has 16,777,216 at most")
+    refused(saved, named, r"has a header of 20,\d+,\d+ bytes; a head's has at most 16,777,216")
     path.write_bytes(whole)
     (saved / "config.json").write_text(text + " " * (5 << 20))
     refused(saved, named, r"has \S* ?5,24\d,\d+ bytes; a config has at most 4,194,304")
@@ -301,13 +301,13 @@ def test_a_revision_goes_with_the_base_that_is_named_beside_it(saved, monkeypatc
 
 def test_other_options_in_config_json_are_told_of_and_do_not_count(named, saved, hf_log):
     load_head(named, saved)
-    assert "says otherwise" not in hf_log.text
+    assert "differs from config.json" not in hf_log.text
     head = json.loads((saved / "config.json").read_text())["head"]
     edited(saved, head={**head, "draft_depth": 9, LONG: 1})
     assert load_head(named, saved).head.config.draft_depth == 5
-    said = next(record.getMessage() for record in hf_log.records if "otherwise" in record.getMessage())
+    said = next(record.getMessage() for record in hf_log.records if "differs from config.json" in record.getMessage())
     assert (
-        "the header of model.safetensors says otherwise than config.json, and counts: head.draft_depth is 5, not 9"
+        "the header of model.safetensors differs from config.json, and the header counts: head.draft_depth is 5, not 9"
         in said
     )
     assert len(said) < 1000 and "\n" not in said
@@ -334,7 +334,7 @@ def test_adapters_of_several_dtypes_are_read_in_the_widest_and_decode(tmp_path):
 
 def test_adapters_that_fit_no_module_leave_the_base_as_it_was():
     base = tiny_llama()
-    with pytest.raises(ValueError, match=r"no adapters can be put into the base: Target modules .*not found"):
+    with pytest.raises(ValueError, match=r"adapters cannot be added to the base: Target modules .*not found"):
         attach(base, JointConfig(r=2, target_modules=("nothing",)))
     attach(base, JointConfig(r=2, target_modules=("q_proj",)))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specheads import CheckpointError, SpecModel, chain
-from specheads.models.formats.exporting import engines_for
+from specheads.models.formats.export.exporting import engines_for
 from tests.conftest import tiny_llama
 from tests.models.test_formats_export import assert_comes_back
 from tests.reference import foreign_blocks
@@ -45,7 +45,7 @@ HELD = [
 
 TITLES = {
     "dspark": "speculators DSpark", "dflash": "speculators DFlash", "jetspec": "JetSpec",
-    "deepspec": "DSpark in DeepSpec's form",
+    "deepspec": "DSpark in DeepSpec's format",
 }  # fmt: skip
 
 
@@ -182,7 +182,7 @@ THEIRS_REFUSED = [
     (
         "z-lab",
         {"layer_types": ["full_attention", "sliding_attention"]},
-        "'sliding_attention'.; those of heads here see",
+        "'sliding_attention'.; those of heads here have full attention",
     ),
     ("z-lab", {"layer_types": None, "use_sliding_window": True}, "its layers are 'sliding_attention'"),
     ("z-lab", {"inner": {"use_swa": True, "swa_window_size": 64}}, "use_swa=true"),
@@ -191,7 +191,7 @@ THEIRS_REFUSED = [
     ("z-lab", {"inner": {"target_hidden_size": 64}}, r"features of 64 values \(target_hidden_size\)"),
     ("z-lab", {"inner": {"sample_from_anchor": True}}, "sample_from_anchor=true, which readers"),
     ("z-lab", {"inner": {"target_layer_ids": None}}, "its config has no target_layer_ids"),
-    ("z-lab", {"inner": {"target_layer_ids": [0, 3, 7]}}, r"reads hidden_states \[8\], and servers capture"),
+    ("z-lab", {"inner": {"target_layer_ids": [0, 3, 7]}}, r"reads hidden_states \[8\], and servers capture only"),
     ("z-lab", {"inner": {"mask_token_id": None}}, "mask_token_id=None"),
     ("z-lab", {"block_size": None}, "its config has no block_size"),
     ("z-lab", {"inner": {"block_size": 8}}, r"its config has block_size=\[4, 8\]; expected one"),
@@ -226,14 +226,14 @@ def test_a_mask_embedding_beside_the_head_and_matrices_of_another_base_are_refus
 
 
 OURS_REFUSED = [
-    ("speculators", {**DSPARK, "causal": True}, r"see only those before them \(causal\).*no format can$"),
+    ("speculators", {**DSPARK, "causal": True}, r"attend only to earlier ones \(causal\).*no format can$"),
     ("speculators", JETSPEC, r"DFlash cannot hold .*\(causal\).*DSpark cannot hold .*that can: jetspec, vllm$"),
-    ("speculators", {**DSPARK, "mask_token_id": None}, "embedding of its own behind the root"),
-    ("speculators", {**DFLASH, "mlp_bias": True}, "biases in the MLP, which Qwen3's has not; no format can$"),
+    ("speculators", {**DSPARK, "mask_token_id": None}, "slots after the root read an embedding of its own"),
+    ("speculators", {**DFLASH, "mlp_bias": True}, "biases in the MLP, which Qwen3's lacks; no format can$"),
     (
         "dflash",
         DSPARK,
-        "a Markov bias and a confidence, which is not .*: deepspec, llamacpp, sglang, speculators, vllm$",
+        "Markov bias and a confidence, which this format cannot hold.*: deepspec, llamacpp, sglang, speculators, vllm$",
     ),
     *[(to, {**DSPARK, "markov_rank": 0}, r"no Markov bias \(markov_rank=0\)") for to in ("vllm", "sglang", "llamacpp")],
     ("llamacpp", {**DFLASH, "attention_bias": True}, "its attention has biases, which its readers do not have"),
@@ -248,9 +248,13 @@ OURS_REFUSED = [
     (
         "dflash",
         {**DFLASH, "sample_from_anchor": True},
-        "speak of the place behind their own .*deepspec, speculators$",
+        "predict the position after their own .*deepspec, speculators$",
     ),
-    ("deepspec", {**DSPARK, "sample_from_anchor": False}, "of their own place .*formats that can: speculators$"),
+    (
+        "deepspec",
+        {**DSPARK, "sample_from_anchor": False},
+        "predict their own position .*can: speculators$",
+    ),
     ("dflash", {**DFLASH, "taps": (1, 4, 8)}, r"reads hidden_states \[8\].*no format can$"),
     ("modelopt", DFLASH, f"no form for a head of kind parallel; formats that can: {', '.join(OF_DFLASH)}$"),
 ]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from specheads import CheckpointError
 from specheads.heads.rope import frequencies
 from specheads.models import export_checks
-from specheads.models.export_checks import by_gguf, held
+from specheads.models.export_checks import by_gguf, comparison
 from specheads.models.formats import ENGINES
 from tests.reference.foreign_rope import SCALED
 from tests.support.heads_on_disk import trained
@@ -110,7 +110,7 @@ def vllm(monkeypatch, named):
         }
         del tensors["t2d"]
         rest = {f"model.{name.replace('midlayer.', 'layers.0.')}": t for name, t in tensors.items()}
-        positions = held.positions_below(512)
+        positions = comparison.positions_below(512)
         angle = torch.outer(positions.float(), frequencies(8, LLAMA3)[0])
         found = {
             "version": "0.0", "class": "Eagle3LlamaForCausalLM", "layers": [1, 3, 6], "tensors": rest | stacked,
@@ -255,9 +255,9 @@ def test_what_a_gguf_file_holds_otherwise_is_an_error(change, said, gguf, scaled
 def test_a_changed_file_is_seen(scaled, tmp_path):
     folder = scaled.export(tmp_path / "out", "sglang")
     tensors = load_file(folder / "model.safetensors")
-    assert held.compare("it", folder, tensors) == len(tensors)
+    assert comparison.compare_tensors("it", folder, tensors) == len(tensors)
     tensors["fc.weight"][0, 0] += 1
     save_file(tensors, folder / "other.safetensors")
     with pytest.raises(CheckpointError, match=r"it did not read fc\.weight of"):
-        held.compare("it", folder, tensors)
-    assert held.positions_below(70).tolist() == [*range(66)]
+        comparison.compare_tensors("it", folder, tensors)
+    assert comparison.positions_below(70).tolist() == [*range(66)]

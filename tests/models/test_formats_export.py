@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from specheads import SpecModel
 from specheads.data import corpus
-from specheads.models.formats.exporting import engines_for
+from specheads.models.formats.export.exporting import engines_for
 from tests.reference import foreign, foreign_depths
 from tests.support.drafted import assert_drafts, embeddings
 from tests.support.exported import CUSTOM, EAGLE3, FORMS, USUAL, imported, made, same, tensors_in

@@ -162,7 +162,7 @@ def test_what_reads_a_head_without_its_base_says_how_a_foreign_one_becomes_ours(
         }
     )  # fmt: skip
     for read in (saved_head.read, lambda head: tapped_layers(recipe, SaveOptions(tmp_path), None)):
-        with pytest.raises(CheckpointError, match="takes its base to be read: write it in our form first"):
+        with pytest.raises(CheckpointError, match="can only be read beside its base; import it first"):
             read(tmp_path / "theirs")
 
 
@@ -173,7 +173,7 @@ def test_what_reads_a_head_without_its_base_says_how_a_foreign_one_becomes_ours(
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
 def test_a_flag_of_other_heads_is_refused_by_name(form, name, base, tmp_path):
     foreign.eagle3(tmp_path, form, **{name: True})
-    with pytest.raises(CheckpointError, match=rf"its head has {name}=true, which is not read yet"):
+    with pytest.raises(CheckpointError, match=rf"its head has {name}=true, which is not supported yet"):
         SpecModel.from_pretrained(tmp_path, base=base)
 
 
@@ -182,7 +182,7 @@ REFUSED = {
         {"top": [1, 3, 6], "nested": [1, 3, 6]}, r"says hidden_states \[1, 3, 6\], and eagle_config.* \[2, 4, 7\]"
     ),
     "layers unsorted": ({"top": [6, 3, 1]}, r"hidden_states \[6, 3, 1\], are not in ascending order"),
-    "the last layer": ({"top": [2, 4, 8]}, r"it reads hidden_states \[8\], and servers capture .* 1 to 7"),
+    "the last layer": ({"top": [2, 4, 8]}, r"it reads hidden_states \[8\], and servers capture only .* 1 to 7"),
     "layers of text": ({"eagle_aux_hidden_state_layer_ids": "2,4"}, "'2,4'; expected a list of layer numbers"),
     "another size": ({"hidden_size": 64}, "made for another base: hidden_size is 32, not 64"),
     "another vocabulary": ({"vocab_size": 128}, "made for another base: vocab_size is 97, not 128"),
@@ -194,7 +194,7 @@ REFUSED = {
     "norms before and behind": (
         {"fc_norm": True, "norm_before_fc": True}, "norm_features and norm_before_fc: give one of them"
     ),
-    "norms of ModelOpt's place": ({"eagle_config": {"norm_output": True}}, "norm_output=true, which is not read yet"),
+    "norms of ModelOpt's place": ({"eagle_config": {"norm_output": True}}, "norm_output=true, which is not supported"),
     "no fused layers": ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=false"),
     "a draft vocabulary too large": ({"draft_vocab_size": 98}, "draft_vocab_size=98 exceeds the vocabulary of 97"),
     "biases that are not there": ({"attention_bias": True}, r"missing layers.0.self_attn.k_proj.bias"),

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from specheads import SpecModel
 from specheads.models.formats import FORMATS
-from specheads.models.formats.exporting import engines_for
+from specheads.models.formats.export.exporting import engines_for
 from tests.conftest import tiny_llama
 from tests.models.test_formats_blocks import DFLASH, DSPARK, JETSPEC
 from tests.support.exported import FORMS, USUAL, made

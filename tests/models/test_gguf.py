@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specheads import CheckpointError, SpecModel
-from specheads.models.formats.gguf_converter import pre_tokenizer
-from specheads.models.formats.gguf_files import folder_of
+from specheads.models.formats.export.gguf_converter import pre_tokenizer
+from specheads.models.formats.export.gguf_files import folder_of
 from tests.conftest import tiny_llama
 from tests.support.heads_on_disk import trained
 from tests.support.program import run, ship
@@ -112,13 +112,13 @@ def test_where_the_converter_fails_its_word_is_told_and_nothing_is_left(small, c
 
 def test_what_gguf_needs_is_looked_for_before_anything_is_written(base, small, checkout, tmp_path):
     model = SpecModel.from_pretrained(small / "eagle3")
-    with pytest.raises(ValueError, match="GGUF files are for llamacpp alone, not for vllm"):
+    with pytest.raises(ValueError, match="GGUF files are for llamacpp, not for vllm"):
         model.export(tmp_path / "out", "vllm", gguf=checkout)
     with pytest.raises(CheckpointError, match=r"gguf-py is neither llama.cpp's convert_hf_to_gguf.py nor a checkout"):
         model.export(tmp_path / "out", "llamacpp", gguf=checkout / "gguf-py")
     with pytest.raises(CheckpointError, match=r"written in float32, float16, bfloat16, not torch\.float64"):
         model.export(tmp_path / "out", "llamacpp", gguf=checkout, dtype="float64")
-    with pytest.raises(CheckpointError, match="the base in memory is no folder; save it"):
+    with pytest.raises(CheckpointError, match="the base in memory is no folder; for GGUF files save it"):
         trained(base, "eagle3").export(tmp_path / "out", "llamacpp", gguf=checkout)
     assert {path.name for path in tmp_path.iterdir()} == {"llama.cpp"}
 
@@ -130,7 +130,7 @@ def test_a_base_of_the_hub_is_converted_in_the_revision_it_was_loaded_in(monkeyp
         asked.update(options, name=name)
         return tmp_path
 
-    monkeypatch.setattr("specheads.models.formats.gguf_files.snapshot_download", snapshot_download)
+    monkeypatch.setattr("specheads.models.formats.export.gguf_files.snapshot_download", snapshot_download)
     monkeypatch.setattr("specheads.hub.options", lambda name: {})
     assert folder_of("owner/base", "abc") == tmp_path
     assert asked["name"] == "owner/base" and asked["revision"] == "abc"

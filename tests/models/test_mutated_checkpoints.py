@@ -28,7 +28,7 @@ def test_every_kind_of_head_and_every_form_that_is_read_is_mutated():
     readable = {type(form).__module__.rpartition(".")[2] for form in FORMATS}
     said = {
         "eagle3": "eagle3, vllm", "modelopt": "eagle3, modelopt", "speculators": "eagle3, speculators",
-        "eagle": "eagle", "medusa": "medusa, v2", "vllm_medusa": "medusa, vllm", "hydra": "hydra++",
+        "eagle1": "eagle", "fasterdecoding": "medusa, v2", "vllm_medusa": "medusa, vllm", "hydra": "hydra++",
         "dspark": "dspark", "speculators_dflash": "dflash, speculators", "dflash": "dflash, z-lab",
         "deepspec": "deepspec",
     }  # fmt: skip

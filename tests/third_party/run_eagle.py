@@ -27,13 +27,13 @@ KINDS = ("eagle", "eagle3")
 
 def ours(folder: Path) -> None:
     """Heads, prompts, and what decoding here gives, for the other program."""
-    from third_party.taught import published
     from transformers import AutoTokenizer
 
     from specheads import SpecModel, chain
     from specheads.bench.prompts import held_out_prompts
     from specheads.bench.shipped import held_out_names
     from specheads.data.corpus import checkpoints_dir
+    from tests.third_party.taught import published
 
     base = checkpoints_dir() / "base"
     tokenizer = AutoTokenizer.from_pretrained(base)

@@ -41,14 +41,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from third_party.taught import DFLASH, DSPARK, blocks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specheads import SpecModel, chain, convert
 from specheads.bench.prompts import held_out_prompts
 from specheads.data import corpus
-from specheads.models.formats.gguf_files import DRAFT, TARGET
+from specheads.models.formats.export.gguf_files import DRAFT, TARGET
 from tests.reference.foreign_rope import SCALED
+from tests.third_party.taught import DFLASH, DSPARK, blocks
 
 BASE, HEAD = "checkpoints/base", "checkpoints/eagle3"
 DEPTH, PROMPTS, TOKENS, CONTEXT = 5, 12, 64, 1024

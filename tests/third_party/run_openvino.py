@@ -37,13 +37,13 @@ EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}  # the 
 def ours(folder: Path) -> None:
     """Base, head, prompts and what decoding here gives, for the other program."""
     import torch
-    from third_party.taught import DFLASH, SLOTS, blocks, published
     from transformers import AutoTokenizer
 
     from specheads import DynamicTree, SpecModel, chain
     from specheads.bench.prompts import held_out_prompts
     from specheads.bench.shipped import held_out_names
     from specheads.data.corpus import checkpoints_dir
+    from tests.third_party.taught import DFLASH, SLOTS, blocks, published
 
     base = checkpoints_dir() / "base"
     model = SpecModel.from_pretrained(checkpoints_dir() / "eagle3", dtype=torch.float32)

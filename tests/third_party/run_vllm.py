@@ -40,7 +40,7 @@ from specheads.bench import report
 from specheads.bench.prompts import held_out_prompts
 from specheads.bench.shipped import LABELS, held_out_names
 from specheads.data.corpus import checkpoints_dir
-from specheads.models.formats.exporting import engines_for
+from specheads.models.formats.export.exporting import engines_for
 from tests.reference.foreign_rope import SCALED
 
 NUM_PROMPTS, NEW_TOKENS, DRAFTED = 12, 64, 5

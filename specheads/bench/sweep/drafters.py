@@ -12,7 +12,7 @@ from specheads.bench import cost
 from specheads.bench.sweep.grid import PLAIN, Sweep
 from specheads.decoding.drafters import Cascade, Drafter
 from specheads.decoding.drafters.named import DRAFTERS
-from specheads.models.fingerprint import fingerprint
+from specheads.models.fingerprint import fingerprint_base
 from specheads.models.named import Models, holds_head
 from specheads.options import OptionError
 
@@ -73,7 +73,7 @@ class Bench:
             f"{name} {k}": cascade for (name, k), cascade in self._cascades.items()
         }
         modules = [(name, getattr(drafter, "small", drafter)) for name, drafter in drafters.items()]
-        return [fingerprint(self.base), *([name, digest(module)] for name, module in sorted(modules))]
+        return [fingerprint_base(self.base), *([name, digest(module)] for name, module in sorted(modules))]
 
 
 def digest(module: Any) -> list[float]:

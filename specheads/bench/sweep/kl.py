@@ -1,6 +1,6 @@
-"""How far a text's law is from the target's, by the text alone: the same measure for every rule, ours or not.
+"""How far a text is from the target's distribution, by the text alone: the same measure for every rule.
 
-p is the target's law. Shapes: T generated tokens, V vocabulary.
+p is the target's distribution. Shapes: T generated tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from specheads.decoding.target.seq2seq import decoder_start
 
 @dataclass(frozen=True)
 class Distance:
-    """Sums over tokens. nats: of each token's distance; outside: how many tokens the target's law rules out, which
-    are not in nats; tokens: all of them."""
+    """Sums over tokens. nats: of each token's distance. outside: tokens to which p gives 0, not counted in nats.
+    tokens: all of them."""
 
     nats: float = 0.0
     outside: int = 0
@@ -31,7 +31,7 @@ class Distance:
 
     @property
     def mean(self) -> float | None:
-        """Nats a token, of those inside; None where there are none."""
+        """Nats a token, over tokens that p allows; None if there are none."""
         inside = self.tokens - self.outside
         return self.nats / inside if inside else None
 

@@ -1,4 +1,4 @@
-"""One setting measured: speed interleaved with its reference, what was accepted, how many answers are right."""
+"""Measures one setting: speed interleaved with its reference, accepted drafts, right answers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from specheads.decoding.recorded import Record, review, sum_columns
 
 Row = dict[str, Any]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-# Columns that no other run, not even of the same setting, gives again.
+# Columns that differ from run to run, even of the same setting.
 TIMED = ("seconds", "tokens_per_second", "speed_up", "speed_up_of_each_repeat")
 
 
 def decoder(bench: Bench, sweep: Sweep, setting: Setting, max_new_tokens: int) -> runner.Decoder:
-    """Our loop under that setting."""
+    """A decoder that runs our loop under that setting."""
     sampling: dict[str, Any] = {}
     if setting.temperature:
-        # 0 and 1.0 switch off what the target's own generation config may ask for.
+        # 0 and 1.0 override the target's own generation config.
         sampling = {"do_sample": True, "temperature": setting.temperature, "top_k": setting.top_k, "top_p": 1.0,
                     "seed": sweep.seed}  # fmt: skip
     drafter = bench.drafter(setting.drafter, setting.k_matrix)
@@ -40,14 +40,14 @@ def decoder(bench: Bench, sweep: Sweep, setting: Setting, max_new_tokens: int) -
 
 
 def plan_of(setting: Setting, drafter: Drafter | None) -> Plan | None:
-    """The setting's tree; None for the drafter's own, and where nothing drafts."""
+    """The setting's tree; None for the drafter's default, and if nothing drafts."""
     if drafter is None or setting.tree is None:
         return None
     return as_plan(setting.tree, drafter)
 
 
 def prompts_of(bench: Bench, sweep: Sweep, task: Task) -> list[list[int]]:
-    """The ids of each prompt, in the chat template if asked for. ValueError for a prompt without tokens."""
+    """The ids of each prompt, in the chat template if `sweep.chat`. ValueError for a prompt without tokens."""
     made = []
     for question in task.questions:
         prompt = question.prompt
@@ -64,14 +64,14 @@ def measure(
     bench: Bench, sweep: Sweep, task: Task, setting: Setting, *,
     report: Callable[[float, str], None] | None = None,
 ) -> Row:  # fmt: skip
-    """The setting's row. Text is judged on all prompts, in batches; speed on `speed_prompts` of them, evenly
-    spaced, one by one, in turn with the setting's reference, as a ratio to it in the same repeat."""
+    """Measure the setting's row. Text is judged on all prompts, in batches. Speed is measured on `speed_prompts` of
+    them, evenly spaced, one by one, in turn with the setting's reference, as a ratio to it in the same repeat."""
     prompts, length = prompts_of(bench, sweep, task), sweep.max_new_tokens or task.max_new_tokens
     own, other = str(setting), str(setting.reference)
     racers = {own: decoder(bench, sweep, setting, length)}
     racers[other] = racers.get(other) or decoder(bench, sweep, setting.reference, length)
     timed = min(sweep.speed_prompts, len(prompts))
-    spaced = [prompts[i * len(prompts) // timed] for i in range(timed)]  # a task's first may be out of one file
+    spaced = [prompts[i * len(prompts) // timed] for i in range(timed)]  # the first of a task may be from one file
     batches = prompt_batches.batches(bench.tokenizer, spaced, bench.base.device)
     runs = len(batches) * len(racers) * sweep.repeats  # beside them, a batch that is judged counts as one
     raced = runs / (runs + len(prompts) / sweep.batch_size)
@@ -101,7 +101,7 @@ def judged(
     bench: Bench, sweep: Sweep, task: Task, setting: Setting, prompts: list[list[int]], run: runner.Decoder,
     report: Callable[[float], None],
 ) -> Row:  # fmt: skip
-    """What the setting writes on all prompts: drafts accepted, right answers, distance from the target's law."""
+    """Figures of the setting's text on all prompts: accepted drafts, right answers, distance from the target."""
     drafter = bench.drafter(setting.drafter, setting.k_matrix)
     # A cascade counts the passes of its models, which a batch would share.
     size = 1 if isinstance(drafter, Cascade) else sweep.batch_size
@@ -135,8 +135,8 @@ def judged(
 
 
 def walltime(bench: Bench, drafter: Any, gained: int, reviews: int, draft_reviews: list[int] | None) -> Row:
-    """Of a cascade: the reviews by each of its drafts, and the standardised walltime improvement by the sweep's cost
-    model; None of other drafters, which do not count. `gained` tokens came of `reviews` by the target."""
+    """For a cascade: the reviews by each of its drafts, and the standardised walltime improvement by the sweep's cost
+    model. None for other drafters, which do not count. gained: tokens from `reviews` by the target."""
     if draft_reviews is None:
         return {"draft_reviews": None, "swi": None}
     costs = bench.costs(drafter)
@@ -145,8 +145,9 @@ def walltime(bench: Bench, drafter: Any, gained: int, reviews: int, draft_review
 
 
 def replay(bench: Bench, sweep: Sweep, record: Record, setting: Setting, prompts: list[list[int]]) -> Row:
-    """The setting's row against a record of the target, which does not decode: no speed, and nothing of the text, which
-    is the record's. ValueError for what a record cannot replay."""
+    """The setting's row against a record of the target, which does not decode: no speed, and no figures of the text.
+
+    ValueError for a setting that a record cannot replay."""
     drafter = bench.drafter(setting.drafter, setting.k_matrix)
     if drafter is None or setting.accept != "exact" or setting.temperature:
         raise ValueError(f"{setting}: a record replays greedy text under the exact rule, with drafts")

@@ -1,5 +1,5 @@
-"""The curves of a sweep as PNG: speed and accepted length against accuracy and against distance from the target, or,
-where every rule is lossless, against what is drafted."""
+"""The curves of a sweep as PNG: speed and accepted length against accuracy and against distance from the target or, if
+every rule is lossless, against what is drafted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AXES = {
     "over_exact": "speed over the exact rule", "accepted_length": "accepted length (tokens a step)",
     "speed_up": "speed over no drafts",
 }  # fmt: skip
-MOST_ENDS = 12  # lines whose names stand at their ends
+MOST_ENDS = 12  # most lines that are labelled at their ends
 MARKERS = "osv^D<>pP*Xhd"
 
 
@@ -105,20 +105,21 @@ def by_tree(rows: Sequence[Row]) -> Any:
 
 
 def below(figure: Any, lines: Sequence[Any]) -> None:
-    """A legend under all panels, in as many columns as fit: for more lines than there is room beside their ends."""
+    """Draw a legend under all panels, in as many columns as fit, if the lines are too many to label at their ends."""
     longest = 0.09 * max(len(line.get_label()) for line in lines) + 0.6  # inches
     columns = max(1, int(figure.get_figwidth() / longest))
     figure.legend(handles=lines, loc="outside lower center", ncols=columns, fontsize=8)
 
 
 def require_matplotlib() -> None:
-    """ImportError, with what to do, where it is not installed."""
+    """ImportError, with what to do, if it is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("pictures need matplotlib: pip install 'specheads[sweep]', or go without by --no-plots")
+        raise ImportError("pictures need matplotlib: pip install 'specheads[sweep]', or leave them out with --no-plots")
 
 
 def families(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
-    """The rows as curves: those that differ in the threshold alone, in its order. Plain decoding is in none."""
+    """The rows as curves: a curve has the rows that differ only in the threshold, in its order. Plain decoding is in
+    none."""
     many = len({(r["drafter"], r["tree"], r["temperature"], r["top_k"]) for r in rows if r["drafter"] != PLAIN}) > 1
     made: dict[str, list[tuple[float, dict[str, Any]]]] = {}
     for row in rows:

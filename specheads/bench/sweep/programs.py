@@ -12,13 +12,13 @@ _ENDS = re.compile(r"\n(?=(?:class|def|if|print|#|@|import|from)\b|#|@|```)")
 
 
 def completed(prompt: str, completion: str) -> str:
-    """The prompt and the completion up to where the function it is in ends."""
+    """The prompt and the completion, cut at the end of the function."""
     return prompt + _ENDS.split(completion, maxsplit=1)[0] + "\n"
 
 
 def passes(prompt: str, completion: str, test: str, entry_point: str, *, seconds: float = 10.0) -> bool:
-    """Does the completed function pass its tests in time? Runs code a model wrote: with no environment, no input, no
-    output and a folder of its own that goes, but with all the rights of this process."""
+    """Does the completed function pass its tests in time? Runs code that a model wrote: without environment, input or
+    output, in a temporary folder, but with all the rights of this process."""
     program = f"{completed(prompt, completion)}\n{test}\ncheck({entry_point})\n"
     with tempfile.TemporaryDirectory() as folder:
         try:

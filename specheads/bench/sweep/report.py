@@ -17,8 +17,8 @@ NAME = "sweep"
 
 
 def with_plain(rows: Sequence[Row]) -> list[Row]:
-    """The rows with `speed_up_over_plain`: of a lossy rule its own ratio times its reference's, since no run races it
-    against no drafts itself; None where the reference is not among the rows."""
+    """The rows with `speed_up_over_plain`. A lossy rule is not raced against plain decoding: its value is its own ratio
+    times its reference's, None if the reference is not among the rows."""
     known = {_place(row): row for row in rows}
     made = []
     for row in rows:
@@ -35,8 +35,8 @@ def _place(row: Row) -> tuple[Any, ...]:
 
 
 def kept_98(rows: Sequence[Row], share: float = 0.98) -> list[dict[str, Any]]:
-    """Of each drafter, tree and law: the fastest lossy rule that keeps `share` of the exact rule's accuracy, None where
-    none does, and whether it is faster than the exact rule."""
+    """For each drafter, tree, temperature and top-k: the fastest lossy rule with at least `share` of the exact rule's
+    accuracy (None if none has), and whether it is faster than the exact rule."""
     made = []
     for exact in rows:
         if exact["accept"] != "exact" or not exact["accuracy"]:
@@ -86,7 +86,7 @@ def cells(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]]:
 
 
 def gamma_by_k(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]] | None:
-    """Chains of γ by top-k, as in the notebook: kept drafts of all tokens, and wall seconds of the speed prompts, as
+    """Chains of γ by top-k, as in the notebook: accepted drafts of all tokens, and seconds of the speed prompts, as
     columns and lines. None unless there are several γ or several k."""
     chains = [r for r in rows if r["accept"] == "exact" and str(r["tree"]).startswith("chain:")]
     laws = list(dict.fromkeys((r["temperature"], r["top_k"]) for r in chains))
@@ -113,7 +113,7 @@ def gamma_by_k(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]] |
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """One line a row; of the repeats' ratios a list with spaces between."""
+    """One line a row; lists are joined by spaces."""
     rows = with_plain(rows)
     file = io.StringIO()
     writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
@@ -137,7 +137,7 @@ def as_markdown(rows: Sequence[Row], record: dict[str, Any], pictures: Sequence[
     text += [f"![{name}]({name})\n" for name in pictures]
     text.append(table(rows))
     if by_gamma := gamma_by_k(rows):
-        text += ["## Kept drafts and time by γ and k\n", markdown(*by_gamma)]
+        text += ["## Accepted drafts and time by γ and k\n", markdown(*by_gamma)]
     for found in kept_98(rows):
         where = " ".join(str(found[name]) for name in ("drafter", "tree") if found[name])
         where += f" T={found['temperature']:g}" if found["temperature"] else ""
@@ -156,8 +156,9 @@ def as_markdown(rows: Sequence[Row], record: dict[str, Any], pictures: Sequence[
 
 
 def write(folder: Path, rows: Sequence[Row], record: dict[str, Any], *, plots: bool = True) -> list[Path]:
-    """sweep.json, sweep.csv, sweep.md and, with plots, PNG pictures in `folder`. ImportError where matplotlib is not
-    installed and plots are asked for."""
+    """Write sweep.json, sweep.csv, sweep.md and, with plots, PNG pictures into `folder`.
+
+    ImportError with plots if matplotlib is not installed."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures: list[Path] = []
     if plots:

@@ -1,4 +1,4 @@
-"""All settings of a sweep, one after another or over several processes; what is done is kept and not done again."""
+"""Runs all settings of a sweep, in one process or several; finished settings are saved and not measured again."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ RESULTS = "results.jsonl"
 
 
 def key_of(setting: Setting, common: str) -> str:
-    """A digest of one setting and of all that the settings of a sweep share."""
-    # Without what is at its default, so that a field that comes later does not make all that is done be done again.
+    """A digest of one setting and of `common`, which the settings of a sweep share."""
+    # Without default values, so that a new field does not invalidate finished settings.
     fields = {f.name: getattr(setting, f.name) for f in dataclasses.fields(setting)}
     given = {f.name: fields[f.name] for f in dataclasses.fields(setting) if fields[f.name] != f.default}
     text = json.dumps([given, common], sort_keys=True)
@@ -49,10 +49,10 @@ def common_of(bench: Bench, sweep: Sweep, task: Task) -> str:
 
 
 class Results:
-    """The rows of a sweep that are done, in a file of one JSON object a line, each put there whole or not at all."""
+    """The finished rows of a sweep, in a file with one JSON object a line, each written whole or not at all."""
 
     def __init__(self, path: Path) -> None:
-        """Reads what is there. A last line that was cut short by a crash is dropped, from the file too."""
+        """Read the file. A last line that a crash cut short is dropped, also from the file."""
         self.path = path
         self.rows: dict[str, Row] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,8 +83,8 @@ def complete(
     results: Results, settings: Sequence[Setting], common: str,
     measured: Callable[[list[Setting], Callable[[float, str], None]], Iterable[tuple[Setting, Row]]], tell: Report,
 ) -> list[Row]:  # fmt: skip
-    """The row of each setting, in order: those there are from `results`, the others as `measured` gives them, which
-    is handed the settings and a report of how far one of them is."""
+    """The row of each setting, in order: from `results` if it is there, else from `measured`, which gets the remaining
+    settings and a function to report progress."""
     keys = {setting: key_of(setting, common) for setting in settings}
     left = [setting for setting in settings if keys[setting] not in results.rows]
     done = len(settings) - len(left)
@@ -104,7 +104,7 @@ def complete(
 def run(
     sweep: Sweep, folder: Path, *, dtype: str = "auto", device: str = "auto", workers: int = 1, tell: Report
 ) -> list[Row]:  # fmt: skip
-    """Measure every setting that `folder`/results.jsonl has not, and give the rows of all, in the grid's order."""
+    """Measure every setting that is not in `folder`/results.jsonl; the rows of all, in the grid's order."""
     bench = Bench(sweep, dtype, device)
     task = _task(sweep, bench)
     results = Results(folder / RESULTS)
@@ -121,8 +121,8 @@ def run(
 
 
 def run_recorded(sweep: Sweep, folder: Path, path: Path, *, dtype: str, device: str, tell: Report) -> list[Row]:
-    """As `run`, but each setting that drafts reviewed against the record in `path`, which the target writes once where
-    there is none."""
+    """As `run`, but each setting that drafts is reviewed against the record in `path`, which the target writes first if
+    it is missing."""
     bench = Bench(sweep, dtype, device)
     task = _task(sweep, bench)
     prompts, length = prompts_of(bench, sweep, task), sweep.max_new_tokens or task.max_new_tokens
@@ -143,8 +143,8 @@ def run_recorded(sweep: Sweep, folder: Path, path: Path, *, dtype: str, device: 
 def over_processes(
     sweep: Sweep, settings: list[Setting], workers: int, dtype: str, device: str
 ) -> Iterator[tuple[Setting, Row]]:
-    """Each setting and its row as they come from `workers` processes, each with models of its own: on CUDA each on
-    the next device, on a CPU each with its share of the threads."""
+    """Each setting and its row, as `workers` processes finish them. Each process has its own models: on CUDA on the
+    next device, on a CPU with its share of the threads."""
     spawn = multiprocessing.get_context("spawn")  # a forked process can use neither CUDA nor torch's threads
     numbers = spawn.Queue()
     for number in range(workers):
@@ -166,7 +166,7 @@ _worker: dict[str, Any] = {}
 
 
 def _begin(sweep: Sweep, dtype: str, device: str, threads: int, numbers: Any) -> None:
-    """In a new process: its models."""
+    """Load the models of a new process."""
     torch.set_num_threads(threads)
     if device.startswith("cuda"):
         device = f"cuda:{numbers.get() % torch.cuda.device_count()}"

@@ -1,7 +1,7 @@
-"""An exact-answer task of shipped data alone: write a function's parameters again, of the held-out standard library.
+"""A task with exact answers from shipped data: repeat the parameters of a function of the held-out standard library.
 
-The prompt is the beginning of a function out of a held-out file, and below it `def NAME(` once more; right is the
-parameter list it has, to the letter but for white space. The shipped base gets about half of them.
+The prompt is the beginning of a function in a held-out file and, below it, `def NAME(` once more. The right answer is
+its parameter list, exact but for white space. The shipped base gets about half of them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ SHORTEST, LONGEST = 6, 12  # tokens of a parameter list; one shorter is `self` a
 
 
 def signature_questions(tokenizer: Any, count: int, held_out: list[str] | None = None) -> list[tuple[list[int], str]]:
-    """`count` pairs of prompt ids and parameter list, evenly spaced over all there are, the same for the same files.
+    """`count` pairs of prompt ids and parameter list, evenly spaced over all, the same for the same files.
 
-    ValueError where there are fewer.
+    ValueError if there are fewer.
     """
     usable = []
     for _, text in corpus.texts("held_out", held_out):
@@ -40,8 +40,9 @@ def signature_questions(tokenizer: Any, count: int, held_out: list[str] | None =
 
 
 def functions(text: str) -> Iterator[tuple[str, str, str]]:
-    """Of each function in a file: `    def NAME(`, what follows up to the colon in front of its body, and its source.
-    A file that this Python does not parse has none, nor have lines that are not ASCII, whose columns are bytes."""
+    """For each function in a file: `    def NAME(`, what follows up to the colon before its body, and its source.
+
+    None from a file that this Python cannot parse, or from lines that are not ASCII, whose columns are bytes."""
     try:
         module = ast.parse(text)
     except SyntaxError:
@@ -66,8 +67,8 @@ def functions(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def signature_written(text: str) -> str | None:
-    """The parameters and annotations behind `def NAME(` up to the colon that ends them, white space aside; None
-    where no colon does."""
+    """The parameters and annotations after `def NAME(` up to the colon that ends them, without white space; None if no
+    colon does."""
     written = _until_colon(text)
     return None if written is None else plain(written)
 
@@ -77,7 +78,7 @@ def plain(text: str) -> str:
 
 
 def _until_colon(text: str) -> str | None:
-    """Up to and with the colon that stands in no bracket, one having been opened before the text."""
+    """The text up to and including the colon outside all brackets; one bracket is open at its start."""
     depth = 1
     for i, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")

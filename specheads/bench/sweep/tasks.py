@@ -36,8 +36,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Source:
-    """Where rows are on the hub, and how one becomes a question. columns: one of them tells the task's rows.
-    max_new_tokens: what an answer takes."""
+    """Where rows are on the hub, and how a row becomes a question. columns: rows of the task have one of them.
+    max_new_tokens: of an answer."""
 
     hub: str
     subset: str | None
@@ -50,7 +50,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Task:
-    """Questions and how their answers are judged; parse None: there is nothing to judge."""
+    """Questions, and how their answers are judged. correct None: they have no answers."""
 
     name: str
     questions: list[Question]
@@ -59,15 +59,15 @@ class Task:
 
 
 def choice_of(text: str) -> str | None:
-    """The letter a worked answer settles on: behind the last "answer is", else the last in brackets, else the one that
-    the text opens with."""
+    """The letter that a worked answer chooses: after the last "answer is", else the last in brackets, else at the start
+    of the text."""
     said = re.findall(r"(?i:answer\s*(?:is|:)?\s*:?\s*)\(?([A-J])\b", text) or re.findall(r"\(([A-J])\)", text)
     said = said or re.findall(r"^\s*([A-J])(?=[.):,]|\s*$)", text)
     return said[-1] if said else None
 
 
 def number_of(text: str) -> str | None:
-    """The number a worked answer ends in: behind "####", else behind the last "answer is", else the last there is.
+    """The number that a worked answer ends with: after "####", else after the last "answer is", else the last number.
 
     Without thousands separators, and without a fraction where that is zero.
     """
@@ -130,8 +130,8 @@ SOURCES = {
     "csqa": Source("tau/commonsense_qa", None, "validation", ("answerKey",), csqa, choice_of, 256),
     "humaneval": Source("openai/openai_humaneval", None, "test", ("entry_point",), humaneval, lambda text: text, 384),
 }
-SOURCES["sampled_mmlu"] = SOURCES["mmlu"]  # a part of it, in a file of one's own
-# What an answer takes where the sweep does not say.
+SOURCES["sampled_mmlu"] = SOURCES["mmlu"]  # a sample of it, in a file
+# Most new tokens of an answer, unless the sweep says otherwise.
 LENGTHS = {
     "signatures": 24, "syntax": 96, "prompts": 128, **{name: source.max_new_tokens for name, source in SOURCES.items()},
 }  # fmt: skip
@@ -139,7 +139,7 @@ SHIPPED_QUESTIONS = 64
 
 
 def source_of(name: str, data: Sequence[str]) -> Source:
-    """ValueError for a task without rows, and for one whose rows are on no hub."""
+    """The source of a task's rows. ValueError for a task without rows, and for one on no hub without `data`."""
     refuse_unknown([name], SOURCES, "task with rows")
     if name == "sampled_mmlu" and not data:
         raise OptionError("sampled_mmlu is a file of MMLU's rows that was drawn once: name it by {data}", data=...)
@@ -147,7 +147,7 @@ def source_of(name: str, data: Sequence[str]) -> Source:
 
 
 def rows_of(source: Source, data: Sequence[str]) -> Iterable[Mapping[str, Any]]:
-    """The rows of a task: of local files, else the hub's. Of JSON that holds its splits by name the test split."""
+    """The rows of a task: from local files, else from the hub. Of JSON with splits by name, the test split."""
     from specheads.data.datasets import load_dataset_rows
 
     if not data:
@@ -174,9 +174,10 @@ def _test_split(file: Path) -> list[Any] | None:
 def load_task(
     name: str, tokenizer: Any, *, data: Sequence[str] = (), count: int | None = None, run_code: bool = False
 ) -> Task:
-    """The first `count` questions of a task, or evenly spaced ones of `signatures` and `syntax`. ValueError or OSError,
-    with the reason, for rows that are not the task's; ValueError for HumanEval unless run_code allows to run what is
-    written."""
+    """The first `count` questions of a task, or evenly spaced ones of `signatures` and `syntax`.
+
+    ValueError or OSError, with the reason, for rows that are not the task's. ValueError for HumanEval unless run_code
+    allows it to run what the model wrote."""
     refuse_unknown([name], TASKS, "task")
     if name in ("signatures", "syntax") and data:
         raise ValueError(f"the task {name} is made of shipped data and takes no data")

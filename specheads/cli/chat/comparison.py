@@ -1,4 +1,4 @@
-"""The ways of decoding side by side: each one's figures, and its text beside the target's own."""
+"""The decoders side by side: the figures of each, and whether its text is the target's own."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from specheads.cli.chat.session import TARGET, Outcome
 
-COLUMNS = ("", "tokens", "tokens/s", "speed-up", "accepted", "accepted length", "text", "law")
+COLUMNS = ("", "tokens", "tokens/s", "speed-up", "accepted", "accepted length", "text", "distribution")
 
 
 def compared(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
-    """Per way of decoding its figures. speedup and same_text (token by token) are over the target alone, None where
-    that did not run, and same_text where either was stopped; acceptance_rate is accepted over drafted tokens, None
-    where nothing was drafted."""
+    """Decoder → its figures. speedup and same_text (token by token) compare with the target alone: None if that did not
+    run; same_text also if either was stopped. acceptance_rate is accepted over drafted tokens: None if nothing was
+    drafted."""
     target = next((outcome for outcome in outcomes if outcome.mode.name == TARGET), None)
     stopped = any(outcome.stopped for outcome in outcomes)
     base = target.statistics["tokens_per_second"] if target else 0

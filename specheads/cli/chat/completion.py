@@ -14,10 +14,10 @@ from specheads.decoding.registry import positional
 
 
 def completions(line: str, drafters: Iterable[str]) -> list[str]:
-    """What the last word of a line, typed so far, may be, each spelled out from the word's beginning.
+    """The completions of the last word of a line, each as the whole word.
 
-    drafters: names that /drafter takes besides checkpoints. A word that is whole is followed by a space; one that goes
-    on (a rule's or a tree's numbers, a folder's content) is not.
+    drafters: names that /drafter takes besides checkpoints. A complete word is followed by a space; one that can
+    continue (with a rule's or a tree's numbers, or a folder's content) is not.
     """
     if not line.startswith("/"):
         return []
@@ -44,7 +44,7 @@ def _rules(word: str) -> list[str]:
 
 
 def _folders(word: str) -> list[str]:
-    """Paths of folders that begin with the word, which goes on below them."""
+    """Paths of folders that begin with the word."""
     folder, name = os.path.split(word)
     try:
         found = [entry for entry in Path(folder or ".").expanduser().iterdir() if entry.is_dir()]

@@ -1,4 +1,4 @@
-"""The console itself: reads an entry, does it, shows it, until there is none."""
+"""The console: reads an entry, runs it and shows the result, until the input ends."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ FAILURES = (ValueError, OSError, torch.OutOfMemoryError)
 
 
 class Console:
-    """Answers go to stdout, as text or as a JSON object a line; what is said about settings goes to stderr."""
+    """Answers go to stdout, as text or as one JSON object a line. Messages about settings go to stderr."""
 
     def __init__(self, session: Session, *, as_json: bool = False) -> None:
         self.session, self.as_json = session, as_json
-        self.out, self.told = terminal.make_console(), terminal.make_console(stderr=True)
+        self.out, self.messages = terminal.make_console(), terminal.make_console(stderr=True)
 
     def run(self) -> None:
-        """Until /quit or the end of the input. Bad input is one line on stderr, and changes nothing."""
+        """Run until /quit or the end of the input. Bad input is one line on stderr and changes nothing."""
         ask, typed = asker(self._completions), interactive()
         if typed:
             self._say(self._greeting())
@@ -60,7 +60,7 @@ class Console:
                 raise
             except FAILURES as error:
                 self._say(" ".join(str(error).split()), style="red")
-            except Exception as error:  # which must not cost the models that are loaded
+            except Exception as error:  # an error must not cost the user the loaded models
                 if os.environ.get("SPECHEADS_DEBUG"):
                     raise
                 self._say(f"{type(error).__name__}: {reason(error)} (SPECHEADS_DEBUG=1 shows where)", style="red")
@@ -75,7 +75,7 @@ class Console:
             self.prompt(entry.text)
 
     def command(self, text: str) -> None:
-        """`name arguments`. ValueError or OSError for arguments it cannot take."""
+        """Run the command `name arguments`. ValueError or OSError for bad arguments."""
         name, _, rest = text.partition(" ")
         name = name.strip()
         if name not in COMMANDS:
@@ -83,7 +83,7 @@ class Console:
             hint = f"did you mean /{near}? " if near else ""
             raise ValueError(f"unknown command {shortened('/' + name)}; {hint}/help lists all")
         if name == "help":
-            view.commands(self.told, self.session.settings)
+            view.commands(self.messages, self.session.settings)
             return
         command = COMMANDS[name]
         if command.change is not None:
@@ -92,31 +92,32 @@ class Console:
             self.session.forget()
             if self.out.is_terminal:
                 self.out.clear()
-        said = command.value(self.session.settings)
-        self._say(f"/{name}: {said}" if said else f"/{name}: done")
+        value = command.value(self.session.settings)
+        self._say(f"/{name}: {value}" if value else f"/{name}: done")
         if name == "cache":
             self._say(command.meaning)
         if name == "debug" and self.session.settings.debug != "off":
-            self.told.print(view.legend(self.session.settings.debug))
+            self.messages.print(view.legend(self.session.settings.debug))
 
     def prompt(self, text: str) -> None:
-        """Answer in every way that is switched on, with one seed, and compare. Ctrl-C ends the answer: what is there
-        is shown, and the conversation goes on as if it had not been asked."""
+        """Answer with every decoder that is switched on, with one seed, and compare.
+
+        After Ctrl-C the answers so far are shown, and the conversation continues without this prompt."""
         session, seed = self.session, self.session.seed()
         modes, outcomes, errors = session.modes(), list[Outcome](), dict[str, str]()
         if not modes:
-            raise ValueError("nothing is switched on to answer: /target, /speculative, /ngram or /drafter does")
+            raise ValueError("no decoder is switched on; switch one on with /target, /speculative, /ngram or /drafter")
         with stoppable() as stop:
             for mode in modes:
                 try:
                     outcomes.append(self._answer(mode, text, seed, stop))
-                except ValueError as error:  # the other ways may do
+                except ValueError as error:  # other decoders may work
                     errors[mode.name] = " ".join(str(error).split())
                     self._say(f"{mode.name}: {errors[mode.name]}", style="red")
                 if stop.asked:
                     break
         if stop.asked:
-            self._say("stopped; the conversation goes on without this turn" if session.settings.chat else "stopped")
+            self._say("stopped; the conversation continues without this turn" if session.settings.chat else "stopped")
         session.keep(text, outcomes)
         if self.as_json:
             self._emit(text, seed, outcomes, errors)
@@ -145,7 +146,7 @@ class Console:
         if session.settings.processor.samples:
             notes.append(f"seed {seed}")
         if any(outcome.full for outcome in outcomes):
-            notes.append("ended where the model's positions do")
+            notes.append("ended at the model's last position")
         if session.settings.chat and session.turns:
             notes.append(f"turn {len(session.turns)}")
         return ", ".join(notes)
@@ -163,8 +164,8 @@ class Console:
     def _greeting(self) -> str:
         session = self.session
         drafter = describe_drafter(session.settings.drafter, session.models.drafter(session.settings.drafter))
-        kind = "a conversation" if session.settings.chat else "text to be continued"
+        kind = "a conversation" if session.settings.chat else "text to continue"
         return f"{session.models.target.name_or_path} with {drafter}; prompts are {kind}; /help lists the commands"
 
     def _say(self, text: str, style: str = "bright_black") -> None:
-        self.told.print(Text(terminal.printable(text), style=style), soft_wrap=True)
+        self.messages.print(Text(terminal.printable(text), style=style), soft_wrap=True)

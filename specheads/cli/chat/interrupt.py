@@ -1,4 +1,4 @@
-"""Ctrl-C ends a generation, and not the program."""
+"""Ctrl-C stops a generation, not the program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import StoppingCriteria
 
 
 class Interruption(StoppingCriteria):
-    """A stopping criterion that is met once somebody asked to stop."""
+    """A stopping criterion that is met once the user has asked to stop."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -24,8 +24,8 @@ class Interruption(StoppingCriteria):
 
 @contextmanager
 def stoppable() -> Iterator[Interruption]:
-    """In the block a first Ctrl-C asks to stop behind the step at hand; a second is a KeyboardInterrupt, for steps
-    that take long."""
+    """In this block the first Ctrl-C stops after the current step; a second one is a KeyboardInterrupt, for steps that
+    take long."""
     stop = Interruption()
 
     def ask(number: int, frame: Any) -> None:
@@ -33,7 +33,7 @@ def stoppable() -> Iterator[Interruption]:
             raise KeyboardInterrupt
         stop.asked = True
 
-    # Only the main thread is told of signals; and one that is ignored, as in a shell's background, stays ignored.
+    # Only the main thread gets signals. An ignored one, as in a shell's background job, stays ignored.
     before = signal.getsignal(signal.SIGINT)
     ours = threading.current_thread() is threading.main_thread() and before not in (None, signal.SIG_IGN)
     if not ours:

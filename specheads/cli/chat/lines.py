@@ -1,4 +1,4 @@
-"""What is typed or piped in: prompts and commands, each of one line or several."""
+"""Reads what is typed or piped in: prompts and commands, of one line or several."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Entry:
 
 
 def read_entry(ask: Callable[[str], str]) -> Entry:
-    r"""The next entry, of the lines that ask(prompt) gives; EOFError behind the last.
+    r"""The next entry, from the lines that ask(prompt) returns; EOFError after the last.
 
-    A backslash at the end of a line carries on in the next; a prompt is `unescaped`. Behind \"\"\" all lines up to the
-    next \"\"\" are a prompt as they are, even one that begins with a slash; so is what a pipe ends in the middle of.
+    A backslash at the end of a line joins it to the next; a prompt is `unescaped`. Between two \"\"\" all lines are
+    one prompt, taken literally, even if it begins with a slash. The end of a pipe closes an open one.
     """
     line = ask(PROMPT)
     if line.startswith(QUOTES):
@@ -53,9 +53,9 @@ def interactive() -> bool:
 
 
 def asker(complete: Callable[[str], list[str]]) -> Callable[[str], str]:
-    """Reads a line, without its end: in a terminal with history and Tab, else without a word on stdout.
+    """A function that reads a line: in a terminal with history and Tab, else silently from stdin.
 
-    complete(line up to the cursor) → what its last word may be.
+    complete(line up to the cursor) → the possible completions of its last word.
     """
     if not interactive():
         return _from_pipe
@@ -68,7 +68,7 @@ def asker(complete: Callable[[str], list[str]]) -> Callable[[str], str]:
 
         readline.set_completer(completed)
         readline.set_completer_delims(" ")
-        # macOS has libedit in readline's place, with commands of its own.
+        # macOS has libedit instead of readline, with other commands.
         readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
     return input
 

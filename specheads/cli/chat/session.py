@@ -1,4 +1,4 @@
-"""What runs: the ways of decoding that are switched on, over one prompt with one seed, and the conversation."""
+"""A session: runs the decoders that are switched on over one prompt with one seed, and keeps the conversation."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from specheads.models.named import Models, describe_drafter
 
 TARGET = "target alone"
 STORAGES = {"basic": NGramStorage, "onelevel": OneLevelNGramStorage}
-TRIED = 2  # tokens that new settings are tried on: the first takes no draft
-RUNS = ("drafter", "accept", "tree", "gamma", "processor")  # settings whose change is tried
+TRIED = 2  # tokens decoded to try new settings: the first has no draft
+RUNS = ("drafter", "accept", "tree", "gamma", "processor")  # settings whose changes are tried
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way of decoding. law: whose law the text has, as the comparison says it."""
+    """One way of decoding. law: whose distribution the text has, as the comparison shows it."""
 
     name: str
     detail: str
@@ -46,7 +46,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one way of decoding gave. full: it ended where the model's positions do; stopped: somebody asked for it."""
+    """The answer of one decoder. full: it ended at the model's last position; stopped: the user stopped it."""
 
     mode: Mode
     steps: list[Step]
@@ -64,7 +64,7 @@ class Session:
     """Models, settings, the n-gram storage, and the conversation so far."""
 
     def __init__(self, models: Models, settings: Settings) -> None:
-        """ValueError where the settings do not go with the models."""
+        """ValueError if the settings do not fit the models."""
         self.models, self.tokenizer = models, models.tokenizer
         self.settings = settings
         self.forget()
@@ -73,11 +73,11 @@ class Session:
         self._try(settings, target=True)
 
     def forget(self) -> None:
-        """The conversation; what n-grams learnt stays."""
+        """Forget the conversation; n-grams keep what they learnt."""
         self.turns: list[tuple[str, str]] = []  # what was asked, and answered
 
     def change(self, name: str, rest: str) -> None:
-        """The command `/name rest`. ValueError, in which case nothing has changed."""
+        """Run the command `/name rest`. On ValueError nothing has changed."""
         try:
             new = change(self.settings, name, rest)
             self._refuse_unfit(new)
@@ -92,35 +92,35 @@ class Session:
         self.settings = new
 
     def modes(self, settings: Settings | None = None) -> list[Mode]:
-        """Those switched on, the target alone first."""
+        """The decoders that are switched on, the target alone first."""
         now = self.settings if settings is None else settings
         rule, sampled = rule_named(now.accept), now.processor.samples
         drafter = self.models.drafter(now.drafter)
         target = (self.models.target, self.tokenizer)
-        made = []
+        modes = []
         if now.target:
-            made.append(Mode(TARGET, "a token a step", "the target's", *target))
+            modes.append(Mode(TARGET, "a token a step", "the target's", *target))
         if now.speculative:
             plan = self._plan(now, drafter, sampled)
             shape = now.tree or (f"chain:{now.gamma}" if now.gamma else None)
             detail = ", ".join(filter(None, (describe_drafter(now.drafter, drafter), shape, now.accept)))
-            made.append(Mode("speculative", detail, _law(rule), *target, drafter, plan, rule))
+            modes.append(Mode("speculative", detail, _law(rule), *target, drafter, plan, rule))
         if now.ngram:
             grams = NGram(
                 now.gamma or NGram.num_tokens, storage=self.storage, filler_top_k=now.top_k_filler,
                 reset_between=now.reset_in_between,
             )  # fmt: skip
-            # N-grams have no law of their own to compare.
+            # N-grams have no draft probabilities to compare.
             own, name = (Exact(), "exact") if rule.requires_draft_probs else (rule, now.accept)
-            made.append(Mode("n-gram", f"{now.storage} {now.ngram_n}, {name}", _law(own), *target, grams, None, own))
+            modes.append(Mode("n-gram", f"{now.storage} {now.ngram_n}, {name}", _law(own), *target, grams, None, own))
         if now.alone:
             assert isinstance(drafter, DraftModel)
             tokenizer = drafter.tokenizer if drafter.through_text else self.tokenizer
-            made.append(Mode("draft model alone", drafter.small.name_or_path, "its own", drafter.small, tokenizer))
-        return made
+            modes.append(Mode("draft model alone", drafter.small.name_or_path, "its own", drafter.small, tokenizer))
+        return modes
 
     def prompt_ids(self, prompt: str, tokenizer: Any) -> list[int]:
-        """What stands in front of the answer. ValueError where that is nothing, or the template refuses it."""
+        """The ids before the answer. ValueError if there are none, or the template refuses the prompt."""
         if not self.settings.chat:
             ids = list(tokenizer(prompt, verbose=False)["input_ids"])
         else:
@@ -134,16 +134,16 @@ class Session:
         return ids
 
     def seed(self) -> int:
-        """Of the next prompt."""
+        """The seed for the next prompt."""
         return secrets.randbelow(2**31) if self.settings.seed is None else self.settings.seed
 
     def run(
         self, mode: Mode, prompt: str, seed: int, *, drafter: Drafter | None = None,
         streamer: Any = None, stop: Interruption | None = None,
     ) -> Outcome:  # fmt: skip
-        """One way's answer. drafter: stands in for the mode's; streamer: as generate() takes them.
+        """The answer of one decoder. drafter: replaces the mode's. streamer: as in generate().
 
-        ValueError for a prompt that does not fit.
+        ValueError for a prompt that does not fit into the model's positions.
         """
         ids = self.prompt_ids(prompt, mode.tokenizer)
         positions = getattr(text_config(mode.model), "max_position_embeddings", None) or NO_LIMIT
@@ -162,11 +162,11 @@ class Session:
         return Outcome(mode, out.steps, text, out.statistics(), full, stop is not None and stop.asked)
 
     def _given(self, model: PreTrainedModel, ids: list[int]) -> int:
-        """Tokens that stand in front of a text behind the prompt `ids`: of an encoder-decoder its start token alone."""
+        """Number of tokens before the answer to the prompt `ids`: for an encoder-decoder its start token alone."""
         return 1 if model.config.is_encoder_decoder else len(ids)
 
     def keep(self, prompt: str, outcomes: Sequence[Outcome]) -> None:
-        """Take the first way's answer into the conversation; none of a turn that was stopped."""
+        """Add the first decoder's answer to the conversation, unless the turn was stopped."""
         if (
             self.settings.chat
             and self.settings.remember
@@ -181,7 +181,7 @@ class Session:
     ) -> SpecGenerateOutput:  # fmt: skip
         prompt: Tensor = torch.tensor([ids], device=mode.model.device)
         if settings.processor.samples:
-            # Neutral values, over what the model's own generation config may ask for.
+            # Neutral values, which override the model's own generation config.
             kwargs |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "logits_processor": settings.processor.warpers()}
         return generate(  # type: ignore[return-value]
             mode.model, prompt, attention_mask=torch.ones_like(prompt), drafter=drafter or mode.drafter,
@@ -194,7 +194,7 @@ class Session:
             return as_plan(settings.tree, drafter)
         if settings.gamma is None:
             return None
-        # Drawn from the draft's law where the drafter would do so by itself.
+        # Sampled from the draft's distribution if that is the drafter's default.
         usual = drafter.default_plan(self.models.target.device, sampled)
         return SampledTree((1,) * settings.gamma) if isinstance(usual, SampledTree) else chain(settings.gamma)
 
@@ -205,27 +205,27 @@ class Session:
         drafter = self.models.drafter(settings.drafter)
         if settings.alone and not isinstance(drafter, DraftModel):
             raise ValueError(
-                f"{settings.drafter!r} cannot write alone: that takes a draft model (--assistant, /drafter NAME)"
+                f"{settings.drafter!r} cannot write alone: that needs a draft model (--assistant, /drafter NAME)"
             )
-        # One step does not show it, where a text must repeat itself before it is drafted from.
+        # _try() does not find this: a text must repeat itself before anything is drafted from it.
         if not drafter.gives_draft_probs and rule_named(settings.accept).requires_draft_probs:
             raise ValueError(
-                f"{settings.accept} compares the draft's law with the target's, and {settings.drafter!r} "
-                "gives none: draft with a head or a draft model, or accept by another rule"
+                f"{settings.accept} compares the draft's probabilities with the target's, and {settings.drafter!r} "
+                "has none: draft with a head or a draft model, or accept by another rule"
             )
         if (settings.chat or settings.system is not None) and not self.tokenizer.chat_template:
-            raise ValueError("the model's tokenizer has no chat template, so prompts stay text to be continued")
+            raise ValueError("the model's tokenizer has no chat template, so prompts remain text to continue")
         if settings.system is not None:
             messages: tuple[Message, ...] = (
                 {"role": "system", "content": settings.system}, {"role": "user", "content": "a"},
             )  # fmt: skip
             ids = Conversation((messages,)).prompt((), self.tokenizer)
             if settings.system.strip() not in self.tokenizer.decode(ids):
-                raise ValueError("the model's chat template leaves system messages out")
+                raise ValueError("the model's chat template ignores system messages")
 
     def _try(self, settings: Settings, *, target: bool = False) -> None:
-        """Decode a step, so that a drafter, a tree and a rule that do not go together are refused when they are set;
-        the first prompt then finds the models warm, too."""
+        """Decode a step, so that a drafter, a tree and a rule that do not fit are refused when they are set. It also
+        warms up the models."""
         ids = list(self.tokenizer("a")["input_ids"])
         given = self._given(self.models.target, ids)
 

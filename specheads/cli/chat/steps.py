@@ -1,4 +1,4 @@
-"""The drafted tree of each step, for a view of what was refused: looked at beside the loop, which need not carry it."""
+"""Records the drafted tree of each step, to show rejected drafts, without the loop having to carry it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specheads.decoding.tree import DraftTree
 
 
 class Watched:
-    """A drafter whose latest tree can be looked at; in all else the drafter itself."""
+    """A drafter whose latest tree can be read; otherwise it behaves as the drafter itself."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -24,26 +24,26 @@ class Watched:
         return self.tree
 
     def take(self) -> DraftTree | None:
-        """The tree of the step that has been made; None where it drafted nothing."""
+        """The tree of the last step; None if it drafted nothing."""
         tree, self.tree = self.tree, None
         return tree
 
 
-def refused(tree: DraftTree, kept: Sequence[int]) -> list[int]:
-    """What the first row of the tree drafted first behind the tokens kept: with siblings, the first path of them."""
+def rejected_path(tree: DraftTree, accepted: Sequence[int]) -> list[int]:
+    """The rejected draft of the first row after the `accepted` tokens: of several branches, the first path."""
     tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
 
     def child(node: int, token: int | None = None) -> int | None:
-        places = range(1, len(tokens))
-        return next((i for i in places if parents[i] == node and token in (None, tokens[i])), None)
+        nodes = range(1, len(tokens))
+        return next((i for i in nodes if parents[i] == node and token in (None, tokens[i])), None)
 
     node = 0
-    for token in kept:
+    for token in accepted:
         below = child(node, token)
         assert below is not None, f"token {token} was accepted and not drafted"
         node = below
-    run = []
+    path = []
     while (below := child(node)) is not None:
-        run.append(tokens[below])
+        path.append(tokens[below])
         node = below
-    return run
+    return path

@@ -1,4 +1,4 @@
-"""What the console shows: texts as they come, drafts in their colours, the comparison, the list of commands."""
+"""What the console shows: streamed texts, drafts in their colours, the comparison, the list of commands."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from specheads.cli import token_stream
 from specheads.cli.chat.comparison import COLUMNS, cells, compared
 from specheads.cli.chat.session import Mode, Outcome
 from specheads.cli.chat.settings import COMMANDS, Settings
-from specheads.cli.chat.steps import Watched, refused
+from specheads.cli.chat.steps import Watched, rejected_path
 from specheads.decoding.tree import DraftTree
-from specheads.terminal import ACCEPTED, MARKS, OWN, REFUSED
+from specheads.terminal import ACCEPTED, MARKS, OWN, REJECTED
 
 
 class StepStream(token_stream.TokenStream):
-    """Accepted drafts, the draft refused behind them, and the target's own token, each in its colour.
+    """Accepted drafts, the rejected draft after them, and the target's own token, each in its colour.
 
-    Of a tree the path drafted first is shown as refused.
+    Of a tree, the path drafted first is shown as rejected.
     """
 
     def __init__(self, console: Console, tokenizer: Any, watched: Watched | None) -> None:
@@ -39,10 +39,10 @@ class StepStream(token_stream.TokenStream):
             self.tree, self.step = self.watched.take(), value.flatten().tolist()
 
     def _flush(self, depth: int, *, last: bool = False) -> None:
-        # A text that stops at a draft has nothing refused behind it: what else was drafted was not looked at.
+        # A text that stops at a draft has no rejected ones after it: later drafts were not judged.
         if self.held is not None and not depth and self.tree is not None:
-            text = self.pieces.peek(*refused(self.tree, self.step[:-1]))
-            self._write(text.replace("\n", "⏎"), REFUSED)
+            text = self.pieces.peek(*rejected_path(self.tree, self.step[:-1]))
+            self._write(text.replace("\n", "⏎"), REJECTED)
         super()._flush(depth, last=last)
 
     def _show(self, token: int, depth: int, *, last: bool = False) -> None:
@@ -51,7 +51,7 @@ class StepStream(token_stream.TokenStream):
 
     def close(self, accepted: int) -> None:
         super().close(accepted)
-        self._write("", OWN)  # which closes a mark that is open
+        self._write("", OWN)  # closes an open mark
 
     def _write(self, text: str, style: str) -> None:
         if not self.console.is_terminal and style != self.marked and (text or style == OWN):
@@ -61,7 +61,7 @@ class StepStream(token_stream.TokenStream):
 
 
 def stream(console: Console, mode: Mode, debug: str, watched: Watched | None) -> token_stream.TokenStream:
-    """What prints the text of one way of decoding, in the view asked for."""
+    """A streamer that prints the text of one decoder in the view `debug`."""
     if debug == "steps":
         return StepStream(console, mode.tokenizer, watched)
     return token_stream.TokenStream(console, mode.tokenizer, colored=debug == "depth")
@@ -74,17 +74,17 @@ def heading(console: Console, mode: Mode) -> None:
 
 
 def legend(debug: str) -> Text:
-    """One line that says which colour is what in this view."""
+    """One line with the meaning of each colour in this view."""
     if debug == "depth":
         return token_stream.legend()
     line = Text()
-    for text, style in (("accepted drafts", ACCEPTED), ("refused drafts", REFUSED), ("the target's own", OWN)):
+    for text, style in (("accepted drafts", ACCEPTED), ("rejected drafts", REJECTED), ("the target's own", OWN)):
         line.append(text, style).append("   ")
     return line
 
 
 def comparison(console: Console, outcomes: Sequence[Outcome], note: str) -> None:
-    """The figures side by side, and what holds for all of them."""
+    """Print the figures side by side, and a note on all of them."""
     rows = [cells(name, figures) for name, figures in compared(outcomes).items()]
     console.print(terminal.table("", COLUMNS, rows))
     if note:
@@ -92,7 +92,7 @@ def comparison(console: Console, outcomes: Sequence[Outcome], note: str) -> None
 
 
 def commands(console: Console, settings: Settings) -> None:
-    """Every command, what it is set to, and what it does."""
+    """Print every command, its value, and what it does."""
     listed = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Commands", title_justify="left", title_style="bold")
     listed.add_column("command", no_wrap=True)
     listed.add_column("now")

@@ -1,4 +1,4 @@
-"""`specheads calibrate`: the static tree that a head's own ranks on data call for, saved with the head if asked."""
+"""`specheads calibrate`: the static tree that suits a head's ranks on data, saved with the head if asked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specheads import terminal
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets
 from specheads.models import saved_head
-from specheads.models.calibration import calibrated, expected_length, measured_ranks
+from specheads.models.calibration import calibrate_tree, expected_length, measure_ranks
 from specheads.models.spec_model import SpecModel
 
 SIZES = (2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -19,21 +19,21 @@ def calibrate(
     model: SpecModel, tokenizer: Any, data: list[str], *, num_nodes: int, max_depth: int | None, max_rows: int,
     max_length: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """The best tree of `num_nodes`, and what it and the best of other sizes would have yielded on the data."""
+    """The best tree of `num_nodes`, and the accepted lengths of it and of the best trees of other sizes on the data."""
     config = DataConfig(train=data, max_samples=max_rows, max_length=max_length)
     rows, _ = build_datasets(config, tokenizer)
-    with terminal.progress(terminal.make_console(stderr=True), "measuring ranks") as told:
-        ranks = measured_ranks(model, rows, report=lambda done: told(done, f"{len(rows)} rows"))
-    tree = calibrated(ranks, num_nodes, max_depth)
+    with terminal.progress(terminal.make_console(stderr=True), "measuring ranks") as report:
+        ranks = measure_ranks(model, rows, report=lambda done: report(done, f"{len(rows)} rows"))
+    tree = calibrate_tree(ranks, num_nodes, max_depth)
     sizes = sorted({*SIZES, num_nodes})
     return {
         "positions": len(ranks), "tree": tree.choices, "accepted_length": expected_length(tree, ranks),
-        "by_nodes": {size: expected_length(calibrated(ranks, size, max_depth), ranks) for size in sizes},
+        "by_nodes": {size: expected_length(calibrate_tree(ranks, size, max_depth), ranks) for size in sizes},
     }  # fmt: skip
 
 
 def save(model: SpecModel, directory: Path, record: dict[str, Any]) -> None:
-    """Make the tree the default of the checkpoint in `directory`, whose tensors stay as they are."""
+    """Make the tree the default of the checkpoint in `directory`; its tensors do not change."""
     model.set_default_tree(record["tree"])
     model.save_pretrained(directory, state_dict=saved_head.read(directory).tensors)
 

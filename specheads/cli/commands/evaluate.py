@@ -1,4 +1,4 @@
-"""`specheads evaluate`: a drafter raced against transformers' generate() and our loop without drafts, greedily."""
+"""`specheads evaluate`: races a drafter against transformers' generate() and our loop without drafts, greedily."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from specheads.decoding.drafters import Drafter
 from specheads.models.named import Models
 
 _LEGEND = (
-    f"speed-up: over {REFERENCE}. accepted length: tokens a step, the base's own included.",
-    "same text: as it wrote; no (n): n texts differ. repeated: the 8 tokens that end there came up before in the text.",
+    f"speed-up: over {REFERENCE}. accepted length: tokens a step, including the base's own.",
+    "same text: as it wrote; no (n): n texts differ. repeated: the last 8 tokens occurred before in the same text.",
 )
 
 
@@ -26,9 +26,10 @@ def measure(
     models: Models, name: str, drafter: Drafter, prompts: Sequence[str | Conversation], *, max_new_tokens: int,
     repeats: int, tree: str | None, rule: Acceptance | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What was asked for, where it ran, and the figures of each decoder; tree as on the command line. Those of the
-    drafter of that name come last, and where there is a `rule` once more under that. Of a conversation the first turn
-    is asked. Progress goes to stderr."""
+    """The settings, the environment, and the figures of each decoder. tree: as on the command line.
+
+    The drafter, named `name`, comes last, followed by itself under `rule` if that is given. Of a conversation only the
+    first turn is used. Progress goes to stderr."""
     model, tokenizer = models.target, models.tokenizer
     asked = [prompt if isinstance(prompt, str) else prompt.prompt((), tokenizer) for prompt in prompts]
     plan = parse_tree(tree, drafter)
@@ -40,9 +41,9 @@ def measure(
     if rule is not None:
         own = decoders.drafted(model, max_new_tokens, draft=drafter, plan=plan, accept=rule)
         racers[f"{name}, {RULES.write(rule)}"] = own
-    with terminal.progress(terminal.make_console(stderr=True), "measuring") as told:
+    with terminal.progress(terminal.make_console(stderr=True), "measuring") as report_progress:
         batches = prompt_batches.batches(tokenizer, asked, model.device)
-        result = runner.race(racers, batches, repeats=repeats, report=told)
+        result = runner.race(racers, batches, repeats=repeats, report=report_progress)
     return {
         "num_prompts": len(prompts), "max_new_tokens": max_new_tokens, "repeats": repeats, "tree": tree,
         "dtype": str(model.dtype).removeprefix("torch."), "environment": environment.environment(),
@@ -51,7 +52,7 @@ def measure(
 
 
 def show(record: dict[str, Any]) -> None:
-    """What measure() gave, as tables on stdout."""
+    """Print the record of measure() as tables on stdout."""
     out = terminal.make_console()
     rows = record["decoders"]
     title = (

@@ -1,4 +1,4 @@
-"""`specheads features` and train/features.py: save what a recipe's base sees, once somebody has agreed to the size."""
+"""`specheads features` and train/features.py: save what a recipe's base computes, after the user agreed to the size."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from specheads.training.recipe import read_recipe
 def run(
     recipe: Path, overrides: Sequence[str], output: Path, *, taps: str | None = None, yes: bool = False, **options: Any
 ) -> Saved:
-    """taps: as on the command line, '2,16,29'; options: others of `SaveOptions`; without `yes` it asks first."""
+    """Save the features. taps: as on the command line, '2,16,29'. options: others of `SaveOptions`. yes: do not ask."""
     try:
         layers = None if taps is None else tuple(int(tap) for tap in taps.split(","))
     except ValueError as error:
         raise ValueError(f"--taps {taps!r}: expected layer numbers such as 2,16,29") from error
     chosen = SaveOptions(output, layers, **options)
-    return save_features(read_recipe(recipe, overrides), chosen, told if yes else asked)
+    return save_features(read_recipe(recipe, overrides), chosen, announce if yes else confirm)
 
 
-def told(plan: str) -> bool:
+def announce(plan: str) -> bool:
     print(f"saving {plan}", file=sys.stderr)
     return True
 
 
-def asked(plan: str) -> bool:
+def confirm(plan: str) -> bool:
     if not sys.stdin.isatty():
-        raise FeatureError(f"{plan}: say --yes where nobody can be asked")
-    print(f"This takes {plan}.\nGo on? [y/N] ", end="", file=sys.stderr, flush=True)
+        raise FeatureError(f"{plan}: give --yes, since nobody can be asked here")
+    print(f"This takes {plan}.\nContinue? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def summary(saved: Saved) -> str:
-    early = "; the base ran as far as the last tap" if saved.early else ""
+    early = "; the base ran only up to the last tap" if saved.early else ""
     return (
         f"saved {saved.folder}: {saved.tokens:,} tokens of {saved.rows:,} rows, {size_text(saved.bytes)} in "
-        f"{saved.files} files, of which this process made {saved.made}{early}"
+        f"{saved.files} files, {saved.made} of them written by this process{early}"
     )

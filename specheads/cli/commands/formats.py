@@ -1,4 +1,4 @@
-"""`specheads export` and `import`: heads into the forms of other programs, and out of them."""
+"""`specheads export` and `import`: heads to and from the formats of other programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers.utils import logging as hf_logging
 
 from specheads.models import export_checks
 from specheads.models.formats import ENGINES
-from specheads.models.formats.exporting import form_for
+from specheads.models.formats.export.exporting import form_for
 from specheads.models.loading import DTYPES, as_dtype
 from specheads.models.spec_model import SpecModel
 from specheads.options import refuse_unknown
@@ -19,9 +19,9 @@ def export(
     source: str, out: Path, to: str, *, base: str | None, dtype: str | None, embeddings: bool, gguf: Path | None,
     check: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Where the export is, in which form, and what a check of it found."""
+    """Export a head: where the export is, its format, and what a check of it found."""
     refuse_unknown([to], ENGINES, what="format for --to")
-    _known(dtype)
+    _check_dtype(dtype)
     hf_logging.disable_progress_bar()
     model: Any = SpecModel.from_pretrained(source, base=base)
     folder = model.export(out, to, dtype=dtype, embeddings=embeddings, gguf=gguf)
@@ -36,8 +36,8 @@ def export(
 def import_head(
     source: str, out: Path, *, base: str | None, allow_pickle: bool, allow_nonfinite: bool, dtype: str | None
 ) -> dict[str, Any]:
-    """What was read and where it was saved."""
-    _known(dtype)
+    """Import a head: what was read, and where it was saved."""
+    _check_dtype(dtype)
     if Path(source).exists() and out.exists() and out.resolve() == Path(source).resolve():
         raise ValueError(f"{out} is the source itself; give another directory")
     hf_logging.disable_progress_bar()
@@ -54,13 +54,13 @@ def import_head(
     }  # fmt: skip
 
 
-def _known(dtype: str | None) -> None:
+def _check_dtype(dtype: str | None) -> None:
     if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}")
+        raise ValueError(f"--dtype {dtype!r} is unknown; expected {', '.join(DTYPES)}")
 
 
 def show(record: dict[str, Any]) -> None:
-    """One line a value on stdout."""
+    """Print one line a value on stdout."""
     width = max(map(len, record))
     for name, value in record.items():
         text = ", ".join(map(str, value)) if isinstance(value, list) else value

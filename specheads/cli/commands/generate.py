@@ -1,4 +1,4 @@
-"""`specheads generate`: one text, written as it comes, each token in the colour of its draft depth if asked for."""
+"""`specheads generate`: streams one text, each token in the colour of its draft depth if asked for."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from specheads.models.named import Models
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """How to continue a prompt. temperature 0 is greedy; tree and accept as on the command line; draft=False: a token a
-    step."""
+    """How to continue a prompt. temperature 0 is greedy; tree and accept are as on the command line; draft=False
+    decodes one token a step."""
 
     max_new_tokens: int
     temperature: float
@@ -38,28 +38,28 @@ class GenerateOptions:
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
             raise ValueError("--top-p and --top-k shape sampling; give --temperature above 0 with them")
         if not self.draft and self.tree is not None:
-            raise ValueError("--tree says what to draft and --no-draft not to; give one of them")
+            raise ValueError("--tree says what to draft, and --no-draft not to draft; give one of them")
         if not self.draft and self.accept is not None:
-            raise ValueError("--accept says which drafts stand and --no-draft not to draft; give one of them")
+            raise ValueError("--accept says which drafts are accepted, and --no-draft not to draft; give one of them")
         if self.accept is not None:
             rule_named(self.accept)  # bad text is refused before a model loads
 
     def arguments(self, drafter: Drafter | None) -> dict[str, Any]:
-        """Of generate()."""
+        """The arguments of generate()."""
         given: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens, "drafter": drafter, "tree": parse_tree(self.tree, drafter),
             "seed": self.seed, "do_sample": self.temperature > 0,
             "accept": None if self.accept is None else rule_named(self.accept),
         }  # fmt: skip
         if self.temperature > 0:
-            # 0 and 1.0 switch off what the base's own generation config may ask for.
+            # 0 and 1.0 override the base's own generation config.
             top_p = 1.0 if self.top_p is None else self.top_p
             given |= {"temperature": self.temperature, "top_p": top_p, "top_k": self.top_k or 0}
         return given
 
 
 def encode(models: Models, prompt: str, *, chat: bool) -> tuple[str, dict[str, Any]]:
-    """The prompt, in the chat template if asked for, and its input_ids and attention_mask (1, T) for generate()."""
+    """The prompt, in the chat template if `chat`, and its input_ids and attention_mask (1, T) for generate()."""
     tokenizer = models.tokenizer
     if chat:
         template_of(tokenizer)
@@ -92,7 +92,7 @@ def record(models: Models, drafter: Drafter | None, prompt: str, options: Genera
 def show(
     models: Models, drafter: Drafter | None, prompt: str, options: GenerateOptions, *, stream: bool, color_depth: bool
 ) -> None:
-    """The text on stdout, the statistics on stderr. stream=False: the text once it is whole."""
+    """Print the text on stdout and the statistics on stderr. stream=False: print the text when it is complete."""
     out, errors = terminal.make_console(), terminal.make_console(stderr=True)
     prompt, inputs = encode(models, prompt, chat=options.chat)
     arguments = options.arguments(drafter)
@@ -115,8 +115,9 @@ def write_text(
     out: Console, base: PreTrainedModel, tokenizer: Any, prompt: str, inputs: dict[str, Any], *, color_depth: bool,
     stream: bool = True, **arguments: Any,
 ) -> tuple[SpecGenerateOutput, list[int]]:  # fmt: skip
-    """Write the text of `base` behind `prompt`, and with color_depth the prompt too, to tell them apart; without a
-    terminal a ▶ does. The output of generate() and the draft depth of each token."""
+    """Print the text that `base` generates after `prompt`; the output of generate(), and the draft depth of each token.
+
+    With color_depth the prompt is printed too, in another colour or, without a terminal, followed by ▶."""
     shown = token_stream.TokenStream(out, tokenizer, colored=color_depth)
     if color_depth:
         terminal.write(out, prompt, "bright_black")

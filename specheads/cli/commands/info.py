@@ -16,7 +16,7 @@ _UNITS = {
 
 
 def checkpoint_record(path: Path) -> dict[str, Any]:
-    """What the head checkpoint in the directory `path` holds. CheckpointError where it is none."""
+    """What the head checkpoint in the directory `path` holds. CheckpointError if it is no checkpoint."""
     if not path.is_dir():
         hint = did_you_mean(str(path))
         raise CheckpointError(f"{path} is not a directory{hint}; give one that save_pretrained() wrote")
@@ -39,7 +39,7 @@ def checkpoint_record(path: Path) -> dict[str, Any]:
 
 
 def show(record: dict[str, Any]) -> None:
-    """One line a value on stdout; a table of values below its name, a line each."""
+    """Print one line a value on stdout; the values of a table are indented below its name."""
     width = max(len(_UNITS.get(name, (name,))[0]) for name, value in record.items() if not isinstance(value, dict))
     for name, value in record.items():
         if isinstance(value, dict) and value:

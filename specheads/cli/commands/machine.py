@@ -1,4 +1,4 @@
-"""What `specheads doctor` says of the machine: versions, devices, shipped checkpoints, what will be fast or slow."""
+"""`specheads doctor` on the machine: versions, devices, shipped checkpoints, and what will be fast or slow."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from specheads.bench.environment import bfloat16_is_fast, environment
 from specheads.data import corpus
 from specheads.heads import HEADS
 
-_SECONDS = 5.0  # that the hub has to answer
+_SECONDS = 5.0  # timeout of the hub
 
 
 def machine_record(network: bool = False) -> dict[str, Any]:
-    """environment(), the known heads, the shipped checkpoints with their sizes, and a line on each thing that decides
-    how fast it will be. network: ask the hub too."""
+    """environment(), the known heads, the shipped checkpoints with their sizes, and a line on each thing that affects
+    speed. network: also ask the hub."""
     here = environment()
     record = {
         **here, "heads": list(HEADS), "shipped_checkpoints": _shipped(), "memory": _memory(), "compiler": _compiler(),
@@ -36,7 +36,7 @@ def _shipped() -> dict[str, str] | str:
     try:
         folder = corpus.checkpoints_dir()
     except FileNotFoundError:
-        return "none: they come with the repository; `specheads demo` trains a base and a head of its own"
+        return "none: they come with the repository; `specheads demo` trains a base and a head"
     sizes = {p.name: sum(f.stat().st_size for f in p.iterdir() if f.is_file()) for p in sorted(folder.iterdir())
              if (p / "config.json").is_file()}  # fmt: skip
     return {name: f"{size / 1e6:.1f} MB" for name, size in sizes.items()}
@@ -50,14 +50,14 @@ def _memory() -> str:
 
 
 def _compiler() -> str:
-    """That torch.compile would use."""
+    """The compiler that torch.compile would use."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     found = next((path for path in map(shutil.which, names) if path), None)
     if found is None:
         return f"none of {', '.join(names)}, so torch.compile fails: install g++, or name one in CXX"
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
         return f"{found}, but no triton, so torch.compile fails on the GPU: pip install triton"
-    return f"{found}, which torch.compile takes"
+    return f"{found}, which torch.compile uses"
 
 
 def _bfloat16() -> str:
@@ -71,7 +71,7 @@ def _attention() -> str:
     kernels = "sdpa or eager"
     if importlib.util.find_spec("flash_attn") is not None:
         return f"{kernels}; flash_attn is installed, but its kernels take no tree masks"
-    return f"{kernels}, of which sdpa, the default, is the faster"
+    return f"{kernels}; sdpa, the default, is faster"
 
 
 def _threads(here: dict[str, Any]) -> str:
@@ -80,12 +80,12 @@ def _threads(here: dict[str, Any]) -> str:
     if threads > cores:
         line += f": more than there are cores, which is slow; set OMP_NUM_THREADS={cores}"
     elif load is not None and load > cores:
-        line += f"; other programs use the machine (load {load}), so that times will be longer"
+        line += f"; other programs use the machine (load {load}), so times will be longer"
     return line
 
 
 def _hub(endpoint: str) -> str:
-    """Whether the hub answers; never an error, since models on disk need none."""
+    """Whether the hub answers. Never an error, since models on disk do not need it."""
     if constants.HF_HUB_OFFLINE:
         return f"{endpoint} not asked: HF_HUB_OFFLINE is set"
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""`specheads sweep`: every setting measured, kept as it is done, and shown as a table, files and pictures."""
+"""`specheads sweep`: measures every setting, saves each when done, and shows a table, files and pictures."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _TEXT = ("drafter", "rule", "tree", "k-matrix")
 _LEGEND = {
     "× exact": "speed over the exact rule's with the same drafts",
     "× no drafts": "speed over plain decoding",
-    "accepted length": "tokens a step, the target's own included",
+    "accepted length": "tokens a step, including the target's own",
     "reviews": "passes of the target / of each draft of a cascade that reviews",
     "SWI": "speed over plain decoding by counted passes and their costs (standardised walltime improvement)",
-    "mean KL": "nats a token between the target and what was written",
-    "surprisal excess": "nats a token that the target finds the text less likely than its own",
+    "mean KL": "nats a token between the target and the text",
+    "surprisal excess": "nats a token by which the target finds the text less likely than its own",
 }
 
 
@@ -29,10 +29,10 @@ def sweep(
     asked: Sweep, out: Path, *, dtype: str, device: str, workers: int, plots: bool, command: str,
     recorded: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The record that sweep.json holds, and the files written. Progress goes to stderr."""
-    plots = plots and recorded is None  # which has no speed and no accuracy to draw
+    """Run the sweep; the record of sweep.json, and the files written. Progress goes to stderr."""
+    plots = plots and recorded is None  # a replay has no speed and no accuracy to draw
     if plots:
-        require_matplotlib()  # before hours of measuring, not behind them
+        require_matplotlib()  # before hours of measuring, not after them
     where = environment.environment()
     with terminal.progress(terminal.make_console(stderr=True), "sweeping") as tell:
         if recorded is not None:
@@ -49,7 +49,7 @@ def sweep(
 
 
 def show(record: dict[str, Any]) -> None:
-    """The table on stdout, and where the files are."""
+    """Print the table and the paths of the files on stdout."""
     columns, lines = report.cells(record["rows"])
     title = f"{record['task']}: speed is the median of {record['repeats']}, {record['clock']} clock"
     left = sum(name in _TEXT for name in columns)
@@ -58,5 +58,5 @@ def show(record: dict[str, Any]) -> None:
         if name in columns:
             print(f"{name}: {meaning}")
     if by_gamma := report.gamma_by_k(record["rows"]):
-        print("\n" + terminal.as_text(terminal.table("Kept drafts and time by γ and k", *by_gamma)))
+        print("\n" + terminal.as_text(terminal.table("Accepted drafts and time by γ and k", *by_gamma)))
     print("written: " + ", ".join(record["files"]))

@@ -1,1 +1,2 @@
-"""`specheads demo`: the whole line in minutes. story.py tells it, live.py trains, restored.py is the new process."""
+"""`specheads demo`: train, save, restore and race a head in minutes. story.py is the demo, live.py its training,
+restored.py the new process."""

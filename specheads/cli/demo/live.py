@@ -26,8 +26,8 @@ from specheads.training.trainer import SpecTrainer, SpecTrainingArguments
 
 @dataclass(frozen=True)
 class LiveOptions:
-    """Minutes, the rows of a step, their tokens, the peak learning rate, and which share of the time goes into
-    continuations of the base's own, which are then that share of the rows: own_time, own_share."""
+    """minutes: of training. rows: of a step. learning_rate: its peak. own_time: the share of the time spent on
+    continuations by the base. own_share: the share of the rows that are such continuations."""
 
     minutes: float
     seed: int
@@ -58,7 +58,7 @@ class Rows(Dataset):
 
 
 class TimedTrainer(SpecTrainer):
-    """Trains until the clock says so; the learning rate warms up over 10 steps and falls as time passes."""
+    """Trains for `seconds`; the learning rate warms up over 10 steps and falls as time passes."""
 
     def __init__(self, *args: Any, seconds: float, tell: terminal.Report, **kwargs: Any) -> None:
         self.seconds = seconds
@@ -98,7 +98,7 @@ class _Clock(TrainerCallback):
 def train_live(
     model: SpecModel, tokenizer: Any, held_out: list[str], options: LiveOptions, out: Console
 ) -> dict[str, Any]:
-    """Train the head for the time asked for, showing loss and accepted length (of chains, on the rows trained on)."""
+    """Train the head for the given time, showing loss and accepted length (of chains, on the training rows)."""
     seconds = options.minutes * 60
     began = time.monotonic()
     ids = training_ids(tokenizer, held_out, options)
@@ -133,7 +133,7 @@ def train_live(
 
 
 def training_ids(tokenizer: Any, held_out: list[str], options: LiveOptions) -> Tensor:
-    """(T,) ids of randomly chosen files that nobody holds out, each behind the tokenizer's bos; more than are read."""
+    """(T,) ids of randomly chosen files that are not held out, each after the tokenizer's bos; more than are read."""
     files = [path for name, path in corpus.stdlib_files().items() if name not in set(held_out)]
     random.Random(options.seed).shuffle(files)
     characters = 100_000 + int(500_000 * options.minutes)
@@ -154,7 +154,7 @@ def training_ids(tokenizer: Any, held_out: list[str], options: LiveOptions) -> T
 
 @torch.no_grad()
 def continuations(base: PreTrainedModel, ids: Tensor, options: LiveOptions, seconds: float, tell: Any) -> Tensor:
-    """(R, row_tokens): windows of a quarter row and the base's own greedy text behind them, as many as time allows.
+    """(R, row_tokens): windows of a quarter row, each continued by the base's greedy text, as many as time allows.
 
     A head drafts for what the base would write, which is not quite what people wrote.
     """

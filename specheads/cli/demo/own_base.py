@@ -1,4 +1,4 @@
-"""The demo's base where none came with the package: a tiny one, trained on the standard library in about a minute."""
+"""The demo's base if none came with the package: a tiny one, trained on the standard library in about a minute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILES = 250  # of the standard library: more than it reads in that time on two c
 
 
 def own_base(folder: Path, seed: int, out: Console) -> Path:
-    """`folder`, with a base in it: one that an earlier demo left there, else trained now."""
+    """Make sure that `folder` holds a base: one that an earlier demo trained, or one trained now."""
     if (folder / RECORD).is_file():
         out.print(f"base: {folder}, which an earlier demo trained; delete the folder to train another")
         return folder
@@ -30,6 +30,6 @@ def own_base(folder: Path, seed: int, out: Console) -> Path:
     out.print(
         f"saved {folder}: {record['parameters'] / 1e6:.1f}M parameters, {record['tokens'] / 1e3:.0f}k tokens, held-out "
         f"loss {record['held_out_loss']:.2f}. After so little training it repeats itself more than it writes Python; "
-        "what is shown is that drafts leave its text as it is"
+        "what the demo shows is that drafts do not change its text"
     )
     return folder

@@ -1,4 +1,4 @@
-"""A saved head in a new Python process: it restores base + head, writes the texts, and hands their tokens back."""
+"""A saved head in a new Python process: it loads base and head, prints the texts, and returns their tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specheads.models.convert import load_head
 
 
 def show_elsewhere(head: Path, base: Path, prompts: list[str], max_new_tokens: int, out: Console) -> list[list[int]]:
-    """Restore the saved head in a new Python process, which prints the texts; their token ids."""
+    """Load the saved head in a new Python process, which prints the texts. Returns their token ids."""
     with tempfile.TemporaryDirectory() as scratch:
         task, answer = Path(scratch) / "task.json", Path(scratch) / "answer.json"
         record = {"head": str(head), "base": str(base), "prompts": prompts, "max_new_tokens": max_new_tokens}
@@ -38,7 +38,7 @@ def show_elsewhere(head: Path, base: Path, prompts: list[str], max_new_tokens: i
 
 
 def _stream(out: Console) -> Any:
-    """The console's own file where a process can write to it, else nothing: what a test captures has no descriptor."""
+    """The console's file if a process can write to it, else DEVNULL: a captured stream has no descriptor."""
     try:
         out.file.fileno()
     except (OSError, ValueError):
@@ -47,7 +47,7 @@ def _stream(out: Console) -> Any:
 
 
 def show(head: str, base: str, prompts: list[str], max_new_tokens: int) -> list[list[int]]:
-    """Restore a head, print its text behind each prompt as it comes, coloured by draft depth; the token ids."""
+    """Load a head and stream its text after each prompt, coloured by draft depth. Returns the token ids."""
     hf_logging.disable_progress_bar()
     out = terminal.make_console()
     loaded, tokenizer = load_base(Path(base))

@@ -1,4 +1,4 @@
-"""The demo: give a base an EAGLE-3 head, train it live, save it, restore it in a new process, and race it.
+"""The demo: gives a base an EAGLE-3 head, trains it live, saves it, restores it in a new process, and races it.
 
 One run, in order: train_live() → save_pretrained() → show_elsewhere() → compare() → one table.
 """
@@ -34,14 +34,14 @@ DRAFT_VOCAB = 1024  # of the live head: its output matrix is then a third of it,
 STEPS = 3  # of training-time test, of the live head
 NUM_SHOWN = 2  # prompts whose text is shown
 REPEATS = 3  # of the race
-RACE_SECONDS = 130.0  # no further repeat of the race begins behind this
-TIE = 1e-3  # logits closer than this may change places between two float32 passes of different shape
+RACE_SECONDS = 130.0  # no further repeat of the race begins after this
+TIE = 1e-3  # logits closer than this may swap ranks between two float32 passes of different shape
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """checkpoints: the folder of base/ and the heads, None for the shipped one, or where none is shipped a base trained
-    here; minutes and seed: of the training; output: where the head is saved."""
+    """checkpoints: the folder of base/ and the heads; None: the shipped one or, if there is none, a base trained here.
+    minutes, seed: of the training. output: where the head is saved."""
 
     minutes: float
     num_prompts: int
@@ -52,8 +52,9 @@ class DemoOptions:
 
 
 def run(options: DemoOptions, out: Console) -> dict[str, Any]:
-    """Tell the whole story on `out`; its figures, with `differing` texts, of which there should be none. ValueError or
-    OSError on bad input."""
+    """Run the demo on `out` and return its figures. `differing` lists texts that differ; there should be none.
+
+    ValueError or OSError on bad input."""
     began = time.monotonic()
     hf_logging.disable_progress_bar()
     torch.manual_seed(options.seed)
@@ -103,7 +104,7 @@ def run(options: DemoOptions, out: Console) -> dict[str, Any]:
 
 
 def find_base(options: DemoOptions, out: Console) -> tuple[Path, Iterable[str]]:
-    """The folder of the base, and the names of the heads beside it. A wheel has neither: then a base is trained."""
+    """The folder of the base, and the names of the heads beside it. A wheel has neither; then a base is trained."""
     try:
         return shipped.find_base(options.checkpoints), shipped.LABELS
     except FileNotFoundError:
@@ -120,7 +121,7 @@ def heading(out: Console, text: str) -> None:
 
 
 def describe(model: SpecModel, out: Console) -> None:
-    """The sizes of base and head, and where the head sits."""
+    """Print the sizes of base and head, and the layers that the head reads."""
     layers = ", ".join(map(str, model.head.layers))
     out.print(
         f"base: {type(model.base).__name__}, {model.base.num_parameters() / 1e6:.1f}M parameters, frozen\n"
@@ -147,10 +148,10 @@ def compare(
 def differences(
     race: runner.Race, base: PreTrainedModel, batches: list[dict[str, Tensor]], restored: list[list[int]]
 ) -> tuple[list[str], list[str]]:
-    """Where texts differ from transformers' own, and apart from these where the two best tokens were so close that the
-    rounding of another pass shape may choose between them.
+    """Where texts differ from transformers' own; and separately near ties, where the two best tokens are so close that
+    rounding in a pass of another shape may choose between them.
 
-    restored: the first texts as the restored head wrote them.
+    restored: the first texts, as the restored head wrote them.
     """
     differing: list[str] = []
     ties: list[str] = []
@@ -164,12 +165,12 @@ def differences(
             (differing if margin > TIE else ties).append(place)
     live = [run.output.tokens[0] for run in race.runs[LIVE][0][: len(restored)]]
     if live != restored[: len(live)]:
-        differing.append("the restored process wrote other text than the head does here")
+        differing.append("the restored process wrote another text than the head does here")
     return differing, ties
 
 
 def tell_differences(differing: list[str], ties: list[str], race: runner.Race, out: Console) -> None:
-    """One line of verdict."""
+    """Print the verdict in one line."""
     runs = race.runs[REFERENCE][0]
     size = (
         f"{len(race.runs)} decoders × {len(runs)} prompts, {sum(r.num_tokens for r in runs)} tokens each, "

@@ -34,7 +34,7 @@ def convert(model: PreTrainedModel, mode: Any) -> SpecModel:
     """Give `model` a head: the same object, now a SpecModel whose `base` is what it was.
 
     mode: "medusa", "eagle" (EAGLE-3) or "eagle1"; [(mode, config)]; or {"algorithm": mode, "config": config}.
-    ValueError where it cannot be, and then `model` is as it was.
+    On ValueError `model` is unchanged.
     """
 
     def make(base: Any) -> SpecModel:
@@ -63,7 +63,7 @@ def _path(f: Any) -> str | Path:
 
 
 def enable_huggingface_checkpointing() -> None:
-    """From here on AutoModelForCausalLM loads a saved head beside its base as convert() gives them, to train on."""
+    """Make AutoModelForCausalLM load a saved head with its base as convert() returns them, for further training."""
     AutoModelForCausalLM.register(SpecConfig, HFModel, exist_ok=True)
 
 

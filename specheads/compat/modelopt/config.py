@@ -1,7 +1,7 @@
 """ModelOpt's modes and their configs → a kind of head and its options here.
 
-Read in nvidia-modelopt 0.47; names of earlier versions (eagle_num_layers, use_aux_hidden_state at the top) are known
-too. What a head here cannot be is refused by its name.
+After nvidia-modelopt 0.47; names of earlier versions (eagle_num_layers, use_aux_hidden_state at the top) are accepted
+too. An option that heads here do not have is refused by name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ default_eagle_config: dict[str, Any] = {
 eagle3_default_config: dict[str, Any] = {
     **deepcopy(default_eagle_config), "use_aux_hidden_state": True, "use_last_layernorm": True,
 }  # fmt: skip
-# Examples change them in place before they hand them to convert().
+# Examples change them in place before they pass them to convert().
 EAGLE1_DEFAULT_CFG: dict[str, Any] = {
     "algorithm": "eagle", "config": {"eagle_architecture_config": deepcopy(default_eagle_config)},
 }  # fmt: skip
@@ -37,7 +37,7 @@ EAGLE3_DEFAULT_CFG: dict[str, Any] = {
     "algorithm": "eagle", "config": {"eagle_architecture_config": eagle3_default_config},
 }  # fmt: skip
 
-# Options of ModelOpt's modes that have one value here, and what serves another; None: of no effect on a head.
+# Options of ModelOpt's modes that have one value here; None: the option does not affect a head.
 _FIXED: dict[str, Any] = {
     "eagle_offline": False, "eagle_hidden_state_distillation": False, "eagle_freeze_base_model": True,
     "eagle_reuse_base_decoder": False, "eagle_decoder_type": "llama", "eagle_mix_hidden_states": False,
@@ -121,7 +121,7 @@ def _eagle(mode: str, config: dict[str, Any], base: Any) -> tuple[str, dict[str,
 
 
 def _options(config: dict[str, Any], three: bool) -> dict[str, Any]:
-    """What stands beside the architecture; a name that is no option here is left for the head's config to refuse."""
+    """The options beside the architecture. A name that is unknown here is left for the head's config to refuse."""
     options = {}
     for name, value in config.items():
         if name in _FIXED:
@@ -144,4 +144,4 @@ def _rope(shape: Mapping[str, Any], base: Any) -> dict[str, Any]:
 def _refuse_other(name: str, value: Any, wanted: Any) -> None:
     if wanted is not None and value is not None and value != wanted:
         instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise ValueError(f"{name}={shown(value)} is not served, only {wanted!r}{instead}")
+        raise ValueError(f"{name}={shown(value)} is not supported, only {wanted!r}{instead}")

@@ -1,4 +1,4 @@
-"""The object that a user holds becomes the model with the head; what it was moves into another object, its base."""
+"""Turns the object that a user holds into the model with the head; its former contents become a new one, its base."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specheads.models.spec_model import SpecModel
 def transform(held: Any, make: Callable[[Any], SpecModel]) -> SpecModel:
     """held, which is now what make(base) gave for a base with held's class, modules, hooks and attributes.
 
-    Where make() raises, held is as it was. ValueError where held has a head already, is compiled, or is sharded.
+    If make() raises, held is unchanged. ValueError if held already has a head, is compiled, or is sharded.
     """
     _refuse(held)
     base = _twin(held)
@@ -46,7 +46,7 @@ def _refuse(held: Any) -> None:
 
 
 def _twin(held: nn.Module) -> nn.Module:
-    """Another object with the class and contents of `held`; what was bound to held is bound to it."""
+    """A new object with the class and contents of `held`; what was bound to held is bound to it."""
     twin = object.__new__(type(held))
     _move(vars(held), vars(twin), held, twin)
     if "generate" in vars(twin):

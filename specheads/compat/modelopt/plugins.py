@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils import ModelOutput
 
 from specheads.compat.modelopt.acceptance import HFARValidation
 from specheads.decoding.drafters.base import Context
@@ -37,26 +36,18 @@ class HFModel(SpecModel):
                 raise
             return parts._modules[name]
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        loss_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        num_items_in_batch: Tensor | float | None = None,
-        **kwargs: Any,
-    ) -> ModelOutput:
-        """As SpecModel.forward, but labels may be shifted, and loss_mask may stand beside them: see supervised()."""
-        if labels is not None:
-            loss_mask = supervised(input_ids, labels, loss_mask, attention_mask)
-            if num_items_in_batch is not None:  # which counts labels, those of padding too
-                share = loss_mask.sum() / (labels != -100).sum().clamp_min(1)
-                num_items_in_batch = torch.as_tensor(num_items_in_batch, device=share.device) * share
-        return super().forward(
-            input_ids, attention_mask, None, loss_mask, position_ids, document_ids, num_items_in_batch, **kwargs
-        )
+    def select_supervised(
+        self, input_ids: Tensor, labels: Tensor | None, loss_mask: Tensor | None, attention_mask: Tensor | None,
+        num_items: Tensor | float | None,
+    ) -> tuple[Tensor, Tensor | float | None]:  # fmt: skip
+        """As SpecModel's, but labels may be shifted, and loss_mask may accompany them: see supervised()."""
+        if labels is None:
+            return super().select_supervised(input_ids, labels, loss_mask, attention_mask, num_items)
+        mask = supervised(input_ids, labels, loss_mask, attention_mask)
+        if num_items is not None:  # it counts labels, those of padding too
+            share = mask.sum() / (labels != -100).sum().clamp_min(1)
+            num_items = torch.as_tensor(num_items, device=share.device) * share
+        return mask, num_items
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +57,7 @@ class HFModel(SpecModel):
     def pseudo_speculative_generate(self, input_ids: Tensor, steps: int = 1) -> tuple[Tensor, Tensor | None]:
         """The base's greedy next token (B, 1) after input_ids (B, T), and the greedy draft (B, S) after that one.
 
-        steps: S; 0 drafts nothing, and gives None. ValueError where the head drafts no chain so long.
+        steps: S; 0 drafts nothing, and gives None. ValueError if the head drafts no chain of that length.
         """
         lengths = torch.full((len(input_ids),), input_ids.shape[1], device=input_ids.device)
         target = Target(self.base, layers=self.head.layers, scratch=steps + 1)
@@ -133,7 +124,7 @@ class EagleModule:
 
 
 def of_kind(model: SpecModel) -> SpecModel:
-    """The same object, of the class that ModelOpt's names for its head are in."""
+    """The same object, with the class that has ModelOpt's names for its kind of head."""
     kind = model.head.config.kind
     model.__class__ = {"medusa": HFMedusaModel, "eagle": HFEagleModel, "eagle3": HFEagleModel}.get(kind, HFModel)
     return model

@@ -157,7 +157,7 @@ def default_static(budget: int, depth: int, accuracy: Sequence[float] = (0.6, 0.
     """A static tree of `budget` nodes, or of all there are, for a head that was not measured.
 
     It assumes the rank accuracies of a moderately trained head, the same and independent at each depth. For a tree
-    measured on data see `calibration.calibrated`.
+    measured on data see `calibrate_tree`.
     """
     if budget < 2:
         raise ValueError(f"a tree of {budget} nodes drafts nothing; ask for 2 or more")

@@ -1,4 +1,4 @@
-"""The GGUF file of a head read back by llama.cpp's own `gguf` package: metadata, names, and every value."""
+"""Reads the GGUF file of a head back with llama.cpp's own `gguf` package: metadata, names, and every value."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from specheads.heads.rope import frequencies
-from specheads.models.export_checks.held import compare, compare_values
+from specheads.models.export_checks.comparison import compare_tensors, compare_values
 from specheads.models.files import CheckpointError
+from specheads.models.formats.export.gguf_files import DRAFT
 from specheads.models.formats.files import Files
-from specheads.models.formats.gguf_files import DRAFT
 
 if TYPE_CHECKING:
     from specheads.models.spec_model import SpecModel
@@ -44,14 +44,14 @@ def check(folder: Path, model: SpecModel) -> str:
             found[name] = held[theirs] if heads is None else _halves(held[theirs], heads)
     if "d2t" in found:  # the target's ids there, in the file how far they are from the draft's
         found["d2t"] = found["d2t"] - torch.arange(len(found["d2t"]))
-    count = compare("gguf", folder, found, unread=("t2d",))  # which the converter leaves out
+    count = compare_tensors("gguf", folder, found, unread=("t2d",))  # which the converter leaves out
     if head.rope_parameters["rope_type"] == "llama3":
         _compare_llama3(folder, head, held.get("rope_freqs.weight"))
     return f"gguf reads {DRAFT}: {len(wanted)} values of its metadata, the values of {count} tensors"
 
 
 def _compare_llama3(folder: Path, head: Any, divisors: Tensor | None) -> None:
-    """Llama 3.1's positions are no metadata there: a tensor (d / 2,) has by what each plain angle is divided."""
+    """Llama 3.1's positions are not metadata there: a tensor (d / 2,) has the divisor of each plain angle."""
     own = frequencies(head.head_dim, head.rope_parameters)[0]
     plain = frequencies(head.head_dim, {**head.rope_parameters, "rope_type": "default"})[0]
     if divisors is None or divisors.shape != own.shape or not torch.allclose(plain / divisors, own, rtol=1e-5):
@@ -59,7 +59,7 @@ def _compare_llama3(folder: Path, head: Any, divisors: Tensor | None) -> None:
 
 
 def _wanted(head: Any, taps: list[int]) -> dict[str, Any]:
-    """Metadata by its keys behind the architecture."""
+    """Metadata by its keys after the architecture."""
     rope = head.rope_parameters
     wanted = {
         "general.architecture": _ARCHITECTURE, "target_layers": taps, "embedding_length": head.hidden_size,
@@ -101,5 +101,5 @@ def _values(gguf: Any, tensor: Any) -> Tensor:
 
 
 def _halves(weight: Tensor, heads: int) -> Tensor:
-    """Rows of each attention head as llama.cpp has them, in pairs that turn together, back in Llama's halves."""
+    """Rows of each attention head in llama.cpp's order, pairs that rotate together → Llama's order, in halves."""
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

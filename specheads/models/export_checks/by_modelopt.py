@@ -1,6 +1,6 @@
-"""ModelOpt's own EAGLE module filled with an export, and its exporter's list of names.
+"""Loads an export into ModelOpt's own EAGLE module, and compares names with its exporter's list.
 
-ModelOpt does not read its exports back; this is the module that it would have exported.
+ModelOpt does not read its own exports; this is the module that it would have exported.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from specheads.models.export_checks.by_transformers import llama
-from specheads.models.export_checks.held import compare, compare_values
+from specheads.models.export_checks.comparison import compare_tensors, compare_values
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
-from specheads.models.formats.layer_ids import KEY
+from specheads.models.formats.parts.layer_ids import KEY
 
 if TYPE_CHECKING:
     from specheads.models.spec_model import SpecModel
@@ -41,7 +41,7 @@ def check(folder: Path, model: SpecModel) -> str:
         module.load_state_dict({name: files.tensor(name) for name in files.shapes}, strict=True)
     except RuntimeError as error:
         raise CheckpointError(f"{program} cannot load {folder}: {error}") from error
-    count = compare(program, folder, module.state_dict())
+    count = compare_tensors(program, folder, module.state_dict())
     return (
         f"{program} fills its EAGLE module with it: the values of all {count} tensors under its exporter's names, "
         f"hidden states {list(model.head.layers)}, {llama(program, folder, config, model.head.config)}"

@@ -1,4 +1,4 @@
-"""speculators' from_pretrained, and every tensor it then holds against the file."""
+"""Loads an export with speculators' from_pretrained, and compares every tensor with the file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specheads.models.export_checks.by_transformers import llama
-from specheads.models.export_checks.held import compare
+from specheads.models.export_checks.comparison import compare_tensors
 
 if TYPE_CHECKING:
     from specheads.models.spec_model import SpecModel
@@ -18,7 +18,9 @@ def check(folder: Path, model: SpecModel) -> str:
 
     program = f"speculators {version('speculators')}"
     loaded = SpeculatorModel.from_pretrained(str(folder), attn_implementation="eager")
-    found = f"{program} loads it, with the values of all {compare(program, folder, loaded.state_dict())} tensors"
+    found = (
+        f"{program} loads it, with the values of all {compare_tensors(program, folder, loaded.state_dict())} tensors"
+    )
     if model.head.config.kind != "eagle3":  # whose block is a Qwen3's
         return found
     return f"{found}, {llama(program, folder, loaded.config.transformer_layer_config, model.head.config)}"

@@ -1,4 +1,4 @@
-"""transformers' reading of an export whose config is that of a Llama: what every program that reads it starts from."""
+"""Checks an export with a Llama's config against transformers, on which every program that reads it relies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specheads.heads.rope import rope_of
-from specheads.models.export_checks.held import compare_rotary, compare_values, positions_below
+from specheads.models.export_checks.comparison import compare_rotary, compare_values, positions_below
 from specheads.models.formats.files import Files
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _SIZES = (
 
 
 def check(folder: Path, model: SpecModel) -> str:
-    """ "" where the config is no Llama's."""
+    """One line on the comparison; "" if the config is not a Llama's."""
     if (Files(folder).config or {}).get("model_type") != "llama":
         return ""
     program, head = f"transformers {transformers.__version__}", model.head.config
@@ -33,7 +33,7 @@ def check(folder: Path, model: SpecModel) -> str:
 
 
 def llama(program: str, folder: Path, config: Any, head: Any) -> str:
-    """A Llama config in memory against a head, to the angles of its rotary positions; what was compared."""
+    """Compare a Llama config in memory with a head, including rotary angles; returns what was compared."""
     wanted = {**{name: getattr(head, name) for name in _SIZES}, "num_hidden_layers": head.num_layers}
     found = {name: getattr(config, name, None) for name in wanted}
     compare_values(

@@ -1,4 +1,4 @@
-"""vLLM's own config, model class and loader on an export; without the base's weights, in a process of its own."""
+"""Loads an export with vLLM's own config, model class and loader, in its own process, without the base's weights."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specheads.models.export_checks.held import compare, compare_rotary, compare_values
+from specheads.models.export_checks.comparison import compare_rotary, compare_tensors, compare_values
 from specheads.models.files import CheckpointError
-from specheads.models.formats import gguf_files
+from specheads.models.formats.export import gguf_files
 from specheads.models.formats.files import Files
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def check(folder: Path, model: SpecModel) -> str:
             raise CheckpointError(f"vLLM cannot load {folder}: {said[-1].strip()}")
         found = torch.load(out, weights_only=True)
     program = f"vLLM {found['version']}"
-    count = compare(program, folder, _by_file(folder, found["tensors"]), _UNREAD)
+    count = compare_tensors(program, folder, _by_file(folder, found["tensors"]), _UNREAD)
     compared = [f"the values of all {count} tensors"]
     if found["layers"] is not None:
         compare_values(program, folder, found, {"layers": list(model.head.layers)})
@@ -52,18 +52,18 @@ def _dtype(folder: Path) -> str:
 
 
 def _by_file(folder: Path, held: dict[str, Tensor]) -> dict[str, Tensor]:
-    """vLLM's tensors under the file's names: what it stacks apart again, and no rows that pad a vocabulary."""
+    """vLLM's tensors under the file's names: stacked ones split, and without the rows that pad a vocabulary."""
     found, shapes = {}, Files(folder).shapes
     for name, shape in shapes.items():
-        theirs, start = _place(name, shapes)
+        theirs, start = _location(name, shapes)
         own = next((t for n, t in held.items() if n == theirs or n.endswith(f".{theirs}")), None)
         if own is not None:
             found[name] = own[start : start + len(shape)]
     return found
 
 
-def _place(name: str, shapes: dict[str, Tensor]) -> tuple[str, int]:
-    """How the names that vLLM has for a tensor of the file end, and the row of its own at which that begins."""
+def _location(name: str, shapes: dict[str, Tensor]) -> tuple[str, int]:
+    """The end of vLLM's name for a tensor of the file, and the row of vLLM's tensor at which it begins."""
     if name == "d2t":
         return "draft_id_to_target_id", 0
     theirs = name.replace("midlayer.", "layers.0.")

@@ -1,6 +1,6 @@
 """vLLM's process: python -m specheads.models.export_checks.in_vllm FOLDER BASE METHOD DEPTH DTYPE OUT.
 
-Writes what vLLM holds of the draft head in FOLDER into the file OUT. The base gives its config alone.
+Writes what vLLM holds of the draft head in FOLDER into the file OUT. Of BASE only the config is used.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from specheads.models.export_checks.held import positions_below
+from specheads.models.export_checks.comparison import positions_below
 
 
 def main(folder: str, base: str, method: str, depth: str, dtype: str, out: str) -> None:

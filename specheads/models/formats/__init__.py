@@ -1,27 +1,18 @@
-"""Draft heads in the forms of other programs. A new format is one file and one entry here.
+"""Draft heads in the formats of other programs. A new format is one file and one entry in `FORMATS`.
 
-Whatever knows a foreign name, key or layer number is in this package. `FORMATS` is in the order in which files are
-recognised, the more particular form first; of two for one engine and kind of head, the first that holds it is written.
+Whatever knows a foreign name, key or layer number is in this package. The order of `FORMATS` is the order in which
+files are recognised, the more specific format first. Where two formats of one engine hold the same kind of head, the
+first that can hold a head is written.
 """
 
-from specheads.models.formats import (
-    deepspec,
-    dflash,
-    dspark,
-    eagle,
-    eagle3,
-    hydra,
-    medusa,
-    modelopt,
-    speculators,
-    speculators_dflash,
-    vllm_medusa,
-)
+from specheads.models.formats.blocks import deepspec, dflash, dspark, speculators_dflash
+from specheads.models.formats.eagle import eagle1, eagle3, modelopt, speculators
 from specheads.models.formats.format import Format
+from specheads.models.formats.medusa import fasterdecoding, hydra, vllm_medusa
 
 FORMATS: list[Format] = [
     *speculators_dflash.FORMATS, *dspark.FORMATS, *speculators.FORMATS, *deepspec.FORMATS, *dflash.FORMATS,
-    *modelopt.FORMATS, *vllm_medusa.FORMATS, *hydra.FORMATS, *medusa.FORMATS, *eagle3.FORMATS, *eagle.FORMATS,
+    *modelopt.FORMATS, *vllm_medusa.FORMATS, *hydra.FORMATS, *fasterdecoding.FORMATS, *eagle3.FORMATS, *eagle1.FORMATS,
 ]  # fmt: skip
 
 ENGINES: tuple[str, ...] = tuple(sorted({form.engine for form in FORMATS}))

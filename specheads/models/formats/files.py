@@ -1,6 +1,6 @@
-"""A foreign checkpoint as files: what it holds is known, and can be checked, before any of it is in memory.
+"""A foreign checkpoint as files, whose names, shapes and dtypes can be checked before any tensor is in memory.
 
-Everything here may come from a stranger. A damaged or hostile file is a CheckpointError that says what is wrong.
+Every file may come from a stranger. A damaged or hostile one is a CheckpointError that says what is wrong.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from specheads.models.files import (
     CONFIG,
     WEIGHTS,
     CheckpointError,
-    damaged,
-    header,
-    meta,
+    damaged_error,
+    meta_tensor,
+    read_header,
     read_table,
-    tensors_of,
+    read_tensors,
 )
 from specheads.models.formats import shards
 from specheads.options import reason, shortened, shown
 
 SAFE = (WEIGHTS, shards.INDEX, "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
-# What a pickle of plain tensors by name calls. torch.load(weights_only=True) allows more, bytearray(10**11) among it.
+# The calls in a pickle of plain tensors by name. torch.load(weights_only=True) allows more, such as bytearray(10**11).
 _CALLED = re.compile(
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch (?!Untyped|Typed)\w+Storage"
 )
@@ -46,7 +46,8 @@ _OTHER_CALLS = {"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "E
 class Files:
     """One foreign checkpoint, a directory or a hub id. hub: revision, subfolder, token … of a hub id.
 
-    allow_pickle: read pickles too, by torch.load(weights_only=True), which builds tensors and runs no code of theirs.
+    allow_pickle: read pickles too, with torch.load(weights_only=True), which builds tensors and runs none of their
+    code.
     """
 
     def __init__(self, source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = False) -> None:
@@ -57,8 +58,8 @@ class Files:
         return str(self.source)
 
     def find(self, name: str) -> Path | None:
-        """Where one file of the checkpoint is; None where it has none of that name. CheckpointError where the hub
-        does not hand it out, or it cannot be stored."""
+        """The path of one file of the checkpoint; None if there is none. CheckpointError if the hub does not provide
+        it, or it cannot be stored."""
         folder = Path(self.source) / self._hub.get("subfolder", "")
         if folder.is_dir():
             return folder / name if (folder / name).is_file() else None
@@ -79,13 +80,13 @@ class Files:
 
     @cached_property
     def config(self) -> dict[str, Any] | None:
-        """config.json; None where there is none, or what stands there is no table. CheckpointError where it is huge."""
+        """config.json; None if there is none, or it holds no table. CheckpointError if it is huge."""
         path = self.find(CONFIG)
         return None if path is None else read_table(path)
 
     @cached_property
     def weights(self) -> Path | None:
-        """The file with the tensors, or the index of several: safetensors where there is one, else a pickle."""
+        """The file with the tensors, or the index of several: safetensors if there is one, else a pickle."""
         return next((path for name in (*SAFE, *PICKLES) if (path := self.find(name)) is not None), None)
 
     @property
@@ -94,42 +95,44 @@ class Files:
 
     @cached_property
     def shapes(self) -> dict[str, Tensor]:
-        """Every tensor as one on the meta device: its shape and dtype, and nothing of its values."""
+        """Every tensor on the meta device: its shape and dtype, without its values."""
         if self.pickled:
-            return {name: meta(self.weights, name, tuple(t.shape), t.dtype) for name, t in self._unpickled.items()}
+            return {
+                name: meta_tensor(self.weights, name, tuple(t.shape), t.dtype) for name, t in self._unpickled.items()
+            }
         assert self.weights is not None
         if self._index is None:
-            return header(self.weights)[0]
+            return read_header(self.weights)[0]
         found: dict[str, Tensor] = {}
         for name, path in self._shards.items():
-            part = header(path)[0]
-            shards.check_held(self.weights, name, [t for t, file in self._index.items() if file == name], part)
+            part = read_header(path)[0]
+            shards.check_shard(self.weights, name, [t for t, file in self._index.items() if file == name], part)
             found |= part
         return found
 
     @property
     def names(self) -> Collection[str]:
-        """The names of the tensors, for which no file beside an index is fetched."""
+        """The names of the tensors; if there is an index, no other file is fetched for them."""
         return self.shapes if self._index is None else self._index
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, a copy: it does not follow the file. Compare `shapes` with what is expected first."""
+        """A copy of one tensor, independent of the file. Compare `shapes` with what is expected first."""
         if self.pickled:
             return self._unpickled[name].clone(memory_format=torch.contiguous_format)
         path = self.weights if self._index is None else self._shards[self._index[name]]
         assert path is not None
-        return tensors_of(path, [name])[name].clone()
+        return read_tensors(path, [name])[name].clone()
 
     @cached_property
     def _index(self) -> dict[str, str] | None:
-        """Tensor → name of its file, where there are several; None where there is one."""
+        """Tensor name → name of its file, if there are several; None if there is one."""
         if self.weights is None or self.weights.name != shards.INDEX:
             return None
         return shards.read_index(self.weights, read_table(self.weights))
 
     @cached_property
     def _shards(self) -> dict[str, Path]:
-        """Every file that the index names. CheckpointError where one is not there."""
+        """Every file that the index names. CheckpointError if one is missing."""
         found = {name: self.find(name) for name in sorted(set((self._index or {}).values()))}
         if missing := [name for name, path in found.items() if path is None]:
             raise CheckpointError(f"{self.weights} names {missing[0]}, which is not beside it; copy it there too")
@@ -145,12 +148,12 @@ class Files:
                 "torch.load(weights_only=True), which builds tensors and refuses all else",
                 allow_pickle=True,
             )
-        return unpickled(path)
+        return read_pickle(path)
 
 
-def unpickled(path: Path) -> dict[str, Tensor]:
-    """The tensors of a torch.save() archive by name, mapped and not read. CheckpointError where it holds anything
-    else, and where it would take more memory than it has bytes."""
+def read_pickle(path: Path) -> dict[str, Tensor]:
+    """The tensors of a torch.save() archive by name, memory-mapped. CheckpointError if it holds anything else, or would
+    take more memory than it has bytes."""
     try:
         with zipfile.ZipFile(path) as archive:
             packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
@@ -161,7 +164,7 @@ def unpickled(path: Path) -> dict[str, Tensor]:
             f"{path} is damaged, cut short, or older than torch 1.6 ({reason(error)}); copy it again, or save it "
             "again as safetensors"
         ) from error
-    if packed:  # torch.save never packs; what is packed may unfold to any size
+    if packed:  # torch.save never compresses, and compressed data may expand to any size
         raise CheckpointError(
             f"{path} holds compressed entries ({shortened(packed[0])}), which torch.save() does not write"
         )
@@ -169,7 +172,7 @@ def unpickled(path: Path) -> dict[str, Tensor]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a hostile pickle can fail in any way
-        raise damaged(path, f"{type(error).__name__}: {error}") from error
+        raise damaged_error(path, f"{type(error).__name__}: {error}") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path} holds a {type(loaded).__name__}, not tensors by name")
     for name, tensor in loaded.items():
@@ -184,11 +187,11 @@ def unpickled(path: Path) -> dict[str, Tensor]:
 
 
 def _refuse_calls(path: Path, program: bytes) -> None:
-    """CheckpointError where a pickle calls anything but what builds tensors by name; nothing of it is run."""
+    """CheckpointError if a pickle calls anything but what builds tensors by name. Nothing of it is run."""
     try:
         codes = [(code.name, argument) for code, argument, _ in pickletools.genops(program)]
     except (ValueError, UnicodeError) as error:
-        raise damaged(path, f"its pickle cannot be read: {error}") from error
+        raise damaged_error(path, f"its pickle cannot be read: {error}") from error
     for name, argument in codes:
         if name in _OTHER_CALLS or (name == "GLOBAL" and not _CALLED.fullmatch(str(argument))):
             called = str(argument).replace(" ", ".") if name == "GLOBAL" else name
@@ -199,8 +202,7 @@ def _refuse_calls(path: Path, program: bytes) -> None:
 
 
 def whole(config: dict[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
-    """A whole number of a config. CheckpointError where it is none, or below `least`, or there is neither it nor a
-    default."""
+    """A whole number of a config. CheckpointError if it is none, or below `least`, or missing without a default."""
     value = config.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
@@ -209,7 +211,7 @@ def whole(config: dict[str, Any], name: str, default: int | None = None, least: 
 
 
 def real(config: dict[str, Any], name: str, default: float) -> float:
-    """A finite number above 0 of a config; CheckpointError where it is none."""
+    """A finite number above 0 of a config. CheckpointError if it is none."""
     value = config.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
@@ -218,7 +220,7 @@ def real(config: dict[str, Any], name: str, default: float) -> float:
 
 
 def flag(config: dict[str, Any], name: str, default: bool = False) -> bool:
-    """true or false of a config; CheckpointError where it is something else."""
+    """true or false of a config. CheckpointError if it is something else."""
     value = config.get(name)
     value = default if value is None else value
     if not isinstance(value, bool):
@@ -227,7 +229,7 @@ def flag(config: dict[str, Any], name: str, default: bool = False) -> bool:
 
 
 def table(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """A table inside a config, empty where there is none; CheckpointError where it is something else."""
+    """A table inside a config, empty if there is none. CheckpointError if it is something else."""
     value = config.get(name)
     if value is None:
         return {}
@@ -237,7 +239,7 @@ def table(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def wholes(config: dict[str, Any], name: str) -> tuple[int, ...] | None:
-    """A list of whole numbers of a config; None where there is none. CheckpointError where it is something else."""
+    """A list of whole numbers of a config; None if there is none. CheckpointError if it is something else."""
     value = config.get(name)
     if value is None:
         return None
@@ -247,6 +249,6 @@ def wholes(config: dict[str, Any], name: str) -> tuple[int, ...] | None:
 
 
 def architectures(config: dict[str, Any]) -> list[str]:
-    """The classes a config names; [] where it names none."""
+    """The classes that a config names; [] if it names none."""
     value = config.get("architectures")
     return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []

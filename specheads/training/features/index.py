@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from specheads.models.files import portable, replacing
+from specheads.models.files import make_portable, replacing
 from specheads.options import OptionError
 from specheads.training.features.shards import AGAIN, FeatureError, facts
 
@@ -72,7 +72,7 @@ class Index:
 
     def write(self, folder: Path) -> None:
         record = {"format": FORMAT, **asdict(self)}
-        record["base"] = {**self.base, "name": portable(self.base["name"], folder)}
+        record["base"] = {**self.base, "name": make_portable(self.base["name"], folder)}
         with replacing(folder / INDEX) as path:
             path.write_text(json.dumps(record, indent=2) + "\n", "utf8")
 

@@ -20,7 +20,7 @@ from specheads.training.features.index import Index
 class FeatureModel(SpecModel):
     """Takes batches of FeatureCollator. Its checkpoints are those of a SpecModel and name the base."""
 
-    def seen(
+    def observe_base(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, documents: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Teacher]:
         if "features" not in kwargs:

@@ -1,4 +1,4 @@
-"""DFlash in the `speculators` form: a block drafted at once, whose slots speak of their own place."""
+"""DFlash in the `speculators` format: a block drafted at once, whose slots predict their own positions."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.heads import HeadConfig, ParallelConfig
-from specheads.models.formats import parallel, vocabulary
-from specheads.models.formats.dspark import nested_config, nested_options
+from specheads.models.formats.blocks import parallel
+from specheads.models.formats.blocks.dspark import nested_config, nested_options
+from specheads.models.formats.eagle.speculators import VERSION
 from specheads.models.formats.files import Files, flag
-from specheads.models.formats.format import Written
+from specheads.models.formats.format import ExportFiles
+from specheads.models.formats.parts import vocabulary
 from specheads.models.formats.serving import HUB_ID, WHOLE_BLOCK, vllm
-from specheads.models.formats.speculators import VERSION
 
 
 @dataclass(frozen=True)
 class SpeculatorsDFlash(parallel.Parallel):
-    """Heads with sample_from_anchor are read too, and written as DSpark's, by whose method alone vLLM takes them."""
+    """Heads with sample_from_anchor are read too. They are written as DSpark: vLLM takes them by no other method."""
 
     engine: str = "speculators"
     title: str = "speculators DFlash"
     versions: str = f"speculators {VERSION}, vLLM 0.32 and 0.33"
     serving: str = vllm("dflash", f"{WHOLE_BLOCK}\n{HUB_ID}")
-    narrow: bool = True
-    behind: bool | None = False
+    takes_draft_vocabulary: bool = True
+    from_anchor: bool | None = False
 
     def recognises(self, files: Files) -> bool:
         return (files.config or {}).get("speculators_model_type") == "dflash"
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
-        behind = flag(files.config or {}, "sample_from_anchor")
-        return {**nested_options(files, base), "sample_from_anchor": behind}
+        from_anchor = flag(files.config or {}, "sample_from_anchor")
+        return {**nested_options(files, base), "sample_from_anchor": from_anchor}
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, ParallelConfig)
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
         config = nested_config("dflash", "DFlash", head, tensors, base, {})
-        return Written(config, named | vocabulary.offsets(tensors))
+        return ExportFiles(config, named | vocabulary.offsets(tensors))
 
 
 FORMATS = (SpeculatorsDFlash(),)

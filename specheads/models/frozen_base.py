@@ -1,4 +1,4 @@
-"""A base that convert() froze says so where it is trained in place of the model that convert() returned."""
+"""A clear error if the frozen base is trained instead of the model that convert() returned."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ import torch
 from torch import Tensor, nn
 
 
-def explanation(base: object) -> str:
+def explain_frozen(base: object) -> str:
     return (
-        f"this {type(base).__name__} was frozen by specheads.convert(), whose result was not kept; use "
-        "model = convert(...), and train that"
+        f"this {type(base).__name__} was frozen by specheads.convert(), whose result was not kept; write "
+        "model = convert(...), and train that model"
     )
 
 
 def mark_frozen(base: nn.Module) -> None:
-    """Let `base` explain itself where its own loss is differentiated while nothing of it learns.
+    """Make backward() of the base's own loss a clear ValueError while all of the base is frozen.
 
-    By its loss, and not by forward() or a Trainer: the loss can be read as ever, and backward() alone raises.
+    Only backward() raises: forward() and the value of the loss are unchanged.
     """
-    if not is_marked(base):
+    if not is_frozen_base(base):
         base.register_forward_hook(_explain_backward)
 
 
-def is_marked(base: object) -> bool:
-    """Has convert() put a head beside this model?"""
+def is_frozen_base(base: object) -> bool:
+    """Was this model frozen by convert()?"""
     return isinstance(base, nn.Module) and _explain_backward in base._forward_hooks.values()
 
 
 def _explain_backward(base: nn.Module, _args: Any, output: Any) -> Any:
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor) and torch.is_grad_enabled() and not loss.requires_grad:
-        output.loss = _Explained.apply(loss, torch.zeros((), requires_grad=True), explanation(base))
+        output.loss = _Explained.apply(loss, torch.zeros((), requires_grad=True), explain_frozen(base))
     return output
 
 

@@ -1,7 +1,7 @@
 """Hydra as its repository writes it: hydra_mlp, a network a head, hydra_lm_head, and for Hydra++ prefix_embeding_layer.
 
-Two of its head architectures are read: mlp, and prefix-mlp (Hydra++), whose Dropout takes every other index. Its second
-and later blocks of a head are one module, so they are equal. No server reads this form.
+Two of its head architectures are read: mlp, and prefix-mlp (Hydra++), where Dropout takes every other index. The second
+and later blocks of a head are one module, so they are equal. No server reads this format.
 Shapes: K heads, L blocks a head, H hidden, V vocabulary.
 """
 
@@ -19,11 +19,11 @@ from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HeadConfig, HydraConfig
 from specheads.heads.rope import rope_of
 from specheads.models.files import CheckpointError
-from specheads.models.formats.decoder import block_names
 from specheads.models.formats.files import Files, flag, shown, whole
-from specheads.models.formats.format import Format, Written, count
-from specheads.models.formats.medusa import every_token, tap_refusal
-from specheads.models.formats.positions import LINEAR
+from specheads.models.formats.format import ExportFiles, Format, count
+from specheads.models.formats.medusa.fasterdecoding import full_vocabulary, tap_refusals
+from specheads.models.formats.parts.decoder import block_names
+from specheads.models.formats.parts.positions import LINEAR
 from specheads.models.formats.serving import base_name
 
 _PREFIX = "prefix_embeding_layer."  # sic
@@ -36,7 +36,7 @@ _SIZES = (
 class Hydra(Format):
     kind: ClassVar[str] = HydraConfig.kind
     engine: str = "hydra"
-    title: str = "Hydra (its repository's form)"
+    title: str = "Hydra (its repository's format)"
     versions: str = "zankner/Hydra (main)"
     serving: str = """\
 ```bash
@@ -61,8 +61,8 @@ python -m hydra.inference.cli --model $folder_arg
             raise CheckpointError(f"{files}: grounded_heads=false; heads here read the tokens drafted before them")
         if offset := whole(config, "hidden_state_offset", 0, least=0):
             raise CheckpointError(
-                f"{files}: hidden_state_offset={offset}; heads of this form are read where they are fed what comes "
-                "behind the final norm, which is 0"
+                f"{files}: hidden_state_offset={offset}; heads of this format are read only if they read the output of "
+                "the final norm, which is 0"
             )
         if prefix and (wrong := _positions(base)):
             raise CheckpointError(f"{files}: {wrong}")
@@ -91,17 +91,20 @@ python -m hydra.inference.cli --model $folder_arg
             names["prefix.norm.weight"] = f"{_PREFIX}norm.weight"
         return names
 
-    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         assert isinstance(head, HydraConfig)
-        # Its prefix layer is a whole model of one layer, which is given vectors: its embeddings are never read.
-        return every_token(head), {f"{_PREFIX}embed_tokens.weight", f"{_PREFIX}layers.0.self_attn.rotary_emb.inv_freq"}
+        # Its prefix layer is a whole model of one layer that is given vectors: its embeddings are never used.
+        return full_vocabulary(head), {
+            f"{_PREFIX}embed_tokens.weight",
+            f"{_PREFIX}layers.0.self_attn.rotary_emb.inv_freq",
+        }
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, HydraConfig)
-        wrong = tap_refusal(head, base)
+        wrong = tap_refusals(head, base)
         if head.draft_vocab_size != head.vocab_size:
             wrong.append(
-                f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and there is no place for which"
+                f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and the format cannot say which"
             )
         later = [
             (i, j, w) for i in range(head.num_heads) for j in range(2, head.num_layers) for w in ("weight", "bias")
@@ -120,7 +123,7 @@ python -m hydra.inference.cli --model $folder_arg
             wrong += [unread] if (unread := _positions(base)) else LINEAR.refusals(head)
         return wrong
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, HydraConfig)
         config = {
             "base_model_name_or_path": base_name(base), "hydra_num_heads": head.num_heads,
@@ -128,11 +131,11 @@ python -m hydra.inference.cli --model $folder_arg
             "grounded_heads": True, "hidden_state_offset": 0,
         }  # fmt: skip
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        return Written(config, named, weights="hydra_lm_head.pt")
+        return ExportFiles(config, named, weights="hydra_lm_head.pt")
 
 
 def _positions(base: PreTrainedModel) -> str:
-    """Why no prefix layer here has the base's positions, which those of this form have; "" where one can."""
+    """Why no prefix layer here can have the base's positions, as this format's layers do; "" if one can."""
     try:
         rope_of(text_config(base))
     except ValueError as error:

@@ -12,14 +12,14 @@ from specheads.version import __version__
 
 
 def readme(form: Format, head: DraftHead, checkpoint: Any, base: str, folder: str, served: str) -> str:
-    """Markdown for the directory of an export. checkpoint: the folder the head was loaded from, if any; base: its name;
-    served: the base as the commands of the other program name it."""
+    """Markdown for the directory of an export. checkpoint: the folder that the head was loaded from, if any; base: its
+    name; served: the base as the other program's commands name it."""
     config: Any = head.config
     lines = [
         f"# {form.title}", "",
         f"A draft head of kind {config.kind} for `{base}`, exported by specheads {__version__}.", "",
         form.serve(served, folder, config.served_depth).rstrip(), "",
-        f"Written for: {form.versions}. What was run and what was only read is in docs/compatibility.md of specheads.",
+        f"Written for: {form.versions}. docs/compatibility.md of specheads says what was run and what was only read.",
     ]  # fmt: skip
     lines += ["", "The paths above are those of the machine that wrote this.", "", "## What to expect", ""]
     if rows := measured(checkpoint, head.scored_depths):
@@ -27,23 +27,23 @@ def readme(form: Format, head: DraftHead, checkpoint: Any, base: str, folder: st
             "Tokens gained in one step of decoding (the accepted length, the bonus token included):", "",
             "| text | how it was measured | tokens a step |", "|---|---|---:|",
             *(f"| {text} | {how} | {length:.2f} |" for text, how, length in rows), "",
-            "Compare a server with a row that was decoded, at its temperature and length of draft: sampled text "
-            "accepts less, longer drafts more. An estimate weighs every position alike, so decoding differs from it. "
-            "Much less means that the head was not loaded as it is: the text stays right without it.",
+            "Compare a server with a decoded row of the same temperature and draft length: sampled text accepts less, "
+            "longer drafts more. An estimate weighs every position alike, so decoding differs from it. If the server "
+            "accepts much less, it has loaded the head wrongly; the text is right even then.",
         ]  # fmt: skip
     else:
         lines += [
-            "What it accepts was not recorded with it; `specheads evaluate` measures it in greedy decoding. Compare: a "
-            "head that a server loads wrongly still gives the right text, only slowly.",
+            "Its accepted length was not recorded; `specheads evaluate` measures it in greedy decoding. Compare the "
+            "server with it: a head that is loaded wrongly still gives the right text, only slowly.",
         ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
 def measured(checkpoint: Any, depth: int) -> list[tuple[str, str, float]]:
-    """What is known of how much the head accepts: greedy or sampled, how it was measured, tokens a step.
+    """Known accepted lengths of the head: (greedy or sampled, how it was measured, tokens a step).
 
-    depth: of the drafts that training scores. Recorded by training (estimates, and the parity gate's decoding) and by
-    benchmarks/accepted_length.py (`decoded`).
+    depth: of the drafts that training scores. The figures were recorded by training (estimates, and the parity gate's
+    decoding) and by benchmarks/accepted_length.py (`decoded`).
     """
     folder = Path(str(checkpoint or ""))
     found = results(folder) if checkpoint and folder.is_dir() else {}

@@ -1,8 +1,8 @@
 """Medusa as vLLM read it up to 0.32: blocks and lm_heads, with an optional map of the tokens drafted.
 
-Two forms hold a draft vocabulary. Output matrices (Vd, H) with truncated_vocab_size = Vd are what vLLM's comments
-describe and 0.32 fails on, which makes them with V rows. So all V rows are written here, and the map and Vd are for who
-reads it back: vLLM looks at a map only where truncated_vocab_size is below V.
+Two variants hold a draft vocabulary. vLLM's comments describe output matrices (Vd, H) with truncated_vocab_size = Vd,
+but 0.32 fails on them, since it allocates V rows. So all V rows are written here. The map and Vd are for reading the
+file back: vLLM reads a map only if truncated_vocab_size is below V.
 Shapes: K heads, L layers a head, H hidden, V vocabulary, Vd draft vocabulary.
 """
 
@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from specheads.heads import HeadConfig, MedusaConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats import vocabulary
 from specheads.models.formats.files import Files, architectures, flag, real, whole
-from specheads.models.formats.format import Format, Written, check_sizes, count, dtype_of
-from specheads.models.formats.medusa import block_names, tap_refusal
+from specheads.models.formats.format import ExportFiles, Format, check_sizes, count, dtype_of
+from specheads.models.formats.medusa.fasterdecoding import block_names, tap_refusals
+from specheads.models.formats.parts import vocabulary
 from specheads.models.formats.serving import vllm
 
 
@@ -68,46 +68,46 @@ class VllmMedusa(Format):
         outputs = {f"lm_heads.{h}.weight": f"lm_heads.{h}.weight" for h in range(head.num_heads)}
         return block_names(head, "blocks.{h}.layers.{l}.{what}") | outputs
 
-    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         assert isinstance(head, MedusaConfig) and head.hidden_size and head.vocab_size and head.draft_vocab_size
         vocab, draft, found = head.vocab_size, head.draft_vocab_size, files.shapes
         if "token_map" in found:
-            made, looked_at = vocabulary.from_map(files, "token_map", vocab, draft), {"token_map"}
+            translated, consumed = vocabulary.from_map(files, "token_map", vocab, draft), {"token_map"}
         else:
             if draft != vocab:
                 raise CheckpointError(
-                    f"{files}: it drafts {draft} of {vocab} tokens, and has no token_map that says which"
+                    f"{files}: it drafts {draft} of {vocab} tokens, and has no token_map to say which"
                 )
-            made, looked_at = vocabulary.from_ids(files, "token_map", torch.arange(vocab), vocab), set()
-        ids = torch.arange(draft) + made["d2t"]
+            translated, consumed = vocabulary.from_ids(files, "token_map", torch.arange(vocab), vocab), set()
+        ids = torch.arange(draft) + translated["d2t"]
         shared, read = flag(files.config or {}, "original_lm_head"), dict[str, Tensor]()
         for h in range(head.num_heads):
             own = f"lm_heads.{h}.weight"
             theirs = next((n for n in ("lm_head.weight", "lm_heads.0.weight") if n in found), own) if shared else own
             if theirs not in found or not found[theirs].is_floating_point():
                 continue
-            # All rows of the vocabulary may be there: vLLM takes those in the map. Other shapes are told later.
+            # The file may have all rows of the vocabulary: vLLM takes those in the map. Other shapes are refused later.
             whole_vocabulary = draft != vocab and tuple(found[theirs].shape) == (vocab, head.hidden_size)
             if whole_vocabulary or (shared and tuple(found[theirs].shape) == (draft, head.hidden_size)):
                 if theirs not in read:
                     rows = files.tensor(theirs)
                     read[theirs] = rows[ids] if whole_vocabulary else rows
-                made[own] = read[theirs]
-                looked_at.add(theirs)
+                translated[own] = read[theirs]
+                consumed.add(theirs)
         if not any(name.endswith(".bias") for name in found):
             zeros = torch.zeros(head.hidden_size, dtype=getattr(torch, dtype_of(found)))
-            made |= {
+            translated |= {
                 f"blocks.{h}.{layer}.linear.bias": zeros
                 for h in range(head.num_heads)
                 for layer in range(head.num_layers)
             }
-        return made, looked_at
+        return translated, consumed
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, MedusaConfig)
-        return tap_refusal(head, base)
+        return tap_refusals(head, base)
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, MedusaConfig)
         config = {
             "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": head.hidden_size,
@@ -122,12 +122,14 @@ class VllmMedusa(Format):
             for h in range(head.num_heads):
                 named[f"lm_heads.{h}.weight"] = all_rows(tensors[f"lm_heads.{h}.weight"], ids, head.vocab_size)
             named["token_map"], config["draft_vocab_size"] = ids, head.draft_vocab_size
-        return Written(config, named)
+        return ExportFiles(config, named)
 
 
 def all_rows(rows: Tensor, ids: Tensor, vocab: int) -> Tensor:
-    """(Vd, H) of the tokens ids (Vd,) → (V, H), which drafts the same ones: every other token has the mean row, hence
-    the mean of their logits, which is never above the largest (zeros would be, where all logits are negative)."""
+    """Rows (Vd, H) of the tokens ids (Vd,) → (V, H) that draft the same tokens.
+
+    Every other token has the mean row, hence the mean of their logits, which is never above the largest. (Zero rows
+    would be, if all logits are negative.)"""
     whole = rows.float().mean(0).to(rows.dtype).repeat(vocab, 1)
     whole[ids] = rows
     return whole

@@ -1,4 +1,4 @@
-"""The one decoder block of EAGLE heads as a Llama checkpoint has it: tensor names, and the config's keys."""
+"""A head's decoder block as in a Llama checkpoint: tensor names, and the keys of the config."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from specheads.decoding.target.hf_base import text_config
 from specheads.heads.decoder import DecoderConfig
 from specheads.heads.feature import FeatureHeadConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats import positions
 from specheads.models.formats.files import Files, flag, real, shown, whole
 from specheads.models.formats.format import check_sizes, dtype_of
+from specheads.models.formats.parts import positions
 
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
 def block_names(head: DecoderConfig, i: int, theirs: str, norm: str = "input_layernorm") -> dict[str, str]:
-    """Ours → theirs for decoder block i, whose names begin with `theirs` there ("midlayer.", "layers.0."); norm: the
-    one that a later block begins with."""
+    """Our name → theirs for decoder block i. theirs: the prefix of their names ("midlayer.", "layers.0."); norm: their
+    name of the first norm of a later block."""
     ours = f"blocks.{i}."
     names = {f"{ours}{m}.weight": f"{theirs}self_attn.{m}.weight" for m in _ATTENTION}
     names |= {f"{ours}{m}.weight": f"{theirs}mlp.{m}.weight" for m in _MLP}
@@ -36,10 +36,10 @@ def block_names(head: DecoderConfig, i: int, theirs: str, norm: str = "input_lay
 def block_options(
     files: Files, config: dict[str, Any], base: PreTrainedModel, layers: int, kind: str = "llama"
 ) -> dict[str, Any]:
-    """Head options out of the config of a decoder, whose missing keys mean what they mean to transformers.
+    """Head options from the config of a decoder; missing keys have transformers' defaults.
 
-    layers: how many the tensors make up; kind: llama or qwen3, whichever block the head has. CheckpointError where the
-    block is none that heads here have.
+    layers: the number that the tensors make up. kind: of the head's block, llama or qwen3. CheckpointError if heads
+    here have no such block.
     """
     usual: Any = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]()
     if (model_type := config.get("model_type", kind)) != kind:
@@ -64,14 +64,14 @@ def block_options(
         "head_dim": whole(config, "head_dim", max(1, hidden // heads) if kind == "llama" else usual.head_dim),
         "intermediate_size": whole(config, "intermediate_size", usual.intermediate_size),
         "rms_norm_eps": real(config, "rms_norm_eps", usual.rms_norm_eps),
-        "rope_parameters": positions.read(files, config),
+        "rope_parameters": positions.read_rope(files, config),
         "attention_bias": _attention_bias(files, config, kind), "mlp_bias": flag(config, "mlp_bias"),
     }  # fmt: skip
 
 
 def zero_biases(files: Files, config: dict[str, Any], head: FeatureHeadConfig) -> dict[str, Tensor]:
-    """Zeros (H,) for o_proj of each block of a file with biases on queries, keys and values alone (qkv_bias), which is
-    what such a block computes; {} for others."""
+    """Zero biases (H,) of o_proj for the blocks of a file that has biases only on queries, keys and values (qkv_bias);
+    {} for other files."""
     assert head.hidden_size
     if not flag(config, "qkv_bias") or flag(config, "attention_bias"):
         return {}
@@ -80,8 +80,8 @@ def zero_biases(files: Files, config: dict[str, Any], head: FeatureHeadConfig) -
 
 
 def _attention_bias(files: Files, config: dict[str, Any], kind: str) -> bool:
-    """attention_bias: on all four of its matrices; qkv_bias: on three of them, as the EAGLE repository and vLLM read it
-    of a Llama's block. CheckpointError where they do not go together."""
+    """Does attention have biases? attention_bias: on all four matrices; qkv_bias: on three, as the EAGLE repository and
+    vLLM read it for a Llama's block. CheckpointError if the two contradict each other."""
     every, three = flag(config, "attention_bias"), flag(config, "qkv_bias")
     if three and kind != "llama":
         raise CheckpointError(f"{files}: its head has qkv_bias=true, which readers of {kind}'s block do not know")
@@ -93,7 +93,7 @@ def _attention_bias(files: Files, config: dict[str, Any], kind: str) -> bool:
 
 
 def block_config(head: FeatureHeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> dict[str, Any]:
-    """The Llama config of a head's decoder, every size written out."""
+    """The Llama config of a head's decoder, with every size."""
     own = text_config(base)
     ids = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {
@@ -101,7 +101,7 @@ def block_config(head: FeatureHeadConfig, tensors: dict[str, Tensor], base: PreT
         "num_hidden_layers": head.num_layers, "num_attention_heads": head.num_attention_heads,
         "num_key_value_heads": head.num_key_value_heads, "head_dim": head.head_dim,
         "intermediate_size": head.intermediate_size, "hidden_act": "silu", "rms_norm_eps": head.rms_norm_eps,
-        **positions.written(head), "max_position_embeddings": getattr(own, "max_position_embeddings", None) or 2048,
+        **positions.rope_keys(head), "max_position_embeddings": getattr(own, "max_position_embeddings", None) or 2048,
         "tie_word_embeddings": False, "torch_dtype": dtype_of(tensors),
         **{name: value for name, value in ids.items() if value is not None},
     }  # fmt: skip

@@ -5,8 +5,8 @@ Ours are Hugging Face's hidden_states: hs[0] the embeddings, hs[i] the input of 
   nested      in eagle_config, under the same name: i is hs[i+1] SGLang, SpecForge, ModelOpt
   argument    eagle3_layers_to_capture: i is hs[i+1]             TensorRT-LLM
 Without any, all of them and the EAGLE repository take hs[2], hs[n // 2], hs[n − 3] of n layers; OpenVINO GenAI takes
-hs[3], hs[n // 2 + 1], hs[n − 2], unless hidden_layers_list in its converted model says others (i is hs[i+1]).
-Of parallel heads two, which are always written out:
+hs[3], hs[n // 2 + 1], hs[n − 2], unless hidden_layers_list in its converted model names others (i is hs[i+1]).
+Of parallel heads two forms exist, which always name their layers:
   top level   aux_hidden_state_layer_ids: i is hs[i]             speculators, vLLM for what speculators wrote
   outputs     target_layer_ids, in dflash_config or at the top: i is hs[i+1]  z-lab, JetSpec, DeepSpec, ModelOpt, vLLM
 """
@@ -22,13 +22,13 @@ from specheads.models.formats.files import Files, table, wholes
 KEY = "eagle_aux_hidden_state_layer_ids"
 
 
-def usual(num_layers: int) -> tuple[int, int, int]:
-    """What every consumer reads unless told otherwise."""
+def usual_taps(num_layers: int) -> tuple[int, int, int]:
+    """The hidden_states that every consumer reads by default."""
     return 2, num_layers // 2, num_layers - 3
 
 
-def taps_of(files: Files, config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The hidden_states that the config says. CheckpointError where its two places disagree, or it cannot be."""
+def read_taps(files: Files, config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The hidden_states that the config names. CheckpointError if its two keys disagree, or there is no such layer."""
     top, nested = wholes(config, KEY), wholes(table(config, "eagle_config"), KEY)
     found = {ids for ids in (top or None, nested and tuple(i + 1 for i in nested)) if ids}
     if len(found) > 1:
@@ -37,41 +37,41 @@ def taps_of(files: Files, config: dict[str, Any], num_layers: int) -> tuple[int,
             f"{files}: {KEY} says hidden_states {list(top or ())}, and eagle_config.{KEY} {inner} (one more than it "
             "numbers them); consumers would read different layers"
         )
-    taps = found.pop() if found else usual(num_layers)
-    if wrong := refusal(taps, num_layers):
+    taps = found.pop() if found else usual_taps(num_layers)
+    if wrong := refusal_reason(taps, num_layers):
         raise CheckpointError(f"{files}: {wrong}")
     return taps
 
 
-def refusal(taps: Sequence[int], num_layers: int) -> str:
-    """Why no consumer can be told of these layers; "" where it can."""
+def refusal_reason(taps: Sequence[int], num_layers: int) -> str:
+    """Why no consumer can read these layers; "" if one can."""
     if list(taps) != sorted(set(taps)):
         return f"the layers read, hidden_states {list(taps)}, are not in ascending order, in which servers collect them"
     if outside := [tap for tap in taps if not 0 < tap < num_layers]:
         return (
-            f"it reads hidden_states {outside}, and servers capture the stream between two layers: 1 to "
+            f"it reads hidden_states {outside}, and servers capture only those between two layers: 1 to "
             f"{num_layers - 1} of a base with {num_layers} layers"
         )
     return ""
 
 
-def at_top(taps: tuple[int, ...], num_layers: int) -> dict[str, Any]:
-    """As vLLM, speculators and llama.cpp read them; nothing where they are the usual ones."""
-    return {} if taps == usual(num_layers) else {KEY: list(taps)}
+def top_level_ids(taps: tuple[int, ...], num_layers: int) -> dict[str, Any]:
+    """The key for vLLM, speculators and llama.cpp; {} for the usual layers."""
+    return {} if taps == usual_taps(num_layers) else {KEY: list(taps)}
 
 
-def nested(taps: tuple[int, ...], num_layers: int) -> dict[str, Any]:
-    """As SGLang, SpecForge and ModelOpt read them inside eagle_config; nothing where they are the usual ones."""
-    return {} if taps == usual(num_layers) else {KEY: [tap - 1 for tap in taps]}
+def nested_ids(taps: tuple[int, ...], num_layers: int) -> dict[str, Any]:
+    """The key in eagle_config for SGLang, SpecForge and ModelOpt; {} for the usual layers."""
+    return {} if taps == usual_taps(num_layers) else {KEY: [tap - 1 for tap in taps]}
 
 
-def captured(taps: tuple[int, ...]) -> list[int]:
-    """By their outputs, as TensorRT-LLM's eagle3_layers_to_capture and DFlash's target_layer_ids have them."""
+def output_ids(taps: tuple[int, ...]) -> list[int]:
+    """Layers by their outputs, as in TensorRT-LLM's eagle3_layers_to_capture and DFlash's target_layer_ids."""
     return [tap - 1 for tap in taps]
 
 
-def from_outputs(files: Files, config: dict[str, Any], key: str) -> tuple[int, ...]:
-    """The hidden_states that a config names by the layers they are outputs of. CheckpointError where it has none."""
+def read_output_ids(files: Files, config: dict[str, Any], key: str) -> tuple[int, ...]:
+    """The hidden_states that a config names as outputs of layers. CheckpointError if it names none."""
     if not (ids := wholes(config, key)):
         raise CheckpointError(f"{files}: its config has no {key}, the layers of the target that it reads")
     return tuple(i + 1 for i in ids)

@@ -1,6 +1,6 @@
-"""DSpark as DeepSpec writes it, and vLLM, SGLang and llama.cpp read it: its keys in a Qwen3 config.
+"""DSpark as DeepSpec writes it and vLLM, SGLang and llama.cpp read it: its keys in a Qwen3 config.
 
-DeepSpec's own files have copies of the base's matrices, which the others take from the target."""
+DeepSpec's own files have copies of the base's matrices; the others take those of the target."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats import layer_ids, parallel, vocabulary
-from specheads.models.formats.decoder import block_config
+from specheads.models.formats.blocks import parallel
 from specheads.models.formats.files import Files, architectures, shown, whole
-from specheads.models.formats.format import Written, output_matrix
-from specheads.models.formats.positions import GGUF, SGLANG
+from specheads.models.formats.format import ExportFiles, output_matrix
+from specheads.models.formats.parts import layer_ids, vocabulary
+from specheads.models.formats.parts.decoder import block_config
+from specheads.models.formats.parts.positions import GGUF, SGLANG
 from specheads.models.formats.serving import llamacpp, vllm_gpu
 
 ARCHITECTURE = "Qwen3DSparkModel"
@@ -26,16 +27,16 @@ _LAYERS = "target_layer_ids"
 
 @dataclass(frozen=True)
 class DeepSpec(parallel.Parallel):
-    """copied: the base's output matrix is in the file too, as its embeddings are."""
+    """copies_output: the file has the base's output matrix, beside its embeddings."""
 
-    copied: bool = False
-    marked: bool = True
-    behind: bool | None = True
+    copies_output: bool = False
+    takes_markov: bool = True
+    from_anchor: bool | None = True
 
     def recognises(self, files: Files) -> bool:
         config = files.config or {}
         named = any("DSpark" in name for name in architectures(config))
-        return self.copied and "speculators_model_type" not in config and (named or "markov_rank" in config)
+        return self.copies_output and "speculators_model_type" not in config and (named or "markov_rank" in config)
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config = files.config or {}
@@ -44,36 +45,39 @@ class DeepSpec(parallel.Parallel):
                 f"{files} is a DSpark head of the class {shown(found)}; [{ARCHITECTURE!r}] is read here"
             )
         options = parallel.read_options(
-            files, config, config, base, layer_ids.from_outputs(files, config, _LAYERS),
+            files, config, config, base, layer_ids.read_output_ids(files, config, _LAYERS),
             whole(config, "mask_token_id", least=0), whole(config, "block_size"),
         )  # fmt: skip
-        return {**options, **parallel.read_marks(files, config, behind=True)}
+        return {**options, **parallel.read_dspark_options(files, config, from_anchor=True)}
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, ParallelConfig) and head.taps
         config = {
             "architectures": [ARCHITECTURE], **block_config(head, tensors, base), "model_type": "qwen3",
             "attention_bias": head.attention_bias, "block_size": head.block_size,
             "layer_types": ["full_attention"] * head.num_layers,
             "num_target_layers": text_config(base).num_hidden_layers, "mask_token_id": head.mask_token_id,
-            _LAYERS: layer_ids.captured(head.taps), "num_anchors": head.anchors, "sample_from_anchor": True,
+            _LAYERS: layer_ids.output_ids(head.taps), "num_anchors": head.anchors, "sample_from_anchor": True,
             "markov_rank": head.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": head.confidence,
             "confidence_head_with_markov": head.markov_rank > 0,
         }  # fmt: skip
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        if self.copied:
+        if self.copies_output:
             named["lm_head.weight"] = output_matrix(self.title, base).to(tensors["fc.weight"].dtype)
         if head.draft_vocab_size != head.vocab_size:
             config["draft_vocab_size"] = head.draft_vocab_size
-        return Written(config, named | vocabulary.offsets(tensors))
+        return ExportFiles(config, named | vocabulary.offsets(tensors))
 
 
 FORMATS = (
     DeepSpec(
-        "deepspec", "DSpark in DeepSpec's form", "deepseek-ai/DeepSpec (main), vLLM 0.32", vllm_gpu("dspark"),
-        embeds=True, copied=True,
+        "deepspec", "DSpark in DeepSpec's format", "deepseek-ai/DeepSpec (main), vLLM 0.32", vllm_gpu("dspark"),
+        embeds=True, copies_output=True,
     ),
-    DeepSpec("vllm", "DSpark for vLLM", "vLLM 0.32 and 0.33", vllm_gpu("dspark"), narrow=True, ranked=True),
+    DeepSpec(
+        "vllm", "DSpark for vLLM", "vLLM 0.32 and 0.33", vllm_gpu("dspark"), takes_draft_vocabulary=True,
+        needs_markov=True,
+    ),
     DeepSpec(
         "sglang", "DSpark for SGLang", "SGLang 0.5.23 and later sources", """\
 ```bash
@@ -81,10 +85,10 @@ python -m sglang.launch_server --model-path $base_arg --speculative-algorithm DS
   --speculative-draft-model-path $folder_arg --speculative-dspark-block-size $depth
 ```
 """,
-        ranked=True, positions=SGLANG,
+        needs_markov=True, positions=SGLANG,
     ),
     DeepSpec(
-        "llamacpp", "DSpark for llama.cpp", "llama.cpp b11549, and run with it", llamacpp("dspark"), narrow=True,
-        ranked=True, biased=False, positions=GGUF,
+        "llamacpp", "DSpark for llama.cpp", "llama.cpp b11549, and run with it", llamacpp("dspark"),
+        takes_draft_vocabulary=True, needs_markov=True, takes_biases=False, positions=GGUF,
     ),
 )  # fmt: skip

@@ -1,6 +1,6 @@
-"""What the forms of a parallel block head share: tensor names, the decoder's options, what of the base is beside them.
+"""What the formats of parallel block heads share: tensor names, the decoder's options, copies of the base's matrices.
 
-They differ in where the config says it, in how layers are numbered (layer_ids.py), and in which heads they hold.
+They differ in the places of config keys, in how they number layers (layer_ids.py), and in which heads they hold.
 Shapes: V vocabulary, r Markov rank.
 """
 
@@ -16,20 +16,20 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats import layer_ids, vocabulary
-from specheads.models.formats.decoder import block_names, block_options
 from specheads.models.formats.files import Files, flag, shown, whole
 from specheads.models.formats.format import Format, check_embeddings, count, output_matrix
-from specheads.models.formats.positions import EVERY, Positions
+from specheads.models.formats.parts import layer_ids, vocabulary
+from specheads.models.formats.parts.decoder import block_names, block_options
+from specheads.models.formats.parts.positions import EVERY, Positions
 
 _NORMS = ("input_layernorm", "q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
 class Parallel(Format):
-    """marked: has a Markov bias and a confidence; narrow: has a draft vocabulary; causal: what its slots see of one
-    another, None where that is the config's to say; behind: what slots speak of (sample_from_anchor), likewise; ranked:
-    wants a Markov bias; biased: takes biases in attention; positions: the scaled ones it has."""
+    """takes_markov: supports a Markov bias and a confidence. needs_markov: requires the bias. takes_draft_vocabulary:
+    supports one. causal: whether slots attend only to earlier ones; from_anchor: the value of sample_from_anchor; None
+    for either: the config says. takes_biases: supports them in attention. positions: the scaled ones it supports."""
 
     kind: ClassVar[str] = ParallelConfig.kind
     engine: str
@@ -37,12 +37,12 @@ class Parallel(Format):
     versions: str
     serving: str
     embeds: bool | None = None
-    marked: bool = False
-    narrow: bool = False
+    takes_markov: bool = False
+    takes_draft_vocabulary: bool = False
     causal: bool | None = False
-    behind: bool | None = None
-    ranked: bool = False
-    biased: bool = True
+    from_anchor: bool | None = None
+    needs_markov: bool = False
+    takes_biases: bool = True
     positions: Positions = EVERY
 
     def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
@@ -67,63 +67,66 @@ class Parallel(Format):
             names |= {f"confidence.{w}": f"confidence_head.proj.{w}" for w in ("weight", "bias")}
         return names
 
-    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         assert isinstance(head, ParallelConfig) and head.vocab_size and head.draft_vocab_size
-        made, looked_at = vocabulary.from_offsets(files, head.vocab_size, head.draft_vocab_size)
+        translated, consumed = vocabulary.from_offsets(files, head.vocab_size, head.draft_vocab_size)
         for name, own in (("embed_tokens.weight", None), ("lm_head.weight", output_matrix)):
             if name in files.shapes and (own is None or head.draft_vocab_size == head.vocab_size):
                 check_embeddings(files, name, base, None if own is None else own(files, base))
-                looked_at.add(name)
-        return made, looked_at
+                consumed.add(name)
+        return translated, consumed
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, ParallelConfig)
-        wrong = [layer_ids.refusal(head.taps or (), text_config(base).num_hidden_layers)]
+        wrong = [layer_ids.refusal_reason(head.taps or (), text_config(base).num_hidden_layers)]
         if self.causal is not None and head.causal != self.causal and head.block_size > 1:
             wrong.append(
-                "its slots see only those before them (causal), and all of a block are seen" if head.causal else
-                "its slots see one another both ways (causal=false), and only those before them are seen"
+                "its slots attend only to earlier ones (causal), and this format's to the whole block" if head.causal
+                else "its slots attend both ways (causal=false), and this format's only to earlier ones"
             )  # fmt: skip
-        if self.behind is not None and head.sample_from_anchor != self.behind:
+        if self.from_anchor is not None and head.sample_from_anchor != self.from_anchor:
             wrong.append(
-                f"its slots speak of {_place(head.sample_from_anchor)} (sample_from_anchor), and those of its readers "
-                f"of {_place(self.behind)}"
+                f"its slots predict {_position(head.sample_from_anchor)} (sample_from_anchor), and its readers' "
+                f"{_position(self.from_anchor)}"
             )
-        if not self.marked and (head.markov_rank or head.confidence):
+        if not self.takes_markov and (head.markov_rank or head.confidence):
             extra = ["a Markov bias"] * bool(head.markov_rank) + ["a confidence"] * head.confidence
-            wrong.append(f"it has {' and '.join(extra)}, which is not part of this form")
-        if not self.narrow and head.draft_vocab_size != head.vocab_size:
+            wrong.append(f"it has {' and '.join(extra)}, which this format cannot hold")
+        if not self.takes_draft_vocabulary and head.draft_vocab_size != head.vocab_size:
             wrong.append(f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and its readers draft all")
         if head.mask_token_id is None:
             wrong.append(
-                "it has an embedding of its own behind the root, and a token of the base is read (mask_token_id)"
+                "its slots after the root read an embedding of its own, and this format's a token of the base "
+                "(mask_token_id)"
             )
-        if self.ranked and not head.markov_rank:
+        if self.needs_markov and not head.markov_rank:
             wrong.append("it has no Markov bias (markov_rank=0), without which its readers do not load it")
-        if head.attention_bias and not self.biased:
+        if head.attention_bias and not self.takes_biases:
             wrong.append("its attention has biases, which its readers do not have")
         wrong += self.positions.refusals(head)
         if head.mlp_bias:
-            wrong.append("its decoder has biases in the MLP, which Qwen3's has not")
+            wrong.append("its decoder has biases in the MLP, which Qwen3's lacks")
         return [reason for reason in wrong if reason]
 
 
-def _place(behind: bool) -> str:
-    return "the place behind their own" if behind else "their own place"
+def _position(from_anchor: bool) -> str:
+    return "the position after their own" if from_anchor else "their own position"
 
 
 def read_options(
     files: Files, config: dict[str, Any], block: dict[str, Any], base: PreTrainedModel, taps: tuple[int, ...],
     mask: int, size: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Options of a head without marks: of its config, the (nested) one of its decoder, the hidden_states it reads, the
-    mask token and the slots of a block. CheckpointError for what no head here can hold."""
+    """Options of a head without Markov bias and confidence.
+
+    block: the config of its decoder, which may be nested. taps: the hidden_states it reads. mask: the mask token. size:
+    slots of a block. CheckpointError for what no head here can hold."""
     kinds = block.get("layer_types")
     if kinds is None and flag(block, "use_sliding_window"):
         kinds = "sliding_attention"
     if kinds is not None and kinds != ["full_attention"] * len(kinds if isinstance(kinds, list) else "?"):
-        raise CheckpointError(f"{files}: its layers are {shown(kinds)}; those of heads here see everything")
-    if wrong := layer_ids.refusal(taps, text_config(base).num_hidden_layers):
+        raise CheckpointError(f"{files}: its layers are {shown(kinds)}; those of heads here have full attention")
+    if wrong := layer_ids.refusal_reason(taps, text_config(base).num_hidden_layers):
         raise CheckpointError(f"{files}: {wrong}")
     options = block_options(files, block, base, count(files, "layers."), "qwen3")
     draft = whole(config, "draft_vocab_size", options["vocab_size"])
@@ -137,15 +140,16 @@ def read_options(
     }  # fmt: skip
 
 
-def read_marks(files: Files, config: dict[str, Any], behind: bool, **usual: Any) -> dict[str, Any]:
-    """What a DSpark config adds; behind, usual: what its missing keys mean. CheckpointError for other variants."""
+def read_dspark_options(files: Files, config: dict[str, Any], from_anchor: bool, **usual: Any) -> dict[str, Any]:
+    """The options that a DSpark config adds. from_anchor, usual: defaults of missing keys. CheckpointError for variants
+    that heads here do not have."""
     rank = whole(config, "markov_rank", usual.get("markov_rank"), least=0)
     if rank and (variant := config.get("markov_head_type", "vanilla")) != "vanilla":
         raise CheckpointError(f"{files}: markov_head_type={shown(variant)}; heads here have the vanilla one")
     sure = flag(config, "enable_confidence_head", default=usual.get("confidence", False))
     if sure and rank and not flag(config, "confidence_head_with_markov", default=usual.get("confidence", False)):
-        raise CheckpointError(f"{files}: confidence_head_with_markov=false; heads here read the token before too")
+        raise CheckpointError(f"{files}: confidence_head_with_markov=false; heads here also read the token before")
     return {
         "markov_rank": rank, "confidence": sure,
-        "sample_from_anchor": flag(config, "sample_from_anchor", default=behind),
+        "sample_from_anchor": flag(config, "sample_from_anchor", default=from_anchor),
     }  # fmt: skip

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from specheads import hub
 from specheads.models.files import CheckpointError
-from specheads.models.formats import gguf_converter
+from specheads.models.formats.export import gguf_converter
 
 logger = logging.get_logger("specheads")
 
@@ -22,7 +22,7 @@ _OF_A_BASE = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 
 
 def converter(path: Path | str) -> Path:
-    """The converter that `path` is, or that is in that checkout of llama.cpp. CheckpointError where there is none."""
+    """llama.cpp's converter: `path` itself, or the one in that checkout. CheckpointError if there is none."""
     script = Path(path) / SCRIPT if Path(path).is_dir() else Path(path)
     if script.name != SCRIPT or not script.is_file():
         raise CheckpointError(f"{path} is neither llama.cpp's {SCRIPT} nor a checkout of llama.cpp that holds it")
@@ -30,9 +30,11 @@ def converter(path: Path | str) -> Path:
 
 
 def folder_of(base: str | None, revision: str | None = None) -> Path:
-    """Where the files of a base are: a folder, or those of the hub. CheckpointError where it is neither."""
+    """The folder with the files of a base, downloaded from the hub if needed. CheckpointError if it is on neither."""
     if base is None or not (Path(base).is_dir() or hub.may_be_repository(base)):
-        raise CheckpointError(f"the base {base or 'in memory'} is no folder; save it, and give that as base=, for GGUF")
+        raise CheckpointError(
+            f"the base {base or 'in memory'} is no folder; for GGUF files save it, and give it as base="
+        )
     if Path(base).is_dir():
         return Path(base).resolve()
     try:
@@ -42,7 +44,7 @@ def folder_of(base: str | None, revision: str | None = None) -> Path:
 
 
 def outtype(dtype: torch.dtype) -> str:
-    """What the converter calls it. CheckpointError where it has no name for it."""
+    """The converter's name for a dtype. CheckpointError if it has none."""
     if dtype not in _OUTTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _OUTTYPES)
         raise CheckpointError(f"GGUF files are written in {known}, not {dtype}; give one as dtype")
@@ -50,9 +52,9 @@ def outtype(dtype: torch.dtype) -> str:
 
 
 def write(script: Path, head: Path, base: Path, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """target.gguf and draft.gguf into `head`, an export for llama.cpp.
+    """Write target.gguf and draft.gguf into `head`, an export for llama.cpp.
 
-    dtypes: of the base and of the head. CheckpointError with the converter's last word where it fails.
+    dtypes: of the base and of the head. CheckpointError with the converter's last line if it fails.
     """
     target, draft = map(outtype, dtypes)
     _run(script, base, "--outtype", target, "--outfile", head / TARGET)

@@ -1,8 +1,8 @@
 """Runs llama.cpp's converter in a process of its own: python gguf_converter.py CONVERTER ARGUMENTS…
 
-The converter knows a tokenizer by a hash of what it makes of one text, so one that was trained anew is not recognised,
-although llama.cpp has the rules by which it splits text. Those are read here from the tokenizer itself, where the
-converter gives up, and only where they are GPT-2's to the letter.
+The converter recognises a tokenizer by a hash of what it makes of one text. So it refuses a newly trained tokenizer
+even if llama.cpp has its rules for splitting text. If the converter refuses one, the rules are read here from the
+tokenizer itself, and accepted only if they are exactly GPT-2's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def pre_tokenizer(tokenizer: Any) -> str | None:
-    """llama.cpp's name for how a transformers tokenizer splits text before BPE; None where that is not known here."""
+    """llama.cpp's name for how a transformers tokenizer splits text before BPE; None if unknown here."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None

@@ -1,7 +1,7 @@
 """DFlash as z-lab publishes it and vLLM, SGLang and ModelOpt share it; JetSpec is the same with causal slots.
 
-The config is that of a Qwen3 model with a table dflash_config in it. The base's own embeddings and output matrix are
-used, and are not in the file.
+The config is that of a Qwen3 model with a table dflash_config. The head uses the base's own embeddings and output
+matrix, which are not in the file.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats import layer_ids, parallel, vocabulary
-from specheads.models.formats.decoder import block_config
+from specheads.models.formats.blocks import parallel
 from specheads.models.formats.files import Files, architectures, flag, real, shown, table, whole
-from specheads.models.formats.format import Written
-from specheads.models.formats.positions import GGUF, SGLANG, USUAL
+from specheads.models.formats.format import ExportFiles
+from specheads.models.formats.parts import layer_ids, vocabulary
+from specheads.models.formats.parts.decoder import block_config
+from specheads.models.formats.parts.positions import GGUF, SGLANG, USUAL
 from specheads.models.formats.serving import OPENVINO, TRTLLM, WHOLE_BLOCK, llamacpp, vllm
 
 ARCHITECTURE = "DFlashDraftModel"
 _TABLE, _LAYERS, _MASK = "dflash_config", "target_layer_ids", "mask_embedding.pt"
-# What else such a config may ask of a head, and what heads here do. Whatever differs is refused by name.
+# Other options of such a config, and the value that describes heads here. Any other value is refused by name.
 _FLAGS = {
     "use_swa": False, "attention_sink_bias": False, "add_swa_attention_sink_bias": False, "is_neox_style": True,
     "use_aux_hidden_state": True, "shift_label": False,
@@ -34,7 +35,7 @@ _ABSENT = ("projector_type", "attention_value_scale", "swa_window_size")
 
 @dataclass(frozen=True)
 class DFlash(parallel.Parallel):
-    behind: bool | None = False
+    from_anchor: bool | None = False
 
     def recognises(self, files: Files) -> bool:
         config = files.config or {}
@@ -46,12 +47,12 @@ class DFlash(parallel.Parallel):
         inner = table(config, _TABLE)
         self._refuse_others(files, config, inner, text_config(base).hidden_size)
         options = parallel.read_options(
-            files, config, config, base, layer_ids.from_outputs(files, inner, _LAYERS),
+            files, config, config, base, layer_ids.read_output_ids(files, inner, _LAYERS),
             whole(inner, "mask_token_id", config.get("mask_token_id"), least=0), _block_size(files, config, inner),
         )  # fmt: skip
         return {**options, "causal": _causal(files, config, inner), "sample_from_anchor": False}
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, ParallelConfig) and head.taps
         # JetSpec reads causal_head, vLLM causal, whose own default differs from layer to layer.
         causal = {"causal": head.causal} | ({"causal_head": True} if head.causal else {})
@@ -60,28 +61,28 @@ class DFlash(parallel.Parallel):
             "attention_bias": head.attention_bias, "block_size": head.block_size,
             "layer_types": ["full_attention"] * head.num_layers,
             "num_target_layers": text_config(base).num_hidden_layers,
-            _TABLE: {"mask_token_id": head.mask_token_id, _LAYERS: layer_ids.captured(head.taps), **causal},
+            _TABLE: {"mask_token_id": head.mask_token_id, _LAYERS: layer_ids.output_ids(head.taps), **causal},
         }  # fmt: skip
         if head.draft_vocab_size != head.vocab_size:
             config["draft_vocab_size"] = head.draft_vocab_size
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        texts = {TRTLLM: _trtllm_options(head)} if self.engine == "trtllm" else {}
-        return Written(config, named | vocabulary.offsets(tensors), texts=texts)
+        texts = {TRTLLM: _trtllm_yaml(head)} if self.engine == "trtllm" else {}
+        return ExportFiles(config, named | vocabulary.offsets(tensors), texts=texts)
 
     @staticmethod
     def _refuse_others(files: Files, config: dict[str, Any], inner: dict[str, Any], hidden: int) -> None:
-        """CheckpointError for a head of this family that is none of ours, by what it says or has."""
+        """CheckpointError for a head of this family that heads here cannot represent."""
         others = [name for name in architectures(config) if name.startswith("DFlash") and name != ARCHITECTURE]
         if others:
             raise CheckpointError(f"{files} is of the class {shown(others[0])}; {ARCHITECTURE} is read here")
-        for place in (config, inner):
+        for section in (config, inner):
             for name, ours in _FLAGS.items():
-                if flag(place, name, ours) != ours:
+                if flag(section, name, ours) != ours:
                     raise CheckpointError(f"{files}: its head has {name}={str(not ours).lower()}, which is not read")
-            if found := next((name for name in _ABSENT if place.get(name) is not None), None):
-                raise CheckpointError(f"{files}: its head has {found}={shown(place[found])}, which is not read")
+            if found := next((name for name in _ABSENT if section.get(name) is not None), None):
+                raise CheckpointError(f"{files}: its head has {found}={shown(section[found])}, which is not read")
         if flag(inner, "sample_from_anchor"):
-            raise CheckpointError(f"{files}: sample_from_anchor=true, which readers of this form do not take")
+            raise CheckpointError(f"{files}: sample_from_anchor=true, which readers of this format do not accept")
         if (scale := real(config, "logit_scale", 1.0)) != 1:
             raise CheckpointError(f"{files}: it scales its logits by {scale}; heads here use the base's own")
         if (target := inner.get("target_hidden_size")) not in (None, hidden):
@@ -91,23 +92,23 @@ class DFlash(parallel.Parallel):
 
 
 def _causal(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> bool:
-    """Do slots see only those before them? By whichever of its readers' keys there are."""
-    places = ((config, "is_causal"), (inner, "causal"), (inner, "causal_head"))
-    said = {name: flag(place, name) for place, name in places if place.get(name) is not None}
-    if len(set(said.values())) > 1:
-        told = ", ".join(f"{name}={str(value).lower()}" for name, value in said.items())
-        raise CheckpointError(f"{files}: its config says {told}; its readers would disagree")
-    return any(said.values())
+    """Do slots attend only to earlier ones? By whichever of its readers' keys the config has."""
+    keys = ((config, "is_causal"), (inner, "causal"), (inner, "causal_head"))
+    values = {name: flag(section, name) for section, name in keys if section.get(name) is not None}
+    if len(set(values.values())) > 1:
+        listed = ", ".join(f"{name}={str(value).lower()}" for name, value in values.items())
+        raise CheckpointError(f"{files}: its config says {listed}; its readers would disagree")
+    return any(values.values())
 
 
-def _trtllm_options(head: ParallelConfig) -> str:
-    """The file that trtllm-serve is started with; what it leaves out is read from config.json."""
+def _trtllm_yaml(head: ParallelConfig) -> str:
+    """The options file of trtllm-serve; everything else is read from config.json."""
     lines = ["decoding_type: DFlash", f"max_draft_len: {head.num_drafted}", "speculative_model: {folder}"]
     return "speculative_config:\n" + "".join(f"  {line}\n" for line in lines)
 
 
 def _block_size(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> int:
-    """At the top in older heads, in the table in newer ones."""
+    """The slots of a block: at the top of the config in older heads, in the table in newer ones."""
     sizes = {whole(place, "block_size") for place in (config, inner) if place.get("block_size") is not None}
     if len(sizes) != 1:
         said = f"block_size={sorted(sizes)}" if sizes else "no block_size"
@@ -124,7 +125,7 @@ python -m sglang.launch_server --model-path $base_arg --speculative-algorithm DF
 
 FORMATS = (
     DFlash(
-        "dflash", "DFlash (z-lab's form, which the servers share)", "z-lab's DFlash heads, vLLM 0.32, SGLang 0.5.23",
+        "dflash", "DFlash (z-lab's format, which the servers share)", "z-lab's DFlash heads, vLLM 0.32, SGLang 0.5.23",
         f"{vllm('dflash', WHOLE_BLOCK)}\nBy SGLang:\n\n{_SGLANG}",
     ),
     DFlash(
@@ -138,11 +139,14 @@ drafter = DraftHeadTreeDrafter(
 )
 ```
 
-`engine` is its engine, which it makes of the base `$base`.
+`engine` is JetSpec's engine for the base `$base`.
 """,
         causal=True,
     ),
-    DFlash("vllm", "DFlash for vLLM", "vLLM 0.32 and 0.33", vllm("dflash", WHOLE_BLOCK), narrow=True, causal=None),
+    DFlash(
+        "vllm", "DFlash for vLLM", "vLLM 0.32 and 0.33", vllm("dflash", WHOLE_BLOCK), takes_draft_vocabulary=True,
+        causal=None,
+    ),
     DFlash("sglang", "DFlash for SGLang", "SGLang 0.5.23 and later sources", _SGLANG, positions=SGLANG),
     DFlash(
         "trtllm", "DFlash for TensorRT-LLM", "TensorRT-LLM (main) with the PyTorch backend", """\
@@ -153,7 +157,7 @@ trtllm-serve $base_arg --backend pytorch --extra_llm_api_options $folder_arg/trt
         positions=USUAL,
     ),
     DFlash(
-        "llamacpp", "DFlash for llama.cpp", "llama.cpp b11549, and run with it", llamacpp("dflash"), biased=False,
+        "llamacpp", "DFlash for llama.cpp", "llama.cpp b11549, and run with it", llamacpp("dflash"), takes_biases=False,
         positions=GGUF,
     ),
     DFlash(

@@ -1,7 +1,7 @@
 """EAGLE-3 as ModelOpt exports it: layers numbered by their outputs, no t2d, no embeddings.
 
-The decoder block of a head for a Hugging Face model is "layers.0." there; of one for Megatron's "midlayer.", or
-"midlayer.0." where there are several. Both are read, by the names in the file; the former is written.
+The decoder block is named "layers.0." for a Hugging Face model, and "midlayer." for Megatron's, or "midlayer.0." if
+there are several. All are read, by the names in the file; "layers.0." is written.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import Eagle3Config, HeadConfig
-from specheads.models.formats import eagle3, layer_ids
-from specheads.models.formats.decoder import block_config
+from specheads.models.formats.eagle import eagle3
 from specheads.models.formats.files import Files
-from specheads.models.formats.format import Written
+from specheads.models.formats.format import ExportFiles
+from specheads.models.formats.parts import layer_ids
+from specheads.models.formats.parts.decoder import block_config
 from specheads.models.formats.serving import TRTLLM
 
 
@@ -32,8 +33,8 @@ class ModelOpt(eagle3.Eagle3):
 trtllm-serve $base_arg --backend pytorch --extra_llm_api_options $folder_arg/trtllm.yml
 ```
 
-The layers to read are in `trtllm.yml` where they are not the usual ones: TensorRT-LLM takes them from there alone.
-ModelOpt itself does not load its exports back: this form is for what reads them.
+If the layers are not the usual ones, `trtllm.yml` names them: TensorRT-LLM reads them only there. ModelOpt does not
+load its own exports; this format is for programs that do.
 """
 
     def recognises(self, files: Files) -> bool:
@@ -44,7 +45,7 @@ ModelOpt itself does not load its exports back: this form is for what reads them
         assert isinstance(head, Eagle3Config)
         return eagle3.tensor_names(head, "layers.0.", found)
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, Eagle3Config) and head.taps
         inner = {
             layer_ids.KEY: [tap - 1 for tap in head.taps], "use_aux_hidden_state": True,
@@ -56,12 +57,12 @@ ModelOpt itself does not load its exports back: this form is for what reads them
             **block_config(head, tensors, base), "attention_bias": False, "mlp_bias": False, "eagle_config": inner,
         }  # fmt: skip
         layers = text_config(base).num_hidden_layers
-        if head.taps != layer_ids.usual(layers) and len(head.taps) != 3:
+        if head.taps != layer_ids.usual_taps(layers) and len(head.taps) != 3:
             config["num_aux_hidden_states"] = len(head.taps)
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
         if len(tensors["d2t"]) != len(tensors["t2d"]):
             named["d2t"] = tensors["d2t"]
-        return Written(config, named, texts={TRTLLM: eagle3.trtllm_options(head, layers)})
+        return ExportFiles(config, named, texts={TRTLLM: eagle3.trtllm_yaml(head, layers)})
 
 
 FORMATS = (ModelOpt(),)

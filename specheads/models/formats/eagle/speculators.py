@@ -1,4 +1,4 @@
-"""EAGLE-3 in the `speculators` form, which vLLM serves by itself: its config nests that of the decoder block."""
+"""EAGLE-3 in the `speculators` format, which vLLM serves directly: its config nests that of the decoder block."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.heads.feature import FeatureHeadConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats import eagle3, vocabulary
-from specheads.models.formats.decoder import block_config
+from specheads.models.formats.eagle import eagle3
 from specheads.models.formats.files import Files, shown, table
-from specheads.models.formats.format import Format, Written
-from specheads.models.formats.layer_ids import KEY
+from specheads.models.formats.format import ExportFiles, Format
+from specheads.models.formats.parts import vocabulary
+from specheads.models.formats.parts.decoder import block_config
+from specheads.models.formats.parts.layer_ids import KEY
 from specheads.models.formats.serving import HUB_ID, base_name, vllm
 
 VERSION = "0.9.0"
@@ -51,14 +52,14 @@ class Speculators(Format):
         assert isinstance(head, Eagle3Config)
         return eagle3.tensor_names(head, "layers.0.")
 
-    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-        return eagle3.read_special(files, head, base, table(files.config or {}, "transformer_layer_config"))
+    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+        return eagle3.translate_shared(files, head, base, table(files.config or {}, "transformer_layer_config"))
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, Eagle3Config)
         return eagle3.common_refusals(head, base)
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, Eagle3Config) and head.taps
         config = {
             "architectures": ["Eagle3DraftModel"], "auto_map": {"": "config.Eagle3SpeculatorConfig"},
@@ -70,13 +71,13 @@ class Speculators(Format):
             "speculators_config": speculators_config("eagle3", head.draft_depth, base),
         }  # fmt: skip
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        return Written(config, named | vocabulary.offsets(tensors))
+        return ExportFiles(config, named | vocabulary.offsets(tensors))
 
 
 def nested_block(
     head: FeatureHeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel, model_type: str
 ) -> dict[str, Any]:
-    """The dtype, and the config of the decoder as it is nested."""
+    """The dtype and the nested config of the decoder."""
     block = block_config(head, tensors, base) | {"model_type": model_type}
     dtype = block.pop("torch_dtype")
     for name in ("rope_theta", "rope_scaling"):
@@ -86,7 +87,7 @@ def nested_block(
 
 
 def speculators_config(algorithm: str, depth: int, base: PreTrainedModel) -> dict[str, Any]:
-    """How it drafts, and for which base."""
+    """The table that says how the head drafts, and for which base."""
     proposal = {
         "proposal_type": "greedy", "speculative_tokens": depth, "verifier_accept_k": 1, "accept_tolerance": 0.0,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a program holds after loading an export, compared with what was written."""
+"""Compares what a program holds after loading an export with what was written."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
 
 
-def compare(program: str, folder: Path, held: Mapping[str, Tensor], unread: tuple[str, ...] = ()) -> int:
-    """How many tensors of the file it holds, each with its values in the dtype it keeps them in.
+def compare_tensors(program: str, folder: Path, held: Mapping[str, Tensor], unread: tuple[str, ...] = ()) -> int:
+    """The number of tensors of the file that the program holds, each with equal values in its dtype.
 
-    held: its tensors by the file's names. unread: names that it has no use for. CheckpointError with those that differ.
+    held: its tensors by the file's names. unread: names that it does not use. CheckpointError names those that differ.
     """
     files = Files(folder)
     names = [name for name in files.shapes if name not in unread]
@@ -32,7 +32,7 @@ def _same(theirs: Tensor, own: Tensor) -> bool:
 
 
 def compare_values(program: str, folder: Path, theirs: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """CheckpointError with the values of a config that a program reads otherwise than they are here."""
+    """CheckpointError with the values of a config that a program reads differently."""
     wrong = [f"{n} as {theirs.get(n)!r}, not {value!r}" for n, value in own.items() if theirs.get(n) != value]
     if wrong:
         raise CheckpointError(f"{program} reads of {folder} {'; '.join(wrong)}")
@@ -45,7 +45,8 @@ def positions_below(end: int) -> Tensor:
 
 
 def compare_rotary(program: str, head: Any, positions: Tensor, cos: Tensor, sin: Tensor) -> str:
-    """Its cos and sin (P, d / 2) at positions (P,), within what their dtype and an angle in float32 resolve."""
+    """Compare its cos and sin (P, d / 2) at positions (P,) with the head's, within the precision of their dtype and of
+    an angle in float32."""
     angles, factor = frequencies(head.head_dim, head.rope_parameters)
     angle = torch.outer(positions.float(), angles)
     gaps = (torch.stack([cos, sin]).detach().cpu().float() - torch.stack([angle.cos(), angle.sin()]) * factor).abs()

@@ -1,6 +1,6 @@
-"""Medusa as FasterDecoding wrote it, and TensorRT-LLM reads it: {head}.{layer}.linear, then {head}.{L} as the output.
+"""Medusa as FasterDecoding wrote it and TensorRT-LLM reads it: {head}.{layer}.linear, then {head}.{L} as the output.
 
-Version 1 is a pickle with output matrices; version 2 is safetensors without them, the base's own being used.
+Version 1 is a pickle with output matrices. Version 2 is safetensors without them; the base's own is used.
 Shapes: K heads, L layers a head, H hidden, V vocabulary.
 """
 
@@ -19,12 +19,12 @@ from specheads.heads import HeadConfig, MedusaConfig
 from specheads.heads.vocabulary import DraftVocabularyConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
-from specheads.models.formats.format import Format, Written, count, output_matrix
+from specheads.models.formats.format import ExportFiles, Format, count, output_matrix
 from specheads.models.formats.serving import base_name
 
 
 def block_names(head: MedusaConfig, theirs: str) -> dict[str, str]:
-    """Ours → theirs for every ResBlock; theirs: with {h}, {l} and {what}."""
+    """Our name → theirs for every ResBlock. theirs: a template with {h}, {l} and {what}."""
     return {
         f"blocks.{h}.{layer}.linear.{what}": theirs.format(h=h, l=layer, what=what)
         for h in range(head.num_heads)
@@ -33,24 +33,24 @@ def block_names(head: MedusaConfig, theirs: str) -> dict[str, str]:
     }
 
 
-def tap_refusal(head: Any, base: PreTrainedModel) -> list[str]:
-    """Medusa and Hydra everywhere read what comes behind the final norm."""
+def tap_refusals(head: Any, base: PreTrainedModel) -> list[str]:
+    """Why no format can hold a head with this tap: Medusa and Hydra always read the output of the final norm."""
     layers = text_config(base).num_hidden_layers
     if head.tap == layers:
         return []
-    return [f"it reads hidden_states {head.tap}, and such heads are fed what comes behind the final norm ({layers})"]
+    return [f"it reads hidden_states {head.tap}, and such heads read the output of the final norm ({layers})"]
 
 
 @dataclass(frozen=True)
 class Medusa(Format):
-    """shared: its reader has one module for all layers of a head, so they must be equal; weights: the file."""
+    """shares_layers: its reader has one module for all layers of a head, so they must be equal. weights: the file."""
 
     kind: ClassVar[str] = MedusaConfig.kind
     engine: str
     title: str
     versions: str
     serving: str
-    shared: bool
+    shares_layers: bool
     weights: str
     embeds: bool | None = None
 
@@ -67,7 +67,7 @@ class Medusa(Format):
                 "which no other base replaces; save the base alone and the heads, without that prefix, as "
                 "medusa_lm_head.safetensors, and import those with the base"
             )
-        heads = count(files, "")  # the published config of version 1 counts 2 whatever there is
+        heads = count(files, "")  # by the tensors: the published config of version 1 always says 2
         layers = count(files, "0.", ".linear.")
         if not heads or not layers:
             raise CheckpointError(f"{files}: no tensors like 0.0.linear.weight, as Medusa heads have them")
@@ -82,26 +82,26 @@ class Medusa(Format):
         outputs = {f"lm_heads.{h}.weight": f"{h}.{head.num_layers}.weight" for h in range(head.num_heads)}
         return block_names(head, "{h}.{l}.linear.{what}") | outputs
 
-    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         assert isinstance(head, MedusaConfig)
         outputs = {ours: theirs for ours, theirs in self.names(head).items() if ours.startswith("lm_heads.")}
-        made: dict[str, Tensor] = {}
+        translated: dict[str, Tensor] = {}
         if not any(theirs in files.shapes for theirs in outputs.values()):
-            made = dict.fromkeys(outputs, output_matrix(files, base))
-        return made | every_token(head), set()
+            translated = dict.fromkeys(outputs, output_matrix(files, base))
+        return translated | full_vocabulary(head), set()
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, MedusaConfig)
-        wrong = tap_refusal(head, base)
+        wrong = tap_refusals(head, base)
         if head.draft_vocab_size != head.vocab_size:
             wrong.append(
-                f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and there is no place for which"
+                f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and the format cannot say which"
             )
-        if self.shared and not _equal_layers(head, tensors):
+        if self.shares_layers and not _equal_layers(head, tensors):
             wrong.append(f"its {head.num_layers} layers a head differ, and one module is read for all of them")
         return wrong
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, MedusaConfig)
         config = {
             "base_model_name_or_path": base_name(base),
@@ -109,10 +109,10 @@ class Medusa(Format):
             "medusa_num_layers": head.num_layers,
         }  # fmt: skip
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        return Written(config, named, weights=self.weights)
+        return ExportFiles(config, named, weights=self.weights)
 
 
-def every_token(head: DraftVocabularyConfig) -> dict[str, Tensor]:
+def full_vocabulary(head: DraftVocabularyConfig) -> dict[str, Tensor]:
     """d2t (V,) and t2d (V,) of a head that drafts every token."""
     assert head.vocab_size
     return {
@@ -131,12 +131,12 @@ def _equal_layers(head: MedusaConfig, tensors: dict[str, Tensor]) -> bool:
 
 FORMATS = (
     Medusa(
-        "medusa", "Medusa (FasterDecoding's form)", "FasterDecoding/Medusa, version 1", """\
+        "medusa", "Medusa (FasterDecoding's format)", "FasterDecoding/Medusa, version 1", """\
 ```bash
 python -m medusa.inference.cli --model $folder_arg
 ```
 """,
-        shared=True, weights="medusa_lm_head.pt",
+        shares_layers=True, weights="medusa_lm_head.pt",
     ),
     Medusa(
         "trtllm", "Medusa for TensorRT-LLM", "TensorRT-LLM with the engine backend, which alone has Medusa", """\
@@ -147,6 +147,6 @@ trtllm-build --checkpoint_dir $folder_arg/medusa_ckpt --output_dir $folder_arg/m
   --speculative_decoding_mode medusa
 ```
 """,
-        shared=False, weights="medusa_lm_head.safetensors",
+        shares_layers=False, weights="medusa_lm_head.safetensors",
     ),
 )  # fmt: skip

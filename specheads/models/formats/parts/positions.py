@@ -1,7 +1,7 @@
-"""Rotary positions in foreign configs: how they are read and written, and which scaled ones a program has.
+"""Rotary positions in foreign configs: how they are read and written, and which scaled ones a program supports.
 
 Heads are published with rope_theta and rope_scaling, which transformers 4 and 5 read, or with rope_parameters, which
-transformers 5 has in their place.
+replaces them in transformers 5.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim
 
 @dataclass(frozen=True)
 class Positions:
-    """The scaled positions that a program has: types of rope, of YaRN's options those it heeds, and whether it heeds
-    rope_theta with them."""
+    """The scaled positions that a program supports: types of rope, the options of YaRN that it uses, and whether it
+    uses rope_theta with them."""
 
     types: tuple[str, ...] = ("linear", "llama3", "yarn")
     yarn: tuple[str, ...] = _YARN
     theta: bool = True
 
     def refusals(self, head: DecoderConfig) -> list[str]:
-        """Why it does not have the head's; [] where it does."""
+        """Why it does not support the head's positions; [] if it does."""
         assert head.rope_parameters
         kind, theta = head.rope_parameters["rope_type"], head.rope_parameters["rope_theta"]
         if kind == "default":
@@ -45,40 +45,40 @@ class Positions:
 EVERY = Positions()
 USUAL = Positions(yarn=("beta_fast", "beta_slow"))
 SGLANG = Positions(yarn=("beta_fast", "beta_slow", "truncate"))
-GGUF = Positions(("linear", "yarn"), yarn=("beta_fast", "beta_slow"))  # of Qwen3's blocks, in llama.cpp
-LINEAR = Positions(("linear",), theta=False)  # of code from before other types
+GGUF = Positions(("linear", "yarn"), yarn=("beta_fast", "beta_slow"))  # Qwen3's blocks in llama.cpp
+LINEAR = Positions(("linear",), theta=False)  # code older than the other types
 
 
-def written(head: DecoderConfig) -> dict[str, Any]:
-    """The keys of a config that both transformers 4 and 5 read; the EAGLE repository knows the type as `type` alone."""
+def rope_keys(head: DecoderConfig) -> dict[str, Any]:
+    """Config keys that transformers 4 and 5 both read. `type` is for the EAGLE repository, which knows no rope_type."""
     assert head.rope_parameters
     scaling = {name: value for name, value in head.rope_parameters.items() if name != "rope_theta"}
     theta, kind = head.rope_parameters["rope_theta"], scaling["rope_type"]
     return {"rope_theta": theta} | ({} if kind == "default" else {"rope_scaling": {"type": kind, **scaling}})
 
 
-def read(files: Files, config: dict[str, Any]) -> dict[str, Any]:
-    """Plain RoPE with a base of 10000 where there is nothing: consumers do not take the target's.
+def read_rope(files: Files, config: dict[str, Any]) -> dict[str, Any]:
+    """The rope_parameters of a config. Default: plain RoPE with a base of 10000, since consumers ignore the target's.
 
-    CheckpointError where its two places disagree, or only a part of each attention head is rotated; what else no head
-    can have, the options of heads refuse.
+    CheckpointError if the two spellings disagree, or only a part of each attention head is rotated. Whatever else no
+    head supports is refused by the head's options.
     """
     longest, original = whole(config, "max_position_embeddings", 2048), config.get("original_max_position_embeddings")
     found = []
     for name in ("rope_parameters", "rope_scaling"):
-        place = table(config, name)
-        share = config.get("partial_rotary_factor", place.get("partial_rotary_factor"))
+        rope = table(config, name)
+        share = config.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
         if share not in (None, 1, 1.0):
             raise CheckpointError(
                 f"{files}: it rotates {shown(share)} of each attention head; heads here rotate all of it"
             )
         if original is not None:
-            place = {**place, "original_max_position_embeddings": original}
-        made = {**completed(place, longest), "rope_theta": real(config | place, "rope_theta", USUAL_THETA)}
-        if made["rope_type"] == "default":  # to which nothing else means anything
-            made = {name: made[name] for name in ("rope_type", "rope_theta")}
+            rope = {**rope, "original_max_position_embeddings": original}
+        filled = {**completed(rope, longest), "rope_theta": real(config | rope, "rope_theta", USUAL_THETA)}
+        if filled["rope_type"] == "default":  # nothing else applies to it
+            filled = {name: filled[name] for name in ("rope_type", "rope_theta")}
         if table(config, name):
-            found.append(made)
+            found.append(filled)
     if len(found) > 1 and found[0] != found[1]:
         raise CheckpointError(f"{files}: its rope_parameters and its rope_scaling do not say the same; take one away")
-    return found[0] if found else made
+    return found[0] if found else filled

@@ -1,7 +1,7 @@
 """EAGLE-3 as the EAGLE repository writes it, and SpecForge, vLLM, SGLang, TensorRT-LLM and llama.cpp read it.
 
-They share the tensors and most of the config. They differ in how layers are numbered (layer_ids.py), in what of a
-decoder they can hold beyond one plain block, and in how they are started.
+They share the tensors and most of the config. They differ in how they number layers (layer_ids.py), in which decoders
+they support beyond one plain block, and in how they are started.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import Eagle3Config, HeadConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats import eagle_config, layer_ids, older, vocabulary
-from specheads.models.formats.decoder import block_config, block_names, block_options, zero_biases
-from specheads.models.formats.eagle_config import NORMS
+from specheads.models.formats.eagle import eagle3_config, transformers4
+from specheads.models.formats.eagle.eagle3_config import NORMS
 from specheads.models.formats.files import Files, architectures, flag, whole
-from specheads.models.formats.format import Format, Written, check_embeddings, count, embeddings_of, output_matrix
-from specheads.models.formats.positions import EVERY, LINEAR, SGLANG, USUAL, Positions
+from specheads.models.formats.format import ExportFiles, Format, check_embeddings, count, embeddings_of, output_matrix
+from specheads.models.formats.parts import layer_ids, vocabulary
+from specheads.models.formats.parts.decoder import block_config, block_names, block_options, zero_biases
+from specheads.models.formats.parts.positions import EVERY, LINEAR, SGLANG, USUAL, Positions
 from specheads.models.formats.serving import OLDER, TRTLLM, llamacpp, vllm
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-_MOVED = ("norm_before_fc", "norm_features", "norm_output")  # what SGLang and TensorRT-LLM have of NORMS
-# How the names of decoder block 0 begin, and those of a later one; by number and "midlayer": ModelOpt's of several.
+_SERVED_NORMS = ("norm_before_fc", "norm_features", "norm_output")  # those of NORMS that SGLang and TensorRT-LLM have
+# Name prefix of decoder block 0 → that of a later block. "midlayer.0.": ModelOpt's Megatron exporter, several blocks.
 _BLOCKS = {"midlayer.": "layers.{}.", "layers.0.": "layers.{}.", "midlayer.0.": "midlayer.{}."}
 _OWN = {
     "fc.weight": "fc.weight", "norm.weight": "norm.weight", "lm_head.weight": "lm_head.weight",
@@ -36,8 +37,10 @@ _OWN = {
 
 
 def tensor_names(head: Eagle3Config, first: str, found: Collection[str] = ()) -> dict[str, str]:
-    """Ours → theirs, but for the vocabulary. `first` begins the names of decoder block 0, unless the names found in a
-    file say otherwise; so they do of the norm that a later block begins with (hidden_norm: ModelOpt's, SGLang's)."""
+    """Our name → theirs, except for the vocabulary.
+
+    first: the prefix of decoder block 0, unless the names `found` in a file have another one. They also tell the name
+    of a later block's first norm (hidden_norm in ModelOpt and SGLang)."""
     first = next((each for each in _BLOCKS if f"{each}hidden_norm.weight" in found), first)
     names = {ours: theirs.format(first=first) for ours, theirs in _OWN.items()}
     if head.norm_features:
@@ -54,16 +57,16 @@ def tensor_names(head: Eagle3Config, first: str, found: Collection[str] = ()) ->
 
 
 def common_refusals(head: Eagle3Config, base: PreTrainedModel) -> list[str]:
-    """What speaks against an EAGLE-3 head in every format."""
-    wrong = layer_ids.refusal(head.taps or (), text_config(base).num_hidden_layers)
+    """Reasons that hold against an EAGLE-3 head in every format."""
+    wrong = layer_ids.refusal_reason(head.taps or (), text_config(base).num_hidden_layers)
     return [wrong] * bool(wrong)
 
 
 @dataclass(frozen=True)
 class Eagle3(Format):
-    """deep: takes several decoder blocks, as the tensors here have them; biased: takes biases in the block;
-    tapped: takes other layers than the usual three; three: takes no other number of them; norms: the options it has
-    that move a norm; positions: the scaled ones it has."""
+    """takes_layers: supports several decoder blocks, as the tensors here have them. takes_biases: in the block.
+    takes_taps: layers other than the usual three. needs_three_taps: exactly three layers. norms: the options that move
+    a norm and are supported. positions: the scaled ones it supports."""
 
     kind: ClassVar[str] = Eagle3Config.kind
     engine: str
@@ -71,10 +74,10 @@ class Eagle3(Format):
     versions: str
     serving: str
     embeds: bool | None = False
-    deep: bool = False
-    biased: bool = False
-    tapped: bool = True
-    three: bool = False
+    takes_layers: bool = False
+    takes_biases: bool = False
+    takes_taps: bool = True
+    needs_three_taps: bool = False
     norms: Collection[str] = ()
     positions: Positions = USUAL
 
@@ -93,81 +96,84 @@ class Eagle3(Format):
         assert isinstance(head, Eagle3Config)
         return tensor_names(head, "midlayer.", found)
 
-    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-        return read_special(files, head, base, files.config or {})
+    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+        return translate_shared(files, head, base, files.config or {})
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, Eagle3Config) and head.taps
         wrong, layers = common_refusals(head, base), text_config(base).num_hidden_layers
-        if head.num_layers > 1 and not self.deep:
+        if head.num_layers > 1 and not self.takes_layers:
             wrong.append(f"it has {head.num_layers} decoder layers, which its readers norm differently or do not read")
-        if (head.attention_bias or head.mlp_bias) and not self.biased:
+        if (head.attention_bias or head.mlp_bias) and not self.takes_biases:
             wrong.append("its decoder has biases, which are dropped")
         if norms := [ours for ours in NORMS.values() if getattr(head, ours) and ours not in self.norms]:
             wrong.append(f"it has {' and '.join(norms)}, which its readers do not have")
-        if not self.tapped and head.taps != layer_ids.usual(layers):
+        if not self.takes_taps and head.taps != layer_ids.usual_taps(layers):
             wrong.append(
-                f"it reads hidden_states {list(head.taps)}, and {list(layer_ids.usual(layers))} are hard-coded"
+                f"it reads hidden_states {list(head.taps)}, and {list(layer_ids.usual_taps(layers))} are hard-coded"
             )
-        if self.three and len(head.taps) != 3:
+        if self.needs_three_taps and len(head.taps) != 3:
             wrong.append(f"it reads {len(head.taps)} layers, and its readers take 3")
         return wrong + self.positions.refusals(head)
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, Eagle3Config) and head.taps
         layers = text_config(base).num_hidden_layers
         config = {
             "architectures": [ARCHITECTURE], "draft_vocab_size": head.draft_vocab_size,
-            **block_config(head, tensors, base), **layer_ids.at_top(head.taps, layers),
+            **block_config(head, tensors, base), **layer_ids.top_level_ids(head.taps, layers),
         }  # fmt: skip
         if head.attention_bias or head.mlp_bias:
             config |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
         config |= {theirs: True for theirs, ours in NORMS.items() if getattr(head, ours)}
-        inner = layer_ids.nested(head.taps, layers)
+        inner = layer_ids.nested_ids(head.taps, layers)
         if self.engine == "trtllm":
-            inner |= eagle_config.written({ours for ours in NORMS.values() if getattr(head, ours)})
+            inner |= eagle3_config.table_flags({ours for ours in NORMS.values() if getattr(head, ours)})
         if inner:
-            config[eagle_config.TABLE] = inner
+            config[eagle3_config.TABLE] = inner
         if len(head.taps) != 3:
             config["num_aux_hidden_states"] = len(head.taps)
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        texts = {TRTLLM: trtllm_options(head, layers)} if self.engine == "trtllm" else {}
+        texts = {TRTLLM: trtllm_yaml(head, layers)} if self.engine == "trtllm" else {}
         if self.engine == "eagle":
-            texts = older.base_files(base)
-        return Written(config, named | vocabulary.offsets(tensors), texts=texts)
+            texts = transformers4.rewrite_base(base)
+        return ExportFiles(config, named | vocabulary.offsets(tensors), texts=texts)
 
 
 def read_options(files: Files, config: dict[str, Any], block: dict[str, Any], base: PreTrainedModel) -> dict[str, Any]:
-    """Head options out of a config and, where it is nested there, the config of the decoder block."""
+    """Head options from a config and the config of its decoder block, which may be nested there."""
     midlayers = count(files, "midlayer.") or any(name.startswith("midlayer.") for name in files.shapes)
     layers = count(files, "layers.") + midlayers
-    norms = eagle_config.read_norms(files, config, layers)
+    norms = eagle3_config.read_norms(files, config, layers)
     options = block_options(files, block, base, layers)
     draft = whole(config, "draft_vocab_size", options["vocab_size"])
     if draft > options["vocab_size"]:
         raise CheckpointError(f"{files}: draft_vocab_size={draft} exceeds the vocabulary of {options['vocab_size']}")
-    taps = layer_ids.taps_of(files, config, text_config(base).num_hidden_layers)
+    taps = layer_ids.read_taps(files, config, text_config(base).num_hidden_layers)
     return {**options, **norms, "draft_vocab_size": draft, "taps": taps}
 
 
-def read_special(
+def translate_shared(
     files: Files, head: HeadConfig, base: PreTrainedModel, block: dict[str, Any]
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """d2t and t2d, what a file without it has for lm_head or a bias, and its embeddings compared with the base's where
-    it has any; block: the config of its decoder."""
+    """d2t and t2d, and defaults for a missing lm_head or bias. Embeddings in the file are compared with the base's.
+
+    block: the config of its decoder."""
     assert isinstance(head, Eagle3Config) and head.vocab_size and head.draft_vocab_size
-    made, looked_at = vocabulary.from_offsets(files, head.vocab_size, head.draft_vocab_size)
+    translated, consumed = vocabulary.from_offsets(files, head.vocab_size, head.draft_vocab_size)
     if "embed_tokens.weight" in files.shapes:
         check_embeddings(files, "embed_tokens.weight", base)
-        looked_at.add("embed_tokens.weight")
+        consumed.add("embed_tokens.weight")
     if "lm_head.weight" not in files.shapes:
-        made["lm_head.weight"] = _shared_output(files, head, base)
-    return made | zero_biases(files, block, head), looked_at
+        translated["lm_head.weight"] = _shared_output(files, head, base)
+    return translated | zero_biases(files, block, head), consumed
 
 
 def _shared_output(files: Files, head: Eagle3Config, base: PreTrainedModel) -> Tensor:
-    """The base's output matrix (V, H), with which servers draft where a file has none. CheckpointError where they
-    would not: of a draft vocabulary, or where tie_word_embeddings means another matrix to SGLang."""
+    """The base's output matrix (V, H), with which servers draft if a file has none.
+
+    CheckpointError if they would not: with a draft vocabulary, or if tie_word_embeddings means another matrix in
+    SGLang."""
     if head.draft_vocab_size != head.vocab_size:
         raise CheckpointError(
             f"{files}: it has no lm_head.weight and drafts {head.draft_vocab_size} of {head.vocab_size} tokens; the "
@@ -182,30 +188,30 @@ def _shared_output(files: Files, head: Eagle3Config, base: PreTrainedModel) -> T
     return matrix
 
 
-def trtllm_options(head: Eagle3Config, num_layers: int) -> str:
-    """The file that trtllm-serve is started with: the draft length, where the head is, and other layers than usual."""
+def trtllm_yaml(head: Eagle3Config, num_layers: int) -> str:
+    """The options file of trtllm-serve: draft length, path of the head, and layers if they are not the usual ones."""
     assert head.taps
     lines = ["decoding_type: Eagle3", f"max_draft_len: {head.draft_depth}", "speculative_model: {folder}"]
-    if head.taps != layer_ids.usual(num_layers):
-        lines.append(f"eagle3_layers_to_capture: {layer_ids.captured(head.taps)}")
+    if head.taps != layer_ids.usual_taps(num_layers):
+        lines.append(f"eagle3_layers_to_capture: {layer_ids.output_ids(head.taps)}")
     return "speculative_config:\n" + "".join(f"  {line}\n" for line in lines)
 
 
 FORMATS = (
     Eagle3(
         "eagle", "EAGLE-3 (the EAGLE repository's form, which SpecForge and the servers share)",
-        "SafeAILab/EAGLE (main, transformers 4.53); run with OpenVINO GenAI 2026.4, told of its layers", f"""\
+        "SafeAILab/EAGLE (main, transformers 4.53); run with OpenVINO GenAI 2026.4, given its layers", f"""\
 ```python
 from eagle.model.ea_model import EaModel
 
 model = EaModel.from_pretrained(use_eagle3=True, base_model_path="$base", ea_model_path="$folder")
 ```
 {OLDER}""",
-        tapped=False, positions=LINEAR,
+        takes_taps=False, positions=LINEAR,
     ),
     Eagle3(
         "vllm", "EAGLE-3 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", vllm("eagle3"),
-        deep=True, biased=True, norms=tuple(NORMS.values()), positions=EVERY,
+        takes_layers=True, takes_biases=True, norms=tuple(NORMS.values()), positions=EVERY,
     ),
     Eagle3(
         "sglang", "EAGLE-3 for SGLang", "SGLang 0.5.23", """\
@@ -215,7 +221,7 @@ python -m sglang.launch_server --model-path $base_arg --speculative-algorithm EA
   --speculative-eagle-topk 1 --speculative-num-draft-tokens $nodes
 ```
 """,
-        norms=_MOVED, positions=SGLANG,
+        norms=_SERVED_NORMS, positions=SGLANG,
     ),
     Eagle3(
         "trtllm", "EAGLE-3 for TensorRT-LLM", "TensorRT-LLM with the PyTorch backend (main, 00679c66)", """\
@@ -223,12 +229,12 @@ python -m sglang.launch_server --model-path $base_arg --speculative-algorithm EA
 trtllm-serve $base_arg --backend pytorch --extra_llm_api_options $folder_arg/trtllm.yml
 ```
 
-The layers to read are in `trtllm.yml` where they are not the usual ones: TensorRT-LLM takes them from there alone.
+If the layers are not the usual ones, `trtllm.yml` names them: TensorRT-LLM reads them only there.
 """,
-        norms=_MOVED,
+        norms=_SERVED_NORMS,
     ),
     Eagle3(
         "llamacpp", "EAGLE-3 for llama.cpp", "llama.cpp b11434 and b11549", llamacpp("eagle3"),
-        norms=("norm_before_residual", "norm_before_fc"), three=True,
+        norms=("norm_before_residual", "norm_before_fc"), needs_three_taps=True,
     ),
 )  # fmt: skip

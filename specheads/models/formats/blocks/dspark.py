@@ -1,6 +1,6 @@
-"""DSpark in the `speculators` form: a block drafted at once over the target's features, and a bias by the token before.
+"""DSpark in the `speculators` format: a block drafted at once from the target's features, plus a Markov bias.
 
-Its slots see one another both ways, and speak of the token behind their place, or of their own as in DFlash.
+Its slots attend to one another both ways. They predict the position after their own, or their own as in DFlash.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats import parallel, vocabulary
+from specheads.models.formats.blocks import parallel
+from specheads.models.formats.eagle.speculators import VERSION, nested_block, speculators_config
 from specheads.models.formats.files import Files, table, whole, wholes
-from specheads.models.formats.format import Written
+from specheads.models.formats.format import ExportFiles
+from specheads.models.formats.parts import vocabulary
 from specheads.models.formats.serving import HUB_ID, vllm_gpu
-from specheads.models.formats.speculators import VERSION, nested_block, speculators_config
 
 _LAYERS = "aux_hidden_state_layer_ids"
 
@@ -28,18 +29,18 @@ class DSpark(parallel.Parallel):
     title: str = "speculators DSpark"
     versions: str = f"speculators {VERSION}, vLLM 0.33"
     serving: str = f"{vllm_gpu('dspark')}\n{HUB_ID}\n"
-    marked: bool = True
-    narrow: bool = True
+    takes_markov: bool = True
+    takes_draft_vocabulary: bool = True
 
     def recognises(self, files: Files) -> bool:
         return (files.config or {}).get("speculators_model_type") == "dspark"
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config = files.config or {}
-        marks = parallel.read_marks(files, config, behind=True, markov_rank=256, confidence=True)
+        marks = parallel.read_dspark_options(files, config, from_anchor=True, markov_rank=256, confidence=True)
         return {**nested_options(files, base), **marks}
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, ParallelConfig)
         marks = {
             "markov_rank": head.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": head.confidence,
@@ -47,11 +48,11 @@ class DSpark(parallel.Parallel):
         }  # fmt: skip
         config = nested_config("dspark", "DSpark", head, tensors, base, marks)
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        return Written(config, named | vocabulary.offsets(tensors))
+        return ExportFiles(config, named | vocabulary.offsets(tensors))
 
 
 def nested_options(files: Files, base: PreTrainedModel) -> dict[str, Any]:
-    """Options out of a config of speculators, whose decoder's is nested and whose layers are hidden_states."""
+    """Options from a config of speculators, which nests the decoder's and numbers layers as hidden_states."""
     config = files.config or {}
     taps = wholes(config, _LAYERS)
     if not taps:
@@ -73,7 +74,7 @@ def nested_config(
         "speculators_model_type": kind, "speculators_version": VERSION, "block_size": head.block_size,
         "draft_vocab_size": head.draft_vocab_size, "target_hidden_size": None, _LAYERS: list(head.taps),
         "mask_token_id": head.mask_token_id,
-        # Of sliding layers, which there are none of. vLLM 0.32 takes false for "every layer is causal".
+        # It is about sliding layers, of which there are none. vLLM 0.32 takes false for "every layer is causal".
         "sliding_window_non_causal": True,
         "sample_from_anchor": head.sample_from_anchor, **more, "tie_word_embeddings": False,
         **nested_block(head, tensors, base, "qwen3"),

@@ -1,8 +1,8 @@
 """EAGLE-1 and EAGLE-2 as the EAGLE repository, vLLM and SGLang read them.
 
-They share the tensors and disagree on the bias of fc: on unless "bias" says false in the EAGLE repository, dropped in
-silence by vLLM, always there in SGLang, and random where the file has none. So a head without one goes to SGLang with
-a bias of zeros, and "bias": false everywhere.
+They share the tensors and disagree on the bias of fc. The EAGLE repository has one unless "bias" is false. vLLM drops
+it silently. SGLang always has one, which is random if the file has none. So a head without a bias is written with
+"bias": false everywhere, and for SGLang with a bias of zeros too.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import EagleConfig, HeadConfig
 from specheads.models.files import CheckpointError
-from specheads.models.formats import older
-from specheads.models.formats.decoder import block_config, block_names, block_options, zero_biases
+from specheads.models.formats.eagle import transformers4
 from specheads.models.formats.files import Files, flag
-from specheads.models.formats.format import Format, Written, check_embeddings, count
-from specheads.models.formats.positions import EVERY, LINEAR, SGLANG, Positions
+from specheads.models.formats.format import ExportFiles, Format, check_embeddings, count
+from specheads.models.formats.parts.decoder import block_config, block_names, block_options, zero_biases
+from specheads.models.formats.parts.positions import EVERY, LINEAR, SGLANG, Positions
 from specheads.models.formats.serving import OLDER, vllm
 
 
@@ -39,9 +39,9 @@ class Eagle(Format):
     embeds: bool | None = True
     architecture: str = "LlamaForCausalLM"
     fc_bias: bool = True
-    zeros: bool = False
-    deep: bool = False
-    biased: bool = False
+    writes_fc_bias: bool = False
+    takes_layers: bool = False
+    takes_biases: bool = False
     positions: Positions = EVERY
 
     def recognises(self, files: Files) -> bool:
@@ -74,7 +74,7 @@ class Eagle(Format):
             names |= block_names(head, i, f"layers.{i}.")
         return names
 
-    def special(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         if "embed_tokens.weight" in files.shapes:
             check_embeddings(files, "embed_tokens.weight", base)
         assert isinstance(head, EagleConfig)
@@ -85,27 +85,27 @@ class Eagle(Format):
         wrong, layers = [], text_config(base).num_hidden_layers
         if head.taps != (layers,):
             wrong.append(
-                f"it reads hidden_states {head.taps[0]}, and EAGLE-1 is fed what comes behind the final norm ({layers})"
+                f"it reads hidden_states {head.taps[0]}, and EAGLE-1 reads the output of the final norm ({layers})"
             )
         if head.fc_bias and not self.fc_bias and tensors["fc.bias"].any():
             wrong.append("fc has a bias, which is dropped")
-        if head.num_layers > 1 and not self.deep:
-            wrong.append(f"it has {head.num_layers} decoder layers, and one is known to be read right")
-        if (head.attention_bias or head.mlp_bias) and not self.biased:
+        if head.num_layers > 1 and not self.takes_layers:
+            wrong.append(f"it has {head.num_layers} decoder layers, and only one is known to be read correctly")
+        if (head.attention_bias or head.mlp_bias) and not self.takes_biases:
             wrong.append("its decoder has biases, which are dropped")
         return wrong + self.positions.refusals(head)
 
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> Written:
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, EagleConfig)
-        # vLLM reads "bias" as that of attention; what is left of one in fc is zeros here.
+        # vLLM reads "bias" as attention's; a bias of fc that gets here is zeros.
         biased = head.fc_bias and self.fc_bias
         config = {"architectures": [self.architecture], **block_config(head, tensors, base), "bias": biased}
         if head.attention_bias or head.mlp_bias:
             config |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
-        if self.zeros and not head.fc_bias:
+        if self.writes_fc_bias and not head.fc_bias:
             named["fc.bias"] = torch.zeros(len(named["fc.weight"]), dtype=named["fc.weight"].dtype)
-        return Written(config, named, texts=older.base_files(base) if self.engine == "eagle" else {})
+        return ExportFiles(config, named, texts=transformers4.rewrite_base(base) if self.engine == "eagle" else {})
 
 
 FORMATS = (
@@ -118,11 +118,11 @@ from eagle.model.ea_model import EaModel
 model = EaModel.from_pretrained(use_eagle3=False, base_model_path="$base", ea_model_path="$folder")
 ```
 {OLDER}""",
-        deep=True, positions=LINEAR,
+        takes_layers=True, positions=LINEAR,
     ),
     Eagle(
         "vllm", "EAGLE-1 for vLLM", "vLLM 0.28 to 0.33, and run with 0.32", vllm("eagle"),
-        fc_bias=False, deep=True, biased=True,
+        fc_bias=False, takes_layers=True, takes_biases=True,
     ),
     Eagle(
         "sglang", "EAGLE-1 for SGLang", "SGLang 0.5.23", """\
@@ -132,7 +132,7 @@ python -m sglang.launch_server --model-path $base_arg --speculative-algorithm EA
   --speculative-eagle-topk 1 --speculative-num-draft-tokens $nodes
 ```
 """,
-        architecture="LlamaForCausalLMEagle", zeros=True,
+        architecture="LlamaForCausalLMEagle", writes_fc_bias=True,
         positions=SGLANG,
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A head in the form that another program reads: config, tensors and a README with the command that serves it."""
+"""Writes a head in the format that another program reads: config, tensors and a README with the serving command."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from transformers import PreTrainedModel
 from specheads.heads import DraftHead
 from specheads.models.config import SpecConfig
 from specheads.models.files import CONFIG, CheckpointError
-from specheads.models.formats import FORMATS, gguf_files, older
-from specheads.models.formats.format import Format, Written, embeddings_of
-from specheads.models.formats.readme import readme
+from specheads.models.formats import FORMATS
+from specheads.models.formats.eagle import transformers4
+from specheads.models.formats.export import gguf_files
+from specheads.models.formats.export.readme import readme
+from specheads.models.formats.format import ExportFiles, Format, embeddings_of
 from specheads.models.formats.serving import absolute
 from specheads.models.loading import as_dtype
 from specheads.options import refuse_unknown
@@ -32,13 +34,13 @@ def export(
     dtype: torch.dtype | str | None = None, embeddings: bool = False,
     gguf: Path | str | None = None,
 ) -> Path:  # fmt: skip
-    """Write `head` into the directory `out` as `to` reads it, whole or not at all; returns `out`.
+    """Write `head` into the directory `out` in the format of `to`, whole or not at all; returns `out`.
 
-    to: the engine of one of FORMATS. dtype: of the weights (default: as they are). embeddings: put the base's into the
-    file too, where the format leaves that open. gguf: llama.cpp's checkout or converter, for llamacpp: write the GGUF
-    files of base and head too, with the weights of both in `dtype` then.
-    CheckpointError where the format cannot hold the head, with the reason and the nearest that can; where `out` holds
-    files already; where the base is not in memory and the format wants of it; where the converter fails.
+    to: the engine of one of FORMATS. dtype: of the weights (default: unchanged). embeddings: store the base's too, if
+    the format makes that optional. gguf: llama.cpp's checkout or converter, for llamacpp: also write the GGUF files of base and
+    head, both in `dtype` if it is given.
+    CheckpointError if the format cannot hold the head, with the reason and the formats that can; if `out` already holds
+    files; if the format needs tensors of the base that are not in memory; if the converter fails.
     """
     form, folder = form_for(config, base, head, to), Path(out)
     make_gguf = _gguf(config, base, head, to, as_dtype(dtype), gguf) if gguf is not None else None
@@ -48,19 +50,19 @@ def export(
     written = form.write(head.config, tensors, base)
     named = {name: t.contiguous().clone() for name, t in written.tensors.items()}
     if embeddings and form.embeds is None:
-        raise CheckpointError(f"{form.title} has no place for the base's embeddings; export without them")
+        raise CheckpointError(f"{form.title} cannot hold the base's embeddings; export without them")
     if embeddings or form.embeds:
         weight = next(t for t in tensors.values() if t.is_floating_point())
         named["embed_tokens.weight"] = embeddings_of(base).to("cpu", weight.dtype).contiguous().clone()
-    named_base, place = absolute(config.base_model_name_or_path or "BASE"), str(folder.resolve())
-    in_yaml = place if shlex.quote(place) == place else json.dumps(place)
+    base_name, path = absolute(config.base_model_name_or_path or "BASE"), str(folder.resolve())
+    in_yaml = path if shlex.quote(path) == path else json.dumps(path)
     texts = {
         name: text.replace("{folder}", in_yaml) if name.endswith(".yml") else text
         for name, text in written.texts.items()
     }
     texts[CONFIG] = json.dumps(written.config, indent=2) + "\n"
-    served = f"{place}/{older.FOLDER}" if any("/" in name for name in texts) else named_base
-    texts["README.md"] = readme(form, head, config.name_or_path, named_base, place, served)
+    served = f"{path}/{transformers4.FOLDER}" if any("/" in name for name in texts) else base_name
+    texts["README.md"] = readme(form, head, config.name_or_path, base_name, path, served)
     _write(folder, written, named, texts, make_gguf)
     return folder
 
@@ -68,9 +70,9 @@ def export(
 def _gguf(
     config: SpecConfig, base: PreTrainedModel, head: DraftHead, to: str, dtype: torch.dtype | None, gguf: Path | str
 ) -> Callable[[Path], None]:
-    """What writes the GGUF files into the folder of an export; everything it needs is looked for first."""
+    """A function that writes the GGUF files into the folder of an export. All that it needs is checked first."""
     if to != "llamacpp":
-        raise ValueError(f"GGUF files are for llamacpp alone, not for {to}")
+        raise ValueError(f"GGUF files are for llamacpp, not for {to}; leave gguf out")
     script = gguf_files.converter(gguf)
     source = gguf_files.folder_of(config.base_model_name_or_path, config.base_revision)
     dtypes = (dtype or base.dtype, dtype or head.dtype)
@@ -80,29 +82,29 @@ def _gguf(
 
 
 def form_for(config: SpecConfig, base: PreTrainedModel, head: DraftHead, to: str) -> Format:
-    """The format that holds this head for that engine. ValueError where there is no such engine, CheckpointError
-    where it cannot hold the head."""
+    """The format that holds this head for that engine. ValueError if there is no such engine, CheckpointError if none
+    of its formats can hold the head."""
     refuse_unknown([to], sorted({form.engine for form in FORMATS}), what="format to export to")
     if config.joint is not None:
         raise CheckpointError(
             "this head was trained together with adapters of its base, which no format holds; merge the adapters into "
-            "the base, save it, and put the head beside that"
+            "the base, save it, and put the head beside that base"
         )
     able = engines_for(config, base, head)
     nearest = f"formats that can: {', '.join(able)}" if able else "no format can"
     forms = [form for form in FORMATS if (form.engine, form.kind) == (to, head.config.kind)]
     if not forms:
         raise CheckpointError(f"{to} has no form for a head of kind {head.config.kind}; {nearest}")
-    tensors, told = head_tensors(head), []
+    tensors, reasons = head_tensors(head), []
     for form in forms:
         if not (wrong := form.refusals(head.config, tensors, base)):
             return form
-        told.append(f"{form.title} cannot hold this head: {'; '.join(wrong)}")
-    raise CheckpointError("; ".join([*told, nearest]))
+        reasons.append(f"{form.title} cannot hold this head: {'; '.join(wrong)}")
+    raise CheckpointError("; ".join([*reasons, nearest]))
 
 
 def engines_for(config: SpecConfig, base: PreTrainedModel, head: DraftHead) -> list[str]:
-    """The engines whose format can hold this head; none where its base has adapters, which would be left behind."""
+    """The engines whose formats can hold this head; none if its base has adapters, which no format holds."""
     if config.joint is not None:
         return []
     tensors = head_tensors(head)
@@ -119,12 +121,13 @@ def head_tensors(head: DraftHead, dtype: torch.dtype | None = None) -> dict[str,
 
 
 def _write(
-    folder: Path, written: Written, tensors: dict[str, Tensor], texts: dict[str, str],
+    folder: Path, written: ExportFiles, tensors: dict[str, Tensor], texts: dict[str, str],
     more: Callable[[Path], None] | None,
 ) -> None:  # fmt: skip
-    """All files into a directory that then takes its place: a crash leaves nothing under that name.
+    """Write all files into a temporary directory, then rename it: a crash leaves nothing under the final name.
 
-    more: adds files made of the others; llama.cpp's converter writes the name of their directory into its own."""
+    more: adds files made from the others. The temporary directory has the final name inside another one, since
+    llama.cpp's converter writes the name of the directory into its files."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     around = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     temporary = around / folder.name
@@ -141,7 +144,7 @@ def _write(
             more(temporary)
         mode = (temporary / CONFIG).stat().st_mode
         for path in filter(Path.is_file, temporary.rglob("*")):
-            path.chmod(mode)  # what the umask allows; safetensors would leave the file to its owner alone
+            path.chmod(mode)  # as the umask allows; safetensors would make the file private to its owner
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
         os.rename(temporary, folder)

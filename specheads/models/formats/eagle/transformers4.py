@@ -1,8 +1,8 @@
 """A base as transformers 4 reads it, for the EAGLE repository: its config, its tokenizer and an index of its weights.
 
-That repository looks for the embeddings in model.safetensors.index.json, which a base in one file has not, and its
-transformers (4.53) knows neither rope_parameters nor the tokenizer class TokenizersBackend. The weights stay where
-they are: the index names them by their absolute paths.
+That repository looks for the embeddings through model.safetensors.index.json, which a base in one file does not have.
+Its transformers (4.53) knows neither rope_parameters nor the tokenizer class TokenizersBackend. The weights stay where
+they are: the index has their absolute paths.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _COPIED = (_TOKENIZER, "generation_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
-def base_files(base: PreTrainedModel) -> dict[str, str]:
-    """Texts by file name, in FOLDER; {} where the base is no folder of safetensors on this machine."""
+def rewrite_base(base: PreTrainedModel) -> dict[str, str]:
+    """File name in FOLDER → text; {} if the base is not a local folder of safetensors."""
     name = getattr(base, "name_or_path", None)
     if not name or not (Path(name) / CONFIG).is_file():
         return {}
@@ -38,21 +38,21 @@ def base_files(base: PreTrainedModel) -> dict[str, str]:
 
 
 def _index(source: Path) -> dict[str, Any] | None:
-    """Every tensor's file; None where the base is in no safetensors."""
-    place = source.resolve()
+    """An index with every tensor's file; None if the base is not in safetensors."""
+    folder = source.resolve()
     if (source / INDEX).is_file():
         index = read_table(source / INDEX, most=None) or {}
-        named = {name: str(place / file) for name, file in index.get("weight_map", {}).items()}
+        named = {name: str(folder / file) for name, file in index.get("weight_map", {}).items()}
         return {"metadata": index.get("metadata", {}), "weight_map": named}
     if not (source / WEIGHTS).is_file():
         return None
     with safe_open(source / WEIGHTS, "pt") as file:
-        named = {name: str(place / WEIGHTS) for name in sorted(file.keys())}
+        named = {name: str(folder / WEIGHTS) for name in sorted(file.keys())}
     return {"metadata": {"total_size": (source / WEIGHTS).stat().st_size}, "weight_map": named}
 
 
 def _config(config: dict[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling for rope_parameters, torch_dtype for dtype, beside them."""
+    """The config with rope_theta, rope_scaling and torch_dtype beside rope_parameters and dtype."""
     older = dict(config)
     if "dtype" in config:
         older["torch_dtype"] = config["dtype"]
@@ -66,7 +66,7 @@ def _config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer(config: dict[str, Any], source: Path) -> dict[str, Any]:
-    """The class by its older name, and special tokens under the key that they had."""
+    """The tokenizer's config with its class and special tokens under their older names."""
     older = {name: value for name, value in config.items() if name not in ("backend", "is_local", "local_files_only")}
     if older.get("tokenizer_class") == "TokenizersBackend":
         older["tokenizer_class"] = "PreTrainedTokenizerFast"

@@ -14,25 +14,25 @@ from specheads.models.formats.files import Files
 
 
 def from_offsets(files: Files, vocab: int, draft: int) -> tuple[dict[str, Tensor], set[str]]:
-    """Our d2t and t2d from the file's, and the names looked at. t2d may be missing, and both where Vd = V."""
-    looked_at = {"d2t", "t2d"} & set(files.shapes)
-    if "d2t" in looked_at:
-        ids = _integers(files, "d2t", draft)  # whose size is checked: what the config claims is not allocated
+    """Our d2t and t2d from the file's, and the names used. t2d may be missing; both may be missing if Vd = V."""
+    consumed = {"d2t", "t2d"} & set(files.shapes)
+    if "d2t" in consumed:
+        ids = _integers(files, "d2t", draft)  # checks the size before the arange: a config's claim allocates nothing
         ids = ids + torch.arange(draft)
     elif draft == vocab:
         ids = torch.arange(vocab)
     else:
-        raise CheckpointError(f"{files}: it drafts {draft} of {vocab} tokens, and has no d2t that says which")
-    made = from_ids(files, "d2t", ids, vocab)
-    if "t2d" in looked_at:
+        raise CheckpointError(f"{files}: it drafts {draft} of {vocab} tokens, and has no d2t to say which")
+    vocabulary = from_ids(files, "d2t", ids, vocab)
+    if "t2d" in consumed:
         found = files.shapes["t2d"]
         if found.shape != (vocab,) or found.is_floating_point():
             raise CheckpointError(
                 f"{files}: t2d is {tuple(found.shape)} of {found.dtype}, not ({vocab},) of torch.bool"
             )
-        if not torch.equal(files.tensor("t2d").bool(), made["t2d"]):
+        if not torch.equal(files.tensor("t2d").bool(), vocabulary["t2d"]):
             raise CheckpointError(f"{files}: t2d and d2t do not name the same {draft} tokens")
-    return made, looked_at
+    return vocabulary, consumed
 
 
 def from_map(files: Files, name: str, vocab: int, draft: int) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ def from_map(files: Files, name: str, vocab: int, draft: int) -> dict[str, Tenso
 
 
 def from_ids(files: Files, name: str, ids: Tensor, vocab: int) -> dict[str, Tensor]:
-    """d2t (Vd,) and t2d (V,) for target ids (Vd,). CheckpointError where they are no set of tokens."""
+    """d2t (Vd,) and t2d (V,) for target ids (Vd,). CheckpointError if they are not distinct tokens."""
     try:
         d2t, t2d = draft_offsets(ids, vocab)
     except ValueError as error:
@@ -57,5 +57,5 @@ def _integers(files: Files, name: str, size: int) -> Tensor:
 
 
 def offsets(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """d2t and t2d as they are written: nothing where Vd = V, since vLLM raises on a d2t it does not expect."""
+    """d2t and t2d to write; {} if Vd = V, since vLLM raises on a d2t that it does not expect."""
     return {} if len(tensors["d2t"]) == len(tensors["t2d"]) else {"d2t": tensors["d2t"], "t2d": tensors["t2d"]}

@@ -1,0 +1,1 @@
+"""Medusa and Hydra heads on disk: a file a form."""

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         (options,) = parser.parse_args_into_dataclasses(None if arguments is None else list(arguments))
         run(options)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"train/self_distill.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0

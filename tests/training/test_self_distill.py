@@ -270,6 +270,8 @@ def test_evaluate_runs_on_the_same_files(loaded, tmp_path, folder, capsys):
         ([{"prompt": "a"}], "--temperature 1 --min_p 2", "--min_p 2"),
         ([{"prompt": "a"}], "--model m", "--model m is for a --server"),
         ([{"prompt": "a"}], "--server localhost:8000", "http://localhost:8000/v1"),
+        ([{"prompt": "a"}], "--server http://localhost:port/v1", "http://localhost:8000/v1"),
+        ([{"prompt": "a"}], "--server http://[::1/v1", "http://localhost:8000/v1"),
         ([{"prompt": "a"}], "--server http://localhost:1/v1 --retries 0", "no answer in 1 tries"),
         ([{"prompt": "a"}], "--server http://a --retries -1", "--retries -1"),
         ([{"prompt": "a"}], "--server http://a --timeout 0", "--timeout 0"),

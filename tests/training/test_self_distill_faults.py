@@ -67,7 +67,7 @@ def test_a_server_that_stays_away_ends_the_run_in_one_line_and_the_same_file_goe
     assert code == 2 and len(own) == 1 and "Traceback" not in err
     permanent = isinstance(end, tuple) and end[0] in (401, 404)
     assert len(refused) == (1 if permanent else 3)
-    assert end[1] in own[0] if permanent else "start again with the same options to go on" in own[0]
+    assert end[1] in own[0] if permanent else "start again with the same options to resume" in own[0]
     cut = (tmp_path / "own.jsonl").read_bytes()
     assert calm.startswith(cut) and cut.count(b"\n") == 6, "three questions had both their answers"
     with serving(echo) as url:

@@ -93,9 +93,7 @@ def test_a_file_may_be_made_longer_and_a_longer_one_is_left_alone(tmp_path):
 
 
 def test_nothing_new_in_a_whole_cycle_ends_the_run_and_the_next_one_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "test_self_distill_file.answer", lambda number: {"input_ids": [min(number, 4)], "labels": [-100]}
-    )
+    monkeypatch.setattr(f"{__name__}.answer", lambda number: {"input_ids": [min(number, 4)], "labels": [-100]})
     path = tmp_path / "own.jsonl"
     file, rounds = fill(path, wanted=50, cycle=6, round_size=1, num_asks=None)
     assert file.lines == 5 and rounds == 3 + 6, "the third question brings the last new line"

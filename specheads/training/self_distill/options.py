@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from urllib.parse import urlsplit
 
 from specheads.data.config import DataConfig
 
@@ -88,7 +89,7 @@ class Options:
         if not self.server and (given := self._given(_OF_SERVERS)):
             raise ValueError(f"--{given[0]} {getattr(self, given[0])} is for a --server, and none is given")
         for url in self.server:
-            if not url.startswith(("http://", "https://")):
+            if not _is_http_address(url):
                 raise ValueError(f"--server {url}: expected an address such as http://localhost:8000/v1")
         _ = self.template, self.request  # what is no JSON is refused now
 
@@ -114,6 +115,14 @@ class Options:
         if not temperature:
             return {}
         return {"temperature": temperature, **{name: getattr(self, name) for name in self._given(_SAMPLING)}}
+
+
+def _is_http_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port, or of brackets
+        return False
 
 
 def _json_object(name: str, text: str | None) -> dict[str, Any]:

@@ -13,14 +13,17 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from specheads.hub import options as hub_options
-from specheads.training.self_distill import local, served
+from specheads.training.self_distill import local
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import stream
 from specheads.training.self_distill.rows_file import RowsFile
 
 
 def run(options: Options) -> None:
-    """Write the rows, or go on with them. ValueError or OSError, with what was written kept, where that fails."""
+    """Write the rows, or go on with them. Raises ValueError, OSError or ImportError; rows written before are safe."""
+    if options.server:
+        from specheads.training.self_distill import served  # needs openai, an optional package
+
     tokenizer = AutoTokenizer.from_pretrained(options.base, **hub_options(options.base))
     file = RowsFile(Path(options.output), stream(options, tokenizer))
     # A round has a batch of each temperature: each batch is full, as one temperature's would be.

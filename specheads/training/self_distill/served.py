@@ -31,7 +31,7 @@ async def fill(file: RowsFile, asks: Iterator[Ask], options: Options, tokenizer:
     flying: deque[tuple[Ask, asyncio.Task[list[Row | str]]]] = deque()
     held: list[tuple[Ask, list[Row | str]]] = []  # not written before another question got an answer
     servers = Servers(
-        options.server, concurrency=options.concurrency, retries=options.retries, timeout=options.timeout,
+        options.server, retries=options.retries, timeout=options.timeout,
         key=os.environ.get(KEY),
     )  # fmt: skip
     async with servers:

@@ -31,7 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder to fill, or to go on filling")
     parser.add_argument("--taps", help="layers to save, as 2,16,29 (default: those the recipe's head reads)")
     parser.add_argument("--dtype", default=SaveOptions.dtype, help=f"{', '.join(DTYPES)}; auto is the base's")
-    parser.add_argument("--law", default=SaveOptions.law, help="hidden, topk:K or none: what is kept of the base's law")
+    parser.add_argument(
+        "--teacher-probs", "--law", default=SaveOptions.teacher_probs,
+        help="what is saved of the base's probabilities: hidden (the last state), a number of likeliest tokens, none",
+    )  # fmt: skip
     parser.add_argument("--batch_size", type=int, default=SaveOptions.batch_size, help="rows of a pass")
     parser.add_argument("--shard_mb", type=float, default=SaveOptions.shard_mb, help="megabytes of a file, roughly")
     parser.add_argument("--yes", action="store_true", help="do not ask before the disk is filled")

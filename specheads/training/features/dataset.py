@@ -29,7 +29,7 @@ class FeatureDataset(Dataset):
     """The rows of one split, in the order of the data they were saved from.
 
     A row is input_ids, labels, document_ids and position_ids (T,), features (T, F) of the layers asked for, and
-    last_hidden (T, H), or law_ids and law_log_p (T, K) and law_tail (T,), or neither. FeatureError where a file is
+    last_hidden (T, H), or topk_ids and topk_log_p (T, K) and topk_tail (T,), or neither. FeatureError where a file is
     damaged, missing, or does not hold those layers.
     """
 
@@ -46,11 +46,11 @@ class FeatureDataset(Dataset):
         self.shards = self.index.shards(split)
         self.firsts = [rows.start for _, rows in self.shards]
         self.taps = {layer: f"tap_{layer}" for layer in self.layers}
-        self.law: tuple[str, ...] = ()
-        if self.index.law == "hidden":
-            self.law = ("last_hidden",) if self.index.last_tap is None else (f"tap_{self.index.last_tap}",)
-        elif self.index.law != "none":
-            self.law = ("law_ids", "law_log_p", "law_tail")
+        self.teacher: tuple[str, ...] = ()
+        if self.index.teacher_probs == "hidden":
+            self.teacher = ("last_hidden",) if self.index.last_tap is None else (f"tap_{self.index.last_tap}",)
+        elif self.index.teacher_probs != "none":
+            self.teacher = ("topk_ids", "topk_log_p", "topk_tail")
         self._open: OrderedDict[int, Shard] = OrderedDict()
 
     def __len__(self) -> int:
@@ -60,14 +60,14 @@ class FeatureDataset(Dataset):
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         number = bisect_right(self.firsts, i) - 1
-        names = dict.fromkeys([*_TOKENS, *self.taps.values(), *self.law])
+        names = dict.fromkeys([*_TOKENS, *self.taps.values(), *self.teacher])
         found = self._shard(number).row(i - self.firsts[number], tuple(names))
-        made = {name: found[name].long() for name in _TOKENS}
-        made["labels"] = _labels(made["input_ids"], made.pop("supervised").bool())
-        made["features"] = torch.cat([found[self.taps[layer]] for layer in self.layers], -1)
-        if self.index.law == "hidden":
-            return {**made, "last_hidden": found[self.law[0]]}
-        return {**made, **{name: found[name] for name in self.law}}
+        row = {name: found[name].long() for name in _TOKENS}
+        row["labels"] = _labels(row["input_ids"], row.pop("supervised").bool())
+        row["features"] = torch.cat([found[self.taps[layer]] for layer in self.layers], -1)
+        if self.index.teacher_probs == "hidden":
+            return {**row, "last_hidden": found[self.teacher[0]]}
+        return {**row, **{name: found[name] for name in self.teacher}}
 
     def labels(self) -> Iterator[dict[str, list[int]]]:
         """The labels alone, which are read without the features."""

@@ -26,7 +26,7 @@ from specheads.models.quantized import quantization_of
 from specheads.training.base import load_base, padding_id
 from specheads.training.distributed import launch
 from specheads.training.features import frozen_weights
-from specheads.training.features.index import INDEX, Index, read_index
+from specheads.training.features.index import INDEX, Index, parse_teacher_probs, read_index
 from specheads.training.features.passes import Writer
 from specheads.training.features.plan import (
     Ask,
@@ -85,7 +85,8 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Ask | None = None) 
     if recipe.bits is None:  # else it was loaded to where it belongs
         base = base.to(state.device)
     index = Index(
-        taps, _dtype_name(options.dtype, base), options.law, _last_tap(base, taps), options.batch_size, shard_rows,
+        taps, _dtype_name(options.dtype, base), parse_teacher_probs(options.teacher_probs), _last_tap(base, taps),
+        options.batch_size, shard_rows,
         padding_id(tokenizer), _record(base), {name: len(rows) for name, rows in splits.items()}, {}, {},
     )  # fmt: skip
     if state.is_main_process:

@@ -25,11 +25,12 @@ class FeatureModel(SpecModel):
     ) -> tuple[Tensor, Teacher]:
         if "features" not in kwargs:
             raise ValueError("a batch without features, in training from saved ones: FeatureCollator makes them")
-        hidden, law = kwargs.get("last_hidden"), [kwargs.get(name) for name in ("law_ids", "law_log_p", "law_tail")]
+        hidden = kwargs.get("last_hidden")
+        topk = [kwargs.get(name) for name in ("topk_ids", "topk_log_p", "topk_tail")]
         if hidden is not None:
             teacher: Teacher = LastHidden(hidden.flatten(0, 1), lambda rows: logits_of(self.base, rows))
-        elif law[0] is not None:
-            teacher = TopKTail(*(cast(Tensor, part).flatten(0, 1) for part in law))
+        elif topk[0] is not None:
+            teacher = TopKTail(*(cast(Tensor, part).flatten(0, 1) for part in topk))
         else:
             teacher = TopKTail.of_text(input_ids)
         return kwargs["features"], teacher

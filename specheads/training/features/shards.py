@@ -2,7 +2,7 @@
 
 Shapes: N tokens of all rows of a file, T tokens of a row, H hidden, K likeliest tokens kept.
 input_ids, document_ids, position_ids (N,) int32; supervised (N,) bool; starts (rows + 1,) int64; tap_k (N, H) for each
-tapped layer; last_hidden (N, H), or law_ids (N, K) int32 with law_log_p (N, K) and law_tail (N,). In float8_e4m3fn
+tapped layer; last_hidden (N, H), or topk_ids (N, K) int32 with topk_log_p (N, K) and topk_tail (N,). In float8_e4m3fn
 each line has its own scale, <name>.scale (N,) float32.
 """
 
@@ -23,7 +23,9 @@ from specheads.options import OptionError
 
 FLOAT8 = torch.float8_e4m3fn
 SCALE = ".scale"
-_NUMBERS = ("input_ids", "document_ids", "position_ids", "law_ids")
+_NUMBERS = ("input_ids", "document_ids", "position_ids", "topk_ids")
+# Names in files of format 1, which are read as well.
+_OLD_NAMES = {"topk_ids": "law_ids", "topk_log_p": "law_log_p", "topk_tail": "law_tail"}
 
 
 class FeatureError(OptionError):
@@ -94,7 +96,8 @@ class Shard:
         found = {}
         for name in names:
             scale = self.file.get_slice(name + SCALE)[here] if name + SCALE in self.names else None
-            found[name] = restored(self.file.get_slice(name)[here], scale)
+            saved_as = name if name in self.names else _OLD_NAMES[name]
+            found[name] = restored(self.file.get_slice(saved_as)[here], scale)
         return found
 
     def whole(self, name: str) -> Tensor:

@@ -65,8 +65,8 @@ def new_head(folder: Path, index: Index, head: HeadConfig) -> DraftHead:
 def refuse_unfit(folder: Path, index: Index, config: HeadConfig) -> None:
     if reason := index.base["unfit"].get(config.kind):
         raise UnsupportedModel(reason)
-    if index.law == "none" and any(name != HARD for name, _ in parse_loss(config.loss)):
+    if index.teacher_probs == "none" and any(name != HARD for name, _ in parse_loss(config.loss)):
         raise FeatureError(
-            f"loss {config.loss!r} needs the base's law, and {folder} was saved with --law none: save again with --law "
-            "hidden or topk:64, or give head.loss=hard"
+            f"loss {config.loss!r} needs the base's probabilities, and {folder} was saved with --teacher-probs none: "
+            "save again with --teacher-probs hidden or 64, or give head.loss=hard"
         )

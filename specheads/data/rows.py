@@ -1,7 +1,7 @@
-"""One row of text or chat → token ids and labels; cut, packed into sequences, collated into batches.
+"""One row of text or chat → token ids and labels, cut to length.
 
 labels[t] == input_ids[t] where token t is supervised, else -100: Hugging Face's convention, indexed by the predicted
-token itself. labels[0] of every document is -100, because nothing predicts it. B batch rows, T tokens.
+token itself. labels[0] of every document is -100, because nothing predicts it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from jinja2 import TemplateError
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -199,72 +196,3 @@ def _leading_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int
 
 def _spliced(ids: list[int], labels: list[int], start: int, end: int, bos: list[int]) -> Row:
     return {"input_ids": bos + ids[start:end], "labels": [IGNORED] * (len(bos) + 1) + labels[start + 1 : end]}
-
-
-# ------------------------------------------------------------------------------------------------- packing and batching
-
-
-def pack(rows: Iterable[Row], max_length: int) -> list[Row]:
-    """Rows → sequences of at most max_length tokens, each row in the fullest open sequence that still takes it.
-
-    Adds document_ids (1, 1, 2, 2, 2, …) and position_ids, which restart with each document. The first token of a
-    document is never supervised. Raises ValueError for a row longer than max_length.
-    """
-    sequences: list[Row] = []
-    room: list[tuple[int, int]] = []  # (free tokens, sequence), sorted
-    for row in rows:
-        length = len(row["input_ids"])
-        if length > max_length:
-            raise ValueError(f"a row of {length} tokens does not fit max_length={max_length}: truncate or chunk first")
-        at = bisect_left(room, (length, -1))
-        if at < len(room):
-            free, index = room.pop(at)
-        else:
-            free, index = max_length, len(sequences)
-            sequences.append({"input_ids": [], "labels": [], "document_ids": [], "position_ids": []})
-        into = sequences[index]
-        document = into["document_ids"][-1] + 1 if into["document_ids"] else 1
-        into["input_ids"] += row["input_ids"]
-        into["labels"] += [IGNORED, *row["labels"][1:]][:length]
-        into["document_ids"] += [document] * length
-        into["position_ids"] += range(length)
-        if free > length:
-            insort(room, (free - length, index))
-    return sequences
-
-
-@dataclass(frozen=True)
-class Collator:
-    """Rows → a batch padded on the right to its longest row: int64 tensors, (B, T) each.
-
-    input_ids, attention_mask (1 on tokens), labels (-100 on padding), position_ids, document_ids (0 on padding; 1 on
-    the tokens of a row that was not packed). T is rounded up to pad_to_multiple_of.
-    """
-
-    pad_token_id: int
-    pad_to_multiple_of: int | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.pad_token_id, int) or self.pad_token_id < 0:
-            raise ValueError(f"pad_token_id={self.pad_token_id!r}: expected a token id; eos_token_id will do")
-        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
-            raise ValueError(f"pad_to_multiple_of={self.pad_to_multiple_of}: expected None or at least 1")
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        longest, multiple = max(len(row["input_ids"]) for row in rows), self.pad_to_multiple_of or 1
-        width = -(-longest // multiple) * multiple
-        padding = {
-            "input_ids": self.pad_token_id,
-            "attention_mask": 0,
-            "labels": IGNORED,
-            "position_ids": 0,
-            "document_ids": 0,
-        }
-        batch = {name: torch.full((len(rows), width), value) for name, value in padding.items()}
-        for b, row in enumerate(rows):
-            length = len(row["input_ids"])
-            ones, order = torch.ones(length, dtype=torch.int64), torch.arange(length)
-            columns = {"attention_mask": ones, "position_ids": order, "document_ids": ones, **row}
-            for name in padding:
-                batch[name][b, :length] = torch.as_tensor(columns[name], dtype=torch.int64)
-        return batch

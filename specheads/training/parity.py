@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig
 
-from specheads.data.rows import IGNORED, Collator
+from specheads.data.batches import Collator
+from specheads.data.rows import IGNORED
 from specheads.decoding.outputs import SpecGenerateOutput
 from specheads.decoding.planner import chain
 from specheads.options import OptionError, refuse_unknown

@@ -18,8 +18,9 @@ from transformers import TrainerCallback
 
 from specheads.models import checkpoint
 from specheads.training import errors as faults
+from specheads.training.build import resume_point
 from specheads.training.errors import TrainingError, TrainingStopped, finished, last_finished
-from specheads.training.run import prepare, resume_point
+from specheads.training.run import prepare
 from tests.support.forked import fork
 from tests.support.heads_on_disk import in_new_process
 from tests.support.paths import ROOT

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from specheads.data.rows import IGNORED, Collator
+from specheads.data.batches import Collator
+from specheads.data.rows import IGNORED
 from specheads.training.features.index import Index, checked
 from specheads.training.features.shards import FeatureError, Shard
 

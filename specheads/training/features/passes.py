@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.data.rows import IGNORED, Collator
+from specheads.data.batches import Collator
+from specheads.data.rows import IGNORED
 from specheads.decoding.target.causal import text_config
 from specheads.losses.objective import rows_of_chunk
 from specheads.losses.teacher import LastHidden, TopKTail, WholeLogits, gives_logits, packed_mask

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from specheads.data.datasets import Row, truncate
+from specheads.data.rows import Row, truncate
 from specheads.decoding.prompt_batches import batches, new_tokens
 from specheads.hub import options as hub_options
 from specheads.training.self_distill.options import Options

@@ -12,8 +12,9 @@ from typing import Any, ClassVar, cast
 from specheads.data import corpus
 from specheads.data.config import DataConfig
 from specheads.data.conversation import Conversation
-from specheads.data.datasets import IGNORED, Row, load_dataset_rows, tokenize
 from specheads.data.row_forms import is_chat, messages_of
+from specheads.data.rows import IGNORED, Row, tokenize
+from specheads.data.sources import load_dataset_rows
 from specheads.training.self_distill.options import WINDOWS, Options
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 
-from specheads.data.datasets import Row
+from specheads.data.rows import Row
 from specheads.training.self_distill.questions import Ask, Stream
 
 SAME = "the same line is there already"

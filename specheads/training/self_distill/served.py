@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from specheads.data.conversation import Conversation
-from specheads.data.datasets import Row, truncate
+from specheads.data.rows import Row, truncate
 from specheads.training.self_distill.local import cut_prompt
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import Ask

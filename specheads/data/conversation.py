@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from specheads.data.row_forms import TOOL_ROLES, Message, checked, template_of
+from specheads.data.row_forms import TOOL_ROLES, Message, parse_messages, template_of
 from specheads.data.rows import without_none
 
 
@@ -27,7 +27,7 @@ class Conversation:
     template: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, messages: Any, tools: Any = None) -> Conversation:
+    def from_messages(cls, messages: Any, tools: Any = None) -> Conversation:
         """Of a row's columns: the assistant is asked after each message of the user and after each run of tool results.
 
         What it says in the row is left out, but for messages that tool results follow: those stay, calls, reasoning and
@@ -38,7 +38,7 @@ class Conversation:
         turns: list[tuple[Message, ...]] = []
         turn: list[Message] = []
         said: list[Message] = []  # by the assistant, since the last of the others
-        for message in checked(without_none(messages)):
+        for message in parse_messages(without_none(messages)):
             is_result = message["role"] in TOOL_ROLES
             if turn and turn[-1]["role"] in TOOL_ROLES and not is_result:
                 turns.append(tuple(turn))
@@ -58,7 +58,7 @@ class Conversation:
         return cls(tuple(turns), without_none(json.loads(tools) if isinstance(tools, str) else tools) or None)
 
     @classmethod
-    def of_text(cls, text: str) -> Conversation:
+    def from_text(cls, text: str) -> Conversation:
         """The text as the only message of the user."""
         return cls(turns=(({"role": "user", "content": text},),))
 

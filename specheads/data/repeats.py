@@ -11,7 +11,7 @@ from accelerate.state import GradientState
 from specheads.data.rows import IGNORED
 
 
-def without_repeats(inputs: dict[str, Any], state: GradientState) -> dict[str, Any]:
+def mask_repeats(inputs: dict[str, Any], state: GradientState) -> dict[str, Any]:
     """A batch that the active loader has just given, with the rows it repeats masked."""
     if not state.end_of_dataloader:
         return inputs

@@ -44,15 +44,15 @@ def messages_of(row: Mapping[str, Any], column: str = "messages", text_column: s
     return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages
 
 
-def checked(messages: Any, known: Collection[str] = ROLES) -> list[Message]:
+def parse_messages(messages: Any, known: Collection[str] = ROLES) -> list[Message]:
     """Messages as `role` and `content`, whichever way they are written. ValueError for what is no list of them, and for
     a role that is not known, with its number."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"messages={messages!r:.80}: expected a list of {{'role': …, 'content': …}}")
-    return [_checked(message, number, known) for number, message in enumerate(messages, start=1)]
+    return [_parse_message(message, number, known) for number, message in enumerate(messages, start=1)]
 
 
-def _checked(message: Any, number: int, known: Collection[str]) -> Message:
+def _parse_message(message: Any, number: int, known: Collection[str]) -> Message:
     if not isinstance(message, Mapping) or not ({"role", "from"} & message.keys()):
         raise ValueError(f"message {message!r:.80}: expected a dict with 'role' and 'content', or 'from' and 'value'")
     rest = dict(message)

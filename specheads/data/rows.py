@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from specheads.data.row_forms import ROLES, checked, messages_of, template_of
+from specheads.data.row_forms import ROLES, messages_of, parse_messages, template_of
 
 if TYPE_CHECKING:
     from specheads.data.config import DataConfig
@@ -68,7 +68,7 @@ def _tokenized(input_ids: Any, labels: Any) -> Row:
 def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase) -> Row:
     tools = without_none(json.loads(tools) if isinstance(tools, str) else tools) or None
     template = template_of(tokenizer, tools)
-    messages = checked(without_none(messages), (*ROLES, *_COMPARED.findall(template)))
+    messages = parse_messages(without_none(messages), (*ROLES, *_COMPARED.findall(template)))
     try:
         if _GENERATION_MARK.search(template):
             known: dict[str, Any] = {**tokenizer.special_tokens_map, "tools": tools, "chat_template": template}

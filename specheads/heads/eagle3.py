@@ -21,7 +21,7 @@ class Eagle3Config(UnrolledConfig, DraftVocabularyConfig):
 
     norm_features: a norm on each tapped layer before they are fused, or norm_before_fc: one on all of them together;
     norm_before_residual: the block adds to the normed hidden state; as published it does not, and is not heard over the
-    features of a base whose residual stream is large (docs/training-reference.md); norm_output: a step hands on its output behind
+    features of a base whose residual stream is large (docs/training.md); norm_output: a step hands on its output behind
     the final norm. norm_features and norm_output are EAGLE-3.1."""
 
     kind: ClassVar[str] = "eagle3"

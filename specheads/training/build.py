@@ -24,7 +24,7 @@ from specheads.models.loading import as_dtype
 from specheads.models.spec_model import SpecModel
 from specheads.training.arguments import SpecTrainingArguments
 from specheads.training.base import load_base, padding_id
-from specheads.training.errors import finished, last_finished
+from specheads.training.errors import is_finished, last_finished
 from specheads.training.options import refuse_absent_reporters
 from specheads.training.recipe import Recipe, RecipeError
 
@@ -68,7 +68,7 @@ def resume_point(recipe: Recipe) -> str | None:
     if wanted in ("auto", True):
         last = last_finished(recipe.training["output_dir"])
         return None if last is None else str(last)
-    if not finished(Path(wanted)):
+    if not is_finished(Path(wanted)):
         raise RecipeError(f"training.resume_from_checkpoint={wanted!r} is no checkpoint folder of a run; or give auto")
     return str(wanted)
 

@@ -59,7 +59,7 @@ def stop_signals() -> Iterator[None]:
             signal.signal(number, before[number])
 
 
-def finished(folder: Path) -> bool:
+def is_finished(folder: Path) -> bool:
     """Is this checkpoint whole? Its state is written last, so one that a crash cut short has none, or half of one."""
     try:
         return isinstance(json.loads((folder / STATE).read_text("utf8")), dict)
@@ -74,11 +74,11 @@ def last_finished(output_dir: Any, since: float = 0.0) -> Path | None:
         for folder in Path(output_dir).glob("checkpoint-*")
         if folder.name.rpartition("-")[2].isdigit()
     }
-    whole = (numbered[step] for step in sorted(numbered, reverse=True) if finished(numbered[step]))
+    whole = (numbered[step] for step in sorted(numbered, reverse=True) if is_finished(numbered[step]))
     return next((folder for folder in whole if (folder / STATE).stat().st_mtime >= since), None)
 
 
-def go_on(output_dir: Any) -> str:
+def resume_hint(output_dir: Any) -> str:
     """How to go on, as the end of a message."""
     folder = last_finished(output_dir)
     if folder is None:
@@ -86,7 +86,7 @@ def go_on(output_dir: Any) -> str:
     return f"{folder} is whole: go on from it with training.resume_from_checkpoint=auto"
 
 
-def stopped_at(step: int, output_dir: Any, since: float, resumed_from: Any, head_saved: bool) -> str:
+def stop_message(step: int, output_dir: Any, since: float, resumed_from: Any, head_saved: bool) -> str:
     """What a run that was stopped leaves. since: when it began; resumed_from: the checkpoint it began from, if any;
     head_saved: training had ended, and what came after it was stopped."""
     if head_saved:
@@ -109,7 +109,7 @@ def refuse_not_finite(value: Any, what: str, step: int, output_dir: Any) -> None
     number = float(value)
     if not torch.isfinite(torch.tensor(number)):
         raise TrainingError(
-            f"step {step}: the {what} is {number}, and the step was not taken; {go_on(output_dir)}, with a lower "
+            f"step {step}: the {what} is {number}, and the step was not taken; {resume_hint(output_dir)}, with a lower "
             "training.learning_rate or training.max_grad_norm, in bf16 instead of fp16, or without that step's rows"
         )
 

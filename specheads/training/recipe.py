@@ -139,7 +139,7 @@ class Recipe:
                 **{key: value for key, value in options.items() if key not in (*sections, "base")},
                 base=options.get("base") or "",
                 data=DataConfig.from_dict(sections["data"]) if options.get("data") is not None else None,
-                training=training_options.checked(sections["training"]),
+                training=training_options.check(sections["training"]),
                 launch=LaunchConfig.from_dict(sections["launch"]),
                 parity=ParityConfig.from_dict(sections["parity"]),
                 lora=JointConfig.of(sections["lora"]) if options.get("lora") is not None else None,

@@ -22,10 +22,10 @@ from specheads.training.errors import (
     STATE,
     TrainingError,
     TrainingStopped,
-    go_on,
     is_lost_process,
+    resume_hint,
+    stop_message,
     stop_signals,
-    stopped_at,
 )
 from specheads.training.parity import Parity, ParityConfig, compare, prompts_of
 from specheads.training.recipe import Recipe
@@ -63,7 +63,7 @@ class Run:
             reason = " ".join(str(error).split())[:200]
             raise TrainingError(
                 f"step {self.trainer.state.global_step + 1}: another process of this run has ended or does not answer "
-                f"({reason}); {go_on(self.trainer.args.output_dir)}"
+                f"({reason}); {resume_hint(self.trainer.args.output_dir)}"
             ) from error
         if parity is not None:
             parity.refuse()
@@ -77,12 +77,12 @@ class Run:
         if not trainer.is_world_process_zero():
             return TrainingStopped(number=number)
         step, output = trainer.state.global_step, trainer.args.output_dir
-        return TrainingStopped(stopped_at(step, output, began, self.checkpoint, self.head_saved), number)
+        return TrainingStopped(stop_message(step, output, began, self.checkpoint, self.head_saved), number)
 
     def _run(self) -> tuple[dict[str, float], Parity | None]:
         """All of it but the verdict, each part on disk before the next begins."""
         trainer = self.trainer
-        metrics = self._at_the_end() or trainer.train(resume_from_checkpoint=self.checkpoint).metrics
+        metrics = self._metrics_if_finished() or trainer.train(resume_from_checkpoint=self.checkpoint).metrics
         assert trainer.args.output_dir is not None
         output = Path(trainer.args.output_dir)
         trainer.save_model(str(output))
@@ -107,7 +107,7 @@ class Run:
             model = self.trainer.accelerator.unwrap_model(self.trainer.model, keep_fp32_wrapper=False)
             run_card.write(output, model, Record.of_folder(output))
 
-    def _at_the_end(self) -> dict[str, float] | None:
+    def _metrics_if_finished(self) -> dict[str, float] | None:
         """The metrics of a run that had taken its last step before, with its head restored; transformers (5.23) would
         take one more step each time. None where there is something to do."""
         trainer, last = self.trainer, self.trainer.args.max_steps

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, get_last_checkpoint
 
-from specheads.data.repeats import without_repeats
+from specheads.data.repeats import mask_repeats
 from specheads.decoding.context_limits import longest_text
 from specheads.decoding.planner import StaticTree
 from specheads.losses.metrics import AcceptanceMeter, TrainingMeter
@@ -27,9 +27,9 @@ from specheads.models.lora import is_adapter
 from specheads.models.spec_model import SpecModel, SpecOutput
 from specheads.training.arguments import SpecTrainingArguments as SpecTrainingArguments
 from specheads.training.distributed import deepspeed as zero
-from specheads.training.distributed.fsdp import trained_alone
+from specheads.training.distributed.fsdp import trained_weights_only
 from specheads.training.distributed.launch import kind_of
-from specheads.training.errors import STATE, TrainingError, go_on, is_unwritten, refuse_not_finite
+from specheads.training.errors import STATE, TrainingError, is_unwritten, refuse_not_finite, resume_hint
 from specheads.training.optim import MuonAdamW, parameter_groups
 from specheads.training.report import card as run_card
 from specheads.training.report.log import AcceptanceProgress as AcceptanceProgress
@@ -92,7 +92,7 @@ class SpecTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         state = self.accelerator.gradient_state
-        own = (without_repeats(batch, state) for batch in epoch_iterator)
+        own = (mask_repeats(batch, state) for batch in epoch_iterator)
         return super().get_batch_samples(own, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
@@ -131,7 +131,7 @@ class SpecTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        inputs = without_repeats(self._prepare_inputs(inputs), self.accelerator.gradient_state)
+        inputs = mask_repeats(self._prepare_inputs(inputs), self.accelerator.gradient_state)
         tokens = supervised_tokens(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             outputs: SpecOutput = model(**inputs)
@@ -166,7 +166,7 @@ class SpecTrainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         # Between making the engine and reading a checkpoint with it, transformers asks for nothing else.
         if self.is_deepspeed_enabled:
-            zero.attend(self.accelerator.deepspeed_engine_wrapped.engine)
+            zero.patch_engine(self.accelerator.deepspeed_engine_wrapped.engine)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -191,19 +191,19 @@ class SpecTrainer(Trainer):
                 shutil.rmtree(folder, ignore_errors=True)
             reason = " ".join(str(error).split())[:200]
             raise TrainingError(
-                f"{folder} could not be written ({reason}); {go_on(self.args.output_dir)}, once there is room"
+                f"{folder} could not be written ({reason}); {resume_hint(self.args.output_dir)}, once there is room"
             ) from error
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with trained_alone(self.accelerator):
+        with trained_weights_only(self.accelerator):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with trained_alone(self.accelerator):
+        with trained_weights_only(self.accelerator):
             super()._load_from_checkpoint(*args, **kwargs)
 
     def _load_best_model(self) -> None:
-        with trained_alone(self.accelerator):
+        with trained_weights_only(self.accelerator):
             super()._load_best_model()
 
     def _save_rng_state(self, output_dir: str) -> None:

@@ -16,8 +16,8 @@ from transformers import AutoConfig
 
 from specheads.training.features import extract, frozen_weights, plan, shards
 from specheads.training.features.dataset import FeatureDataset
-from specheads.training.features.index import checked
-from specheads.training.features.shards import FLOAT8, FeatureError, facts, restored, stored
+from specheads.training.features.index import read_finished_index
+from specheads.training.features.shards import FLOAT8, FeatureError, decode_states, encode_states, facts
 from tests.support.forked import fork
 from tests.support.heads_on_disk import in_new_process
 from tests.support.paths import ROOT
@@ -54,13 +54,13 @@ def test_an_entry_comes_back_from_eight_bits_within_the_stated_bound():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 48, generator=generator) * torch.logspace(-6, 4, 64).unsqueeze(1)
     x[3], x[4, 1:] = 0, 0
-    kept = stored("x", x, FLOAT8)
+    kept = encode_states("x", x, FLOAT8)
     assert kept["x"].dtype == FLOAT8 and kept["x.scale"].shape == (64,)
-    back, largest = restored(kept["x"], kept["x.scale"]).float(), x.abs().amax(-1, keepdim=True)
+    back, largest = decode_states(kept["x"], kept["x.scale"]).float(), x.abs().amax(-1, keepdim=True)
     bound = torch.maximum(x.abs() / 16, largest / 448 / 1024) * (1 + 2**-7)  # bfloat16 rounds once more
     assert ((back - x).abs() <= bound).all()
     assert (back.abs() <= largest * 1.01).all() and back[3].abs().max() == 0
-    assert torch.isfinite(restored(*stored("x", x * 1e30, FLOAT8).values())).all()
+    assert torch.isfinite(decode_states(*encode_states("x", x * 1e30, FLOAT8).values())).all()
 
 
 # --- killed ---
@@ -131,7 +131,7 @@ def test_a_run_killed_at_any_step_of_a_write_leaves_files_that_are_whole(step, f
     made = {name for name in there if name.startswith(("train", "eval"))}
     assert made and all(there[name] == contents(whole)[name] for name in made)
     with pytest.raises(FeatureError, match="is not finished: run the command"):
-        checked(output)
+        read_finished_index(output)
     dump(folder, output)
     assert contents(output) == contents(whole)
 
@@ -287,7 +287,7 @@ def test_the_command_saves_and_training_reads(folder, tmp_path, capsys, monkeypa
         capsys, "features", *known, *output, "--yes", "--law", "topk:5", "--dtype", "float8_e4m3fn", "--json"
     )
     assert code == 0 and json.loads(out)["rows"] == 14
-    index = checked(tmp_path / "saved")
+    index = read_finished_index(tmp_path / "saved")
     assert (index.taps, index.teacher_probs, index.dtype) == ((4,), 5, "float8_e4m3fn")
     rest = [option for option in known if not option.startswith(("base", "data"))]
     code, out, _ = run(

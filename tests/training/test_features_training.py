@@ -140,7 +140,7 @@ def test_heads_start_from_what_is_kept_as_they_start_beside_the_base(family, tmp
     base = build(*FAMILIES[family])
     if getattr(base.get_output_embeddings(), "bias", None) is not None:
         torch.nn.init.normal_(base.get_output_embeddings().bias)  # it is 0 in a new model
-    frozen_weights.keep(base, tmp_path)
+    frozen_weights.save_base_parts(base, tmp_path)
     saved = load_file(tmp_path / "base" / "kept.safetensors")
     assert frozen_weights.kept_bytes(base.config, base.dtype) == sum(t.nbytes for t in saved.values())
     kept, start = frozen_weights.KeptBase(tmp_path, "name"), frozen_weights.skeleton(tmp_path)

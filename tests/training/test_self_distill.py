@@ -15,7 +15,7 @@ from specheads.bench.prompts import prompts_from
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets
 from specheads.models.convert import convert
-from specheads.training.self_distill.questions import Continued, passes, windows
+from specheads.training.self_distill.questions import TextPrompt, passes, windows
 from tests.conftest import tiny_llama
 from tests.support.small_chat import TEMPLATE, messages, save_base, write
 from train import self_distill
@@ -141,7 +141,7 @@ def test_a_run_that_was_stopped_makes_the_same_file(temperature, cut, make, tmp_
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_row_is_asked_once_before_any_is_asked_again_and_temperatures_share_each_pass(seed):
-    rows, temperatures = [Continued([i]) for i in range(6)], (0.0, 0.7, 0.7)
+    rows, temperatures = [TextPrompt([i]) for i in range(6)], (0.0, 0.7, 0.7)
     asks = list(islice(passes(rows, seed, temperatures), 6 + 4 + 4))  # greedily each once
     drawn = [[one.question.ids[0] for one in asks[a:b]] for a, b in ((0, 6), (6, 12), (12, 14))]
     assert sorted(drawn[0]) == list(range(6)) and drawn[0] == [

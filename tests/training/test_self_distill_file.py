@@ -6,13 +6,13 @@ from itertools import count, islice
 import pytest
 
 from specheads.training.self_distill import rows_file
-from specheads.training.self_distill.questions import Ask, Continued, Stream
+from specheads.training.self_distill.questions import Ask, Stream, TextPrompt
 from specheads.training.self_distill.rows_file import SAME, RowsFile
 
 TURNS = (2, 1, 3, 1, 2, 1, 1, 2)
 
 
-class Question(Continued):
+class Question(TextPrompt):
     """Asked several times over."""
 
     def __init__(self, num_turns):
@@ -35,7 +35,7 @@ def fill(path, wanted=12, cycle=100, round_size=3, num_asks=40):
     def size(room):
         return min(round_size, room)
 
-    rest, rounds = file.go_on(size), 0
+    rest, rounds = file.resume(size), 0
     while not file.finished and (asked := list(islice(rest, size(wanted - file.lines)))):
         numbers = iter(range(file.answers, 10**6))
         file.add(asked, [[answer(next(numbers)) for _ in range(one.num_turns)] for one in asked])

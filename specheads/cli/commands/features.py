@@ -22,17 +22,17 @@ def run(
     except ValueError as error:
         raise ValueError(f"--taps {taps!r}: expected layer numbers such as 2,16,29") from error
     chosen = SaveOptions(output, layers, **options)
-    return save_features(read_recipe(recipe, overrides), chosen, told if yes else asked)
+    return save_features(read_recipe(recipe, overrides), chosen, announce if yes else confirm)
 
 
-def told(plan: str) -> bool:
+def announce(plan: str) -> bool:
     print(f"saving {plan}", file=sys.stderr)
     return True
 
 
-def asked(plan: str) -> bool:
+def confirm(plan: str) -> bool:
     if not sys.stdin.isatty():
-        raise FeatureError(f"{plan}: say --yes where nobody can be asked")
+        raise FeatureError(f"{plan}: say --yes where nobody can be confirm")
     print(f"This takes {plan}.\nGo on? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

@@ -10,7 +10,7 @@ from accelerate.utils import fsdp_utils
 
 
 @contextmanager
-def trained_alone(accelerator: Any) -> Iterator[None]:
+def trained_weights_only(accelerator: Any) -> Iterator[None]:
     """What accelerate (1.15) writes and reads of a model is what is trained, as it does by itself for peft models
     alone; of FSDP2 with whole state dicts, as in recipes/accelerate/."""
     plugin, asked = getattr(accelerator.state, "fsdp_plugin", None), getattr(fsdp_utils, "is_peft_model", None)

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from specheads.data.batches import Collator
 from specheads.data.rows import IGNORED
-from specheads.training.features.index import Index, checked
+from specheads.training.features.index import Index, read_finished_index
 from specheads.training.features.shards import FeatureError, Shard
 
 _OPEN = 16  # files kept open at a time
@@ -38,7 +38,7 @@ class FeatureDataset(Dataset):
         self, folder: str | Path, layers: Sequence[int], split: str = "train", index: Index | None = None
     ) -> None:
         self.folder, self.layers, self.split = Path(folder), tuple(layers), split
-        self.index = checked(self.folder) if index is None else index
+        self.index = read_finished_index(self.folder) if index is None else index
         if missing := sorted(set(self.layers) - set(self.index.taps)):
             raise FeatureError(
                 f"the head reads layers {self.layers}, and {folder} holds {self.index.taps}: save {missing} too, with "

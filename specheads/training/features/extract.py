@@ -31,9 +31,9 @@ from specheads.training.features.passes import Writer
 from specheads.training.features.plan import (
     Ask,
     SaveOptions,
-    agree,
     base_dtype,
     bytes_per_token,
+    confirm_size,
     num_tokens,
     saved_files,
     tapped_layers,
@@ -79,7 +79,7 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Ask | None = None) 
     token_bytes = bytes_per_token(config, taps, options, recipe)
     if state.is_main_process:
         base_bytes = frozen_weights.kept_bytes(whole, base_dtype(config, recipe))
-        agree(folder, tokens, token_bytes, base_bytes, ask)
+        confirm_size(folder, tokens, token_bytes, base_bytes, ask)
     base = load_base(recipe).eval()
     if recipe.bits is None:  # else it was loaded to where it belongs
         base = base.to(state.device)
@@ -181,7 +181,7 @@ def _open(folder: Path, index: Index, base: PreTrainedModel) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         index.write(folder)  # first: it marks the folder as begun
     if not (folder / frozen_weights.FOLDER / frozen_weights.WEIGHTS).exists():
-        frozen_weights.keep(base, folder)
+        frozen_weights.save_base_parts(base, folder)
 
 
 def _refuse_others(shard: Shard, rows: Sequence[dict[str, list[int]]]) -> None:

@@ -22,7 +22,7 @@ FOLDER, WEIGHTS = "base", "kept.safetensors"
 
 
 @torch.no_grad()
-def keep(base: PreTrainedModel, folder: Path) -> None:
+def save_base_parts(base: PreTrainedModel, folder: Path) -> None:
     """Write the base's config and what is kept of its weights to folder/base."""
     place = folder / FOLDER
     place.mkdir(exist_ok=True)
@@ -32,7 +32,7 @@ def keep(base: PreTrainedModel, folder: Path) -> None:
 
 @torch.no_grad()
 def kept_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """What `keep` will write of a base of this config, loaded in that dtype, by its sizes alone."""
+    """What `save_base_parts` will write of a base of this config, loaded in that dtype, by its sizes alone."""
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return sum(t.numel() * t.element_size() for t in _kept(base).values())

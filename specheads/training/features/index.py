@@ -112,7 +112,7 @@ def read_index(folder: Path) -> Index:
     return Index(**{**record, "taps": tuple(record["taps"])})
 
 
-def checked(folder: Path) -> Index:
+def read_finished_index(folder: Path) -> Index:
     """The index of a folder that is complete: every file there, of the size it had, and with its header. FeatureError
     names the first that is not."""
     index = read_index(folder)

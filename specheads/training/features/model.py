@@ -39,7 +39,7 @@ class FeatureModel(SpecModel):
         return self.base(*args, **kwargs)  # which says that it is not there
 
 
-def beside_kept_base(folder: Path, index: Index, module: DraftHead) -> FeatureModel:
+def build_feature_model(folder: Path, index: Index, module: DraftHead) -> FeatureModel:
     """A head and what was kept of its base."""
     name, revision, fingerprint = (index.base[key] for key in ("name", "revision", "fingerprint"))
     base, record = (

@@ -15,7 +15,7 @@ from specheads.losses.objective import rows_of_chunk
 from specheads.losses.teacher import LastHidden, TopKTail, WholeLogits, gives_logits, packed_mask
 from specheads.training.features.forward import Forward
 from specheads.training.features.index import Index
-from specheads.training.features.shards import FeatureError, stored
+from specheads.training.features.shards import FeatureError, encode_states
 
 
 class Writer:
@@ -66,7 +66,7 @@ class Writer:
             here = slice(0, len(row["input_ids"]))
             one = {name: t[b, here].cpu() for name, t in plain.items()}
             for name, t in states.items():
-                one |= stored(name, t[b, here], self.dtype)
+                one |= encode_states(name, t[b, here], self.dtype)
             yield one
 
     def _likeliest(self, teacher: LastHidden | WholeLogits, labels: Tensor, count: int) -> dict[str, Tensor]:

@@ -88,7 +88,7 @@ def saved_files(folder: Path) -> list[Path]:
     return [*folder.glob("*.safetensors"), *[kept] * kept.exists()]
 
 
-def agree(folder: Path, tokens: int, each: int, kept: int, ask: Ask | None) -> None:
+def confirm_size(folder: Path, tokens: int, each: int, kept: int, ask: Ask | None) -> None:
     """FeatureError where there is too little room, or whoever is asked does not want it. kept: bytes of the base."""
     whole, free = tokens * each + kept, free_bytes(folder)
     there = sum(path.stat().st_size for path in saved_files(folder))

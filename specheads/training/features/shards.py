@@ -32,7 +32,7 @@ class FeatureError(OptionError):
     """Saved features that cannot be written or used; the message names the file and says what to do."""
 
 
-def stored(name: str, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+def encode_states(name: str, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """Hidden states (T, H) as they are saved. float8: each line scaled so that its largest entry is 448, the largest
     there is; an entry x comes back within max(|x| / 16, largest / 448 / 1024)."""
     if dtype != FLOAT8:
@@ -43,8 +43,8 @@ def stored(name: str, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: scaled.to(FLOAT8).cpu(), name + SCALE: scale.cpu()}
 
 
-def restored(x: Tensor, scale: Tensor | None) -> Tensor:
-    """What `stored` saved, (T, H): float8 as bfloat16, which is finer, others as they are."""
+def decode_states(x: Tensor, scale: Tensor | None) -> Tensor:
+    """What `encode_states` saved, (T, H): float8 as bfloat16, which is finer, others as they are."""
     return x if scale is None else (x.float() * scale.unsqueeze(-1)).to(torch.bfloat16)
 
 
@@ -91,13 +91,13 @@ class Shard:
         return len(self.starts) - 1
 
     def row(self, i: int, names: Sequence[str]) -> dict[str, Tensor]:
-        """The tensors named, of row i; hidden states as `restored`."""
+        """The tensors named, of row i; hidden states as `decode_states`."""
         here = slice(self.starts[i], self.starts[i + 1])
         found = {}
         for name in names:
             scale = self.file.get_slice(name + SCALE)[here] if name + SCALE in self.names else None
             saved_as = name if name in self.names else _OLD_NAMES[name]
-            found[name] = restored(self.file.get_slice(saved_as)[here], scale)
+            found[name] = decode_states(self.file.get_slice(saved_as)[here], scale)
         return found
 
     def whole(self, name: str) -> Tensor:

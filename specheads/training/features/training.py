@@ -14,8 +14,8 @@ from specheads.losses.functions import HARD, parse_loss
 from specheads.models import checkpoint, saved_head
 from specheads.training.features.dataset import FeatureCollator, FeatureDataset
 from specheads.training.features.frozen_weights import skeleton
-from specheads.training.features.index import Index, checked
-from specheads.training.features.model import FeatureModel, beside_kept_base
+from specheads.training.features.index import Index, read_finished_index
+from specheads.training.features.model import FeatureModel, build_feature_model
 from specheads.training.features.shards import FeatureError
 
 Parts = tuple[FeatureModel, FeatureDataset, FeatureDataset | None, FeatureCollator]
@@ -28,7 +28,7 @@ def from_disk(folder: Path, head: HeadConfig | None, init_from: Any = None, dtyp
     FeatureError where the folder is damaged or does not hold what the head needs; UnsupportedModel where that kind of
     head cannot learn from that base; CheckpointError where init_from is a head of another base.
     """
-    index = checked(folder)
+    index = read_finished_index(folder)
     if init_from is not None:
         saved = saved_head.read(init_from)
         if saved.config.joint:
@@ -42,7 +42,7 @@ def from_disk(folder: Path, head: HeadConfig | None, init_from: Any = None, dtyp
         module = new_head(folder, index, head)
     module.to(getattr(torch, index.base["dtype"] if dtype == "auto" else dtype))
     train, *held_out = (FeatureDataset(folder, module.layers, split, index) for split in index.rows)
-    model = beside_kept_base(folder, index, module)
+    model = build_feature_model(folder, index, module)
     model.note_trained_length(saved.config.trained_length if init_from is not None else None)
     return model, train, held_out[0] if held_out else None, FeatureCollator(index.pad_token_id)
 

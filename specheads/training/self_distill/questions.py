@@ -19,7 +19,7 @@ from specheads.training.self_distill.options import WINDOWS, Options
 
 
 @dataclass(frozen=True)
-class Continued:
+class TextPrompt:
     """Token ids that the base continues, and whether they are supervised themselves: a conversation of one turn."""
 
     ids: list[int]
@@ -34,7 +34,7 @@ class Continued:
         return self.ids
 
 
-Question = Conversation | Continued
+Question = Conversation | TextPrompt
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Ask:
 
     def row(self, prompt: list[int], new: list[int]) -> Row:
         """The line that a prompt and its answer make."""
-        text = isinstance(self.question, Continued) and self.question.supervised
+        text = isinstance(self.question, TextPrompt) and self.question.supervised
         front = prompt[1:] if text else [IGNORED] * (len(prompt) - 1)
         return {"input_ids": prompt + new, "labels": [IGNORED, *front, *new]}
 
@@ -127,13 +127,13 @@ def questions(options: Options, rows: Sequence[dict[str, Any]], tokenizer: Any) 
 def question(row: dict[str, Any], tokenizer: Any, options: Options) -> Question:
     messages = messages_of(row) if row.get("prompt") is None or row.get("messages") is not None else None
     if messages is not None:
-        return Conversation.of(messages, row.get("tools")).with_template(options.template)
+        return Conversation.from_messages(messages, row.get("tools")).with_template(options.template)
     text = row.get("prompt")
     if not isinstance(text, str) or not text:
         raise ValueError(f"expected messages or a prompt, and prompt={text!r:.60}; rows of text go into their own file")
     if options.chat:
-        return Conversation.of_text(text).with_template(options.template)
-    return Continued(list(tokenizer(text, verbose=False)["input_ids"]))
+        return Conversation.from_text(text).with_template(options.template)
+    return TextPrompt(list(tokenizer(text, verbose=False)["input_ids"]))
 
 
 def passes(asked: Sequence[Question], seed: int, temperatures: Sequence[float] = (0.0,)) -> Iterator[Ask]:
@@ -178,4 +178,4 @@ def windows(
             if (index, start) in greedily:
                 continue
             greedily.add((index, start))
-        yield Ask(Continued(rows[index][start : start + num_tokens], supervised=True), temperature)
+        yield Ask(TextPrompt(rows[index][start : start + num_tokens], supervised=True), temperature)

@@ -43,7 +43,7 @@ class Replies:
         self.vocab_size = max(len(tokenizer), getattr(config, "vocab_size", None) or 0)
         self.count = self.as_text = self.other_prompts = 0
 
-    def of_chat(
+    def read_chat(
         self, choice: dict[str, Any], question: Conversation, history: Sequence[Message], prompt: list[int]
     ) -> Reply:
         """The answer to a chat whose prompt the template makes `prompt` of. Refused where it has no certain ids."""
@@ -54,7 +54,7 @@ class Replies:
         if not ids or (ended and ids[-1] not in self.ends):
             written, end = self._rendered(question, history, text, reasoning, calls)
         if ids is not None:
-            prompt = self._their_prompt(choice, prompt)
+            prompt = self._server_prompt(choice, prompt)
         elif not reasoning and not calls:
             # As it was written, behind the prompt: a template may trim it, or put something before it.
             ids = self._added(question.text(history, self.tokenizer, generation_prompt=True), text)
@@ -75,7 +75,7 @@ class Replies:
             last = "the answer before it was cut inside its reasoning"
         return Reply(prompt, self._with_end(ids, choice, ended, end), text, last)
 
-    def of_text(self, choice: dict[str, Any], prompt: list[int]) -> Reply:
+    def read_text(self, choice: dict[str, Any], prompt: list[int]) -> Reply:
         text = choice.get("text") or ""
         ids = self._sent_ids(choice, text)
         if ids is None:
@@ -109,7 +109,7 @@ class Replies:
             )
         return list(ids)
 
-    def _their_prompt(self, choice: dict[str, Any], prompt: list[int]) -> list[int]:
+    def _server_prompt(self, choice: dict[str, Any], prompt: list[int]) -> list[int]:
         """The prompt's ids as the server sent them, if it did: a template of its own may render it otherwise."""
         theirs = choice.get("prompt_token_ids") or prompt
         self.other_prompts += theirs != prompt

@@ -38,7 +38,7 @@ class RowsFile:
     def finished(self) -> bool:
         return self.asked_all or self.lines >= self.stream.wanted or self.idle >= self.stream.cycle
 
-    def go_on(self, round_size: Callable[[int], int]) -> Iterator[Ask]:
+    def resume(self, round_size: Callable[[int], int]) -> Iterator[Ask]:
         """What is still to be asked; the rest of a round that was cut short is taken away and asked again.
 
         round_size: lines still wanted → questions of a round.

@@ -32,7 +32,7 @@ def run(options: Options) -> None:
     def round_size(room: int) -> int:
         return min(most, room)
 
-    asks = file.go_on(round_size)
+    asks = file.resume(round_size)
     if not file.finished:
         with tqdm(total=file.stream.wanted, initial=file.lines, unit="row") as bar:
             if options.server:

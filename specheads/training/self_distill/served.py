@@ -28,7 +28,7 @@ REFUSED_IN_A_ROW = 16  # then it is not the questions
 async def fill(file: RowsFile, asks: Iterator[Ask], options: Options, tokenizer: Any, bar: tqdm) -> None:
     """Ask until the file is full. ServerError where a server fails, or refuses everything."""
     replies = Replies(options, tokenizer)
-    flying: deque[tuple[Ask, asyncio.Task[list[Row | str]]]] = deque()
+    in_flight: deque[tuple[Ask, asyncio.Task[list[Row | str]]]] = deque()
     held: list[tuple[Ask, list[Row | str]]] = []  # not written before another question got an answer
     servers = Servers(
         options.server, retries=options.retries, timeout=options.timeout,
@@ -38,17 +38,17 @@ async def fill(file: RowsFile, asks: Iterator[Ask], options: Options, tokenizer:
         place = file.answers
         try:
             while not file.finished:
-                while len(flying) < options.concurrency and _lines(file, flying) < file.stream.wanted:
+                while len(in_flight) < options.concurrency and _lines(file, in_flight) < file.stream.wanted:
                     if (one := next(asks, None)) is None:
                         break
                     seed = random.Random(f"{options.seed} {place}").getrandbits(31)
-                    flying.append((one, asyncio.create_task(_answers(servers, one, seed, options, replies))))
+                    in_flight.append((one, asyncio.create_task(_answers(servers, one, seed, options, replies))))
                     place += one.num_turns
-                if not flying:
+                if not in_flight:
                     break
-                one, task = flying[0]
+                one, task = in_flight[0]
                 results = await task
-                flying.popleft()
+                in_flight.popleft()
                 held.append((one, results))
                 if any(not isinstance(result, str) for result in results):
                     for waiting in held:
@@ -58,9 +58,9 @@ async def fill(file: RowsFile, asks: Iterator[Ask], options: Options, tokenizer:
                 elif len(held) >= REFUSED_IN_A_ROW:
                     raise ServerError(f"{len(held)} questions in a row got no answer to learn: {results[0]}")
         finally:
-            for _, task in flying:
+            for _, task in in_flight:
                 task.cancel()
-            await asyncio.gather(*(task for _, task in flying), return_exceptions=True)
+            await asyncio.gather(*(task for _, task in in_flight), return_exceptions=True)
     if held and not file.lines:
         raise ServerError(f"none of {len(held)} questions got an answer to learn: {held[-1][1][0]}")
     for waiting in held:
@@ -69,9 +69,9 @@ async def fill(file: RowsFile, asks: Iterator[Ask], options: Options, tokenizer:
         print(said, file=sys.stderr)
 
 
-def _lines(file: RowsFile, flying: deque[tuple[Ask, Any]]) -> int:
+def _lines(file: RowsFile, in_flight: deque[tuple[Ask, Any]]) -> int:
     """Lines there would be, if each answer that is on its way were one."""
-    return file.lines + sum(one.num_turns for one, _ in flying)
+    return file.lines + sum(one.num_turns for one, _ in in_flight)
 
 
 async def _answers(servers: Servers, one: Ask, seed: int, options: Options, replies: Replies) -> list[Row | str]:
@@ -88,11 +88,11 @@ async def _answers(servers: Servers, one: Ask, seed: int, options: Options, repl
                 history = question.messages(answers)
                 chat = {**body, **for_server(question, history)}
                 choice = await servers.choice("chat/completions", _sent(chat, options))
-                answer = replies.of_chat(choice, question, history, prompt)
+                answer = replies.read_chat(choice, question, history, prompt)
             else:
                 prompt = cut_prompt(prompt, replies.prompt_room, replies.tokenizer)
                 choice = await servers.choice("completions", _sent({**body, "prompt": prompt}, options))
-                answer = replies.of_text(choice, prompt)
+                answer = replies.read_text(choice, prompt)
             results.append(truncate(one.row(answer.prompt, answer.new), options.max_length, replies.tokenizer))
             if answer.last and not (isinstance(question, Conversation) and question.keeps_call(turn)):
                 raise Refused(answer.last)

@@ -256,7 +256,7 @@ def test_evaluate_runs_on_the_same_files(loaded, tmp_path, folder, capsys):
         ([{"other": "a"}], "", "'prompt'"),
         ([{"text": "a"}], "", "lower --prompt_tokens"),
         ([{"text": "a"}], "--chat", "--chat"),
-        ([{"prompt": "a"}], "--num_rows 2", "greedy answers"),
+        ([{"prompt": "a"}], "--num_rows 2", "a greedy answer"),
         ([{"prompt": "a"}], "--num_rows 0", "--num_rows 0"),
         ([{"prompt": "a"}], "--num_rows many", "many"),
         ([{"prompt": "a"}], "--temperature -1", "--temperature -1"),

@@ -177,7 +177,7 @@ def test_a_full_disk_is_an_error_in_one_line_and_the_file_goes_on(ask, tmp_path)
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             signal.signal(signal.SIGXFSZ, old)
         assert code == 2 and re.search(
-            r"^train/self_distill.py: .*own.jsonl: File too large; what was written is kept", err, re.M
+            r"^train/self_distill.py: .*own.jsonl: File too large; rows written so far are safe", err, re.M
         )
         assert 0 < (tmp_path / "own.jsonl").stat().st_size <= len(calm) // 2 + 7
         assert ask(rows, "--chat", "--server", url)[0] == 0

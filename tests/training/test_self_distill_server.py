@@ -94,7 +94,7 @@ def test_a_servers_own_prompt_and_spelling_are_kept_and_foreign_tokens_are_not(a
 
     with serving(reply) as url:
         code, rows, err = ask(prompts("a", "b", "other", "large"), "--chat", "--server", url)
-    assert code == 0 and "3 of 4 prompts are on the server not what" in err
+    assert code == 0 and "3 of 4 prompts are rendered differently by the server" in err
     assert dict(spelt(row, tokenizer) for row in rows) == {
         "<today><user>a<assistant>": "yes<|end|>", "<today><user>b<assistant>": "yes<|end|>",
     }  # fmt: skip

@@ -24,7 +24,7 @@ def features(
         ),
     ],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Over the recipe's.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder to fill, or to go on filling.")] = Path("features"),
+    output: Annotated[Path, typer.Option(help="Folder to fill, or to resume.")] = Path("features"),
     taps: Annotated[
         str | None, typer.Option(help="Layers to save, as 2,16,29 (default: those the recipe's head reads).")
     ] = None,
@@ -47,7 +47,7 @@ def features(
 ) -> None:
     """Save what a recipe's base sees of its data, for training without it: specheads train RECIPE features=DIR.
 
-    A run that was stopped goes on where it was. For several GPUs: accelerate launch train/features.py RECIPE.
+    A stopped run resumes. For several GPUs: accelerate launch train/features.py RECIPE.
 
     \b
     Examples:

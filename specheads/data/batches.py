@@ -25,18 +25,18 @@ def pack(rows: Iterable[Row], max_length: int) -> list[Row]:
         length = len(row["input_ids"])
         if length > max_length:
             raise ValueError(f"a row of {length} tokens does not fit max_length={max_length}: truncate or chunk first")
-        at = bisect_left(room, (length, -1))
-        if at < len(room):
-            free, index = room.pop(at)
+        slot = bisect_left(room, (length, -1))
+        if slot < len(room):
+            free, index = room.pop(slot)
         else:
             free, index = max_length, len(sequences)
             sequences.append({"input_ids": [], "labels": [], "document_ids": [], "position_ids": []})
-        into = sequences[index]
-        document = into["document_ids"][-1] + 1 if into["document_ids"] else 1
-        into["input_ids"] += row["input_ids"]
-        into["labels"] += [IGNORED, *row["labels"][1:]][:length]
-        into["document_ids"] += [document] * length
-        into["position_ids"] += range(length)
+        sequence = sequences[index]
+        document = sequence["document_ids"][-1] + 1 if sequence["document_ids"] else 1
+        sequence["input_ids"] += row["input_ids"]
+        sequence["labels"] += [IGNORED, *row["labels"][1:]][:length]
+        sequence["document_ids"] += [document] * length
+        sequence["position_ids"] += range(length)
         if free > length:
             insort(room, (free - length, index))
     return sequences

@@ -39,26 +39,26 @@ def build_datasets(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tu
     names = ("subset", "text_column", "messages_column")
     columns = {name: getattr(config, name) for name in names}
     train, evaluation = load_dataset_rows(config.train, config.split, **columns), None
-    kept: Sequence[int] = range(len(train))
+    chosen: Sequence[int] = range(len(train))
     held_out: Sequence[int] = ()
     draw = random.Random(config.seed)
     if config.max_samples is not None and config.max_samples < len(train):
-        kept = sorted(draw.sample(kept, config.max_samples))
+        chosen = sorted(draw.sample(chosen, config.max_samples))
     if config.eval is not None:
         evaluation = load_dataset_rows(config.eval, config.eval_split, **columns)
         held_out = range(len(evaluation))
     elif config.eval_fraction:
-        count = max(1, round(len(kept) * config.eval_fraction))
-        if count >= len(kept):
+        count = max(1, round(len(chosen) * config.eval_fraction))
+        if count >= len(chosen):
             raise ValueError(
-                f"eval_fraction={config.eval_fraction} of {len(kept)} rows leaves none to train on: "
+                f"eval_fraction={config.eval_fraction} of {len(chosen)} rows leaves none to train on: "
                 "give eval=…, or more rows (a .txt file is one row)"
             )
-        chosen = set(draw.sample(range(len(kept)), count))
-        held_out = [row for i, row in enumerate(kept) if i in chosen]
-        kept = [row for i, row in enumerate(kept) if i not in chosen]
+        indices = set(draw.sample(range(len(chosen)), count))
+        held_out = [row for i, row in enumerate(chosen) if i in indices]
+        chosen = [row for i, row in enumerate(chosen) if i not in indices]
         evaluation = train
-    return _prepare(train, kept, "train", config, tokenizer), (
+    return _prepare(train, chosen, "train", config, tokenizer), (
         None if evaluation is None else _prepare(evaluation, held_out, "eval", config, tokenizer)
     )
 
@@ -66,7 +66,7 @@ def build_datasets(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tu
 def _prepare(
     rows: Dataset, chosen: Sequence[int], name: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Dataset:
-    """The chosen rows, ready. ValueError names a row that makes no sense by its number, from 1."""
+    """The chosen rows, ready to train on. ValueError names a malformed row by its number, from 1."""
     known_columns = (config.text_column, config.messages_column, "tools", "input_ids", "labels", *row_forms.COLUMNS)
     rows = rows.select_columns([c for c in known_columns if c in rows.column_names])
     if len(chosen) < len(rows):
@@ -96,7 +96,7 @@ def _prepare(
 
 
 class _BadRow(ValueError):
-    """Its index among the rows mapped, and what is wrong with it."""
+    """A malformed row: its index among the rows mapped, and the reason."""
 
 
 def _rows_of(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
@@ -111,15 +111,15 @@ def _columns_of(rows: Sequence[Row]) -> dict[str, list]:
 def _tokenize_rows(
     columns: Mapping[str, list[Any]], indices: Sequence[int], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> dict[str, list]:
-    made: list[Row] = []
+    tokenized: list[Row] = []
     for index, row in zip(indices, _rows_of(columns), strict=True):
         try:
-            made += chunk(tokenize(row, tokenizer, config), config.max_length, tokenizer)
+            tokenized += chunk(tokenize(row, tokenizer, config), config.max_length, tokenizer)
         except row_forms.MissingTemplate:
             raise
         except ValueError as error:
             raise _BadRow(index, str(error)) from error
-    return _columns_of(made)
+    return _columns_of(tokenized)
 
 
 def _pack_rows(columns: Mapping[str, list[Any]], max_length: int) -> dict[str, list]:

@@ -38,7 +38,7 @@ def tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config:
     keeps them, and its labels (without any, all but the first token). Raises ValueError for a malformed row.
     """
     if row.get("input_ids") is not None:
-        return _tokenized(row["input_ids"], row.get("labels"))
+        return _check_tokens(row["input_ids"], row.get("labels"))
     if (messages := messages_of(row, config.messages_column, config.text_column)) is not None:
         return truncate(_tokenize_chat(messages, row.get("tools"), tokenizer), config.max_length, tokenizer)
     text = row.get(config.text_column)
@@ -54,15 +54,17 @@ def tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config:
     return {"input_ids": ids, "labels": [IGNORED, *ids[1:]] if ids else []}
 
 
-def _tokenized(input_ids: Any, labels: Any) -> Row:
+def _check_tokens(input_ids: Any, labels: Any) -> Row:
     ids = list(input_ids)
-    given = ids if labels is None else list(labels)
-    if len(given) != len(ids) or any(label not in (IGNORED, token) for token, label in zip(ids, given, strict=False)):
+    targets = ids if labels is None else list(labels)
+    if len(targets) != len(ids) or any(
+        label not in (IGNORED, token) for token, label in zip(ids, targets, strict=False)
+    ):
         raise ValueError(
-            f"a row has {len(ids)} input_ids and labels {given[:8]}: expected as many, each the token itself or "
+            f"a row has {len(ids)} input_ids and labels {targets[:8]}: expected as many, each the token itself or "
             f"{IGNORED} where it is not to be learnt"
         )
-    return {"input_ids": ids, "labels": [IGNORED, *given[1:]] if ids else []}
+    return {"input_ids": ids, "labels": [IGNORED, *targets[1:]] if ids else []}
 
 
 def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase) -> Row:
@@ -76,7 +78,7 @@ def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase
             (text,), (spans,) = rendered
         else:
             text, spans = _spans_by_rendering(messages, tools, tokenizer)
-    except (TemplateError, TypeError) as error:  # TypeError: of a content that is no text
+    except (TemplateError, TypeError) as error:  # TypeError: of content that is not text
         raise ValueError(f"the chat template refuses {messages!r:.80}: {error}") from error
     spans = [_to_end_of_turn(text, start, end, tokenizer) for start, end in spans]
     ids, token_spans = _token_spans(text, spans, tokenizer)
@@ -88,7 +90,7 @@ def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase
 
 
 def without_none(value: Any) -> Any:
-    """Nested dicts and lists without the keys whose value is None."""
+    """Nested dicts and lists without keys whose value is None."""
     # Arrow gives every struct the fields of all rows, None where a row had none: templates would print them
     if isinstance(value, Mapping):
         return {key: without_none(item) for key, item in value.items() if item is not None}
@@ -165,7 +167,7 @@ def _token_spans(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBas
 
 
 def truncate(row: Row, max_length: int, tokenizer: PreTrainedTokenizerBase) -> Row:
-    """The row if it fits, else its last max_length tokens up to the last supervised one, behind its bos if any."""
+    """The row if it fits, else its last max_length tokens up to the last supervised one, after its bos if any."""
     ids, labels = row["input_ids"], row["labels"]
     if len(ids) <= max_length:
         return row
@@ -190,7 +192,7 @@ def chunk(row: Row, max_length: int, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def _leading_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    # Kept in front of a cut row: Llama and Gemma attend to it everywhere, and their features are off without it
+    # Kept in front of a cut row: Llama and Gemma attend to it everywhere, and their features are wrong without it
     return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
 
 

@@ -69,10 +69,10 @@ def _load_named(names: list[str], split: str, subset: str | None, text_column: s
     import datasets
 
     if len(names) == 1 and os.path.isdir(names[0]):
-        held = sorted(os.listdir(names[0]))
-        if not {"state.json", "dataset_dict.json"} & set(held):
+        entries = sorted(os.listdir(names[0]))
+        if not {"state.json", "dataset_dict.json"} & set(entries):
             raise ValueError(
-                f"folder {names[0]} holds {held[:8]}: expected what save_to_disk wrote; "
+                f"folder {names[0]} holds {entries[:8]}: expected what save_to_disk wrote; "
                 f"for loose files give a glob such as '{names[0]}/*.jsonl'"
             )
         return _pick_split(datasets.load_from_disk(names[0]), split, names[0])
@@ -86,11 +86,13 @@ def _load_named(names: list[str], split: str, subset: str | None, text_column: s
             ) from error
     files: list[str] = []
     for name in names:
-        found = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) and not os.path.exists(name) else [name]
-        if not found or not all(os.path.isfile(file) for file in found):
+        matches = (
+            sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) and not os.path.exists(name) else [name]
+        )
+        if not matches or not all(os.path.isfile(file) for file in matches):
             hint = hub.did_you_mean(name) or f" (looked from {os.getcwd()})"
             raise FileNotFoundError(f"no file {name!r}{hint}")
-        files += found
+        files += matches
     for file in files:
         if Path(file).suffix.lower() not in _FORMATS:
             raise ValueError(f"{file}: extension {Path(file).suffix!r} is unknown; expected one of {sorted(_FORMATS)}")
@@ -101,21 +103,21 @@ def _load_named(names: list[str], split: str, subset: str | None, text_column: s
         raise ValueError(f"files of several kinds {sorted(kinds)} in {names[0]}, …: give files of one kind")
     kind = kinds.pop()
     options = {"sample_by": "document"} if kind == "text" else {}
-    told = datasets.logging.get_verbosity()
+    verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(logging.CRITICAL)  # it logs what it then raises
     try:
         rows = datasets.load_dataset(kind, data_files=files, split="train", **options)
     except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
-        wrong = broken_line(files) if kind == "json" else None
-        said = wrong or f"{names[0]} holds no rows that read as {kind}: {error.__cause__ or error}"
-        raise ValueError(said) from error
+        reason = broken_line(files) if kind == "json" else None
+        reason = reason or f"{names[0]} holds no rows that read as {kind}: {error.__cause__ or error}"
+        raise ValueError(reason) from error
     finally:
-        datasets.logging.set_verbosity(told)
+        datasets.logging.set_verbosity(verbosity)
     return rows.rename_column("text", text_column) if kind == "text" and text_column != "text" else rows
 
 
 def broken_line(files: Sequence[str]) -> str | None:
-    """What is wrong with the first line that is no JSON object, by file and line number; None where all lines are.
+    """The first line that is no JSON object, by file and line number; None where all lines are objects.
 
     A .json file may be one value over many lines instead.
     """
@@ -127,8 +129,8 @@ def broken_line(files: Sequence[str]) -> str | None:
         whole = Path(file).suffix.lower() == ".json" and text.lstrip()[:1] == "["
         for number, line in [(1, text)] if whole else enumerate(text.split("\n"), start=1):
             try:
-                if line.strip() and not isinstance(found := json.loads(line), list if whole else dict):
-                    return f"{file}, line {number}: {found!r:.60} is no object; expected {{…}} on each line"
+                if line.strip() and not isinstance(value := json.loads(line), list if whole else dict):
+                    return f"{file}, line {number}: {value!r:.60} is no object; expected {{…}} on each line"
             except json.JSONDecodeError as error:
                 at = number + error.lineno - 1
                 return f"{file}, line {at} is not JSON: {error.msg} (column {error.colno})"

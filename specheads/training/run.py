@@ -49,8 +49,11 @@ class Run:
 
     def train(self) -> dict[str, float]:
         """Train, evaluate where there is something held out, save the head, compare it with real decoding, and return
-        the final metrics. TrainingError where it cannot go on; TrainingStopped, a KeyboardInterrupt, where it was
-        asked to stop; ParityError, with everything saved, where decoding is not as training said."""
+        the final metrics.
+
+        Raises TrainingError where it cannot continue; TrainingStopped, a KeyboardInterrupt, where it was asked to stop;
+        ParityError, with everything saved, where decoding and training disagree.
+        """
         began = time.time()
         try:
             with stop_signals():
@@ -80,7 +83,7 @@ class Run:
         return TrainingStopped(stop_message(step, output, began, self.checkpoint, self.head_saved), number)
 
     def _run(self) -> tuple[dict[str, float], Parity | None]:
-        """All of it but the verdict, each part on disk before the next begins."""
+        """Everything but the verdict, each part on disk before the next begins."""
         trainer = self.trainer
         metrics = self._metrics_if_finished() or trainer.train(resume_from_checkpoint=self.checkpoint).metrics
         assert trainer.args.output_dir is not None
@@ -122,7 +125,7 @@ class Run:
         return {"train_loss": next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), 0.0)}
 
     def _parity(self) -> Parity | None:
-        """Decoded on the first process and told to all; None where nothing can be decoded."""
+        """Measured on the first process and sent to all; None where nothing can be decoded."""
         trainer, kind = self.trainer, launch.kind_of(self.trainer.accelerator)
         parity = None
         if trainer.is_world_process_zero() and self.parity.prompts:
@@ -133,7 +136,7 @@ class Run:
                 )
             elif kind in SHARDED:
                 _log.warning(
-                    "parity: not compared, because %s has cut the model up; run `specheads parity %s --data ROWS`",
+                    "parity: not compared, because %s has sharded the model; run `specheads parity %s --data ROWS`",
                     kind, trainer.args.output_dir,
                 )  # fmt: skip
             else:
@@ -146,15 +149,15 @@ class Run:
         return parity
 
     def summary(self, metrics: dict[str, float]) -> str:
-        """One line on what train() gave."""
+        """The result of train() in one line."""
         length = metrics.get("eval_accepted_length")
         shown = "" if length is None else f", accepted length {length:.3f} on the held-out rows"
         return f"saved {self.trainer.args.output_dir}: loss {metrics['train_loss']:.4g}{shown}"
 
 
 def prepare(recipe: Recipe) -> Run:
-    """Load and check everything a run needs. Raises RecipeError, LaunchError, or another ValueError or OSError that
-    says what is wrong with the data, the base or a checkpoint."""
+    """Load and check everything a run needs. Raises RecipeError, LaunchError, or another ValueError or OSError for bad
+    data, a bad base or a bad checkpoint."""
     arguments = training_arguments(recipe)
     launch.check(recipe.launch, arguments.world_size)
     checkpoint = resume_point(recipe)
@@ -174,6 +177,6 @@ def prepare(recipe: Recipe) -> Run:
     launch.check(recipe.launch, trainer.accelerator.num_processes, kind)
     if kind in SHARDED and getattr(model.base, "is_quantized", False):
         raise LaunchError(
-            f"{kind} would cut up a quantised base, whose weights are no matrices: use ddp, zero1 or zero2"
+            f"{kind} would shard a quantised base, whose weights are no matrices: use ddp, zero1 or zero2"
         )
     return Run(trainer, checkpoint, recipe.parity, recipe)

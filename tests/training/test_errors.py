@@ -360,4 +360,4 @@ def test_a_process_whose_other_is_gone_ends_with_an_error_in_bounded_time(how, f
             process.kill()
             process.wait()
     (said,) = [line for line in (tmp_path / "0.err").read_text().splitlines() if line.startswith("train/heads.py: ")]
-    assert "another process of this run has ended or does not answer" in said and "is whole: go on from it" in said
+    assert "another process of this run has ended or does not answer" in said and "is whole: resume from it" in said

@@ -235,7 +235,7 @@ def test_a_full_disk_is_an_error_that_loses_nothing(folder, whole, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shards, "save_file", full)
         with pytest.raises(
-            FeatureError, match=r"train-00002\.safetensors could not be written .* No space left .* goes on"
+            FeatureError, match=r"train-00002\.safetensors could not be written .* No space left .* resumes there"
         ):
             dump(folder, output)
     there = contents(output)

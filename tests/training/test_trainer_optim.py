@@ -33,7 +33,7 @@ def test_learning_rates_go_by_parameter_name(tmp_path):
 
 
 def test_learning_rate_options_that_cannot_work_say_why(tmp_path):
-    with pytest.raises(ValueError, match="'lm_haed' is found in no parameter; the head's are head"):
+    with pytest.raises(ValueError, match="'lm_haed' matches no parameter; the head's are head"):
         trainer_of(tmp_path, head_lr_groups={"lm_haed": 2.0}).create_optimizer()
     with pytest.raises(ValueError, match="is no regular expression"):
         trainer_of(tmp_path, head_lr_groups={"(": 2.0})

@@ -1,4 +1,4 @@
-"""Saved features as rows and batches of training, as tokens are in data.py and rows.py.
+"""Saved features as rows and batches of training, as data/datasets.py and data/batches.py give them of tokens.
 
 Shapes: T tokens of a row, B batch rows, F tapped features, H hidden, K likeliest tokens kept.
 """
@@ -86,7 +86,7 @@ class FeatureDataset(Dataset):
         return self._open[number]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": OrderedDict()}  # a worker opens its own
+        return {**self.__dict__, "_open": OrderedDict()}  # each worker opens files itself
 
 
 def _labels(ids: Tensor, supervised: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def _labels(ids: Tensor, supervised: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FeatureCollator:
-    """Rows of a FeatureDataset → what `Collator` makes of their tokens, and everything else (B, T, …), 0 at padding."""
+    """Rows of a FeatureDataset → a batch of `Collator`, and every other tensor as (B, T, …), 0 at padding."""
 
     pad_token_id: int
 

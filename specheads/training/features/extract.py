@@ -1,4 +1,4 @@
-"""Saving what a base sees: rows of a recipe's data through the base once, into files that training reads in its place.
+"""Save what a base sees: one pass over a recipe's data, into files that training reads instead of the base.
 
 The options alone fix the rows of each file, so that any number of processes write the same files, and a run that was
 stopped resumes with the first one that is missing.

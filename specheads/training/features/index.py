@@ -117,16 +117,16 @@ def read_finished_index(folder: Path) -> Index:
     names the first that is not."""
     index = read_index(folder)
     if not index.finished:
-        raise FeatureError(f"{folder} is not finished: {AGAIN.replace('it alone', 'the rest')}")
+        raise FeatureError(f"{folder} is not finished: {AGAIN}")
     from specheads.training.features.frozen_weights import FOLDER
 
     known = [(folder / FOLDER, index.kept), *((folder, entry) for files in index.files.values() for entry in files)]
-    for place, entry in known:
-        path = place / entry["file"]
-        found = facts(path)
-        if found != entry:
+    for base, entry in known:
+        path = base / entry["file"]
+        actual = facts(path)
+        if actual != entry:
             wrong = ", ".join(
-                f"{name} {found[name]}, not {entry[name]}" for name in entry if found[name] != entry[name]
+                f"{name} {actual[name]}, not {entry[name]}" for name in entry if actual[name] != entry[name]
             )
             raise FeatureError(f"{path} is damaged or not the one that was saved ({wrong}); delete it and {AGAIN}")
     for split, files in index.files.items():

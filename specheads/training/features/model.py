@@ -36,11 +36,11 @@ class FeatureModel(SpecModel):
         return kwargs["features"], teacher
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self.base(*args, **kwargs)  # which says that it is not there
+        return self.base(*args, **kwargs)  # which raises
 
 
 def build_feature_model(folder: Path, index: Index, module: DraftHead) -> FeatureModel:
-    """A head and what was kept of its base."""
+    """A head beside the saved parts of its base."""
     name, revision, fingerprint = (index.base[key] for key in ("name", "revision", "fingerprint"))
     base, record = (
         KeptBase(folder, name),

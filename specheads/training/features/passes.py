@@ -35,11 +35,11 @@ class Writer:
     def shard(self, rows: Sequence[dict[str, list[int]]]) -> list[dict[str, Tensor]]:
         """In the order given; passes take rows of like length together."""
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))
-        made: dict[int, dict[str, Tensor]] = {}
+        saved: dict[int, dict[str, Tensor]] = {}
         for start in range(0, len(order), self.index.batch_size):
             batch = order[start : start + self.index.batch_size]
-            made |= zip(batch, self._pass([rows[i] for i in batch]), strict=True)
-        return [made[i] for i in range(len(rows))]
+            saved |= zip(batch, self._pass([rows[i] for i in batch]), strict=True)
+        return [saved[i] for i in range(len(rows))]
 
     @torch.no_grad()
     def _pass(self, rows: Sequence[dict[str, list[int]]]) -> Iterator[dict[str, Tensor]]:

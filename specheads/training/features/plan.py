@@ -1,4 +1,4 @@
-"""What saving features will take, known before the base is loaded: which layers, how many bytes, and is there room?"""
+"""What saving features will take, before the base is loaded: layers, bytes, and free room."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def bytes_per_token(config: Any, taps: Sequence[int], options: SaveOptions, reci
 
 
 def saved_files(folder: Path) -> list[Path]:
-    """What takes room in a folder of features: its shards, and what is kept of the base."""
+    """The files of a folder of features: its shards, and the parts of the base."""
     kept = folder / frozen_weights.FOLDER / frozen_weights.WEIGHTS
     return [*folder.glob("*.safetensors"), *[kept] * kept.exists()]
 
 
 def confirm_size(folder: Path, tokens: int, each: int, kept: int, ask: Ask | None) -> None:
-    """FeatureError where there is too little room, or whoever is asked does not want it. kept: bytes of the base."""
+    """Raise FeatureError where there is too little room, or `ask` declines. kept: bytes of the base."""
     whole, free = tokens * each + kept, free_bytes(folder)
     there = sum(path.stat().st_size for path in saved_files(folder))
     plan = (

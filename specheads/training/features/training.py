@@ -22,7 +22,7 @@ Parts = tuple[FeatureModel, FeatureDataset, FeatureDataset | None, FeatureCollat
 
 
 def from_disk(folder: Path, head: HeadConfig | None, init_from: Any = None, dtype: str = "float32") -> Parts:
-    """Model, rows to train on, rows held out and collator. head: of a new head; init_from: a checkpoint to go on from;
+    """Model, rows to train on, rows held out and collator. head: of a new head; init_from: a checkpoint to start from;
     dtype: of the head, "auto" for the base's.
 
     FeatureError where the folder is damaged or does not hold what the head needs; UnsupportedModel where that kind of

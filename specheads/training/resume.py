@@ -39,7 +39,7 @@ class Writers:
                 f"{checkpoint} was written by a run with {written.rows} rows a step ({written.processes} processes); "
                 f"this one has {self.rows} ({self.processes} processes) and would lose its position in the data: "
                 "choose training.per_device_train_batch_size and training.gradient_accumulation_steps so that their "
-                f"product with the processes is {written.rows}, or begin the data anew with training.ignore_data_skip=true"
+                f"product with the processes is {written.rows}, or start the data over: training.ignore_data_skip=true"
             )
 
 

@@ -215,7 +215,7 @@ def test_other_options_and_other_rows_are_refused(folder, whole):
         dump(folder, whole, data={"train": str(other)})
     (folder / "things").mkdir()
     (folder / "things" / "notes.txt").touch()
-    with pytest.raises(FeatureError, match="holds other things than saved features"):
+    with pytest.raises(FeatureError, match="holds something other than saved features"):
         dump(folder, folder / "things")
     assert contents(whole) == before
 

@@ -39,7 +39,7 @@ def test_learning_rate_options_that_cannot_work_say_why(tmp_path):
         trainer_of(tmp_path, head_lr_groups={"(": 2.0})
     with pytest.raises(ValueError, match="factor -1"):
         trainer_of(tmp_path, head_lr_groups={"fc": -1})
-    with pytest.raises(ValueError, match="muon=true goes with"):
+    with pytest.raises(ValueError, match="muon=true needs optim"):
         trainer_of(tmp_path, muon=True, optim="sgd")
     assert trainer_of(tmp_path, head_lr_groups=json.dumps({"fc": 2})).args.lr_multipliers == {"fc": 2}
 

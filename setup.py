@@ -22,7 +22,6 @@ setup(
         "accelerate>=1.10",
         "safetensors>=0.5",
         "datasets>=4.0",
-        "httpx2>=2.0",
         "peft>=0.18",
         "pyyaml>=6.0",
         "rich>=13.0",
@@ -31,6 +30,7 @@ setup(
     extras_require={
         "deepspeed": ["deepspeed>=0.18"],
         "qlora": ["bitsandbytes>=0.46"],
+        "self_distill": ["openai>=3.0"],
         "sweep": ["matplotlib>=3.8"],
         "plots": ["matplotlib>=3.8"],
         "dev": [

@@ -64,7 +64,7 @@ from specheads.version import __version__ as __version__
 
 # Imported when first asked for: decoding needs neither the Trainer nor datasets, nor other toolkits' names.
 _LAZY = {
-    "Collator": "data.rows", "DataConfig": "data.config", "build_datasets": "data.datasets",
+    "Collator": "data.batches", "DataConfig": "data.config", "build_datasets": "data.datasets",
     "token_counts": "data.datasets",
     "SpecTrainer": "training.trainer", "SpecTrainingArguments": "training.arguments",
     "patch": "compat.patch", "unpatch": "compat.patch",

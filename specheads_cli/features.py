@@ -25,11 +25,13 @@ def features(
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16, float32, float8_e4m3fn; auto: the dtype of the base.")
     ] = "auto",
-    law: Annotated[
+    teacher_probs: Annotated[
         str,
         typer.Option(
-            help="What to save of the base's distribution: hidden (the last hidden state), topk:K (the K likeliest "
-            "tokens and the mass of the rest), none."
+            "--teacher-probs",
+            "--law",
+            help="What is saved of the base's probabilities: hidden (its last state), a number of likeliest tokens "
+            "(and the rest as one), or none. --law is the old name.",
         ),
     ] = "hidden",
     batch_size: Annotated[int, typer.Option(help="Rows per forward pass.")] = 8,
@@ -45,7 +47,7 @@ def features(
     \b
     Examples:
       specheads features eagle3 --output features/llama data.train=my.jsonl
-      specheads features eagle3 --output features/small --dtype float8_e4m3fn --law topk:64 --yes
+      specheads features eagle3 --output features/small --dtype float8_e4m3fn --teacher-probs 64 --yes
     """
     file = find_recipe(recipe, "train")
     from specheads.cli.commands import features as command
@@ -53,8 +55,8 @@ def features(
 
     try:
         saved = command.run(
-            file, overrides or [], output, taps=taps, yes=yes, dtype=dtype, law=law, batch_size=batch_size,
-            shard_mb=shard_mb,
+            file, overrides or [], output, taps=taps, yes=yes, dtype=dtype, teacher_probs=teacher_probs,
+            batch_size=batch_size, shard_mb=shard_mb,
         )  # fmt: skip
     except LaunchError as error:
         raise ValueError(str(error)) from error

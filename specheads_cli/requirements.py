@@ -13,7 +13,6 @@ REQUIRED = {
     "accelerate": "training on several GPUs",
     "safetensors": "checkpoints",
     "datasets": "training data",
-    "httpx2": "rows answered by servers (self-distillation)",
     "peft": "adapters on the base (lora)",
     "pyyaml": "recipes",
     "rich": "tables and colours in the terminal",
@@ -22,6 +21,7 @@ REQUIRED = {
 OPTIONAL = {
     "deepspeed": "ZeRO: the launch configs accelerate/zero1, zero2 and zero3",
     "bitsandbytes": "bases in 4 or 8 bits (load_in_4bit, load_in_8bit)",
+    "openai": "rows that servers answer (self-distillation)",
     "matplotlib": "pictures of sweeps and training curves",
     "xgrammar": "grammar-constrained generation",
     "gguf": "export --to llamacpp --check",

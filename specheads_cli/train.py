@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -76,35 +74,9 @@ def train(
     for override in overrides or []:
         if "=" not in override:
             raise ValueError(f"{override!r} is not KEY=VALUE, such as training.max_steps=100")
-    from specheads.training.distributed.launch import LaunchConfig, LaunchError, wait_for_all
-    from specheads.training.errors import TrainingError, TrainingStopped
-    from specheads.training.parity import ParityError
-    from specheads.training.recipe import read_recipe
-    from specheads.training.run import prepare
+    from specheads.cli.commands import train as command
 
-    wanted = read_recipe(file, overrides or [])
     if dry_run:
-        from specheads.training.estimate import estimate
-
-        asked = LaunchConfig(processes, distributed)
-        found = estimate(wanted, processes, asked.distributed or "no", device)
-        emit(found.record()) if as_json else print("\n".join(found.lines()))
-        return
-    try:
-        prepared = prepare(wanted)
-    except LaunchError as error:
-        raise ValueError(str(error)) from error
-    # With --json the Trainer's logs go to stderr, so that stdout holds only the result.
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        try:
-            metrics = prepared.train()
-        except (TrainingError, ParityError) as error:
-            print(f"specheads: {error}", file=sys.stderr)
-            raise typer.Exit(3 if isinstance(error, ParityError) else 1) from error
-        except TrainingStopped as stopped:
-            print(f"specheads: {stopped}", file=sys.stderr)
-            raise typer.Exit(stopped.exit_code) from stopped
-    if prepared.trainer.is_world_process_zero():
-        emit(metrics) if as_json else print(prepared.summary(metrics))
-    wait_for_all(prepared.trainer.accelerator)
-    prepared.trainer.accelerator.end_training()
+        command.show_estimate(file, overrides or [], processes, distributed, device, as_json)
+    elif code := command.run(file, overrides or [], "specheads", as_json):
+        raise typer.Exit(code)

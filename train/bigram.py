@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 
 from specheads.data import corpus
 from specheads.data.config import DataConfig
-from specheads.data.datasets import load_dataset_rows, tokenize
+from specheads.data.rows import tokenize
+from specheads.data.sources import load_dataset_rows
 from specheads.decoding.drafters.bigram import count_bigrams, save_bigrams
 from specheads.hub import options as hub_options
 

@@ -4,8 +4,8 @@
     accelerate launch --config_file recipes/accelerate/ddp.yaml train/features.py recipes/eagle3.yaml --output F --yes
     accelerate launch --config_file recipes/accelerate/ddp.yaml train/heads.py recipes/eagle3.yaml features=F
 
-Each process writes files of its own. A run that was stopped goes on where it was, if it is started with the same
-options. Options of the recipe are given as key=value, as for train/heads.py.
+Each process writes its own files. A stopped run resumes if it is started with the same options. Options of the recipe
+are given as key=value, as for train/heads.py.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="a YAML file, or the name of a shipped one, such as eagle3")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
-    parser.add_argument("--output", type=Path, required=True, help="folder to fill, or to go on filling")
+    parser.add_argument("--output", type=Path, required=True, help="folder to fill, or to resume")
     parser.add_argument("--taps", help="layers to save, as 2,16,29 (default: those the recipe's head reads)")
     parser.add_argument("--dtype", default=SaveOptions.dtype, help=f"{', '.join(DTYPES)}; auto is the base's")
-    parser.add_argument("--law", default=SaveOptions.law, help="hidden, topk:K or none: what is kept of the base's law")
+    parser.add_argument(
+        "--teacher-probs", "--law", default=SaveOptions.teacher_probs,
+        help="what is saved of the base's probabilities: hidden (the last state), a number of likeliest tokens, none",
+    )  # fmt: skip
     parser.add_argument("--batch_size", type=int, default=SaveOptions.batch_size, help="rows of a pass")
     parser.add_argument("--shard_mb", type=float, default=SaveOptions.shard_mb, help="megabytes of a file, roughly")
     parser.add_argument("--yes", action="store_true", help="do not ask before the disk is filled")

@@ -8,26 +8,21 @@
 
 Any option of the recipe can be given as key=value, with dots for sections and values as in YAML:
     head.steps=3  training.learning_rate=1e-4  'data.train=[a.jsonl, b.jsonl]'  training.resume_from_checkpoint=auto
-To go on from a trained head: head=null init_from=runs/eagle3
+To continue from a trained head: head=null init_from=runs/eagle3
 
 A run ends by decoding held-out prompts and comparing the accepted length with what training says of the same text; it
-exits with 3 where they differ by more than parity.tolerance (parity.prompts=0 leaves that out). Ctrl-C says where it
+exits with 3 where they differ by more than parity.tolerance (parity.prompts=0 skips that). Ctrl-C prints where it
 stopped and how to resume, and exits with 130.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
-from specheads.training.distributed.launch import KINDS, LaunchError, wait_for_all
-from specheads.training.errors import TrainingError, TrainingStopped
-from specheads.training.estimate import estimate
-from specheads.training.parity import ParityError
-from specheads.training.recipe import read_recipe
-from specheads.training.run import prepare
+from specheads.cli.commands import train as command
+from specheads.training.distributed.launch import KINDS
 from specheads_cli.shipped import find_recipe
 
 
@@ -37,43 +32,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     parser.add_argument("--dry-run", action="store_true", help="print what the run will take, and stop")
-    parser.add_argument("--processes", type=int, default=1, help="of the run a --dry-run reckons")
-    parser.add_argument("--distributed", default="no", choices=KINDS, help="of the run a --dry-run reckons")
-    parser.add_argument("--device", help="of the run a --dry-run reckons: H200, A100 … (default: what is here)")
+    parser.add_argument("--processes", type=int, default=1, help="of the run that --dry-run estimates")
+    parser.add_argument("--distributed", default="no", choices=KINDS, help="of the run that --dry-run estimates")
+    parser.add_argument("--device", help="of the run that --dry-run estimates: H200, A100 … (default: what is here)")
     options = parser.parse_intermixed_args(arguments)
     try:
-        recipe = read_recipe(find_recipe(options.recipe, "train"), options.overrides)
+        recipe = find_recipe(options.recipe, "train")
         if options.dry_run:
-            print("\n".join(estimate(recipe, options.processes, options.distributed, options.device).lines()))
+            command.show_estimate(recipe, options.overrides, options.processes, options.distributed, options.device)
             return 0
-        run = prepare(recipe)
-    except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
-            print("train/heads.py: stopped before the first step; nothing was saved", file=sys.stderr)
-        return 130
-    except (ValueError, OSError, LaunchError, ImportError) as error:
+        return command.run(recipe, options.overrides, "train/heads.py")
+    except (ValueError, OSError, ImportError) as error:
         print(f"train/heads.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    try:
-        metrics = run.train()
-    except TrainingStopped as stopped:
-        if str(stopped):  # of the first process
-            print(f"train/heads.py: {stopped}", file=sys.stderr)
-        return stopped.exit_code
-    except TrainingError as error:
-        print(f"train/heads.py: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, ImportError) as error:  # a checkpoint that is not this recipe's, an optimizer not installed
-        print(f"train/heads.py: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except ParityError as error:
-        print(f"train/heads.py: {error}", file=sys.stderr)
-        return 3
-    if run.trainer.is_world_process_zero():
-        print(run.summary(metrics))
-    wait_for_all(run.trainer.accelerator)
-    run.trainer.accelerator.end_training()
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,26 +1,26 @@
 """Let the target write its own training rows: heads learn best on the text they will draft.
 
-rows with `messages`: the target answers every turn, through the chat template. Earlier answers in a prompt are its own;
-  those of the row are left out, but for calls of tools whose results follow: these stay, and the target also says what
-  it would have said there. `tools` and their reasoning go to the template. One line a turn.
+rows with `messages`: the target answers every turn, through the chat template. Earlier answers in a prompt are its own.
+  The answers of the row are dropped, except tool calls whose results follow: these stay, and the target also answers
+  that turn itself. `tools` and their reasoning go to the template. One line a turn.
     python train/self_distill.py --base my/chat-model --source chats.jsonl --output own.jsonl
 rows with `prompt`: the target answers the text as it is, or with --chat as a message of the user.
     python train/self_distill.py --base my/chat-model --source prompts.jsonl --output own.jsonl --chat --temperature 0.7
 rows with `text`, and the standard library without --source: the target continues --prompt_tokens tokens from random
-  places.
+  positions.
     python train/self_distill.py --base checkpoints/base --output runs/own.jsonl --num_rows 4000
 a large target, on OpenAI-compatible servers (vLLM, SGLang, …): chats go to /chat/completions as messages, prompts and
-  text to /completions as token ids. Servers that honour return_token_ids are taken at their tokens, of others the text
-  is tokenized here. The key is read from OPENAI_API_KEY.
+  text to /completions as token ids. Servers that honour return_token_ids send exact tokens; the text of others
+  is tokenized here. Needs the openai package. The key is read from OPENAI_API_KEY.
     python train/self_distill.py --base my/70b --source chats.jsonl --output own.jsonl --server http://gpu1:8000/v1
     python train/self_distill.py --base my/70b --source chats.jsonl --output own.jsonl --server http://gpu1:8000/v1
       http://gpu2:8000/v1 --model served-name --concurrency 256 --temperature 0 0.7 1 --num_rows 100000
 
-Each line of the output is {"input_ids": […], "labels": […]}, as token ids, so that nothing is lost by decoding and
-encoding again. An answer is supervised with its end of text, which it lacks where it was cut, and its prompt is not
-(-100); text is supervised from the start of its window. The same question is asked once (and sampled again where
---num_rows is above the number of turns), no line is written twice, and what is left out is in OUTPUT.left_out with the
-reason. A run that was stopped goes on where it was, if it is started with the same options.
+Each line of the output is {"input_ids": […], "labels": […]}, as token ids, so that decoding and encoding
+cannot change it. An answer is supervised with its end of text, unless it was cut; its prompt is not (-100). Text is
+supervised from the start of its window. The same question is asked once (and sampled again where --num_rows is above
+the number of turns), no line is written twice, and OUTPUT.left_out lists what is left out with the reason. A stopped
+run resumes if it is started with the same options.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         (options,) = parser.parse_args_into_dataclasses(None if arguments is None else list(arguments))
         run(options)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"train/self_distill.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0

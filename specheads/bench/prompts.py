@@ -50,7 +50,7 @@ def prompts_from(path: Path, count: int | None = None, *, chat: bool = False) ->
                 raise ValueError(f"{path}, line {number}: {error}") from error
         else:
             prompt = line
-        prompts.append(Conversation.of_text(prompt) if chat and isinstance(prompt, str) else prompt)
+        prompts.append(Conversation.from_text(prompt) if chat and isinstance(prompt, str) else prompt)
     if not prompts:
         raise ValueError(f"{path} holds no prompts; expected one a line")
     return prompts[:count]
@@ -61,7 +61,7 @@ def _asked(value: Any) -> str | Conversation:
     if isinstance(value, dict) and (value.get("prompt") is None or value.get("messages") is not None):
         messages = messages_of(value)
     if messages is not None:
-        conversation = Conversation.of(messages, value.get("tools"))
+        conversation = Conversation.from_messages(messages, value.get("tools"))
         if not conversation.turns:
             raise ValueError("expected a message of the user among the messages")
         return conversation

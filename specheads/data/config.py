@@ -47,7 +47,7 @@ class DataConfig:
         if not isinstance(self.eval_fraction, (int, float)) or not 0 <= self.eval_fraction < 1:
             raise ValueError(f"eval_fraction={self.eval_fraction!r}: expected a number in [0, 1)")
         if self.eval is not None and self.eval_fraction:
-            raise ValueError(f"eval and eval_fraction={self.eval_fraction} are both given: keep one of the two")
+            raise ValueError(f"eval and eval_fraction={self.eval_fraction} are both given: give one of the two")
         if self.text_column == self.messages_column:
             raise ValueError(f"text_column and messages_column are both {self.text_column!r}: they must differ")
 

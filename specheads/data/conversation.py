@@ -1,4 +1,4 @@
-"""What a row asks a model: the places of a chat where the assistant speaks, and the token ids in front of each."""
+"""What a row asks a model: the turns of a chat where the assistant speaks, and the token ids before each."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from specheads.data.row_forms import TOOL_ROLES, Message, checked, template_of
+from specheads.data.row_forms import TOOL_ROLES, Message, parse_messages, template_of
 from specheads.data.rows import without_none
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat without its answers. turns: the messages in front of each answer, the last of them a user's or a tool's.
+    """A chat without its answers. turns: the messages before each answer, the last of them a user's or a tool's.
 
-    A turn that begins with the assistant's own messages puts them in the place of the answer before it.
+    A turn that begins with messages of the assistant replaces the answer before it by them.
     template: further variables of the chat template, such as {"enable_thinking": False}.
     """
 
@@ -27,29 +27,28 @@ class Conversation:
     template: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, messages: Any, tools: Any = None) -> Conversation:
+    def from_messages(cls, messages: Any, tools: Any = None) -> Conversation:
         """Of a row's columns: the assistant is asked after each message of the user and after each run of tool results.
 
-        What it says in the row is left out, but for messages that tool results follow: those stay, calls, reasoning and
-        all, because the results are those of this call, and nobody can run the tools of a data set again. The model is
-        still asked in their place, so that its own call can be learnt; the chat then goes on with the call of the row.
-        Raises ValueError for what are no messages.
+        The row's answers are dropped, except messages that tool results follow: those stay with calls and reasoning,
+        because nobody can run the tools of a data set again. The model is still asked at that turn, so that its own
+        call can be learnt; the chat then continues with the call of the row. Raises ValueError for malformed messages.
         """
         turns: list[tuple[Message, ...]] = []
         turn: list[Message] = []
-        said: list[Message] = []  # by the assistant, since the last of the others
-        for message in checked(without_none(messages)):
+        answer: list[Message] = []  # the assistant's messages since the last of the others
+        for message in parse_messages(without_none(messages)):
             is_result = message["role"] in TOOL_ROLES
             if turn and turn[-1]["role"] in TOOL_ROLES and not is_result:
                 turns.append(tuple(turn))
                 turn = []
             if message["role"] == "assistant":
-                said.append(dict(message))
+                answer.append(dict(message))
                 continue
             if "content" not in message:
                 raise ValueError(f"message {message!r:.80}: expected a dict with 'role' and 'content'")
-            turn += [*said, dict(message)] if is_result else [dict(message)]
-            said = []
+            turn += [*answer, dict(message)] if is_result else [dict(message)]
+            answer = []
             if message["role"] == "user":
                 turns.append(tuple(turn))
                 turn = []
@@ -58,7 +57,7 @@ class Conversation:
         return cls(tuple(turns), without_none(json.loads(tools) if isinstance(tools, str) else tools) or None)
 
     @classmethod
-    def of_text(cls, text: str) -> Conversation:
+    def from_text(cls, text: str) -> Conversation:
         """The text as the only message of the user."""
         return cls(turns=(({"role": "user", "content": text},),))
 
@@ -68,18 +67,18 @@ class Conversation:
 
     @property
     def key(self) -> str:
-        """The same for conversations that ask the same: Unicode's composed form, without white space at the ends."""
+        """Equal for conversations that ask the same, up to Unicode composition and white space at the ends."""
         return json.dumps([_normal(self.turns), _normal(self.tools)], sort_keys=True, default=str)
 
     def with_template(self, template: Mapping[str, Any] | None) -> Conversation:
         return replace(self, template=template)
 
     def keeps_call(self, turn: int) -> bool:
-        """Does the row's own message stand in the place of the answer to this turn, in front of the next one?"""
+        """Whether the row's own message replaces the answer to this turn in later prompts."""
         return turn + 1 < len(self.turns) and self.turns[turn + 1][0]["role"] == "assistant"
 
     def messages(self, answers: Sequence[str]) -> list[Message]:
-        """What stands in front of the next answer, where the earlier turns got `answers`."""
+        """The messages before the next answer, given the answers to earlier turns."""
         messages: list[Message] = []
         for turn, answer in enumerate(answers):
             messages += self.turns[turn]
@@ -88,7 +87,7 @@ class Conversation:
         return [*messages, *self.turns[len(answers)]]
 
     def text(self, messages: Sequence[Message], tokenizer: Any, *, generation_prompt: bool) -> str:
-        """The messages through the chat template. ValueError where there is none, or it refuses them."""
+        """The messages as the chat template writes them. ValueError without one, or where it refuses them."""
         template_of(tokenizer)
         try:
             return str(
@@ -101,16 +100,16 @@ class Conversation:
                 )
             )
         except TemplateError as error:
-            said = f"{messages[0]!r:.80}, …" if len(messages) > 1 else f"{messages[0]!r:.80}"
-            raise ValueError(f"the chat template refuses {said}: {error}") from error
+            first = f"{messages[0]!r:.80}, …" if len(messages) > 1 else f"{messages[0]!r:.80}"
+            raise ValueError(f"the chat template refuses {first}: {error}") from error
 
     def prompt(self, answers: Sequence[str], tokenizer: Any) -> list[int]:
-        """Token ids in front of the next answer, where the earlier turns got `answers`, generation prompt included.
+        """Token ids before the next answer, given the answers to earlier turns; the generation prompt is included.
 
         Raises ValueError where the tokenizer has no chat template, or one that refuses these messages.
         """
         text = self.text(self.messages(answers), tokenizer, generation_prompt=True)
-        # The template writes the special tokens: a second bos would be none the model has seen.
+        # The template writes the special tokens: the model has never seen a second bos.
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 

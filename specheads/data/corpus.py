@@ -63,9 +63,9 @@ def held_out_names() -> list[str]:
 
 def texts(split: Split, held_out: list[str] | None = None) -> Iterator[tuple[str, str]]:
     """(name, text) of each standard-library file of the split, in path order."""
-    held = set(held_out_names() if held_out is None else held_out)
+    names = set(held_out_names() if held_out is None else held_out)
     for name, path in stdlib_files().items():
-        if (name in held) == (split == "held_out") and (text := read_text(path)) is not None:
+        if (name in names) == (split == "held_out") and (text := read_text(path)) is not None:
             yield name, text
 
 
@@ -74,14 +74,14 @@ def texts_of(paths: Iterable[str | Path]) -> Iterator[tuple[str, str]]:
 
     Raises FileNotFoundError for a path that is not there, and ValueError for one that gives no text to learn from.
     """
-    for given in map(Path, paths):
-        if not given.exists():
-            raise FileNotFoundError(f"--data {given}: no such file or folder")
-        files = sorted(given.rglob("*.py")) if given.is_dir() else [given]
-        found = [(str(path), text) for path in files if (text := read_text(path)) is not None]
-        if not found:
+    for source in map(Path, paths):
+        if not source.exists():
+            raise FileNotFoundError(f"--data {source}: no such file or folder")
+        files = sorted(source.rglob("*.py")) if source.is_dir() else [source]
+        usable = [(str(path), text) for path in files if (text := read_text(path)) is not None]
+        if not usable:
             raise ValueError(
-                f"--data {given}: no {'.py file in it' if given.is_dir() else 'file'} of {_MIN_CHARS} to {_MAX_CHARS} "
-                "characters in UTF-8; name files or folders of Python source"
+                f"--data {source}: no {'.py file in it' if source.is_dir() else 'file'} of {_MIN_CHARS} to "
+                f"{_MAX_CHARS} characters in UTF-8; name files or folders of Python source"
             )
-        yield from found
+        yield from usable

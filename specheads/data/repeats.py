@@ -1,4 +1,4 @@
-"""The rows that a loader sharded over processes repeats to fill the last batch of an epoch: no longer supervised."""
+"""Mask the rows that a sharded loader repeats to fill the last batch of an epoch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from accelerate.state import GradientState
 from specheads.data.rows import IGNORED
 
 
-def without_repeats(inputs: dict[str, Any], state: GradientState) -> dict[str, Any]:
-    """A batch that the active loader has just given, with the rows it repeats masked."""
+def mask_repeats(inputs: dict[str, Any], state: GradientState) -> dict[str, Any]:
+    """The active loader's current batch, in which repeated rows are no longer supervised."""
     if not state.end_of_dataloader:
         return inputs
     sampler = state.active_dataloader.batch_sampler
@@ -24,7 +24,7 @@ def without_repeats(inputs: dict[str, Any], state: GradientState) -> dict[str, A
     if not left_over:
         return inputs
     rows = len(inputs["input_ids"])
-    kept = min(rows, max(0, left_over - sampler.batch_size * sampler.process_index))
-    name, nothing = ("labels", IGNORED) if "labels" in inputs else ("loss_mask", 0)
-    mask = torch.arange(rows, device=inputs[name].device).unsqueeze(1) < kept
-    return {**inputs, name: torch.where(mask, inputs[name], nothing)}
+    fresh = min(rows, max(0, left_over - sampler.batch_size * sampler.process_index))
+    name, ignored = ("labels", IGNORED) if "labels" in inputs else ("loss_mask", 0)
+    mask = torch.arange(rows, device=inputs[name].device).unsqueeze(1) < fresh
+    return {**inputs, name: torch.where(mask, inputs[name], ignored)}

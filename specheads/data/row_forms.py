@@ -11,7 +11,7 @@ from specheads.options import refuse_unknown, shown
 Message = dict[str, Any]
 TOOL_ROLES = frozenset({"tool", "function", "ipython", "observation"})  # what a tool returned, by template
 ROLES = ("system", "developer", "user", "assistant", *sorted(TOOL_ROLES))
-# Of ShareGPT and its kin; function_call is a call that the assistant makes.
+# ShareGPT and similar forms; function_call is a call by the assistant.
 _NAMES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
     "model": "assistant", "function_call": "assistant", "function_response": "tool",
@@ -20,7 +20,7 @@ COLUMNS = ("conversations", "instruction", "input", "output", "history", "system
 
 
 def is_chat(columns: Collection[str]) -> bool:
-    """Do rows with these columns hold chats in ShareGPT's or Alpaca's form?"""
+    """Whether rows with these columns hold chats in ShareGPT's or Alpaca's form."""
     return "conversations" in columns or {"instruction", "output"} <= set(columns)
 
 
@@ -44,25 +44,25 @@ def messages_of(row: Mapping[str, Any], column: str = "messages", text_column: s
     return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages
 
 
-def checked(messages: Any, known: Collection[str] = ROLES) -> list[Message]:
-    """Messages as `role` and `content`, whichever way they are written. ValueError for what is no list of them, and for
-    a role that is not known, with its number."""
+def parse_messages(messages: Any, known: Collection[str] = ROLES) -> list[Message]:
+    """Messages as `role` and `content`, from any of the known forms. Raises ValueError for anything else, and for an
+    unknown role, with the number of the message."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"messages={messages!r:.80}: expected a list of {{'role': …, 'content': …}}")
-    return [_checked(message, number, known) for number, message in enumerate(messages, start=1)]
+    return [_parse_message(message, number, known) for number, message in enumerate(messages, start=1)]
 
 
-def _checked(message: Any, number: int, known: Collection[str]) -> Message:
+def _parse_message(message: Any, number: int, known: Collection[str]) -> Message:
     if not isinstance(message, Mapping) or not ({"role", "from"} & message.keys()):
         raise ValueError(f"message {message!r:.80}: expected a dict with 'role' and 'content', or 'from' and 'value'")
     rest = dict(message)
-    shared = "role" not in rest
-    given = role = rest.pop("from" if shared else "role")
-    if not shared and role in known:
+    is_sharegpt = "role" not in rest
+    given = role = rest.pop("from" if is_sharegpt else "role")
+    if not is_sharegpt and role in known:
         return dict(message)
-    if shared and "value" in rest:
+    if is_sharegpt and "value" in rest:
         rest["content"] = rest.pop("value")
-    elif shared and "content" not in rest:
+    elif is_sharegpt and "content" not in rest:
         raise ValueError(f"message {message!r:.80}: expected a dict with 'from' and 'value'")
     if role not in known and isinstance(role, str):
         role = _NAMES.get(role.lower(), role.lower() if role.lower() in known else role)
@@ -70,13 +70,13 @@ def _checked(message: Any, number: int, known: Collection[str]) -> Message:
         refuse_unknown([role], [*known, *_NAMES], "role")
     except ValueError as error:
         raise ValueError(f"message {number}: {error}") from error
-    if shared and given == "function_call" and (call := _call(rest["content"])) is not None:
+    if is_sharegpt and given == "function_call" and (call := _parse_call(rest["content"])) is not None:
         rest |= {"content": "", "tool_calls": [{"type": "function", "function": call}]}
     return {"role": role, **rest}
 
 
-def _call(text: Any) -> dict[str, Any] | None:
-    """A call that is written as JSON; None for other text."""
+def _parse_call(text: Any) -> dict[str, Any] | None:
+    """A call written as JSON; None for other text."""
     try:
         call = json.loads(text) if isinstance(text, str) else text
     except json.JSONDecodeError:

@@ -1,7 +1,7 @@
-"""One row of text or chat → token ids and labels; cut, packed into sequences, collated into batches.
+"""One row of text or chat → token ids and labels, cut to length.
 
 labels[t] == input_ids[t] where token t is supervised, else -100: Hugging Face's convention, indexed by the predicted
-token itself. labels[0] of every document is -100, because nothing predicts it. B batch rows, T tokens.
+token itself. labels[0] of every document is -100, because nothing predicts it.
 """
 
 from __future__ import annotations
@@ -9,18 +9,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from jinja2 import TemplateError
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from specheads.data.row_forms import ROLES, checked, messages_of, template_of
+from specheads.data.row_forms import ROLES, messages_of, parse_messages, template_of
 
 if TYPE_CHECKING:
     from specheads.data.config import DataConfig
@@ -41,7 +38,7 @@ def tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config:
     keeps them, and its labels (without any, all but the first token). Raises ValueError for a malformed row.
     """
     if row.get("input_ids") is not None:
-        return _tokenized(row["input_ids"], row.get("labels"))
+        return _check_tokens(row["input_ids"], row.get("labels"))
     if (messages := messages_of(row, config.messages_column, config.text_column)) is not None:
         return truncate(_tokenize_chat(messages, row.get("tools"), tokenizer), config.max_length, tokenizer)
     text = row.get(config.text_column)
@@ -57,21 +54,23 @@ def tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config:
     return {"input_ids": ids, "labels": [IGNORED, *ids[1:]] if ids else []}
 
 
-def _tokenized(input_ids: Any, labels: Any) -> Row:
+def _check_tokens(input_ids: Any, labels: Any) -> Row:
     ids = list(input_ids)
-    given = ids if labels is None else list(labels)
-    if len(given) != len(ids) or any(label not in (IGNORED, token) for token, label in zip(ids, given, strict=False)):
+    targets = ids if labels is None else list(labels)
+    if len(targets) != len(ids) or any(
+        label not in (IGNORED, token) for token, label in zip(ids, targets, strict=False)
+    ):
         raise ValueError(
-            f"a row has {len(ids)} input_ids and labels {given[:8]}: expected as many, each the token itself or "
+            f"a row has {len(ids)} input_ids and labels {targets[:8]}: expected as many, each the token itself or "
             f"{IGNORED} where it is not to be learnt"
         )
-    return {"input_ids": ids, "labels": [IGNORED, *given[1:]] if ids else []}
+    return {"input_ids": ids, "labels": [IGNORED, *targets[1:]] if ids else []}
 
 
 def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase) -> Row:
     tools = without_none(json.loads(tools) if isinstance(tools, str) else tools) or None
     template = template_of(tokenizer, tools)
-    messages = checked(without_none(messages), (*ROLES, *_COMPARED.findall(template)))
+    messages = parse_messages(without_none(messages), (*ROLES, *_COMPARED.findall(template)))
     try:
         if _GENERATION_MARK.search(template):
             known: dict[str, Any] = {**tokenizer.special_tokens_map, "tools": tools, "chat_template": template}
@@ -79,7 +78,7 @@ def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase
             (text,), (spans,) = rendered
         else:
             text, spans = _spans_by_rendering(messages, tools, tokenizer)
-    except (TemplateError, TypeError) as error:  # TypeError: of a content that is no text
+    except (TemplateError, TypeError) as error:  # TypeError: of content that is not text
         raise ValueError(f"the chat template refuses {messages!r:.80}: {error}") from error
     spans = [_to_end_of_turn(text, start, end, tokenizer) for start, end in spans]
     ids, token_spans = _token_spans(text, spans, tokenizer)
@@ -91,7 +90,7 @@ def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase
 
 
 def without_none(value: Any) -> Any:
-    """Nested dicts and lists without the keys whose value is None."""
+    """Nested dicts and lists without keys whose value is None."""
     # Arrow gives every struct the fields of all rows, None where a row had none: templates would print them
     if isinstance(value, Mapping):
         return {key: without_none(item) for key, item in value.items() if item is not None}
@@ -168,7 +167,7 @@ def _token_spans(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBas
 
 
 def truncate(row: Row, max_length: int, tokenizer: PreTrainedTokenizerBase) -> Row:
-    """The row if it fits, else its last max_length tokens up to the last supervised one, behind its bos if any."""
+    """The row if it fits, else its last max_length tokens up to the last supervised one, after its bos if any."""
     ids, labels = row["input_ids"], row["labels"]
     if len(ids) <= max_length:
         return row
@@ -193,78 +192,9 @@ def chunk(row: Row, max_length: int, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def _leading_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    # Kept in front of a cut row: Llama and Gemma attend to it everywhere, and their features are off without it
+    # Kept in front of a cut row: Llama and Gemma attend to it everywhere, and their features are wrong without it
     return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
 
 
 def _spliced(ids: list[int], labels: list[int], start: int, end: int, bos: list[int]) -> Row:
     return {"input_ids": bos + ids[start:end], "labels": [IGNORED] * (len(bos) + 1) + labels[start + 1 : end]}
-
-
-# ------------------------------------------------------------------------------------------------- packing and batching
-
-
-def pack(rows: Iterable[Row], max_length: int) -> list[Row]:
-    """Rows → sequences of at most max_length tokens, each row in the fullest open sequence that still takes it.
-
-    Adds document_ids (1, 1, 2, 2, 2, …) and position_ids, which restart with each document. The first token of a
-    document is never supervised. Raises ValueError for a row longer than max_length.
-    """
-    sequences: list[Row] = []
-    room: list[tuple[int, int]] = []  # (free tokens, sequence), sorted
-    for row in rows:
-        length = len(row["input_ids"])
-        if length > max_length:
-            raise ValueError(f"a row of {length} tokens does not fit max_length={max_length}: truncate or chunk first")
-        at = bisect_left(room, (length, -1))
-        if at < len(room):
-            free, index = room.pop(at)
-        else:
-            free, index = max_length, len(sequences)
-            sequences.append({"input_ids": [], "labels": [], "document_ids": [], "position_ids": []})
-        into = sequences[index]
-        document = into["document_ids"][-1] + 1 if into["document_ids"] else 1
-        into["input_ids"] += row["input_ids"]
-        into["labels"] += [IGNORED, *row["labels"][1:]][:length]
-        into["document_ids"] += [document] * length
-        into["position_ids"] += range(length)
-        if free > length:
-            insort(room, (free - length, index))
-    return sequences
-
-
-@dataclass(frozen=True)
-class Collator:
-    """Rows → a batch padded on the right to its longest row: int64 tensors, (B, T) each.
-
-    input_ids, attention_mask (1 on tokens), labels (-100 on padding), position_ids, document_ids (0 on padding; 1 on
-    the tokens of a row that was not packed). T is rounded up to pad_to_multiple_of.
-    """
-
-    pad_token_id: int
-    pad_to_multiple_of: int | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.pad_token_id, int) or self.pad_token_id < 0:
-            raise ValueError(f"pad_token_id={self.pad_token_id!r}: expected a token id; eos_token_id will do")
-        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
-            raise ValueError(f"pad_to_multiple_of={self.pad_to_multiple_of}: expected None or at least 1")
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        longest, multiple = max(len(row["input_ids"]) for row in rows), self.pad_to_multiple_of or 1
-        width = -(-longest // multiple) * multiple
-        padding = {
-            "input_ids": self.pad_token_id,
-            "attention_mask": 0,
-            "labels": IGNORED,
-            "position_ids": 0,
-            "document_ids": 0,
-        }
-        batch = {name: torch.full((len(rows), width), value) for name, value in padding.items()}
-        for b, row in enumerate(rows):
-            length = len(row["input_ids"])
-            ones, order = torch.ones(length, dtype=torch.int64), torch.arange(length)
-            columns = {"attention_mask": ones, "position_ids": order, "document_ids": ones, **row}
-            for name in padding:
-                batch[name][b, :length] = torch.as_tensor(columns[name], dtype=torch.int64)
-        return batch

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specheads.data.rows import Collator
+from specheads.data.batches import Collator
 from specheads.decoding.planner import StaticTree
 from specheads.decoding.planner.named import static_choices
 from specheads.options import OptionError

@@ -33,13 +33,13 @@ class SpecTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         if self.use_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.distributed.is_initialized():
-            # transformers 5.23 hands ddp_timeout on for GPUs alone: a process that hangs would hang the others.
+            # transformers 5.23 passes ddp_timeout on for GPUs alone: a process that hangs would hang the others.
             PartialState(cpu=True, backend=self.ddp_backend, timeout=timedelta(seconds=self.ddp_timeout))
         super().__post_init__()
         if self.device.type == "cpu":  # where it only brings a warning
             self.dataloader_pin_memory = False
         if self.data_seed is None:
-            # Else the order of the rows hangs on what drew random numbers before train(), and a resumed run differs.
+            # Else the order of the rows depends on random draws before train(), and a resumed run differs.
             self.data_seed = self.seed
         if isinstance(self.head_lr_groups, str):
             self.head_lr_groups = json.loads(self.head_lr_groups)
@@ -53,7 +53,7 @@ class SpecTrainingArguments(TrainingArguments):
                     f"head_lr_groups: {pattern!r} has the factor {factor!r}; expected a number of at least 0"
                 )
         if self.muon and self.optim not in _ADAMW:
-            raise ValueError(f"muon=true goes with optim {' or '.join(_ADAMW)}, not {str(self.optim)!r}")
+            raise ValueError(f"muon=true needs optim {' or '.join(_ADAMW)}, not {str(self.optim)!r}")
 
     @property
     def lr_multipliers(self) -> Mapping[str, float]:

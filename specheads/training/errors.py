@@ -1,4 +1,4 @@
-"""What ends a training run before its time, said in one line: with what is left, and how to go on."""
+"""Why a training run ended early, in one line: what is left of it, and how to resume."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ STATE = "trainer_state.json"
 
 
 class TrainingError(RuntimeError):
-    """A run that could not go on. What it had saved before is whole; the message says where to go on from."""
+    """A run that could not continue. What it saved before is whole; the message names the checkpoint to resume from."""
 
 
 class TrainingStopped(KeyboardInterrupt):
     """A run that was asked to stop, by Ctrl-C or a SIGTERM; number: of the signal.
 
-    The message, on the first process alone, says how far it came and how to resume.
+    The message, on the first process alone, says at which step it stopped and how to resume.
     """
 
     def __init__(self, message: str = "", number: int = signal.SIGINT) -> None:
@@ -38,12 +38,12 @@ class TrainingStopped(KeyboardInterrupt):
 @contextlib.contextmanager
 def stop_signals() -> Iterator[None]:
     """In the block the first SIGINT or SIGTERM is a TrainingStopped, and later ones change nothing: a terminal and a
-    launcher may both send one, and the second would cut short what the first has to say."""
+    launcher may both send one, and the second would cut short the message of the first."""
     signals = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in signals}
-    # Only the main thread is told of signals; and one that is ignored, as in a shell's background, stays ignored.
-    ours = threading.current_thread() is threading.main_thread()
-    taken = [number for number in signals if ours and before[number] not in (None, signal.SIG_IGN)]
+    # Only the main thread receives signals; one that is ignored, as in a shell's background, stays ignored.
+    is_main = threading.current_thread() is threading.main_thread()
+    taken = [number for number in signals if is_main and before[number] not in (None, signal.SIG_IGN)]
 
     def stop(number: int, frame: Any) -> None:
         for other in taken:
@@ -59,8 +59,8 @@ def stop_signals() -> Iterator[None]:
             signal.signal(number, before[number])
 
 
-def finished(folder: Path) -> bool:
-    """Is this checkpoint whole? Its state is written last, so one that a crash cut short has none, or half of one."""
+def is_finished(folder: Path) -> bool:
+    """Whether this checkpoint is whole. Its state is written last, so after a crash it is missing or half there."""
     try:
         return isinstance(json.loads((folder / STATE).read_text("utf8")), dict)
     except (OSError, ValueError):
@@ -74,19 +74,19 @@ def last_finished(output_dir: Any, since: float = 0.0) -> Path | None:
         for folder in Path(output_dir).glob("checkpoint-*")
         if folder.name.rpartition("-")[2].isdigit()
     }
-    whole = (numbered[step] for step in sorted(numbered, reverse=True) if finished(numbered[step]))
+    whole = (numbered[step] for step in sorted(numbered, reverse=True) if is_finished(numbered[step]))
     return next((folder for folder in whole if (folder / STATE).stat().st_mtime >= since), None)
 
 
-def go_on(output_dir: Any) -> str:
-    """How to go on, as the end of a message."""
+def resume_hint(output_dir: Any) -> str:
+    """How to resume, as the end of a message."""
     folder = last_finished(output_dir)
     if folder is None:
         return "no checkpoint was saved before it (training.save_steps says how often)"
-    return f"{folder} is whole: go on from it with training.resume_from_checkpoint=auto"
+    return f"{folder} is whole: resume from it with training.resume_from_checkpoint=auto"
 
 
-def stopped_at(step: int, output_dir: Any, since: float, resumed_from: Any, head_saved: bool) -> str:
+def stop_message(step: int, output_dir: Any, since: float, resumed_from: Any, head_saved: bool) -> str:
     """What a run that was stopped leaves. since: when it began; resumed_from: the checkpoint it began from, if any;
     head_saved: training had ended, and what came after it was stopped."""
     if head_saved:
@@ -105,21 +105,21 @@ def stopped_at(step: int, output_dir: Any, since: float, resumed_from: Any, head
 
 
 def refuse_not_finite(value: Any, what: str, step: int, output_dir: Any) -> None:
-    """TrainingError where a loss or a norm, which is what the next step would be made of, is no finite number."""
+    """Raise TrainingError where a loss or a gradient norm is not a finite number."""
     number = float(value)
     if not torch.isfinite(torch.tensor(number)):
         raise TrainingError(
-            f"step {step}: the {what} is {number}, and the step was not taken; {go_on(output_dir)}, with a lower "
+            f"step {step}: the {what} is {number}, and the step was not taken; {resume_hint(output_dir)}, with a lower "
             "training.learning_rate or training.max_grad_norm, in bf16 instead of fp16, or without that step's rows"
         )
 
 
 def is_unwritten(error: BaseException) -> bool:
-    """Could a file not be written? (torch.save says so by a RuntimeError.)"""
+    """Whether a file could not be written. (torch.save raises a RuntimeError.)"""
     return isinstance(error, OSError | SafetensorError) or "failed writing file" in str(error)
 
 
 def is_lost_process(error: BaseException) -> bool:
-    """Did another process of this run end, or not answer in time?"""
+    """Whether another process of this run ended, or did not answer in time."""
     signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "timeout caused pair closure")
     return isinstance(error, torch.distributed.DistError) or any(sign in str(error) for sign in signs)

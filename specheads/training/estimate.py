@@ -1,7 +1,7 @@
-"""What a training run will take, reckoned from configs alone: parameters, memory of each GPU, time, disk for features.
+"""What a training run will take, by its configs alone: parameters, memory of each GPU, time, disk for features.
 
 Nothing is loaded: base and head are built without weights. Memory is what stays (weights, gradients, AdamW's moments)
-plus a rough peak of activations; time is arithmetic over a share of what the device can do at best.
+plus a rough peak of activations. Time is a count of operations over a share of the device's peak speed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specheads.decoding.target.hf_base import text_config
+from specheads.heads import DraftHead
 from specheads.heads.block import decoder_layers
 from specheads.hub import options as hub_options
 from specheads.losses.chunked import rows_of_chunk
@@ -25,6 +26,7 @@ from specheads.options import OptionError
 from specheads.training.recipe import Recipe
 
 GIB = 1 << 30
+_UNSHARDED_BASE = ("no", "ddp", "zero1", "zero2")  # each process holds the base whole
 UTILISATION = 0.4  # of a GPU's dense bf16 peak, which frozen forward passes and a small head reach
 PEAKS = {  # dense bf16 operations a second, from the vendor's data sheets
     "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12, "MI300X": 1307e12,
@@ -34,7 +36,7 @@ PEAKS = {  # dense bf16 operations a second, from the vendor's data sheets
 @dataclass(frozen=True)
 class Estimate:
     """Counts of parameters; GiB of each process by part; GB of disk and seconds of one process a million tokens;
-    loading: GiB of the machine's own memory that each process fills before it is cut up or moved."""
+    loading: GiB of host memory that each process fills before the model is sharded or moved."""
 
     base_parameters: int
     trained_parameters: int
@@ -68,62 +70,125 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
     if processes < 1:
         raise OptionError("{processes}: expected at least 1", processes=processes)
     if recipe.features or not recipe.base or recipe.data is None:
-        raise ValueError("a run over saved features is not reckoned: give the base and the data they were saved from")
+        raise ValueError("a run over saved features cannot be estimated: give the base and the data of those features")
+    config, model = _build_without_weights(recipe)
+    sizes = _Sizes.of_model(model, recipe, getattr(config, "dtype", None))
+    base = _base_bytes(model.base, recipe.bits, sizes.base_bytes)
+    memory = _memory(sizes, base, processes, distributed)
+    if distributed not in _UNSHARDED_BASE:
+        memory["gathered"] = _gathered(model, sizes.base_bytes, sizes.trained * sizes.head_bytes, distributed)
+    name, speed = _device(device)
+    width = (sizes.taps + 1) * sizes.hidden
+    return Estimate(
+        base_parameters=sizes.frozen,
+        trained_parameters=sizes.trained,
+        memory={part: size / GIB for part, size in memory.items()},
+        disk_gb={"bfloat16": width * 2 / 1e3, "float8": width / 1e3},
+        device=name,
+        seconds=_operations_per_token(sizes) * 1e6 / speed,
+        processes=processes,
+        distributed=distributed,
+        loading=base / GIB,
+    )
+
+
+def _build_without_weights(recipe: Recipe) -> tuple[Any, SpecModel]:
     config = AutoConfig.from_pretrained(recipe.base, **hub_options(recipe.base))
+    saved = None if recipe.init_from is None else saved_head.read(recipe.init_from)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config)
-        options = recipe.head if recipe.init_from is None else saved_head.read(recipe.init_from).head
+        options = recipe.head if saved is None else saved.head
         assert options is not None
-        joint = recipe.lora if recipe.init_from is None else saved_head.read(recipe.init_from).config.joint
-        model = convert(base, options, init=False, lora=joint)
-    head, arguments = model.head, recipe.training
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in model.base.parameters() if not p.requires_grad)
-    base_bytes = _bytes(recipe.base_dtype, getattr(config, "dtype", None))
-    head_bytes = _bytes(recipe.head_dtype, getattr(config, "dtype", None))
-    whole = distributed in ("no", "ddp", "zero1", "zero2")
-    share = 1 if whole else processes
-    length = recipe.data.max_length
-    tokens = arguments.get("per_device_train_batch_size", 8) * length
-    sizes = text_config(model.base)
-    hidden, vocab = sizes.hidden_size, sizes.vocab_size
-    inner = getattr(sizes, "intermediate_size", None) or 4 * hidden
-    taps = len(head.layers)
-    passes, own = head.passes(length), _output(head)
-    # Of a matrix a depth `passes` is the share of tokens, of one that all depths share how often it is applied.
-    projected = passes * (own or vocab * hidden)
-    logits = vocab + (head.config.output_size or vocab)
-    chunk = rows_of_chunk(logits, torch.device("cuda"))
-    memory = {
-        "base": _base_bytes(model.base, recipe.bits, base_bytes) / share,
-        "head": trained * head_bytes / share,
-        "gradients": trained * head_bytes / (processes if distributed in ("zero2", "zero3", "fsdp", "fsdp2") else 1),
-        "optimizer": 2 * trained * 4 / (1 if distributed in ("no", "ddp") else processes),
-        # One frozen layer at a time, what is tapped, and what the head keeps for its backward pass: some 14 vectors of
-        # the hidden size and 3 of the inner one for each time a token goes through it.
-        "activations": tokens * base_bytes * (4 * hidden + 2 * inner + (taps + 1) * hidden)
-        + tokens * passes * base_bytes * (14 * hidden + 3 * inner)
-        + _unrolled_attention(head, tokens, length),
+        joint = recipe.lora if saved is None else saved.config.joint
+        return config, convert(base, options, init=False, lora=joint)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What the arithmetic needs of a run. frozen, trained, output: parameters, the last of the head's own output
+    matrices; base_bytes, head_bytes: of a weight; tokens: of a process and step."""
+
+    frozen: int
+    trained: int
+    output: int
+    base_bytes: int
+    head_bytes: int
+    tokens: int
+    length: int
+    hidden: int
+    inner: int
+    vocab: int
+    layers: int
+    taps: int
+    passes: float  # of the head, for each token
+    head: DraftHead
+    joint: bool  # adapters on the base learn too
+
+    @classmethod
+    def of_model(cls, model: SpecModel, recipe: Recipe, saved_dtype: Any) -> _Sizes:
+        assert recipe.data is not None
+        head, text = model.head, text_config(model.base)
+        length = recipe.data.max_length
+        return cls(
+            frozen=sum(p.numel() for p in model.base.parameters() if not p.requires_grad),
+            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            output=_output(head),
+            base_bytes=_bytes(recipe.base_dtype, saved_dtype),
+            head_bytes=_bytes(recipe.head_dtype, saved_dtype),
+            tokens=recipe.training.get("per_device_train_batch_size", 8) * length,
+            length=length,
+            hidden=text.hidden_size,
+            inner=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            vocab=text.vocab_size,
+            layers=text.num_hidden_layers,
+            taps=len(head.layers),
+            passes=head.passes(length),
+            head=head,
+            joint=model.joint is not None,
+        )
+
+    @property
+    def logits(self) -> int:
+        """Of the target and of one draft, for a token."""
+        return self.vocab + (self.head.config.output_size or self.vocab)
+
+
+def _memory(sizes: _Sizes, base: float, processes: int, distributed: str) -> dict[str, float]:
+    """Bytes of each process by part, but for what is gathered. base: bytes of the whole frozen base."""
+    share = 1 if distributed in _UNSHARDED_BASE else processes
+    gradients_share = processes if distributed in ("zero2", "zero3", "fsdp", "fsdp2") else 1
+    optimizer_share = 1 if distributed in ("no", "ddp") else processes
+    hidden, inner, taps = sizes.hidden, sizes.inner, sizes.taps
+    # One frozen layer at a time, what is tapped, and what the head keeps for its backward pass: some 14 vectors of the
+    # hidden size and 3 of the inner one for each time a token goes through it.
+    activations: float = sizes.tokens * sizes.base_bytes * (4 * hidden + 2 * inner + (taps + 1) * hidden)
+    activations += sizes.tokens * sizes.passes * sizes.base_bytes * (14 * hidden + 3 * inner)
+    activations += _unrolled_attention(sizes.head, sizes.tokens, sizes.length)
+    if sizes.joint:  # the gradient goes back through the base, which keeps what every layer needs for it
+        activations += sizes.tokens * sizes.base_bytes * sizes.layers * (14 * hidden + 3 * inner)
+    chunk = rows_of_chunk(sizes.logits, torch.device("cuda"))
+    return {
+        "base": base / share,
+        "head": sizes.trained * sizes.head_bytes / share,
+        "gradients": sizes.trained * sizes.head_bytes / gradients_share,
+        "optimizer": 2 * sizes.trained * 4 / optimizer_share,
+        "activations": activations,
         # A chunk's logits of target and one draft with the tensors of the loss, and the weights' gradients in float32.
-        "loss": 3 * 4 * min(chunk, tokens) * logits + 4 * own,
+        "loss": 3 * 4 * min(chunk, sizes.tokens) * sizes.logits + 4 * sizes.output,
     }
-    per_token = 2 * frozen + (6 if model.joint is None else 8) * passes * (trained - own) + 6 * projected
-    if not whole:
-        memory["gathered"] = _gathered(model, base_bytes, trained * head_bytes, distributed)
-    if model.joint is not None:  # the gradient goes back through the base, which keeps what every layer needs for it
-        per_token += 4 * frozen
-        memory["activations"] += tokens * base_bytes * sizes.num_hidden_layers * (14 * hidden + 3 * inner)
-    name, speed = _device(device)
-    width = (taps + 1) * hidden
-    return Estimate(
-        frozen, trained, {part: size / GIB for part, size in memory.items()},
-        {"bfloat16": width * 2 / 1e3, "float8": width / 1e3}, name, per_token * 1e6 / speed, processes, distributed,
-        _base_bytes(model.base, recipe.bits, base_bytes) / GIB,
-    )  # fmt: skip
+
+
+def _operations_per_token(sizes: _Sizes) -> float:
+    # Of a matrix a depth `passes` is the share of tokens, of one that all depths share how often it is applied.
+    projected = sizes.passes * (sizes.output or sizes.vocab * sizes.hidden)
+    trained = sizes.passes * (sizes.trained - sizes.output)
+    if sizes.joint:
+        return 6 * sizes.frozen + 8 * trained + 6 * projected
+    return 2 * sizes.frozen + 6 * trained + 6 * projected
 
 
 def _gathered(model: SpecModel, base_bytes: int, head: float, distributed: str) -> float:
-    """Bytes of what is whole for a while where everything is cut up. accelerate (1.15) puts a head into FSDP2's root,
+    """Bytes of what is whole for a while where everything is sharded. accelerate (1.15) puts a head into FSDP2's root,
     which stays whole from forward to backward as the output matrix does, and layers come one ahead; of ZeRO-3's as many
     parameters as its `stage3_max_live_parameters`, 10⁹ by default."""
     if distributed == "zero3":
@@ -162,7 +227,7 @@ def _base_bytes(base: Any, bits: int | None, each: float) -> float:
 
 
 def _device(wanted: str | None) -> tuple[str, float]:
-    """A device's name, and what it does a second."""
+    """A device's name, and its operations a second."""
     if wanted is None and torch.cuda.is_available():
         wanted = torch.cuda.get_device_name()
     if wanted is not None:

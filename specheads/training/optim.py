@@ -23,8 +23,8 @@ def parameter_groups(
 ) -> list[Group]:
     """Trainable parameters by their learning rate and weight decay, in the order they come.
 
-    multipliers: regular expression → factor on the learning rate; the first that is found in a parameter's name
-    counts. ValueError for one that is found in none.
+    multipliers: regular expression → factor on the learning rate; the first that matches a parameter's name
+    counts. Raises ValueError for one that matches none.
     """
     decayed = set(decayed)
     used: set[str] = set()
@@ -43,14 +43,14 @@ def parameter_groups(
         group["params"].append(parameter)
         group["names"].append(name)
     if unused := [p for p in multipliers if p not in used]:
-        raise ValueError(f"head_lr_groups: {unused[0]!r} is found in no parameter; the head's are {', '.join(names)}")
+        raise ValueError(f"head_lr_groups: {unused[0]!r} matches no parameter; the head's are {', '.join(names)}")
     return list(groups.values())
 
 
 class MuonAdamW(Optimizer):
     """torch.optim.Muon on the 2-D matrices inside the head, AdamW on everything else, as one optimizer.
 
-    groups as parameter_groups makes them. Embeddings and output matrices (a name with "lm_head" or "embed") go to
+    groups: from parameter_groups. Embeddings and output matrices (a name with "lm_head" or "embed") go to
     AdamW. Muon's step is scaled to AdamW's root mean square, so both take the same learning rate. Muon: Jordan 2024;
     the scaling: arXiv:2502.16982.
     """
@@ -83,7 +83,7 @@ class MuonAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for optimizer, muon in ((self._muon, True), (self._adamw, False)):
-            # Taken anew each time: load_state_dict makes new groups and a new state.
+            # Assigned at each step: load_state_dict replaces the groups and the state.
             optimizer.param_groups = [group for group in self.param_groups if group["muon"] == muon]
             optimizer.state = self.state
             optimizer.step()

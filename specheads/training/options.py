@@ -25,7 +25,7 @@ _WORDS = {
 }  # fmt: skip
 
 
-def checked(options: Mapping[str, Any]) -> dict[str, Any]:
+def check(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options as the Trainer wants them: YAML's plain `no` as "no" where a field takes that word, 1e3 as 1000 where
     it takes whole numbers. ValueError, with the dotted name, for an unknown one and for a value of another type."""
     # Imported here: transformers' arguments take seconds to import, and an override's typo should not.
@@ -34,10 +34,10 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
     fields = {field.name: field for field in dataclasses.fields(SpecTrainingArguments) if field.init}
     refuse_unknown(options, fields, section="training.")
     hints = typing.get_type_hints(SpecTrainingArguments)
-    return {name: _value(name, value, hints[name], fields[name].default) for name, value in options.items()}
+    return {name: _check_value(name, value, hints[name], fields[name].default) for name, value in options.items()}
 
 
-def _value(name: str, value: Any, hint: Any, default: Any) -> Any:
+def _check_value(name: str, value: Any, hint: Any, default: Any) -> Any:
     kinds = _kinds(hint)
     words = [str(member.value) for kind in kinds if issubclass(kind, enum.Enum) for member in kind]
     if value is False and bool not in kinds and ("no" in words or name == "report_to"):

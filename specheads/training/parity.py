@@ -1,9 +1,9 @@
-"""The parity gate: what training says a head is worth is what decoding makes of it.
+"""The parity gate: the accepted length that training computes is the one that decoding reaches.
 
 Held-out prompts are decoded with the real loop, greedily, by a chain as deep as training scores. Then training's own
-forward scores the drafts on the text that came out. The base's next token is the same in both, so the loop's steps can
-be told from the ranks: any difference is one between the head that was trained and the head that is served. The same
-prompts are decoded with the tree that will be used too, which may choose its nodes by more than ranks.
+forward scores the drafts on the text that came out. The base's next token is the same in both, so the ranks determine
+the loop's steps: any difference is one between the head that was trained and the head that is served. The same prompts
+are also decoded with the tree that will be used, which may choose its nodes by more than ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig
 
-from specheads.data.rows import IGNORED, Collator
+from specheads.data.batches import Collator
+from specheads.data.rows import IGNORED
 from specheads.decoding.outputs import SpecGenerateOutput
 from specheads.decoding.planner import chain
 from specheads.options import OptionError, refuse_unknown
@@ -32,7 +33,7 @@ class ParityError(RuntimeError):
 class ParityConfig:
     """prompts: held-out rows that are decoded, 0 for none; prompt_tokens: of a row of plain text, those before the
     first supervised one otherwise; max_new_tokens: of each; tolerance: the relative difference of the two accepted
-    lengths that rounding may make."""
+    lengths that is put down to rounding."""
 
     prompts: int = 8
     prompt_tokens: int = 32
@@ -79,19 +80,19 @@ class Parity:
         )
 
     def rows(self) -> list[list[str]]:
-        """What is shown as a table: how it was measured, and tokens a step."""
-        found = (
+        """Rows of a table: how it was measured, and tokens a step."""
+        lengths = (
             ("real decoding, a chain", self.measured),
             ("training's own forward on the same text", self.simulated),
             ("real decoding, the tree that generate() drafts", self.served),
         )
-        return [[how, f"{length:.3f}"] for how, length in found]
+        return [[how, f"{length:.3f}"] for how, length in lengths]
 
     @property
     def verdict(self) -> str:
         apart = abs(self.measured - self.simulated) / self.simulated
-        said = "agree" if self.holds else "DIFFER"
-        return f"the first two {said}: {apart:.2%} apart over {self.steps} steps, and {self.tolerance:.2%} passes"
+        relation = "agree" if self.holds else "DIFFER"
+        return f"the first two {relation}: {apart:.2%} apart over {self.steps} steps, and {self.tolerance:.2%} passes"
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -108,11 +109,11 @@ class Parity:
 
 
 def prompts_of(rows: Iterable[Mapping[str, Any]], config: ParityConfig) -> list[list[int]]:
-    """The first prompts of tokenized rows: what stands before their first supervised token, or of plain text
-    `prompt_tokens`."""
-    found: list[list[int]] = []
+    """Prompts of the first tokenized rows: the tokens before the first supervised one, or `prompt_tokens` of plain
+    text."""
+    prompts: list[list[int]] = []
     for row in rows:
-        if len(found) == config.prompts:
+        if len(prompts) == config.prompts:
             break
         ids, labels = list(row["input_ids"]), list(row["labels"])
         documents = row.get("document_ids")
@@ -121,8 +122,8 @@ def prompts_of(rows: Iterable[Mapping[str, Any]], config: ParityConfig) -> list[
         first = next(i for i, label in enumerate([*labels, 0]) if label != IGNORED)
         prompt = ids[: first if first > 1 else config.prompt_tokens]
         if prompt:
-            found.append(prompt)
-    return found
+            prompts.append(prompt)
+    return prompts
 
 
 @dataclass
@@ -132,31 +133,31 @@ class _Steps:
     tokens: int = 0
     steps: int = 0
 
-    def add(self, gains: Iterable[int], places: int) -> None:
-        """Steps of so many tokens each, from the first of the places where a whole draft has targets past the last."""
-        place = 0
+    def add(self, gains: Iterable[int], positions: int) -> None:
+        """Add steps of so many tokens each, over the positions at which a whole draft has targets."""
+        position = 0
         for gain in gains:
-            if place >= places:
+            if position >= positions:
                 break
-            place += gain
+            position += gain
             self.steps += 1
-        self.tokens += place
+        self.tokens += position
 
     @property
     def length(self) -> float:
         return self.tokens / self.steps
 
 
-def _jumps(runs: list[int]) -> Iterator[int]:
-    """The steps of a loop whose drafts have `runs` right at each place."""
-    place = 0
-    while place < len(runs):
-        yield 1 + runs[place]
-        place += 1 + runs[place]
+def _simulate_steps(runs: list[int]) -> Iterator[int]:
+    """The tokens of each step of a loop whose draft at each position has `runs` right tokens."""
+    position = 0
+    while position < len(runs):
+        yield 1 + runs[position]
+        position += 1 + runs[position]
 
 
-def _decoded(out: Any) -> tuple[list[int], list[int]]:
-    """The tokens that each step of a loop gained behind the prefill's, and the text with its prompt."""
+def _step_lengths(out: Any) -> tuple[list[int], list[int]]:
+    """The tokens that each step after the prefill gained, and the text with its prompt."""
     assert isinstance(out, SpecGenerateOutput) and out.steps is not None
     return [len(step.tokens[0]) for step in out.steps[1:]], out.sequences[0].tolist()
 
@@ -173,29 +174,31 @@ def compare(
     model.eval()
     depths = model.head.scored_depths
     decoded, scored, served = _Steps(), _Steps(), _Steps()
-    # The base's own may have a penalty or stop words, which training's count knows nothing of.
-    own = model.generation_config
-    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
+    # The base's config may have a penalty or stop words, which training does not count.
+    config_before = model.generation_config
+    model.generation_config = GenerationConfig(
+        eos_token_id=config_before.eos_token_id, pad_token_id=config_before.pad_token_id
+    )
     try:
         for done, prompt in enumerate(prompts):
             ids = torch.tensor([prompt], device=model.device)
             asked: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "return_dict_in_generate": True}
-            gains, text = _decoded(model.generate(ids, tree=chain(depths), **asked))
-            # The prefill draws the first token, so drafts are of those behind it.
+            gains, text = _step_lengths(model.generate(ids, tree=chain(depths), **asked))
+            # The prefill draws the first token, so drafts begin after it.
             labels = [*[IGNORED] * (len(prompt) + 1), *text[len(prompt) + 1 :]]
             batch = Collator(0)([{"input_ids": text, "labels": labels}])
             ranks = model(**{name: value.to(model.device) for name, value in batch.items()}).ranks
             if ranks is not None and len(ranks):
-                runs = (ranks == 0).long().cumprod(1).sum(1).tolist()  # of the draft behind each token
-                # At the last place the text may end before the bonus token of a whole draft.
+                runs = (ranks == 0).long().cumprod(1).sum(1).tolist()  # of the draft after each token
+                # At the last position the text may end before the bonus token of a whole draft.
                 decoded.add(gains, len(runs) - 1)
-                scored.add(_jumps(runs), len(runs) - 1)
-                served.add(_decoded(model.generate(ids, **asked))[0], len(runs) - 1)
+                scored.add(_simulate_steps(runs), len(runs) - 1)
+                served.add(_step_lengths(model.generate(ids, **asked))[0], len(runs) - 1)
             if report:
                 report((done + 1) / len(prompts))
     finally:
         model.train(was_training)
-        model.generation_config = own
+        model.generation_config = config_before
     if not decoded.steps or not scored.steps:
         return None
     return Parity(decoded.length, scored.length, served.length, decoded.steps, config.tolerance)

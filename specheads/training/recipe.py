@@ -32,9 +32,9 @@ class Recipe:
 
     base: path or hub id; base_dtype and head_dtype: "auto", "float32", "bfloat16" or "float16" ("auto" is what the
     base was saved in); load_in_4bit, load_in_8bit: the base quantised by bitsandbytes (with lora: QLoRA);
-    attn_implementation: of the base. features: a folder of saved features, which takes the place of base, data and
-    their options: those are not read then. head: {kind: …, options}. init_from: a head checkpoint to go
-    on from, instead of a new head. training: SpecTrainingArguments by name; resume_from_checkpoint: auto is the last
+    attn_implementation: of the base. features: a folder of saved features, which replaces base, data and
+    their options: those are not read then. head: {kind: …, options}. init_from: a head checkpoint to continue
+    from, instead of a new head. training: SpecTrainingArguments by name; resume_from_checkpoint: auto is the last
     one in output_dir, if any. early_stopping: evaluations without a better training.metric_for_best_model before the
     run ends. launch: what the launcher is expected to have started. parity: the comparison with real decoding that
     ends the run; parity.prompts=0 leaves it out. lora: adapters on the base that learn with the head, see JointConfig.
@@ -81,7 +81,7 @@ class Recipe:
             raise RecipeError("load_in_4bit and load_in_8bit are both true: give one of them")
         if (self.head is None) == (self.init_from is None):
             raise RecipeError(
-                "give either head (a new one: head.kind=eagle3) or init_from (a head checkpoint to go on from), not "
+                "give either head (a new one: head.kind=eagle3) or init_from (a head checkpoint to continue from), not "
                 + ("neither" if self.head is None else "both; with init_from write head=null")
             )
         if self.lora is not None and self.init_from is not None:
@@ -138,7 +138,7 @@ class Recipe:
                 **{key: value for key, value in options.items() if key not in (*sections, "base")},
                 base=options.get("base") or "",
                 data=DataConfig.from_dict(sections["data"]) if options.get("data") is not None else None,
-                training=training_options.checked(sections["training"]),
+                training=training_options.check(sections["training"]),
                 launch=LaunchConfig.from_dict(sections["launch"]),
                 parity=ParityConfig.from_dict(sections["parity"]),
                 lora=JointConfig.of(sections["lora"]) if options.get("lora") is not None else None,
@@ -162,21 +162,21 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def with_overrides(options: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`options` with each `a.b=value` put in its place; a section that is absent or null is made."""
+    """`options` with each `a.b=value` set; a section that is absent or null is created."""
     result = _copied(options)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise RecipeError(f"override {override!r}: expected key=value, for instance training.max_steps=100")
         *path, last = key.split(".")
-        place = result
+        section = result
         for name in path:
-            if place.get(name) is None:
-                place[name] = {}
-            place = place[name]
-            if not isinstance(place, dict):
-                raise RecipeError(f"override {override!r}: {name!r} is {place!r}, which has no options")
-        place[last] = parse_yaml(text, f"override {override!r}")
+            if section.get(name) is None:
+                section[name] = {}
+            section = section[name]
+            if not isinstance(section, dict):
+                raise RecipeError(f"override {override!r}: {name!r} is {section!r}, which has no options")
+        section[last] = parse_yaml(text, f"override {override!r}")
     return result
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the processes that wrote it, and what a run of others goes on with."""
+"""Which processes wrote a checkpoint, and what other processes resume from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WHOLE = ("no", "ddp")  # kinds whose checkpoints hold everything whole, and read
 
 
 class ResumeError(ValueError):
-    """A checkpoint that this run cannot go on from as the one that wrote it would have."""
+    """A checkpoint that this run cannot resume as the run that wrote it would have."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,20 @@ class Writers:
     kind: str
 
     def refuse(self, written: Writers, checkpoint: Path, other_rows: bool = False) -> None:
-        """ResumeError where a run of these cannot go on from what others have written. other_rows: steps of another
-        size are meant."""
-        anew = f"or begin a new run from its head: head=null init_from={checkpoint}"
+        """Raise ResumeError where these processes cannot resume what others have written. other_rows: another number of
+        rows a step is intended."""
+        restart = f"or begin a new run from its head: head=null init_from={checkpoint}"
         if self.kind != written.kind and not (self.kind in WHOLE and written.kind in WHOLE):
             raise ResumeError(
                 f"{checkpoint} was written by a run of the kind {written.kind!r}, whose optimizer state one of the "
-                f"kind {self.kind!r} cannot read: go on with {written.kind!r}, {anew}"
+                f"kind {self.kind!r} cannot read: resume with {written.kind!r}, {restart}"
             )
         if self.rows != written.rows and not other_rows:
             raise ResumeError(
                 f"{checkpoint} was written by a run with {written.rows} rows a step ({written.processes} processes); "
-                f"this one has {self.rows} ({self.processes} processes) and would lose its place in the data: choose "
-                "training.per_device_train_batch_size and training.gradient_accumulation_steps so that their product "
-                f"with the processes is {written.rows}, or begin the data anew with training.ignore_data_skip=true"
+                f"this one has {self.rows} ({self.processes} processes) and would lose its position in the data: "
+                "choose training.per_device_train_batch_size and training.gradient_accumulation_steps so that their "
+                f"product with the processes is {written.rows}, or start the data over: training.ignore_data_skip=true"
             )
 
 
@@ -62,8 +62,8 @@ class Unlogged:
 
     @classmethod
     def load(cls, folder: str, process: int, processes: int) -> Unlogged:
-        """For one of so many processes: what it had summed itself. Where others wrote, the first goes on from the
-        meters of all, and each from the mean of their losses, as the Trainer logs the mean of its processes."""
+        """For one of so many processes: its own sums. Where another number of them wrote, the first takes the meters of
+        all, and each the mean of their losses, as the Trainer logs the mean of its processes."""
         writers = writers_of(folder, process)
         assert writers is not None
         same = writers.processes == processes  # whose files may lie on machines of their own
@@ -73,9 +73,9 @@ class Unlogged:
 
 
 def writers_of(folder: str | Path, process: int = 0) -> Writers | None:
-    """Those of a checkpoint, as the process finds it; None where it does not say."""
-    own = next((path for path in (_file(folder, process), _file(folder, 0)) if path.is_file()), None)
-    if own is None or "processes" not in (record := _read(own)):
+    """The writers of a checkpoint, as this process finds it; None where it does not say."""
+    file = next((path for path in (_file(folder, process), _file(folder, 0)) if path.is_file()), None)
+    if file is None or "processes" not in (record := _read(file)):
         return None
     return Writers(record["processes"], record["rows"], record["kind"])
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, get_last_checkpoint
 
-from specheads.data.repeats import without_repeats
+from specheads.data.repeats import mask_repeats
 from specheads.decoding.context_limits import longest_text
 from specheads.decoding.planner import StaticTree
 from specheads.losses.metrics import AcceptanceMeter, TrainingMeter
@@ -27,9 +27,9 @@ from specheads.models.lora import is_adapter
 from specheads.models.spec_model import SpecModel, SpecOutput
 from specheads.training.arguments import SpecTrainingArguments as SpecTrainingArguments
 from specheads.training.distributed import deepspeed as zero
-from specheads.training.distributed.fsdp import trained_alone
+from specheads.training.distributed.fsdp import trained_weights_only
 from specheads.training.distributed.launch import kind_of
-from specheads.training.errors import STATE, TrainingError, go_on, is_unwritten, refuse_not_finite
+from specheads.training.errors import STATE, TrainingError, is_unwritten, refuse_not_finite, resume_hint
 from specheads.training.optim import MuonAdamW, parameter_groups
 from specheads.training.report import card as run_card
 from specheads.training.report.log import AcceptanceProgress as AcceptanceProgress
@@ -41,9 +41,9 @@ class SpecTrainer(Trainer):
     """Trains the head of a SpecModel.
 
     Logs accepted_length, accuracy_depth_k and the head's loss terms, over everything since the last log; evaluations
-    report them as eval_…, exact over the whole evaluation set, and those that metrics.AcceptanceMeter makes of the
-    head's tree and of sampling. The loss of a step is that of its global batch: a mean
-    over all supervised tokens, whatever the micro-batches and processes it was cut into.
+    report them as eval_…, exact over the whole evaluation set, with AcceptanceMeter's figures for the head's tree and
+    for sampling. The loss of a step is that of its global batch: a mean over all supervised tokens, however many
+    micro-batches and processes share it.
     """
 
     args: SpecTrainingArguments
@@ -61,7 +61,7 @@ class SpecTrainer(Trainer):
             )
         self._training_meter, self._evaluation_meter = TrainingMeter(), TrainingMeter()
         self._pace = Pace()
-        self._longest: Tensor | None = None  # () tokens of the longest text seen since the head was last told
+        self._longest: Tensor | None = None  # () tokens of the longest text since the head last noted it
         super().__init__(model, args, **kwargs)
         if args.muon and self.is_deepspeed_enabled:
             raise ValueError(
@@ -80,8 +80,8 @@ class SpecTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:  # fmt: skip
         tokens = supervised_tokens(inputs)
-        told, step = self.accelerator.unwrap_model(model), self.state.global_step
-        told.progress, told.draw_seed = step / max(1, self.state.max_steps), self.args.seed << 32 | step
+        unwrapped, step = self.accelerator.unwrap_model(model), self.state.global_step
+        unwrapped.progress, unwrapped.draw_seed = step / max(1, self.state.max_steps), self.args.seed << 32 | step
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         refuse_not_finite(loss.detach(), "loss", self.state.global_step + 1, self.args.output_dir)
         divisor = tokens.clamp_min(1) if num_items_in_batch is None else num_items_in_batch
@@ -92,8 +92,8 @@ class SpecTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         state = self.accelerator.gradient_state
-        own = (without_repeats(batch, state) for batch in epoch_iterator)
-        return super().get_batch_samples(own, num_batches, device)
+        batches = (mask_repeats(batch, state) for batch in epoch_iterator)
+        return super().get_batch_samples(batches, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         # Trainer counts labels only; a batch may name its tokens by loss_mask instead.
@@ -131,7 +131,7 @@ class SpecTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        inputs = without_repeats(self._prepare_inputs(inputs), self.accelerator.gradient_state)
+        inputs = mask_repeats(self._prepare_inputs(inputs), self.accelerator.gradient_state)
         tokens = supervised_tokens(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             outputs: SpecOutput = model(**inputs)
@@ -166,7 +166,7 @@ class SpecTrainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         # Between making the engine and reading a checkpoint with it, transformers asks for nothing else.
         if self.is_deepspeed_enabled:
-            zero.attend(self.accelerator.deepspeed_engine_wrapped.engine)
+            zero.patch_engine(self.accelerator.deepspeed_engine_wrapped.engine)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -178,10 +178,10 @@ class SpecTrainer(Trainer):
     # Checkpoints
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """TrainingError where it cannot be written: what there is of it goes, and earlier ones stay."""
+        """Raises TrainingError where it cannot be written: its part is deleted, and earlier checkpoints stay."""
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
-            (folder / STATE).unlink(missing_ok=True)  # of an earlier run: until all is written it is not finished
+            (folder / STATE).unlink(missing_ok=True)  # of an earlier run: a checkpoint is finished once all is written
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
@@ -191,19 +191,19 @@ class SpecTrainer(Trainer):
                 shutil.rmtree(folder, ignore_errors=True)
             reason = " ".join(str(error).split())[:200]
             raise TrainingError(
-                f"{folder} could not be written ({reason}); {go_on(self.args.output_dir)}, once there is room"
+                f"{folder} could not be written ({reason}); {resume_hint(self.args.output_dir)}, once there is room"
             ) from error
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with trained_alone(self.accelerator):
+        with trained_weights_only(self.accelerator):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with trained_alone(self.accelerator):
+        with trained_weights_only(self.accelerator):
             super()._load_from_checkpoint(*args, **kwargs)
 
     def _load_best_model(self) -> None:
-        with trained_alone(self.accelerator):
+        with trained_weights_only(self.accelerator):
             super()._load_best_model()
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -214,7 +214,7 @@ class SpecTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
     def _note_trained_length(self) -> None:
-        """Tell the head, and so its checkpoints, of the longest text of this process: rows are dealt out at random."""
+        """Note the longest text of this process in the head, and so in its checkpoints. Rows are dealt at random."""
         if self._longest is not None:
             self.accelerator.unwrap_model(self.model).note_trained_length(int(self._longest))
             self._longest = None
@@ -225,7 +225,7 @@ class SpecTrainer(Trainer):
         if checkpoint is None or writers is None:
             return
         if writers.processes != self.args.world_size:
-            # transformers goes on with the numbers the run began with, which would drop the same weights once more.
+            # transformers would reuse the seed of the start, which would drop the same weights again.
             set_seed(self.args.seed + self.state.global_step)
         stored = json.loads((Path(checkpoint) / CONFIG).read_text("utf8"))
         self.accelerator.unwrap_model(self.model).note_trained_length(stored.get("trained_length"))
@@ -236,13 +236,13 @@ class SpecTrainer(Trainer):
         self._globalstep_last_logged = unlogged.last_logged
 
     def _writers(self) -> Writers:
-        """This run as its checkpoints tell of it."""
+        """This run as its checkpoints record it."""
         rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         return Writers(self.args.world_size, rows * self.args.world_size, kind_of(self.accelerator))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """transformers' own. ResumeError, a ValueError, for a checkpoint that this run would not go on from as the one
-        that wrote it."""
+        """As in transformers. Raises ResumeError, a ValueError, for a checkpoint that this run could not resume as its
+        writer would have."""
         if resume_from_checkpoint:
             found = (
                 get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
@@ -273,7 +273,7 @@ class SpecTrainer(Trainer):
         if missing or load_result.unexpected_keys:
             raise CheckpointError(
                 f"the checkpoint does not fit this head: missing {missing}, unexpected {load_result.unexpected_keys}; "
-                "resume with the recipe it was made with"
+                "resume with the recipe it was trained with"
             )
 
 

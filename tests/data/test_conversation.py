@@ -19,7 +19,7 @@ TEMPLATE = (
 def asked(chat, answers, template=UNMARKED, **columns):
     """The text in front of each answer, where the earlier ones are `answers`."""
     tokenizer = build_tokenizer(template)
-    conversation = Conversation.of(chat, **columns)
+    conversation = Conversation.from_messages(chat, **columns)
     return [
         tokenizer.decode(conversation.prompt(answers[:turn], tokenizer), skip_special_tokens=False)
         for turn in range(conversation.num_turns)
@@ -63,7 +63,7 @@ def test_several_messages_of_the_assistant_stay_together_in_front_of_a_result_on
 
 
 def test_variables_reach_the_template():
-    conversation = Conversation.of_text("a").with_template({"enable_thinking": False})
+    conversation = Conversation.from_text("a").with_template({"enable_thinking": False})
     tokenizer = build_tokenizer(UNMARKED + "{% if enable_thinking is false %}no{% endif %}")
     assert tokenizer.decode(conversation.prompt((), tokenizer)) == "<|user|>a<|assistant|>no"
 
@@ -80,9 +80,9 @@ def test_variables_reach_the_template():
     ],
 )
 def test_conversations_that_ask_the_same_have_one_key(other, same):
-    assert (Conversation.of(other).key == Conversation.of(messages(("user", "u"))).key) == same
+    assert (Conversation.from_messages(other).key == Conversation.from_messages(messages(("user", "u"))).key) == same
 
 
 def test_keys_are_of_composed_characters_and_of_tools():
-    composed, decomposed = (Conversation.of(messages(("user", text))).key for text in ("\u00e9", "e\u0301"))
-    assert composed == decomposed != Conversation.of(messages(("user", "\u00e9")), [{"name": "f"}]).key
+    composed, decomposed = (Conversation.from_messages(messages(("user", text))).key for text in ("\u00e9", "e\u0301"))
+    assert composed == decomposed != Conversation.from_messages(messages(("user", "\u00e9")), [{"name": "f"}]).key

@@ -8,7 +8,7 @@ import transformers
 
 from specheads.data.conversation import Conversation
 from specheads.data.datasets import IGNORED, Collator, chunk, load_dataset_rows, pack, tokenize
-from specheads.data.row_forms import checked
+from specheads.data.row_forms import parse_messages
 from tests.support.chats import CHAT, CHATML, MARKED, THINKING, UNMARKED, build_tokenizer, config, supervised
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
@@ -76,11 +76,13 @@ def test_a_call_in_sharegpt_is_a_call_of_the_assistant_and_its_result_a_tools():
         {"from": "observation", "value": "4"}, {"from": "gpt", "value": "four"},
     ]  # fmt: skip
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-    assert checked(shared) == [
+    assert parse_messages(shared) == [
         {"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "observation", "content": "4"}, {"role": "assistant", "content": "four"},
     ]  # fmt: skip
-    assert checked([{"from": "function_call", "value": "add(2)"}]) == [{"role": "assistant", "content": "add(2)"}]
+    assert parse_messages([{"from": "function_call", "value": "add(2)"}]) == [
+        {"role": "assistant", "content": "add(2)"}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_a_tokenizer_without_a_template_is_named_with_what_to_do():
     with pytest.raises(ValueError, match=r"the tokenizer 'models/bare' has no chat template.*chat_template\.jinja"):
         tokenize({"messages": CHAT}, bare, config())
     with pytest.raises(ValueError, match="the tokenizer 'models/bare' has no chat template"):
-        Conversation.of(CHAT).prompt([""] * 0, bare)
+        Conversation.from_messages(CHAT).prompt([""] * 0, bare)
 
 
 # --- what is supervised ---

@@ -7,9 +7,8 @@ import torch
 
 import specheads
 from specheads import CheckpointError, DraftModel, SpecModel, convert
+from specheads.data.batches import Collator, pack
 from specheads.data.corpus import checkpoints_dir
-from specheads.data.datasets import Collator
-from specheads.data.rows import pack
 from specheads.decoding.context_limits import base_length, logger, longest_text
 from specheads.models import saved_head
 from tests.conftest import tiny_llama

@@ -30,7 +30,11 @@ def serving(reply):
                 said if isinstance(said, bytes) else (said if isinstance(said, str) else json.dumps(said)).encode()
             )
             self.send_response(status)
-            for name, value in {"Content-Length": str(len(content)), **(headers[0] if headers else {})}.items():
+            for name, value in {
+                "Content-Type": "application/json",
+                "Content-Length": str(len(content)),
+                **(headers[0] if headers else {}),
+            }.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(content)

@@ -64,7 +64,7 @@ def test_a_checkpoint_that_deepspeed_cannot_convert_is_an_error(tmp_path):
     (tmp_path / "universal" / "left").touch()
     with (
         pytest.raises(ResumeError, match=r"could not bring it into a form for this one: .*Error"),
-        zero.universal(tmp_path),
+        zero.universal_checkpoint(tmp_path),
     ):
         pass
     assert not (tmp_path / "universal" / "left").exists()
@@ -82,7 +82,7 @@ def test_step_counts_and_groups_are_restored_each_for_itself(tmp_path):
     groups[1]["weight_decay"] = 0.0
     (tmp_path / "zero").mkdir()
     torch.save({"param_groups": groups}, tmp_path / "zero" / "optimizer_state.pt")
-    zero.set_right(optimizer, tmp_path)
+    zero.repair_optimizer(optimizer, tmp_path)
     optimizer.step()
     assert [float(state["step"]) for state in optimizer.state.values()] == [4, 4]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
@@ -95,7 +95,7 @@ def test_a_checkpoint_of_as_many_processes_is_read_as_it_is(tmp_path):
         save_checkpoint=lambda *args, **options: options,
         load_checkpoint=lambda folder, **options: read.append(options),
     )
-    zero.attend(engine)
+    zero.patch_engine(engine)
     assert engine.save_checkpoint("x") == {"exclude_frozen_parameters": True}
     Unlogged([], 0.0, 1).save(str(tmp_path), 0, Writers(1, 4, "zero2"))
     engine.load_checkpoint(str(tmp_path), load_module_strict=True, load_optimizer_states=True)

@@ -18,8 +18,9 @@ from transformers import TrainerCallback
 
 from specheads.models import checkpoint
 from specheads.training import errors as faults
-from specheads.training.errors import TrainingError, TrainingStopped, finished, last_finished
-from specheads.training.run import prepare, resume_point
+from specheads.training.build import resume_point
+from specheads.training.errors import TrainingError, TrainingStopped, is_finished, last_finished
+from specheads.training.run import prepare
 from tests.support.forked import fork
 from tests.support.heads_on_disk import in_new_process
 from tests.support.paths import ROOT
@@ -146,10 +147,10 @@ def test_checkpoints_that_a_crash_cut_short_are_passed_over(folder, tmp_path):
         if state is not None:
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
     (tmp_path / "checkpoint-best").mkdir()
-    assert [finished(tmp_path / f"checkpoint-{step}") for step in (2, 4, 6, 10)] == [True, False, False, False]
+    assert [is_finished(tmp_path / f"checkpoint-{step}") for step in (2, 4, 6, 10)] == [True, False, False, False]
     assert last_finished(tmp_path) == tmp_path / "checkpoint-2"
     assert resume_point(options(tmp_path, folder)) == str(tmp_path / "checkpoint-2")
-    assert faults.go_on(tmp_path / "elsewhere").startswith("no checkpoint was saved")
+    assert faults.resume_hint(tmp_path / "elsewhere").startswith("no checkpoint was saved")
 
 
 def test_a_checkpoint_that_is_written_over_is_unfinished_until_it_is_whole(folder, tmp_path, monkeypatch):
@@ -358,4 +359,4 @@ def test_a_process_whose_other_is_gone_ends_with_an_error_in_bounded_time(how, f
             process.kill()
             process.wait()
     (said,) = [line for line in (tmp_path / "0.err").read_text().splitlines() if line.startswith("train/heads.py: ")]
-    assert "another process of this run has ended or does not answer" in said and "is whole: go on from it" in said
+    assert "another process of this run has ended or does not answer" in said and "is whole: resume from it" in said

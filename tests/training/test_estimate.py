@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from specheads.training.build import build_model
 from specheads.training.estimate import GIB, PEAKS, estimate
 from specheads.training.recipe import read_recipe
-from specheads.training.run import build_model
 from tests.support.paths import ROOT
 from tests.support.program import run
 from tests.training.test_launch import material, overrides  # noqa: F401

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from specheads.training.features import extract, frozen_weights, plan, shards
 from specheads.training.features.dataset import FeatureDataset
-from specheads.training.features.index import checked
-from specheads.training.features.shards import FLOAT8, FeatureError, restored, stored
+from specheads.training.features.index import read_finished_index
+from specheads.training.features.shards import FLOAT8, FeatureError, decode_states, encode_states, facts
 from tests.support.forked import fork
 from tests.support.heads_on_disk import in_new_process
 from tests.support.paths import ROOT
@@ -52,13 +54,13 @@ def test_an_entry_comes_back_from_eight_bits_within_the_stated_bound():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 48, generator=generator) * torch.logspace(-6, 4, 64).unsqueeze(1)
     x[3], x[4, 1:] = 0, 0
-    kept = stored("x", x, FLOAT8)
+    kept = encode_states("x", x, FLOAT8)
     assert kept["x"].dtype == FLOAT8 and kept["x.scale"].shape == (64,)
-    back, largest = restored(kept["x"], kept["x.scale"]).float(), x.abs().amax(-1, keepdim=True)
+    back, largest = decode_states(kept["x"], kept["x.scale"]).float(), x.abs().amax(-1, keepdim=True)
     bound = torch.maximum(x.abs() / 16, largest / 448 / 1024) * (1 + 2**-7)  # bfloat16 rounds once more
     assert ((back - x).abs() <= bound).all()
     assert (back.abs() <= largest * 1.01).all() and back[3].abs().max() == 0
-    assert torch.isfinite(restored(*stored("x", x * 1e30, FLOAT8).values())).all()
+    assert torch.isfinite(decode_states(*encode_states("x", x * 1e30, FLOAT8).values())).all()
 
 
 # --- killed ---
@@ -130,7 +132,7 @@ def test_a_run_killed_at_any_step_of_a_write_leaves_files_that_are_whole(step, f
     made = {name for name in there if name.startswith(("train", "eval"))}
     assert made and all(there[name] == contents(whole)[name] for name in made)
     with pytest.raises(FeatureError, match="is not finished: run the command"):
-        checked(output)
+        read_finished_index(output)
     dump(folder, output)
     assert contents(output) == contents(whole)
 
@@ -174,7 +176,7 @@ DAMAGES = {
     "index cut short": ("index.json", cut, "index.json is damaged"),
     "index missing": ("index.json", Path.unlink, "has no index.json"),
     "index of another version": (
-        "index.json", lambda path: path.write_text(path.read_text().replace('"format": 1', '"format": 9')),
+        "index.json", lambda path: path.write_text(path.read_text().replace('"format": 2', '"format": 9')),
         "index.json has format 9, and this version reads 1",
     ),
     "base cut short": ("base/kept.safetensors", cut, "kept.safetensors is damaged"),
@@ -204,8 +206,8 @@ def test_a_damaged_file_is_made_again_once_it_is_deleted(folder, whole):
 
 def test_other_options_and_other_rows_are_refused(folder, whole):
     before = contents(whole)
-    with pytest.raises(FeatureError, match=r"other options \(law: 'hidden', not 'none'\)"):
-        dump(folder, whole, law="none")
+    with pytest.raises(FeatureError, match=r"other options \(teacher_probs: 'hidden', not 'none'\)"):
+        dump(folder, whole, teacher_probs="none")
     with pytest.raises(FeatureError, match="dtype: 'float32', not 'bfloat16'"):
         dump(folder, whole, dtype="bfloat16", shard_mb=0.006)
     other = folder / "other.jsonl"
@@ -215,7 +217,7 @@ def test_other_options_and_other_rows_are_refused(folder, whole):
         dump(folder, whole, data={"train": str(other)})
     (folder / "things").mkdir()
     (folder / "things" / "notes.txt").touch()
-    with pytest.raises(FeatureError, match="holds other things than saved features"):
+    with pytest.raises(FeatureError, match="holds something other than saved features"):
         dump(folder, folder / "things")
     assert contents(whole) == before
 
@@ -235,7 +237,7 @@ def test_a_full_disk_is_an_error_that_loses_nothing(folder, whole, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shards, "save_file", full)
         with pytest.raises(
-            FeatureError, match=r"train-00002\.safetensors could not be written .* No space left .* goes on"
+            FeatureError, match=r"train-00002\.safetensors could not be written .* No space left .* resumes there"
         ):
             dump(folder, output)
     there = contents(output)
@@ -287,8 +289,8 @@ def test_the_command_saves_and_training_reads(folder, tmp_path, capsys, monkeypa
         capsys, "features", *known, *output, "--yes", "--law", "topk:5", "--dtype", "float8_e4m3fn", "--json"
     )
     assert code == 0 and json.loads(out)["rows"] == 14
-    index = checked(tmp_path / "saved")
-    assert (index.taps, index.law, index.dtype) == ((4,), "topk:5", "float8_e4m3fn")
+    index = read_finished_index(tmp_path / "saved")
+    assert (index.taps, index.teacher_probs, index.dtype) == ((4,), 5, "float8_e4m3fn")
     rest = [option for option in known if not option.startswith(("base", "data"))]
     code, out, _ = run(
         capsys, "train", *rest, f"features={tmp_path / 'saved'}", f"training.output_dir={tmp_path / 'out'}", "--json"
@@ -298,13 +300,33 @@ def test_the_command_saves_and_training_reads(folder, tmp_path, capsys, monkeypa
     assert json.loads(out)["options"]["num_heads"] == 2
 
 
+def test_a_folder_of_format_1_is_read_and_resumed(folder, tmp_path):
+    """It says `law` for teacher_probs, in the index and in the files' names."""
+    new, old = tmp_path / "new", tmp_path / "old"
+    dump(folder, new, teacher_probs=5)
+    shutil.copytree(new, old)
+    for path in old.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        save_file({name.replace("topk_", "law_"): t for name, t in tensors.items()}, path, metadata)
+    record = json.loads((old / "index.json").read_text())
+    record["law"] = f"topk:{record.pop('teacher_probs')}"
+    files = {split: [facts(old / entry["file"]) for entry in entries] for split, entries in record["files"].items()}
+    (old / "index.json").write_text(json.dumps({**record, "format": 1, "files": files}))
+    kept = [{name: t.tolist() for name, t in row.items()} for row in FeatureDataset(new, (1,))]
+    assert [{name: t.tolist() for name, t in row.items()} for row in FeatureDataset(old, (1,))] == kept
+    (old / "train-00001.safetensors").unlink()
+    assert dump(folder, old, teacher_probs="topk:5").made == 1
+    assert [{name: t.tolist() for name, t in row.items()} for row in FeatureDataset(old, (1,))] == kept
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--taps", "1,x"], "--taps '1,x': expected layer numbers"),
         (["--taps", "1,9"], "--taps (1, 9): expected some of 0 to 4"),
-        (["--law", "topk:0"], "--law topk:0: expected hidden, none or topk:K"),
-        (["--law", "top"], "--law top: expected"),
+        (["--teacher-probs", "0"], "--teacher-probs 0: expected hidden, none or a number of likeliest tokens"),
+        (["--law", "topk:0"], "--teacher-probs topk:0: expected"),
         (["--dtype", "int7"], "--dtype int7: expected one of auto"),
         (["--batch-size", "0"], "--batch-size 0 must be at least 1"),
         (["features=there"], "saving them takes base and data"),
@@ -326,6 +348,6 @@ def test_both_helps_have_the_same_options(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         features.main(["--help"])
     texts = [capsys.readouterr().out.replace("_", "-"), run(capsys, "features", "--help")[1]]
-    for option in ("--output", "--taps", "--dtype", "--law", "--batch-size", "--shard-mb", "--yes"):
+    for option in ("--output", "--taps", "--dtype", "--teacher-probs", "--law", "--batch-size", "--shard-mb", "--yes"):
         assert all(option in text for text in texts), option
     assert "accelerate launch" in texts[0]

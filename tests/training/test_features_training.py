@@ -102,8 +102,8 @@ def test_narrower_features_give_nearly_the_same_loss(kind, options, rel, folder,
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_as_many_likeliest_tokens_as_there_are_give_the_whole_law(kind, folder, tmp_path):
-    dump(folder, tmp_path / "saved", law="topk:9999")
+def test_as_many_likeliest_tokens_as_there_are_give_the_whole_distribution(kind, folder, tmp_path):
+    dump(folder, tmp_path / "saved", teacher_probs=9999)
     runs = [prepare(recipe(folder, tmp_path, kind, {"loss": "kl:0.5,lk:1"}, features=f)).trainer.evaluate()
             for f in (None, tmp_path / "saved")]  # fmt: skip
     for name in ("eval_loss", "eval_accepted_length", "eval_loss_depth_1", "eval_loss_depth_2"):
@@ -111,11 +111,11 @@ def test_as_many_likeliest_tokens_as_there_are_give_the_whole_law(kind, folder, 
             assert runs[1][name] == pytest.approx(runs[0][name], rel=2e-6), name
 
 
-def test_without_a_law_heads_learn_the_text_and_nothing_else(folder, tmp_path):
-    dump(folder, tmp_path / "saved", law="none")
+def test_without_probabilities_heads_learn_the_text_and_nothing_else(folder, tmp_path):
+    dump(folder, tmp_path / "saved", teacher_probs="none")
     live, disk = (prepare(recipe(folder, tmp_path, features=f)).trainer for f in (None, tmp_path / "saved"))
     assert disk.evaluate()["eval_loss"] == pytest.approx(live.evaluate()["eval_loss"], rel=2e-6)
-    with pytest.raises(FeatureError, match=r"loss 'ce' needs the base's law, and .* was saved with --law none"):
+    with pytest.raises(FeatureError, match=r"loss 'ce' needs .* was saved with --teacher-probs none"):
         prepare(recipe(folder, tmp_path, "eagle3", features=tmp_path / "saved"))
 
 
@@ -141,7 +141,7 @@ def test_heads_start_from_what_is_kept_as_they_start_beside_the_base(family, tmp
     base = build(*FAMILIES[family])
     if getattr(base.get_output_embeddings(), "bias", None) is not None:
         torch.nn.init.normal_(base.get_output_embeddings().bias)  # it is 0 in a new model
-    frozen_weights.keep(base, tmp_path)
+    frozen_weights.save_base_parts(base, tmp_path)
     saved = load_file(tmp_path / "base" / "kept.safetensors")
     assert frozen_weights.kept_bytes(base.config, base.dtype) == sum(t.nbytes for t in saved.values())
     kept, start = frozen_weights.KeptBase(tmp_path, "name"), frozen_weights.skeleton(tmp_path)
@@ -173,13 +173,13 @@ def test_a_base_that_only_gives_features_stops_behind_the_last_of_them(family):
     last.register_forward_hook(lambda *args: calls.append(1))
     for layers in ((0, 2), (1, 2, 1)):
         whole = tap_base(base, ids, mask, positions, layers)[0]
-        forward = Forward(base, layers, needs_law=False)
+        forward = Forward(base, layers, needs_teacher=False)
         calls.clear()
         features, teacher = forward(ids, mask, positions)
         assert teacher is None and torch.equal(features, whole)
         assert forward.early and not calls, family
-    assert not Forward(base, (1,), needs_law=True).early
-    assert not Forward(base, (1, text_config(base).num_hidden_layers), needs_law=False).early
+    assert not Forward(base, (1,), needs_teacher=True).early
+    assert not Forward(base, (1, text_config(base).num_hidden_layers), needs_teacher=False).early
 
 
 def test_what_is_saved_is_what_the_base_gives(folder, tmp_path):

@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 from transformers.integrations import deepspeed
 
 from specheads.models.spec_model import SpecModel
+from specheads.training.build import unsharded
 from specheads.training.distributed import launch
 from specheads.training.distributed.launch import LaunchConfig, LaunchError
 from specheads.training.recipe import read_recipe
-from specheads.training.run import prepare, unsharded
+from specheads.training.run import prepare
 from tests.conftest import tiny_llama
 from tests.support.paths import ROOT
 

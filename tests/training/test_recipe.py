@@ -8,8 +8,8 @@ from transformers.integrations import integration_utils
 from transformers.trainer_utils import IntervalStrategy
 
 from specheads.heads import Eagle3Config
+from specheads.training.build import resume_point, training_arguments
 from specheads.training.recipe import Recipe, RecipeError, read_recipe, with_overrides
-from specheads.training.run import resume_point, training_arguments
 from specheads.training.trainer import SpecTrainingArguments
 from tests.support.paths import ROOT
 

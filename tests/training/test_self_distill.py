@@ -15,7 +15,7 @@ from specheads.bench.prompts import prompts_from
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets
 from specheads.models.convert import convert
-from specheads.training.self_distill.questions import Continued, passes, windows
+from specheads.training.self_distill.questions import TextPrompt, passes, windows
 from tests.conftest import tiny_llama
 from tests.support.small_chat import TEMPLATE, messages, save_base, write
 from train import self_distill
@@ -141,7 +141,7 @@ def test_a_run_that_was_stopped_makes_the_same_file(temperature, cut, make, tmp_
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_row_is_asked_once_before_any_is_asked_again_and_temperatures_share_each_pass(seed):
-    rows, temperatures = [Continued([i]) for i in range(6)], (0.0, 0.7, 0.7)
+    rows, temperatures = [TextPrompt([i]) for i in range(6)], (0.0, 0.7, 0.7)
     asks = list(islice(passes(rows, seed, temperatures), 6 + 4 + 4))  # greedily each once
     drawn = [[one.question.ids[0] for one in asks[a:b]] for a, b in ((0, 6), (6, 12), (12, 14))]
     assert sorted(drawn[0]) == list(range(6)) and drawn[0] == [
@@ -256,7 +256,7 @@ def test_evaluate_runs_on_the_same_files(loaded, tmp_path, folder, capsys):
         ([{"other": "a"}], "", "'prompt'"),
         ([{"text": "a"}], "", "lower --prompt_tokens"),
         ([{"text": "a"}], "--chat", "--chat"),
-        ([{"prompt": "a"}], "--num_rows 2", "greedy answers"),
+        ([{"prompt": "a"}], "--num_rows 2", "a greedy answer"),
         ([{"prompt": "a"}], "--num_rows 0", "--num_rows 0"),
         ([{"prompt": "a"}], "--num_rows many", "many"),
         ([{"prompt": "a"}], "--temperature -1", "--temperature -1"),
@@ -270,6 +270,8 @@ def test_evaluate_runs_on_the_same_files(loaded, tmp_path, folder, capsys):
         ([{"prompt": "a"}], "--temperature 1 --min_p 2", "--min_p 2"),
         ([{"prompt": "a"}], "--model m", "--model m is for a --server"),
         ([{"prompt": "a"}], "--server localhost:8000", "http://localhost:8000/v1"),
+        ([{"prompt": "a"}], "--server http://localhost:port/v1", "http://localhost:8000/v1"),
+        ([{"prompt": "a"}], "--server http://[::1/v1", "http://localhost:8000/v1"),
         ([{"prompt": "a"}], "--server http://localhost:1/v1 --retries 0", "no answer in 1 tries"),
         ([{"prompt": "a"}], "--server http://a --retries -1", "--retries -1"),
         ([{"prompt": "a"}], "--server http://a --timeout 0", "--timeout 0"),

@@ -67,7 +67,7 @@ def test_a_server_that_stays_away_ends_the_run_in_one_line_and_the_same_file_goe
     assert code == 2 and len(own) == 1 and "Traceback" not in err
     permanent = isinstance(end, tuple) and end[0] in (401, 404)
     assert len(refused) == (1 if permanent else 3)
-    assert end[1] in own[0] if permanent else "start again with the same options to go on" in own[0]
+    assert end[1] in own[0] if permanent else "start again with the same options to resume" in own[0]
     cut = (tmp_path / "own.jsonl").read_bytes()
     assert calm.startswith(cut) and cut.count(b"\n") == 6, "three questions had both their answers"
     with serving(echo) as url:
@@ -177,7 +177,7 @@ def test_a_full_disk_is_an_error_in_one_line_and_the_file_goes_on(ask, tmp_path)
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             signal.signal(signal.SIGXFSZ, old)
         assert code == 2 and re.search(
-            r"^train/self_distill.py: .*own.jsonl: File too large; what was written is kept", err, re.M
+            r"^train/self_distill.py: .*own.jsonl: File too large; rows written so far are safe", err, re.M
         )
         assert 0 < (tmp_path / "own.jsonl").stat().st_size <= len(calm) // 2 + 7
         assert ask(rows, "--chat", "--server", url)[0] == 0

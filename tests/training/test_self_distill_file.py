@@ -6,13 +6,13 @@ from itertools import count, islice
 import pytest
 
 from specheads.training.self_distill import rows_file
-from specheads.training.self_distill.questions import Ask, Continued, Stream
+from specheads.training.self_distill.questions import Ask, Stream, TextPrompt
 from specheads.training.self_distill.rows_file import SAME, RowsFile
 
 TURNS = (2, 1, 3, 1, 2, 1, 1, 2)
 
 
-class Question(Continued):
+class Question(TextPrompt):
     """Asked several times over."""
 
     def __init__(self, num_turns):
@@ -35,7 +35,7 @@ def fill(path, wanted=12, cycle=100, round_size=3, num_asks=40):
     def size(room):
         return min(round_size, room)
 
-    rest, rounds = file.go_on(size), 0
+    rest, rounds = file.resume(size), 0
     while not file.finished and (asked := list(islice(rest, size(wanted - file.lines)))):
         numbers = iter(range(file.answers, 10**6))
         file.add(asked, [[answer(next(numbers)) for _ in range(one.num_turns)] for one in asked])
@@ -94,9 +94,7 @@ def test_a_file_may_be_made_longer_and_a_longer_one_is_left_alone(tmp_path):
 
 
 def test_nothing_new_in_a_whole_cycle_ends_the_run_and_the_next_one_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "test_self_distill_file.answer", lambda number: {"input_ids": [min(number, 4)], "labels": [-100]}
-    )
+    monkeypatch.setattr(f"{__name__}.answer", lambda number: {"input_ids": [min(number, 4)], "labels": [-100]})
     path = tmp_path / "own.jsonl"
     file, rounds = fill(path, wanted=50, cycle=6, round_size=1, num_asks=None)
     assert file.lines == 5 and rounds == 3 + 6, "the third question brings the last new line"

@@ -1,9 +1,12 @@
 """Rows from OpenAI-compatible servers: the same as this machine's, with exact ids."""
 # ruff: noqa: F401, F811 (the fixtures of tests/support/distilled.py)
 
+import sys
+
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from specheads.training import self_distill as self_distill_package
 from tests.support.distilled import CHATS, NEW, ask, folder, left_out, prompts, quick, spelt, thinking
 from tests.support.openai_server import chat, of_model, serving
 from tests.support.small_chat import messages
@@ -91,7 +94,7 @@ def test_a_servers_own_prompt_and_spelling_are_kept_and_foreign_tokens_are_not(a
 
     with serving(reply) as url:
         code, rows, err = ask(prompts("a", "b", "other", "large"), "--chat", "--server", url)
-    assert code == 0 and "3 of 4 prompts are on the server not what" in err
+    assert code == 0 and "3 of 4 prompts are rendered differently by the server" in err
     assert dict(spelt(row, tokenizer) for row in rows) == {
         "<today><user>a<assistant>": "yes<|end|>", "<today><user>b<assistant>": "yes<|end|>",
     }  # fmt: skip
@@ -182,3 +185,13 @@ def test_a_chat_ends_behind_a_call_that_the_data_has_no_result_of(ask, thinking,
     assert sorted(why[:24] for why in left_out(tmp_path).values()) == ["the answer before it cal"] * 2 + [
         "the same line is there a"
     ]
+
+
+def test_a_missing_client_is_named_in_one_line(ask, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    for name in ("server", "served", "reply"):
+        monkeypatch.delitem(sys.modules, f"specheads.training.self_distill.{name}", raising=False)
+    monkeypatch.delattr(self_distill_package, "served", raising=False)
+    code, rows, err = ask(prompts("a"), "--server", "http://localhost:1/v1")
+    assert code == 2 and not rows and "Traceback" not in err
+    assert "--server needs a package" in err and "pip install openai" in err

@@ -33,13 +33,13 @@ def test_learning_rates_go_by_parameter_name(tmp_path):
 
 
 def test_learning_rate_options_that_cannot_work_say_why(tmp_path):
-    with pytest.raises(ValueError, match="'lm_haed' is found in no parameter; the head's are head"):
+    with pytest.raises(ValueError, match="'lm_haed' matches no parameter; the head's are head"):
         trainer_of(tmp_path, head_lr_groups={"lm_haed": 2.0}).create_optimizer()
     with pytest.raises(ValueError, match="is no regular expression"):
         trainer_of(tmp_path, head_lr_groups={"(": 2.0})
     with pytest.raises(ValueError, match="factor -1"):
         trainer_of(tmp_path, head_lr_groups={"fc": -1})
-    with pytest.raises(ValueError, match="muon=true goes with"):
+    with pytest.raises(ValueError, match="muon=true needs optim"):
         trainer_of(tmp_path, muon=True, optim="sgd")
     assert trainer_of(tmp_path, head_lr_groups=json.dumps({"fc": 2})).args.lr_multipliers == {"fc": 2}
 

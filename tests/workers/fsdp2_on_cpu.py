@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "train"))
 import heads
 
+from specheads.cli.commands import train as command
+
 accelerate_makes_state = AcceleratorState.__init__
 
 
@@ -46,8 +48,8 @@ def prepare(recipe):
     return run
 
 
-prepare_run = heads.prepare
-with mock.patch.object(AcceleratorState, "__init__", make_state), mock.patch.object(heads, "prepare", prepare):
+prepare_run = command.prepare
+with mock.patch.object(AcceleratorState, "__init__", make_state), mock.patch.object(command, "prepare", prepare):
     code = heads.main()
 assert checks or code
 sys.exit(code)

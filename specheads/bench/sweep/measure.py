@@ -52,7 +52,7 @@ def prompts_of(bench: Bench, sweep: Sweep, task: Task) -> list[list[int]]:
     for question in task.questions:
         prompt = question.prompt
         if isinstance(prompt, str):
-            text = Conversation.of_text(prompt).prompt((), bench.tokenizer) if sweep.chat else prompt
+            text = Conversation.from_text(prompt).prompt((), bench.tokenizer) if sweep.chat else prompt
             prompt = bench.tokenizer(text)["input_ids"] if isinstance(text, str) else text
         made.append(prompt)
     if [] in made:

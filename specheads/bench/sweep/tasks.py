@@ -148,7 +148,7 @@ def source_of(name: str, data: Sequence[str]) -> Source:
 
 def rows_of(source: Source, data: Sequence[str]) -> Iterable[Mapping[str, Any]]:
     """The rows of a task: from local files, else from the hub. Of JSON with splits by name, the test split."""
-    from specheads.data.datasets import load_dataset_rows
+    from specheads.data.sources import load_dataset_rows
 
     if not data:
         return load_dataset_rows(

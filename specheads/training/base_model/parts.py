@@ -41,7 +41,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
-    """One stream of ids, each file behind an <|endoftext|>."""
+    """One stream of ids, an <|endoftext|> before each file."""
     ids: list[int] = []
     for row in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
         ids += [tokenizer.bos_token_id, *row]
@@ -75,9 +75,9 @@ def with_layers(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
 
 
 def load_teacher(path: str, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """The model that is learnt from; ValueError where it has other tokens."""
-    own: dict[str, int] = PreTrainedTokenizerFast.from_pretrained(path).get_vocab()
-    if own != tokenizer.get_vocab():
+    """The model to learn from. Raises ValueError where it has other tokens."""
+    vocabulary: dict[str, int] = PreTrainedTokenizerFast.from_pretrained(path).get_vocab()
+    if vocabulary != tokenizer.get_vocab():
         raise ValueError(f"--teacher {path} has another tokenizer; start from it or from a model of its: --init {path}")
     return LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
 

@@ -22,9 +22,9 @@ from specheads.models.files import replacing
 from specheads.training.base_model.options import Options
 from specheads.training.base_model.parts import build_model, build_optimizers, encode, load_teacher, train_tokenizer
 
-RESUME = "resume.pt"
+RESUME, HELD_OUT = "resume.pt", "held_out.txt"
 RECORD = "training.json"  # written when the model has been
-# Options that may differ between a run and its resumption: where it is, and how long it goes on.
+# Options that may differ between a run and its resumption: its folder and its length.
 _FREE = ("output_dir", "resume", "minutes", "tokens", "save_steps")
 
 
@@ -63,7 +63,7 @@ class Run:
         return self.step * self.options.batch_size * self.options.sequence_length
 
     @property
-    def done(self) -> float:
+    def progress(self) -> float:
         """The share of the budget that is used up."""
         if self.options.tokens is not None:
             return self.tokens / self.options.tokens
@@ -72,10 +72,30 @@ class Run:
     def set_learning_rates(self) -> None:
         """50 steps of warm-up, a flat part, and a linear decay to a hundredth."""
         flat = self.options.flat_fraction
-        decay = 1.0 if self.done < flat else (1 - self.done) / (1 - flat)
+        decay = 1.0 if self.progress < flat else (1 - self.progress) / (1 - flat)
         scale = min(1.0, (self.step + 1) / 50) * max(0.01, decay)
         for optimizer, peak in self.optimizers:
             optimizer.param_groups[0]["lr"] = peak * scale
+
+    def train_step(self, model: Any, teacher: LlamaForCausalLM | None) -> None:
+        """One step of `model`: this run's, or what torch.compile made of it. teacher: whose distribution is learnt."""
+        self.set_learning_rates()
+        ids = batch(self.data, self.rng, self.options)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.options.bf16):
+            if teacher is None:
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            else:
+                with torch.no_grad():
+                    probs = teacher(input_ids=ids, use_cache=False).logits.float().softmax(-1)
+                logits = model(input_ids=ids, use_cache=False).logits.float()
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), probs.flatten(0, 1))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer, _ in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.recent = [*self.recent[-49:], loss.item()]
+        self.step += 1
 
     def save(self, path: Path) -> None:
         state = {
@@ -90,10 +110,10 @@ class Run:
     def load(self, path: Path) -> None:
         """ValueError where what was saved is of other options or other data."""
         state = torch.load(path, weights_only=True, map_location="cpu")
-        own = fixed_options(self.options)
+        options = fixed_options(self.options)
         for name, value in state["options"].items():
-            if own.get(name) != value:
-                raise ValueError(f"--resume: the run in {path.parent} has --{name} {value}, not {own.get(name)}")
+            if options.get(name) != value:
+                raise ValueError(f"--resume: the run in {path.parent} has --{name} {value}, not {options.get(name)}")
         if state["data"] != digest(self.data):
             raise ValueError(
                 f"--resume: the text to train on is not what {path.parent} was trained on (another Python, or files "
@@ -114,6 +134,19 @@ def digest(data: np.ndarray) -> str:
     return hashlib.sha256(data.tobytes()).hexdigest()
 
 
+@dataclass(frozen=True)
+class Corpus:
+    """Token ids to train on and held out. held_out: names of the standard library's files that are."""
+
+    tokenizer: PreTrainedTokenizerFast
+    train_ids: np.ndarray
+    eval_ids: np.ndarray
+    bytes_per_token: float  # of the held-out text
+    num_files: int  # to train on
+    num_held_out: int  # files
+    held_out: list[str]
+
+
 def load_texts(options: Options, held_out: list[str]) -> tuple[list[str], list[str]]:
     """Texts to train on and texts held out. A file under --data that is one of the latter is left out."""
     eval_texts = [text for _, text in corpus.texts("held_out", held_out)]
@@ -128,6 +161,41 @@ def load_texts(options: Options, held_out: list[str]) -> tuple[list[str], list[s
     return train_texts, eval_texts
 
 
+def load_corpus(options: Options, out: Path, unfinished: bool) -> Corpus:
+    """The texts as token ids, by the tokenizer of --init or of the unfinished run, or a new one."""
+    recorded = Path(options.init) / HELD_OUT if options.init else out / HELD_OUT
+    held_out = recorded.read_text("utf8").split() if recorded.is_file() else corpus.default_held_out()
+    train_texts, eval_texts = load_texts(options, held_out)
+    if options.init or unfinished:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(options.init or out)
+    else:
+        tokenizer = train_tokenizer(train_texts, options.vocab_size)
+    train_ids, eval_ids = encode(tokenizer, train_texts), encode(tokenizer, eval_texts)
+    bytes_per_token = sum(len(text.encode()) for text in eval_texts) / len(eval_ids)
+    return Corpus(tokenizer, train_ids, eval_ids, bytes_per_token, len(train_texts), len(eval_texts), held_out)
+
+
+def refuse_wrong_start(options: Options, out: Path) -> None:
+    """ValueError for an interrupted run that is not to be resumed, or a budget below one token."""
+    if (out / RESUME).is_file() and not options.resume:
+        raise ValueError(f"{out} holds a run that was interrupted: continue it with --resume, or delete {out / RESUME}")
+    if options.tokens is not None and options.tokens < 1:
+        raise ValueError(f"--tokens {options.tokens:g}: give a number of tokens to train on, 40e6 say")
+
+
+def save_model(run: Run, texts: Corpus, out: Path, loss: float | None) -> None:
+    """The model in bfloat16, and its record. loss: held out; None before the end."""
+    run.model.generation_config.pad_token_id = texts.tokenizer.pad_token_id
+    half: LlamaForCausalLM = copy.deepcopy(run.model).bfloat16()
+    half.save_pretrained(out)
+    record = {
+        "options": vars(run.options), "steps": run.step, "held_out_loss": loss, "tokens": run.tokens,
+        "bits_per_byte": None if loss is None else loss / np.log(2) / texts.bytes_per_token,
+        "parameters": run.model.num_parameters(), "minutes": round(run.seconds / 60, 1),
+    }  # fmt: skip
+    (out / RECORD).write_text(json.dumps(record, indent=2) + "\n", "utf8")
+
+
 _print_line = functools.partial(print, flush=True)
 
 
@@ -136,85 +204,52 @@ def train(
 ) -> None:
     """Train, and save the model, its tokenizer, held_out.txt and the record in options.output_dir.
 
-    say: is told how it begins and ends; tell: every 50 steps the share that is done and how it goes, else say is.
-    ValueError or OSError for options that do not fit together, or not what is there.
+    say: takes a line at the start and at the end; tell: takes the share done and a line every 50 steps (default: say).
+    Raises ValueError or OSError for options that contradict one another, or files that are missing or wrong.
     """
     torch.manual_seed(options.seed)
     out = Path(options.output_dir)
     out.mkdir(parents=True, exist_ok=True)
-    if (unfinished := (out / RESUME).is_file()) and not options.resume:
-        raise ValueError(f"{out} holds a run that was interrupted: continue it with --resume, or delete {out / RESUME}")
-    if options.tokens is not None and options.tokens < 1:
-        raise ValueError(f"--tokens {options.tokens:g}: give a number of tokens to train on, 40e6 say")
-    recorded = Path(options.init) / "held_out.txt" if options.init else out / "held_out.txt"
-    held_out = recorded.read_text("utf8").split() if recorded.is_file() else corpus.default_held_out()
-    train_texts, eval_texts = load_texts(options, held_out)
-    if options.init or unfinished:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(options.init or out)
-    else:
-        tokenizer = train_tokenizer(train_texts, options.vocab_size)
+    refuse_wrong_start(options, out)
+    unfinished = (out / RESUME).is_file()
+    texts = load_corpus(options, out, unfinished)
     model = build_model(options)
-    train_ids, eval_ids = encode(tokenizer, train_texts), encode(tokenizer, eval_texts)
-    bytes_per_token = sum(len(text.encode()) for text in eval_texts) / len(eval_ids)
     say(
-        f"{model.num_parameters() / 1e6:.2f}M parameters, {len(train_texts)} files, {len(train_ids) / 1e6:.2f}M tokens "
-        f"to train on, {len(eval_texts)} files held out"
+        f"{model.num_parameters() / 1e6:.2f}M parameters, {texts.num_files} files, {len(texts.train_ids) / 1e6:.2f}M "
+        f"tokens to train on, {texts.num_held_out} files held out"
     )
     if not unfinished:  # written once, so that an interruption cannot leave half of them
-        tokenizer.save_pretrained(out)
-        (out / "held_out.txt").write_text("\n".join(held_out) + "\n", "utf8")
-    run = Run(options, model, build_optimizers(model, options), train_ids, np.random.default_rng(options.seed))
-
-    def save(loss: float | None) -> None:
-        model.generation_config.pad_token_id = tokenizer.pad_token_id
-        half: LlamaForCausalLM = copy.deepcopy(model).bfloat16()
-        half.save_pretrained(out)
-        record = {
-            "options": vars(options), "steps": run.step, "held_out_loss": loss, "tokens": run.tokens,
-            "bits_per_byte": None if loss is None else loss / np.log(2) / bytes_per_token,
-            "parameters": model.num_parameters(), "minutes": round(run.seconds / 60, 1),
-        }  # fmt: skip
-        (out / RECORD).write_text(json.dumps(record, indent=2) + "\n", "utf8")
-
+        texts.tokenizer.save_pretrained(out)
+        (out / HELD_OUT).write_text("\n".join(texts.held_out) + "\n", "utf8")
+    run = Run(options, model, build_optimizers(model, options), texts.train_ids, np.random.default_rng(options.seed))
     if unfinished:
         run.load(out / RESUME)
         say(f"resumed after step {run.step}, {run.tokens / 1e6:.2f}M tokens")
     elif options.resume:
         say(f"nothing to resume in {out}: starting from the beginning")
-    say(f"held-out loss at the start {held_out_loss(model, eval_ids, options):.3f}")
-    model.train()
-    step_model = torch.compile(model) if options.compile else model
-    teacher = load_teacher(options.teacher, tokenizer) if options.teacher else None
+    say(f"held-out loss at the start {held_out_loss(model, texts.eval_ids, options):.3f}")
+    run_to_the_end(run, texts, out, tell or (lambda done, line: say(f"{done:5.1%} {line}")))
+    loss = held_out_loss(model, texts.eval_ids, options)
+    save_model(run, texts, out, loss)
+    (out / RESUME).unlink(missing_ok=True)
+    bits = loss / np.log(2) / texts.bytes_per_token
+    say(f"held-out loss {loss:.3f} nats a token, {bits:.3f} bits a byte; saved in {out}")
+
+
+def run_to_the_end(run: Run, texts: Corpus, out: Path, tell: Callable[[float, str], None]) -> None:
+    """Steps until the budget is used up; every --save_steps the model and what resumes the run are saved."""
+    options = run.options
+    run.model.train()
+    step_model = torch.compile(run.model) if options.compile else run.model
+    teacher = load_teacher(options.teacher, texts.tokenizer) if options.teacher else None
     last = time.monotonic()
-    while run.done < 1:
-        run.set_learning_rates()
-        ids = batch(run.data, run.rng, options)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=options.bf16):
-            if teacher is None:
-                loss = step_model(input_ids=ids, labels=ids, use_cache=False).loss
-            else:
-                with torch.no_grad():
-                    probs = teacher(input_ids=ids, use_cache=False).logits.float().softmax(-1)
-                logits = step_model(input_ids=ids, use_cache=False).logits.float()
-                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), probs.flatten(0, 1))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, _ in run.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        run.recent = [*run.recent[-49:], loss.item()]
-        run.step += 1
+    while run.progress < 1:
+        run.train_step(step_model, teacher)
         now = time.monotonic()
         run.seconds, last = run.seconds + now - last, now
         if run.step % 50 == 0:
-            speed = run.tokens / run.seconds
-            line = f"step {run.step} {run.tokens / 1e3:.0f}k tokens {speed:.0f} tok/s loss {np.mean(run.recent):.3f}"
-            say(f"{run.done:5.1%} {line}") if tell is None else tell(run.done, line)
-        if run.step % options.save_steps == 0 and run.done < 1:
-            save(None)
+            speed, loss = run.tokens / run.seconds, np.mean(run.recent)
+            tell(run.progress, f"step {run.step} {run.tokens / 1e3:.0f}k tokens {speed:.0f} tok/s loss {loss:.3f}")
+        if run.step % options.save_steps == 0 and run.progress < 1:
+            save_model(run, texts, out, None)
             run.save(out / RESUME)
-    final = held_out_loss(model, eval_ids, options)
-    save(final)
-    (out / RESUME).unlink(missing_ok=True)
-    bits = final / np.log(2) / bytes_per_token
-    say(f"held-out loss {final:.3f} nats a token, {bits:.3f} bits a byte; saved in {out}")

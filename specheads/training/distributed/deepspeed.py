@@ -19,7 +19,7 @@ from specheads.training.resume import ResumeError, writers_of
 UNIVERSAL, LATEST = "universal", "latest_universal"  # the folder, and the file in which DeepSpeed looks for its name
 
 
-def attend(engine: Any) -> None:
+def patch_engine(engine: Any) -> None:
     """Let a DeepSpeedEngine leave frozen parameters out of its checkpoints, and read those that any number of
     processes wrote."""
     save, load = engine.save_checkpoint, engine.load_checkpoint
@@ -32,22 +32,22 @@ def attend(engine: Any) -> None:
         written = writers_of(load_dir, PartialState().process_index)
         if written is None or written.processes == PartialState().num_processes:
             return load(load_dir, *args, **options)
-        with universal(Path(load_dir)) as folder:
+        with universal_checkpoint(Path(load_dir)) as folder:
             engine._config.load_universal_checkpoint = True
             try:
                 loaded = load(load_dir, *args, **options)
             finally:
                 engine._config.load_universal_checkpoint = False
-            set_right(engine.optimizer.optimizer, folder)
+            repair_optimizer(engine.optimizer.optimizer, folder)
         return loaded
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
 
 
 @contextmanager
-def universal(checkpoint: Path) -> Iterator[Path]:
-    """The checkpoint's state by parameter in place of by process, in a folder there while it is read. ResumeError
-    where DeepSpeed cannot make it."""
+def universal_checkpoint(checkpoint: Path) -> Iterator[Path]:
+    """The checkpoint's state by parameter instead of by process, in a folder inside it while it is read. Raises
+    ResumeError where DeepSpeed cannot convert it."""
     state = PartialState()
     folder = checkpoint / UNIVERSAL
     failure = None
@@ -57,7 +57,7 @@ def universal(checkpoint: Path) -> Iterator[Path]:
     (failure,) = broadcast_object_list([failure])
     if failure is not None:
         raise ResumeError(
-            f"{checkpoint} was written by another number of processes, and DeepSpeed could not bring it into a form "
+            f"{checkpoint} was written by another number of processes, and DeepSpeed could not convert it "
             f"for this one: {failure}"
         )
     yield folder
@@ -68,7 +68,7 @@ def universal(checkpoint: Path) -> Iterator[Path]:
 
 
 def _convert(parts: Path, folder: Path) -> str | None:
-    """DeepSpeed's command, which prints much; what went wrong, if anything did."""
+    """Run DeepSpeed's converter. The end of its stderr where it fails, else None."""
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     done = subprocess.run(
@@ -78,9 +78,9 @@ def _convert(parts: Path, folder: Path) -> str | None:
     return None if done.returncode == 0 else " ".join(done.stderr.split())[-300:]
 
 
-def set_right(optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """What DeepSpeed (0.19) restores wrongly at stage 3: one step count for all flat parameters together, which each
-    of them then counts on, and the first group's options in every group."""
+def repair_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Repair what DeepSpeed (0.19) restores wrongly at stage 3: one step count for all flat parameters, which each of
+    them increments, and the first group's options in every group."""
     for state in optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].clone()

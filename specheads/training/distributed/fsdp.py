@@ -10,9 +10,11 @@ from accelerate.utils import fsdp_utils
 
 
 @contextmanager
-def trained_alone(accelerator: Any) -> Iterator[None]:
-    """What accelerate (1.15) writes and reads of a model is what is trained, as it does by itself for peft models
-    alone; of FSDP2 with whole state dicts, as in recipes/accelerate/."""
+def trained_weights_only(accelerator: Any) -> Iterator[None]:
+    """Within it, accelerate (1.15) writes and reads trained weights alone, as it otherwise does only for peft models.
+
+    Under FSDP2 with whole state dicts, as in recipes/accelerate/.
+    """
     plugin, asked = getattr(accelerator.state, "fsdp_plugin", None), getattr(fsdp_utils, "is_peft_model", None)
     whole = plugin is not None and plugin.fsdp_version == 2 and plugin.state_dict_type.name == "FULL_STATE_DICT"
     if asked is None or not whole:

@@ -1,7 +1,7 @@
-"""What a launcher was asked for against what it started: launchers fall back to less without a word.
+"""Compare what a launcher was asked for with what it started: launchers fall back to less without warning.
 
 `accelerate launch --cpu --num_processes 2` starts one process; FSDP2 on CPUs trains as plain DDP; torchrun without a
-GPU and without use_cpu starts runs that do not know of one another.
+GPU and without use_cpu starts independent runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Saved features as rows and batches of training, as tokens are in data.py and rows.py.
+"""Saved features as rows and batches of training, as data/datasets.py and data/batches.py give them of tokens.
 
 Shapes: T tokens of a row, B batch rows, F tapped features, H hidden, K likeliest tokens kept.
 """
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from specheads.data.rows import IGNORED, Collator
-from specheads.training.features.index import Index, checked
+from specheads.data.batches import Collator
+from specheads.data.rows import IGNORED
+from specheads.training.features.index import Index, read_finished_index
 from specheads.training.features.shards import FeatureError, Shard
 
 _OPEN = 16  # files kept open at a time
@@ -29,7 +30,7 @@ class FeatureDataset(Dataset):
     """The rows of one split, in the order of the data they were saved from.
 
     A row is input_ids, labels, document_ids and position_ids (T,), features (T, F) of the layers asked for, and
-    last_hidden (T, H), or law_ids and law_log_p (T, K) and law_tail (T,), or neither. FeatureError where a file is
+    last_hidden (T, H), or topk_ids and topk_log_p (T, K) and topk_tail (T,), or neither. FeatureError where a file is
     damaged, missing, or does not hold those layers.
     """
 
@@ -37,7 +38,7 @@ class FeatureDataset(Dataset):
         self, folder: str | Path, layers: Sequence[int], split: str = "train", index: Index | None = None
     ) -> None:
         self.folder, self.layers, self.split = Path(folder), tuple(layers), split
-        self.index = checked(self.folder) if index is None else index
+        self.index = read_finished_index(self.folder) if index is None else index
         if missing := sorted(set(self.layers) - set(self.index.taps)):
             raise FeatureError(
                 f"the head reads layers {self.layers}, and {folder} holds {self.index.taps}: save {missing} too, with "
@@ -46,11 +47,11 @@ class FeatureDataset(Dataset):
         self.shards = self.index.shards(split)
         self.firsts = [rows.start for _, rows in self.shards]
         self.taps = {layer: f"tap_{layer}" for layer in self.layers}
-        self.law: tuple[str, ...] = ()
-        if self.index.law == "hidden":
-            self.law = ("last_hidden",) if self.index.last_tap is None else (f"tap_{self.index.last_tap}",)
-        elif self.index.law != "none":
-            self.law = ("law_ids", "law_log_p", "law_tail")
+        self.teacher: tuple[str, ...] = ()
+        if self.index.teacher_probs == "hidden":
+            self.teacher = ("last_hidden",) if self.index.last_tap is None else (f"tap_{self.index.last_tap}",)
+        elif self.index.teacher_probs != "none":
+            self.teacher = ("topk_ids", "topk_log_p", "topk_tail")
         self._open: OrderedDict[int, Shard] = OrderedDict()
 
     def __len__(self) -> int:
@@ -60,14 +61,14 @@ class FeatureDataset(Dataset):
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         number = bisect_right(self.firsts, i) - 1
-        names = dict.fromkeys([*_TOKENS, *self.taps.values(), *self.law])
+        names = dict.fromkeys([*_TOKENS, *self.taps.values(), *self.teacher])
         found = self._shard(number).row(i - self.firsts[number], tuple(names))
-        made = {name: found[name].long() for name in _TOKENS}
-        made["labels"] = _labels(made["input_ids"], made.pop("supervised").bool())
-        made["features"] = torch.cat([found[self.taps[layer]] for layer in self.layers], -1)
-        if self.index.law == "hidden":
-            return {**made, "last_hidden": found[self.law[0]]}
-        return {**made, **{name: found[name] for name in self.law}}
+        row = {name: found[name].long() for name in _TOKENS}
+        row["labels"] = _labels(row["input_ids"], row.pop("supervised").bool())
+        row["features"] = torch.cat([found[self.taps[layer]] for layer in self.layers], -1)
+        if self.index.teacher_probs == "hidden":
+            return {**row, "last_hidden": found[self.teacher[0]]}
+        return {**row, **{name: found[name] for name in self.teacher}}
 
     def labels(self) -> Iterator[dict[str, list[int]]]:
         """The labels alone, which are read without the features."""
@@ -85,7 +86,7 @@ class FeatureDataset(Dataset):
         return self._open[number]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": OrderedDict()}  # a worker opens its own
+        return {**self.__dict__, "_open": OrderedDict()}  # each worker opens files itself
 
 
 def _labels(ids: Tensor, supervised: Tensor) -> Tensor:
@@ -94,7 +95,7 @@ def _labels(ids: Tensor, supervised: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FeatureCollator:
-    """Rows of a FeatureDataset → what `Collator` makes of their tokens, and everything else (B, T, …), 0 at padding."""
+    """Rows of a FeatureDataset → a batch of `Collator`, and every other tensor as (B, T, …), 0 at padding."""
 
     pad_token_id: int
 

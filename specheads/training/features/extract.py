@@ -1,12 +1,12 @@
-"""Saving what a base sees: rows of a recipe's data through the base once, into files that training reads in its place.
+"""Save what a base sees: one pass over a recipe's data, into files that training reads instead of the base.
 
-The rows of a file are fixed by the options alone, so that any number of processes write the same files, and a run that
-was stopped goes on with the first one that is missing.
+The options alone fix the rows of each file, so that any number of processes write the same files, and a run that was
+stopped resumes with the first one that is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,14 @@ from specheads.models.quantized import quantization_of
 from specheads.training.base import load_base, padding_id
 from specheads.training.distributed import launch
 from specheads.training.features import frozen_weights
-from specheads.training.features.index import INDEX, Index, read_index
+from specheads.training.features.index import INDEX, Index, parse_teacher_probs, read_index
 from specheads.training.features.passes import Writer
 from specheads.training.features.plan import (
     Ask,
     SaveOptions,
-    agree,
     base_dtype,
     bytes_per_token,
+    confirm_size,
     num_tokens,
     saved_files,
     tapped_layers,
@@ -44,8 +44,8 @@ from specheads.training.recipe import Recipe
 
 @dataclass(frozen=True)
 class Saved:
-    """What a run did: tokens and bytes in the folder, those of the base too, files made now, and whether passes ended
-    behind the last tap."""
+    """What a run did. tokens, bytes, files: in the folder, the base's too; made: files by this process; early: passes
+    ended after the last tap."""
 
     folder: Path
     rows: int
@@ -57,11 +57,11 @@ class Saved:
 
 
 def save_features(recipe: Recipe, options: SaveOptions, ask: Ask | None = None) -> Saved:
-    """Save what the recipe's base sees of its data. ask: is told what it will take before anything is written, and says
-    whether to go on; None asks nobody.
+    """Save what the recipe's base sees of its data. ask: gets what it will take before anything is written, and says
+    whether to continue; None asks nobody.
 
-    FeatureError where the folder holds other features, the disk has too little room, or a file cannot be written;
-    LaunchError where other processes run than were asked for; the errors of data and models.
+    Raises FeatureError where the folder holds other features, the disk has too little room, or a file cannot be
+    written; LaunchError where other processes run than were asked for; the errors of data and models.
     """
     if recipe.features or recipe.data is None:
         raise FeatureError(f"the recipe has features={recipe.features!r}: saving them takes base and data, without it")
@@ -75,25 +75,38 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Ask | None = None) 
     with state.main_process_first():
         datasets = build_datasets(recipe.data, tokenizer)
     splits = {name: rows for name, rows in zip(("train", "eval"), datasets, strict=True) if rows is not None}
-    tokens = sum(map(num_tokens, splits.values()))
-    each = bytes_per_token(config, taps, options, recipe)
-    count = sum(map(len, splits.values()))
-    shard_rows = max(1, round(options.shard_mb * 2**20 * count / (tokens * each)))
+    rows, tokens = sum(map(len, splits.values())), sum(map(num_tokens, splits.values()))
+    token_bytes = bytes_per_token(config, taps, options, recipe)
     if state.is_main_process:
-        agree(folder, tokens, each, frozen_weights.kept_bytes(whole, base_dtype(config, recipe)), ask)
+        base_bytes = frozen_weights.kept_bytes(whole, base_dtype(config, recipe))
+        confirm_size(folder, tokens, token_bytes, base_bytes, ask)
     base = load_base(recipe).eval()
     if recipe.bits is None:  # else it was loaded to where it belongs
         base = base.to(state.device)
     index = Index(
-        taps, _dtype_name(options.dtype, base), options.law, _last_tap(base, taps), options.batch_size, shard_rows,
-        padding_id(tokenizer), _record(base), {name: len(rows) for name, rows in splits.items()}, {}, {},
+        taps=taps, dtype=_dtype_name(options.dtype, base), teacher_probs=parse_teacher_probs(options.teacher_probs),
+        last_tap=_last_tap(base, taps), batch_size=options.batch_size,
+        shard_rows=max(1, round(options.shard_mb * 2**20 * rows / (tokens * token_bytes))),
+        pad_token_id=padding_id(tokenizer), base=_record(base), rows={name: len(data) for name, data in splits.items()},
+        files={}, kept={},
     )  # fmt: skip
     if state.is_main_process:
         _open(folder, index, base)
     state.wait_for_everyone()
     writer = Writer(base, index)
-    work, made = [(name, *shard) for name in splits for shard in index.shards(name)], 0
-    work = work[state.process_index :: state.num_processes]
+    made = _write_shards(folder, splits, writer, state)
+    state.wait_for_everyone()
+    if state.is_main_process:
+        _finish(folder, index)
+    state.wait_for_everyone()
+    size, number = sum(path.stat().st_size for path in saved_files(folder)), len(list(folder.glob("*.safetensors")))
+    return Saved(folder, rows, tokens, size, number, made, writer.forward.early)
+
+
+def _write_shards(folder: Path, splits: Mapping[str, Any], writer: Writer, state: PartialState) -> int:
+    """This process's share of the files that are missing; how many it wrote."""
+    work = [(name, *shard) for name in splits for shard in writer.index.shards(name)]
+    work, made = work[state.process_index :: state.num_processes], 0
     with tqdm(total=sum(len(rows) for *_, rows in work), unit="row", disable=not state.is_local_main_process) as bar:
         for name, file, rows in work:
             for litter in folder.glob(f".{file}.*"):
@@ -105,15 +118,14 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Ask | None = None) 
                 write(folder / file, writer.shard(chosen))
                 made += 1
             bar.update(len(rows))
-    state.wait_for_everyone()
-    if state.is_main_process:
-        files = {name: [facts(folder / file) for file, _ in index.shards(name)] for name in splits}
-        kept = facts(folder / frozen_weights.FOLDER / frozen_weights.WEIGHTS)
-        replace(index, files=files, kept=kept).write(folder)
-    state.wait_for_everyone()
-    size = sum(path.stat().st_size for path in saved_files(folder))
-    number = sum(1 for _ in folder.glob("*.safetensors"))
-    return Saved(folder, count, tokens, size, number, made, writer.forward.early)
+    return made
+
+
+def _finish(folder: Path, index: Index) -> None:
+    """Write the index with every file in it: the folder is complete."""
+    files = {name: [facts(folder / file) for file, _ in index.shards(name)] for name in index.rows}
+    kept = facts(folder / frozen_weights.FOLDER / frozen_weights.WEIGHTS)
+    replace(index, files=files, kept=kept).write(folder)
 
 
 def _dtype_name(name: str, base: PreTrainedModel) -> str:
@@ -142,7 +154,7 @@ def _record(base: PreTrainedModel) -> dict[str, Any]:
 
 
 def _unfit(base: PreTrainedModel) -> dict[str, str]:
-    """Kinds of head that cannot learn from this base, and why: without its weights that can no longer be tried."""
+    """Kinds of head that cannot learn from this base, and why. Without its weights that can no longer be tested."""
     reasons = {}
     for kind, head in HEADS.items():
         try:
@@ -155,7 +167,7 @@ def _unfit(base: PreTrainedModel) -> dict[str, str]:
 
 
 def _open(folder: Path, index: Index, base: PreTrainedModel) -> None:
-    """Make the folder, or see that what is in it was begun with the same options."""
+    """Make the folder, or check that what is in it was begun with the same options."""
     if (folder / INDEX).exists():
         if differing := read_index(folder).differences(index):
             raise FeatureError(
@@ -164,18 +176,18 @@ def _open(folder: Path, index: Index, base: PreTrainedModel) -> None:
                 output=...,
             )
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FeatureError(f"{folder} holds other things than saved features: give a new {{output}}", output=...)
+        raise FeatureError(f"{folder} holds something other than saved features: give a new {{output}}", output=...)
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        index.write(folder)  # first, so that a folder that was begun is known for one
+        index.write(folder)  # first: it marks the folder as begun
     if not (folder / frozen_weights.FOLDER / frozen_weights.WEIGHTS).exists():
-        frozen_weights.keep(base, folder)
+        frozen_weights.save_base_parts(base, folder)
 
 
 def _refuse_others(shard: Shard, rows: Sequence[dict[str, list[int]]]) -> None:
     ids = shard.whole("input_ids").tolist()
     if len(shard) != len(rows) or ids != [token for row in rows for token in row["input_ids"]]:
         raise FeatureError(
-            f"{shard.path} holds other rows than the data gives now: give another {{output}}, or the data of its start",
+            f"{shard.path} holds other rows than the data gives now: give another {{output}}, or the data of before",
             output=...,
         )

@@ -1,5 +1,6 @@
-"""What of the base is kept beside its features, so that training needs no base: the embeddings of all tokens, the
-output matrix, and the last layer and norm, from which heads start.
+"""The parts of the base that are saved with its features, so that training needs no base.
+
+They are the embeddings of all tokens, the output matrix, and the last layer and norm, from which heads start.
 
 Shapes: V vocabulary, H hidden.
 """
@@ -22,17 +23,17 @@ FOLDER, WEIGHTS = "base", "kept.safetensors"
 
 
 @torch.no_grad()
-def keep(base: PreTrainedModel, folder: Path) -> None:
-    """Write the base's config and what is kept of its weights to folder/base."""
-    place = folder / FOLDER
-    place.mkdir(exist_ok=True)
-    base.config.save_pretrained(place)
-    write_tensors(place / WEIGHTS, {name: t.detach().cpu().contiguous().clone() for name, t in _kept(base).items()})
+def save_base_parts(base: PreTrainedModel, folder: Path) -> None:
+    """Write the base's config and those parts of its weights to folder/base."""
+    target = folder / FOLDER
+    target.mkdir(exist_ok=True)
+    base.config.save_pretrained(target)
+    write_tensors(target / WEIGHTS, {name: t.detach().cpu().contiguous().clone() for name, t in _kept(base).items()})
 
 
 @torch.no_grad()
 def kept_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """What `keep` will write of a base of this config, loaded in that dtype, by its sizes alone."""
+    """What `save_base_parts` will write of a base of this config, loaded in that dtype, by its sizes alone."""
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return sum(t.numel() * t.element_size() for t in _kept(base).values())
@@ -75,9 +76,9 @@ def _read(folder: Path) -> dict[str, Tensor]:
 def _linear(tensors: dict[str, Tensor]) -> nn.Linear:
     weight, bias = tensors["lm_head.weight"], tensors.get("lm_head.bias")
     with torch.device("meta"):
-        made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
-    made.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias}, assign=True)
-    return made
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+    linear.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias}, assign=True)
+    return linear
 
 
 class KeptBase(nn.Module):
@@ -114,7 +115,7 @@ class KeptBase(nn.Module):
 
 
 def skeleton(folder: Path) -> PreTrainedModel:
-    """The base without the weights of all layers but the last: what a head starts from, and nothing that runs."""
+    """The base with the weights of its last layer alone: what a head starts from. It cannot run."""
     tensors = _read(folder)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / FOLDER))
@@ -122,7 +123,7 @@ def skeleton(folder: Path) -> PreTrainedModel:
     base.set_output_embeddings(_linear(tensors))
     layers = decoder_layers(base)
     for prefix, module in (("layer.", None if layers is None else layers[-1]), ("norm.", final_norm(base))):
-        own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-        if module is not None and own:
-            module.load_state_dict(own, strict=False, assign=True)
+        weights = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        if module is not None and weights:
+            module.load_state_dict(weights, strict=False, assign=True)
     return base

@@ -7,29 +7,38 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from specheads.models.files import make_portable, replacing
 from specheads.options import OptionError
 from specheads.training.features.shards import AGAIN, FeatureError, facts
 
 INDEX = "index.json"
-FORMAT = 1
+FORMAT = 2
+_OLD_KEYS = {"law": "teacher_probs"}  # format 1 → 2
 
 
-def kept_tokens(law: str) -> int | None:
-    """'topk:64' → 64; None for 'hidden' and 'none'. ValueError for anything else."""
-    name, _, number = law.partition(":")
-    if law in ("hidden", "none"):
-        return None
-    if name != "topk" or not number.isdecimal() or int(number) < 1:
-        raise OptionError("{law}: expected hidden, none or topk:K, as in topk:64", law=law)
+TeacherProbs = Literal["hidden", "none"] | int
+
+
+def parse_teacher_probs(value: str | int) -> TeacherProbs:
+    """'hidden', 'none', or '64' → 64 likeliest tokens; 'topk:64' is the old spelling. Raises OptionError for others."""
+    if value == "hidden":
+        return "hidden"
+    if value == "none":
+        return "none"
+    number = str(value).removeprefix("topk:")
+    if isinstance(value, bool) or not number.isdecimal() or int(number) < 1:
+        raise OptionError(
+            "{teacher_probs}: expected hidden, none or a number of likeliest tokens, such as 64", teacher_probs=value
+        )
     return int(number)
 
 
 @dataclass(frozen=True)
 class Index:
-    """taps: hidden_states saved, as Hugging Face indices; dtype of them; law: hidden, topk:K or none; last_tap: the tap
+    """taps: hidden_states saved, as Hugging Face indices; dtype of them; teacher_probs: what is saved of the
+    base's distribution, "hidden", "none" or a number of likeliest tokens; last_tap: the tap
     that is the last hidden state too, if one is. batch_size and shard_rows: rows of a pass, and of a file.
 
     base: its name, revision, fingerprint, and `unfit`, kind of head → why it cannot learn from this base.
@@ -39,7 +48,7 @@ class Index:
 
     taps: tuple[int, ...]
     dtype: str
-    law: str
+    teacher_probs: TeacherProbs
     last_tap: int | None
     batch_size: int
     shard_rows: int
@@ -85,10 +94,12 @@ def read_index(folder: Path) -> Index:
     try:
         record = json.loads(path.read_text("utf8"))
         version = record.pop("format")
-        if version != FORMAT:
+        if version not in (1, FORMAT):
             raise FeatureError(
-                f"{path} has format {version!r}, and this version reads {FORMAT}; save the features again"
+                f"{path} has format {version!r}, and this version reads 1 and {FORMAT}; save the features again"
             )
+        record = {_OLD_KEYS.get(name, name): value for name, value in record.items()}
+        record["teacher_probs"] = parse_teacher_probs(record["teacher_probs"])
         if not isinstance(record["base"], Mapping) or {f.name for f in fields(Index)} != set(record):
             raise KeyError(f"it has {sorted(record)}")
     except FeatureError:
@@ -101,21 +112,21 @@ def read_index(folder: Path) -> Index:
     return Index(**{**record, "taps": tuple(record["taps"])})
 
 
-def checked(folder: Path) -> Index:
+def read_finished_index(folder: Path) -> Index:
     """The index of a folder that is complete: every file there, of the size it had, and with its header. FeatureError
     names the first that is not."""
     index = read_index(folder)
     if not index.finished:
-        raise FeatureError(f"{folder} is not finished: {AGAIN.replace('it alone', 'the rest')}")
+        raise FeatureError(f"{folder} is not finished: {AGAIN}")
     from specheads.training.features.frozen_weights import FOLDER
 
     known = [(folder / FOLDER, index.kept), *((folder, entry) for files in index.files.values() for entry in files)]
-    for place, entry in known:
-        path = place / entry["file"]
-        found = facts(path)
-        if found != entry:
+    for base, entry in known:
+        path = base / entry["file"]
+        actual = facts(path)
+        if actual != entry:
             wrong = ", ".join(
-                f"{name} {found[name]}, not {entry[name]}" for name in entry if found[name] != entry[name]
+                f"{name} {actual[name]}, not {entry[name]}" for name in entry if actual[name] != entry[name]
             )
             raise FeatureError(f"{path} is damaged or not the one that was saved ({wrong}); delete it and {AGAIN}")
     for split, files in index.files.items():

@@ -25,21 +25,22 @@ class FeatureModel(SpecModel):
     ) -> tuple[Tensor, Teacher]:
         if "features" not in kwargs:
             raise ValueError("a batch without features, in training from saved ones: FeatureCollator makes them")
-        hidden, law = kwargs.get("last_hidden"), [kwargs.get(name) for name in ("law_ids", "law_log_p", "law_tail")]
+        hidden = kwargs.get("last_hidden")
+        topk = [kwargs.get(name) for name in ("topk_ids", "topk_log_p", "topk_tail")]
         if hidden is not None:
             teacher: Teacher = LastHidden(hidden.flatten(0, 1), lambda rows: logits_of(self.base, rows))
-        elif law[0] is not None:
-            teacher = TopKTail(*(cast(Tensor, part).flatten(0, 1) for part in law))
+        elif topk[0] is not None:
+            teacher = TopKTail(*(cast(Tensor, part).flatten(0, 1) for part in topk))
         else:
             teacher = TopKTail.from_text(input_ids)
         return kwargs["features"], teacher
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self.base(*args, **kwargs)  # which says that it is not there
+        return self.base(*args, **kwargs)  # which raises
 
 
-def beside_kept_base(folder: Path, index: Index, module: DraftHead) -> FeatureModel:
-    """A head and what was kept of its base."""
+def build_feature_model(folder: Path, index: Index, module: DraftHead) -> FeatureModel:
+    """A head beside the saved parts of its base."""
     name, revision, fingerprint = (index.base[key] for key in ("name", "revision", "fingerprint"))
     base, record = (
         KeptBase(folder, name),

@@ -1,4 +1,4 @@
-"""What saving features will take, known before the base is loaded: which layers, how many bytes, and is there room?"""
+"""What saving features will take, before the base is loaded: layers, bytes, and free room."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specheads.heads import HEADS
 from specheads.models import saved_head
 from specheads.options import OptionError
 from specheads.training.features import frozen_weights
-from specheads.training.features.index import free_bytes, kept_tokens
+from specheads.training.features.index import free_bytes, parse_teacher_probs
 from specheads.training.features.shards import FLOAT8, FeatureError
 from specheads.training.recipe import Recipe
 
@@ -24,19 +24,22 @@ Ask = Callable[[str], bool]
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """taps: hidden_states to save (default: those the recipe's head reads); dtype of them, auto being the base's; law:
-    hidden saves the last hidden state, topk:K the K likeliest tokens and the chance of the rest, none nothing.
-    batch_size: rows of a pass; shard_mb: megabytes of a file, roughly."""
+    """taps: hidden_states to save (default: those the recipe's head reads); dtype of them, auto being the base's.
+
+    teacher_probs: what is saved of the base's distribution. hidden: the last hidden state; a number K: the K likeliest
+    tokens and the probability of the rest; none: nothing. batch_size: rows of a pass; shard_mb: megabytes of a
+    file, roughly.
+    """
 
     output: Path
     taps: tuple[int, ...] | None = None
     dtype: str = "auto"
-    law: str = "hidden"
+    teacher_probs: str | int = "hidden"
     batch_size: int = 8
     shard_mb: float = 512
 
     def __post_init__(self) -> None:
-        kept_tokens(self.law)
+        object.__setattr__(self, "teacher_probs", parse_teacher_probs(self.teacher_probs))
         if self.dtype not in DTYPES:
             raise OptionError(f"{{dtype}}: expected one of {', '.join(DTYPES)}", dtype=self.dtype)
         for name, least in (("batch_size", 1), ("shard_mb", 0.001)):
@@ -73,20 +76,20 @@ def base_dtype(config: Any, recipe: Recipe) -> torch.dtype:
 
 def bytes_per_token(config: Any, taps: Sequence[int], options: SaveOptions, recipe: Recipe) -> int:
     dtype = base_dtype(config, recipe) if options.dtype == "auto" else getattr(torch, options.dtype)
-    states = len(taps) + (options.law == "hidden" and config.num_hidden_layers not in taps)
-    kept = min(kept_tokens(options.law) or 0, config.vocab_size)
-    law = 8 * kept + 4 if kept else 0
-    return 13 + states * (config.hidden_size * dtype.itemsize + 4 * (dtype == FLOAT8)) + law
+    states = len(taps) + (options.teacher_probs == "hidden" and config.num_hidden_layers not in taps)
+    likeliest = min(options.teacher_probs, config.vocab_size) if isinstance(options.teacher_probs, int) else 0
+    probs = 8 * likeliest + 4 if likeliest else 0
+    return 13 + states * (config.hidden_size * dtype.itemsize + 4 * (dtype == FLOAT8)) + probs
 
 
 def saved_files(folder: Path) -> list[Path]:
-    """What takes room in a folder of features: its shards, and what is kept of the base."""
+    """The files of a folder of features: its shards, and the parts of the base."""
     kept = folder / frozen_weights.FOLDER / frozen_weights.WEIGHTS
     return [*folder.glob("*.safetensors"), *[kept] * kept.exists()]
 
 
-def agree(folder: Path, tokens: int, each: int, kept: int, ask: Ask | None) -> None:
-    """FeatureError where there is too little room, or whoever is asked does not want it. kept: bytes of the base."""
+def confirm_size(folder: Path, tokens: int, each: int, kept: int, ask: Ask | None) -> None:
+    """Raise FeatureError where there is too little room, or `ask` declines. kept: bytes of the base."""
     whole, free = tokens * each + kept, free_bytes(folder)
     there = sum(path.stat().st_size for path in saved_files(folder))
     plan = (

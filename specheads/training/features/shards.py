@@ -1,8 +1,8 @@
-"""One file of saved features: rows of text laid end to end, each tensor one line a token, in the dtype asked for.
+"""One file of saved features: concatenated rows, each tensor with one line a token, in the chosen dtype.
 
-Shapes: N tokens of all rows of a file, T tokens of a row, H hidden, K likeliest tokens kept.
+Shapes: N tokens of all rows of a file, T tokens of a row, H hidden, K likeliest tokens saved.
 input_ids, document_ids, position_ids (N,) int32; supervised (N,) bool; starts (rows + 1,) int64; tap_k (N, H) for each
-tapped layer; last_hidden (N, H), or law_ids (N, K) int32 with law_log_p (N, K) and law_tail (N,). In float8_e4m3fn
+tapped layer; last_hidden (N, H), or topk_ids (N, K) int32 with topk_log_p (N, K) and topk_tail (N,). In float8_e4m3fn
 each line has its own scale, <name>.scale (N,) float32.
 """
 
@@ -23,14 +23,16 @@ from specheads.options import OptionError
 
 FLOAT8 = torch.float8_e4m3fn
 SCALE = ".scale"
-_NUMBERS = ("input_ids", "document_ids", "position_ids", "law_ids")
+_NUMBERS = ("input_ids", "document_ids", "position_ids", "topk_ids")
+# Names in files of format 1, which are read as well.
+_OLD_NAMES = {"topk_ids": "law_ids", "topk_log_p": "law_log_p", "topk_tail": "law_tail"}
 
 
 class FeatureError(OptionError):
     """Saved features that cannot be written or used; the message names the file and says what to do."""
 
 
-def stored(name: str, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+def encode_states(name: str, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """Hidden states (T, H) as they are saved. float8: each line scaled so that its largest entry is 448, the largest
     there is; an entry x comes back within max(|x| / 16, largest / 448 / 1024)."""
     if dtype != FLOAT8:
@@ -41,8 +43,8 @@ def stored(name: str, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: scaled.to(FLOAT8).cpu(), name + SCALE: scale.cpu()}
 
 
-def restored(x: Tensor, scale: Tensor | None) -> Tensor:
-    """What `stored` saved, (T, H): float8 as bfloat16, which is finer, others as they are."""
+def decode_states(x: Tensor, scale: Tensor | None) -> Tensor:
+    """What `encode_states` saved, (T, H): float8 as bfloat16, which is finer, others as they are."""
     return x if scale is None else (x.float() * scale.unsqueeze(-1)).to(torch.bfloat16)
 
 
@@ -51,7 +53,7 @@ def write(path: Path, rows: Sequence[Mapping[str, Tensor]]) -> None:
     lengths = torch.tensor([0, *(len(row["input_ids"]) for row in rows)])
     tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
     tensors = {name: t.int() if name in _NUMBERS else t for name, t in tensors.items()}
-    # In the header, whose checksum the index keeps: files of as many rows and tokens are else hard to tell apart.
+    # In the header, whose checksum the index keeps: it distinguishes files of as many rows and tokens.
     text = f"{zlib.crc32(tensors['input_ids'].numpy().tobytes()):08x}"
     write_tensors(path, {**tensors, "starts": lengths.cumsum(0)}, {"text": text})
 
@@ -64,7 +66,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     except (OSError, SafetensorError) as error:
         raise FeatureError(
             f"{path} could not be written ({error}); the files before it are whole: make room and run the same "
-            "command again, and it goes on from there"
+            "command again: it resumes there"
         ) from error
 
 
@@ -89,20 +91,21 @@ class Shard:
         return len(self.starts) - 1
 
     def row(self, i: int, names: Sequence[str]) -> dict[str, Tensor]:
-        """The tensors named, of row i; hidden states as `restored`."""
+        """The tensors named, of row i; hidden states as `decode_states`."""
         here = slice(self.starts[i], self.starts[i + 1])
-        found = {}
+        row = {}
         for name in names:
             scale = self.file.get_slice(name + SCALE)[here] if name + SCALE in self.names else None
-            found[name] = restored(self.file.get_slice(name)[here], scale)
-        return found
+            saved_as = name if name in self.names else _OLD_NAMES[name]
+            row[name] = decode_states(self.file.get_slice(saved_as)[here], scale)
+        return row
 
     def whole(self, name: str) -> Tensor:
         """One tensor of all rows, (N, …)."""
         return self.file.get_tensor(name)
 
 
-AGAIN = "run the command that saved the features again: what is there stays, and it alone is made"
+AGAIN = "run the command that saved the features again: it writes what is missing"
 
 
 def facts(path: Path) -> dict[str, Any]:

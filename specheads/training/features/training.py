@@ -14,21 +14,21 @@ from specheads.losses.functions import HARD, parse_loss
 from specheads.models import checkpoint, saved_head
 from specheads.training.features.dataset import FeatureCollator, FeatureDataset
 from specheads.training.features.frozen_weights import skeleton
-from specheads.training.features.index import Index, checked
-from specheads.training.features.model import FeatureModel, beside_kept_base
+from specheads.training.features.index import Index, read_finished_index
+from specheads.training.features.model import FeatureModel, build_feature_model
 from specheads.training.features.shards import FeatureError
 
 Parts = tuple[FeatureModel, FeatureDataset, FeatureDataset | None, FeatureCollator]
 
 
 def from_disk(folder: Path, head: HeadConfig | None, init_from: Any = None, dtype: str = "float32") -> Parts:
-    """Model, rows to train on, rows held out and collator. head: of a new head; init_from: a checkpoint to go on from;
+    """Model, rows to train on, rows held out and collator. head: of a new head; init_from: a checkpoint to start from;
     dtype: of the head, "auto" for the base's.
 
     FeatureError where the folder is damaged or does not hold what the head needs; UnsupportedModel where that kind of
     head cannot learn from that base; CheckpointError where init_from is a head of another base.
     """
-    index = checked(folder)
+    index = read_finished_index(folder)
     if init_from is not None:
         saved = saved_head.read(init_from)
         if saved.config.joint:
@@ -42,7 +42,7 @@ def from_disk(folder: Path, head: HeadConfig | None, init_from: Any = None, dtyp
         module = new_head(folder, index, head)
     module.to(getattr(torch, index.base["dtype"] if dtype == "auto" else dtype))
     train, *held_out = (FeatureDataset(folder, module.layers, split, index) for split in index.rows)
-    model = beside_kept_base(folder, index, module)
+    model = build_feature_model(folder, index, module)
     model.note_trained_length(saved.config.trained_length if init_from is not None else None)
     return model, train, held_out[0] if held_out else None, FeatureCollator(index.pad_token_id)
 
@@ -65,8 +65,8 @@ def new_head(folder: Path, index: Index, head: HeadConfig) -> DraftHead:
 def refuse_unfit(folder: Path, index: Index, config: HeadConfig) -> None:
     if reason := index.base["unfit"].get(config.kind):
         raise UnsupportedModel(reason)
-    if index.law == "none" and any(name != HARD for name, _ in parse_loss(config.loss)):
+    if index.teacher_probs == "none" and any(name != HARD for name, _ in parse_loss(config.loss)):
         raise FeatureError(
-            f"loss {config.loss!r} needs the base's law, and {folder} was saved with --law none: save again with --law "
-            "hidden or topk:64, or give head.loss=hard"
+            f"loss {config.loss!r} needs the base's probabilities, and {folder} was saved with --teacher-probs none: "
+            "save again with --teacher-probs hidden or 64, or give head.loss=hard"
         )

@@ -38,7 +38,7 @@ class Pace:
         self._whole = self._interrupted = False
 
     def begin(self, step: int) -> None:
-        """A run that starts behind `step` steps. Resumed between two logs, it knows of tokens it has not seen."""
+        """A run that starts after `step` steps. Resumed between two logs, its first rate is unknown."""
         self._began = self._since = self._step_ended = self.clock()
         self._first, self._lost, self._whole, self._interrupted = step, 0.0, step == 0, False
 
@@ -89,8 +89,8 @@ def clock_time(seconds: float) -> str:
 
 def evaluation_prefix(logs: Mapping[str, Any]) -> str | None:
     """`eval_`, or `eval_NAME_` of one of several held-out sets; None where the log is no evaluation's."""
-    found = (name.removesuffix("runtime") for name in logs if name.startswith("eval_") and name.endswith("_runtime"))
-    return next(found, None)
+    prefixes = (name.removesuffix("runtime") for name in logs if name.startswith("eval_") and name.endswith("_runtime"))
+    return next(prefixes, None)
 
 
 def evaluation_table(logs: Mapping[str, Any], history: Sequence[Mapping[str, Any]], step: int) -> str:
@@ -207,7 +207,7 @@ class AcceptanceProgress(_Lines, ProgressCallback):
 
 
 def printer_for(callback: Any, pace: Pace) -> TrainerCallback | None:
-    """What prints in place of transformers' own callback; None where it is another. A bar is for terminals."""
+    """The replacement of transformers' printing callback; None for any other callback. A bar is for terminals."""
     if type(callback) is ProgressCallback and sys.stderr.isatty():
         return AcceptanceProgress(pace)
     return AcceptanceLog(pace) if type(callback) in (ProgressCallback, PrinterCallback) else None

@@ -1,1 +1,1 @@
-"""Rows in the target's own words: what is asked, by whom it is answered, and the file the answers go to."""
+"""Rows in the target's own words: the questions, who answers them (local or served), and the output file."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from specheads.data.datasets import Row, truncate
+from specheads.data.rows import Row, truncate
 from specheads.decoding.prompt_batches import batches, new_tokens
 from specheads.hub import options as hub_options
 from specheads.training.self_distill.options import Options
@@ -22,7 +22,7 @@ def load(options: Options) -> Any:
 
 
 def prompt_room(config: Any, options: Options) -> int:
-    """Tokens that a prompt may have beside its answer."""
+    """Tokens that a prompt may have, with room for its answer."""
     room = min(options.max_length, getattr(config, "max_position_embeddings", None) or options.max_length)
     if room <= options.max_new_tokens:
         raise ValueError(f"--max_new_tokens {options.max_new_tokens}: the base takes {room} tokens, prompt included")
@@ -34,33 +34,34 @@ def cut_prompt(ids: list[int], room: int, tokenizer: Any) -> list[int]:
     return truncate({"input_ids": ids, "labels": ids}, room, tokenizer)["input_ids"]
 
 
-def answer(base: Any, tokenizer: Any, asked: Sequence[Ask], options: Options) -> list[list[Row]]:
+def answer(base: Any, tokenizer: Any, asks: Sequence[Ask], options: Options) -> list[list[Row]]:
     """The base's answers to each question, turn by turn; questions of one temperature are answered together."""
-    rows: list[list[Row]] = [[] for _ in asked]
-    for temperature in dict.fromkeys(one.temperature for one in asked):
-        places = [i for i, one in enumerate(asked) if one.temperature == temperature]
-        for start in range(0, len(places), options.batch_size):
-            batch = places[start : start + options.batch_size]
-            for i, made in zip(batch, _answer(base, tokenizer, [asked[i] for i in batch], options), strict=True):
-                rows[i] = made
+    rows: list[list[Row]] = [[] for _ in asks]
+    for temperature in dict.fromkeys(ask.temperature for ask in asks):
+        indices = [i for i, ask in enumerate(asks) if ask.temperature == temperature]
+        for start in range(0, len(indices), options.batch_size):
+            batch = indices[start : start + options.batch_size]
+            answered = _answer_batch(base, tokenizer, [asks[i] for i in batch], options)
+            for i, turns in zip(batch, answered, strict=True):
+                rows[i] = turns
     return rows
 
 
 @torch.no_grad()
-def _answer(base: Any, tokenizer: Any, asked: Sequence[Ask], options: Options) -> list[list[Row]]:
+def _answer_batch(base: Any, tokenizer: Any, asks: Sequence[Ask], options: Options) -> list[list[Row]]:
     room = prompt_room(base.config, options)
-    sampling = options.sampling(asked[0].temperature)
-    pad = tokenizer.pad_token_id or 0  # fills the rows that have ended, and is cut away
-    rows: list[list[Row]] = [[] for _ in asked]
-    answers: list[list[str]] = [[] for _ in asked]
-    for turn in range(max(one.num_turns for one in asked)):
-        live = [i for i, one in enumerate(asked) if turn < one.num_turns]
-        prompts = [cut_prompt(asked[i].question.prompt(answers[i], tokenizer), room, tokenizer) for i in live]
+    sampling = options.sampling(asks[0].temperature)
+    pad = tokenizer.pad_token_id or 0  # fills the rows that have ended; new_tokens cuts it off
+    rows: list[list[Row]] = [[] for _ in asks]
+    answers: list[list[str]] = [[] for _ in asks]
+    for turn in range(max(ask.num_turns for ask in asks)):
+        live = [i for i, ask in enumerate(asks) if turn < ask.num_turns]
+        prompts = [cut_prompt(asks[i].question.prompt(answers[i], tokenizer), room, tokenizer) for i in live]
         (inputs,) = batches(tokenizer, prompts, base.device, size=len(live))
-        made = base.generate(
+        output = base.generate(
             **inputs, max_new_tokens=options.max_new_tokens, pad_token_id=pad, do_sample=bool(sampling), **sampling
         )
-        for i, prompt, new in zip(live, prompts, new_tokens(base, inputs, made), strict=True):
-            rows[i].append(asked[i].row(prompt, new))
+        for i, prompt, new in zip(live, prompts, new_tokens(base, inputs, output), strict=True):
+            rows[i].append(asks[i].row(prompt, new))
             answers[i].append(tokenizer.decode(new, skip_special_tokens=True))
     return rows

@@ -7,19 +7,20 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from urllib.parse import urlsplit
 
 from specheads.data.config import DataConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-WINDOWS = 4000  # rows made of text where --num_rows does not say
+WINDOWS = 4000  # rows of text, unless --num_rows is given
 _SAMPLING = ("top_p", "top_k", "min_p")
-_OF_SERVERS = ("model", "extra_body")
+_SERVER_ONLY = ("model", "extra_body")
 
 
 @dataclass(frozen=True)
 class Options:
     base: str = field(metadata={"help": "the base model, a path or hub id; with --server its tokenizer is enough"})
-    output: str = field(metadata={"help": "JSONL file to write, or to go on with"})
+    output: str = field(metadata={"help": "JSONL file to write, or to resume"})
     source: str | None = field(
         default=None, metadata={"help": "rows with messages, prompt or text: a file, glob or hub id (default: stdlib)"}
     )
@@ -38,26 +39,27 @@ class Options:
     )
     temperature: list[float] = field(
         default_factory=lambda: [0.0],
-        metadata={"help": "0 is greedy; of several each has an equal share of the questions, one named twice two"},
+        metadata={"help": "0 is greedy; several share the questions equally, and one named twice gets two shares"},
     )
     top_p: float | None = field(
-        default=None, metadata={"help": "when sampling; here and below: what the base or the server does by itself"}
+        default=None, metadata={"help": "when sampling (default, here and below: what the base or the server does)"}
     )
     top_k: int | None = field(default=None, metadata={"help": "when sampling"})
     min_p: float | None = field(default=None, metadata={"help": "when sampling"})
-    batch_size: int = field(default=32, metadata={"help": "prompts the base continues at a time"})
+    batch_size: int = field(default=32, metadata={"help": "prompts that the base continues at a time"})
     dtype: str = field(default="auto", metadata={"help": ", ".join(DTYPES)})
-    seed: int = field(default=0, metadata={"help": "of the order of the prompts and of sampling"})
+    seed: int = field(default=0, metadata={"help": "for the order of the prompts and for sampling"})
     server: list[str] = field(
         default_factory=list,
         metadata={"help": "OpenAI-compatible servers that answer instead, in turn, as http://host:8000/v1"},
     )
     model: str | None = field(default=None, metadata={"help": "its name on the servers (default: --base)"})
-    concurrency: int = field(default=64, metadata={"help": "questions the servers answer at a time, all together"})
-    retries: int = field(default=6, metadata={"help": "of a request that failed, after 1, 2, 4, … seconds"})
-    timeout: float = field(default=600.0, metadata={"help": "seconds without a word from a server"})
+    concurrency: int = field(default=64, metadata={"help": "questions in flight at a time, over all servers"})
+    retries: int = field(default=6, metadata={"help": "tries again after a failed request, 1, 2, 4, … seconds later"})
+    timeout: float = field(default=600.0, metadata={"help": "seconds without data from a server"})
     extra_body: str | None = field(
-        default=None, metadata={"help": """more of each request, as '{"repetition_penalty": 1.1}'; null leaves out"""}
+        default=None,
+        metadata={"help": """fields of each request, as '{"repetition_penalty": 1.1}'; null removes one"""},
     )
 
     def __post_init__(self) -> None:
@@ -85,12 +87,12 @@ class Options:
             raise ValueError(f"--retries {self.retries} must be at least 0")
         if not 0 < self.timeout < math.inf:
             raise ValueError(f"--timeout {self.timeout:g} must be a finite number of seconds above 0")
-        if not self.server and (given := self._given(_OF_SERVERS)):
+        if not self.server and (given := self._given(_SERVER_ONLY)):
             raise ValueError(f"--{given[0]} {getattr(self, given[0])} is for a --server, and none is given")
         for url in self.server:
-            if not url.startswith(("http://", "https://")):
+            if not _is_http_address(url):
                 raise ValueError(f"--server {url}: expected an address such as http://localhost:8000/v1")
-        _ = self.template, self.request  # what is no JSON is refused now
+        _ = self.template, self.request  # refuse bad JSON now
 
     def _given(self, names: tuple[str, ...]) -> list[str]:
         return [name for name in names if getattr(self, name) is not None]
@@ -106,14 +108,22 @@ class Options:
 
     @cached_property
     def request(self) -> dict[str, Any]:
-        """What goes into each request to a server beside what is written there."""
+        """Fields added to each request to a server."""
         return _json_object("extra_body", self.extra_body)
 
     def sampling(self, temperature: float) -> dict[str, float]:
-        """How to sample, in the words that generate() and servers share; nothing at temperature 0."""
+        """Sampling options as generate() and servers both spell them; none at temperature 0."""
         if not temperature:
             return {}
         return {"temperature": temperature, **{name: getattr(self, name) for name in self._given(_SAMPLING)}}
+
+
+def _is_http_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port, or of brackets
+        return False
 
 
 def _json_object(name: str, text: str | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is asked, in which order and at which temperature: the same for the same options, each question once a pass."""
+"""The questions, their order and temperatures: fixed by the options, each question once a pass."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import Any, ClassVar, cast
 from specheads.data import corpus
 from specheads.data.config import DataConfig
 from specheads.data.conversation import Conversation
-from specheads.data.datasets import IGNORED, Row, load_dataset_rows, tokenize
 from specheads.data.row_forms import is_chat, messages_of
+from specheads.data.rows import IGNORED, Row, tokenize
+from specheads.data.sources import load_dataset_rows
 from specheads.training.self_distill.options import WINDOWS, Options
 
 
 @dataclass(frozen=True)
-class Continued:
-    """Token ids that the base continues, and whether they are supervised themselves: a conversation of one turn."""
+class TextPrompt:
+    """Token ids that the base continues, and whether they are supervised too: a conversation of one turn."""
 
     ids: list[int]
     supervised: bool = False
@@ -33,7 +34,7 @@ class Continued:
         return self.ids
 
 
-Question = Conversation | Continued
+Question = Conversation | TextPrompt
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,18 @@ class Ask:
         return self.question.num_turns
 
     def row(self, prompt: list[int], new: list[int]) -> Row:
-        """The line that a prompt and its answer make."""
-        text = isinstance(self.question, Continued) and self.question.supervised
-        front = prompt[1:] if text else [IGNORED] * (len(prompt) - 1)
-        return {"input_ids": prompt + new, "labels": [IGNORED, *front, *new]}
+        """A prompt and its answer as a row."""
+        learns_prompt = isinstance(self.question, TextPrompt) and self.question.supervised
+        prompt_labels = prompt[1:] if learns_prompt else [IGNORED] * (len(prompt) - 1)
+        return {"input_ids": prompt + new, "labels": [IGNORED, *prompt_labels, *new]}
 
 
 @dataclass
 class Stream:
-    """asks: what to ask, in order, mostly without end. wanted: lines to make of it. cycle: asks that are a round of
-    all, after which it is idle to go on if they brought nothing new."""
+    """asks: the questions in order, mostly without end. wanted: lines of the file.
+
+    cycle: the run ends after so many questions in a row without a new line; by then all have been asked.
+    """
 
     asks: Iterator[Ask]
     wanted: int
@@ -65,7 +68,8 @@ class Stream:
 
 
 def stream(options: Options, tokenizer: Any) -> Stream:
-    """What to ask. ValueError for rows that make no sense, and for more of them than there are."""
+    """The questions that the options ask for. Raises ValueError for malformed rows, and for more lines than they can
+    give."""
     if options.source is None:
         encoded = [tokenizer(text, verbose=False)["input_ids"] for _, text in corpus.texts(cast(Any, options.split))]
     else:
@@ -76,15 +80,15 @@ def stream(options: Options, tokenizer: Any) -> Stream:
             wanted = options.num_rows or turns
             if wanted > turns and options.greedy:
                 raise ValueError(
-                    f"--num_rows {wanted}: {options.source} has {turns} turns, and greedy answers to the same are the "
-                    "same; give fewer, or a --temperature"
+                    f"--num_rows {wanted}: {options.source} has {turns} turns, and a greedy answer repeats "
+                    "itself; give fewer, or a --temperature above 0"
                 )
             cycle = len(asked) * len(options.temperature)
             return Stream(passes(asked, options.seed, options.temperature), wanted, cycle)
         config = DataConfig(train=options.source)
         encoded = [tokenize(row, tokenizer, config)["input_ids"] for row in cast(Any, rows)]
     if options.chat:
-        raise ValueError("--chat: text is continued as it is; give rows with `prompt`, or with `messages`")
+        raise ValueError("--chat: text is continued without a template; give rows with `prompt`, or with `messages`")
     if options.prompt_tokens + options.max_new_tokens > options.max_length:
         raise ValueError(
             f"--prompt_tokens {options.prompt_tokens} and --max_new_tokens {options.max_new_tokens} are over "
@@ -102,9 +106,9 @@ def stream(options: Options, tokenizer: Any) -> Stream:
 
 
 def questions(options: Options, rows: Sequence[dict[str, Any]], tokenizer: Any) -> list[Question]:
-    """What the rows of messages or prompts ask, each once. ValueError with the row for one that makes no sense."""
+    """The questions of rows of messages or prompts, each once. Raises ValueError that names a malformed row."""
     asked: dict[Hashable, Question] = {}
-    silent = 0
+    without_user = 0
     for number, row in enumerate(rows, start=1):
         try:
             one = question(row, tokenizer, options)
@@ -113,12 +117,12 @@ def questions(options: Options, rows: Sequence[dict[str, Any]], tokenizer: Any) 
         if one.num_turns:
             asked.setdefault(one.key, one)
         else:
-            silent += 1
+            without_user += 1
     if not asked:
-        raise ValueError(f"none of the {silent} rows of {options.source} has a message of the user")
-    if silent:
-        print(f"left out {silent} of {len(rows)} rows without a message of the user", file=sys.stderr)
-    if again := len(rows) - silent - len(asked):
+        raise ValueError(f"none of the {without_user} rows of {options.source} has a message of the user")
+    if without_user:
+        print(f"left out {without_user} of {len(rows)} rows without a message of the user", file=sys.stderr)
+    if again := len(rows) - without_user - len(asked):
         print(f"asked once: {again} of {len(rows)} rows ask what another row asks", file=sys.stderr)
     return list(asked.values())
 
@@ -126,27 +130,27 @@ def questions(options: Options, rows: Sequence[dict[str, Any]], tokenizer: Any) 
 def question(row: dict[str, Any], tokenizer: Any, options: Options) -> Question:
     messages = messages_of(row) if row.get("prompt") is None or row.get("messages") is not None else None
     if messages is not None:
-        return Conversation.of(messages, row.get("tools")).with_template(options.template)
+        return Conversation.from_messages(messages, row.get("tools")).with_template(options.template)
     text = row.get("prompt")
     if not isinstance(text, str) or not text:
-        raise ValueError(f"expected messages or a prompt, and prompt={text!r:.60}; rows of text go into their own file")
+        raise ValueError(f"expected messages or a prompt, not prompt={text!r:.60}; rows of text go into their own file")
     if options.chat:
-        return Conversation.of_text(text).with_template(options.template)
-    return Continued(list(tokenizer(text, verbose=False)["input_ids"]))
+        return Conversation.from_text(text).with_template(options.template)
+    return TextPrompt(list(tokenizer(text, verbose=False)["input_ids"]))
 
 
 def passes(asked: Sequence[Question], seed: int, temperatures: Sequence[float] = (0.0,)) -> Iterator[Ask]:
     """Every question once, in a seeded order, and all of them again and again, each time at its next temperature.
 
-    The first temperature of a question goes by its place in the first pass: each has an equal share of the questions in
-    every pass. A question is greedily answered once; ends where that leaves nothing to ask.
+    A question's position in the first pass sets its first temperature, so that temperatures share every pass equally. A
+    question is answered greedily once; ends where that leaves nothing to ask.
     """
     rng = random.Random(seed)
-    first: dict[int, int] = {}  # question → its place in the first pass
+    first: dict[int, int] = {}  # question → its position in the first pass
     greedily: set[int] = set()
     for number in count():
-        for place, index in enumerate(rng.sample(range(len(asked)), len(asked))):
-            temperature = temperatures[(first.setdefault(index, place) + number) % len(temperatures)]
+        for position, index in enumerate(rng.sample(range(len(asked)), len(asked))):
+            temperature = temperatures[(first.setdefault(index, position) + number) % len(temperatures)]
             if not temperature:
                 if index in greedily:
                     continue
@@ -161,20 +165,20 @@ def windows(
 ) -> Iterator[Ask]:
     """A seeded stream of windows of text, each at the next temperature; long documents are drawn from more often.
 
-    A window is greedily continued once; ends where that leaves none.
+    A window is continued greedily once; ends where that leaves none.
     """
     rng = random.Random(seed)
     weights = [len(row) for row in rows]
     greedily: set[tuple[int, int]] = set()
     num_windows = sum(length - num_tokens + 1 for length in weights)
-    for place in count():
+    for number in count():
         if not any(temperatures) and len(greedily) == num_windows:
             return
-        temperature = temperatures[place % len(temperatures)]
+        temperature = temperatures[number % len(temperatures)]
         index = rng.choices(range(len(rows)), weights)[0]
         start = rng.randrange(weights[index] - num_tokens + 1)
         if not temperature:
             if (index, start) in greedily:
                 continue
             greedily.add((index, start))
-        yield Ask(Continued(rows[index][start : start + num_tokens], supervised=True), temperature)
+        yield Ask(TextPrompt(rows[index][start : start + num_tokens], supervised=True), temperature)

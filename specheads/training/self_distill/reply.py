@@ -21,9 +21,9 @@ _ENDED = {"stop": True, "tool_calls": True, "function_call": True, "length": Fal
 
 @dataclass(frozen=True)
 class Reply:
-    """prompt, new: token ids, `new` with the end of text where the answer has ended. text: what the history gets.
+    """prompt, new: token ids, `new` with the end of text where the answer has ended. text: for the history.
 
-    last: why the chat cannot go on behind this answer, if so.
+    last: the reason why the chat cannot continue after this answer, if it cannot.
     """
 
     prompt: list[int]
@@ -33,7 +33,7 @@ class Reply:
 
 
 class Replies:
-    """What a tokenizer makes of answers. Counts those that came as text alone, and prompts that are not its own."""
+    """Answers → token ids. Counts answers that came as text alone, and prompts that the server rendered differently."""
 
     def __init__(self, options: Options, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -43,10 +43,10 @@ class Replies:
         self.vocab_size = max(len(tokenizer), getattr(config, "vocab_size", None) or 0)
         self.count = self.as_text = self.other_prompts = 0
 
-    def of_chat(
+    def read_chat(
         self, choice: dict[str, Any], question: Conversation, history: Sequence[Message], prompt: list[int]
     ) -> Reply:
-        """The answer to a chat whose prompt the template makes `prompt` of. Refused where it has no certain ids."""
+        """The answer to a chat. prompt: as the template of --base renders it. Refused where the ids are uncertain."""
         message, ended = choice["message"], _ended(choice)
         text, calls = message.get("content") or "", _calls(message)
         reasoning = next((message[name] for name in _REASONING if message.get(name)), "")
@@ -54,15 +54,15 @@ class Replies:
         if not ids or (ended and ids[-1] not in self.ends):
             written, end = self._rendered(question, history, text, reasoning, calls)
         if ids is not None:
-            prompt = self._their_prompt(choice, prompt)
+            prompt = self._server_prompt(choice, prompt)
         elif not reasoning and not calls:
-            # As it was written, behind the prompt: a template may trim it, or put something before it.
+            # Verbatim after the prompt: a template may trim it, or put something before it.
             ids = self._added(question.text(history, self.tokenizer, generation_prompt=True), text)
         elif written is None:
             raise Refused(
-                "the chat template does not write the answer's reasoning or calls behind its prompt, and the server "
-                "sends no token ids: take one that does (return_token_ids of vLLM and SGLang), or switch its "
-                "parsers off"
+                "the chat template does not write the answer's reasoning or calls after its prompt, and the server "
+                "sends no token ids: use one that does (return_token_ids of vLLM and SGLang), or switch off its "
+                "parsers"
             )
         elif not ended:
             raise Refused("the answer was cut inside its reasoning or a call, and the server sends no token ids")
@@ -75,7 +75,7 @@ class Replies:
             last = "the answer before it was cut inside its reasoning"
         return Reply(prompt, self._with_end(ids, choice, ended, end), text, last)
 
-    def of_text(self, choice: dict[str, Any], prompt: list[int]) -> Reply:
+    def read_text(self, choice: dict[str, Any], prompt: list[int]) -> Reply:
         text = choice.get("text") or ""
         ids = self._sent_ids(choice, text)
         if ids is None:
@@ -83,16 +83,16 @@ class Replies:
         return Reply(prompt, self._with_end(ids, choice, _ended(choice), self.tokenizer.eos_token_id))
 
     def summary(self) -> str:
-        """What is not as exact as it could be."""
-        said = []
+        """How many answers or prompts are not exactly what the server saw."""
+        notes = []
         if self.as_text:
-            said.append(f"{self.as_text} of {self.count} answers came as text alone and were tokenized here")
+            notes.append(f"{self.as_text} of {self.count} answers came as text alone and were tokenized here")
         if self.other_prompts:
-            said.append(
-                f"{self.other_prompts} of {self.count} prompts are on the server not what the chat template of --base "
-                "makes of them: its own were kept"
+            notes.append(
+                f"{self.other_prompts} of {self.count} prompts are rendered differently by the server than by the chat "
+                "template of --base: the server's were kept"
             )
-        return "; ".join(said)
+        return "; ".join(notes)
 
     def _sent_ids(self, choice: dict[str, Any], text: str) -> list[int] | None:
         """The answer's ids as the server sent them. Refused where they are not those of this tokenizer."""
@@ -101,34 +101,33 @@ class Replies:
         if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
             self.as_text += 1
             return None
-        spelt = self.tokenizer.decode(ids) if all(0 <= token < self.vocab_size for token in ids) else ""
+        spelled = self.tokenizer.decode(ids) if all(0 <= token < self.vocab_size for token in ids) else ""
         # Without white space, which servers trim, and inside a character that was cut
-        if "\ufffd" not in text and "".join(text.split()) not in "".join(spelt.split()):
+        if "\ufffd" not in text and "".join(text.split()) not in "".join(spelled.split()):
             raise Refused(
-                f"its token ids spell {spelt!r:.60} here, not {text!r:.60}: is --base the model that is served?"
+                f"its token ids spell {spelled!r:.60} here, not {text!r:.60}: is --base the model that is served?"
             )
         return list(ids)
 
-    def _their_prompt(self, choice: dict[str, Any], prompt: list[int]) -> list[int]:
-        """The prompt's ids as the server sent them, if it did: a template of its own may render it otherwise."""
-        theirs = choice.get("prompt_token_ids") or prompt
-        self.other_prompts += theirs != prompt
-        if not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in theirs):
+    def _server_prompt(self, choice: dict[str, Any], prompt: list[int]) -> list[int]:
+        """The prompt's ids as the server sent them, if it did: it may use another template."""
+        sent = choice.get("prompt_token_ids") or prompt
+        self.other_prompts += sent != prompt
+        if not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in sent):
             raise Refused(f"its prompt has token ids from {self.vocab_size} on: is --base the model that is served?")
-        return list(theirs)
+        return list(sent)
 
     def _rendered(
         self, question: Conversation, history: Sequence[Message], text: str, reasoning: str, calls: list[Any]
     ) -> tuple[list[int] | None, int | None]:
-        """What the template writes for an answer behind its prompt, and the end behind that; None where it leaves some
-        of the answer out."""
+        """What the template writes for an answer after its prompt, and the end token; None where it drops some."""
         before = question.text(history, self.tokenizer, generation_prompt=True)
         for name in (*_REASONING, "thinking") if reasoning else ("",):
-            said: Message = {"role": "assistant", "content": text}
-            said |= {name: reasoning} if reasoning else {}
-            said |= {"tool_calls": calls} if calls else {}
+            message: Message = {"role": "assistant", "content": text}
+            message |= {name: reasoning} if reasoning else {}
+            message |= {"tool_calls": calls} if calls else {}
             try:
-                whole = question.text([*history, said], self.tokenizer, generation_prompt=False)
+                whole = question.text([*history, message], self.tokenizer, generation_prompt=False)
             except ValueError:
                 continue
             written = whole[len(before) :]
@@ -140,31 +139,31 @@ class Replies:
         return None, self.tokenizer.eos_token_id
 
     def _added(self, before: str, text: str) -> list[int]:
-        """The tokens of text that stands behind other text."""
+        """The tokens of text that follows other text."""
 
-        def tokens(of: str) -> list[int]:
-            return list(self.tokenizer(of, add_special_tokens=False, verbose=False)["input_ids"])
+        def encode(part: str) -> list[int]:
+            return list(self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
 
-        # With what is before it, or some tokenizers begin it with a space; but a merge over the edge was never written.
-        first, both = tokens(before), tokens(before + text)
-        return both[len(first) :] if both[: len(first)] == first else tokens(text)
+        # With the text before it, or some tokenizers begin it with a space; but not with a merge over the edge.
+        first, both = encode(before), encode(before + text)
+        return both[len(first) :] if both[: len(first)] == first else encode(text)
 
     def _with_end(self, ids: list[int], choice: dict[str, Any], ended: bool, end: int | None) -> list[int]:
         if ended and ids[-1:] != [end] and (not ids or ids[-1] not in self.ends):
-            told = [choice.get(name) for name in ("stop_reason", "matched_stop")]
-            end = next((token for token in told if isinstance(token, int) and token in self.ends), end)
+            stops = [choice.get(name) for name in ("stop_reason", "matched_stop")]
+            end = next((token for token in stops if isinstance(token, int) and token in self.ends), end)
             ids = ids if end is None else [*ids, end]
         if not ids:
             raise Refused("the answer is empty")
         return ids
 
 
-def for_server(question: Conversation, history: Sequence[Message]) -> dict[str, Any]:
+def chat_request(question: Conversation, history: Sequence[Message]) -> dict[str, Any]:
     """A chat as fields of a request: calls have an id, a type and arguments in JSON, results the id of their call.
 
     Data written for chat templates mostly has none of these.
     """
-    made, waiting, number = list[Message](), list[str](), 0
+    sent, waiting, number = list[Message](), list[str](), 0
     for message in history:
         message = dict(message)
         if calls := message.get("tool_calls"):
@@ -183,9 +182,9 @@ def for_server(question: Conversation, history: Sequence[Message]) -> dict[str, 
             message["role"] = "tool"
             known = message.setdefault("tool_call_id", waiting[0] if waiting else f"call{max(0, number - 1):05d}")
             waiting = [one for one in waiting if one != known]
-        made.append(message)
+        sent.append(message)
     tools = [one if "function" in one else {"type": "function", "function": one} for one in question.tools or []]
-    return {"messages": made, "tools": tools or None, "chat_template_kwargs": question.template or None}
+    return {"messages": sent, "tools": tools or None, "chat_template_kwargs": question.template or None}
 
 
 def _calls(message: Message) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The file the rows go to: in the order of the questions, none twice, and how far it is where a run was stopped."""
+"""The output file: rows in the order of the questions, none twice, and where a stopped run resumes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 
-from specheads.data.datasets import Row
+from specheads.data.rows import Row
 from specheads.training.self_distill.questions import Ask, Stream
 
 SAME = "the same line is there already"
@@ -20,16 +20,17 @@ SAME = "the same line is there already"
 class RowsFile:
     """Lines of JSON at `path`, one an answer, written a round of questions at a time.
 
-    An answer that is no line of its own has one in `path`.left_out: {"answer": its number among all, from 0, "why": …}.
-    Each answer is in one of the two, so that the two say how many there are. What is left out is written first: lines
-    without it would be taken for other answers. A process that is killed leaves whole rounds and at most a part of one.
+    An answer without a line of its own has a record in `path`.left_out: {"answer": its number among all, from 0,
+    "why": …}. Each answer is in one of the two files, so together they count the answers. The record is written first:
+    without it, later lines would be taken for other answers. A killed process leaves whole rounds and at most a part of
+    one.
     """
 
     def __init__(self, path: Path, stream: Stream) -> None:
         self.path, self.stream = path, stream
         self.left_out_path = path.with_name(path.name + ".left_out")
         self.lines = self.answers = 0
-        self.idle = 0  # questions in a row that brought no line
+        self.idle = 0  # questions in a row without a new line
         self.asked_all = False
         self.left_out: Counter[str] = Counter()
         self._seen: set[bytes] = set()
@@ -38,8 +39,8 @@ class RowsFile:
     def finished(self) -> bool:
         return self.asked_all or self.lines >= self.stream.wanted or self.idle >= self.stream.cycle
 
-    def go_on(self, round_size: Callable[[int], int]) -> Iterator[Ask]:
-        """What is still to be asked; the rest of a round that was cut short is taken away and asked again.
+    def resume(self, round_size: Callable[[int], int]) -> Iterator[Ask]:
+        """The questions still to ask. A round that was cut short is removed and asked again.
 
         round_size: lines still wanted → questions of a round.
         """
@@ -77,7 +78,7 @@ class RowsFile:
         return asks
 
     def add(self, asked: Sequence[Ask], results: Sequence[Sequence[Row | str]]) -> None:
-        """Write the answers to a round: rows, or why there is none."""
+        """Write the answers to a round: rows, or the reason why there is none."""
         lines, records = list[bytes](), list[str]()
         for one, turns in zip(asked, results, strict=True):
             assert len(turns) == one.num_turns
@@ -103,15 +104,15 @@ class RowsFile:
 
     def summary(self) -> str:
         """What became of the answers, in one line."""
-        said = f"{self.path}: {self.lines} lines"
+        text = f"{self.path}: {self.lines} lines"
         if self.lines < self.stream.wanted:
-            said += f" of the {self.stream.wanted} asked for: the questions have no further answers"
+            text += f" of the {self.stream.wanted} asked for: the questions have no further answers"
         if same := self.left_out[SAME]:
-            said += f"; left out {same} answers that were the same lines again"
+            text += f"; left out {same} answers that were the same lines again"
         if refused := self.left_out.total() - same:
             why = next(why for why in self.left_out if why != SAME)
-            said += f"; left out {refused} answers ({self.left_out_path} says why), such as: {why}"
-        return said
+            text += f"; left out {refused} answers ({self.left_out_path} says why), such as: {why}"
+        return text
 
     def _read(self) -> tuple[list[int], list[bytes]]:
         """Where each whole line ends, from 0 on, and the digest of each."""
@@ -146,5 +147,5 @@ def _append(path: Path, content: bytes) -> None:
             file.write(content)
     except OSError as error:
         raise OSError(
-            f"{path}: {error.strerror}; what was written is kept: start again with the same options"
+            f"{path}: {error.strerror}; rows written so far are safe: start again with the same options"
         ) from error

@@ -13,23 +13,26 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from specheads.hub import options as hub_options
-from specheads.training.self_distill import local, served
+from specheads.training.self_distill import local
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import stream
 from specheads.training.self_distill.rows_file import RowsFile
 
 
 def run(options: Options) -> None:
-    """Write the rows, or go on with them. ValueError or OSError, with what was written kept, where that fails."""
+    """Write the rows, or resume. Raises ValueError, OSError or ImportError; rows written before are safe."""
+    if options.server:
+        from specheads.training.self_distill import served  # needs openai, an optional package
+
     tokenizer = AutoTokenizer.from_pretrained(options.base, **hub_options(options.base))
     file = RowsFile(Path(options.output), stream(options, tokenizer))
-    # A round has a batch of each temperature: each batch is full, as one temperature's would be.
-    most = 1 if options.server else options.batch_size * len(options.temperature)
+    # A round holds a batch of each temperature, so that every batch is full.
+    largest = 1 if options.server else options.batch_size * len(options.temperature)
 
     def round_size(room: int) -> int:
-        return min(most, room)
+        return min(largest, room)
 
-    asks = file.go_on(round_size)
+    asks = file.resume(round_size)
     if not file.finished:
         with tqdm(total=file.stream.wanted, initial=file.lines, unit="row") as bar:
             if options.server:
@@ -37,7 +40,7 @@ def run(options: Options) -> None:
             else:
                 base = local.load(options)
                 while not file.finished and (batch := list(islice(asks, round_size(file.stream.wanted - file.lines)))):
-                    # Of the place in the file, so that a run that goes on samples what it would have sampled.
+                    # Seeded by the number of answers, so that a resumed run samples what an undisturbed one does.
                     torch.manual_seed(random.Random(f"{options.seed} {file.answers}").getrandbits(63))
                     file.add(batch, local.answer(base, tokenizer, batch, options))
                     bar.update(file.lines - bar.n)

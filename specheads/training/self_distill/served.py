@@ -7,100 +7,111 @@ import os
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from typing import Any
 
 from tqdm import tqdm
 
 from specheads.data.conversation import Conversation
-from specheads.data.datasets import Row, truncate
+from specheads.data.rows import Row, truncate
 from specheads.training.self_distill.local import cut_prompt
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import Ask
-from specheads.training.self_distill.reply import Replies, for_server
+from specheads.training.self_distill.reply import Replies, chat_request
 from specheads.training.self_distill.rows_file import RowsFile
 from specheads.training.self_distill.server import Refused, ServerError, Servers
 
 KEY = "OPENAI_API_KEY"
-REFUSED_IN_A_ROW = 16  # then it is not the questions
+REFUSED_IN_A_ROW = 16  # then the questions are not the cause
 
 
 async def fill(file: RowsFile, asks: Iterator[Ask], options: Options, tokenizer: Any, bar: tqdm) -> None:
-    """Ask until the file is full. ServerError where a server fails, or refuses everything."""
+    """Ask until the file is full. Raises ServerError where a server fails, or refuses everything."""
     replies = Replies(options, tokenizer)
-    flying: deque[tuple[Ask, asyncio.Task[list[Row | str]]]] = deque()
-    held: list[tuple[Ask, list[Row | str]]] = []  # not written before another question got an answer
-    servers = Servers(
-        options.server, concurrency=options.concurrency, retries=options.retries, timeout=options.timeout,
-        key=os.environ.get(KEY),
-    )  # fmt: skip
-    async with servers:
-        place = file.answers
-        try:
-            while not file.finished:
-                while len(flying) < options.concurrency and _lines(file, flying) < file.stream.wanted:
-                    if (one := next(asks, None)) is None:
-                        break
-                    seed = random.Random(f"{options.seed} {place}").getrandbits(31)
-                    flying.append((one, asyncio.create_task(_answers(servers, one, seed, options, replies))))
-                    place += one.num_turns
-                if not flying:
+    unwritten: list[tuple[Ask, list[Row | str]]] = []  # refusals, written once another question gets an answer
+    servers = Servers(options.server, retries=options.retries, timeout=options.timeout, key=os.environ.get(KEY))
+    async with servers, aclosing(_in_order(servers, file, asks, options, replies)) as answered:
+        async for ask, results in answered:
+            unwritten.append((ask, results))
+            if any(not isinstance(result, str) for result in results):
+                _write(file, unwritten)
+                bar.update(file.lines - bar.n)
+            elif len(unwritten) >= REFUSED_IN_A_ROW:
+                raise ServerError(f"{len(unwritten)} questions in a row got no usable answer: {results[0]}")
+    if unwritten and not file.lines:
+        raise ServerError(f"none of {len(unwritten)} questions got a usable answer: {unwritten[-1][1][0]}")
+    _write(file, unwritten)
+    if summary := replies.summary():
+        print(summary, file=sys.stderr)
+
+
+def _write(file: RowsFile, answered: list[tuple[Ask, list[Row | str]]]) -> None:
+    """Each question is a round of its own. Empties the list."""
+    for ask, results in answered:
+        file.add([ask], [results])
+    answered.clear()
+
+
+async def _in_order(
+    servers: Servers, file: RowsFile, asks: Iterator[Ask], options: Options, replies: Replies
+) -> AsyncGenerator[tuple[Ask, list[Row | str]], None]:
+    """The questions in their order, each with its results. Up to options.concurrency are in flight, and no more than
+    could fill the file."""
+    in_flight: deque[tuple[Ask, asyncio.Task[list[Row | str]]]] = deque()
+    answer = file.answers  # the number of the next question's first answer, which seeds its sampling
+    try:
+        while not file.finished:
+            while len(in_flight) < options.concurrency and _possible_lines(file, in_flight) < file.stream.wanted:
+                if (ask := next(asks, None)) is None:
                     break
-                one, task = flying[0]
-                results = await task
-                flying.popleft()
-                held.append((one, results))
-                if any(not isinstance(result, str) for result in results):
-                    for waiting in held:
-                        file.add([waiting[0]], [waiting[1]])
-                    held = []
-                    bar.update(file.lines - bar.n)
-                elif len(held) >= REFUSED_IN_A_ROW:
-                    raise ServerError(f"{len(held)} questions in a row got no answer to learn: {results[0]}")
-        finally:
-            for _, task in flying:
-                task.cancel()
-            await asyncio.gather(*(task for _, task in flying), return_exceptions=True)
-    if held and not file.lines:
-        raise ServerError(f"none of {len(held)} questions got an answer to learn: {held[-1][1][0]}")
-    for waiting in held:
-        file.add([waiting[0]], [waiting[1]])
-    if said := replies.summary():
-        print(said, file=sys.stderr)
+                seed = random.Random(f"{options.seed} {answer}").getrandbits(31)
+                in_flight.append((ask, asyncio.create_task(_ask_turns(servers, ask, seed, options, replies))))
+                answer += ask.num_turns
+            if not in_flight:
+                return
+            ask, task = in_flight[0]
+            results = await task
+            in_flight.popleft()
+            yield ask, results
+    finally:
+        for _, task in in_flight:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in in_flight), return_exceptions=True)
 
 
-def _lines(file: RowsFile, flying: deque[tuple[Ask, Any]]) -> int:
-    """Lines there would be, if each answer that is on its way were one."""
-    return file.lines + sum(one.num_turns for one, _ in flying)
+def _possible_lines(file: RowsFile, in_flight: deque[tuple[Ask, Any]]) -> int:
+    """Lines there would be if every answer in flight gave ask."""
+    return file.lines + sum(ask.num_turns for ask, _ in in_flight)
 
 
-async def _answers(servers: Servers, one: Ask, seed: int, options: Options, replies: Replies) -> list[Row | str]:
-    """A row for each turn, or why there is none."""
-    question, results, answers = one.question, list[Row | str](), list[str]()
+async def _ask_turns(servers: Servers, ask: Ask, seed: int, options: Options, replies: Replies) -> list[Row | str]:
+    """A row for each turn, or the reason why there is none."""
+    question, results, answers = ask.question, list[Row | str](), list[str]()
     body = {
         "model": options.model or options.base, "max_tokens": options.max_new_tokens, "seed": seed,
-        **(options.sampling(one.temperature) or {"temperature": 0}),
+        **(options.sampling(ask.temperature) or {"temperature": 0}),
     }  # fmt: skip
     try:
-        for turn in range(one.num_turns):
+        for turn in range(ask.num_turns):
             prompt = question.prompt(answers, replies.tokenizer)
             if isinstance(question, Conversation):
                 history = question.messages(answers)
-                chat = {**body, **for_server(question, history)}
-                choice = await servers.choice("chat/completions", _sent(chat, options))
-                answer = replies.of_chat(choice, question, history, prompt)
+                chat = {**body, **chat_request(question, history)}
+                choice = await servers.choice("chat/completions", _request(chat, options))
+                answer = replies.read_chat(choice, question, history, prompt)
             else:
                 prompt = cut_prompt(prompt, replies.prompt_room, replies.tokenizer)
-                choice = await servers.choice("completions", _sent({**body, "prompt": prompt}, options))
-                answer = replies.of_text(choice, prompt)
-            results.append(truncate(one.row(answer.prompt, answer.new), options.max_length, replies.tokenizer))
+                choice = await servers.choice("completions", _request({**body, "prompt": prompt}, options))
+                answer = replies.read_text(choice, prompt)
+            results.append(truncate(ask.row(answer.prompt, answer.new), options.max_length, replies.tokenizer))
             if answer.last and not (isinstance(question, Conversation) and question.keeps_call(turn)):
                 raise Refused(answer.last)
             answers.append(answer.text)
-    except Refused as why:
-        results += [str(why)] * (one.num_turns - len(results))
+    except Refused as refusal:
+        results += [str(refusal)] * (ask.num_turns - len(results))
     return results
 
 
-def _sent(body: dict[str, Any], options: Options) -> dict[str, Any]:
+def _request(body: dict[str, Any], options: Options) -> dict[str, Any]:
     return {name: value for name, value in {**body, **options.request}.items() if value is not None}

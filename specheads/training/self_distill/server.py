@@ -1,113 +1,116 @@
-"""Requests to OpenAI-compatible servers: in turn, again where they fail, and what cannot be helped said clearly."""
+"""Requests to OpenAI-compatible servers: in turn, repeated after a failure, with clear errors."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
-import httpx2 as httpx
+try:
+    import openai
+except ImportError as error:
+    raise ImportError(f"--server needs a package that cannot be imported ({error}): pip install openai") from error
 
-LONGEST_DELAY = 60.0
-FIRST_DELAY = 1.0
-_AGAIN = {408, 409, 425, 429}  # and 5xx
-_OF_THIS_REQUEST = {400, 413, 422}
+FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds
+_RETRIED = {408, 409, 425, 429}  # and 5xx
+_REFUSED = {400, 413, 422}
 _IDS = "return_token_ids"
 
 
 class ServerError(OSError):
-    """No answer, or one that further tries would not change. What was written before is kept."""
+    """No answer, or one that further tries would not change. Rows written before it are safe."""
 
 
 class Refused(ValueError):
-    """A question that has no answer that can be learnt, which says nothing of the others."""
+    """One question without an answer to learn from; the others are unaffected."""
 
 
 class Servers:
     """OpenAI-compatible servers of one model: an asynchronous context manager.
 
-    urls: up to /v1; each request goes to the next of them, and where it fails to the one after that. timeout: seconds
-    without a word. key: sent as a bearer token.
+    urls: up to /v1; requests take them in turn, and a failed request moves to the next. timeout: seconds without data.
+    key: sent as a bearer token.
     """
 
-    def __init__(
-        self, urls: Sequence[str], *, concurrency: int, retries: int, timeout: float, key: str | None = None
-    ) -> None:
-        self.urls = [url.rstrip("/") for url in urls]
+    def __init__(self, urls: Sequence[str], *, retries: int, timeout: float, key: str | None = None) -> None:
         self.retries = retries
-        self.wants_ids = True  # exact token ids: vLLM and SGLang send them, and a server that minds is not asked again
-        self._count = 0
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout, pool=None),
-            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-        )
+        self.asks_for_ids = True  # vLLM and SGLang send exact token ids; off once a server rejects the field
+        self._turns = count()
+        self._clients = [
+            openai.AsyncOpenAI(base_url=url, api_key=key or "EMPTY", timeout=timeout, max_retries=0) for url in urls
+        ]
 
     async def __aenter__(self) -> Servers:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        await self._client.aclose()
+        await asyncio.gather(*(client.close() for client in self._clients))
 
     async def choice(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The first choice of the answer to POST `route`, with the answer's prompt_token_ids if it has them.
+        """The first choice of the answer to POST `route`, with prompt_token_ids where the server sends them.
 
-        Refused for what the server refuses of this request, ServerError where it is of no use to ask on.
+        Raises Refused where the server refuses this request, ServerError where asking on is of no use.
         """
-        at, tried = self._count, 0
-        self._count += 1
-        while True:
-            url = f"{self.urls[(at + tried) % len(self.urls)]}/{route}"
-            wanted, delay = self.wants_ids, 0.0
+        first = next(self._turns)
+        for attempt in range(self.retries + 1):
+            client, delay = self._clients[(first + attempt) % len(self._clients)], 0.0
+            url = f"{client.base_url}{route}"
             try:
-                response = await self._client.post(url, json=body | ({_IDS: True} if wanted else {}))
-                status, said = response.status_code, f"HTTP {response.status_code}: {_short(response.text)}"
-                if status == 200 and (choice := _choice(response)) is not None:
+                answer = await self._post(client, route, body)
+                if (choice := _choice(answer)) is not None:
                     return choice
-                if status in _OF_THIS_REQUEST and wanted and _IDS in response.text:
-                    self.wants_ids = False
-                    continue
-                if status in _OF_THIS_REQUEST:
-                    raise Refused(f"the server refuses it, {said}")
-                if status != 200 and status not in _AGAIN and status < 500:
-                    raise ServerError(f"{url}: {said}")
-                if status == 200:
-                    said = f"what is no answer in JSON: {_short(response.text)}"
-                delay = _seconds(response.headers.get("retry-after"))
-            except httpx.InvalidURL as error:
-                raise ServerError(f"{url} is no address: {error}") from error
-            except httpx.HTTPError as error:
-                said = f"{type(error).__name__}: {error}"
-            tried += 1
-            if tried > self.retries:
-                raise ServerError(
-                    f"{url}: no answer in {tried} tries, at last {said}; what was written is kept: start again with "
-                    "the same options to go on"
-                )
-            backoff = FIRST_DELAY * 2 ** (tried - 1)
-            # Spread, or all that a server turned away at once come back at once.
-            await asyncio.sleep(min(LONGEST_DELAY, max(delay, backoff)) * random.uniform(0.75, 1.25))
+                problem = f"what is no answer in JSON: {_short(str(answer))}"
+            except openai.APIStatusError as error:
+                problem = f"HTTP {error.status_code}: {_short(error.response.text)}"
+                if error.status_code in _REFUSED:
+                    raise Refused(f"the server refuses it, {problem}") from error
+                if error.status_code not in _RETRIED and error.status_code < 500:
+                    raise ServerError(f"{url}: {problem}") from error
+                delay = _seconds(error.response.headers.get("retry-after"))
+            except openai.APIConnectionError as error:
+                problem = f"{type(error.__cause__).__name__}: {error.__cause__}"
+            except ValueError as error:
+                problem = f"what is no answer in JSON: {error}"
+            if attempt < self.retries:
+                # Spread, or requests that a server turned away together come back together.
+                wait = max(delay, FIRST_DELAY * 2**attempt)
+                await asyncio.sleep(min(LONGEST_DELAY, wait) * random.uniform(0.75, 1.25))
+        raise ServerError(
+            f"{url}: no answer in {self.retries + 1} tries; the last error was {problem}; rows written so far are "
+            "safe: start again with the same options to resume"
+        )
+
+    async def _post(self, client: openai.AsyncOpenAI, route: str, body: dict[str, Any]) -> object:
+        asks_for_ids = self.asks_for_ids
+        try:
+            asked = body | ({_IDS: True} if asks_for_ids else {})
+            return await client.post(f"/{route}", body=asked, cast_to=object)
+        except openai.APIStatusError as error:
+            if not (asks_for_ids and error.status_code in _REFUSED and _IDS in error.response.text):
+                raise
+        self.asks_for_ids = False
+        return await client.post(f"/{route}", body=body, cast_to=object)
 
 
-def _choice(response: httpx.Response) -> dict[str, Any] | None:
+def _choice(answer: Any) -> dict[str, Any] | None:
     try:
-        body = response.json()
-        choice = body["choices"][0]
+        choice = answer["choices"][0]
         text = choice["message"].get("content") if "message" in choice else choice["text"]
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (LookupError, TypeError, AttributeError):
         return None
     if not isinstance(text, str | None):
         return None
-    # vLLM has a chat's beside the choices, SGLang and /completions in each
-    return {**choice, "prompt_token_ids": choice.get("prompt_token_ids") or body.get("prompt_token_ids")}
+    # vLLM sends a chat's prompt ids beside the choices, SGLang and /completions in each
+    return {**choice, "prompt_token_ids": choice.get("prompt_token_ids") or answer.get("prompt_token_ids")}
 
 
 def _seconds(value: str | None) -> float:
     try:
         return float(value or 0)
     except ValueError:
-        return 0.0  # a date, which is as well waited for by steps
+        return 0.0  # a date: the usual steps do as well
 
 
 def _short(text: str) -> str:

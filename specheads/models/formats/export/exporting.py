@@ -37,8 +37,8 @@ def export(
     """Write `head` into the directory `out` in the format of `to`, whole or not at all; returns `out`.
 
     to: the engine of one of FORMATS. dtype: of the weights (default: unchanged). embeddings: store the base's too, if
-    the format makes that optional. gguf: llama.cpp's checkout or converter, for llamacpp: also write the GGUF files of base and
-    head, both in `dtype` if it is given.
+    the format makes that optional. gguf: llama.cpp's checkout or converter, for llamacpp: also write the GGUF files of
+    base and head, both in `dtype` if it is given.
     CheckpointError if the format cannot hold the head, with the reason and the formats that can; if `out` already holds
     files; if the format needs tensors of the base that are not in memory; if the converter fails.
     """

@@ -1,0 +1,64 @@
+"""`specheads train` and train/heads.py: a run from its recipe to the exit code, and what it will take."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specheads.training.distributed.launch import LaunchConfig, LaunchError, wait_for_all
+from specheads.training.errors import TrainingError, TrainingStopped
+from specheads.training.estimate import estimate
+from specheads.training.parity import ParityError
+from specheads.training.recipe import read_recipe
+from specheads.training.run import prepare
+
+
+def show_estimate(
+    recipe: Path, overrides: Sequence[str], processes: int, distributed: str, device: str | None, as_json: bool = False
+) -> None:
+    """Print what the run will take; nothing is loaded."""
+    wanted = read_recipe(recipe, overrides)
+    launch = LaunchConfig(processes, distributed)
+    found = estimate(wanted, processes, launch.distributed or "no", device)
+    print(_json(found.record()) if as_json else "\n".join(found.lines()))
+
+
+def run(recipe: Path, overrides: Sequence[str], program: str, as_json: bool = False) -> int:
+    """Train, and print the result. Errors of the run itself are one line on stderr, after the name of the program.
+
+    The exit code: 0; 1 where training could not continue; 3 where decoding and training disagree; 128 + the signal
+    where the run was stopped. Raises ValueError, OSError or ImportError for bad input.
+    """
+    try:
+        prepared = prepare(read_recipe(recipe, overrides))
+    except LaunchError as error:
+        raise ValueError(str(error)) from error
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{program}: stopped before the first step; nothing was saved", file=sys.stderr)
+        return 130
+    # The Trainer's logs go where progress goes, so that stdout holds the result alone.
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        try:
+            metrics = prepared.train()
+        except TrainingStopped as stopped:
+            if str(stopped):  # on the first process
+                print(f"{program}: {stopped}", file=sys.stderr)
+            return stopped.exit_code
+        except (TrainingError, ParityError) as error:
+            print(f"{program}: {error}", file=sys.stderr)
+            return 3 if isinstance(error, ParityError) else 1
+    if prepared.trainer.is_world_process_zero():
+        print(_json(metrics) if as_json else prepared.summary(metrics))
+    wait_for_all(prepared.trainer.accelerator)
+    prepared.trainer.accelerator.end_training()
+    return 0
+
+
+def _json(record: dict[str, Any]) -> str:
+    return json.dumps(record, indent=2, ensure_ascii=False)

@@ -1,0 +1,79 @@
+"""Rows of token ids → packed sequences → padded batches. B batch rows, T tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specheads.data.rows import IGNORED, Row
+
+
+def pack(rows: Iterable[Row], max_length: int) -> list[Row]:
+    """Rows → sequences of at most max_length tokens, each row in the fullest open sequence that still takes it.
+
+    Adds document_ids (1, 1, 2, 2, 2, …) and position_ids, which restart with each document. The first token of a
+    document is never supervised. Raises ValueError for a row longer than max_length.
+    """
+    sequences: list[Row] = []
+    room: list[tuple[int, int]] = []  # (free tokens, sequence), sorted
+    for row in rows:
+        length = len(row["input_ids"])
+        if length > max_length:
+            raise ValueError(f"a row of {length} tokens does not fit max_length={max_length}: truncate or chunk first")
+        slot = bisect_left(room, (length, -1))
+        if slot < len(room):
+            free, index = room.pop(slot)
+        else:
+            free, index = max_length, len(sequences)
+            sequences.append({"input_ids": [], "labels": [], "document_ids": [], "position_ids": []})
+        sequence = sequences[index]
+        document = sequence["document_ids"][-1] + 1 if sequence["document_ids"] else 1
+        sequence["input_ids"] += row["input_ids"]
+        sequence["labels"] += [IGNORED, *row["labels"][1:]][:length]
+        sequence["document_ids"] += [document] * length
+        sequence["position_ids"] += range(length)
+        if free > length:
+            insort(room, (free - length, index))
+    return sequences
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Rows → a batch padded on the right to its longest row: int64 tensors, (B, T) each.
+
+    input_ids, attention_mask (1 on tokens), labels (-100 on padding), position_ids, document_ids (0 on padding; 1 on
+    the tokens of a row that was not packed). T is rounded up to pad_to_multiple_of.
+    """
+
+    pad_token_id: int
+    pad_to_multiple_of: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pad_token_id, int) or self.pad_token_id < 0:
+            raise ValueError(f"pad_token_id={self.pad_token_id!r}: expected a token id; eos_token_id will do")
+        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
+            raise ValueError(f"pad_to_multiple_of={self.pad_to_multiple_of}: expected None or at least 1")
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        longest, multiple = max(len(row["input_ids"]) for row in rows), self.pad_to_multiple_of or 1
+        width = -(-longest // multiple) * multiple
+        padding = {
+            "input_ids": self.pad_token_id,
+            "attention_mask": 0,
+            "labels": IGNORED,
+            "position_ids": 0,
+            "document_ids": 0,
+        }
+        batch = {name: torch.full((len(rows), width), value) for name, value in padding.items()}
+        for b, row in enumerate(rows):
+            length = len(row["input_ids"])
+            ones, order = torch.ones(length, dtype=torch.int64), torch.arange(length)
+            columns = {"attention_mask": ones, "position_ids": order, "document_ids": ones, **row}
+            for name in padding:
+                batch[name][b, :length] = torch.as_tensor(columns[name], dtype=torch.int64)
+        return batch

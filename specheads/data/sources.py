@@ -1,0 +1,152 @@
+"""Where rows come from: files, folders, the hub and memory → one datasets.Dataset, its columns checked."""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specheads import hub
+from specheads.data import row_forms
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+
+
+def load_dataset_rows(
+    source: Any,
+    split: str = "train",
+    *,
+    subset: str | None = None,
+    text_column: str = "text",
+    messages_column: str = "messages",
+    prompt_column: str | None = None,
+) -> Dataset:
+    """The rows of `source` (see DataConfig.train). A .txt file is one row; JSON and Parquet hold one row per record.
+
+    Raises FileNotFoundError for what is not there, ValueError for what is empty, of an unknown kind or without a
+    text, messages, input_ids or (where one is named) prompt column.
+    """
+    import datasets
+
+    name = f"the {type(source).__name__} given"
+    if isinstance(source, (str, os.PathLike)):
+        source = [source]
+    if isinstance(source, (list, tuple)) and source and all(isinstance(s, (str, os.PathLike)) for s in source):
+        name = ", ".join(map(str, source[:3])) + (", …" if len(source) > 3 else "")
+        rows = _load_named([os.path.expanduser(s) for s in source], split, subset, text_column)
+    elif isinstance(source, (datasets.Dataset, datasets.DatasetDict)):
+        rows = _pick_split(source, split, name)
+    elif isinstance(source, Iterable) and not isinstance(source, Mapping):
+        listed = list(source)
+        if bad := [row for row in listed if not isinstance(row, Mapping)]:
+            raise ValueError(f"a row is {bad[0]!r:.80}: expected a dict with {text_column!r} or {messages_column!r}")
+        rows = datasets.Dataset.from_list(listed)
+    else:
+        raise ValueError(f"cannot read rows from {name}: expected a path, a hub id, a Dataset or dicts")
+    if len(rows) == 0:
+        raise ValueError(f"{name} holds no rows: expected at least one")
+    known = {text_column, messages_column, prompt_column, "input_ids"} & set(rows.column_names)
+    if not known and not row_forms.is_chat(rows.column_names):
+        prompt = f"{prompt_column!r} (a prompt), " if prompt_column else ""
+        raise ValueError(
+            f"{name} has columns {rows.column_names}: expected {prompt}{text_column!r} (text) or "
+            f"{messages_column!r} (chat), 'conversations' (ShareGPT), 'instruction' and 'output' (Alpaca), or "
+            "'input_ids'; name yours with text_column or messages_column"
+        )
+    return rows
+
+
+def _load_named(names: list[str], split: str, subset: str | None, text_column: str) -> Dataset:
+    """Saved folder, hub id, or files of one kind."""
+    import datasets
+
+    if len(names) == 1 and os.path.isdir(names[0]):
+        entries = sorted(os.listdir(names[0]))
+        if not {"state.json", "dataset_dict.json"} & set(entries):
+            raise ValueError(
+                f"folder {names[0]} holds {entries[:8]}: expected what save_to_disk wrote; "
+                f"for loose files give a glob such as '{names[0]}/*.jsonl'"
+            )
+        return _pick_split(datasets.load_from_disk(names[0]), split, names[0])
+    if len(names) == 1 and not _is_path(names[0]):
+        hub.options(names[0], "dataset")  # FileNotFoundError at once, where there is none
+        try:
+            return datasets.load_dataset(names[0], subset, split=split)
+        except (FileNotFoundError, ConnectionError) as error:
+            raise FileNotFoundError(
+                f"{names[0]!r} is no file or folder here, and as a hub dataset it did not load: {error}"
+            ) from error
+    files: list[str] = []
+    for name in names:
+        matches = (
+            sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) and not os.path.exists(name) else [name]
+        )
+        if not matches or not all(os.path.isfile(file) for file in matches):
+            hint = hub.did_you_mean(name) or f" (looked from {os.getcwd()})"
+            raise FileNotFoundError(f"no file {name!r}{hint}")
+        files += matches
+    for file in files:
+        if Path(file).suffix.lower() not in _FORMATS:
+            raise ValueError(f"{file}: extension {Path(file).suffix!r} is unknown; expected one of {sorted(_FORMATS)}")
+        if os.path.getsize(file) == 0:
+            raise ValueError(f"{file} is empty: expected at least one row")
+    kinds = {_FORMATS[Path(file).suffix.lower()] for file in files}
+    if len(kinds) > 1:
+        raise ValueError(f"files of several kinds {sorted(kinds)} in {names[0]}, …: give files of one kind")
+    kind = kinds.pop()
+    options = {"sample_by": "document"} if kind == "text" else {}
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs what it then raises
+    try:
+        rows = datasets.load_dataset(kind, data_files=files, split="train", **options)
+    except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        reason = broken_line(files) if kind == "json" else None
+        reason = reason or f"{names[0]} holds no rows that read as {kind}: {error.__cause__ or error}"
+        raise ValueError(reason) from error
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+    return rows.rename_column("text", text_column) if kind == "text" and text_column != "text" else rows
+
+
+def broken_line(files: Sequence[str]) -> str | None:
+    """The first line that is no JSON object, by file and line number; None where all lines are objects.
+
+    A .json file may be one value over many lines instead.
+    """
+    for file in files:
+        try:
+            text = Path(file).read_text("utf8")
+        except UnicodeDecodeError as error:
+            return f"{file} is not UTF-8 text: {error}"
+        whole = Path(file).suffix.lower() == ".json" and text.lstrip()[:1] == "["
+        for number, line in [(1, text)] if whole else enumerate(text.split("\n"), start=1):
+            try:
+                if line.strip() and not isinstance(value := json.loads(line), list if whole else dict):
+                    return f"{file}, line {number}: {value!r:.60} is no object; expected {{…}} on each line"
+            except json.JSONDecodeError as error:
+                at = number + error.lineno - 1
+                return f"{file}, line {at} is not JSON: {error.msg} (column {error.colno})"
+    return None
+
+
+def _pick_split(loaded: Any, split: str, name: str) -> Dataset:
+    if not isinstance(loaded, dict):
+        return loaded
+    if split not in loaded:
+        raise ValueError(f"{name} has splits {sorted(loaded)}: no split {split!r}")
+    return loaded[split]
+
+
+def _is_path(name: str) -> bool:
+    """Whether `name` must be a file: it exists, it is a glob, it has a file's extension or is no 'owner/name'."""
+    looks_like_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
+    suffixes = {*_FORMATS, ".csv", ".tsv", ".gz", ".zst", ".xz", ".zip", ".arrow", ".md", ".py"}
+    return os.path.exists(name) or not looks_like_id or Path(name).suffix.lower() in suffixes

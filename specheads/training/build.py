@@ -1,0 +1,106 @@
+"""What a run is built of, each part from the recipe: arguments, checkpoint to resume, rows, base and head."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+from transformers.integrations.deepspeed import (
+    is_deepspeed_zero3_enabled,
+    set_hf_deepspeed_config,
+    unset_hf_deepspeed_config,
+)
+
+from specheads.data.batches import Collator
+from specheads.data.datasets import build_datasets, token_counts
+from specheads.heads.vocabulary import DraftVocabulary
+from specheads.hub import options as hub_options
+from specheads.models.convert import convert, load_head
+from specheads.models.loading import as_dtype
+from specheads.models.spec_model import SpecModel
+from specheads.training.arguments import SpecTrainingArguments
+from specheads.training.base import load_base, padding_id
+from specheads.training.errors import is_finished, last_finished
+from specheads.training.options import refuse_absent_reporters
+from specheads.training.recipe import Recipe, RecipeError
+
+
+def live_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecModel, Any, Any, Any]:
+    """Model, rows to train on, rows held out and collator, with the base in memory."""
+    assert recipe.data is not None
+    tokenizer = AutoTokenizer.from_pretrained(recipe.base, **hub_options(recipe.base))
+    with arguments.main_process_first(desc="reading the data"):
+        train, held_out = build_datasets(recipe.data, tokenizer)
+    return build_model(recipe, train), train, held_out, Collator(padding_id(tokenizer))
+
+
+def saved_parts(recipe: Recipe) -> tuple[SpecModel, Any, Any, Any]:
+    """The same from saved features. FeatureError, a ValueError, says what is wrong with them."""
+    from specheads.training.features.training import from_disk
+
+    return from_disk(Path(str(recipe.features)), recipe.head, recipe.init_from, recipe.head_dtype)
+
+
+def training_arguments(recipe: Recipe) -> SpecTrainingArguments:
+    """The recipe's training section; on a machine without an accelerator use_cpu is true unless it says otherwise."""
+    options = {name: value for name, value in recipe.training.items() if name != "resume_from_checkpoint"}
+    # Without it, several processes on CPUs do not find one another and each trains on its own.
+    options.setdefault("use_cpu", not torch.accelerator.is_available())
+    try:
+        refuse_absent_reporters(options.get("report_to"))
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    try:
+        return SpecTrainingArguments(**options)
+    except (TypeError, ValueError, ImportError) as error:
+        raise RecipeError(f"training: {error}") from error
+
+
+def resume_point(recipe: Recipe) -> str | None:
+    """The checkpoint that resume_from_checkpoint names; auto or true is the last finished one in output_dir, if any."""
+    wanted = recipe.training.get("resume_from_checkpoint")
+    if not wanted:
+        return None
+    if wanted in ("auto", True):
+        last = last_finished(recipe.training["output_dir"])
+        return None if last is None else str(last)
+    if not is_finished(Path(wanted)):
+        raise RecipeError(f"training.resume_from_checkpoint={wanted!r} is no checkpoint folder of a run; or give auto")
+    return str(wanted)
+
+
+@contextlib.contextmanager
+def unsharded(arguments: SpecTrainingArguments) -> Iterator[None]:
+    """Models are loaded whole, since a head starts from the base's layers; the Trainer shards them later.
+
+    transformers loads shards wherever ZeRO-3 is configured, whatever accelerate's zero3_init_flag says.
+    """
+    if not is_deepspeed_zero3_enabled():
+        yield
+        return
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        assert arguments.deepspeed_plugin is not None
+        set_hf_deepspeed_config(arguments.deepspeed_plugin.hf_ds_config)
+
+
+def build_model(recipe: Recipe, train: Iterable[Any]) -> SpecModel:
+    """Base + head: new, with a draft vocabulary counted on the training data where it has one, or from a checkpoint."""
+    base = load_base(recipe)
+    dtype = base.dtype if recipe.head_dtype == "auto" else as_dtype(recipe.head_dtype)
+    if recipe.init_from is not None:
+        model = load_head(base, recipe.init_from)
+        model.head.to(dtype)
+    else:
+        assert recipe.head is not None
+        model = convert(base, recipe.head, dtype=dtype, lora=recipe.lora)
+        head = model.head
+        if isinstance(head, DraftVocabulary) and head.target_ids is not None:
+            head.set_draft_vocabulary(token_counts(train, len(head.t2d)), base)
+    return model

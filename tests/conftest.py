@@ -1,14 +1,15 @@
 """Fixtures: a tiny random base model, so that the claims are about the code and not about a checkpoint."""
 
+import json
 import logging
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from specheads import convert
+from tests.support.tiny_models import tiny_llama
 
 # They assert too, and pytest rewrites the asserts of test files alone.
 pytest.register_assert_rewrite("tests.reference", "tests.support")
@@ -25,18 +26,6 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.slow)
 
 
-def tiny_llama(**options):
-    """A random Llama, 8 layers × 32, vocabulary 97, float32, on a fixed seed."""
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    }  # fmt: skip
-    # Weights larger than usual, so that greedy text varies instead of repeating one token.
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, "initializer_range": 0.3, **options})).eval()
-
-
 @pytest.fixture(scope="session")
 def base():
     return tiny_llama()
@@ -45,21 +34,9 @@ def base():
 @pytest.fixture(scope="session")
 def shipped(tmp_path_factory):
     """A folder as checkpoints/ is: a tiny random base with a byte tokenizer, and two heads for it."""
-    from tests.support.program import ship
+    from tests.support.command_line import ship
 
     return ship(tmp_path_factory.mktemp("shipped"))
-
-
-def with_adapter():
-    """A peft model whose adapter changes the law (a fresh LoRA has B = 0 and does not)."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(3)
-    adapted = get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.5)
-    return adapted.eval()
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +83,24 @@ def hf_log(caplog):
     yield caplog
     hf_logging.disable_propagation()
     hf_logging.set_verbosity(level)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """A tiny base with a tokenizer of words, and rows of text of unequal lengths."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("material")
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 97)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", bos_token="<s>")
+    fast.save_pretrained(folder / "base")
+    tiny_llama(num_hidden_layers=3).save_pretrained(folder / "base")
+    generator = torch.Generator().manual_seed(0)
+    for name, count in (("train", 16), ("eval", 5)):  # 5: the last batch of two processes is filled up
+        lengths = torch.randint(5, 16, (count,), generator=generator).tolist()
+        texts = [" ".join(f"w{i}" for i in torch.randint(3, 97, (n,), generator=generator).tolist()) for n in lengths]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder

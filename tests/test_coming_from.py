@@ -8,11 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import specheads
-from tests.conftest import tiny_llama
-from tests.decoding.test_draft_model import near
-from tests.decoding.test_retokenize import TARGET
+from tests.support.markdown import blocks
 from tests.support.paths import ROOT
-from tests.support.snippets import blocks
+from tests.support.tiny_models import near, tiny_llama
+from tests.support.two_vocabularies import TARGET
 
 TEXT_OF = (ROOT / "docs" / "coming-from.md").read_text("utf8")
 SECTIONS = dict(section.split("\n", 1) for section in TEXT_OF.split("\n## ")[1:])

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.decoding.test_translation import TARGET
 
 import specheads
 from specheads.bench.sweep.grid import Sweep
@@ -11,9 +10,10 @@ from specheads.decoding.drafters import DRAFTERS
 from specheads.decoding.planner import PLANS
 from specheads.heads import HEADS
 from specheads.models.formats import FORMATS
-from tests.conftest import tiny_llama
+from tests.support.markdown import blocks
 from tests.support.paths import ROOT
-from tests.support.snippets import blocks
+from tests.support.tiny_models import tiny_llama
+from tests.support.two_vocabularies import TARGET
 
 SECTIONS = dict(
     section.split("\n", 1) for section in (ROOT / "docs" / "extending.md").read_text("utf8").split("\n## ")[1:]

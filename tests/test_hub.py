@@ -20,9 +20,9 @@ import torch
 from specheads import DataConfig, build_datasets, convert, hub, load_head
 from specheads.data import datasets as data
 from specheads.models.named import Models
-from tests.conftest import tiny_llama
+from tests.support.command_line import run, ship
 from tests.support.paths import ROOT
-from tests.support.program import run, ship
+from tests.support.tiny_models import tiny_llama
 
 FIRST, SECOND = "1" * 40, "2" * 40
 

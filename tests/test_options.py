@@ -10,7 +10,7 @@ from specheads.training.distributed.launch import LaunchConfig
 from specheads.training.features.plan import SaveOptions
 from specheads.training.parity import ParityConfig
 from specheads.training.recipe import RecipeError, read_recipe
-from tests.support.program import run
+from tests.support.command_line import run
 from train import features
 
 

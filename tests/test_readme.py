@@ -8,8 +8,8 @@ import torch
 from specheads import SpecModel
 from specheads.bench.prompts import held_out_prompts
 from specheads.data import corpus
+from tests.support.markdown import blocks
 from tests.support.paths import ROOT
-from tests.support.snippets import blocks
 
 README = (ROOT / "README.md").read_text("utf8")
 

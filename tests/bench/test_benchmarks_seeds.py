@@ -14,8 +14,8 @@ import seeds
 from seed_race import figures, ours, theirs, workers
 from seed_race.settings import Race, races
 
-from tests.conftest import tiny_llama
-from tests.support.program import ship
+from tests.support.command_line import ship
+from tests.support.tiny_models import tiny_llama
 
 # romsto's modules and names; its greedy text is the target's own, but for the first token of a prompt it is told of.
 ORIGINAL = {

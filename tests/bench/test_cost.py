@@ -3,7 +3,7 @@
 import pytest
 
 from specheads.bench.cost import measured, published, walltime_improvement
-from tests.conftest import tiny_llama
+from tests.support.tiny_models import tiny_llama
 
 T5_BY_SIZE, T5_BY_WORK = [[5, 14, 10], [0, 1, 10], [0, 0, 10]], [[5, 8, 10], [0, 1, 10], [0, 0, 10]]
 

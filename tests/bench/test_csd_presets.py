@@ -13,8 +13,8 @@ from specheads.bench.sweep.tasks import load_task
 from specheads.decoding.drafters.bigram import load_bigrams, save_bigrams
 from specheads.models.loading import load_language_model
 from tests.support import t5_on_disk, trained_t5
+from tests.support.command_line import run
 from tests.support.paths import ROOT
-from tests.support.program import run
 
 RECIPES = ROOT / "recipes"
 # K-matrix, leniency and costs as published.

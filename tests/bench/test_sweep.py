@@ -13,8 +13,8 @@ from specheads.bench.sweep.measure import TIMED
 from specheads.bench.sweep.run import Results, complete, run
 from specheads.decoding import recorded
 from specheads.decoding.drafters import Cascade
-from tests.conftest import tiny_llama
-from tests.support.program import run as program
+from tests.support.command_line import run as program
+from tests.support.tiny_models import tiny_llama
 
 ROWS = [{"question": f"What is {n} and {n}", "answer": f"#### {2 * n}"} for n in range(5)]
 

@@ -11,7 +11,7 @@ from specheads.cli.chat.interrupt import Interruption
 from specheads.cli.chat.session import Session
 from specheads.cli.chat.settings import COMMANDS, Processor, Settings, change
 from specheads.models.named import Models
-from tests.conftest import tiny_llama
+from tests.support.tiny_models import tiny_llama
 
 LENGTH = 24
 

@@ -12,7 +12,7 @@ from specheads.cli.chat.settings import COMMANDS, PROCESSORS, STORAGES, Settings
 from specheads.decoding.acceptance.named import RULES
 from specheads.decoding.planner.named import PLANS, tree_named
 from specheads.models.named import Models
-from tests.support.program import run
+from tests.support.command_line import run
 
 NAMES = ("lookup", "maxgram", "head")
 

@@ -27,9 +27,9 @@ from specheads.cli.chat.steps import Watched, rejected_path
 from specheads.cli.chat.view import StepStream
 from specheads.decoding.tree import DraftTree
 from specheads.models.named import Models
-from tests.conftest import tiny_llama
+from tests.support.command_line import CONTROL, run, ship
 from tests.support.paths import ROOT
-from tests.support.program import CONTROL, run, ship
+from tests.support.tiny_models import tiny_llama
 
 LENGTH = 16
 ENDLESS = 20_000  # tokens that nobody waits for

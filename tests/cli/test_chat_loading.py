@@ -11,8 +11,8 @@ from specheads.cli.chat.session import Session
 from specheads.cli.chat.settings import Processor, Settings, settings_like
 from specheads.models import loading
 from specheads.models.named import Models
-from tests.conftest import tiny_llama
-from tests.support.program import run, ship
+from tests.support.command_line import run, ship
+from tests.support.tiny_models import tiny_llama
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 import specheads_cli as cli
-from tests.support.program import run
+from tests.support.command_line import run
 
 COMMANDS = (
     "doctor",

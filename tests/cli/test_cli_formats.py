@@ -7,13 +7,13 @@ import torch
 
 from specheads import SpecModel
 from tests.reference import foreign
-from tests.support.program import run
+from tests.support.command_line import run
 
 
 @pytest.fixture
 def small(tmp_path):
     """A head for a base of 8 layers, on disk."""
-    from tests.support.program import ship
+    from tests.support.command_line import ship
 
     return ship(tmp_path / "shipped", num_hidden_layers=8)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from specheads.models.convert import convert
-from tests.conftest import tiny_llama
-from tests.support.program import CONTROL, run
+from tests.support.command_line import CONTROL, run
+from tests.support.tiny_models import tiny_llama
 
 
 @pytest.mark.parametrize("tree", ["chain:2", "comb:2,3", "dynamic:9,2,3", "static", "static:8", "sampled:2,1"])

@@ -7,7 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.support.program import CONTROL, run
+from tests.support.command_line import CONTROL, run
 
 
 def test_evaluate_reports_the_same_figures_as_a_table_and_as_json(shipped, tmp_path, capsys):

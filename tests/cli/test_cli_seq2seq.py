@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from specheads.models.loading import load_language_model
-from tests.decoding.test_draft_model import near
 from tests.support import t5_on_disk
-from tests.support.program import CONTROL, run
+from tests.support.command_line import CONTROL, run
+from tests.support.tiny_models import near
 
 PROMPT = "abab cd abab"
 NEW = 12

@@ -7,7 +7,7 @@ from transformers.integrations import integration_utils
 
 from specheads.bench import decoders as racers
 from specheads.cli.demo import story
-from tests.support.program import CONTROL, run
+from tests.support.command_line import CONTROL, run
 from train import heads
 
 

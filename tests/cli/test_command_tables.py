@@ -7,7 +7,7 @@ from specheads.bench.sweep import report
 from specheads.cli.commands import info, sweep
 from specheads.data import corpus
 from specheads.training.parity import Parity
-from tests.support.program import run
+from tests.support.command_line import run
 
 ROWS = corpus.checkpoints_dir().parent / "docs" / "benchmarks" / "sweep_rules" / "sweep.json"
 

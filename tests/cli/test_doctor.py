@@ -12,8 +12,8 @@ import torch
 
 from specheads.cli.commands import machine
 from specheads_cli import requirements
+from tests.support.command_line import run
 from tests.support.paths import ROOT
-from tests.support.program import run
 
 SETUP = ROOT / "setup.py"
 

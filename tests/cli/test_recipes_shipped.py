@@ -15,8 +15,8 @@ from specheads.decoding.planner.named import PLANS
 from specheads.models.formats import ENGINES
 from specheads_cli import complete, shipped
 from specheads_cli.shipped import find_recipe, recipe_names
+from tests.support.command_line import run
 from tests.support.paths import ROOT
-from tests.support.program import run
 from train import features, heads
 
 FILES = {path.relative_to(ROOT / "recipes").with_suffix("").as_posix() for path in (ROOT / "recipes").rglob("*.yaml")}

@@ -10,8 +10,8 @@ import zipfile
 
 import pytest
 
+from tests.support.command_line import ship
 from tests.support.paths import ROOT
-from tests.support.program import ship
 
 RECIPES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").rglob("*.yaml")}
 pytestmark = pytest.mark.slow

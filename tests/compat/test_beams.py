@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specheads.compat import beam_search_generate
-from tests.conftest import tiny_llama
+from tests.support.tiny_models import tiny_llama
 
 PROMPT, END, LENGTH = (1, 0, 3), 2, 4
 OPTIONS = {"max_gen_len": LENGTH, "eos_tokens_id": END, "pad_token_id": 0}

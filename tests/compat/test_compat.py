@@ -7,7 +7,7 @@ import torch
 
 import specheads
 from specheads import compat
-from tests.conftest import tiny_llama
+from tests.support.tiny_models import tiny_llama
 
 
 def test_a_bigram_file_of_another_vocabulary_is_refused(tmp_path):

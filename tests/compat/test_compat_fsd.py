@@ -28,8 +28,7 @@ from specheads.compat.patch import draft_arguments
 from specheads.decoding.acceptance import TargetProbs
 from specheads.decoding.acceptance.divergences import divergence
 from specheads.decoding.draft_logits import DraftLogits
-from tests.conftest import tiny_llama
-from tests.decoding.test_draft_model import near
+from tests.support.tiny_models import near, tiny_llama
 
 V, GAMMA = 120, 5
 TEMPERATURE, TOP_K = 0.6, 60  # more than the 50 of top_k_…, among which fewer would leave ties

@@ -18,10 +18,10 @@ from specheads.compat import modelopt as mto
 from specheads.compat import modelopt as mtsp
 from specheads.compat.modelopt.config import read_mode
 from specheads.compat.modelopt.plugins import supervised
-from tests.conftest import tiny_llama, with_adapter
-from tests.decoding.test_retokenize import TARGET
 from tests.models.test_quantized import CONFIGS
-from tests.support.acceptance import Scripted
+from tests.support.scripted_model import Scripted
+from tests.support.tiny_models import tiny_llama, with_adapter
+from tests.support.two_vocabularies import TARGET
 
 IDS = torch.randint(3, 97, (2, 14), generator=torch.Generator().manual_seed(0))
 PROMPT = IDS[:1, :6]

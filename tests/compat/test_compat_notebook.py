@@ -9,11 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from specheads import compat
 from specheads.compat import notebook
-from tests.conftest import tiny_llama
-from tests.decoding.test_draft_model import near
-from tests.decoding.test_exactness import BaseLaw, small_base
+from tests.reference.base_law import BaseLaw, small_base
 from tests.reference.enumeration import distance, probs_of
 from tests.reference.greedy_replay import NEW, PROMPT, greedy_draft, make_draft_model, make_target, replayed
+from tests.support.tiny_models import near, tiny_llama
 
 
 @pytest.fixture(scope="module")

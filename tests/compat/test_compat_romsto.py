@@ -9,11 +9,10 @@ from transformers import LogitsProcessorList, TopKLogitsWarper
 
 import specheads
 from specheads import NoResidual, SampledTree, compat
-from tests.conftest import tiny_llama
-from tests.decoding.test_draft_model import near
-from tests.decoding.test_exactness import BaseLaw, small_base
+from tests.reference.base_law import BaseLaw, small_base
 from tests.reference.enumeration import Table, distance, probs_of, step_law
 from tests.reference.greedy_replay import NEW, PROMPT, greedy_draft, make_draft_model, make_target, replayed
+from tests.support.tiny_models import near, tiny_llama
 
 PROCESSORS = {
     "greedy": compat.GreedyProcessor(), "warm": compat.MultinomialProcessor(0.8), "top k": compat.TopKProcessor(0.7, 5),

@@ -6,7 +6,7 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 
 import specheads
 from specheads import compat
-from tests.decoding.test_draft_model import near
+from tests.support.tiny_models import near
 
 SOURCE, NEW = [5, 6, 7, 8, 9, 41, 3], 14
 SHARED = {"vocab_size": 97, "d_model": 32, "pad_token_id": 0, "eos_token_id": 1}

@@ -8,9 +8,8 @@ import torch
 
 from specheads import MaxGram, compat
 from specheads.bench.sweep.tasks import load_task
-from tests.conftest import tiny_llama
-from tests.decoding.test_draft_model import near
 from tests.support.seq2seq_models import tiny_t5
+from tests.support.tiny_models import near, tiny_llama
 
 IDS = torch.tensor([[27, 42, 22, 85, 13, 36]])
 NEW = 20

@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import specheads
 from specheads import AdaptiveChain, Exact, Fuzzy, PromptLookup, SampledTree, chain, convert
 from specheads.compat.patch import draft_arguments
-from tests.conftest import tiny_llama, with_adapter
-from tests.decoding.test_draft_model import near
-from tests.decoding.test_retokenize import OWN, TARGET, TEXT
-from tests.support.replay import BATCHES
+from tests.support.prompts import BATCHES
+from tests.support.tiny_models import near, tiny_llama, with_adapter
+from tests.support.two_vocabularies import OWN, TARGET, TEXT
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 IDS = BATCHES["one"]["input_ids"]

@@ -3,8 +3,8 @@
 import pytest
 
 from specheads.data.conversation import Conversation
-from tests.support.chats import UNMARKED, build_tokenizer
-from tests.support.small_chat import messages
+from tests.support.chat_base import messages
+from tests.support.chat_tokenizer import UNMARKED, build_tokenizer
 
 CALL = {"role": "assistant", "content": "", "reasoning_content": "I must look", "tool_calls": [
     {"id": "a1", "type": "function", "function": {"name": "look", "arguments": '{"at": "Ü"}'}}]}  # fmt: skip

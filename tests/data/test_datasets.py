@@ -10,7 +10,7 @@ import torch
 
 from specheads.data.config import DataConfig
 from specheads.data.datasets import IGNORED, build_datasets, load_dataset_rows, token_counts
-from tests.support.chats import CHAT, build_tokenizer, config, supervised
+from tests.support.chat_tokenizer import CHAT, build_tokenizer, config, supervised
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
 

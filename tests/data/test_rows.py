@@ -9,7 +9,7 @@ import transformers
 from specheads.data.conversation import Conversation
 from specheads.data.datasets import IGNORED, Collator, chunk, load_dataset_rows, pack, tokenize
 from specheads.data.row_forms import parse_messages
-from tests.support.chats import CHAT, CHATML, MARKED, THINKING, UNMARKED, build_tokenizer, config, supervised
+from tests.support.chat_tokenizer import CHAT, CHATML, MARKED, THINKING, UNMARKED, build_tokenizer, config, supervised
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
 

@@ -5,7 +5,7 @@ import torch
 
 from specheads import AdaptiveChain, DraftTree, Sampler
 from specheads.decoding.planner import ChildLogits
-from tests.decoding.test_lossless_rules import Table, distance, output_law, true_law
+from tests.reference.enumeration import Table, distance, output_law, true_law
 
 
 def fixed_probs(*rows):

@@ -8,7 +8,7 @@ from specheads import Target, UnsupportedModel
 from specheads.decoding.target import cache
 from specheads.decoding.target.cache import Reach, TreeCache, visible
 from specheads.decoding.tree import DraftTree
-from tests.conftest import tiny_llama
+from tests.support.tiny_models import tiny_llama
 
 VOCAB = 97
 SIZES = {

@@ -9,8 +9,9 @@ import specheads
 from specheads import DraftModel, DraftTree, chain
 from specheads.decoding.drafters.cached_model import CachedModel
 from tests.decoding.test_cache import BASES, plain_logits
-from tests.decoding.test_draft_model import PLANS, llama, near
-from tests.decoding.test_exactness import padded_left
+from tests.decoding.test_draft_model import PLANS
+from tests.support.prompts import padded
+from tests.support.tiny_models import llama, near
 
 
 class Checked(DraftModel):
@@ -63,7 +64,7 @@ class Checked(DraftModel):
 @pytest.mark.parametrize("kind", BASES)
 def test_the_small_models_logits_are_those_of_an_uncached_forward(kind, plan):
     base = BASES[kind]()
-    inputs = padded_left([[31], [5, 6, 7, 8, 9], list(range(40, 53))])
+    inputs = padded([[31], [5, 6, 7, 8, 9], list(range(40, 53))])
     options = {"do_sample": False, "max_new_tokens": 12}
     drafter = Checked(near(base))
     out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=PLANS[plan], return_dict_in_generate=True)
@@ -76,7 +77,7 @@ def test_the_small_model_follows_text_that_others_drafted():
     """These drafts are longer than its own, so they are fed in several passes. Some steps use its own draft."""
     base = llama()
     rows = [[31], [5, 6, 7, 8, 9]]
-    inputs, options = padded_left(rows), {"do_sample": False, "max_new_tokens": 30}
+    inputs, options = padded(rows), {"do_sample": False, "max_new_tokens": 30}
     expected = base.generate(**inputs, **options)
     texts = [text[5 - len(row) :].tolist() for text, row in zip(expected, rows, strict=True)]
 
@@ -101,7 +102,7 @@ def test_the_small_model_is_fed_each_token_once(depth):
     small, fed = near(base), []
     drafter = DraftModel(small)
     small.get_input_embeddings().register_forward_hook(lambda module, args, out: fed.append(args[0].numel()))
-    inputs = padded_left([[5, 6, 7, 8, 9]])
+    inputs = padded([[5, 6, 7, 8, 9]])
     out = specheads.generate(
         base, **inputs, drafter=drafter, tree=chain(depth), do_sample=False, max_new_tokens=30,
         return_dict_in_generate=True,

@@ -24,12 +24,12 @@ from specheads import (
 )
 from specheads.bench.cost import published, walltime_improvement
 from specheads.decoding.drafters.k_matrix import most_written, parse_k_matrix
-from tests.conftest import tiny_llama
-from tests.decoding.test_draft_model import gpt2, llama, near, qwen3
-from tests.decoding.test_exactness import BaseLaw, padded_left, small_base
-from tests.decoding.test_maxgram import published as published_maxgram
+from tests.reference.base_law import BaseLaw, small_base
 from tests.reference.enumeration import distance, probs_of
 from tests.reference.published_cascade import Published
+from tests.reference.published_maxgram import published as published_maxgram
+from tests.support.prompts import padded
+from tests.support.tiny_models import gpt2, llama, near, qwen3, tiny_llama
 
 T5_BY_SIZE, T5_BY_WORK = [[5, 14, 10], [0, 1, 10], [0, 0, 10]], [[5, 8, 10], [0, 1, 10], [0, 0, 10]]
 LLAMA = [[13, 10], [0, 10]]
@@ -165,7 +165,7 @@ def test_greedy_text_is_the_targets_and_rows_do_not_disturb_one_another(make):
     base = make()
     rows = [[31], [5, 6, 7, 8, 9], list(range(40, 57))]
     options = {"do_sample": False, "max_new_tokens": 20}
-    inputs = padded_left(rows)
+    inputs = padded(rows)
     expected = base.generate(**inputs, **options)
     for name, drafter in cascades(base).items():
         out = specheads.generate(base, **inputs, **options, drafter=drafter, return_dict_in_generate=True)
@@ -198,7 +198,7 @@ def test_a_prompt_of_1100_tokens_matches_greedy():
 
 def test_an_ending_inside_a_draft_matches_greedy():
     base = llama()
-    inputs = padded_left([[31], [5, 6, 7, 8, 9]])
+    inputs = padded([[31], [5, 6, 7, 8, 9]])
     drafter = Cascade([DraftModel(base), MaxGram()], [[5, 3], [0, 3]])  # always right, so that endings are drafted
     text, cut = base.generate(**inputs, do_sample=False, max_new_tokens=10), False
     for ending in [{"eos_token_id": int(token), "pad_token_id": 0} for token in text[0, 7:10]] + [{}]:
@@ -213,7 +213,7 @@ def test_an_ending_inside_a_draft_matches_greedy():
 def test_the_other_drafts_continue_where_one_runs_out_of_positions():
     base = gpt2()
     small = gpt2(positions=20)
-    inputs, options = padded_left([[31], [5, 6, 7, 8, 9]]), {"do_sample": False, "max_new_tokens": 24}
+    inputs, options = padded([[31], [5, 6, 7, 8, 9]]), {"do_sample": False, "max_new_tokens": 24}
     drafter = Cascade([DraftModel(small), MaxGram(4)], [[4, 3], [0, 4]])
     out = specheads.generate(base, **inputs, **options, drafter=drafter)
     assert torch.equal(out, base.generate(**inputs, **options))

@@ -15,10 +15,9 @@ from specheads import (
     chain,
     convert,
 )
-from tests.conftest import tiny_llama
-from tests.decoding.test_draft_model import near
-from tests.decoding.test_exactness import padded_left
-from tests.decoding.test_maxgram import published as published_maxgram
+from tests.reference.published_maxgram import published as published_maxgram
+from tests.support.prompts import padded
+from tests.support.tiny_models import near, tiny_llama
 
 T5_BY_SIZE, T5_BY_WORK = [[5, 14, 10], [0, 1, 10], [0, 0, 10]], [[5, 8, 10], [0, 1, 10], [0, 0, 10]]
 
@@ -52,7 +51,7 @@ def headed(request):
 @pytest.mark.sampled(3)
 def test_a_head_reviews_ngrams_and_they_continue_after_it(headed, leniency):
     """At leniency 1 it drafts as alone, at the largest it accepts every n-gram. After its tokens n-grams continue."""
-    inputs = padded_left([[5, 6, 7, 8, 5, 6], [20, 21, 20, 21, 20, 21, 20]])
+    inputs = padded([[5, 6, 7, 8, 5, 6], [20, 21, 20, 21, 20, 21, 20]])
     drafter = Compared([headed.head, MaxGram(6)], [[3, 4], [0, 6]], leniency)
     options = {"do_sample": False, "max_new_tokens": 40}
     out = headed.generate(**inputs, draft=drafter, **options)
@@ -77,7 +76,7 @@ def test_a_head_reviews_ngrams_and_they_continue_after_it(headed, leniency):
 def test_ngrams_draft_again_after_a_token_of_a_lenient_head():
     """Compared with a loop over Medusa's distributions, which do not depend on what is drafted."""
     model, leniency = convert(tiny_llama(num_hidden_layers=3, initializer_range=0.2), "medusa"), 25
-    inputs, probs, kinds = padded_left([[5, 6, 7, 8, 5, 6, 7, 8, 5]]), [], set()
+    inputs, probs, kinds = padded([[5, 6, 7, 8, 5, 6, 7, 8, 5]]), [], set()
 
     class Checking(Cascade):
         def propose(self, context, sampler, plan):
@@ -108,7 +107,7 @@ def test_ngrams_draft_again_after_a_token_of_a_lenient_head():
 
 @pytest.mark.sampled(2)
 def test_a_head_a_model_and_ngrams_match_greedy(headed):
-    base, inputs = headed.base, padded_left([[31], [5, 6, 7, 8, 9]])
+    base, inputs = headed.base, padded([[31], [5, 6, 7, 8, 9]])
     options = {"do_sample": False, "max_new_tokens": 16}
     for leniency in (1, 2):
         for drafts, k_matrix in [

@@ -11,9 +11,9 @@ from specheads.data.batches import Collator, pack
 from specheads.data.corpus import checkpoints_dir
 from specheads.decoding.context_limits import base_length, logger, longest_text
 from specheads.models import saved_head
-from tests.conftest import tiny_llama
 from tests.support.families import build
 from tests.support.seq2seq_models import tiny_t5
+from tests.support.tiny_models import tiny_llama
 from tests.support.trainers import model_of, rows, trainer_of
 
 HEADS = {"eagle3": True, "eagle": True, "parallel": True, "medusa": False, "hydra": True}  # those that attend

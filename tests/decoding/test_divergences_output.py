@@ -14,10 +14,9 @@ from specheads.decoding.acceptance.divergences import divergence
 from specheads.decoding.draft_logits import DraftLogits
 from specheads.decoding.outputs import step_record
 from specheads.decoding.planner.record import RecordDraftLogits
-from tests.conftest import tiny_llama
-from tests.decoding.test_draft_model import near
 from tests.reference.enumeration import Table, TableDrafter, TableTarget
-from tests.support.replay import BATCHES, PAD
+from tests.support.prompts import BATCHES, PAD
+from tests.support.tiny_models import near, tiny_llama
 
 PLANS = {
     "chain": chain(4), "static": StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0))), "dynamic": DynamicTree(6, 3, 2),

@@ -1,6 +1,5 @@
 """A smaller model drafts: greedy text is the target's token for token, sampled text has its distribution."""
 
-import copy
 import itertools
 
 import pytest
@@ -9,10 +8,6 @@ from accelerate import cpu_offload
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 import specheads
@@ -30,11 +25,11 @@ from specheads import (
     convert,
     decode,
 )
-from tests.conftest import tiny_llama
-from tests.decoding.test_exactness import BaseLaw, padded_left, small_base
-from tests.decoding.test_lossless_rules import distance, probs_of
+from tests.reference.base_law import BaseLaw, small_base
+from tests.reference.enumeration import distance, probs_of
+from tests.support.prompts import padded
+from tests.support.tiny_models import PAD, VOCAB, gpt2, llama, near, qwen3, tiny_llama
 
-VOCAB, PAD = 97, 0
 PLANS = {
     "default": None,
     "chain of 1": chain(1),
@@ -48,39 +43,11 @@ PLANS = {
 }
 
 
-def llama(**options):
-    return tiny_llama(num_hidden_layers=3, max_position_embeddings=2048, **options)
-
-
-def qwen3():
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **ids, initializer_range=0.4)).eval()
-
-
-def gpt2(positions=2048):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "n_positions": positions, "n_embd": 32, "n_layer": 3, "n_head": 4}
-    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **ids, initializer_range=0.3)).eval()
-
-
-def near(base, noise=0.03):
-    """A draft model that is often right: the base with its weights disturbed."""
-    small, coin = copy.deepcopy(base), torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in small.parameters():
-            parameter += noise * torch.randn(parameter.shape, generator=coin, dtype=parameter.dtype)
-    return small
-
-
 @pytest.fixture(scope="module", params=[llama, qwen3, gpt2], ids=lambda make: make.__name__)
 def pair(request):
     """A target, a draft model that is often right, and the target's greedy text: a row of 1 token, and three."""
     base = request.param()
-    prompts = {"one token": padded_left([[7]]), "ragged": padded_left([[31], [5, 6, 7, 8, 9], list(range(40, 57))])}
+    prompts = {"one token": padded([[7]]), "ragged": padded([[31], [5, 6, 7, 8, 9], list(range(40, 57))])}
     texts = {name: base.generate(**ids, do_sample=False, max_new_tokens=24) for name, ids in prompts.items()}
     return base, near(base), prompts, texts
 
@@ -121,7 +88,7 @@ def test_a_prompt_of_1500_tokens_matches_greedy():
     base = llama()
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1500, 3)]
-    inputs, options = padded_left(rows), {"do_sample": False, "max_new_tokens": 12}
+    inputs, options = padded(rows), {"do_sample": False, "max_new_tokens": 12}
     expected = base.generate(**inputs, **options)
     for plan in (chain(4), PLANS["static"], SampledTree((2, 1))):
         out = specheads.generate(base, **inputs, **options, drafter=DraftModel(near(base)), tree=plan)
@@ -163,7 +130,7 @@ def test_an_offloaded_target_matches_greedy():
     """Its layers' weights are on no device until a layer runs, as under device_map."""
     base = llama()
     options = {"do_sample": False, "max_new_tokens": 12}
-    inputs = padded_left([[5, 6, 7], [8]])
+    inputs = padded([[5, 6, 7], [8]])
     expected = base.generate(**inputs, **options)
     drafter = DraftModel(near(base))
     cpu_offload(base, execution_device="cpu")
@@ -247,7 +214,7 @@ def test_padding_rows_of_a_vocabulary_are_never_drafted(target_size, own_size, p
             drafted.append(tree.tokens[:, 1:])
             return tree
 
-    inputs = padded_left([[199, target_size - 1, 5], [3, 4, 5, 6]])
+    inputs = padded([[199, target_size - 1, 5], [3, 4, 5, 6]])
     for options in ({"do_sample": False}, {"do_sample": True, "seed": 0, "top_k": 0}):
         out = specheads.generate(
             base, **inputs, **options, drafter=Recording(small), tree=PLANS[plan], max_new_tokens=15
@@ -266,7 +233,7 @@ def test_drafts_stay_inside_a_learned_position_table():
     base = gpt2(positions=32)
     drafter = DraftModel(near(base))
     rows = [list(range(20, 40)), [5, 6, 7], [8]]
-    for inputs in (padded_left(rows[:1]), padded_left(rows)):
+    for inputs in (padded(rows[:1]), padded(rows)):
         expected = base.generate(**inputs, do_sample=False, max_new_tokens=12)
         for plan in (None, chain(4), PLANS["dynamic"], PLANS["sampled"]):
             out = specheads.generate(base, **inputs, drafter=drafter, tree=plan, do_sample=False, max_new_tokens=12)

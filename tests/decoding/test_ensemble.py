@@ -5,8 +5,8 @@ import torch
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from specheads import DraftModel, Ensemble, SampledTree, StaticTree, chain, generate
-from tests.conftest import tiny_llama
 from tests.reference.enumeration import Table, distance, step_law
+from tests.support.tiny_models import tiny_llama
 
 DEPTH = 4
 

@@ -9,9 +9,8 @@ import torch
 
 from specheads import DraftModel, MaxGram, NGram, NGramStorage, OneLevelNGramStorage, PromptLookup, chain, convert
 from specheads.decoding.generate import generate
-from tests.decoding.test_draft_model import near
-from tests.decoding.test_exactness import padded_left
-from tests.decoding.test_ngram import tiny
+from tests.support.prompts import padded
+from tests.support.tiny_models import near, repetitive_model
 
 V, PAD, NEW, NEVER = 97, 0, 64, 97
 BASES = ("Llama", "Qwen3", "GPT-2")
@@ -32,7 +31,7 @@ DRAFTERS = (*HEADS, "draft model", *COPYING)
 @cache
 def target(name):
     """A tiny model, three prompts as rows, and the prompts with its greedy text."""
-    base, coin = tiny(name), random.Random(0)
+    base, coin = repetitive_model(name), random.Random(0)
     options = {"do_sample": False, "eos_token_id": NEVER, "pad_token_id": PAD}
     own = base.generate(torch.tensor([[7]]), max_new_tokens=119, **options)[0].tolist()  # text that comes back later
     rows = [[7], [coin.randrange(3, V) for _ in range(1500)], own]
@@ -58,8 +57,8 @@ def drafter_of(name, base, texts):
     return model.eval().head, chain(4)
 
 
-def padded(rows, texts):
-    """What generate() returns after the prompts of texts, padded to one length."""
+def padded_texts(rows, texts):
+    """What generate() returns after the prompts of texts, padded_texts to one length."""
     longest = max(len(text) - len(row) for row, text in zip(rows, texts, strict=True))
     new = [text[len(row) :] for row, text in zip(rows, texts, strict=True)]
     return torch.tensor([more + [PAD] * (longest - len(more)) for more in new])
@@ -76,14 +75,14 @@ def test_every_drafter_writes_the_targets_greedy_text(name, drafter):
         """The steps of a batch, whose text is the target's up to the end or the limit."""
         prompts = [rows[i] for i in which]
         out = generate(
-            base, **padded_left(prompts), drafter=own, tree=plan, do_sample=False, max_new_tokens=limit,
+            base, **padded(prompts), drafter=own, tree=plan, do_sample=False, max_new_tokens=limit,
             eos_token_id=end, pad_token_id=PAD, return_dict_in_generate=True,
         )  # fmt: skip
         wanted = []
         for i in which:
             more = texts[i][len(rows[i]) :][:limit]
             wanted.append(rows[i] + (more[: more.index(end) + 1] if end in more else more))
-        assert torch.equal(out.sequences[:, max(map(len, prompts)) :], padded(prompts, wanted))
+        assert torch.equal(out.sequences[:, max(map(len, prompts)) :], padded_texts(prompts, wanted))
         return out.steps
 
     steps_of([0, 1, 2])

@@ -6,56 +6,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from specheads import BestFirstTree, DynamicTree, Exact, SampledTree, StaticTree, Target, chain, convert, decode
 from specheads.heads.rope import RotaryTable
-from tests.conftest import tiny_llama
+from tests.reference.base_law import BaseLaw, small_base
 from tests.reference.enumeration import distance, probs_of
+from tests.support.prompts import padded
 
 HEADS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
 PAD = 0
 
 
 # --- The law, enumerated in float64 ---
-
-
-def small_base(vocab_size):
-    """A float64 Llama of two layers over a vocabulary that can be enumerated."""
-    return tiny_llama(
-        vocab_size=vocab_size, num_hidden_layers=2, hidden_size=16, intermediate_size=16, num_attention_heads=2,
-        num_key_value_heads=1, bos_token_id=None, eos_token_id=None, pad_token_id=None, initializer_range=0.6,
-    ).double()  # fmt: skip
-
-
-class BaseLaw:
-    """The base's own next-token law, by a fresh pass over each prefix."""
-
-    def __init__(self, base, change=lambda logits: logits):
-        self.base, self.change, self.known = base, change, {}
-
-    @torch.no_grad()
-    def __call__(self, prefix):
-        if prefix not in self.known:
-            logits = self.base(torch.tensor([prefix])).logits[0, -1]
-            self.known[prefix] = self.change(logits).softmax(-1).tolist()
-        return self.known[prefix]
-
-    def joint(self, prompt, length):
-        """{the next `length` tokens: probability}."""
-        law = {(): 1.0}
-        for _ in range(length):
-            law = {
-                (*tokens, token): chance * p
-                for tokens, chance in law.items()
-                for token, p in enumerate(self((*prompt, *tokens)))
-                if p
-            }
-        return law
-
-    def completed(self, law, prompt, length):
-        """Output of differing lengths, each continued by the base's own law."""
-        whole = {}
-        for tokens, chance in law.items():
-            for rest, p in self.joint((*prompt, *tokens), length - len(tokens)).items():
-                whole[tokens + rest] = whole.get(tokens + rest, 0.0) + chance * p
-        return whole
 
 
 @pytest.mark.parametrize(
@@ -177,19 +136,11 @@ PLANS = {
 }
 
 
-def padded_left(rows):
-    """ids and mask (B, T) of rows of unlike length."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[PAD] * (longest - len(row)) + list(row) for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 @pytest.fixture(scope="module")
 def prompts(text):
     """By name: single prompts of 1, 5 and 100 tokens, and the three as one ragged batch."""
     rows = [text[0, :1].tolist(), text[1, :5].tolist(), text[2, :100].tolist()]
-    return {len(row): padded_left([row]) for row in rows} | {"ragged": padded_left(rows)}
+    return {len(row): padded([row]) for row in rows} | {"ragged": padded(rows)}
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +189,7 @@ def test_a_head_of_two_layers_matches_greedy(base, prompts, greedy):
 @pytest.mark.sampled(5)
 def test_an_ending_inside_a_draft_matches_greedy(base, models, text, head, plan):
     """Every token of the continuation in turn as EOS, and every length limit, cut drafts at all their depths."""
-    inputs = padded_left([text[3, :4].tolist(), text[4, :9].tolist()])
+    inputs = padded([text[3, :4].tolist(), text[4, :9].tolist()])
     columns = inputs["input_ids"].shape[1]
     model, tree = models[head], PLANS[plan]
     continued = base.generate(**inputs, do_sample=False, max_new_tokens=10, eos_token_id=96, pad_token_id=PAD)
@@ -271,7 +222,7 @@ def test_generation_reaches_the_end_of_a_learned_position_table(head):
     model = convert(base, head)
     generator = torch.Generator().manual_seed(2)
     rows = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (20, 7, 1)]
-    for inputs in (padded_left(rows[:1]), padded_left(rows)):
+    for inputs in (padded(rows[:1]), padded(rows)):
         for plan in (None, chain(4), SampledTree((2, 1, 1)), DynamicTree(budget=8, depth=4, top_k=2)):
             out = model.generate(**inputs, do_sample=False, max_new_tokens=12, tree=plan)
             assert torch.equal(out, base.generate(**inputs, do_sample=False, max_new_tokens=12))
@@ -293,7 +244,7 @@ def test_no_position_lies_outside_the_table_the_head_asked_for(models, text, hea
 
     monkeypatch.setattr(RotaryTable, "ensure", recording_ensure)
     monkeypatch.setattr(RotaryTable, "forward", recording_forward)
-    inputs = padded_left([row[:40].tolist() for row in text])
+    inputs = padded([row[:40].tolist() for row in text])
     for limit in range(3, 9):  # of two tokens the second is the only step, which drafts nothing
         asked[:], used[:] = [0], [0]
         models[head].generate(

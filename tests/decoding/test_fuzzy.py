@@ -13,7 +13,6 @@ from specheads.decoding.acceptance import TargetProbs, walk
 from specheads.decoding.acceptance.divergences import NAMES, divergence
 from specheads.decoding.draft_logits import DraftLogits
 from specheads.decoding.planner.record import RecordDraftLogits
-from tests.conftest import tiny_llama
 from tests.reference.enumeration import (
     Table,
     TableDrafter,
@@ -24,7 +23,9 @@ from tests.reference.enumeration import (
     step_law,
     true_law,
 )
-from tests.support.replay import BATCHES, Replay
+from tests.support.prompts import BATCHES
+from tests.support.replay_drafter import Replay
+from tests.support.tiny_models import tiny_llama
 
 STATIC = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 PLANS = {"chain": chain(2), "static": STATIC, "dynamic": DynamicTree(4, 2, 2), "sampled": SampledTree((2, 1))}

@@ -20,8 +20,9 @@ from specheads import (
     convert,
 )
 from specheads.decoding.planner import as_plan, default_static
-from tests.conftest import tiny_llama
-from tests.support.replay import BATCHES, PAD, PROMPTS, assert_same, padded
+from tests.support.prompts import BATCHES, PAD, PROMPTS, padded
+from tests.support.replay_drafter import assert_same
+from tests.support.tiny_models import tiny_llama
 
 # --- Randomness ---
 
@@ -320,7 +321,7 @@ def test_a_wrapped_forward_is_known_by_its_class(wrap):
 
 
 def test_a_draft_model_may_be_a_peft_model(base):
-    from tests.conftest import with_adapter
+    from tests.support.tiny_models import with_adapter
 
     adapted = with_adapter()
     ids, options = torch.tensor([[5, 6, 7]]), {"do_sample": False, "max_new_tokens": 12}

@@ -23,7 +23,8 @@ from specheads.decoding.drafters.assistant import ScheduledChain
 from specheads.decoding.planner import NoDraft, limit_depth, tree_named
 from specheads.decoding.planner.record import RecordDraftLogits
 from tests.support.families import build
-from tests.support.replay import BATCHES, Replay
+from tests.support.prompts import BATCHES
+from tests.support.replay_drafter import Replay
 
 OPTIONS = {"do_sample": False, "max_length": 41}
 PLANS = {

@@ -20,8 +20,9 @@ from specheads import (
     convert,
 )
 from specheads.decoding.outputs import step_record
-from tests.conftest import tiny_llama
-from tests.support.replay import BATCHES, PAD, Replay, V
+from tests.support.prompts import BATCHES, PAD, V
+from tests.support.replay_drafter import Replay
+from tests.support.tiny_models import tiny_llama
 
 
 @pytest.mark.parametrize("batch", BATCHES)

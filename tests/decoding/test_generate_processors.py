@@ -5,7 +5,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from specheads import SampledTree
-from tests.support.replay import BATCHES, PAD, V, assert_same
+from tests.support.prompts import BATCHES, PAD, V
+from tests.support.replay_drafter import assert_same
 
 
 class NoEcho(LogitsProcessor):

@@ -9,7 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
-from tests.support.replay import BATCHES, PAD, Replay, assert_same
+from tests.support.prompts import BATCHES, PAD
+from tests.support.replay_drafter import Replay, assert_same
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from specheads import (
 from specheads.decoding import loop
 from specheads.decoding.acceptance import walk
 from specheads.decoding.acceptance.exact import follow_tokens
-from tests.decoding.test_exactness import small_base
+from tests.reference.base_law import small_base
 from tests.reference.enumeration import Table, TableDrafter, distance, output_law, true_law
 
 V, LENGTH = 3, 3

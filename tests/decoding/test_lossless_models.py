@@ -12,9 +12,10 @@ import specheads
 from specheads import Block, DraftModel, Exact, NGram, NGramStorage, SampledTree, Target, Traversal, chain, convert
 from specheads.decoding import loop
 from specheads.decoding.loop import decode
-from tests.decoding.test_draft_model import near
-from tests.decoding.test_exactness import BaseLaw, padded_left, small_base
+from tests.reference.base_law import BaseLaw, small_base
 from tests.reference.enumeration import distance, probs_of
+from tests.support.prompts import padded
+from tests.support.tiny_models import near
 
 PROMPTS = [(1,), (1, 0, 1, 0), (0, 1, 1)]
 DFLASH = {"sample_from_anchor": False, "causal": False, "markov_rank": 0, "block_size": 3}
@@ -113,7 +114,7 @@ def tails(base, drafter, plan, rule):
     law = BaseLaw(base.double())
     truth = [law.joint(prompt, TOKENS) for prompt in PROMPTS]
     base.float()
-    inputs = padded_left(PROMPTS * COPIES)
+    inputs = padded(PROMPTS * COPIES)
     out = specheads.generate(
         base, **inputs, drafter=drafter, tree=plan, accept=rule, do_sample=True, top_k=0, seed=0, max_new_tokens=TOKENS
     )

@@ -12,26 +12,11 @@ from specheads import MaxGram
 from specheads.data.corpus import checkpoints_dir
 from specheads.decoding.drafters.bigram import count_bigrams, load_bigrams, save_bigrams
 from specheads.decoding.generate import generate
-from tests.conftest import tiny_llama
-from tests.decoding.test_ngram import context
-from tests.support.random_rows import ends_of, random_row
+from tests.reference.published_maxgram import published
+from tests.support.drafter_context import context
+from tests.support.random_rows import random_row
+from tests.support.tiny_models import tiny_llama
 from train import bigram as command
-
-
-def published(haystack, k, bigrams):
-    """CS Drafting's steps: match the longest suffix, copy what followed it first; again while short; then bigrams."""
-    ids = list(haystack)
-    while len(ids) < len(haystack) + k:
-        for length in range(len(ids) - 1, 0, -1):
-            if ends := ends_of(ids, ids[-length:]):
-                short = len(haystack) + k - len(ids)
-                ids += ids[ends[0] : ends[0] + short]
-                break
-        else:
-            break
-    while len(ids) < len(haystack) + k and bigrams[ids[-1]]:
-        ids.append(bigrams[ids[-1]])
-    return ids[len(haystack) :]
 
 
 @pytest.mark.parametrize("alphabet", [1, 2, 3, 8, 40])

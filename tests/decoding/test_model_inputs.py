@@ -8,9 +8,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import specheads
 from specheads import DraftModel, DynamicTree, PromptLookup, UnsupportedModel, convert
-from tests.conftest import tiny_llama
 from tests.support.families import build
-from tests.support.replay import PAD, V, padded
+from tests.support.prompts import PAD, V, padded
+from tests.support.tiny_models import tiny_llama
 
 TEXT = {
     "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from specheads import Exact, MaxGram, NGram, NGramStorage, OneLevelNGramStorage, PromptLookup, Target, chain, decode
 from specheads.decoding.acceptance import Verdict
-from specheads.decoding.drafters.base import Context
 from specheads.decoding.drafters.path_drafter import build_tree
 from specheads.decoding.generate import generate
-from tests.conftest import tiny_llama
-from tests.decoding.test_exactness import BaseLaw, padded_left, small_base
-from tests.decoding.test_lossless_rules import distance, probs_of
+from tests.reference.base_law import BaseLaw, small_base
+from tests.reference.enumeration import distance, probs_of
+from tests.support.drafter_context import context
+from tests.support.prompts import padded
 from tests.support.random_rows import random_row
+from tests.support.tiny_models import repetitive_model
 
 V, PAD = 97, 0
 
@@ -75,31 +75,14 @@ def test_sampled_text_has_the_targets_distribution(drafter):
     assert max(drafted) > 1
 
 
-def tiny(name):
-    """A model of two layers whose greedy text repeats itself now and then."""
-    torch.manual_seed(0)
-    if name == "GPT-2":
-        config = GPT2Config(
-            vocab_size=V, n_positions=2200, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2, bos_token_id=1,
-            eos_token_id=2, pad_token_id=PAD,
-        )  # fmt: skip
-        return GPT2LMHeadModel(config).eval()
-    common = {
-        "num_hidden_layers": 2, "max_position_embeddings": 2200, "initializer_range": 0.2, "vocab_size": V,
-        "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD,
-    }  # fmt: skip
-    return Qwen3ForCausalLM(Qwen3Config(**common, head_dim=8)).eval() if name == "Qwen3" else tiny_llama(**common)
-
-
 ROWS = [[7], random_row(random.Random(0), 60, 2000), [11, 12, 13, 11, 12, 13, 11]]
 
 
 @pytest.fixture(scope="module", params=["Llama", "Qwen3", "GPT-2"])
 def greedy(request):
     """A tiny model, and prompts with its greedy text: of 1 and of 2000 tokens, and both in a ragged batch of 3."""
-    base = tiny(request.param)
-    batches = [padded_left([ROWS[0]]), padded_left([ROWS[1]]), padded_left(ROWS)]
+    base = repetitive_model(request.param)
+    batches = [padded([ROWS[0]]), padded([ROWS[1]]), padded(ROWS)]
     return base, [(inputs, base.generate(**inputs, do_sample=False, max_new_tokens=40)) for inputs in batches]
 
 
@@ -131,8 +114,8 @@ def until(columns):
 @pytest.mark.sampled(2)
 def test_an_ending_inside_a_draft_matches_greedy(drafter):
     """Tokens that were accepted in turn as EOS, and several length limits, cut drafts at all their depths."""
-    base, own = tiny("Llama"), DRAFTERS[drafter](V)
-    inputs = padded_left([ROWS[2], ROWS[1][:30], ROWS[0]])
+    base, own = repetitive_model("Llama"), DRAFTERS[drafter](V)
+    inputs = padded([ROWS[2], ROWS[1][:30], ROWS[0]])
     options = {"do_sample": False, "max_new_tokens": 30, "pad_token_id": PAD, "return_dict_in_generate": True}
     cut, ends = False, []
     for end in ([96], None, None, None):
@@ -156,12 +139,6 @@ def test_an_ending_inside_a_draft_matches_greedy(drafter):
 
 
 # --- The trees ---
-
-
-def context(rows, **more):
-    root = torch.tensor([row[-1] for row in rows])
-    rest = {"target": None} | dict.fromkeys(("features", "following", "new", "last"), torch.zeros(0)) | more
-    return Context(root=root, history=rows, bound=max(map(len, rows)) - 1, **rest)
 
 
 def test_prompt_lookup_drafts_what_followed_last():
@@ -203,8 +180,8 @@ def test_what_is_drafted_is_counted_row_by_row(monkeypatch):
 
     monkeypatch.setattr(PromptLookup, "paths", recording)
     out = generate(
-        tiny("Llama"), drafter=PromptLookup(4, min_ngram=2), **padded_left([ROWS[2], ROWS[1][:30]]), do_sample=False,
-        max_new_tokens=20, eos_token_id=96, return_dict_in_generate=True,
+        repetitive_model("Llama"), drafter=PromptLookup(4, min_ngram=2), **padded([ROWS[2], ROWS[1][:30]]),
+        do_sample=False, max_new_tokens=20, eos_token_id=96, return_dict_in_generate=True,
     )  # fmt: skip
     taken = [
         [count * bool(row) for count, row in zip(counts, step.tokens, strict=True)]
@@ -287,10 +264,10 @@ def learned_counts(own):
 
 @pytest.mark.parametrize("fillers", [1, 3])
 def test_the_storage_learns_the_text_and_the_targets_other_likely_ids(fillers):
-    base, prompt = tiny("Llama"), ROWS[1][:40]
+    base, prompt = repetitive_model("Llama"), ROWS[1][:40]
     drafter = NGram(4, storage=storage(4), filler_top_k=fillers)
     out = generate(
-        base, drafter=drafter, **padded_left([prompt]), do_sample=False, max_new_tokens=30, return_dict_in_generate=True
+        base, drafter=drafter, **padded([prompt]), do_sample=False, max_new_tokens=30, return_dict_in_generate=True
     )
     assert out.statistics()["accepted"]
     text = out.sequences[0].tolist()[: -len(out.steps[-1].tokens[0])]  # nothing was drafted after the last step
@@ -325,10 +302,10 @@ def test_the_rows_of_a_batch_learn_together_and_each_position_once():
 
 @pytest.mark.parametrize("reset_between", [True, False])
 def test_what_was_learned_stays_between_prompts_if_reset_between_is_false(reset_between):
-    base = tiny("Llama")
+    base = repetitive_model("Llama")
     drafter = NGram(4, storage=storage(), reset_between=reset_between)
     for row in (ROWS[2], [50, 51, 52]):
-        generate(base, drafter=drafter, **padded_left([row]), do_sample=False, max_new_tokens=5)
+        generate(base, drafter=drafter, **padded([row]), do_sample=False, max_new_tokens=5)
     assert drafter.storage.next_token([50, 51]) == (52, True)
     assert (((11, 12), 13) in learned_counts(drafter.storage)) != reset_between
     drafter.reset()

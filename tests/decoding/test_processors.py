@@ -7,7 +7,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from specheads import DraftTree, SampledTree, chain
 from specheads.decoding.processors import snapshot
 from specheads.decoding.schedule import end_mask
-from tests.support.replay import BATCHES, PAD, PROMPTS, Replay, V, assert_same
+from tests.support.prompts import BATCHES, PAD, PROMPTS, V
+from tests.support.replay_drafter import Replay, assert_same
 
 EOS = 2
 STEPS = 14  # that the grammar below takes, the end of text included

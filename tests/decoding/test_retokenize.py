@@ -1,42 +1,16 @@
 """Drafting between two vocabularies: the text is the target's own, and the draft model's tokens are accepted."""
 
-import string
-
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import specheads
 from specheads import AdaptiveChain, DraftModel, SampledTree, StaticTree, chain
 from specheads.decoding.drafters import retokenize
 from specheads.decoding.drafters.retokenize import RetokenizedText, encode_after
-from tests.conftest import tiny_llama
 from tests.decoding.test_cached_model import Checked
-from tests.decoding.test_exactness import padded_left
-
-SPACE = "Ġ"  # what byte-level tokenizers call it
-TEXT = "the cat sat on the mat and the rat sat on the cat in a café on the mat and on a hat "
-
-
-def toy_tokenizer(specials, letters, merges):
-    """A byte-level BPE tokenizer: these letters first, then all other bytes, then the merges."""
-    every = [*letters, *sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(letters))]
-    words = [*specials, *every, *("".join(pair) for pair in merges)]
-    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    pad, bos, eos = specials
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token=pad, bos_token=bos, eos_token=eos, padding_side="left"
-    )
-
-
-MERGES = [("t", "h"), ("th", "e"), (SPACE, "the"), ("a", "t"), (SPACE, "s"), (f"{SPACE}s", "at"), ("o", "n")]
-TARGET = toy_tokenizer(["<pad>", "<s>", "</s>"], [SPACE, *string.ascii_lowercase], MERGES)
-OWN = toy_tokenizer(
-    ["[PAD]", "[BOS]", "[EOS]"], [*reversed(string.ascii_lowercase), SPACE], [("c", "at"), ("a", "t")][::-1]
-)
+from tests.support.prompts import padded
+from tests.support.tiny_models import tiny_llama
+from tests.support.two_vocabularies import OWN, TARGET, TEXT
 
 
 def taught(tokenizer, seed):
@@ -68,7 +42,7 @@ def test_a_draft_through_text_matches_greedy(pair, tree):
     prompts = [TARGET(text)["input_ids"] for text in ("the c", "rat sat o", "zebra", "t", "in a café")]
     prompts[-1].pop()  # in the middle of a character
     for rows in (prompts[:1], prompts[1:], [[1]]):
-        inputs, options = padded_left(rows), {"do_sample": False, "max_new_tokens": 40}
+        inputs, options = padded(rows), {"do_sample": False, "max_new_tokens": 40}
         out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=tree, return_dict_in_generate=True)
         assert torch.equal(out.sequences, base.generate(**inputs, **options))
         if rows == prompts[:1] and tree != chain(1):
@@ -77,7 +51,7 @@ def test_a_draft_through_text_matches_greedy(pair, tree):
 
 def test_the_end_of_the_text_is_drafted_too(pair):
     base, drafter = pair
-    inputs, options = padded_left([TARGET(TEXT * 2)["input_ids"][:-6]]), {"do_sample": False, "max_new_tokens": 20}
+    inputs, options = padded([TARGET(TEXT * 2)["input_ids"][:-6]]), {"do_sample": False, "max_new_tokens": 20}
     out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=chain(12), return_dict_in_generate=True)
     assert torch.equal(out.sequences, base.generate(**inputs, **options))
     assert out.sequences[0, -1] == TARGET.eos_token_id
@@ -88,8 +62,8 @@ def test_sampled_text_is_that_of_plain_decoding(pair):
     """A chain of likeliest tokens is a point mass, so a seed gives plain decoding's text at one token a step."""
     base, drafter = pair
     options = {"do_sample": True, "temperature": 0.01, "top_k": 0, "max_new_tokens": 20, "seed": 0}
-    out = specheads.generate(base, **padded_left([TARGET("the")["input_ids"]]), **options, drafter=drafter)
-    greedy = base.generate(**padded_left([TARGET("the")["input_ids"]]), do_sample=False, max_new_tokens=20)
+    out = specheads.generate(base, **padded([TARGET("the")["input_ids"]]), **options, drafter=drafter)
+    greedy = base.generate(**padded([TARGET("the")["input_ids"]]), do_sample=False, max_new_tokens=20)
     assert torch.equal(out, greedy)
 
 
@@ -98,7 +72,7 @@ def test_the_draft_model_reads_each_token_once(pair):
     drafter, fed = DraftModel(checked.small, tokenizer=OWN, target_tokenizer=TARGET), []
     hook = drafter.small.get_input_embeddings().register_forward_hook(lambda m, args, out: fed.append(args[0].numel()))
     out = specheads.generate(
-        base, **padded_left([TARGET(TEXT)["input_ids"]]), drafter=drafter, tree=chain(6), do_sample=False,
+        base, **padded([TARGET(TEXT)["input_ids"]]), drafter=drafter, tree=chain(6), do_sample=False,
         max_new_tokens=30, return_dict_in_generate=True,
     )  # fmt: skip
     hook.remove()
@@ -120,7 +94,7 @@ def test_one_vocabulary_under_two_names_needs_no_text(pair):
     base, _ = pair
     drafter = DraftModel(base, tokenizer=TARGET, target_tokenizer=TARGET)
     options = {"do_sample": False, "max_new_tokens": 12}
-    inputs = padded_left([TARGET("the")["input_ids"]])
+    inputs = padded([TARGET("the")["input_ids"]])
     out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=SampledTree((2, 1)))
     assert torch.equal(out, base.generate(**inputs, **options))
 

@@ -6,9 +6,9 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specheads
 from specheads import DraftModel, DynamicTree, PromptLookup, SampledTree, UnsupportedModel, convert
-from tests.conftest import tiny_llama
 from tests.support.families import build
-from tests.support.replay import padded
+from tests.support.prompts import padded
+from tests.support.tiny_models import tiny_llama
 
 BOUNDARY = 40
 LONG = {

@@ -30,7 +30,7 @@ from specheads.decoding.acceptance import walk
 from specheads.decoding.draft_logits import DraftLogits
 from specheads.decoding.planner.record import RecordDraftLogits
 from tests.reference.enumeration import Table, TableDrafter, TableTarget, distance, probs_of, step_law
-from tests.support.replay import BATCHES
+from tests.support.prompts import BATCHES
 
 V = 12
 

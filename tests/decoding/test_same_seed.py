@@ -5,12 +5,12 @@ import torch
 
 import specheads
 from specheads import DraftModel, DynamicTree, MaxGram, PromptLookup, StaticTree, chain
-from tests.decoding.test_exactness import padded_left
-from tests.decoding.test_ngram import tiny
+from tests.support.prompts import padded
+from tests.support.tiny_models import repetitive_model
 
-PROMPTS = padded_left([[7, 8, 9, 7, 8], [31], [5, 5, 60, 61, 5, 5, 60]])
+PROMPTS = padded([[7, 8, 9, 7, 8], [31], [5, 5, 60, 61, 5, 5, 60]])
 OPTIONS = {"do_sample": True, "max_new_tokens": 40, "pad_token_id": 0, "eos_token_id": 96}
-HEADED = specheads.convert(tiny("Llama"), "medusa", num_heads=3)
+HEADED = specheads.convert(repetitive_model("Llama"), "medusa", num_heads=3)
 DRAFTS = {
     "lookup": {"drafter": PromptLookup(4)},
     "max-gram": {"drafter": MaxGram(6)},

@@ -9,7 +9,7 @@ from transformers.generation import logits_process as hf
 
 from specheads import Exact, SampledTree, Sampler, convert
 from specheads.decoding.sampler import likeliest
-from tests.conftest import tiny_llama
+from tests.support.tiny_models import tiny_llama
 
 # --- The distribution ---
 

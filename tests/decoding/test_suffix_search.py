@@ -6,7 +6,7 @@ import pytest
 
 from specheads import MaxGram, PromptLookup
 from specheads.decoding.drafters.suffix_search import copy_ids, longest_match, to_text
-from tests.decoding.test_ngram import context
+from tests.support.drafter_context import context
 from tests.support.random_rows import ends_of, random_row
 
 

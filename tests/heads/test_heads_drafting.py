@@ -7,7 +7,7 @@ from specheads.decoding.planner import AdaptiveChain, DynamicTree, SampledTree, 
 from specheads.decoding.tree import DraftTree
 from tests.reference.foreign_rope import SCALED
 from tests.reference.slow_heads import KINDS, spec_model, taps
-from tests.support.replay import PROMPTS, padded
+from tests.support.prompts import PROMPTS, padded
 
 
 class Forced:

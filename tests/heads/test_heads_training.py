@@ -6,8 +6,8 @@ import torch
 from specheads.data.datasets import Collator
 from specheads.losses.metrics import accepted_length
 from specheads.models.convert import convert
-from tests.conftest import tiny_llama
 from tests.reference.slow_heads import DEFAULTS, KINDS, rows, spec_model
+from tests.support.tiny_models import tiny_llama
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,7 +11,7 @@ from specheads.heads.anchors import AnchoredBlocks
 from specheads.heads.parallel import ParallelConfig
 from tests.reference.slow_heads import rows, slow_block, slow_parallel, slow_slot, spec_model, taps
 from tests.support.families import FAMILIES, build
-from tests.support.replay import PROMPTS, padded
+from tests.support.prompts import PROMPTS, padded
 
 
 def batch_of(*lengths):

@@ -10,8 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specheads import Eagle3Config, EagleConfig, HydraConfig, ParallelConfig, convert
 from specheads.heads.rope import RotaryTable, inherited
-from tests.conftest import tiny_llama
 from tests.reference.foreign_rope import SCALED, frequencies
+from tests.support.tiny_models import tiny_llama
 
 PLAIN = {"rope_type": "default", "rope_theta": 500.0}
 EVERY = {"default": PLAIN, **SCALED}

@@ -14,9 +14,9 @@ from specheads.losses.functions import DISTRIBUTION_LOSSES, HARD, parse_loss, po
 from specheads.losses.targets import DraftTargets
 from specheads.losses.teacher import LastHidden, WholeLogits, tap_base
 from specheads.models.convert import convert
-from tests.conftest import tiny_llama
 from tests.reference.slow_heads import DEFAULTS, KINDS, rows, spec_model
 from tests.support.families import FAMILIES, build
+from tests.support.tiny_models import tiny_llama
 
 ROWS, HIDDEN, VOCAB = 13, 6, 11
 

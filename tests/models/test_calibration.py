@@ -7,7 +7,7 @@ import torch
 
 from specheads import SpecModel, StaticTree, chain, convert
 from specheads.models.calibration import calibrate_tree, expected_length, measure_ranks
-from tests.conftest import tiny_llama
+from tests.support.tiny_models import tiny_llama
 
 
 def prefix_closed_trees(width, depth, size):

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from specheads import CheckpointError, SpecModel, convert, load_head
 from specheads.models import checkpoint
-from tests.conftest import tiny_llama, with_adapter
 from tests.support.heads_on_disk import edit_config, same, trained
+from tests.support.tiny_models import tiny_llama, with_adapter
 
 pytestmark = pytest.mark.usefixtures("offline")
 

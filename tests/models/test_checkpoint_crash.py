@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from specheads import CheckpointError, SpecModel, load_head
 from specheads.models import checkpoint
-from tests.conftest import tiny_llama
 from tests.support.heads_on_disk import FILES, contents, in_new_process, same, trained
 from tests.support.paths import ROOT
+from tests.support.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.usefixtures("offline")
 

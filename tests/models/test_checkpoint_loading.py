@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import specheads
 from specheads import CheckpointError, SpecConfig, SpecModel, load_head
 from specheads.heads import HEADS
-from tests.conftest import tiny_llama
 from tests.support.heads_on_disk import FILES, IDS, digest, in_new_process, same, state, trained
 from tests.support.paths import ROOT
+from tests.support.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.usefixtures("offline")
 

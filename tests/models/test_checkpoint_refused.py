@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from specheads import CheckpointError, SpecModel, load_head
-from tests.conftest import tiny_llama
 from tests.support.heads_on_disk import edit_config, trained
+from tests.support.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.usefixtures("offline")
 

@@ -16,10 +16,10 @@ from specheads import CheckpointError, SpecModel, load_head
 from specheads.heads import HEADS
 from specheads.heads.limits import bounds_of
 from specheads.models.lora import JointConfig, attach
-from tests.conftest import tiny_llama
 from tests.reference import foreign
+from tests.support.command_line import run
 from tests.support.heads_on_disk import IDS, edit_config, same, trained
-from tests.support.program import run
+from tests.support.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.usefixtures("offline")
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from specheads import Eagle3Config, EagleConfig, HydraConfig, MedusaConfig, UnsupportedModel, convert
-from tests.conftest import tiny_llama, with_adapter
+from tests.support.tiny_models import tiny_llama, with_adapter
 
 HEADS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
 IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from specheads import chain
-from tests.conftest import tiny_llama
 from tests.models.test_formats_blocks import DFLASH, taught
-from tests.models.test_formats_export import made, tensors_in
+from tests.support.export_files import made, tensors_in
+from tests.support.tiny_models import tiny_llama
 
 transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "MuseGlimmerAssistantModel"):  # from 5.23 on

@@ -10,13 +10,12 @@ import torch
 
 from specheads import CheckpointError, SpecModel, chain
 from specheads.models.formats.export.exporting import engines_for
-from tests.conftest import tiny_llama
-from tests.models.test_formats_export import assert_comes_back
 from tests.reference import foreign_blocks
 from tests.reference.foreign_blocks import FORMS, MARKED
 from tests.reference.foreign_rope import SCALED
-from tests.support.drafted import assert_drafts, embeddings
-from tests.support.exported import imported, made, same, tensors_in
+from tests.support.assert_drafts import assert_drafts, embeddings
+from tests.support.export_files import assert_comes_back, imported, made, same, tensors_in
+from tests.support.tiny_models import tiny_llama
 
 DSPARK = {
     "causal": False, "mask_token_id": 9, "block_size": 4, "draft_depth": 4, "taps": (1, 4, 6), "markov_rank": 6,

@@ -11,9 +11,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specheads.data import corpus
-from tests.conftest import tiny_llama
-from tests.support.exported import made
-from tests.support.snippets import blocks
+from tests.support.export_files import made
+from tests.support.markdown import blocks
+from tests.support.tiny_models import tiny_llama
 
 
 def base_in(folder, rope, shards):

@@ -4,7 +4,6 @@ for bit."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from specheads import SpecModel
 from specheads.data import corpus
 from specheads.models.formats.export.exporting import engines_for
 from tests.reference import foreign, foreign_depths
-from tests.support.drafted import assert_drafts, embeddings
-from tests.support.exported import CUSTOM, EAGLE3, FORMS, USUAL, imported, made, same, tensors_in
+from tests.support.assert_drafts import assert_drafts, embeddings
+from tests.support.export_files import CUSTOM, EAGLE3, FORMS, USUAL, assert_comes_back, imported, made, same, tensors_in
 
 NORMED = ("vllm", "speculators", "sglang", "trtllm")
 CASES = [
@@ -38,24 +37,6 @@ CASES = [
 @pytest.mark.parametrize(("to", "kind", "options"), CASES)
 def test_export_then_import_is_identity(to, kind, options, base, tmp_path):
     assert_comes_back(made(base, kind, **options), to, base, tmp_path)
-
-
-def assert_comes_back(model, to, base, tmp_path):
-    """Bit for bit through export and import, and the files through import and export."""
-    model.export(tmp_path / "a", to)
-    again = imported(tmp_path / "a", base)
-    assert same(again.head_state_dict(), model.head_state_dict())
-    training = {
-        name: getattr(model.head.config, name)
-        for name in ("steps", "decay", "noise")
-        if hasattr(model.head.config, name)
-    }
-    assert replace(again.head.config, **training) == model.head.config
-    again.export(tmp_path / "b", to)
-    for path in (tmp_path / "a").iterdir():
-        if path.name not in ("README.md", "trtllm.yml") and path.suffix != ".pt":
-            assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
-    assert same(tensors_in(tmp_path / "a"), tensors_in(tmp_path / "b"))
 
 
 WRITERS = {

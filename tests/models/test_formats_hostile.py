@@ -17,7 +17,7 @@ from huggingface_hub.errors import GatedRepoError
 
 from specheads import CheckpointError, SpecModel, hub
 from tests.reference import foreign, foreign_blocks, foreign_depths, foreign_modelopt
-from tests.support.drafted import embeddings
+from tests.support.assert_drafts import embeddings
 
 
 def hydra(folder, base):

@@ -12,9 +12,9 @@ from specheads import CheckpointError, SpecModel, load_head
 from specheads.models import saved_head
 from specheads.training.features.plan import SaveOptions, tapped_layers
 from specheads.training.recipe import Recipe
-from tests.conftest import tiny_llama
 from tests.reference import foreign, foreign_depths
-from tests.support.drafted import assert_drafts, embeddings
+from tests.support.assert_drafts import assert_drafts, embeddings
+from tests.support.tiny_models import tiny_llama
 
 EAGLE3 = {
     "the EAGLE repository": ({"form": "eagle"}, (2, 4, 5)),

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from specheads import CheckpointError, SpecModel
 from specheads.data import corpus
 from tests.reference import foreign, foreign_modelopt
-from tests.support.drafted import assert_drafts, embeddings
-from tests.support.exported import imported, made, same, tensors_in
+from tests.support.assert_drafts import assert_drafts, embeddings
+from tests.support.export_files import imported, made, same, tensors_in
 
 USUAL = (2, 4, 5)
 

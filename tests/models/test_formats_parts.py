@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from specheads import CheckpointError, SpecModel
-from tests.conftest import tiny_llama
 from tests.reference import foreign, foreign_blocks, foreign_modelopt
-from tests.support.drafted import assert_drafts, embeddings
-from tests.support.exported import imported, same
+from tests.support.assert_drafts import assert_drafts, embeddings
+from tests.support.export_files import imported, same
+from tests.support.tiny_models import tiny_llama
 
 USUAL = (2, 4, 5)
 

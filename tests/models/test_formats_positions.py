@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from specheads import CheckpointError, SpecModel
-from tests.conftest import tiny_llama
 from tests.reference import foreign, foreign_blocks, foreign_depths
 from tests.reference.foreign_rope import SCALED
-from tests.support.drafted import assert_drafts, embeddings
+from tests.support.assert_drafts import assert_drafts, embeddings
 from tests.support.heads_on_disk import trained
+from tests.support.tiny_models import tiny_llama
 
 IDS, LAYERS = torch.arange(40), (2, 4, 5)
 LLAMA3 = SCALED["llama3"]

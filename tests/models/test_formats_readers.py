@@ -11,9 +11,9 @@ import torch
 from tests.models.test_formats_blocks import DFLASH, DSPARK, NARROW, SHORT, lm_head_of
 from tests.reference import foreign_blocks
 from tests.reference.foreign_readers import READERS
-from tests.support.drafted import assert_drafts, embeddings
-from tests.support.exported import made, tensors_in
-from tests.support.snippets import blocks
+from tests.support.assert_drafts import assert_drafts, embeddings
+from tests.support.export_files import made, tensors_in
+from tests.support.markdown import blocks
 
 OPTIONS = {
     ("sglang", "dflash"): [{}, SHORT], ("trtllm", "dflash"): [{}, SHORT], ("openvino", "dflash"): [{}, SHORT],

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from specheads import SpecModel
 from specheads.models.formats import FORMATS
 from specheads.models.formats.export.exporting import engines_for
-from tests.conftest import tiny_llama
 from tests.models.test_formats_blocks import DFLASH, DSPARK, JETSPEC
-from tests.support.exported import FORMS, USUAL, made
-from tests.support.snippets import blocks
+from tests.support.export_files import FORMS, USUAL, made
+from tests.support.markdown import blocks
+from tests.support.tiny_models import tiny_llama
 
 WRITTEN = [
     *[(to, kind, USUAL[kind]) for to, kind in FORMS],

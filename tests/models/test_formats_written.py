@@ -11,9 +11,9 @@ import torch
 from specheads import CheckpointError, SpecModel, convert
 from specheads.models.formats import ENGINES
 from specheads.models.formats.export.exporting import engines_for
-from tests.conftest import tiny_llama
 from tests.reference import foreign
-from tests.support.exported import CUSTOM, EAGLE3, config_of, imported, made, tensors_in
+from tests.support.export_files import CUSTOM, EAGLE3, config_of, imported, made, tensors_in
+from tests.support.tiny_models import tiny_llama
 
 
 @pytest.mark.parametrize("to", EAGLE3)

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from specheads import CheckpointError, SpecModel
 from specheads.models.formats.export.gguf_converter import pre_tokenizer
 from specheads.models.formats.export.gguf_files import folder_of
-from tests.conftest import tiny_llama
+from tests.support.command_line import run, ship
 from tests.support.heads_on_disk import trained
-from tests.support.program import run, ship
+from tests.support.tiny_models import tiny_llama
 
 CONVERSION = """
 class TextModel:

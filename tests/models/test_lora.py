@@ -17,11 +17,11 @@ from specheads.models.lora import JointConfig, adapters
 from specheads.models.spec_model import SpecModel
 from specheads.training.recipe import RecipeError, read_recipe
 from specheads.training.trainer import SpecTrainer, SpecTrainingArguments
-from tests.conftest import tiny_llama
 from tests.reference import slow_heads
 from tests.reference.slow_heads import DEFAULTS, SLOW, rows
 from tests.support.paths import ROOT
-from tests.training.test_launch import material, overrides  # noqa: F401
+from tests.support.tiny_models import tiny_llama
+from tests.support.training_runs import overrides
 from train import heads
 
 LORA = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.0}
@@ -172,7 +172,7 @@ def test_a_run_resumes_to_the_same_adapters_and_head(tmp_path):
     assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {1e-2, 4e-2}
 
 
-def test_medusa_2_recipe_trains_and_keeps_near_the_base(material, tmp_path):  # noqa: F811
+def test_medusa_2_recipe_trains_and_keeps_near_the_base(material, tmp_path):
     options = [o for o in overrides(material, tmp_path / "out", 4) if not o.startswith("head.steps")]
     more = ["lora.r=2", "training.head_lr_groups={^head: 4.0}", "head.num_heads=2", "parity.max_new_tokens=12"]
     assert heads.main([str(ROOT / "recipes" / "medusa2.yaml"), *options, *more]) == 0

@@ -8,9 +8,9 @@ from specheads import SpecModel, convert
 from specheads.models import quantized
 from specheads.training.recipe import RecipeError, read_recipe
 from specheads.training.run import prepare
-from tests.conftest import tiny_llama
 from tests.support.paths import ROOT
-from tests.training.test_launch import material, overrides  # noqa: F401
+from tests.support.tiny_models import tiny_llama
+from tests.support.training_runs import overrides
 
 CONFIGS = {
     4: {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32},
@@ -70,7 +70,7 @@ def test_a_head_starts_from_the_weights_that_quantised_layers_apply(bits, folder
         assert 0 < (given - own).norm() < {4: 0.15, 8: 0.02}[bits] * given.norm(), name
 
 
-def test_a_recipe_says_load_in_4bit(material, tmp_path):  # noqa: F811
+def test_a_recipe_says_load_in_4bit(material, tmp_path):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     given = overrides(material, tmp_path, 2, "lora.r=2", "load_in_4bit=true")
     options = [option for option in given if option != "head.steps=2"]
@@ -82,7 +82,7 @@ def test_a_recipe_says_load_in_4bit(material, tmp_path):  # noqa: F811
     assert "load_in_4bit: true" in (tmp_path / "recipe.yaml").read_text()
 
 
-def test_without_bitsandbytes_a_quantised_base_is_an_error_that_says_what_to_install(material, tmp_path, monkeypatch):  # noqa: F811
+def test_without_bitsandbytes_a_quantised_base_is_an_error_that_says_what_to_install(material, tmp_path, monkeypatch):
     monkeypatch.setattr(quantized, "is_bitsandbytes_available", lambda: False)
     recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2, "load_in_8bit=true"))
     with pytest.raises(ImportError, match="load_in_8bit needs bitsandbytes: pip install bitsandbytes"):

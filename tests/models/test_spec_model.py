@@ -20,7 +20,7 @@ from transformers import (
 
 import specheads
 from specheads import SpecModel, convert
-from tests.conftest import tiny_llama
+from tests.support.tiny_models import tiny_llama
 
 HEADS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
 IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -2,8 +2,7 @@
 
 import torch
 
-from tests.conftest import tiny_llama
-from tests.decoding.test_draft_model import near
+from tests.support.tiny_models import near, tiny_llama
 
 PROMPT = [27, 42, 22, 85, 13, 36]
 NEW = 24

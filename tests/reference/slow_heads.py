@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from specheads.models.convert import convert
-from tests.conftest import tiny_llama
+from tests.support.tiny_models import tiny_llama
 
 KINDS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
 DEFAULTS = {

@@ -36,11 +36,11 @@ from transformers.utils import logging as hf_logging  # noqa: E402
 
 from specheads import CheckpointError, SpecModel, UnsupportedModel  # noqa: E402
 from specheads.models.lora import adapters, detach  # noqa: E402
-from tests.conftest import tiny_llama  # noqa: E402
 from tests.reference import foreign, foreign_blocks, foreign_depths  # noqa: E402
-from tests.support.drafted import embeddings  # noqa: E402
+from tests.support.assert_drafts import embeddings  # noqa: E402
+from tests.support.checkpoint_edits import MUTATIONS, base_name  # noqa: E402
 from tests.support.heads_on_disk import trained  # noqa: E402
-from tests.support.mutations import MUTATIONS, base_name  # noqa: E402
+from tests.support.tiny_models import tiny_llama  # noqa: E402
 
 BYTES, SECONDS, LINE = 2 << 30, 20, 4000  # of memory and of each file; of time; characters of an error
 IDS = torch.tensor([[5, 17, 3, 88, 41, 9, 60, 12, 33], [9, 2, 60, 41, 17, 5, 8, 70, 3]])

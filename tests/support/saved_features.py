@@ -7,7 +7,7 @@ import torch
 from specheads.training.features.extract import save_features
 from specheads.training.features.plan import SaveOptions
 from specheads.training.recipe import Recipe
-from tests.support.program import ship
+from tests.support.command_line import ship
 
 HEADS = {
     "medusa": {"num_heads": 2, "num_layers": 1},

@@ -5,7 +5,7 @@ from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 from specheads import DraftTree, chain
-from tests.support.replay import padded
+from tests.support.prompts import padded
 
 V, PAD, EOS, START = 97, 0, 1, 2
 SOURCES = ([27, 42, 22, 85, 13, 36, 1], [44, 1], [5, 5, 81, 62, 30, 7, 12, 90, 17, 1])

@@ -6,7 +6,7 @@ import torch
 from specheads.data.datasets import Collator
 from specheads.models.convert import convert
 from specheads.training.trainer import SpecTrainer, SpecTrainingArguments
-from tests.conftest import tiny_llama
+from tests.support.tiny_models import tiny_llama
 
 OPTIONS = {
     "medusa": {"num_heads": 2}, "hydra": {"num_heads": 2, "prefix_layer": True}, "eagle": {"metric_steps": 2},

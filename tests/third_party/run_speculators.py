@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM
 
 from specheads import SpecModel
 from specheads.models import export_checks
-from tests.conftest import tiny_llama
 from tests.reference.foreign_rope import SCALED
-from tests.support.drafted import assert_drafts
+from tests.support.assert_drafts import assert_drafts
 from tests.support.heads_on_disk import trained
+from tests.support.tiny_models import tiny_llama
 
 CASES = {
     "draft vocabulary": {"draft_vocab_size": 40},

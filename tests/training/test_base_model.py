@@ -13,7 +13,7 @@ from specheads import convert
 from specheads.data import corpus
 from specheads.training.base_model import parts, run
 from specheads.training.base_model.options import Options
-from tests.support.forked import fork
+from tests.support.killable_fork import fork
 from train import base_model
 
 SIZES = {

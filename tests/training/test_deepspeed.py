@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from specheads.training.distributed import deepspeed as zero
 from specheads.training.resume import ResumeError, Unlogged, Writers
-from tests.training.test_resume_world import assert_same_run, launched
+from tests.support.training_runs import assert_same_run, launched
 from tests.workers.heads_by_two import HEADS, trained
 from tests.workers.runs_of_two import SAVED
 from tests.workers.runs_of_two import run as run_alone

@@ -21,8 +21,8 @@ from specheads.training import errors as faults
 from specheads.training.build import resume_point
 from specheads.training.errors import TrainingError, TrainingStopped, is_finished, last_finished
 from specheads.training.run import prepare
-from tests.support.forked import fork
 from tests.support.heads_on_disk import in_new_process
+from tests.support.killable_fork import fork
 from tests.support.paths import ROOT
 from tests.support.saved_features import dump, material, recipe
 

@@ -7,15 +7,15 @@ import pytest
 from specheads.training.build import build_model
 from specheads.training.estimate import GIB, PEAKS, estimate
 from specheads.training.recipe import read_recipe
+from tests.support.command_line import run
 from tests.support.paths import ROOT
-from tests.support.program import run
-from tests.training.test_launch import material, overrides  # noqa: F401
+from tests.support.training_runs import overrides
 from tests.training.test_recipe import SHIPPED
 from train import heads
 
 
 @pytest.mark.parametrize("kind", [path.stem for path in SHIPPED])
-def test_parameters_are_those_of_the_model_that_is_trained(kind, material, tmp_path):  # noqa: F811
+def test_parameters_are_those_of_the_model_that_is_trained(kind, material, tmp_path):
     options = [o for o in overrides(material, tmp_path, 2) if not o.startswith(("head.steps", "head.draft_vocab"))]
     more = ["head.draft_vocab_size=60"] if kind not in ("eagle", "parallel") else []
     recipe = read_recipe(ROOT / "recipes" / f"{kind}.yaml", [*options, *more])
@@ -32,7 +32,7 @@ def test_parameters_are_those_of_the_model_that_is_trained(kind, material, tmp_p
     assert found.seconds > 0 and all(size > 0 for size in found.memory.values())
 
 
-def test_what_a_launcher_shards_is_divided(material, tmp_path):  # noqa: F811
+def test_what_a_launcher_shards_is_divided(material, tmp_path):
     recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2))
     alone = estimate(recipe, device="H200").memory
     for kind, sharded in {
@@ -56,7 +56,7 @@ def test_what_a_launcher_shards_is_divided(material, tmp_path):  # noqa: F811
         estimate(recipe, device="TPU")
 
 
-def test_a_quantised_base_takes_its_bits_and_a_scale_for_64_weights(material, tmp_path):  # noqa: F811
+def test_a_quantised_base_takes_its_bits_and_a_scale_for_64_weights(material, tmp_path):
     def base(*more):
         recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2, *more))
         return estimate(recipe, device="H200").memory["base"] * GIB
@@ -66,7 +66,7 @@ def test_a_quantised_base_takes_its_bits_and_a_scale_for_64_weights(material, tm
     assert base() - base("load_in_8bit=true") == pytest.approx(layers * (4 - 1))
 
 
-def test_time_is_the_arithmetic_of_the_docs(material, tmp_path):  # noqa: F811
+def test_time_is_the_arithmetic_of_the_docs(material, tmp_path):
     recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2, "head.anchors=null"))
     found, head = estimate(recipe, device="H200"), build_model(recipe, []).head
     own, rest = head.lm_head.weight.numel(), sum(p.numel() for p in head.parameters()) - head.lm_head.weight.numel()
@@ -77,7 +77,7 @@ def test_time_is_the_arithmetic_of_the_docs(material, tmp_path):  # noqa: F811
         estimate(recipe, 0)
 
 
-def test_a_dry_run_prints_and_starts_nothing(material, tmp_path, capsys):  # noqa: F811
+def test_a_dry_run_prints_and_starts_nothing(material, tmp_path, capsys):
     options = overrides(material, tmp_path / "out", 2)
     recipe = str(ROOT / "recipes" / "eagle3.yaml")
     assert (

@@ -18,12 +18,12 @@ from specheads.training.features import extract, frozen_weights, plan, shards
 from specheads.training.features.dataset import FeatureDataset
 from specheads.training.features.index import read_finished_index
 from specheads.training.features.shards import FLOAT8, FeatureError, decode_states, encode_states, facts
-from tests.support.forked import fork
+from tests.support.command_line import run
 from tests.support.heads_on_disk import in_new_process
+from tests.support.killable_fork import fork
 from tests.support.paths import ROOT
-from tests.support.program import run
 from tests.support.saved_features import TAPS, dump, material
-from tests.training.test_launch import run as launched
+from tests.support.training_runs import run_module as launched
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
 

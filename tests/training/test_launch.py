@@ -1,9 +1,6 @@
 """Several processes train like one, and a launcher that started something else is stopped."""
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,52 +15,10 @@ from specheads.training.distributed import launch
 from specheads.training.distributed.launch import LaunchConfig, LaunchError
 from specheads.training.recipe import read_recipe
 from specheads.training.run import prepare
-from tests.conftest import tiny_llama
 from tests.support.paths import ROOT
+from tests.support.training_runs import RUNNING_UNDER, overrides, run_module
 
 ACCELERATE = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
-RUNNING_UNDER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_FSDP")
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory):
-    """A tiny base with a tokenizer of words, and rows of text of unequal lengths."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("material")
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 97)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", bos_token="<s>")
-    fast.save_pretrained(folder / "base")
-    tiny_llama(num_hidden_layers=3).save_pretrained(folder / "base")
-    generator = torch.Generator().manual_seed(0)
-    for name, count in (("train", 16), ("eval", 5)):  # 5: the last batch of two processes is filled up
-        lengths = torch.randint(5, 16, (count,), generator=generator).tolist()
-        texts = [" ".join(f"w{i}" for i in torch.randint(3, 97, (n,), generator=generator).tolist()) for n in lengths]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return folder
-
-
-def overrides(material, output, batch_size, *more):
-    return [
-        f"base={material / 'base'}", f"data.train={material / 'train.jsonl'}", f"data.eval={material / 'eval.jsonl'}",
-        "data.eval_fraction=0", "data.split=train", "data.max_length=32", "base_dtype=float32", "head.steps=2",
-        "head.draft_vocab_size=60", "head.anchors=3", f"training.output_dir={output}", "training.bf16=false",
-        "training.max_steps=4",
-        f"training.per_device_train_batch_size={batch_size}", "training.per_device_eval_batch_size=2",
-        "training.gradient_accumulation_steps=2", "training.learning_rate=1e-2", "training.logging_steps=1",
-        "training.eval_steps=4", "training.save_steps=4", "training.disable_tqdm=true", "training.use_cpu=true", *more,
-    ]  # fmt: skip
-
-
-def run(command, **environment):
-    clean = {name: value for name, value in os.environ.items() if name not in RUNNING_UNDER}
-    return subprocess.run(
-        [sys.executable, "-m", *command], capture_output=True, text=True, cwd=ROOT, timeout=540,
-        env={**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
-    )  # fmt: skip
 
 
 def history(output):
@@ -76,7 +31,9 @@ def test_two_gloo_processes_give_the_single_process_loss(material, tmp_path):
     config = str(ROOT / "recipes" / "accelerate" / "cpu.yaml")
     command = ["accelerate.commands.launch", "--config_file", config, "--main_process_port", "0"]
     asked = ["launch.processes=2", "launch.distributed=ddp"]
-    done = run([*command, "train/heads.py", "recipes/eagle3.yaml", *overrides(material, tmp_path / "two", 1, *asked)])
+    done = run_module(
+        [*command, "train/heads.py", "recipes/eagle3.yaml", *overrides(material, tmp_path / "two", 1, *asked)]
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     timed = ("runtime", "per_second", "flos", "preparation_time")
     one, two = history(tmp_path / "one"), history(tmp_path / "two")
@@ -149,7 +106,7 @@ def test_bad_input_is_one_line_and_exit_code_2(change, message, material, tmp_pa
 @pytest.mark.slow
 def test_a_launcher_that_falls_back_to_one_process_is_stopped(material, tmp_path):
     command = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "train/heads.py", "recipes/eagle3.yaml"]
-    done = run([*command, *overrides(material, tmp_path, 1)])
+    done = run_module([*command, *overrides(material, tmp_path, 1)])
     assert done.returncode != 0
     assert "the launcher's command line asks for 2 processes, but this run has 1" in done.stderr
     assert not (tmp_path / "model.safetensors").exists()
@@ -261,10 +218,10 @@ def test_sharded_processes_train_resume_and_save_the_head_of_one_process(named, 
     script = "tests/workers/fsdp2_on_cpu.py" if kind == "fsdp2" else "train/heads.py"
     options = overrides(material, tmp_path / "two", 1, "launch.processes=2", f"launch.distributed={kind}", *steps)
     if named == "zero2":
-        done = run([*command, "--main_process_port", "0", script, str(recipe), *options, "training.muon=true"])
+        done = run_module([*command, "--main_process_port", "0", script, str(recipe), *options, "training.muon=true"])
         assert "train/heads.py: muon=true steps on whole matrices, which DeepSpeed flattens" in done.stderr
     for more in (["training.max_steps=2"], []):  # the second resumes: resume_from_checkpoint is auto in the recipe
-        done = run([*command, "--main_process_port", "0", script, str(recipe), *options, *more])
+        done = run_module([*command, "--main_process_port", "0", script, str(recipe), *options, *more])
         assert done.returncode == 0, done.stderr[-3000:]
     one, two = history(tmp_path / "one"), history(tmp_path / "two")
     assert [entry["step"] for entry in two if "loss" in entry] == [1, 2, 3, 4]

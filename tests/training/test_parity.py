@@ -11,10 +11,10 @@ from specheads.training import run as training
 from specheads.training.parity import Parity, ParityConfig, ParityError, compare, prompts_of
 from specheads.training.recipe import RecipeError, read_recipe
 from specheads.training.report.curves import series
-from tests.conftest import tiny_llama
 from tests.reference.slow_heads import DEFAULTS, KINDS
 from tests.support.paths import ROOT
-from tests.training.test_launch import material, overrides  # noqa: F401
+from tests.support.tiny_models import tiny_llama
+from tests.support.training_runs import overrides
 from train import heads
 
 PROMPTS = [[5, 6, 7, 8], [50, 9], [33, 34, 35, 36, 37, 38, 39]]
@@ -95,7 +95,7 @@ def test_a_text_too_short_to_compare_gives_nothing():
     assert compare(model, [], ParityConfig()) is None
 
 
-def test_a_run_ends_with_the_comparison_and_fails_loudly_with_the_head_saved(material, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_a_run_ends_with_the_comparison_and_fails_loudly_with_the_head_saved(material, tmp_path, monkeypatch, capsys):
     recipe = str(ROOT / "recipes" / "eagle3.yaml")
     options = overrides(material, tmp_path / "good", 4, "parity.prompts=2", "parity.max_new_tokens=12")
     assert heads.main([recipe, *options]) == 0

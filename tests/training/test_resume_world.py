@@ -1,30 +1,14 @@
 """A run that goes on with another number of processes is the run that was interrupted: its rows, losses and logs."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from specheads.training.resume import ResumeError, Unlogged, Writers
-from tests.support.paths import ROOT
-from tests.training.test_launch import RUNNING_UNDER
+from tests.support.training_runs import assert_same_run, launched
 from tests.workers.runs_of_two import KINDS, SAVED, run
-
-
-def launched(processes, script, *arguments):
-    clean = {name: value for name, value in os.environ.items() if name not in RUNNING_UNDER}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes),
-         str(ROOT / "tests" / "workers" / script), *map(str, arguments)],
-        capture_output=True, text=True, timeout=540,
-        env={**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +18,6 @@ def runs(tmp_path_factory):
     whole = {kind: run(folder / f"{kind}-by-one", kind, 1) for kind in KINDS}
     launched(2, "runs_of_two.py", folder)
     return whole, folder
-
-
-def assert_same_run(whole, log, weights):
-    expected, got = ([entry for entry in history if "loss" in entry] for history in (whole.state.log_history, log))
-    assert [entry["step"] for entry in expected] == [2, 4, 6]
-    for one, two in zip(expected, got, strict=True):
-        assert one.keys() == two.keys()
-        for name, value in one.items():
-            assert two[name] == pytest.approx(value, rel=1e-4), name  # float32 sums in another order, through AdamW
-    for name, tensor in whole.model.head.state_dict().items():
-        torch.testing.assert_close(weights[f"head.{name}"], tensor, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from specheads import convert
 from specheads.models.card import base_license
 from specheads.training.report.card import is_ours
-from tests.support.snippets import blocks
+from tests.support.markdown import blocks
 from tests.support.trainers import rows, trainer_of
 
 

@@ -16,8 +16,8 @@ from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets
 from specheads.models.convert import convert
 from specheads.training.self_distill.questions import TextPrompt, passes, windows
-from tests.conftest import tiny_llama
-from tests.support.small_chat import TEMPLATE, messages, save_base, write
+from tests.support.chat_base import TEMPLATE, messages, save_base, write
+from tests.support.tiny_models import tiny_llama
 from train import self_distill
 
 NEW = 12

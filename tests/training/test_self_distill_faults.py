@@ -1,5 +1,5 @@
 """Rows from servers that fail: what passes changes nothing, what stays ends the run in one line, and it goes on."""
-# ruff: noqa: F401, F811 (the fixtures of tests/support/distilled.py)
+# ruff: noqa: F401, F811 (the fixtures of tests/support/distill_from_server.py)
 
 import os
 import random
@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from tests.support.distilled import ask, echo, folder, left_out, prompts, quick
-from tests.support.forked import fork
+from tests.support.chat_base import messages
+from tests.support.distill_from_server import ask, echo, folder, left_out, prompts, quick
+from tests.support.killable_fork import fork
 from tests.support.openai_server import DROP, serving
-from tests.support.small_chat import messages
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])

@@ -1,5 +1,5 @@
 """Rows from OpenAI-compatible servers: the same as this machine's, with exact ids."""
-# ruff: noqa: F401, F811 (the fixtures of tests/support/distilled.py)
+# ruff: noqa: F401, F811 (the fixtures of tests/support/distill_from_server.py)
 
 import sys
 
@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specheads.training import self_distill as self_distill_package
-from tests.support.distilled import CHATS, NEW, ask, folder, left_out, prompts, quick, spelt, thinking
+from tests.support.chat_base import messages
+from tests.support.distill_from_server import CHATS, NEW, ask, folder, left_out, prompts, quick, spelt, thinking
 from tests.support.openai_server import chat, of_model, serving
-from tests.support.small_chat import messages
 
 # --- the same rows ---
 

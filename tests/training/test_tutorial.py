@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.markdown import blocks
 from tests.support.paths import ROOT
-from tests.support.snippets import blocks
 
 TUTORIAL, REFERENCE = ROOT / "docs" / "training.md", ROOT / "docs" / "training-reference.md"
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 from specheads.heads import parallel
 from specheads.models.convert import convert
-from tests.conftest import tiny_llama
+from tests.support.tiny_models import tiny_llama
 from tests.support.trainers import rows, trainer_of
 
 # Nothing is drawn at random, so that a run of two processes is that of one.

@@ -7,7 +7,7 @@ from specheads.decoding.drafters.maxgram import MaxGram
 from specheads.decoding.drafters.model import DraftModel
 from specheads.decoding.drafters.named import DRAFTERS
 from specheads.decoding.drafters.ngram import NGram, NGramStorage, OneLevelNGramStorage
-from specheads.decoding.drafters.paths import PathDrafter
+from specheads.decoding.drafters.path_drafter import PathDrafter
 
 __all__ = [
     "DRAFTERS", "Cascade", "Context", "DraftModel", "Drafter", "MaxGram", "NGram", "NGramStorage",

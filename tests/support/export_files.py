@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import torch
 from safetensors.torch import load_file
@@ -54,3 +55,21 @@ def same(one, other):
 def config_of(model, to, folder):
     model.export(folder, to)
     return json.loads((folder / "config.json").read_text())
+
+
+def assert_comes_back(model, to, base, tmp_path):
+    """Bit for bit through export and import, and the files through import and export."""
+    model.export(tmp_path / "a", to)
+    again = imported(tmp_path / "a", base)
+    assert same(again.head_state_dict(), model.head_state_dict())
+    training = {
+        name: getattr(model.head.config, name)
+        for name in ("steps", "decay", "noise")
+        if hasattr(model.head.config, name)
+    }
+    assert replace(again.head.config, **training) == model.head.config
+    again.export(tmp_path / "b", to)
+    for path in (tmp_path / "a").iterdir():
+        if path.name not in ("README.md", "trtllm.yml") and path.suffix != ".pt":
+            assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+    assert same(tensors_in(tmp_path / "a"), tensors_in(tmp_path / "b"))

@@ -6,8 +6,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specheads.training.self_distill import server
+from tests.support.chat_base import save_base, write
 from tests.support.openai_server import chat
-from tests.support.small_chat import save_base, write
 from train import self_distill
 
 NEW = 12

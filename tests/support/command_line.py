@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 import specheads_cli as cli
 from specheads.models.convert import convert
-from tests.conftest import tiny_llama
+from tests.support.tiny_models import tiny_llama
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 

@@ -5,7 +5,7 @@ import json
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.conftest import tiny_llama
+from tests.support.tiny_models import tiny_llama
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['content'] == 'refuse' %}{{ raise_exception('not that') }}{% endif %}"

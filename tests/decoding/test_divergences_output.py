@@ -227,3 +227,16 @@ def test_asking_where_nothing_could_come_back_is_refused(pair, more, message):
     with pytest.raises(ValueError) as caught:
         specheads.generate(base, **BATCHES["one"], **options(small, chain(3), Fuzzy(0.3), **more))
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_sampled_tree_with_fewer_tokens_than_branches_reports_its_real_nodes():
+    """Two tokens are possible at each node and four are asked for: the slots below an empty one are empty too."""
+    base = tiny_llama()
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    out = specheads.generate(
+        base, ids, attention_mask=torch.ones_like(ids), draft=DraftModel(tiny_llama()), tree=SampledTree((4, 2)),
+        accept=Fuzzy(0.1), do_sample=True, top_k=2, seed=1, max_new_tokens=12, return_dict_in_generate=True,
+        output_divergences=True,
+    )  # fmt: skip
+    drafting = [step for step in out.steps[1:] if step.drafted[0] == 2 + 2 * 2]
+    assert drafting and all(step.parents[0] == [0, 0, 1, 1, 2, 2] for step in drafting)

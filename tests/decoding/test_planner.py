@@ -263,11 +263,11 @@ def test_sampled_children_are_drawn_without_replacement_from_the_distribution_th
             torch.testing.assert_close(tree.probs[row, i], draft.logits(row, path[:-1]).softmax(-1))
 
 
-def test_fewer_tokens_than_branches_leave_unreachable_slots():
+def test_fewer_tokens_than_branches_leave_empty_slots_and_none_below_them():
     draft, plan = TableDraft(2, 2), SampledTree((3, 1))
     sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(3))
     tree = plan.grow(torch.zeros(2, dtype=torch.long), draft, sampler, 2)
-    assert tree.parents.tolist() == [[-1, 0, 0, -1, 1, 2, 3]] * 2
+    assert tree.parents.tolist() == [[-1, 0, 0, -1, 1, 2, -1]] * 2
     assert_well_formed(tree, plan)
 
 

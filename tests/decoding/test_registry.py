@@ -139,7 +139,7 @@ def test_a_drafter_that_states_the_least_gets_the_protocols_values():
 
     drafter = with_defaults(Least())
     assert (drafter.wants_target_top, drafter.reviews) == (2, ())
-    assert drafter.draft_depth is drafter.trained_length is None
+    assert drafter.fixed_depth is drafter.trained_length is None
     assert drafter.gives_draft_probs and drafter.default_plan(torch.device("cpu"), False) == chain(1)
     assert as_plan("static", drafter) == default_static(16, 5) and not isinstance(Least(), Drafter)
     assert with_defaults(whole := PromptLookup()) is whole

@@ -58,6 +58,7 @@ class SampledTree:
         batch, device = root.shape[0], root.device
         level, above, start = root.unsqueeze(1), None, 0
         tokens, parents, probs = [level], [torch.full_like(level, -1)], []
+        used = torch.ones_like(level, dtype=torch.bool)
         for branch in self.branches:
             children = expand(level, above)
             width = level.shape[1]
@@ -73,7 +74,8 @@ class SampledTree:
                 left = left.scatter(1, token.unsqueeze(1), 0)
             drawn_ids = torch.stack(drawn, 1).view(batch, width * branch)
             above = torch.arange(width, device=device).repeat_interleave(branch).expand(batch, -1)
-            parents.append(torch.where(drawn_ids < 0, -1, start + above))
+            used = (drawn_ids >= 0) & used.repeat_interleave(branch, 1)  # below an empty slot all are empty
+            parents.append(torch.where(used, start + above, -1))
             probs.append(q.view(batch, width, -1).repeat_interleave(branch, 1))
             start, level = start + width, drawn_ids.clamp_min(0)
             tokens.append(level)

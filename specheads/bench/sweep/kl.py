@@ -41,14 +41,13 @@ def distance(
     base: PreTrainedModel, prompts: Sequence[list[int]], texts: Sequence[list[int]], temperature: float = 0.0,
     top_k: int = 0,
 ) -> Distance:  # fmt: skip
-    """How far the texts generated behind the prompts are from the target's law, in one pass over all of them.
+    """How far the texts generated after the prompts are from the target's distribution, in one pass over all of them.
 
-    temperature 0: Σ log(max p / p(x)), p at temperature 1. A greedy text's law at each token is a point mass, whose
-    KL from p is −log p(x); this is that KL less the one that the target's own greedy token has there, so 0 for any
-    lossless rule, and no rule can have less.
-    temperature > 0: Σ (−log p(x) − H(p)), p under temperature and top-k. Its mean is KL(L‖p) + H(L) − H(p) for the
-    emitted law L, which nobody has for every rule; 0 in expectation for a lossless rule, and below 0 for one that
-    prefers likely tokens more than the target does. An excess of surprisal, not a KL.
+    temperature 0: Σ log(max p / p(x)), p at temperature 1. Greedy text is a point mass at each token, whose KL from p is
+    −log p(x). This is that KL minus the KL of the target's own greedy token: 0 for any lossless rule, and never less.
+    temperature > 0: Σ (−log p(x) − H(p)), p under temperature and top-k: an excess of surprisal, not a KL. Its mean is
+    KL(e‖p) + H(e) − H(p) for the emitted distribution e, which is unknown for most rules. It is 0 in expectation for a
+    lossless rule, and below 0 for one that prefers likely tokens more than the target does.
     """
     before = [[decoder_start(base)] for _ in prompts] if base.config.is_encoder_decoder else prompts
     rows, _ = _padded([[*p, *x] for p, x in zip(before, texts, strict=True)], base.device)

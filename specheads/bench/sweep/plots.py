@@ -83,10 +83,10 @@ def by_tree(rows: Sequence[Row]) -> Any:
     place = {tree: int(tree.partition(":")[2]) if chains else i for i, tree in enumerate(trees)}
     curves: dict[str, list[Row]] = {}
     for row in drafted:
-        law = f"T={row['temperature']:g}" if row["temperature"] else ""
+        sampling = f"T={row['temperature']:g}" if row["temperature"] else ""
         top = f"k={row['top_k']}" if row["top_k"] else ""
         rule = "" if row["accept"] == "exact" else row["accept"]
-        name = " ".join(part for part in (row["drafter"], row["k_matrix"], rule, law, top) if part)
+        name = " ".join(part for part in (row["drafter"], row["k_matrix"], rule, sampling, top) if part)
         curves.setdefault(name, []).append(row)
     figure, panels = pyplot.subplots(2, 1, figsize=(8.0, 9.6), layout="constrained")
     for panel, up in zip(panels, ("speed_up", "accepted_length"), strict=True):
@@ -134,8 +134,8 @@ def families(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
             others = [str(value) for field, value in vars(rule).items() if field not in plain]
             name = " ".join([kind, *(["js"] if kind == "fuzzy" and vars(rule)["divergence"] == "js" else []), *others])
         if many:
-            law = f"T={row['temperature']:g}" if row["temperature"] else ""
-            name = " ".join(part for part in (row["drafter"], row["tree"], law, name) if part)
+            sampling = f"T={row['temperature']:g}" if row["temperature"] else ""
+            name = " ".join(part for part in (row["drafter"], row["tree"], sampling, name) if part)
         point = {**row, "over_exact": 1.0 if row["lossless"] else row["speed_up"]}
         made.setdefault(name, []).append((threshold, point))
     return {name: [point for _, point in sorted(points, key=lambda p: p[0])] for name, points in made.items()}

@@ -89,20 +89,20 @@ def gamma_by_k(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]] |
     """Chains of γ by top-k, as in the notebook: accepted drafts of all tokens, and seconds of the speed prompts, as
     columns and lines. None unless there are several γ or several k."""
     chains = [r for r in rows if r["accept"] == "exact" and str(r["tree"]).startswith("chain:")]
-    laws = list(dict.fromkeys((r["temperature"], r["top_k"]) for r in chains))
+    samplings = list(dict.fromkeys((r["temperature"], r["top_k"]) for r in chains))
     trees = list(dict.fromkeys((r["drafter"], r["tree"]) for r in chains))
-    if len(laws) < 2 and len({tree for _, tree in trees}) < 2:
+    if len(samplings) < 2 and len({tree for _, tree in trees}) < 2:
         return None
     known = {_place(row): row for row in chains}
     columns = ["drafter", "γ"]
-    for temperature, k in laws:
+    for temperature, k in samplings:
         name = "k=1" if not temperature else f"k={k or 'all'}" + (f", T={temperature:g}" if temperature != 1 else "")
         columns += [f"{name}: kept / tokens", "seconds", "× no drafts"]
     lines = []
     for drafter, tree in trees:
         line = [drafter, tree.removeprefix("chain:")]
-        for law in laws:
-            row = known.get((drafter, "exact", tree, *law, None))
+        for sampling in samplings:
+            row = known.get((drafter, "exact", tree, *sampling, None))
             if row is None:
                 line += ["–"] * 3
             else:

@@ -202,7 +202,7 @@ def test_a_name_that_is_nothing_fails_at_once_where_there_is_no_network(name, me
 def test_the_hub_is_asked_once_for_a_name_whatever_is_loaded_of_it(capsys, server):
     code, _, err = run(capsys, "generate", "org/nosuch", "--prompt", "a")
     assert code == 2 and err == (
-        "specheads: no such folder: org/nosuch, and the hub has no model of that name; a private one takes "
+        "specheads: no such folder: org/nosuch, and the hub has no model of that name; a private one needs "
         "`hf auth login`\n"
     )
     assert [path for path in server.asked if "org/nosuch" in path] == ["/api/models/org/nosuch"]

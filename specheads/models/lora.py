@@ -135,7 +135,7 @@ def attach(base: PreTrainedModel, config: JointConfig) -> None:
         base.add_adapter(config.lora_config())
     except ValueError as error:
         base._hf_peft_config_loaded = loaded  # transformers sets it before it fails
-        raise ValueError(f"no adapters can be put into the base: {reason(error)}") from error
+        raise ValueError(f"adapters cannot be added to the base: {reason(error)}") from error
     for parameter in adapters(base):
         parameter.data = parameter.data.float()
 

@@ -197,7 +197,7 @@ def test_two_workers_sweep_encoder_decoders_to_the_rows_of_one(t5, tmp_path, cac
         ("generate {base} --prompt a --drafter lookup:x", "'x' is not a whole number"),
         ("generate {base} --prompt a --drafter cascade:lookup", "takes --k-matrix"),
         ("generate {base} --prompt a --drafter cascade:lookup --k-matrix [[", "is no JSON"),
-        ("generate {base} --prompt a --drafter lookup --k-matrix [[2]]", "are of a cascade"),
+        ("generate {base} --prompt a --drafter lookup --k-matrix [[2]]", "are options of a cascade"),
         ("generate {vit} --prompt a", "a vit model; expected a decoder-only"),
         ("evaluate {t5}/large --drafter head", "there is no head"),
         ("evaluate {t5}/large --drafter nowhere/at/all", "nowhere/at/all"),

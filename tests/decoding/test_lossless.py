@@ -53,8 +53,8 @@ SAMPLED = {
 SHAPES = POINT_MASSES | SAMPLED
 
 
-class TableReader:
-    """What a small model says of its text, out of the table it carries: Reader's calls, for DraftModel."""
+class TableModel:
+    """What a small model says of its text, out of the table it carries: CachedModel's calls, for DraftModel."""
 
     device = torch.device("cpu")
 
@@ -88,7 +88,7 @@ def small():
 @pytest.fixture
 def drafter_of(small, monkeypatch):
     """By name, a drafter; those that ask a model ask the table in its place."""
-    monkeypatch.setattr("specheads.decoding.drafters.model.Reader", TableReader)
+    monkeypatch.setattr("specheads.decoding.drafters.model.CachedModel", TableModel)
 
     def make(name, table):
         small.table = table

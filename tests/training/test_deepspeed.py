@@ -63,7 +63,7 @@ def test_a_checkpoint_that_deepspeed_cannot_convert_is_an_error(tmp_path):
     (tmp_path / "universal").mkdir()
     (tmp_path / "universal" / "left").touch()
     with (
-        pytest.raises(ResumeError, match=r"could not bring it into a form for this one: .*Error"),
+        pytest.raises(ResumeError, match=r"could not convert it for this one: .*Error"),
         zero.universal_checkpoint(tmp_path),
     ):
         pass

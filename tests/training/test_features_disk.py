@@ -284,7 +284,7 @@ def test_the_command_saves_and_training_reads(folder, tmp_path, capsys, monkeypa
     ]  # fmt: skip
     output = ["--output", tmp_path / "saved"]
     code, out, err = run(capsys, "features", *known, *output)
-    assert code == 2 and not out and "say --yes" in err and not (tmp_path / "saved").exists()
+    assert code == 2 and not out and "give --yes" in err and not (tmp_path / "saved").exists()
     code, out, _ = run(
         capsys, "features", *known, *output, "--yes", "--law", "topk:5", "--dtype", "float8_e4m3fn", "--json"
     )

@@ -43,7 +43,7 @@ def distance(
 ) -> Distance:  # fmt: skip
     """How far the texts generated after the prompts are from the target's distribution, in one pass over all of them.
 
-    temperature 0: Σ log(max p / p(x)), p at temperature 1. Greedy text is a point mass at each token, whose KL from p is
+    temperature 0: Σ log(max p / p(x)), p at temperature 1. Greedy text is a point mass at each token; its KL from p is
     −log p(x). This is that KL minus the KL of the target's own greedy token: 0 for any lossless rule, and never less.
     temperature > 0: Σ (−log p(x) − H(p)), p under temperature and top-k: an excess of surprisal, not a KL. Its mean is
     KL(e‖p) + H(e) − H(p) for the emitted distribution e, which is unknown for most rules. It is 0 in expectation for a

@@ -1,7 +1,10 @@
 """Drafting between two vocabularies: the text is the target's own, and the draft model's tokens are accepted."""
 
+import copy
+
 import pytest
 import torch
+from tokenizers import normalizers
 
 import specheads
 from specheads import AdaptiveChain, DraftModel, SampledTree, StaticTree, chain
@@ -121,6 +124,17 @@ def test_a_text_in_pieces_has_the_ids_of_the_whole_text(step, monkeypatch):
         row = retokenized(text, step)
         assert row.ids == OWN(text)["input_ids"]
     assert len(retokenized(TEXT * 4, step).tail) <= 64, "settled text was encoded again"
+
+
+def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_within(monkeypatch):
+    """As Llama's does: settled text is encoded no more, and new text is encoded after the end of it."""
+    monkeypatch.setattr(retokenize, "SETTLED", 64)
+    spaced = copy.deepcopy(OWN)
+    spaced.backend_tokenizer.normalizer = normalizers.Prepend(" ")
+    row = RetokenizedText(spaced, TARGET)
+    for token in TARGET(TEXT * 4)["input_ids"]:
+        row.extend([token])
+    assert row.settled and row.ids == spaced(TEXT * 4)["input_ids"] != OWN(TEXT * 4)["input_ids"]
 
 
 def test_a_character_of_several_tokens_is_drafted_from_its_first_on():

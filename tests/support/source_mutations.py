@@ -123,6 +123,8 @@ MUTATIONS = (
     # --- Sampler ---
     M("draw from half the distribution", "decoding.sampler:inverse_cdf",
       "(1 - numbers)", "(1 - numbers / 2)", SAMPLER, "draw"),
+    M("token of probability 0 drawn before the first weight", "decoding.sampler:inverse_cdf",
+      ".clamp_min(torch.finfo(inner.dtype).tiny)", "", SAMPLER, "probability_0"),
     M("likeliest of the unlikeliest block", "decoding.sampler:likeliest",
       ".amax(-1).argmax(-1, keepdim=True)", ".amax(-1).argmin(-1, keepdim=True)", SAMPLER, "likeliest"),
     M("greedy coin at 0.4", "decoding.sampler:Sampler.bernoulli",
@@ -319,6 +321,8 @@ MUTATIONS = (
       "g.mul_(upstream)", "g", OBJECTIVE, "plain_form"),
     M("gradient of the last chunk alone", "losses.chunked:_ChunkedSum.forward",
       "accumulated += grad", "accumulated.copy_(grad)", CHUNKED, "dtype"),
+    M("gradients summed in half precision", "losses.chunked:_ChunkedSum.forward",
+      "torch.float32 if p.element_size() < 4 else p.dtype", "p.dtype", CHUNKED, "half_precision"),
     M("ZeRO-3: first chunk summed alone", "losses.chunked:_checkpointed_sum",
       "results[1:]", "results[:0]", OBJECTIVE, "zero3"),
     # --- Metrics ---

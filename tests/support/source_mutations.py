@@ -205,6 +205,8 @@ MUTATIONS = (
       "allowed(index,", "allowed(0,", SAMPLER, "allowed"),
     M("grammar not rolled back", "decoding.processors:Grammar.row",
       "len(row.accepted) > shared", "False", "decoding/test_processors.py", "grammar_library"),
+    M("grammar: end not forgotten", "decoding.processors:Grammar.row",
+      "row.accepted.pop()", "pass", "decoding/test_processors.py", "from_its_end"),
     # --- Planner ---
     M("child ranked without its path", "decoding.planner.best_first:grow_likeliest",
       "score.unsqueeze(2) + logp", "logp", PLANNER, "eagle2"),
@@ -223,6 +225,8 @@ MUTATIONS = (
     # --- Drafters ---
     M("n-gram: the earliest of equals", "decoding.drafters.ngram:_Followers.add",
       "count >=", "count >", NGRAM, "storage"),
+    M("n-gram: the likeliest filler last", "decoding.drafters.ngram:NGram._learn",
+      "likeliest[::-1]", "likeliest", NGRAM, "counted_alike"),
     M("n-gram: each position counted again", "decoding.drafters.ngram:NGram._learn",
       "learned[row] = len(ids)", "pass", NGRAM, "learn"),
     M("paths below the root alone", "decoding.drafters.path_drafter:build_tree",

@@ -5,7 +5,7 @@ import string
 
 import pytest
 import torch
-from tokenizers import decoders, normalizers, pre_tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 import specheads
 from specheads import AdaptiveChain, DraftModel, SampledTree, StaticTree, chain
@@ -151,10 +151,22 @@ def test_new_text_has_its_ids_after_settled_text(tokenizer, monkeypatch):
     assert row.settled and row.ids == tokenizer(TEXT * 4)["input_ids"] != OWN(TEXT * 4)["input_ids"]
 
 
-def test_a_draft_is_decoded_after_the_text():
-    row = RetokenizedText(spaced(), TARGET)
+@pytest.mark.parametrize(("own", "target"), [(spaced(), TARGET), (OWN, spaced())], ids=["own", "target"])
+def test_a_draft_is_decoded_and_encoded_after_the_text(own, target):
+    """By tokenizers that put a space before a text: `added` are the ids of " sat" within one."""
+    row = RetokenizedText(own, target)
+    row.extend(target("the cat")["input_ids"])
+    added = TARGET if target is TARGET else OWN
+    assert row.to_target_ids(OWN(" sat")["input_ids"]) == added(" sat")["input_ids"]
+
+
+def test_a_text_begins_as_the_draft_models_tokenizer_begins_it():
+    tokenizer = copy.deepcopy(OWN)
+    bos = (OWN.bos_token, OWN.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(f"{bos[0]} $A", special_tokens=[bos])
+    row = RetokenizedText(tokenizer, TARGET)
     row.extend(TARGET("the cat")["input_ids"])
-    assert row.to_target_ids(OWN(" sat")["input_ids"]) == TARGET(" sat")["input_ids"]
+    assert row.ids == tokenizer("the cat")["input_ids"] == [bos[1], *OWN("the cat")["input_ids"]]
 
 
 def test_a_character_of_several_tokens_is_drafted_from_its_first_on():

@@ -110,6 +110,8 @@ MUTATIONS = (
       "- top_p", "- top_p / 2", DIVERGENCES),
     M("ensemble: weights exchanged", "decoding.acceptance.ensemble:Ensemble.mixture",
       "lerp_(p, self.weight)", "lerp_(p, 1 - self.weight)", "decoding/test_ensemble.py"),
+    M("ensemble: mixture where nothing is drafted", "decoding.acceptance.ensemble:Ensemble.mixture",
+      "torch.where(topology.children.any(2, keepdim=True), v, p)", "v", "decoding/test_ensemble.py", "whole_draft"),
     M("path that continues after a rejected node", "decoding.acceptance.paths:accepted_path",
       ".cumprod(1)", "", NGRAM, "ending_inside"),
     M("node accepted though its parent is rejected", "decoding.acceptance.paths:accepted_to_root",

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import specheads
 from specheads import AdaptiveChain, Exact, Fuzzy, PromptLookup, SampledTree, chain, convert
 from specheads.compat.patch import draft_arguments
+from specheads.decoding.drafters.assistant import accepted_whole
 from tests.support.prompts import BATCHES
 from tests.support.tiny_models import near, tiny_llama, with_adapter
 from tests.support.two_vocabularies import OWN, TARGET, TEXT
@@ -170,6 +171,11 @@ def test_the_heuristic_schedule_is_transformers_own(base, small):
             wanted = wanted + 2 if seen[-1] else max(1, wanted - 1)
         assert len(set(seen)) == 2, "drafts of one kind alone show little"
     assert max(3, *(step.drafted[0] for step in out.steps)) <= 20
+
+
+@pytest.mark.parametrize(("new", "whole"), [([3, 3], True), ([3, 0], True), ([3, 2], False), ([1, 0], False)])
+def test_a_batchs_draft_was_accepted_whole_if_it_was_in_each_unfinished_row(new, whole):
+    assert accepted_whole(torch.tensor(new), torch.tensor([2, 2])) == whole
 
 
 def test_fsd_arguments_are_the_fuzzy_rule(base, small):

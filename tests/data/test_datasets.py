@@ -196,6 +196,7 @@ def test_token_counts_are_of_supervised_tokens(tokenizer):
     assert counts.sum() == sum(label != IGNORED for row in train for label in row["labels"])
     with pytest.raises(ValueError, match="vocab_size=3"):
         token_counts(train, 3)
+    assert token_counts([{"labels": [IGNORED, 1]}] * 2001, 3).tolist() == [0, 2001, 0]
 
 
 # --- options ---

@@ -300,6 +300,13 @@ def test_the_rows_of_a_batch_learn_together_and_each_position_once():
     assert learned_counts(own.storage) == once
 
 
+def test_of_the_targets_likely_ids_counted_alike_the_likeliest_comes_first():
+    drafter = NGram(1, 4, storage=storage(2), filler_top_k=3)
+    given = context([[1, 2]], top=torch.tensor([[[5, 6, 7]]]), new=torch.tensor([1]))
+    drafter.paths(given, 1)
+    assert drafter.storage.followers([1], 4) == [2, 5, 6, 7]
+
+
 @pytest.mark.parametrize("reset_between", [True, False])
 def test_what_was_learned_stays_between_prompts_if_reset_between_is_false(reset_between):
     base = repetitive_model("Llama")

@@ -5,7 +5,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from specheads import DraftTree, SampledTree, chain
-from specheads.decoding.processors import snapshot
+from specheads.decoding.processors import Grammar, snapshot
 from specheads.decoding.schedule import end_mask
 from tests.support.prompts import BATCHES, PAD, PROMPTS, V
 from tests.support.replay_drafter import Replay, assert_same
@@ -249,6 +249,20 @@ def compiled():
     info = xgrammar.TokenizerInfo(vocab, vocab_size=V, stop_token_ids=[EOS])
     text = 'root ::= "[" item ("," item)* "]"\nitem ::= [a-z] [a-z] | [0-9] [0-9] [0-9]'
     return xgrammar.GrammarCompiler(info).compile_grammar(text)
+
+
+def test_a_grammar_is_rolled_back_from_its_end(compiled):
+    """To a sibling of a node before the end ($), as in a tree of drafts whose end of text ends nothing else."""
+    from xgrammar.contrib.hf import LogitsProcessor as GrammarProcessor
+
+    def masked(judge, text):
+        return judge.row(0, [5, *(EOS if char == "$" else ord(char) - 30 for char in text)], torch.zeros(V))
+
+    tree = Grammar(GrammarProcessor(compiled))
+    for text in ("", "[ab", "[ab]", "[ab]$", "[ab,", "[ab]$$", "[ab,1"):
+        path = Grammar(GrammarProcessor(compiled))
+        masked(path, "")
+        assert torch.equal(masked(tree, text), masked(path, text))
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -1,7 +1,11 @@
 """Drafting between two vocabularies: the text is the target's own, and the draft model's tokens are accepted."""
 
+import copy
+import string
+
 import pytest
 import torch
+from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 import specheads
 from specheads import AdaptiveChain, DraftModel, SampledTree, StaticTree, chain
@@ -10,7 +14,7 @@ from specheads.decoding.drafters.retokenize import RetokenizedText, encode_after
 from tests.decoding.test_cached_model import Checked
 from tests.support.prompts import padded
 from tests.support.tiny_models import tiny_llama
-from tests.support.two_vocabularies import OWN, TARGET, TEXT
+from tests.support.two_vocabularies import OWN, SPACE, TARGET, TEXT, toy_tokenizer
 
 
 def taught(tokenizer, seed):
@@ -123,6 +127,48 @@ def test_a_text_in_pieces_has_the_ids_of_the_whole_text(step, monkeypatch):
     assert len(retokenized(TEXT * 4, step).tail) <= 64, "settled text was encoded again"
 
 
+def spaced():
+    """OWN, but as Llama's it puts a space before a text, and takes it away when it decodes."""
+    tokenizer = copy.deepcopy(OWN)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+def spanning():
+    """A tokenizer of which one token spans the end of a word and the space after it."""
+    tokenizer = toy_tokenizer(["[PAD]", "[BOS]", "[EOS]"], [*string.ascii_lowercase, SPACE], [("t", SPACE)])
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return tokenizer
+
+
+@pytest.mark.parametrize("tokenizer", [spaced(), spanning()], ids=["spaced", "spanning"])
+def test_new_text_has_its_ids_after_settled_text(tokenizer, monkeypatch):
+    monkeypatch.setattr(retokenize, "SETTLED", 64)
+    row = RetokenizedText(tokenizer, TARGET)
+    for token in TARGET(TEXT * 4)["input_ids"]:
+        row.extend([token])
+    assert row.settled and row.ids == tokenizer(TEXT * 4)["input_ids"] != OWN(TEXT * 4)["input_ids"]
+
+
+@pytest.mark.parametrize(("own", "target"), [(spaced(), TARGET), (OWN, spaced())], ids=["own", "target"])
+def test_a_draft_is_decoded_and_encoded_after_the_text(own, target):
+    """By tokenizers that put a space before a text: `added` are the ids of " sat" within one."""
+    row = RetokenizedText(own, target)
+    row.extend(target("the cat")["input_ids"])
+    added = TARGET if target is TARGET else OWN
+    assert row.to_target_ids(OWN(" sat")["input_ids"]) == added(" sat")["input_ids"]
+
+
+def test_a_text_begins_as_the_draft_models_tokenizer_begins_it():
+    tokenizer = copy.deepcopy(OWN)
+    bos = (OWN.bos_token, OWN.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(f"{bos[0]} $A", special_tokens=[bos])
+    row = RetokenizedText(tokenizer, TARGET)
+    row.extend(TARGET("the cat")["input_ids"])
+    assert row.ids == tokenizer("the cat")["input_ids"] == [bos[1], *OWN("the cat")["input_ids"]]
+
+
 def test_a_character_of_several_tokens_is_drafted_from_its_first_on():
     ids = TARGET("a€b")["input_ids"]
     row = RetokenizedText(OWN, TARGET)
@@ -131,6 +177,9 @@ def test_a_character_of_several_tokens_is_drafted_from_its_first_on():
     assert row.to_target_ids(OWN("€b")["input_ids"]) == ids[2:]
     assert row.to_target_ids(OWN("xb")["input_ids"]) == []
     assert row.to_target_ids(OWN("€b")["input_ids"][:2]) == []  # and two have been drafted
+    row = RetokenizedText(OWN, TARGET)
+    row.extend(ids[:1])
+    assert row.to_target_ids(OWN("b€")["input_ids"][:2]) == TARGET("b")["input_ids"]  # a byte of it is no character
 
 
 def test_tokens_that_span_old_and_new_text_are_kept_apart():

@@ -151,6 +151,14 @@ def test_a_token_of_probability_0_is_not_drawn_by_the_first_or_last_number(size,
         assert Sampler(do_sample=True).draw(p, torch.full((1,), number, dtype=torch.float64)).tolist() == [token]
 
 
+def test_a_block_whose_sum_is_rounded_up_gives_no_token_of_probability_0():
+    """The last number aims at the first weight, from the end of its block, whose sum was rounded in float32."""
+    p = torch.rand(64, 128, generator=torch.Generator().manual_seed(0))
+    p[:, 0] = 0
+    index = Sampler(do_sample=True).draw(p, torch.full((64,), 1 - 2**-53, dtype=torch.float64))
+    assert (p.gather(1, index.unsqueeze(1)) > 0).all()
+
+
 def test_a_draw_is_the_index_at_which_the_running_sum_passes_the_number():
     """Against running sums over all of V, and with chances down to 1e-9 of the whole."""
     generator = torch.Generator().manual_seed(0)

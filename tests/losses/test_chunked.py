@@ -81,6 +81,17 @@ def test_gradients_keep_their_dtype_and_do_not_depend_on_the_chunk(dtype, autoca
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
+def test_gradients_of_half_precision_are_not_rounded_once_a_chunk():
+    weight = torch.ones((), dtype=torch.bfloat16, requires_grad=True)
+
+    def compute(span, part):
+        yield (part * weight).sum()
+        return ()
+
+    total, _ = chunked_sum(compute, [torch.ones(1000, dtype=torch.bfloat16)], [weight], 1)
+    assert torch.autograd.grad(total, weight)[0] == 1000  # in bfloat16, 256 + 1 is 256
+
+
 @pytest.mark.parametrize(("kind", "options", "everywhere"), [
     ("medusa", {}, False), ("medusa", {"loss": "ce"}, True), ("eagle3", {}, True),
 ])  # fmt: skip

@@ -83,13 +83,13 @@ def mutated(mutation: Mutation, root: Path = ROOT) -> tuple[Path, str]:
         if len(found) != 1:
             raise LookupError(f"{mutation.symbol} has {mutation.old!r} {len(found)} times, expected once")
     except LookupError as error:
-        where = ", ".join(places(pattern, mutation.symbol, root)) or "nowhere"
-        raise LookupError(f"{mutation.name}: {error}; the old text stands in {where}") from None
+        where = ", ".join(find_elsewhere(pattern, mutation.symbol, root)) or "nowhere"
+        raise LookupError(f"{mutation.name}: {error}; the old text is in {where}") from None
     begin, end = found[0].span()
     return path, text[:begin] + mutation.new + text[end:]
 
 
-def places(pattern: re.Pattern[str], symbol: str, root: Path) -> list[str]:
+def find_elsewhere(pattern: re.Pattern[str], symbol: str, root: Path) -> list[str]:
     """Up to four symbols of the same name, or else of the same room, in which the old text occurs once."""
     room, name = symbol.split(".")[0], symbol.rpartition(":")[2].rpartition(".")[2]
     held = []

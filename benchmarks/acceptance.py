@@ -4,8 +4,8 @@
     python benchmarks/acceptance.py --small out/small --repeats 3 --out docs/benchmarks/draft_model
 
 EAGLE-3, or a draft model, float32, batch 1, greedy and at temperature 1, every rule on the same prompts and on chains
-and branching trees. Timed around walk(); keeping the draft's law, where a rule needs it, counts as drafting. Medians
-over all steps of all repeats, in each of which every rule has its turn.
+and branching trees. Timed around walk(); keeping the draft's distribution, where a rule needs it, counts as drafting.
+Medians over all steps of all repeats, in each of which every rule has its turn.
 """
 
 from __future__ import annotations

@@ -108,6 +108,26 @@ def test_a_rule_may_still_define_the_old_names_of_its_members():
     assert not Exact().needs_draft_law and not Exact().wants_draft_law
 
 
+def test_an_old_name_counts_in_a_mixin_and_on_the_object_too():
+    class Mixin:
+        needs_draft_law = True
+
+    class Mixed(Mixin, Acceptance):
+        lossless = True
+
+        def judge(self, target):
+            return Exact().judge(target)
+
+    class Late(Mixed):
+        needs_draft_law = None
+
+        def __init__(self, needs):
+            self.needs_draft_law = needs
+
+    assert Mixed().requires_draft_probs and Mixed().uses_draft_probs
+    assert Late(True).requires_draft_probs and not Late(False).requires_draft_probs
+
+
 def test_rules_by_level_and_by_token_may_still_define_the_old_names_of_their_methods():
     class Level(LevelRule):
         lossless = False
@@ -137,6 +157,19 @@ def test_a_drafter_that_states_the_least_gets_the_protocols_values():
         def propose(self, context, sampler, plan):
             return DraftTree.root_only(context.root)
 
+    class NoPlan:
+        layers = ()
+
+        def propose(self, context, sampler, plan):
+            return DraftTree.root_only(context.root)
+
+    class Broken(Least):
+        fixed_depth = property(lambda self: self.nowhere)
+
+    with pytest.raises(AttributeError, match="'NoPlan' object has no attribute 'default_plan'"):
+        _ = with_defaults(NoPlan()).default_plan
+    with pytest.raises(AttributeError, match="nowhere"):
+        _ = with_defaults(Broken()).fixed_depth
     drafter = with_defaults(Least())
     assert (drafter.wants_target_top, drafter.reviews) == (2, ())
     assert drafter.fixed_depth is drafter.trained_length is None

@@ -208,6 +208,11 @@ def _value_or_none(text: str) -> str | None:
     return None if text in ("", "none") else text
 
 
+def _usages(*, lossless: bool) -> str:
+    """The rules that are lossless whatever their options, or the others."""
+    return ", ".join(RULES.usage(name) for name, rule in RULES.items() if (rule.lossless is True) == lossless)
+
+
 COMMANDS: dict[str, Command] = {
     "target": _switch("target", "the target alone, one token a step; speed-ups are over it"),
     "speculative": _switch("speculative", "the target with the drafter"),
@@ -218,7 +223,9 @@ COMMANDS: dict[str, Command] = {
         lambda s: f"{s.drafter}, alone: {'on' if s.alone else 'off'}", _set_drafter,
     ),
     "accept": Command(
-        "RULE[:ARGS]", f"how drafts are accepted: {', '.join(map(RULES.usage, RULES))}", lambda s: s.accept,
+        "RULE[:ARGS]",
+        f"how drafts are accepted; lossless: {_usages(lossless=True)}; lossy: {_usages(lossless=False)}",
+        lambda s: s.accept,
         lambda s, rest: replace(s, accept=rest),
     ),
     "tree": Command(

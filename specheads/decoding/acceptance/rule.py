@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -208,9 +209,12 @@ class Acceptance(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for one, other in [*OLD_MEMBERS.items(), *((new, old) for old, new in OLD_MEMBERS.items())]:
-            if one in vars(cls) and other not in vars(cls):
-                setattr(cls, other, vars(cls)[one])
+        for old, new in OLD_MEMBERS.items():
+            owner = next((c for c in cls.__mro__ if old in vars(c) or new in vars(c)), None)
+            if owner is not None and new not in vars(owner):
+                setattr(cls, new, property(attrgetter(old)))  # of the object, which may have a value of its own
+            elif new in vars(cls) and old not in vars(cls):
+                setattr(cls, old, vars(cls)[new])
 
     @property
     @abstractmethod
@@ -227,6 +231,8 @@ class Acceptance(ABC):
         """Does it read q where there is one?"""
         return self.requires_draft_probs
 
+    needs_draft_law, wants_draft_law = requires_draft_probs, uses_draft_probs
+
     def is_exact(self, sampler: Sampler) -> bool:
         """Does it judge as `Exact` does, which is then used in its place?"""
         return False
@@ -239,11 +245,6 @@ class Acceptance(ABC):
     @abstractmethod
     def judge(self, target: TargetProbs) -> Verdict:
         """The verdict over `target.tree`, without `scores` and `divergences`: walk() adds these."""
-
-
-for _old, _new in OLD_MEMBERS.items():
-    if _new in vars(Acceptance):
-        setattr(Acceptance, _old, vars(Acceptance)[_new])
 
 
 class LevelRule(Acceptance):

@@ -100,8 +100,8 @@ class Context:
 class Drafter(Protocol):
     """Proposes a tree of tokens that may follow the root.
 
-    All that is asked of a drafter is here. Subclasses have the values given; of one that is no subclass and lacks some,
-    `with_defaults` makes one that has them.
+    All that is asked of a drafter is here. `layers`, `default_plan` and `propose` are required. The others have the
+    values below in subclasses, and `with_defaults` gives them to a drafter that is no subclass and lacks some.
 
     layers: target hidden_states it wants (HF indices).
     wants_target_top: so many of the target's likeliest tokens come in `Context.top`.
@@ -138,7 +138,9 @@ class Drafter(Protocol):
 
 
 def with_defaults(drafter: Any) -> Drafter:
-    """The drafter itself where it has all that `Drafter` states, else one that has `Drafter`'s values for the rest."""
+    """The drafter itself if it has all that `Drafter` states, else one that has `Drafter`'s values for the rest.
+
+    AttributeError, the drafter's own, for what it must have."""
     if isinstance(drafter, Drafter):
         return drafter
     named = type(type(drafter).__name__, (_WithDefaults,), {})  # messages name what drafts
@@ -150,11 +152,13 @@ class _WithDefaults:
         self._drafter = drafter
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter if hasattr(self._drafter, name) else _DEFAULTS, name)
+        stated = name not in _OPTIONAL or hasattr(type(self._drafter), name)  # whose own errors are not hidden
+        return getattr(self._drafter, name) if stated else getattr(self._drafter, name, getattr(_DEFAULTS, name))
 
 
 class _Defaults(Drafter):
-    """What `Drafter` says where nobody says otherwise."""
+    """`Drafter`'s values."""
 
 
+_OPTIONAL = ("wants_target_top", "gives_draft_probs", "fixed_depth", "trained_length", "reviews")
 _DEFAULTS = cast(type[Any], _Defaults)()

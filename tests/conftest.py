@@ -1,18 +1,20 @@
 """Fixtures: a tiny random base model, so that the claims are about the code and not about a checkpoint."""
+# ruff: noqa: E402 (shared modules are registered for asserts before they are imported)
 
 import json
 import logging
 
 import pytest
+
+# They assert too, and pytest rewrites the asserts of test files alone.
+pytest.register_assert_rewrite("tests.reference", "tests.support")
+
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from specheads import convert
 from tests.support.tiny_models import tiny_llama
-
-# They assert too, and pytest rewrites the asserts of test files alone.
-pytest.register_assert_rewrite("tests.reference", "tests.support")
 
 
 def pytest_collection_modifyitems(items):

@@ -17,16 +17,6 @@ LENGTH = 24
 
 
 @pytest.fixture(scope="module")
-def small(shipped, tmp_path_factory):
-    """A smaller model with the shipped base's tokenizer."""
-    folder = tmp_path_factory.mktemp("small")
-    tokenizer = AutoTokenizer.from_pretrained(shipped / "base")
-    tokenizer.save_pretrained(folder)
-    tiny_llama(vocab_size=len(tokenizer), num_hidden_layers=1, eos_token_id=0, bos_token_id=0).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def models(shipped, small):
     return Models.load(str(shipped / "eagle3"), assistant=str(small), base=None, dtype="auto", device="cpu")
 

@@ -5,23 +5,12 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from specheads.cli.chat.session import Session
 from specheads.cli.chat.settings import Processor, Settings, settings_like
 from specheads.models import loading
 from specheads.models.named import Models
 from tests.support.command_line import run, ship
-from tests.support.tiny_models import tiny_llama
-
-
-@pytest.fixture(scope="module")
-def small(shipped, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("small")
-    tokenizer = AutoTokenizer.from_pretrained(shipped / "base")
-    tokenizer.save_pretrained(folder)
-    tiny_llama(vocab_size=len(tokenizer), num_hidden_layers=1, eos_token_id=0, bos_token_id=0).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def compared(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
             "acceptance_rate": _share(outcome.statistics["accepted"], outcome.statistics["drafted"]),
             "accepted_length": outcome.statistics["accepted_length"],
             "same_text": None if target is None or stopped else outcome.token_ids == target.token_ids,
-            "law": outcome.mode.law,
+            "law": outcome.mode.distribution,
             "stopped": outcome.stopped,
         }
         for outcome in outcomes

@@ -32,11 +32,11 @@ RUNS = ("drafter", "accept", "tree", "gamma", "processor")  # settings whose cha
 
 @dataclass(frozen=True)
 class Mode:
-    """One way of decoding. law: whose distribution the text has, as the comparison shows it."""
+    """One way of decoding. distribution: whose the text has, as the comparison shows it."""
 
     name: str
     detail: str
-    law: str
+    distribution: str
     model: PreTrainedModel
     tokenizer: Any
     drafter: Drafter | None = None
@@ -104,7 +104,7 @@ class Session:
             plan = self._plan(now, drafter, sampled)
             shape = now.tree or (f"chain:{now.gamma}" if now.gamma else None)
             detail = ", ".join(filter(None, (describe_drafter(now.drafter, drafter), shape, now.accept)))
-            modes.append(Mode("speculative", detail, _law(rule), *target, drafter, plan, rule))
+            modes.append(Mode("speculative", detail, _losslessness(rule), *target, drafter, plan, rule))
         if now.ngram:
             grams = NGram(
                 now.gamma or NGram.num_tokens, storage=self.storage, filler_top_k=now.top_k_filler,
@@ -112,7 +112,9 @@ class Session:
             )  # fmt: skip
             # N-grams have no draft probabilities to compare.
             own, name = (Exact(), "exact") if rule.requires_draft_probs else (rule, now.accept)
-            modes.append(Mode("n-gram", f"{now.storage} {now.ngram_n}, {name}", _law(own), *target, grams, None, own))
+            modes.append(
+                Mode("n-gram", f"{now.storage} {now.ngram_n}, {name}", _losslessness(own), *target, grams, None, own)
+            )
         if now.alone:
             assert isinstance(drafter, DraftModel)
             tokenizer = drafter.tokenizer if drafter.through_text else self.tokenizer
@@ -237,5 +239,5 @@ class Session:
             self._generate(mode, ids, settings, 0, length, eos_token_id=None, stopping_criteria=[enough])
 
 
-def _law(rule: Acceptance) -> str:
+def _losslessness(rule: Acceptance) -> str:
     return "lossless" if rule.lossless else "lossy"

@@ -26,8 +26,8 @@ from transformers.utils import logging as hf_logging
 import specheads
 from specheads.bench import environment, report, shipped
 from specheads.bench.prompts import held_out_prompts
-from specheads.decoding import prompt_batches
 from specheads.decoding.acceptance import walk
+from specheads.decoding.generation import prompt_batches
 
 RULES: dict[str, specheads.Acceptance] = {
     "Exact": specheads.Exact(),

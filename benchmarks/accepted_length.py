@@ -23,7 +23,7 @@ from specheads.bench import decoders
 from specheads.bench.prompts import held_out_prompts
 from specheads.bench.shipped import held_out_names
 from specheads.cli.commands.arguments import parse_tree
-from specheads.decoding import prompt_batches
+from specheads.decoding.generation import prompt_batches
 from specheads.models.run_files import RESULTS, results
 
 

@@ -22,7 +22,7 @@ from specheads import terminal
 from specheads.bench import decoders, environment, report, runner, shipped
 from specheads.bench.decoders import REFERENCE
 from specheads.bench.prompts import held_out_prompts
-from specheads.decoding import prompt_batches
+from specheads.decoding.generation import prompt_batches
 
 
 def main() -> int:

@@ -35,7 +35,7 @@ from specheads.bench.memory import LiveMemory
 from specheads.bench.prompts import held_out_prompts
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets, token_counts
-from specheads.decoding import prompt_batches
+from specheads.decoding.generation import prompt_batches
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.functions import DISTRIBUTION_LOSSES
 from specheads.models.files import replacing

@@ -25,7 +25,7 @@ from transformers.utils import logging as hf_logging
 
 from specheads.bench import environment, report, shipped
 from specheads.bench.prompts import held_out_prompts
-from specheads.decoding import prompt_batches
+from specheads.decoding.generation import prompt_batches
 from specheads.decoding.loop import decode
 
 # Reading any of these waits for the device and copies to the host.
@@ -143,7 +143,7 @@ def measured(model: Any, batch: dict[str, Any], max_new_tokens: int, repeats: in
     with timing(model) as timer:
         for _ in range(repeats):
             marks = Marks(timer)
-            with mock.patch("specheads.decoding.generate.decode", marks.wrapping(decode)):
+            with mock.patch("specheads.decoding.generation.generate.decode", marks.wrapping(decode)):
                 steps = model.generate(**ask).steps
             whole = sum(step.seconds for step in steps[1:])
             spent = {kind: timer.seconds[kind] - marks.after_prefill[kind] for kind in ("base", "head")}

@@ -45,7 +45,7 @@ from specheads.bench import decoders, environment, memory, report
 from specheads.bench.prompts import held_out_prompts
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets, token_counts
-from specheads.decoding import prompt_batches
+from specheads.decoding.generation import prompt_batches
 
 HERE = Path(__file__).resolve().parent
 DEPTHS = {"eagle3": 4, "medusa": 4}

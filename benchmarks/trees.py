@@ -21,7 +21,7 @@ from specheads.bench import decoders, environment, report, runner, shipped
 from specheads.bench.decoders import REFERENCE
 from specheads.bench.prompts import held_out_prompts
 from specheads.cli.commands.arguments import parse_tree
-from specheads.decoding import prompt_batches
+from specheads.decoding.generation import prompt_batches
 
 TREES = (
     "chain:2", "chain:3", "chain:4", "chain:5", "chain:6", "comb:3", "comb:4", "comb:5", "comb:6", "static:8",

@@ -30,9 +30,9 @@ from specheads.decoding.drafters import (
     OneLevelNGramStorage,
     PromptLookup,
 )
-from specheads.decoding.generate import generate
+from specheads.decoding.generation.generate import generate
+from specheads.decoding.generation.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
 from specheads.decoding.loop import Step, decode
-from specheads.decoding.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
 from specheads.decoding.planner import (
     AdaptiveChain,
     BestFirstTree,
@@ -43,7 +43,7 @@ from specheads.decoding.planner import (
     chain,
     comb,
 )
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.causal import Target
 from specheads.decoding.target.hf_base import UnsupportedModel
 from specheads.decoding.tree import DraftTree
@@ -66,7 +66,7 @@ from specheads.version import __version__ as __version__
 _LAZY = {
     "Collator": "data.batches", "DataConfig": "data.config", "build_datasets": "data.datasets",
     "token_counts": "data.datasets",
-    "SpecTrainer": "training.trainer", "SpecTrainingArguments": "training.arguments",
+    "SpecTrainer": "training.trainer.trainer", "SpecTrainingArguments": "training.recipe.arguments",
     "patch": "compat.patch", "unpatch": "compat.patch",
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ from specheads.options import OptionError, refuse_unknown
 from specheads.training.distributed.launch import LaunchConfig
 from specheads.training.features.plan import SaveOptions
 from specheads.training.parity import ParityConfig
-from specheads.training.recipe import RecipeError, read_recipe
+from specheads.training.recipe.recipe import RecipeError, read_recipe
 from tests.support.command_line import run
 from train import features
 

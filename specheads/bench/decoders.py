@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from specheads.bench.runner import Decoder, Output, Stopwatch
 from specheads.decoding.acceptance import Acceptance
 from specheads.decoding.drafters.base import Drafter
-from specheads.decoding.generate import generate
-from specheads.decoding.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
+from specheads.decoding.generation.generate import generate
+from specheads.decoding.generation.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
+from specheads.decoding.generation.prompt_batches import new_tokens
 from specheads.decoding.planner import Plan
-from specheads.decoding.prompt_batches import new_tokens
 from specheads.models.spec_model import SpecModel
 
 REFERENCE = "transformers generate"  # what the others are compared with

@@ -14,7 +14,7 @@ from specheads.compat.cs_models import CSDraftingEncoderDecoderModel, CSDrafting
 from specheads.compat.plain import generate_plainly
 from specheads.decoding.drafters import Cascade, DraftModel
 from specheads.decoding.drafters.model import vocabulary_size
-from specheads.decoding.recorded import Record, replay
+from specheads.decoding.generation.recorded import Record, replay
 
 
 def csd(

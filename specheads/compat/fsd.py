@@ -23,7 +23,7 @@ from transformers import (
 
 from specheads.compat.patch import LENGTHS, DraftingGenerate, replace_generate
 from specheads.decoding.acceptance import Acceptance, Fuzzy
-from specheads.decoding.generate import generate
+from specheads.decoding.generation.generate import generate
 from specheads.decoding.loop import Step
 from specheads.decoding.planner import chain
 from specheads.decoding.target.hf_base import unwrapped

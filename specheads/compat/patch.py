@@ -12,7 +12,7 @@ from transformers import GenerationMixin
 from specheads.decoding.acceptance import Fuzzy, fuzzy_from
 from specheads.decoding.drafters import PromptLookup
 from specheads.decoding.drafters.assistant import Assistant, AssistantOptions
-from specheads.decoding.generate import generate
+from specheads.decoding.generation.generate import generate
 from specheads.decoding.target.hf_base import unwrapped
 from specheads.models.spec_model import SpecModel
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.compat.processors import whole
-from specheads.decoding.generate import generate
+from specheads.decoding.generation.generate import generate
 from specheads.decoding.target.hf_base import text_config, unwrapped
 from specheads.options import shown
 

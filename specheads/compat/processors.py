@@ -25,7 +25,7 @@ class LogitsProcessor(ABC):
     the token that was drawn. generate() takes a processor as its logits_processor= too.
     """
 
-    # Read by specheads.decoding.processors. A subclass is watched for state that it keeps from call to call.
+    # Read by specheads.decoding.probs.processors. A subclass is watched for state that it keeps from call to call.
     ignores_ids = True
     depends_on_prefix_only = True
 

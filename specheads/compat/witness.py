@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specheads.decoding.acceptance import Acceptance, Exact, TargetProbs, Verdict
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 
 
 class Witness(Acceptance):

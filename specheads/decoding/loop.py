@@ -16,8 +16,8 @@ from specheads.decoding.acceptance import Acceptance, Verdict, walk
 from specheads.decoding.drafters.base import Context, Drafter, with_defaults
 from specheads.decoding.planner import NoDraft, Plan
 from specheads.decoding.planner.record import RecordDraftLogits
-from specheads.decoding.processors import StateWatch
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.processors import StateWatch
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.schedule import StepSchedule, end_mask, schedule_step
 from specheads.decoding.target.causal import Target, TargetOutput
 from specheads.decoding.target.model_inputs import ModelInputs

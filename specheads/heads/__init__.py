@@ -7,8 +7,8 @@ from specheads.heads.eagle import EagleConfig, EagleHead
 from specheads.heads.eagle3 import Eagle3Config, Eagle3Head
 from specheads.heads.hydra import HydraConfig, HydraHead
 from specheads.heads.medusa import MedusaConfig, MedusaHead
-from specheads.heads.parallel import ParallelHead
-from specheads.heads.parallel_config import ParallelConfig
+from specheads.heads.parallel.config import ParallelConfig
+from specheads.heads.parallel.head import ParallelHead
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.options import shown
 

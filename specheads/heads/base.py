@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from specheads.decoding.draft_ids import DraftIds
 from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.planner import Plan, StaticTree
 from specheads.decoding.planner.named import STATIC_DEPTH, static_choices
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.tree.draft_ids import DraftIds
 from specheads.heads import draws
 from specheads.heads.limits import DEEPEST, check_choices, check_options
 from specheads.losses.functions import parse_loss

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from specheads.heads.base import TapBatch
-from specheads.heads.block import copy_norm, final_norm
 from specheads.heads.feature import FeatureHead, UnrolledConfig
+from specheads.heads.layers.block import copy_norm, final_norm
 from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
 
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import ChildLogits, DynamicTree, Plan, chain
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.cache import Levels, Reach, gather_nodes
 from specheads.decoding.tree import DraftTree
-from specheads.heads.anchors import AnchoredStarts, AnchoredStartsConfig
 from specheads.heads.base import DraftHead, TapBatch
-from specheads.heads.block import DecoderBlock
-from specheads.heads.decoder import Attend, DecoderConfig, attend_with, document_mask, read_committed
+from specheads.heads.layers.block import DecoderBlock
+from specheads.heads.layers.decoder import Attend, DecoderConfig, attend_with, document_mask, read_committed
 from specheads.heads.limits import ANY_LAYER, DEEPEST, MOST_LAYERS
+from specheads.heads.starts.anchors import AnchoredStarts, AnchoredStartsConfig
 from specheads.losses.targets import DraftTargets
 
 

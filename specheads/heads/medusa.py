@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import ChildLogits, Expand, Plan
 from specheads.heads.base import TapBatch
-from specheads.heads.depths import DepthHeads, DepthHeadsConfig, ResBlock
+from specheads.heads.starts.depths import DepthHeads, DepthHeadsConfig, ResBlock
 from specheads.losses.targets import DraftTargets
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specheads.decoding.divergences import forward_kl, js, reverse_kl, tv
-from specheads.decoding.precision import at_least_float32
+from specheads.decoding.probs.divergences import forward_kl, js, reverse_kl, tv
+from specheads.decoding.probs.precision import at_least_float32
 from specheads.options import refuse_unknown, shown
 
 DistributionLoss = Callable[[Tensor, Tensor], Tensor]

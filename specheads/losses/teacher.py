@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.draft_ids import DraftIds
-from specheads.decoding.precision import at_least_float32
-from specheads.decoding.sampler import likeliest
+from specheads.decoding.probs.precision import at_least_float32
+from specheads.decoding.probs.sampler import likeliest
 from specheads.decoding.target.cache import additive
 from specheads.decoding.target.hf_base import (
     MASKED_ATTENTION,
@@ -30,6 +29,7 @@ from specheads.decoding.target.hf_base import (
     takes_mask_dict,
     text_config,
 )
+from specheads.decoding.tree.draft_ids import DraftIds
 from specheads.losses.teacher_probs import NEVER, DenseTeacherProbs, TeacherProbs, TopKTeacherProbs
 
 

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specheads.decoding.draft_ids import DraftIds
-from specheads.decoding.precision import at_least_float32
-from specheads.decoding.sampler import likeliest
+from specheads.decoding.probs.precision import at_least_float32
+from specheads.decoding.probs.sampler import likeliest
+from specheads.decoding.tree.draft_ids import DraftIds
 
 
 class TeacherProbs(Protocol):

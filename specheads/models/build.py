@@ -7,9 +7,9 @@ from transformers import PreTrainedModel
 
 from specheads.heads import HEADS, DraftHead, HeadConfig
 from specheads.hub import commit_of
+from specheads.models.base.fingerprint import fingerprint_base
+from specheads.models.base.quantized import quantization_of
 from specheads.models.config import SpecConfig
-from specheads.models.fingerprint import fingerprint_base
-from specheads.models.quantized import quantization_of
 
 
 def build_head(config: HeadConfig, base: PreTrainedModel) -> DraftHead:

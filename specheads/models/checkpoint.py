@@ -19,6 +19,10 @@ from specheads.decoding.target.hf_base import text_config, unwrapped
 from specheads.heads import DraftHead, HeadConfig
 from specheads.hub import commit_of
 from specheads.hub import options as hub_options
+from specheads.models.base.fingerprint import fingerprint_base
+from specheads.models.base.loading import as_dtype, load_language_model
+from specheads.models.base.lora import JointConfig, adapted_modules, attach, detach, is_adapter
+from specheads.models.base.quantized import quantization_of, quantization_options
 from specheads.models.build import build_head
 from specheads.models.config import SpecConfig
 from specheads.models.files import (
@@ -30,11 +34,7 @@ from specheads.models.files import (
     replacing,
     widest_dtype,
 )
-from specheads.models.fingerprint import fingerprint_base
 from specheads.models.formats.importing import find_foreign
-from specheads.models.loading import as_dtype, load_language_model
-from specheads.models.lora import JointConfig, adapted_modules, attach, detach, is_adapter
-from specheads.models.quantized import quantization_of, quantization_options
 from specheads.models.saved_head import SavedHead, adapter_tensors, head_tensors, read, state_dict_mismatches
 from specheads.options import listing, reason, shortened, shown
 

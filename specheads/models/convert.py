@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.hf_base import UnsupportedModel, refuse_unsupported, text_config, unwrapped
 from specheads.heads import HeadConfig, head_config
 from specheads.hub import options as hub_options
+from specheads.models.base.frozen_base import mark_frozen
+from specheads.models.base.loading import as_dtype, load_language_model
+from specheads.models.base.lora import JointConfig, attach
 from specheads.models.build import build_head, build_spec_config
-from specheads.models.frozen_base import mark_frozen
-from specheads.models.loading import as_dtype, load_language_model
-from specheads.models.lora import JointConfig, attach
 from specheads.models.spec_model import SpecModel
 
 if TYPE_CHECKING:

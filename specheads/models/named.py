@@ -15,11 +15,11 @@ from specheads.decoding.drafters.named import DRAFTERS
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import DraftHead
 from specheads.hub import options as hub_options
+from specheads.models.base.loading import load_language_model, placement, refuse_unshipped
+from specheads.models.base.quantized import quantization
 from specheads.models.config import SpecConfig
 from specheads.models.convert import load_head
 from specheads.models.formats.importing import find_foreign
-from specheads.models.loading import load_language_model, placement, refuse_unshipped
-from specheads.models.quantized import quantization
 from specheads.models.spec_model import SpecModel
 from specheads.options import nearest, shown
 

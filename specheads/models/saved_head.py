@@ -16,10 +16,10 @@ from specheads.heads import HEADS, HeadConfig
 from specheads.heads.vocabulary import draft_offsets
 from specheads.hub import did_you_mean, may_be_repository
 from specheads.hub import options as hub_options
+from specheads.models.base.lora import JointConfig, is_adapter
 from specheads.models.config import SpecConfig
 from specheads.models.files import CONFIG, MOST_JSON, WEIGHTS, CheckpointError, read_header, read_tensors
 from specheads.models.formats.importing import find_foreign
-from specheads.models.lora import JointConfig, is_adapter
 from specheads.options import listing, reason, shortened, shown
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from specheads.decoding.drafters.base import Drafter
 from specheads.decoding.drafters.named import either
-from specheads.decoding.generate import generate
+from specheads.decoding.generation.generate import generate
 from specheads.decoding.planner import StaticTree
 from specheads.decoding.planner.named import static_choices
 from specheads.decoding.target.hf_base import logits_of
@@ -22,9 +22,9 @@ from specheads.heads import DraftHead, TapBatch
 from specheads.hub import upload
 from specheads.losses.teacher import LiveTeacher, Teacher, packed_mask, tap_base
 from specheads.models import card, checkpoint
+from specheads.models.base.lora import JointConfig, adapters, base_loss, is_adapter
 from specheads.models.config import SpecConfig
 from specheads.models.formats.export.exporting import export
-from specheads.models.lora import JointConfig, adapters, base_loss, is_adapter
 
 
 @dataclass

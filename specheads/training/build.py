@@ -19,14 +19,14 @@ from specheads.data.batches import Collator
 from specheads.data.datasets import build_datasets, token_counts
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.hub import options as hub_options
+from specheads.models.base.loading import as_dtype
 from specheads.models.convert import convert, load_head
-from specheads.models.loading import as_dtype
 from specheads.models.spec_model import SpecModel
-from specheads.training.arguments import SpecTrainingArguments
-from specheads.training.base import load_base, padding_id
 from specheads.training.errors import is_finished, last_finished
-from specheads.training.options import refuse_absent_reporters
-from specheads.training.recipe import Recipe, RecipeError
+from specheads.training.recipe.arguments import SpecTrainingArguments
+from specheads.training.recipe.base import load_base, padding_id
+from specheads.training.recipe.options import refuse_absent_reporters
+from specheads.training.recipe.recipe import Recipe, RecipeError
 
 
 def live_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecModel, Any, Any, Any]:

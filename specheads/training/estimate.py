@@ -16,14 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import DraftHead
-from specheads.heads.block import decoder_layers
+from specheads.heads.layers.block import decoder_layers
 from specheads.hub import options as hub_options
 from specheads.losses.chunked import rows_of_chunk
 from specheads.models import saved_head
 from specheads.models.convert import convert
 from specheads.models.spec_model import SpecModel
 from specheads.options import OptionError
-from specheads.training.recipe import Recipe
+from specheads.training.recipe.recipe import Recipe
 
 GIB = 1 << 30
 _UNSHARDED_BASE = ("no", "ddp", "zero1", "zero2")  # each process holds the base whole

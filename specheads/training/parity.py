@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from specheads.data.batches import Collator
 from specheads.data.rows import IGNORED
-from specheads.decoding.outputs import SpecGenerateOutput
+from specheads.decoding.generation.outputs import SpecGenerateOutput
 from specheads.decoding.planner import chain
 from specheads.options import OptionError, refuse_unknown
 

@@ -28,10 +28,10 @@ from specheads.training.errors import (
     stop_signals,
 )
 from specheads.training.parity import Parity, ParityConfig, compare, prompts_of
-from specheads.training.recipe import Recipe
+from specheads.training.recipe.recipe import Recipe
 from specheads.training.report import card as run_card
 from specheads.training.report import curves
-from specheads.training.trainer import SpecTrainer
+from specheads.training.trainer.trainer import SpecTrainer
 
 SHARDED = ("fsdp", "fsdp2", "zero3")  # no process has the whole model
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import torch
 from specheads.bench import decoders, environment, report
 from specheads.bench.prompts import held_out_prompts, prompts_from
 from specheads.bench.runner import Output, race, repeated
-from specheads.decoding import prompt_batches
+from specheads.decoding.generation import prompt_batches
 from specheads.models.convert import convert
 
 

@@ -11,7 +11,7 @@ from specheads import Cascade, DraftModel, MaxGram, generate
 from specheads.bench.sweep.grid import read_sweep
 from specheads.bench.sweep.tasks import load_task
 from specheads.decoding.drafters.bigram import load_bigrams, save_bigrams
-from specheads.models.loading import load_language_model
+from specheads.models.base.loading import load_language_model
 from tests.support import t5_on_disk, trained_t5
 from tests.support.command_line import run
 from tests.support.paths import ROOT

@@ -11,8 +11,8 @@ from specheads.bench.sweep.grid import Sweep
 from specheads.bench.sweep.kl import distance
 from specheads.bench.sweep.measure import TIMED
 from specheads.bench.sweep.run import Results, complete, run
-from specheads.decoding import recorded
 from specheads.decoding.drafters import Cascade
+from specheads.decoding.generation import recorded
 from tests.support.command_line import run as program
 from tests.support.tiny_models import tiny_llama
 

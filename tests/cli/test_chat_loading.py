@@ -65,7 +65,7 @@ def test_what_is_not_remembered_does_not_go_on_in_the_conversation(shipped):
 
 @pytest.mark.parametrize("kind", ["base", "eagle3"])
 def test_a_missing_library_is_one_line(kind, shipped, piped, monkeypatch):
-    monkeypatch.setattr("specheads.models.quantized.is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr("specheads.models.base.quantized.is_bitsandbytes_available", lambda: False)
     code, out, err = piped("x\n", shipped / kind, "--quantize", "4bit")
     assert (code, out) == (2, "")
     assert err == "specheads: --quantize 4bit needs bitsandbytes: pip install bitsandbytes\n"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from specheads.models.loading import load_language_model
+from specheads.models.base.loading import load_language_model
 from tests.support import t5_on_disk
 from tests.support.command_line import CONTROL, run
 from tests.support.tiny_models import near

@@ -27,7 +27,7 @@ from specheads.compat.fsd import FSDAutoModelForCausalLM
 from specheads.compat.patch import draft_arguments
 from specheads.decoding.acceptance import TargetProbs
 from specheads.decoding.acceptance.divergences import divergence
-from specheads.decoding.draft_logits import DraftLogits
+from specheads.decoding.tree.draft_logits import DraftLogits
 from tests.support.tiny_models import near, tiny_llama
 
 V, GAMMA = 120, 5

@@ -64,7 +64,7 @@ def test_speculative_decode_has_the_law_of_the_targets_k_likeliest(monkeypatch, 
             sampler.processors, sampler.needs_prefix = processors, False
             return sampler
 
-        monkeypatch.setattr("specheads.decoding.generate.Sampler", adopt)
+        monkeypatch.setattr("specheads.decoding.generation.generate.Sampler", adopt)
         ids, _ = compat.speculative_decode(torch.tensor([prompt]), length, gamma, k, target=base, drafter=small)
         return tuple(ids[0, len(prompt) :].tolist())
 

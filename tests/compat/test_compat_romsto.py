@@ -188,7 +188,7 @@ def output_law_under(monkeypatch, make, target, small, gamma, length):
             sampler.processors, sampler.needs_prefix, sampler.do_sample = list(processors), False, do_sample
             return sampler
 
-        monkeypatch.setattr("specheads.decoding.generate.Sampler", adopt)
+        monkeypatch.setattr("specheads.decoding.generation.generate.Sampler", adopt)
         options = {"gamma": gamma, "max_gen_len": length, "eos_tokens_id": [], "logits_processor": make(sampler)}
         return tuple(compat.speculative_generate([1, 0, 1], small, target, **options)[0])
 
@@ -354,7 +354,9 @@ def test_skipping_the_adjustment_is_asked_for_by_its_name(target, small):
     options = {"gamma": 2, "max_gen_len": 4, "skip_sample_adjustment": True, "eos_tokens_id": []}
     assert compat.speculative_generate(PROMPT, small, target, **options)[0] == target.plain[:4]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specheads.decoding.generate._run", lambda *args, **kwargs: asked.update(kwargs) or 1 / 0)
+        patch.setattr(
+            "specheads.decoding.generation.generate._run", lambda *args, **kwargs: asked.update(kwargs) or 1 / 0
+        )
         with pytest.raises(ZeroDivisionError):
             compat.speculative_generate(PROMPT, small, target, logits_processor=PROCESSORS["warm"], **options)
     assert asked["accept"].rule == NoResidual() and asked["plan"] == SampledTree((1, 1))

@@ -50,7 +50,7 @@ def test_an_assistant_gives_the_models_own_greedy_text(base, small, batch, sched
 def test_a_call_without_draft_arguments_is_the_models_own(base, monkeypatch):
     expected = base.generate(IDS, num_beams=3, max_new_tokens=5)
     specheads.patch(base)
-    monkeypatch.setattr("specheads.decoding.generate.generate", None)
+    monkeypatch.setattr("specheads.decoding.generation.generate.generate", None)
     options = {"assistant_model": None, "fsd_div_threshold": None, "drafter": None, "num_beams": 3}
     assert torch.equal(base.generate(IDS, GenerationConfig(max_new_tokens=5, num_beams=3, pad_token_id=0)), expected)
     assert torch.equal(base.generate(IDS, **options, max_new_tokens=5), expected)

@@ -9,7 +9,7 @@ import specheads
 from specheads import CheckpointError, DraftModel, SpecModel, convert
 from specheads.data.batches import Collator, pack
 from specheads.data.corpus import checkpoints_dir
-from specheads.decoding.context_limits import base_length, logger, longest_text
+from specheads.decoding.generation.context_limits import base_length, logger, longest_text
 from specheads.models import saved_head
 from tests.support.families import build
 from tests.support.seq2seq_models import tiny_t5

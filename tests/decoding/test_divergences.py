@@ -10,8 +10,8 @@ import torch
 from specheads import DraftTree, Fuzzy, Sampler
 from specheads.decoding.acceptance import TargetProbs
 from specheads.decoding.acceptance.divergences import NAMES, divergence
-from specheads.decoding.divergences import forward_kl, js, reverse_kl, tv
-from specheads.decoding.draft_logits import DraftLogits
+from specheads.decoding.probs.divergences import forward_kl, js, reverse_kl, tv
+from specheads.decoding.tree.draft_logits import DraftLogits
 from specheads.losses.functions import DISTRIBUTION_LOSSES
 
 

@@ -11,9 +11,9 @@ import specheads
 from specheads import DraftModel, DraftTree, DynamicTree, Exact, Fuzzy, SampledTree, Sampler, StaticTree, chain, convert
 from specheads.decoding.acceptance import walk
 from specheads.decoding.acceptance.divergences import divergence
-from specheads.decoding.draft_logits import DraftLogits
-from specheads.decoding.outputs import step_record
+from specheads.decoding.generation.outputs import step_record
 from specheads.decoding.planner.record import RecordDraftLogits
+from specheads.decoding.tree.draft_logits import DraftLogits
 from tests.reference.enumeration import Table, TableDrafter, TableTarget
 from tests.support.prompts import BATCHES, PAD
 from tests.support.tiny_models import near, tiny_llama

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specheads import DraftModel, MaxGram, NGram, NGramStorage, OneLevelNGramStorage, PromptLookup, chain, convert
-from specheads.decoding.generate import generate
+from specheads.decoding.generation.generate import generate
 from tests.support.prompts import padded
 from tests.support.tiny_models import near, repetitive_model
 

@@ -5,7 +5,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from specheads import BestFirstTree, DynamicTree, Exact, SampledTree, StaticTree, Target, chain, convert, decode
-from specheads.heads.rope import RotaryTable
+from specheads.heads.layers.rope import RotaryTable
 from tests.reference.base_law import BaseLaw, small_base
 from tests.reference.enumeration import distance, probs_of
 from tests.support.prompts import padded
@@ -79,7 +79,7 @@ def test_generate_has_the_bases_processed_law(monkeypatch):
             sampler.processors = processors
             return sampler
 
-        monkeypatch.setattr("specheads.decoding.generate.Sampler", make)
+        monkeypatch.setattr("specheads.decoding.generation.generate.Sampler", make)
         options = {"do_sample": True, "temperature": 0.7, "top_k": 2, "top_p": 1.0, "max_new_tokens": 3}
         out = model.generate(torch.tensor([[1, 0, 3]]), **options, tree=SampledTree((1, 1)))
         return tuple(out[0, 3:].tolist())

@@ -14,7 +14,7 @@ from transformers import AutoModelForSeq2SeqLM
 from specheads import DynamicTree, StaticTree, Target, UnsupportedModel, convert
 from specheads.decoding.planner import ChildLogits
 from specheads.decoding.target.hf_base import logits_of
-from specheads.heads.block import decoder_layers, final_norm
+from specheads.heads.layers.block import decoder_layers, final_norm
 from tests.support.families import FAMILIES, LATENT, LENGTH_DEPENDENT, VOCAB, build
 
 LENGTHS, NEW = (5, 17, 11), 32

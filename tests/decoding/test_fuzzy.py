@@ -11,8 +11,8 @@ from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor, Tem
 from specheads import DraftTree, DynamicTree, Exact, Fuzzy, SampledTree, Sampler, StaticTree, chain, convert
 from specheads.decoding.acceptance import TargetProbs, walk
 from specheads.decoding.acceptance.divergences import NAMES, divergence
-from specheads.decoding.draft_logits import DraftLogits
 from specheads.decoding.planner.record import RecordDraftLogits
+from specheads.decoding.tree.draft_logits import DraftLogits
 from tests.reference.enumeration import (
     Table,
     TableDrafter,

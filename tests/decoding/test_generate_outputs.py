@@ -19,7 +19,7 @@ from specheads import (
     Typical,
     convert,
 )
-from specheads.decoding.outputs import step_record
+from specheads.decoding.generation.outputs import step_record
 from tests.support.prompts import BATCHES, PAD, V
 from tests.support.replay_drafter import Replay
 from tests.support.tiny_models import tiny_llama

@@ -11,7 +11,7 @@ from specheads.decoding.acceptance.exact import accept_probs
 from specheads.decoding.acceptance.rule import TargetProbs
 from specheads.decoding.loop import decode
 from specheads.decoding.planner import DynamicTree, SampledTree, StaticTree, chain
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 from tests.reference.enumeration import Table, TableDrafter, TableTarget, distance, output_law, probs_of, true_law
 

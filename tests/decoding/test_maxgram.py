@@ -11,7 +11,7 @@ import torch
 from specheads import MaxGram
 from specheads.data.corpus import checkpoints_dir
 from specheads.decoding.drafters.bigram import count_bigrams, load_bigrams, save_bigrams
-from specheads.decoding.generate import generate
+from specheads.decoding.generation.generate import generate
 from tests.reference.published_maxgram import published
 from tests.support.drafter_context import context
 from tests.support.random_rows import random_row

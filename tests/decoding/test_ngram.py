@@ -10,7 +10,7 @@ import torch
 from specheads import Exact, MaxGram, NGram, NGramStorage, OneLevelNGramStorage, PromptLookup, Target, chain, decode
 from specheads.decoding.acceptance import Verdict
 from specheads.decoding.drafters.path_drafter import build_tree
-from specheads.decoding.generate import generate
+from specheads.decoding.generation.generate import generate
 from tests.reference.base_law import BaseLaw, small_base
 from tests.reference.enumeration import distance, probs_of
 from tests.support.drafter_context import context

@@ -15,7 +15,7 @@ from specheads.decoding.planner import (
     chain,
     default_static,
 )
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 
 
 class TableDraft:

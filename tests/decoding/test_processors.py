@@ -5,7 +5,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from specheads import DraftTree, SampledTree, chain
-from specheads.decoding.processors import Grammar, snapshot
+from specheads.decoding.probs.processors import Grammar, snapshot
 from specheads.decoding.schedule import end_mask
 from tests.support.prompts import BATCHES, PAD, PROMPTS, V
 from tests.support.replay_drafter import Replay, assert_same

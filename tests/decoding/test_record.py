@@ -5,7 +5,7 @@ import torch
 
 from specheads.decoding.planner import ChildLogits, SampledTree
 from specheads.decoding.planner.record import RecordDraftLogits
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from tests.decoding.test_planner import PLANS, TableDraft, paths_of
 
 IDS = [3, 4, 8, 20, 31, 32, 33, 34, 35]

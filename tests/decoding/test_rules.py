@@ -27,8 +27,8 @@ from specheads import (
     convert,
 )
 from specheads.decoding.acceptance import walk
-from specheads.decoding.draft_logits import DraftLogits
 from specheads.decoding.planner.record import RecordDraftLogits
+from specheads.decoding.tree.draft_logits import DraftLogits
 from tests.reference.enumeration import Table, TableDrafter, TableTarget, distance, probs_of, step_law
 from tests.support.prompts import BATCHES
 

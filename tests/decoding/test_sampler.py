@@ -8,7 +8,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from specheads import Exact, SampledTree, Sampler, convert
-from specheads.decoding.sampler import likeliest
+from specheads.decoding.probs.sampler import likeliest
 from tests.support.tiny_models import tiny_llama
 
 # --- The distribution ---

@@ -252,7 +252,7 @@ def test_a_seed_reproduces_sampled_text_whatever_the_rule(pair):
 @pytest.mark.parametrize("drafter", [PromptLookup(num_tokens=3), MaxGram(3), NGram(3, storage=NGramStorage(3, V))])
 def test_n_grams_are_found_in_the_source(drafter):
     from specheads.decoding.drafters import Context
-    from specheads.decoding.sampler import Sampler
+    from specheads.decoding.probs.sampler import Sampler
     from specheads.decoding.target.seq2seq import Seq2SeqTarget, Source
 
     base = tiny_t5()

@@ -20,7 +20,7 @@ from specheads import (
 )
 from specheads.decoding.acceptance import Ensemble, LevelRule, Verdict, walk
 from specheads.decoding.acceptance.paths import path_to
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from tests.reference.enumeration import Table, distance, output_law, probs_of, step_law
 
 LEVEL_RULES = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specheads.data.datasets import Collator
-from specheads.heads.anchors import AnchoredStarts
+from specheads.heads.starts.anchors import AnchoredStarts
 from tests.reference.slow_heads import rows, spec_model
 
 HEADS = [

@@ -6,9 +6,10 @@ import torch
 from specheads import AdaptiveChain, BestFirstTree, UnsupportedModel, chain, convert
 from specheads.data.datasets import Collator, pack
 from specheads.decoding.planner import ChildLogits
-from specheads.heads import draws, parallel
-from specheads.heads.anchors import AnchoredBlocks
-from specheads.heads.parallel import ParallelConfig
+from specheads.heads import draws
+from specheads.heads.parallel import head as parallel
+from specheads.heads.parallel.config import ParallelConfig
+from specheads.heads.starts.anchors import AnchoredBlocks
 from tests.reference.slow_heads import rows, slow_block, slow_parallel, slow_slot, spec_model, taps
 from tests.support.families import FAMILIES, build
 from tests.support.prompts import PROMPTS, padded

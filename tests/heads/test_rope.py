@@ -9,7 +9,7 @@ from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specheads import Eagle3Config, EagleConfig, HydraConfig, ParallelConfig, convert
-from specheads.heads.rope import RotaryTable, inherited
+from specheads.heads.layers.rope import RotaryTable, inherited
 from tests.reference.foreign_rope import SCALED, frequencies
 from tests.support.tiny_models import tiny_llama
 

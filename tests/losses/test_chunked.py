@@ -5,7 +5,7 @@ import torch
 
 from specheads.data.datasets import Collator
 from specheads.heads import draws
-from specheads.heads.anchors import AnchoredStarts
+from specheads.heads.starts.anchors import AnchoredStarts
 from specheads.losses.chunked import chunked_sum
 from specheads.losses.targets import DraftTargets
 from specheads.losses.teacher import LastHidden

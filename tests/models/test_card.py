@@ -7,7 +7,7 @@ import yaml
 
 from specheads import SpecModel
 from specheads.models.card import card
-from specheads.training.recipe import Recipe
+from specheads.training.recipe.recipe import Recipe
 from tests.support.heads_on_disk import trained
 
 RECIPE = {

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from specheads import CheckpointError, SpecModel, load_head
 from specheads.heads import HEADS
 from specheads.heads.limits import bounds_of
-from specheads.models.lora import JointConfig, attach
+from specheads.models.base.lora import JointConfig, attach
 from tests.reference import foreign
 from tests.support.command_line import run
 from tests.support.heads_on_disk import IDS, edit_config, same, trained

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from specheads import CheckpointError
-from specheads.heads.rope import frequencies
+from specheads.heads.layers.rope import frequencies
 from specheads.models import export_checks
 from specheads.models.export_checks import by_gguf, comparison
 from specheads.models.formats import ENGINES

@@ -11,7 +11,7 @@ import torch
 from specheads import CheckpointError, SpecModel, load_head
 from specheads.models import saved_head
 from specheads.training.features.plan import SaveOptions, tapped_layers
-from specheads.training.recipe import Recipe
+from specheads.training.recipe.recipe import Recipe
 from tests.reference import foreign, foreign_depths
 from tests.support.assert_drafts import assert_drafts, embeddings
 from tests.support.tiny_models import tiny_llama

@@ -11,12 +11,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from specheads.data.datasets import Collator
+from specheads.models.base.lora import JointConfig, adapters
 from specheads.models.convert import convert
 from specheads.models.files import CheckpointError
-from specheads.models.lora import JointConfig, adapters
 from specheads.models.spec_model import SpecModel
-from specheads.training.recipe import RecipeError, read_recipe
-from specheads.training.trainer import SpecTrainer, SpecTrainingArguments
+from specheads.training.recipe.recipe import RecipeError, read_recipe
+from specheads.training.trainer.trainer import SpecTrainer, SpecTrainingArguments
 from tests.reference import slow_heads
 from tests.reference.slow_heads import DEFAULTS, SLOW, rows
 from tests.support.paths import ROOT

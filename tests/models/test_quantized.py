@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from specheads import SpecModel, convert
 from specheads.models import quantized
-from specheads.training.recipe import RecipeError, read_recipe
+from specheads.training.recipe.recipe import RecipeError, read_recipe
 from specheads.training.run import prepare
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_llama

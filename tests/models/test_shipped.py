@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specheads import SpecModel
-from specheads.training.recipe import read_recipe
+from specheads.training.recipe.recipe import read_recipe
 from tests.support.paths import ROOT
 
 REPOSITORY = ROOT

@@ -14,7 +14,7 @@ from specheads.decoding.acceptance import Exact, walk
 from specheads.decoding.loop import decode
 from specheads.decoding.planner import ChildLogits
 from specheads.decoding.planner.record import RecordDraftLogits
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.causal import TargetOutput
 
 

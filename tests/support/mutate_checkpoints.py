@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.utils import logging as hf_logging  # noqa: E402
 
 from specheads import CheckpointError, SpecModel, UnsupportedModel  # noqa: E402
-from specheads.models.lora import adapters, detach  # noqa: E402
+from specheads.models.base.lora import adapters, detach  # noqa: E402
 from tests.reference import foreign, foreign_blocks, foreign_depths  # noqa: E402
 from tests.support.assert_drafts import embeddings  # noqa: E402
 from tests.support.checkpoint_edits import MUTATIONS, base_name  # noqa: E402

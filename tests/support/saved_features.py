@@ -6,7 +6,7 @@ import torch
 
 from specheads.training.features.extract import save_features
 from specheads.training.features.plan import SaveOptions
-from specheads.training.recipe import Recipe
+from specheads.training.recipe.recipe import Recipe
 from tests.support.command_line import ship
 
 HEADS = {

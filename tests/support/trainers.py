@@ -5,7 +5,7 @@ import torch
 
 from specheads.data.datasets import Collator
 from specheads.models.convert import convert
-from specheads.training.trainer import SpecTrainer, SpecTrainingArguments
+from specheads.training.trainer.trainer import SpecTrainer, SpecTrainingArguments
 from tests.support.tiny_models import tiny_llama
 
 OPTIONS = {

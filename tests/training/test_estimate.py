@@ -6,7 +6,7 @@ import pytest
 
 from specheads.training.build import build_model
 from specheads.training.estimate import GIB, PEAKS, estimate
-from specheads.training.recipe import read_recipe
+from specheads.training.recipe.recipe import read_recipe
 from tests.support.command_line import run
 from tests.support.paths import ROOT
 from tests.support.training_runs import overrides

@@ -13,7 +13,7 @@ from specheads.models.spec_model import SpecModel
 from specheads.training.build import unsharded
 from specheads.training.distributed import launch
 from specheads.training.distributed.launch import LaunchConfig, LaunchError
-from specheads.training.recipe import read_recipe
+from specheads.training.recipe.recipe import read_recipe
 from specheads.training.run import prepare
 from tests.support.paths import ROOT
 from tests.support.training_runs import RUNNING_UNDER, overrides, run_module

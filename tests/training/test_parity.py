@@ -9,7 +9,7 @@ from specheads.decoding.planner import chain
 from specheads.models.convert import convert
 from specheads.training import run as training
 from specheads.training.parity import Parity, ParityConfig, ParityError, compare, prompts_of
-from specheads.training.recipe import RecipeError, read_recipe
+from specheads.training.recipe.recipe import RecipeError, read_recipe
 from specheads.training.report.curves import series
 from tests.reference.slow_heads import DEFAULTS, KINDS
 from tests.support.paths import ROOT

@@ -9,8 +9,8 @@ from transformers.trainer_utils import IntervalStrategy
 
 from specheads.heads import Eagle3Config
 from specheads.training.build import resume_point, training_arguments
-from specheads.training.recipe import Recipe, RecipeError, read_recipe, with_overrides
-from specheads.training.trainer import SpecTrainingArguments
+from specheads.training.recipe.recipe import Recipe, RecipeError, read_recipe, with_overrides
+from specheads.training.trainer.trainer import SpecTrainingArguments
 from tests.support.paths import ROOT
 
 RECIPES = ROOT / "recipes"

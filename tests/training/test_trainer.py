@@ -10,7 +10,7 @@ from specheads.data.datasets import Collator
 from specheads.losses.metrics import accepted_length
 from specheads.models.files import CheckpointError
 from specheads.models.spec_model import SpecModel
-from specheads.training.trainer import SpecTrainer
+from specheads.training.trainer.trainer import SpecTrainer
 from tests.support.tiny_models import tiny_llama
 from tests.support.trainers import OPTIONS, logged, model_of, rows, same, trainer_of, weights
 

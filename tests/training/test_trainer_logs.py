@@ -11,7 +11,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from specheads.losses.metrics import accepted_length
 from specheads.training.report.log import Pace, evaluation_table
-from specheads.training.trainer import AcceptanceProgress
+from specheads.training.trainer.trainer import AcceptanceProgress
 from tests.support.trainers import OPTIONS, logged, model_of, rows, trainer_of
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from specheads.training.optim import MuonAdamW, parameter_groups
+from specheads.training.trainer.optim import MuonAdamW, parameter_groups
 from tests.support.trainers import model_of, trainer_of, weights
 
 

@@ -12,7 +12,7 @@ from specheads.bench import cost
 from specheads.bench.sweep.grid import PLAIN, Sweep
 from specheads.decoding.drafters import Cascade, Drafter
 from specheads.decoding.drafters.named import DRAFTERS
-from specheads.models.fingerprint import fingerprint_base
+from specheads.models.base.fingerprint import fingerprint_base
 from specheads.models.named import Models, holds_head
 from specheads.options import OptionError
 

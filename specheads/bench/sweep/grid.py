@@ -14,7 +14,7 @@ from specheads.decoding.acceptance.named import RULES, rule_named, threshold_fie
 from specheads.decoding.drafters.named import gives_draft_probs
 from specheads.decoding.planner import tree_named
 from specheads.options import OptionError, refuse_unknown
-from specheads.training.recipe import RecipeError, parse_yaml
+from specheads.training.recipe.recipe import RecipeError, parse_yaml
 
 PLAIN = "none"  # drafts nothing
 TASKS = ("signatures", "syntax", "mmlu", "sampled_mmlu", "gsm8k", "csqa", "humaneval", "prompts")

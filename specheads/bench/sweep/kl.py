@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.seq2seq import decoder_start
 
 

@@ -13,11 +13,11 @@ from specheads.bench.sweep.grid import PLAIN, Setting, Sweep
 from specheads.bench.sweep.kl import Distance, distance
 from specheads.bench.sweep.tasks import Task
 from specheads.data.conversation import Conversation
-from specheads.decoding import prompt_batches
 from specheads.decoding.acceptance.named import rule_named
 from specheads.decoding.drafters import Cascade, Drafter
+from specheads.decoding.generation import prompt_batches
+from specheads.decoding.generation.recorded import Record, review, sum_columns
 from specheads.decoding.planner import Plan, as_plan
-from specheads.decoding.recorded import Record, review, sum_columns
 
 Row = dict[str, Any]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -19,7 +19,7 @@ from specheads.bench.sweep.drafters import Bench
 from specheads.bench.sweep.grid import PLAIN, Setting, Sweep
 from specheads.bench.sweep.measure import Row, measure, prompts_of, replay
 from specheads.bench.sweep.tasks import Task, load_task
-from specheads.decoding.recorded import Record, record
+from specheads.decoding.generation.recorded import Record, record
 from specheads.terminal import Report
 
 RESULTS = "results.jsonl"

@@ -18,7 +18,7 @@ from specheads.decoding.acceptance import Acceptance, Exact
 from specheads.decoding.acceptance.named import rule_named
 from specheads.decoding.drafters import Drafter, DraftModel, NGram, NGramStorage, OneLevelNGramStorage
 from specheads.decoding.drafters.model import NO_LIMIT, vocabulary_size
-from specheads.decoding.generate import SpecGenerateOutput, generate
+from specheads.decoding.generation.generate import SpecGenerateOutput, generate
 from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan, SampledTree, as_plan, chain
 from specheads.decoding.target.hf_base import text_config

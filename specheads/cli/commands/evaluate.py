@@ -10,10 +10,10 @@ from specheads.bench import decoders, environment, report, runner
 from specheads.bench.decoders import REFERENCE
 from specheads.cli.commands.arguments import parse_tree
 from specheads.data.conversation import Conversation
-from specheads.decoding import prompt_batches
 from specheads.decoding.acceptance import Acceptance
 from specheads.decoding.acceptance.named import RULES
 from specheads.decoding.drafters import Drafter
+from specheads.decoding.generation import prompt_batches
 from specheads.models.named import Models
 
 _LEGEND = (

@@ -10,7 +10,7 @@ from typing import Any
 from specheads.training.features.extract import Saved, save_features
 from specheads.training.features.plan import SaveOptions, size_text
 from specheads.training.features.shards import FeatureError
-from specheads.training.recipe import read_recipe
+from specheads.training.recipe.recipe import read_recipe
 
 
 def run(

@@ -8,9 +8,9 @@ from typing import Any
 from transformers.utils import logging as hf_logging
 
 from specheads.models import export_checks
+from specheads.models.base.loading import DTYPES, as_dtype
 from specheads.models.formats import ENGINES
 from specheads.models.formats.export.exporting import form_for
-from specheads.models.loading import DTYPES, as_dtype
 from specheads.models.spec_model import SpecModel
 from specheads.options import refuse_unknown
 

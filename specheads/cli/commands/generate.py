@@ -15,7 +15,7 @@ from specheads.cli.commands.arguments import parse_tree
 from specheads.data.row_forms import template_of
 from specheads.decoding.acceptance.named import rule_named
 from specheads.decoding.drafters import Drafter
-from specheads.decoding.generate import SpecGenerateOutput, generate
+from specheads.decoding.generation.generate import SpecGenerateOutput, generate
 from specheads.models.named import Models
 
 

@@ -14,7 +14,7 @@ from specheads.training.distributed.launch import LaunchConfig, LaunchError, wai
 from specheads.training.errors import TrainingError, TrainingStopped
 from specheads.training.estimate import estimate
 from specheads.training.parity import ParityError
-from specheads.training.recipe import read_recipe
+from specheads.training.recipe.recipe import read_recipe
 from specheads.training.run import prepare
 
 

@@ -21,7 +21,7 @@ from specheads.bench.environment import bfloat16_is_fast
 from specheads.data import corpus
 from specheads.heads import Eagle3Head
 from specheads.models.spec_model import SpecModel
-from specheads.training.trainer import SpecTrainer, SpecTrainingArguments
+from specheads.training.trainer.trainer import SpecTrainer, SpecTrainingArguments
 
 
 @dataclass(frozen=True)

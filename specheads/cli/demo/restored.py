@@ -16,7 +16,7 @@ from specheads import terminal
 from specheads.bench.shipped import load_base
 from specheads.cli import token_stream
 from specheads.cli.commands.generate import write_text
-from specheads.decoding import prompt_batches
+from specheads.decoding.generation import prompt_batches
 from specheads.models.convert import load_head
 
 

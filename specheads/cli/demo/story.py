@@ -24,7 +24,7 @@ from specheads.bench.prompts import held_out_prompts
 from specheads.cli.demo.live import LiveOptions, train_live
 from specheads.cli.demo.own_base import own_base
 from specheads.cli.demo.restored import show_elsewhere
-from specheads.decoding import prompt_batches
+from specheads.decoding.generation import prompt_batches
 from specheads.decoding.planner import chain
 from specheads.models.convert import convert, load_head
 from specheads.models.spec_model import SpecModel

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 from specheads.heads import Eagle3Config, EagleConfig
-from specheads.heads.rope import USUAL_THETA, completed
+from specheads.heads.layers.rope import USUAL_THETA, completed
 from specheads.options import refuse_unknown, shown
 
 MODES = ("medusa", "eagle", "eagle1", "eagle3")

@@ -14,7 +14,7 @@ from torch import Tensor
 from specheads.compat.modelopt.acceptance import HFARValidation
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import chain
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.causal import Target
 from specheads.heads import HeadConfig
 from specheads.heads.vocabulary import DraftVocabulary, draft_offsets

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specheads.decoding.divergences import forward_kl, js, log_mixture, reverse_kl, tv
+from specheads.decoding.probs.divergences import forward_kl, js, log_mixture, reverse_kl, tv
 
 
 def js_paper(log_q: Tensor, log_p: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specheads.decoding.acceptance.paths import accepted_path
 from specheads.decoding.acceptance.rule import LevelRule, TargetProbs, Verdict
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 
 
 @dataclass(frozen=True)

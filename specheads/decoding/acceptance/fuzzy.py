@@ -14,8 +14,8 @@ from transformers.generation import logits_process as hf
 from specheads.decoding.acceptance.divergences import NAMES, add_to_probs, divergence
 from specheads.decoding.acceptance.exact import Exact, accept_probs
 from specheads.decoding.acceptance.rule import LevelRule, TargetProbs
-from specheads.decoding.precision import at_least_float32
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.precision import at_least_float32
+from specheads.decoding.probs.sampler import Sampler
 from specheads.options import refuse_unknown
 
 MODES = ("divergence", "rescue")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specheads.decoding.acceptance.exact import draw_accept_mask, residual_after_rejections
 from specheads.decoding.acceptance.rule import LevelRule, TargetProbs
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.acceptance.paths import accepted_path
-from specheads.decoding.sampler import Sampler, likeliest
+from specheads.decoding.probs.sampler import Sampler, likeliest
 from specheads.decoding.tree import DraftTree
 
 

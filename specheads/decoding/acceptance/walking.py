@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specheads.decoding.acceptance.exact import Exact
 from specheads.decoding.acceptance.rule import Acceptance, TargetProbs, Verdict
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
 

@@ -17,7 +17,7 @@ from specheads.decoding.drafters.model import DraftModel
 from specheads.decoding.planner import AdaptiveChain, Expand, Plan, SampledTree, chain
 from specheads.decoding.planner.plan import require_positive
 from specheads.decoding.planner.record import RecordDraftLogits
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")

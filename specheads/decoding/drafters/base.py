@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specheads.decoding.acceptance import Verdict
 from specheads.decoding.planner import Plan
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.causal import Target
 from specheads.decoding.tree import DraftTree
 

@@ -23,7 +23,7 @@ from specheads.decoding.drafters.k_matrix import most_written, parse_k_matrix
 from specheads.decoding.drafters.model import DraftModel, vocabulary_size
 from specheads.decoding.drafters.path_drafter import PathDrafter, build_tree
 from specheads.decoding.planner import Plan, chain
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from specheads.decoding.acceptance.tokens import accepted_in_review
 from specheads.decoding.drafters.cascade_state import CascadeState
 from specheads.decoding.planner import Expand
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
 

@@ -15,7 +15,7 @@ from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.drafters.cached_model import CachedModel
 from specheads.decoding.drafters.retokenize import RetokenizedText
 from specheads.decoding.planner import AdaptiveChain, ChildLogits, Expand, Plan, SampledTree
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.causal import Target
 from specheads.decoding.target.hf_base import text_config, unwrapped
 from specheads.decoding.target.seq2seq import refuse_unsupported

@@ -18,7 +18,7 @@ from torch import Tensor
 from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.planner import MAX_NODES, Plan, StaticTree
 from specheads.decoding.planner.plan import require_at_most
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree, TreeTopology
 
 Paths = list[list[int]]

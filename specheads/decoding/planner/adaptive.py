@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.planner.plan import MAX_NODES, Expand, require_at_most
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
 

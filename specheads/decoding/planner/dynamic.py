@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specheads.decoding.planner.best_first import grow_likeliest
 from specheads.decoding.planner.plan import MAX_NODES, MAX_SLOTS, Expand, require_at_most, require_positive
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
 

@@ -14,7 +14,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
 MAX_NODES = 1024  # per tree, root included: the mask of a pass has the square of this

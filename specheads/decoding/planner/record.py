@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specheads.decoding.draft_logits import DraftLogits
 from specheads.decoding.planner.plan import ChildLogits, Expand, Plan
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
+from specheads.decoding.tree.draft_logits import DraftLogits
 
 
 @dataclass(frozen=True)

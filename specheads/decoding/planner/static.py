@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.planner.plan import MAX_NODES, Expand, require_at_most, require_positive
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree, TreeTopology
 
 

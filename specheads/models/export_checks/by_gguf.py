@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specheads.heads.rope import frequencies
+from specheads.heads.layers.rope import frequencies
 from specheads.models.export_checks.comparison import compare_tensors, compare_values
 from specheads.models.files import CheckpointError
 from specheads.models.formats.export.gguf_files import DRAFT

@@ -9,7 +9,7 @@ import transformers
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specheads.heads.rope import rope_of
+from specheads.heads.layers.rope import rope_of
 from specheads.models.export_checks.comparison import compare_rotary, compare_values, positions_below
 from specheads.models.formats.files import Files
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads.heads.rope import frequencies
+from specheads.heads.layers.rope import frequencies
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files
 

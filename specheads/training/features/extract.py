@@ -21,9 +21,8 @@ from specheads.decoding.target.hf_base import decoder_of, text_config
 from specheads.heads import HEADS
 from specheads.hub import commit_of
 from specheads.hub import options as hub_options
-from specheads.models.fingerprint import fingerprint_base
-from specheads.models.quantized import quantization_of
-from specheads.training.base import load_base, padding_id
+from specheads.models.base.fingerprint import fingerprint_base
+from specheads.models.base.quantized import quantization_of
 from specheads.training.distributed import launch
 from specheads.training.features import frozen_weights
 from specheads.training.features.index import INDEX, Index, parse_teacher_probs, read_index
@@ -39,7 +38,8 @@ from specheads.training.features.plan import (
     tapped_layers,
 )
 from specheads.training.features.shards import FeatureError, Shard, facts, write
-from specheads.training.recipe import Recipe
+from specheads.training.recipe.base import load_base, padding_id
+from specheads.training.recipe.recipe import Recipe
 
 
 @dataclass(frozen=True)

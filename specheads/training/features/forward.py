@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from specheads.decoding.target.hf_base import decoder_of
-from specheads.heads.block import decoder_layers
+from specheads.heads.layers.block import decoder_layers
 from specheads.losses.teacher import Teacher, tap_base
 
 

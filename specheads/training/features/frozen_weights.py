@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from specheads.heads.block import decoder_layers, final_norm
+from specheads.heads.layers.block import decoder_layers, final_norm
 from specheads.training.features.shards import FeatureError, write_tensors
 
 FOLDER, WEIGHTS = "base", "kept.safetensors"

@@ -16,7 +16,7 @@ from specheads.options import OptionError
 from specheads.training.features import frozen_weights
 from specheads.training.features.index import free_bytes, parse_teacher_probs
 from specheads.training.features.shards import FLOAT8, FeatureError
-from specheads.training.recipe import Recipe
+from specheads.training.recipe.recipe import Recipe
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float8_e4m3fn")
 Ask = Callable[[str], bool]

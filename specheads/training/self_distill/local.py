@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specheads.data.rows import Row, truncate
-from specheads.decoding.prompt_batches import batches, new_tokens
+from specheads.decoding.generation.prompt_batches import batches, new_tokens
 from specheads.hub import options as hub_options
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import Ask

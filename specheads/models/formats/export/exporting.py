@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.heads import DraftHead
+from specheads.models.base.loading import as_dtype
 from specheads.models.config import SpecConfig
 from specheads.models.files import CONFIG, CheckpointError
 from specheads.models.formats import FORMATS
@@ -25,7 +26,6 @@ from specheads.models.formats.export import gguf_files
 from specheads.models.formats.export.readme import readme
 from specheads.models.formats.format import ExportFiles, Format, embeddings_of
 from specheads.models.formats.serving import absolute
-from specheads.models.loading import as_dtype
 from specheads.options import refuse_unknown
 
 

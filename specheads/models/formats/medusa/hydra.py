@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HeadConfig, HydraConfig
-from specheads.heads.rope import rope_of
+from specheads.heads.layers.rope import rope_of
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files, flag, shown, whole
 from specheads.models.formats.format import ExportFiles, Format, count

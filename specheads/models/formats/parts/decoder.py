@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from specheads.decoding.target.hf_base import text_config
-from specheads.heads.decoder import DecoderConfig
 from specheads.heads.feature import FeatureHeadConfig
+from specheads.heads.layers.decoder import DecoderConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files, flag, real, shown, whole
 from specheads.models.formats.format import check_sizes, dtype_of

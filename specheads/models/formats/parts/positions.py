@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from specheads.heads.decoder import DecoderConfig
-from specheads.heads.rope import USUAL_THETA, completed
+from specheads.heads.layers.decoder import DecoderConfig
+from specheads.heads.layers.rope import USUAL_THETA, completed
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files, real, shown, table, whole
 

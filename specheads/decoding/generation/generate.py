@@ -19,10 +19,10 @@ from transformers.utils import ModelOutput
 
 from specheads.decoding.acceptance import Acceptance
 from specheads.decoding.acceptance.named import as_rule
-from specheads.decoding.context_limits import warn_past_limits
 from specheads.decoding.drafters.base import Drafter
 from specheads.decoding.drafters.named import either
-from specheads.decoding.hf_options import (
+from specheads.decoding.generation.context_limits import warn_past_limits
+from specheads.decoding.generation.hf_options import (
     Stopping,
     check_divergences,
     check_prompts,
@@ -31,11 +31,11 @@ from specheads.decoding.hf_options import (
     stop_string_criteria,
     without_stop_strings,
 )
+from specheads.decoding.generation.outputs import SpecGenerateOutput, SpecSeq2SeqOutput, stack_by_position
+from specheads.decoding.generation.prompt_batches import left_order, pack_left, unpadded_rows, warn_of_right_padding
 from specheads.decoding.loop import Step, decode
-from specheads.decoding.outputs import SpecGenerateOutput, SpecSeq2SeqOutput, stack_by_position
 from specheads.decoding.planner import Plan, as_plan
-from specheads.decoding.prompt_batches import left_order, pack_left, unpadded_rows, warn_of_right_padding
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.hf_base import unwrapped
 from specheads.decoding.target.model_inputs import ModelInputs, model_inputs
 from specheads.decoding.target.seq2seq import Source, make_target, refuse_branching

@@ -17,24 +17,24 @@ from transformers import Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, get_last_checkpoint
 
 from specheads.data.repeats import mask_repeats
-from specheads.decoding.context_limits import longest_text
+from specheads.decoding.generation.context_limits import longest_text
 from specheads.decoding.planner import StaticTree
 from specheads.losses.metrics import AcceptanceMeter, TrainingMeter
+from specheads.models.base.frozen_base import explain_frozen, is_frozen_base
+from specheads.models.base.lora import is_adapter
 from specheads.models.card import Record
 from specheads.models.files import CONFIG, CheckpointError
-from specheads.models.frozen_base import explain_frozen, is_frozen_base
-from specheads.models.lora import is_adapter
 from specheads.models.spec_model import SpecModel, SpecOutput
-from specheads.training.arguments import SpecTrainingArguments as SpecTrainingArguments
 from specheads.training.distributed import deepspeed as zero
 from specheads.training.distributed.fsdp import trained_weights_only
 from specheads.training.distributed.launch import kind_of
 from specheads.training.errors import STATE, TrainingError, is_unwritten, refuse_not_finite, resume_hint
-from specheads.training.optim import MuonAdamW, parameter_groups
+from specheads.training.recipe.arguments import SpecTrainingArguments as SpecTrainingArguments
 from specheads.training.report import card as run_card
 from specheads.training.report.log import AcceptanceProgress as AcceptanceProgress
 from specheads.training.report.log import Pace, printer_for
 from specheads.training.resume import Unlogged, Writers, writers_of
+from specheads.training.trainer.optim import MuonAdamW, parameter_groups
 
 
 class SpecTrainer(Trainer):

@@ -29,7 +29,7 @@ def check(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options as the Trainer wants them: YAML's plain `no` as "no" where a field takes that word, 1e3 as 1000 where
     it takes whole numbers. ValueError, with the dotted name, for an unknown one and for a value of another type."""
     # Imported here: transformers' arguments take seconds to import, and an override's typo should not.
-    from specheads.training.arguments import SpecTrainingArguments
+    from specheads.training.recipe.arguments import SpecTrainingArguments
 
     fields = {field.name: field for field in dataclasses.fields(SpecTrainingArguments) if field.init}
     refuse_unknown(options, fields, section="training.")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specheads.decoding.target.cache import TreeCache
 from specheads.decoding.target.hf_base import decoder_of, text_config
-from specheads.heads.rope import rotate
+from specheads.heads.layers.rope import rotate
 
 
 class DecoderBlock(nn.Module):

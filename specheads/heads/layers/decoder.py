@@ -16,8 +16,8 @@ from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import Plan
 from specheads.decoding.target.cache import TreeCache, additive
 from specheads.heads.base import HeadConfig
-from specheads.heads.block import DecoderBlock
-from specheads.heads.rope import RotaryTable, checked, inherited, refuse_overflow
+from specheads.heads.layers.block import DecoderBlock
+from specheads.heads.layers.rope import RotaryTable, checked, inherited, refuse_overflow
 
 T = TypeVar("T")
 # block, its index, attention input and residual (B, T, H), rotary → output (B, T, H)

@@ -1,20 +1,15 @@
-"""A draft tree: tokens and parents, and what follows from them (ancestors, depth, siblings).
+"""What the parents of a draft tree imply: ancestors, depth, siblings and the orders in which rules visit nodes.
 
-Shapes: B batch rows, N nodes, V vocabulary.
+Shapes: B batch rows, N nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from specheads.decoding.draft_logits import DraftLogits
 
 
 def ancestors(parents: Tensor, max_depth: int | None = None) -> Tensor:
@@ -176,69 +171,3 @@ class TreeTopology:
         mask = ~self.ancestors
         mask[:, :, 0] = True
         return mask
-
-
-@dataclass(frozen=True, slots=True)
-class DraftTree:
-    """Drafted tokens as a tree per batch row.
-
-    tokens (B, N): tokens[:, 0] is the root, committed but not yet in the target's KV cache.
-    parents (B, N): parents[b, i] < i; -1 at the root, and at unused slots after it, which no path reaches.
-    max_depth: no node is deeper (a host integer, so that loops over depth need no transfer).
-    probs (B, N, V): the distribution each token was drawn from, siblings in the order drawn and without replacement;
-      None for point masses: tokens that were chosen, not drawn (top-k, n-grams). Siblings then carry distinct tokens.
-    logits: the draft's logits after each node that has children, if a rule asked for them.
-    """
-
-    tokens: Tensor
-    parents: Tensor
-    max_depth: int
-    probs: Tensor | None = None
-    logits: DraftLogits | None = None
-    topology: TreeTopology = field(default=None)  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        if self.tokens.shape != self.parents.shape:
-            raise ValueError(
-                f"tokens {tuple(self.tokens.shape)} and parents {tuple(self.parents.shape)} differ in shape"
-            )
-        if self.topology is None:
-            object.__setattr__(self, "topology", TreeTopology.of(self.parents, self.max_depth))
-
-    @classmethod
-    def root_only(cls, root: Tensor) -> DraftTree:
-        """The tree of plain autoregressive decoding: root (B,) and nothing drafted."""
-        return cls(root.unsqueeze(1), torch.full_like(root, -1).unsqueeze(1), 0)
-
-    @classmethod
-    def chains(cls, root: Tensor, drafts: Sequence[Sequence[int]]) -> DraftTree:
-        """A chain of each row's drafted ids after root (B,); a row may have none."""
-        depth = max(map(len, drafts))
-        tokens = [[*draft, *[0] * (depth - len(draft))] for draft in drafts]
-        parents = [[-1, *range(len(draft)), *[-1] * (depth - len(draft))] for draft in drafts]
-        drafted = torch.tensor(tokens, dtype=root.dtype, device=root.device).view(len(drafts), depth)
-        return cls(torch.cat([root.unsqueeze(1), drafted], 1), torch.tensor(parents, device=root.device), depth)
-
-    @property
-    def num_nodes(self) -> int:
-        return self.tokens.shape[1]
-
-    @property
-    def is_chain(self) -> bool:
-        """Is each node the child of the one before it, in every row?"""
-        return self.num_nodes <= self.max_depth + 1 and self.topology.in_line
-
-    @property
-    def siblings_drawn(self) -> bool:
-        """Does any node have two or more children that were sampled?"""
-        return self.probs is not None and not self.is_chain
-
-    def drawn_probs(self) -> Tensor:
-        """(B, N) the probability of each node's token in the distribution it was drawn from."""
-        assert self.probs is not None
-        starts, _ = self.topology.row_starts(self.probs.shape[2])
-        return self.probs.flatten(1).gather(1, starts + self.tokens)
-
-    def first_sibling(self, marked: Tensor) -> Tensor:
-        """marked (B, N) bool → (B, N): only the first of the marked siblings stays marked."""
-        return marked if self.is_chain else marked & ~(self.topology.earlier_siblings & marked.unsqueeze(1)).any(2)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from specheads.decoding.divergences import forward_kl
-from specheads.decoding.precision import at_least_float32
+from specheads.decoding.probs.divergences import forward_kl
+from specheads.decoding.probs.precision import at_least_float32
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import TapBatch
 from specheads.losses.chunked import Steps, chunked_sum, rows_of_chunk

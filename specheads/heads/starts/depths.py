@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import Expand, Plan, default_static
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
-from specheads.heads.anchors import AnchoredStarts, AnchoredStartsConfig
 from specheads.heads.base import TapBatch
 from specheads.heads.limits import ANY_LAYER, MOST_LAYERS
+from specheads.heads.starts.anchors import AnchoredStarts, AnchoredStartsConfig
 from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
 from specheads.losses.targets import DraftTargets
 

@@ -24,16 +24,16 @@ from torch import Tensor, nn
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import BestFirstTree, ChildLogits, Plan
-from specheads.decoding.precision import at_least_float32
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.precision import at_least_float32
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.cache import Reach, TreeCache, additive, visible
 from specheads.decoding.target.hf_base import UnsupportedModel, logits_of, refuse_more_than_lm_head
 from specheads.decoding.tree import DraftTree
-from specheads.heads.anchors import AnchoredBlocks
 from specheads.heads.base import TapBatch
-from specheads.heads.block import ContextBlock, copy_norm, final_norm
-from specheads.heads.decoder import keep_committed
-from specheads.heads.parallel_config import ParallelConfig
+from specheads.heads.layers.block import ContextBlock, copy_norm, final_norm
+from specheads.heads.layers.decoder import keep_committed
+from specheads.heads.parallel.config import ParallelConfig
+from specheads.heads.starts.anchors import AnchoredBlocks
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.chunked import calls_of_all
 

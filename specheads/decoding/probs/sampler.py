@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from specheads.decoding.processors import RowProcessor, adapt, is_prefix_free
+from specheads.decoding.probs.processors import RowProcessor, adapt, is_prefix_free
 from specheads.decoding.tree import DraftTree
 
 Prefixes = Callable[[], Sequence[Sequence[int]]]

@@ -12,11 +12,11 @@ import yaml
 
 from specheads.data.config import DataConfig
 from specheads.heads import HEADS, HeadConfig, head_config
-from specheads.models.lora import JointConfig
+from specheads.models.base.lora import JointConfig
 from specheads.options import read_yaml, refuse_unknown
-from specheads.training import options as training_options
 from specheads.training.distributed.launch import LaunchConfig
 from specheads.training.parity import ParityConfig
+from specheads.training.recipe import options as training_options
 
 
 class RecipeError(ValueError):

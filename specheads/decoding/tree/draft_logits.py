@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specheads.decoding.draft_ids import DraftIds
+from specheads.decoding.tree.draft_ids import DraftIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from specheads.hub import options as hub_options
-from specheads.models.loading import as_dtype
-from specheads.models.quantized import quantization
-from specheads.training.recipe import Recipe
+from specheads.models.base.loading import as_dtype
+from specheads.models.base.quantized import quantization
+from specheads.training.recipe.recipe import Recipe
 
 
 def load_base(recipe: Recipe) -> PreTrainedModel:

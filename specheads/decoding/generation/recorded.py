@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.acceptance import Exact
 from specheads.decoding.drafters import Drafter
-from specheads.decoding.generate import generate
+from specheads.decoding.generation.generate import generate
 from specheads.decoding.loop import Step, decode
 from specheads.decoding.planner import Plan
-from specheads.decoding.sampler import Sampler
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.causal import Target, TargetOutput
 from specheads.decoding.target.hf_base import text_config
 from specheads.decoding.target.seq2seq import decoder_start

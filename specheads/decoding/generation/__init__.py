@@ -1,0 +1,1 @@
+"""Around the loop: generate() with the options of transformers, prompts in batches, and what it returns."""

@@ -1,0 +1,1 @@
+"""Layers that heads are made of: decoder layers, feed-forward blocks and rotary embeddings."""

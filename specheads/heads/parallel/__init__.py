@@ -1,0 +1,1 @@
+"""The parallel block head and its options."""

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.acceptance import Acceptance, Verdict, walk
-from specheads.decoding.drafters.base import Context, Drafter, with_defaults
+from specheads.decoding.drafters.base import Advance, Context, Drafter, with_defaults
 from specheads.decoding.planner import NoDraft, Plan
 from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.probs.processors import StateWatch
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.schedule import StepSchedule, end_mask, schedule_step
+from specheads.decoding.target.cache import gather_nodes
 from specheads.decoding.target.causal import Target, TargetOutput
 from specheads.decoding.target.model_inputs import ModelInputs
 from specheads.decoding.tree import DraftTree
@@ -121,7 +122,9 @@ class _Loop:
         # One number a row and token, whatever is drafted: a seed gives the same text with and without drafts.
         self.uniforms = sampler.uniforms((batch, self.max_new_tokens), logits.device) if sampler.do_sample else None
         root = sampler.draw(sampler.probs_of(scores), None if self.uniforms is None else self.uniforms[:, 0])
-        self.context = Context.start(self.target, ids, lengths, out.features, root, self.top_tokens(out.logits))
+        self.context = Context.start(
+            self.target, ids, lengths, out.features, root, top_tokens(out.logits, self.num_top)
+        )
         require_finite(bool(sampler.finite))
         self.count = torch.ones_like(root)
         if self.plan and (self.accept.uses_draft_probs or self.keep_divergences):
@@ -142,10 +145,12 @@ class _Loop:
         schedule = schedule_step(
             self.target, self.plan, self.running, self.context.history, self.prompts, self.max_new_tokens
         )
+        self.context.prepare()
         tree = self.draft(schedule.plan)
         out = self.verify(tree, schedule)
         verdict = self.judge(tree, out.logits, schedule)
-        gain = self.commit(tree, out, verdict)
+        advance = commit(self.target, self.sampler, tree, out, verdict, self.num_top)
+        gain = self.transfer(advance)
         return self.report(tree, verdict, schedule, gain, began)
 
     def draft(self, plan: Plan | None) -> DraftTree:
@@ -186,29 +191,18 @@ class _Loop:
         bonus = torch.where(active, verdict.bonus, self.context.root)
         return replace(verdict, length=verdict.length * active, bonus=bonus)
 
-    def commit(self, tree: DraftTree, out: TargetOutput, verdict: Verdict) -> _Gain:
-        """Add the accepted tokens to the text and to the target's cache."""
-        following = verdict.following(tree)
-        gain = self.transfer(tree, verdict, following)
-        self.count = self.count + verdict.length
-        top = self.top_tokens(out.logits)
-        self.context = self.context.extend(verdict, following, out.features, gain.tokens, top)
-        self.target.commit(verdict.path, verdict.length, self.context.bound)
-        return gain
-
-    def transfer(self, tree: DraftTree, verdict: Verdict, following: Tensor) -> _Gain:
-        """The step's only transfer to the host. following (B, P): the token after each node of the path."""
-        topology = tree.topology
-        width, ranks = following.shape[1], topology.ranks.gather(1, verdict.path)
-        finite = self.sampler.finite.to(following.device).expand(len(following), 1)
-        columns = [following, ranks, finite, topology.num_drafted, verdict.length.unsqueeze(1)]
-        rows = torch.cat(columns, 1).tolist()
+    def transfer(self, advance: Advance) -> _Gain:
+        """The step's only transfer to the host, which adds what was gained to the text."""
+        rows, width = advance.columns.tolist(), advance.following.shape[1]
         require_finite(all(row[-3] for row in rows))
-        return _Gain(
+        gain = _Gain(
             tokens=[row[: row[-1]] for row in rows],
             ranks=[row[width + 1 : width + row[-1]] for row in rows],
             drafted=[row[-2] for row in rows],
         )
+        self.count = self.count + advance.length
+        self.context = self.context.extend(advance, gain.tokens)
+        return gain
 
     def report(self, tree: DraftTree, verdict: Verdict, schedule: StepSchedule, gain: _Gain, began: float) -> Step:
         """The Step for the caller: what was gained up to where each row stops."""
@@ -232,10 +226,32 @@ class _Loop:
             tokens.append(new if kept < 0 else new[:kept])
         return tokens
 
-    def top_tokens(self, logits: Tensor) -> Tensor | None:
-        """(B, N, V) → the ids (B, N, K) of the largest, best first, as many as the drafter wants; None for none."""
-        count = 0 if self.drafter is None else self.drafter.wants_target_top
-        return logits.topk(min(count, logits.shape[-1]), dim=-1).indices if count else None
+    @property
+    def num_top(self) -> int:
+        """How many of the target's likeliest tokens the drafter wants."""
+        return 0 if self.drafter is None else self.drafter.wants_target_top
+
+
+def commit(
+    target: Target, sampler: Sampler, tree: DraftTree, out: TargetOutput, verdict: Verdict, num_top: int
+) -> Advance:
+    """Add the accepted tokens to the target's cache; what the next step and the host need of this one."""
+    path, topology, following = verdict.path, tree.topology, verdict.following(tree)
+    target.commit(path, verdict.length)
+    finite = sampler.finite.to(following.device).expand(len(following), 1)
+    ranks, length = topology.ranks.gather(1, path), verdict.length.unsqueeze(1)
+    features = gather_nodes(out.features, path)
+    top = top_tokens(out.logits, num_top)
+    return Advance(
+        verdict.bonus, verdict.length, verdict.last, following, features,
+        None if top is None else gather_nodes(top, path),
+        torch.cat([following, ranks, finite, topology.num_drafted, length], 1),
+    )  # fmt: skip
+
+
+def top_tokens(logits: Tensor, count: int) -> Tensor | None:
+    """(B, N, V) → the ids (B, N, count) of the largest, best first; None for none."""
+    return logits.topk(min(count, logits.shape[-1]), dim=-1).indices if count else None
 
 
 @dataclass(frozen=True, slots=True)

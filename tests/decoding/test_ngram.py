@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from specheads import Exact, MaxGram, NGram, NGramStorage, OneLevelNGramStorage,
 from specheads.decoding.acceptance import Verdict
 from specheads.decoding.drafters.path_drafter import build_tree
 from specheads.decoding.generation.generate import generate
+from specheads.decoding.loop import commit
+from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.target.causal import TargetOutput
 from tests.reference.base_law import BaseLaw, small_base
 from tests.reference.enumeration import distance, probs_of
 from tests.support.drafter_context import context
@@ -283,8 +287,9 @@ def test_the_storage_learns_the_text_and_the_targets_other_likely_ids(fillers):
 def test_the_targets_likeliest_ids_are_those_along_the_accepted_path():
     tree = build_tree(torch.tensor([1]), [[1]], [[[2], [3, 4]]], chain(3))
     verdict = Verdict(path=torch.tensor([[0, 2, 3]]), length=torch.tensor([3]), bonus=torch.tensor([5]))
-    top = torch.tensor([[[10, 11], [20, 21], [30, 31], [40, 41]]])
-    extended = context([[9, 1]]).extend(verdict, verdict.following(tree), torch.zeros(1, 4, 0), [[3, 4, 5]], top)
+    logits = torch.eye(50)[torch.tensor([10, 20, 30, 40])] * 2 + torch.eye(50)[torch.tensor([11, 21, 31, 41])]
+    out, target = TargetOutput(logits.unsqueeze(0), torch.zeros(1, 4, 0)), SimpleNamespace(commit=lambda *_: None)
+    extended = context([[9, 1]]).extend(commit(target, Sampler(), tree, out, verdict, 2), [[3, 4, 5]])
     assert extended.history == [[9, 1, 3, 4, 5]]
     assert extended.top.tolist() == [[[10, 11], [30, 31], [40, 41]]]
 

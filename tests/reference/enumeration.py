@@ -129,7 +129,7 @@ class Table:
 
 
 class TableTarget:
-    """Target's three calls, over a table in place of a model."""
+    """Target's calls, over a table in place of a model."""
 
     limit = 99  # tokens a row may get to
     source = switch = None
@@ -147,6 +147,9 @@ class TableTarget:
             torch.stack([self.table(row) for row in self.rows]).unsqueeze(1), torch.empty(*ids.shape, 0)
         )
 
+    def prepare(self, bound):
+        assert all(len(row) <= bound for row in self.rows)
+
     def verify(self, tree):
         self.tree = tree
         logits = torch.zeros(*tree.tokens.shape, self.table.vocab_size, dtype=torch.float64)
@@ -159,10 +162,9 @@ class TableTarget:
                     logits[b, i] = self.table(prefixes[i])
         return TargetOutput(logits, torch.empty(*tree.tokens.shape, 0))
 
-    def commit(self, path, length, bound):
+    def commit(self, path, length):
         for b, row in enumerate(self.rows):
             row += self.tree.tokens[b, path[b, : length[b]]].tolist()
-            assert len(row) <= bound
 
 
 @dataclass

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.acceptance.paths import accepted_path
+from specheads.decoding.cached import cached_property
 from specheads.decoding.probs.sampler import Sampler, likeliest
 from specheads.decoding.tree import DraftTree
 

@@ -190,8 +190,11 @@ class Seq2SeqTarget(Target):
         levels.depth += 1
         return TargetOutput(self._feed(tokens, start), self._no_features(tokens))
 
-    def commit(self, path: Tensor, length: Tensor, bound: int) -> None:
-        """Keep the first length (B,) nodes of the chains last fed. A chain needs neither path nor bound."""
+    def prepare(self, bound: int) -> None:
+        """Nothing: this cache makes room as it is written."""
+
+    def commit(self, path: Tensor, length: Tensor) -> None:
+        """Keep the first length (B,) nodes of the chains last fed. A chain needs no path."""
         self.cache.lengths = self.cache.lengths + length
 
     def _no_features(self, ids: Tensor) -> Tensor:

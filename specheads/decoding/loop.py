@@ -17,8 +17,9 @@ from specheads.decoding.drafters.base import Advance, Context, Drafter, with_def
 from specheads.decoding.planner import NoDraft, Plan
 from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.probs.processors import StateWatch
+from specheads.decoding.probs.randomness import ACCEPT, DRAFT
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.schedule import StepSchedule, end_mask, schedule_step
+from specheads.decoding.schedule import StepSchedule, cut_past_limits, end_mask, schedule_step
 from specheads.decoding.target.cache import gather_nodes
 from specheads.decoding.target.causal import Target, TargetOutput
 from specheads.decoding.target.model_inputs import ModelInputs
@@ -120,7 +121,7 @@ class _Loop:
         self.prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
         scores = sampler.scores(logits, lambda: self.prompts)
         # One number a row and token, whatever is drafted: a seed gives the same text with and without drafts.
-        self.uniforms = sampler.uniforms((batch, self.max_new_tokens), logits.device) if sampler.do_sample else None
+        self.uniforms = sampler.seed_rows(batch, self.max_new_tokens, logits.device)
         root = sampler.draw(sampler.probs_of(scores), None if self.uniforms is None else self.uniforms[:, 0])
         self.context = Context.start(
             self.target, ids, lengths, out.features, root, top_tokens(out.logits, self.num_top)
@@ -146,19 +147,21 @@ class _Loop:
             self.target, self.plan, self.running, self.context.history, self.prompts, self.max_new_tokens
         )
         self.context.prepare()
-        tree = self.draft(schedule.plan)
+        tree = self.draft(schedule)
         out = self.verify(tree, schedule)
         verdict = self.judge(tree, out.logits, schedule)
         advance = commit(self.target, self.sampler, tree, out, verdict, self.num_top)
         gain = self.transfer(advance)
         return self.report(tree, verdict, schedule, gain, began)
 
-    def draft(self, plan: Plan | None) -> DraftTree:
+    def draft(self, schedule: StepSchedule) -> DraftTree:
         """The drafter's tree; the root alone if there is no drafter or plan, or if the plan is to draft nothing."""
+        plan = schedule.plan
         if self.drafter is None or plan is None:
             return DraftTree.root_only(self.context.root)
         if self.watch and self.watch.waiting:
             plan = NoDraft(plan)
+        self.sampler.begin(DRAFT, self.count)
         tree = self.drafter.propose(self.context, self.sampler, plan)  # an idle drafter still reads the text
         if isinstance(plan, NoDraft):
             return DraftTree.root_only(self.context.root)
@@ -168,7 +171,8 @@ class _Loop:
                 f"{type(self.drafter).__name__} gives none; draft with a head or a draft model, or accept by another "
                 "rule"
             )
-        return tree
+        by_target_alone = tree.probs is None and self.accept.is_exact(self.sampler)
+        return tree if by_target_alone else cut_past_limits(tree, schedule.remaining)
 
     def verify(self, tree: DraftTree, schedule: StepSchedule) -> TargetOutput:
         """The target's pass over the tree; only active rows count."""
@@ -178,6 +182,7 @@ class _Loop:
 
     def judge(self, tree: DraftTree, logits: Tensor, schedule: StepSchedule) -> Verdict:
         """What the rule accepts of the tree; inactive rows gain nothing and keep their root."""
+        self.sampler.begin(ACCEPT, self.count)
         verdict = walk(
             tree, logits, self.accept, self.sampler, self.context.history,
             ends=None if self.end_ids is None else end_mask(tree, self.end_ids, schedule.remaining),

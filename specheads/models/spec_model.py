@@ -221,8 +221,8 @@ class SpecModel(PreTrainedModel):
         "maxgram", or any other drafter; drafter: an alias of it. tree: a plan (`DynamicTree`, `StaticTree`, `chain`,
         `SampledTree`; default: the head's) or its text, "chain:3". accept: the rule or its text, "fuzzy:js:0.2"
         (default `Exact`; also lossless: `Block`, `Traversal`; not lossless: `Fuzzy`, `Typical` and others). seed: of
-        the sampling. With return_dict_in_generate=True the output also has `steps` and `statistics()`. Stopping
-        criteria are evaluated row by row, after each token.
+        the sampling, a number or one for each row. With return_dict_in_generate=True the output also has `steps` and
+        `statistics()`. Stopping criteria are evaluated row by row, after each token.
         """
         found = either(draft, drafter, self.head, default=True)
         return generate(self.base, inputs, draft=found, **kwargs)

@@ -35,6 +35,7 @@ from specheads.decoding.generation.outputs import SpecGenerateOutput, SpecSeq2Se
 from specheads.decoding.generation.prompt_batches import left_order, pack_left, unpadded_rows, warn_of_right_padding
 from specheads.decoding.loop import Step, decode
 from specheads.decoding.planner import Plan, as_plan
+from specheads.decoding.probs.randomness import seeds_for
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.hf_base import unwrapped
 from specheads.decoding.target.model_inputs import ModelInputs, model_inputs
@@ -49,7 +50,7 @@ def generate(
     drafter: Drafter | str | None = None,
     tree: Plan | str | None = None,
     accept: Acceptance | str | None = None,
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     output_divergences: bool = False,
     generation_config: GenerationConfig | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
@@ -63,8 +64,9 @@ def generate(
     draft: what drafts: a drafter (a `DraftModel`, a head …), "lookup", "ngram" or "maxgram"; None or False: plain
     decoding through the same loop. drafter: another name for it. tree: the plan of the trees, or its text, "chain:3"
     say (default: the drafter's; for encoder-decoders a chain). accept: the rule, or its text, "fuzzy:js:0.2" say
-    (default: `Exact`, lossless). seed: for the sampling. output_divergences: for a `Fuzzy` rule, keep D at every
-    drafted position in the steps (see `Step`); it needs return_dict_in_generate=True.
+    (default: `Exact`, lossless). seed: for the sampling, a number or one for each row, on which a row's text depends
+    alone; `probs.randomness.row_seeds` gives the rows' seeds of one number. output_divergences: for a `Fuzzy` rule,
+    keep D at every drafted position in the steps (see `Step`); it needs return_dict_in_generate=True.
 
     inputs: ids (B, T). Arguments of the model (pixel_values, position_ids, token_type_ids …) are served as generate()
     serves them, or refused by name. A prompt padded on the right continues after its own last token, as if it were
@@ -130,7 +132,7 @@ def _run(
     drafter: Drafter | None,
     plan: Plan | None,
     accept: Acceptance,
-    seed: int | None,
+    seed: int | Sequence[int] | None,
     source_ids: Tensor | None,
     stream: BaseStreamer | None,
     divergences: bool,
@@ -145,7 +147,7 @@ def _run(
     sampler = Sampler(
         logits_processor,
         do_sample=do_sample,
-        generator=_generator(seed, device) if do_sample or seed is not None else None,
+        seeds=seeds_for(seed, len(prompts.rows)) if do_sample or seed is not None else None,
         prompts=prompts.rows,
         lengths=prompts.counts,
         pad_token_id=pad_id,
@@ -265,16 +267,12 @@ class _Text:
         return torch.tensor([row + [pad_id] * (longest - len(row)) for row in self.rows], device=device)
 
 
-def _run_seeded(run: Callable[[], Any], seed: int | None) -> Any:
-    """run() with torch's global generators seeded, and restored afterwards."""
+def _run_seeded(run: Callable[[], Any], seed: int | Sequence[int] | None) -> Any:
+    """run() with torch's global generators seeded, and restored afterwards. ValueError for a seed of each row."""
     if seed is None:
         return run()
+    if not isinstance(seed, int):
+        raise ValueError(f"seed={seed!r}: beam search draws all rows from one seed; give a single number")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return run()
-
-
-def _generator(seed: int | None, device: torch.device) -> torch.Generator:
-    """Seeded as asked, else from torch's global generator, so that torch.manual_seed governs generate() too."""
-    generator = torch.Generator(device=device)
-    return generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)

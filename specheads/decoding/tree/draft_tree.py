@@ -6,7 +6,7 @@ Shapes: B batch rows, N nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -55,6 +55,14 @@ class DraftTree:
         parents = [[-1, *range(len(draft)), *[-1] * (depth - len(draft))] for draft in drafts]
         drafted = torch.tensor(tokens, dtype=root.dtype, device=root.device).view(len(drafts), depth)
         return cls(torch.cat([root.unsqueeze(1), drafted], 1), torch.tensor(parents, device=root.device), depth)
+
+    def cut(self, depths: Sequence[int]) -> DraftTree:
+        """The tree without each row's nodes below its own depth: their slots are unused."""
+        if min(depths) >= self.max_depth:
+            return self
+        below = self.topology.depth > torch.tensor(depths, device=self.parents.device).unsqueeze(1)
+        parents = self.parents.masked_fill(below, -1)
+        return replace(self, parents=parents, topology=TreeTopology.of(parents, self.max_depth))
 
     @property
     def num_nodes(self) -> int:

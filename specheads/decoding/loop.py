@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from specheads.decoding.acceptance import Acceptance, Verdict, walk
+from specheads.decoding.compiled import CompiledSteps, StepCompiler
 from specheads.decoding.drafters.base import Advance, Context, Drafter, with_defaults
 from specheads.decoding.planner import NoDraft, Plan
 from specheads.decoding.planner.record import RecordDraftLogits
@@ -20,12 +21,13 @@ from specheads.decoding.probs.processors import StateWatch
 from specheads.decoding.probs.randomness import ACCEPT, DRAFT
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.schedule import StepSchedule, cut_past_limits, end_mask, schedule_step
-from specheads.decoding.target.cache import gather_nodes
-from specheads.decoding.target.causal import Target, TargetOutput
+from specheads.decoding.step import commit, hold_inactive, top_tokens
+from specheads.decoding.target.causal import Target
 from specheads.decoding.target.model_inputs import ModelInputs
 from specheads.decoding.tree import DraftTree
 
 Stop = Callable[[int, list[int], int], int]
+_Details = tuple[list[list[float]], list[list[int]], list[list[int]]]  # divergences, parents and path of a Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ def decode(
     eos: Collection[int] = (),
     keep_scores: bool = False,
     keep_divergences: bool = False,
+    compiled: CompiledSteps | None = None,
 ) -> Iterator[Step]:
     """Generate from prompts ids (B, T), packed left, of lengths (B,); yields a Step at a time until all rows stop.
 
@@ -75,9 +78,12 @@ def decode(
     stop(row, ids, count) looks at a row's ids, of which the last `count` are new. It returns how many of those to keep,
     or a negative number if the row continues. eos: ids that always end a row. Nothing is drafted past max_new_tokens,
     and no logits processor is asked what follows that limit or an end. inputs: what the model takes besides ids.
+    compiled: what compiles the steps; it takes a target made with static=True.
     """
     drafter = None if drafter is None else with_defaults(drafter)
-    loop = _Loop(target, drafter, plan, sampler, accept, stop, max_new_tokens, eos, keep_scores, keep_divergences)
+    loop = _Loop(
+        target, drafter, plan, sampler, accept, stop, max_new_tokens, eos, keep_scores, keep_divergences, compiled
+    )
     yield loop.prefill(ids, lengths, inputs)
     while any(loop.running):
         yield loop.step()
@@ -102,7 +108,9 @@ class _Loop:
     eos: Collection[int]
     keep_scores: bool
     keep_divergences: bool
+    compiled: CompiledSteps | None
 
+    compiler: StepCompiler | None = field(init=False)
     running: list[bool] = field(init=False)
     prompts: list[list[int]] = field(init=False)
     context: Context = field(init=False)
@@ -134,6 +142,12 @@ class _Loop:
         self.end_ids = None
         if sampler.needs_prefix:
             self.end_ids = torch.tensor(sorted(self.eos), dtype=ids.dtype, device=root.device)
+        self.compiler = None
+        if self.compiled is not None and self.compiled.serves(self.target):
+            self.compiler = StepCompiler(
+                self.compiled, self.target, self.drafter, self.plan, self.accept, sampler, self.num_top,
+                details=self.keep_scores or self.keep_divergences,
+            )  # fmt: skip
 
         tokens = self.apply_stop([[row[-1]] for row in self.context.history])
         kept_scores = [[pair] for pair in zip(logits, scores, strict=True)] if self.keep_scores else []
@@ -147,12 +161,21 @@ class _Loop:
             self.target, self.plan, self.running, self.context.history, self.prompts, self.max_new_tokens
         )
         self.context.prepare()
-        tree = self.draft(schedule)
-        out = self.verify(tree, schedule)
-        verdict = self.judge(tree, out.logits, schedule)
-        advance = commit(self.target, self.sampler, tree, out, verdict, self.num_top)
-        gain = self.transfer(advance)
-        return self.report(tree, verdict, schedule, gain, began)
+        active = torch.tensor(schedule.active, device=self.context.root.device)
+        self.target.active = None if all(schedule.active) else active
+        tree = verdict = advance = None
+        if self.compiler is not None:
+            advance = self.compiler.whole_step(self.context, self.numbers(self.compiler.depth), active)
+        if advance is None:
+            tree = self.draft(schedule)
+            if self.compiler is not None:
+                numbers = self.numbers(self.compiler.depth)
+                advance = self.compiler.step_after_draft(self.context, tree, numbers, active)
+            if advance is None:
+                out = (self.compiler or self.target).verify(tree)
+                verdict = hold_inactive(self.judge(tree, out.logits, schedule), self.context.root, active)
+                advance = commit(self.target, self.sampler, tree, out, verdict, self.num_top)
+        return self.report(tree, verdict, schedule, self.transfer(advance), began)
 
     def draft(self, schedule: StepSchedule) -> DraftTree:
         """The drafter's tree; the root alone if there is no drafter or plan, or if the plan is to draft nothing."""
@@ -174,27 +197,21 @@ class _Loop:
         by_target_alone = tree.probs is None and self.accept.is_exact(self.sampler)
         return tree if by_target_alone else cut_past_limits(tree, schedule.remaining)
 
-    def verify(self, tree: DraftTree, schedule: StepSchedule) -> TargetOutput:
-        """The target's pass over the tree; only active rows count."""
-        device = self.context.root.device
-        self.target.active = None if all(schedule.active) else torch.tensor(schedule.active, device=device)
-        return self.target.verify(tree)
-
     def judge(self, tree: DraftTree, logits: Tensor, schedule: StepSchedule) -> Verdict:
-        """What the rule accepts of the tree; inactive rows gain nothing and keep their root."""
+        """What the rule accepts of the tree."""
         self.sampler.begin(ACCEPT, self.count)
         verdict = walk(
             tree, logits, self.accept, self.sampler, self.context.history,
             ends=None if self.end_ids is None else end_mask(tree, self.end_ids, schedule.remaining),
-            numbers=None if self.uniforms is None else next_uniforms(self.uniforms, self.count, tree.max_depth + 1),
-            keep_scores=self.keep_scores, keep_divergences=self.keep_divergences,
+            numbers=self.numbers(tree.max_depth), keep_scores=self.keep_scores, keep_divergences=self.keep_divergences,
         )  # fmt: skip
         if self.watch and not self.watch.may_draft():
             self.plan = self.watch = None
-        if (active := self.target.active) is None:
-            return verdict
-        bonus = torch.where(active, verdict.bonus, self.context.root)
-        return replace(verdict, length=verdict.length * active, bonus=bonus)
+        return verdict
+
+    def numbers(self, depth: int) -> Tensor | None:
+        """(B, depth + 1) the numbers that draw the next tokens of each row; None if nothing is sampled."""
+        return None if self.uniforms is None else next_uniforms(self.uniforms, self.count, depth + 1)
 
     def transfer(self, advance: Advance) -> _Gain:
         """The step's only transfer to the host, which adds what was gained to the text."""
@@ -209,17 +226,22 @@ class _Loop:
         self.context = self.context.extend(advance, gain.tokens)
         return gain
 
-    def report(self, tree: DraftTree, verdict: Verdict, schedule: StepSchedule, gain: _Gain, began: float) -> Step:
-        """The Step for the caller: what was gained up to where each row stops."""
+    def report(
+        self, tree: DraftTree | None, verdict: Verdict | None, schedule: StepSchedule, gain: _Gain, began: float
+    ) -> Step:
+        """The Step for the caller: what was gained up to where each row stops. Scores and divergences, where they are
+        wanted, are those of the verdict."""
         tokens = self.apply_stop(gain.tokens)
         accepted = [min(max(0, len(row) - 1), len(kept)) for row, kept in zip(gain.tokens, tokens, strict=True)]
         ranks = [row[:n] for row, n in zip(gain.ranks, accepted, strict=True)]
         drafted = [n if active else 0 for n, active in zip(gain.drafted, schedule.active, strict=True)]
         scores: list[list[tuple[Tensor, Tensor]]] = []
-        if self.keep_scores:
+        if verdict is not None and self.keep_scores:
             levels = verdict.scores
             scores = [[(raw[b], processed[b]) for raw, processed in levels[: len(row)]] for b, row in enumerate(tokens)]
-        details = divergences_of(tree, verdict, schedule.active, accepted) if self.keep_divergences else ([], [], [])
+        details: _Details = ([], [], [])
+        if verdict is not None and tree is not None and self.keep_divergences:
+            details = divergences_of(tree, verdict, schedule.active, accepted)
         return Step(tokens, accepted, ranks, drafted, time.perf_counter() - began, scores, *details)
 
     def apply_stop(self, gained: list[list[int]]) -> list[list[int]]:
@@ -237,28 +259,6 @@ class _Loop:
         return 0 if self.drafter is None else self.drafter.wants_target_top
 
 
-def commit(
-    target: Target, sampler: Sampler, tree: DraftTree, out: TargetOutput, verdict: Verdict, num_top: int
-) -> Advance:
-    """Add the accepted tokens to the target's cache; what the next step and the host need of this one."""
-    path, topology, following = verdict.path, tree.topology, verdict.following(tree)
-    target.commit(path, verdict.length)
-    finite = sampler.finite.to(following.device).expand(len(following), 1)
-    ranks, length = topology.ranks.gather(1, path), verdict.length.unsqueeze(1)
-    features = gather_nodes(out.features, path)
-    top = top_tokens(out.logits, num_top)
-    return Advance(
-        verdict.bonus, verdict.length, verdict.last, following, features,
-        None if top is None else gather_nodes(top, path),
-        torch.cat([following, ranks, finite, topology.num_drafted, length], 1),
-    )  # fmt: skip
-
-
-def top_tokens(logits: Tensor, count: int) -> Tensor | None:
-    """(B, N, V) → the ids (B, N, count) of the largest, best first; None for none."""
-    return logits.topk(min(count, logits.shape[-1]), dim=-1).indices if count else None
-
-
 @dataclass(frozen=True, slots=True)
 class _Gain:
     """Per row, on the host: the tokens gained, the sibling ranks of the accepted ones, and how many were drafted."""
@@ -268,9 +268,7 @@ class _Gain:
     drafted: list[int]
 
 
-def divergences_of(
-    tree: DraftTree, verdict: Verdict, active: Sequence[bool], accepted: Sequence[int]
-) -> tuple[list[list[float]], list[list[int]], list[list[int]]]:
+def divergences_of(tree: DraftTree, verdict: Verdict, active: Sequence[bool], accepted: Sequence[int]) -> _Details:
     """divergences, parents and path of a Step, with `accepted` nodes a row; empty for rows that are not active."""
     nans = torch.full(tree.tokens.shape, torch.nan)
     by_slot = nans if verdict.divergences is None else verdict.divergences

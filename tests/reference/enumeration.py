@@ -132,7 +132,8 @@ class TableTarget:
     """Target's calls, over a table in place of a model."""
 
     limit = 99  # tokens a row may get to
-    source = switch = None
+    source = switch = active = None
+    static = False
 
     def __init__(self, table):
         self.table = table

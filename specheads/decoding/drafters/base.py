@@ -121,6 +121,7 @@ class Drafter(Protocol):
 
     layers: target hidden_states it wants (HF indices).
     wants_target_top: so many of the target's likeliest tokens come in `Context.top`.
+    on_device: propose() reads no number on the host, so that the step can be compiled with it.
     gives_draft_probs: its trees can keep the distributions they were drafted from; else its drafts are point masses.
     fixed_depth: tokens it drafts in one pass, which static trees given by name follow; None if each level takes a pass.
     trained_length: tokens of the longest text it was trained on, past which generate() warns; None: no such limit.
@@ -132,6 +133,10 @@ class Drafter(Protocol):
     @property
     def wants_target_top(self) -> int:
         return 0
+
+    @property
+    def on_device(self) -> bool:
+        return False
 
     @property
     def gives_draft_probs(self) -> bool:
@@ -176,5 +181,5 @@ class _Defaults(Drafter):
     """`Drafter`'s values."""
 
 
-_OPTIONAL = ("wants_target_top", "gives_draft_probs", "fixed_depth", "trained_length", "reviews")
+_OPTIONAL = ("wants_target_top", "on_device", "gives_draft_probs", "fixed_depth", "trained_length", "reviews")
 _DEFAULTS = cast(type[Any], _Defaults)()

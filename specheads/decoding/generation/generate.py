@@ -19,6 +19,7 @@ from transformers.utils import ModelOutput
 
 from specheads.decoding.acceptance import Acceptance
 from specheads.decoding.acceptance.named import as_rule
+from specheads.decoding.compiled import CompiledSteps, compiled_steps
 from specheads.decoding.drafters.base import Drafter
 from specheads.decoding.drafters.named import either
 from specheads.decoding.generation.context_limits import warn_past_limits
@@ -52,6 +53,7 @@ def generate(
     accept: Acceptance | str | None = None,
     seed: int | Sequence[int] | None = None,
     output_divergences: bool = False,
+    compile: bool | str = False,
     generation_config: GenerationConfig | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     streamer: BaseStreamer | None = None,
@@ -67,6 +69,10 @@ def generate(
     (default: `Exact`, lossless). seed: for the sampling, a number or one for each row, on which a row's text depends
     alone; `probs.randomness.row_seeds` gives the rows' seeds of one number. output_divergences: for a `Fuzzy` rule,
     keep D at every drafted position in the steps (see `Step`); it needs return_dict_in_generate=True.
+
+    compile: decode with steps compiled by torch, for which new shapes are compiled once (the log says so and how long
+    it took; torch keeps the code on disk); True, or the name of a backend of torch.compile. What cannot be compiled is
+    decoded without, after a warning.
 
     inputs: ids (B, T). Arguments of the model (pixel_values, position_ids, token_type_ids …) are served as generate()
     serves them, or refused by name. A prompt padded on the right continues after its own last token, as if it were
@@ -117,6 +123,7 @@ def generate(
             source_ids=prompts if base.config.is_encoder_decoder else None,
             stream=streamer,
             divergences=output_divergences,
+            compiled=compiled_steps(base, compile) if compile else None,
         ),
         **kwargs,
     )
@@ -136,6 +143,7 @@ def _run(
     source_ids: Tensor | None,
     stream: BaseStreamer | None,
     divergences: bool,
+    compiled: CompiledSteps | None,
     **model_kwargs: Any,
 ) -> Tensor | SpecGenerateOutput | SpecSeq2SeqOutput:
     """The loop that base.generate() runs in place of its own, over what it has made of its arguments."""
@@ -154,7 +162,7 @@ def _run(
     )
     target = make_target(
         base, drafter.layers if drafter else (), scratch=plan.num_nodes if plan else 1, source=prompts.source,
-        decoder_mask=model_kwargs.get("decoder_attention_mask"),
+        decoder_mask=model_kwargs.get("decoder_attention_mask"), static=compiled is not None,
     )  # fmt: skip
     text = _Text([list(row) for row in prompts.rows], stream, keep_steps=bool(config.return_dict_in_generate))
     trained_length = None if drafter is None else drafter.trained_length
@@ -163,6 +171,7 @@ def _run(
         target, drafter, prompts.ids, prompts.lengths, plan=plan, sampler=sampler, accept=accept, stop=stop,
         max_new_tokens=stop.limit, inputs=prompts.inputs, eos=stop.eos,
         keep_scores=bool(config.output_scores or config.output_logits), keep_divergences=divergences,
+        compiled=compiled,
     ):  # fmt: skip
         text.add(step)
     if stream is not None:

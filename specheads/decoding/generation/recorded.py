@@ -87,6 +87,8 @@ class RecordedTarget:
     record is never accepted, so the logits there do not matter.
     """
 
+    static, active = False, None
+
     def __init__(self, record: Record, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         self.record, self.device = record, device
         self.texts = [record.outputs[tuple(prompt)] for prompt in prompts]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -274,11 +273,4 @@ def gather_nodes(level: Tensor, index: Tensor) -> Tensor:
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """(B, N, K) bool → additive mask (B, 1, N, K), 0 where seen. Eager attention is silently wrong with a bool mask."""
-    return torch.where(mask, *_seen_and_hidden(dtype, mask.device)).unsqueeze(1)
-
-
-@cache
-def _seen_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.zeros((), dtype=dtype, device=device), torch.full(
-        (), torch.finfo(dtype).min, dtype=dtype, device=device
-    )
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min).unsqueeze(1)

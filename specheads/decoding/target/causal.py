@@ -49,6 +49,7 @@ class Target:
     """
 
     active: Tensor | None = None
+    static: bool = False
     source: Any = None
     switch: RopeSwitch | None = None
     min_fed: int = 0

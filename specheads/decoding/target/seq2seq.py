@@ -92,13 +92,15 @@ def make_target(
     scratch: int = 1,
     source: Source | None = None,
     decoder_mask: Tensor | None = None,
+    static: bool = False,
 ) -> Target:
     """The Target for a base: with a source for an encoder-decoder, without one for a decoder-only model.
 
+    static: as in `Target`; an encoder-decoder's is never.
     Raises UnsupportedModel for a base that cannot be served, and for tapped layers of an encoder-decoder.
     """
     if source is None:
-        return Target(base, layers, scratch=scratch)
+        return Target(base, layers, scratch=scratch, static=static)
     if layers:
         raise UnsupportedModel(
             f"{type(base).__name__} is an encoder-decoder model, and draft heads are for decoder-only ones; draft with "

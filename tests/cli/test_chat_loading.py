@@ -8,7 +8,7 @@ import torch
 
 from specheads.cli.chat.session import Session
 from specheads.cli.chat.settings import Processor, Settings, settings_like
-from specheads.models import loading
+from specheads.models.base import loading
 from specheads.models.named import Models
 from tests.support.command_line import run, ship
 

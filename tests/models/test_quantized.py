@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from specheads import SpecModel, convert
-from specheads.models import quantized
+from specheads.models.base import quantized
 from specheads.training.recipe.recipe import RecipeError, read_recipe
 from specheads.training.run import prepare
 from tests.support.paths import ROOT

@@ -9,8 +9,8 @@ from transformers import LogitsProcessorList, TopKLogitsWarper
 
 import specheads
 from specheads import NoResidual, SampledTree, compat
-from tests.reference.base_law import BaseLaw, small_base
-from tests.reference.enumeration import Table, distance, probs_of, step_law
+from tests.reference.base_probs import BaseProbs, small_base
+from tests.reference.enumeration import Table, distance, probs_of, step_probs
 from tests.reference.greedy_replay import NEW, PROMPT, greedy_draft, make_draft_model, make_target, replayed
 from tests.support.tiny_models import near, tiny_llama
 
@@ -115,7 +115,7 @@ def test_sampled_text_repeats_under_a_seed_and_stays_within_the_processors_token
 
 
 def filtered(logits, top_k, top_p, temperature):
-    """The law of romsto's order, token by token: top-k, then the nucleus at temperature 1, then the temperature."""
+    """The distribution in romsto's order, token by token: top-k, the nucleus at temperature 1, then the temperature."""
     order = sorted(range(len(logits)), key=lambda i: -logits[i])[:top_k]
     weights = torch.tensor([logits[i] for i in order]).softmax(0).tolist()
     kept, mass = [], 0.0
@@ -124,9 +124,9 @@ def filtered(logits, top_k, top_p, temperature):
         mass += weight
         if mass > top_p:
             break
-    law = torch.zeros(len(logits), dtype=torch.float64)
-    law[kept] = torch.tensor([logits[i] / temperature for i in kept], dtype=torch.float64).softmax(0)
-    return law
+    probs = torch.zeros(len(logits), dtype=torch.float64)
+    probs[kept] = torch.tensor([logits[i] / temperature for i in kept], dtype=torch.float64).softmax(0)
+    return probs
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
@@ -180,7 +180,7 @@ class Floor(compat.MultinomialProcessor):
         return logits
 
 
-def output_law_under(monkeypatch, make, target, small, gamma, length):
+def output_probs_under(monkeypatch, make, target, small, gamma, length):
     """The distribution of the text under the processor that make(sampler) gives, all draws enumerated."""
 
     def run(sampler):
@@ -199,10 +199,10 @@ def output_law_under(monkeypatch, make, target, small, gamma, length):
 def test_a_users_own_filter_gives_the_targets_filtered_distribution(monkeypatch, gamma, length):
     target, small = small_base(3), near(small_base(3), 0.3)
     processor = Floor(0.7, 0.5)
-    law = output_law_under(monkeypatch, lambda sampler: processor, target, small, gamma, length)
-    wanted = BaseLaw(target, lambda logits: processor(logits).log())
+    probs = output_probs_under(monkeypatch, lambda sampler: processor, target, small, gamma, length)
+    wanted = BaseProbs(target, lambda logits: processor(logits).log())
     assert any(p == 0 for prefix in ((1, 0, 1), (1, 0, 1, 0)) for p in wanted(prefix)), "the filter must bite"
-    assert distance(law, wanted.joint((1, 0, 1), length)) < 1e-12
+    assert distance(probs, wanted.joint((1, 0, 1), length)) < 1e-12
 
 
 @pytest.mark.parametrize("processor", [PROCESSORS["both"], Floor(0.7, 0.5)], ids=["theirs", "a user's"])
@@ -229,9 +229,9 @@ def test_a_users_own_sample_is_drawn_from_once_a_token(monkeypatch, stateless):
 
         return Sharper(1.0)
 
-    law = output_law_under(monkeypatch, make, target, small, 2, 3 if stateless else 4)
-    wanted = BaseLaw(target, lambda logits: 2 * logits)
-    assert distance(law, wanted.joint((1, 0, 1), 3 if stateless else 4)) < 1e-12
+    probs = output_probs_under(monkeypatch, make, target, small, 2, 3 if stateless else 4)
+    wanted = BaseProbs(target, lambda logits: 2 * logits)
+    assert distance(probs, wanted.joint((1, 0, 1), 3 if stateless else 4)) < 1e-12
 
 
 def test_a_sample_that_is_no_draw_gives_its_own_text_and_accepts_its_own_drafts(target, small):
@@ -338,9 +338,9 @@ def test_debug_shows_the_candidates_of_each_step_of_a_beam_search(target, capsys
 def test_skipping_the_adjustment_emits_what_its_docstring_says():
     """A refusal followed by a draw from p: min(p, q) + (1 − Σ min(p, q)) p, whatever the draft."""
     target, draft, prompt = Table(3, 1), Table(3, 2), (1, 0)
-    law = step_law(target, draft, SampledTree((1,)), NoResidual(), prompt)
+    probs = step_probs(target, draft, SampledTree((1,)), NoResidual(), prompt)
     first = {}
-    for tokens, chance in law.items():
+    for tokens, chance in probs.items():
         first[tokens[0]] = first.get(tokens[0], 0.0) + chance
     p, q = (table(prompt).softmax(-1) for table in (target, draft))
     both = torch.minimum(p, q)

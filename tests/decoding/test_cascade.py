@@ -24,7 +24,7 @@ from specheads import (
 )
 from specheads.bench.cost import published, walltime_improvement
 from specheads.decoding.drafters.k_matrix import most_written, parse_k_matrix
-from tests.reference.base_law import BaseLaw, small_base
+from tests.reference.base_probs import BaseProbs, small_base
 from tests.reference.enumeration import distance, probs_of
 from tests.reference.published_cascade import Published
 from tests.reference.published_maxgram import published as published_maxgram
@@ -243,10 +243,10 @@ def test_sampled_text_has_the_targets_distribution(prompts, length):
             rows = [(*row, *gained) for row, gained in zip(rows, step.tokens, strict=True)]
         return tuple(rows)
 
-    law = BaseLaw(base)
+    base_probs = BaseProbs(base)
     expected = {(): 1.0}
     for prompt in prompts:
-        expected = {(*a, b): p * q for a, p in expected.items() for b, q in law.joint(prompt, length).items()}
+        expected = {(*a, b): p * q for a, p in expected.items() for b, q in base_probs.joint(prompt, length).items()}
     assert distance(probs_of(run), expected) < 1e-12
 
 

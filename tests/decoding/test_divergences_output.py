@@ -120,7 +120,7 @@ def test_below_a_token_that_a_processor_rules_out_there_is_none():
 
 
 def test_none_is_measured_where_none_is_asked_for(pair, monkeypatch):
-    def unasked(self, laws):
+    def unasked(self, target):
         raise AssertionError("measured at every node")
 
     monkeypatch.setattr(Fuzzy, "divergences", unasked)

@@ -132,7 +132,7 @@ def test_families_whose_positions_depend_on_the_length_match_greedy(name):
 
 
 @torch.no_grad()
-def test_logits_of_is_the_law_of_every_family(family):
+def test_logits_of_is_the_distribution_of_every_family(family):
     base, inputs, _, _ = family
     out = base(**inputs, output_hidden_states=True)
     torch.testing.assert_close(logits_of(base, out.hidden_states[-1]), out.logits, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Every lossless drafter × rule × shape × batch leaves the target's joint law alone: enumerated in float64, to 1e-12.
+"""Every lossless drafter × rule × shape × batch keeps the target's joint distribution: enumerated in float64, to 1e-12.
 
 The rules one by one, and how much each accepts: test_accept.py, test_block.py, test_fuzzy.py. Real models and heads
 below the same loop: test_exactness.py, test_draft_model.py.
@@ -32,8 +32,8 @@ from specheads import (
 from specheads.decoding import loop
 from specheads.decoding.acceptance import walk
 from specheads.decoding.acceptance.exact import follow_tokens
-from tests.reference.base_law import small_base
-from tests.reference.enumeration import Table, TableDrafter, distance, output_law, true_law
+from tests.reference.base_probs import small_base
+from tests.reference.enumeration import Table, TableDrafter, distance, output_probs, true_probs
 
 V, LENGTH = 3, 3
 ALONE = [(0, 1, 0)]
@@ -144,11 +144,11 @@ def tables(plan, prompts, seed):
 
 
 def error(make, rule, plan, prompts, seed=1, *, steps=None):
-    """How far the joint law of three tokens a row is from the target's; make(table) is the drafter."""
+    """How far the joint distribution of three tokens a row is from the target's; make(table) is the drafter."""
     target, draft = tables(plan, prompts, seed)
     steps = 1 if is_drawn(plan) or len(prompts) > 1 else steps
-    law = output_law(target, None, plan, prompts, LENGTH, accept=rule, drafter=make(draft), steps=steps)
-    return distance(law, true_law(target, prompts, LENGTH))
+    probs = output_probs(target, None, plan, prompts, LENGTH, accept=rule, drafter=make(draft), steps=steps)
+    return distance(probs, true_probs(target, prompts, LENGTH))
 
 
 @pytest.mark.parametrize("prompts", [ALONE, THREE], ids=len)
@@ -179,7 +179,7 @@ def test_what_copies_runs_is_lossless_under_every_lossless_rule(drafter_of, leng
 
 
 class Flat(SampledTree):
-    """Its nodes carry another law than they were drawn from."""
+    """Its nodes carry another distribution than they were drawn from."""
 
     def grow(self, *args):
         tree = super().grow(*args)
@@ -215,13 +215,13 @@ def test_a_wrong_residual_a_wrong_q_and_a_stop_that_anticipates_are_noticed(draf
 def test_a_point_mass_that_is_drawn_for_twice_is_noticed(drafter_of, monkeypatch, drafter, rule):
     """Where the token drawn is no child, another is drawn: what n-gram drafting published elsewhere does."""
 
-    def twice(laws, token):
-        verdict = follow_tokens(laws, token)
+    def twice(target, token):
+        verdict = follow_tokens(target, token)
         last = verdict.path.gather(1, verdict.last.unsqueeze(1)).squeeze(1)
-        return replace(verdict, bonus=laws.sampler.draw(laws.p_at(last)))
+        return replace(verdict, bonus=target.sampler.draw(target.p_at(last)))
 
     monkeypatch.setattr("specheads.decoding.acceptance.exact.follow_tokens", twice)
-    monkeypatch.setattr(Exact, "bonus_weights", lambda self, laws, node: laws.p_at(node))
+    monkeypatch.setattr(Exact, "bonus_weights", lambda self, target, node: target.p_at(node))
     assert error(partial(drafter_of, drafter), RULES[rule], SHAPES["chain"], ALONE, steps=1) > 1e-3
 
 

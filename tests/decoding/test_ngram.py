@@ -11,7 +11,7 @@ from specheads import Exact, MaxGram, NGram, NGramStorage, OneLevelNGramStorage,
 from specheads.decoding.acceptance import Verdict
 from specheads.decoding.drafters.path_drafter import build_tree
 from specheads.decoding.generation.generate import generate
-from tests.reference.base_law import BaseLaw, small_base
+from tests.reference.base_probs import BaseProbs, small_base
 from tests.reference.enumeration import distance, probs_of
 from tests.support.drafter_context import context
 from tests.support.prompts import padded
@@ -71,7 +71,7 @@ def test_sampled_text_has_the_targets_distribution(drafter):
             drafted.update(step.drafted)
         return tokens
 
-    assert distance(probs_of(run), BaseLaw(base).joint(prompt, length)) < 1e-12
+    assert distance(probs_of(run), BaseProbs(base).joint(prompt, length)) < 1e-12
     assert max(drafted) > 1
 
 

@@ -107,7 +107,7 @@ def test_a_t5_answers_above_chance_and_a_cascade_writes_the_same_texts(task, tau
     assert code == 0, err
     plain, cascade = json.loads(out)["rows"]
     assert plain["prompts"] == 12 and plain["accuracy"] > 0.6  # chance: 1/4 of a letter, 1/5 of a sum
-    # The same texts: as many right answers and tokens, and at each place the target's likeliest token.
+    # The same texts: as many right answers and tokens, and at each position the target's likeliest token.
     for name in ("correct", "tokens"):
         assert cascade[name] == plain[name]
     assert cascade["mean_kl"] == pytest.approx(0, abs=1e-5) and cascade["accepted_length"] > 1.5

@@ -71,7 +71,7 @@ def test_a_killed_sweep_goes_on_to_the_file_of_one_that_was_not(tmp_path, stops,
     with pytest.raises(KeyboardInterrupt):
         complete(Results(cut), SETTINGS, "common", killed, quiet)
     with open(cut, "ab") as file:
-        file.write(torn)  # the crash fell into the next line
+        file.write(torn)  # the crash cut the next line
     again = Counting()
     assert complete(Results(cut), SETTINGS, "common", again, quiet) == rows
     assert killed.done == SETTINGS[:stops] and again.done == SETTINGS[stops:]

@@ -213,7 +213,7 @@ def test_a_text_ends_where_the_models_positions_do(session):
     assert not answers(session, "a" * 100)["target alone"].full
 
 
-def test_a_stop_ends_the_text_behind_the_step_at_hand(session):
+def test_a_stop_ends_the_text_after_the_current_step(session):
     stop = Interruption()
 
     class Streamer:

@@ -68,7 +68,7 @@ def test_a_pipe_is_answered_without_prompts_or_colours(piped):
     assert re.search(r"/debug.*steps", err) and re.search(r"/length N +16", err), "and what is set"
 
 
-def test_quit_leaves_and_what_is_behind_it_is_not_read(piped):
+def test_quit_leaves_and_what_follows_is_not_read(piped):
     code, out, _ = piped("/quit\nx = \n")
     assert code == 0 and not out
 
@@ -141,7 +141,7 @@ def test_an_entry_may_have_several_lines():
     assert entries("/system a\\", "b") == [Entry("system a\nb", command=True)]
 
 
-def test_the_first_path_behind_what_was_kept_is_shown_as_refused():
+def test_the_first_path_after_what_was_accepted_is_shown_as_rejected():
     #      root 9: 1 (3 (5), 4), 2;  an unused slot
     tree = DraftTree(torch.tensor([[9, 1, 2, 3, 4, 5, 9]]), torch.tensor([[-1, 0, 0, 1, 1, 3, -1]]), 3)
     assert rejected_path(tree, []) == [1, 3, 5]
@@ -168,7 +168,7 @@ class Spy(Watched):
 
 
 @pytest.mark.parametrize("rule", ["exact", "typical:0.01", "fuzzy:random:0.7"])
-def test_debug_marks_accepted_and_refused_drafts_at_their_place(rule, shipped):
+def test_debug_marks_accepted_and_rejected_drafts_where_they_are(rule, shipped):
     models = Models.load(str(shipped / "eagle3"), assistant=None, base=None, dtype="auto", device="cpu")
     settings = Settings(target=False, drafter="head", gamma=3, length=40, accept=rule)
     session = Session(models, settings)
@@ -217,7 +217,7 @@ class Terminal:
         self.shown, self.seen = "", 0
 
     def wait_for(self, text):
-        """Until `text` comes up behind what was waited for before; what came up to it."""
+        """Wait for `text` after what was waited for before; returns what came up to it."""
         end = time.monotonic() + WAIT
         while text not in self.shown[self.seen :]:
             assert time.monotonic() < end, f"no {text!r} in {self.shown!r}"

@@ -40,7 +40,7 @@ def test_romstos_console_starts_with_its_own_defaults(shipped, small, piped):
     assert settings["processor"]["name"] == "greedy" and first["seed"] == 42
     assert list(first["modes"]) == ["target alone", "speculative", "n-gram"]
     texts = [{mode["text"] for mode in answer["modes"].values()} for answer in (first, second)]
-    assert texts[0] == texts[1] and len(texts[0]) == 1, "each prompt stands by itself"
+    assert texts[0] == texts[1] and len(texts[0]) == 1, "each prompt is on its own"
 
 
 def test_what_is_given_goes_before_another_consoles_defaults():
@@ -77,7 +77,7 @@ def test_an_unknown_quantization_is_one_line(shipped, piped):
 
 
 def test_both_models_are_asked_for_in_as_many_bits(shipped, small, monkeypatch):
-    """Without the library: what its loading is asked for, a plain model in its place."""
+    """Without the library: what its loading is asked for, a plain model instead of it."""
     asked, real = [], loading.AutoModelForCausalLM.from_pretrained
 
     def load(source, quantization_config, device_map, **options):

@@ -101,9 +101,9 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(line, said, shipped, tmp_path, capsys, monkeypatch):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "empty.jsonl").touch()
-    places = {"head": shipped / "medusa", "base": shipped / "base", "tmp": tmp_path, "shipped": shipped}
+    paths = {"head": shipped / "medusa", "base": shipped / "base", "tmp": tmp_path, "shipped": shipped}
     monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115
-    code, out, err = run(capsys, *shlex.split(line.format(**places)))
+    code, out, err = run(capsys, *shlex.split(line.format(**paths)))
     own = [text for text in err.splitlines() if text.startswith("specheads: ")]
     assert code == 2 and not out
     assert len(own) == 1 and said.replace("{tmp}", str(tmp_path)) in own[0]

@@ -156,7 +156,7 @@ def test_lengths_come_from_the_call_its_config_the_assistant_and_transformers_in
 
 
 def test_the_heuristic_schedule_is_transformers_own(base, small):
-    """Two more behind a draft accepted whole, one fewer behind any other, as in AssistedCandidateGenerator."""
+    """Two more after a draft accepted whole, one fewer after any other, as in AssistedCandidateGenerator."""
     specheads.patch(base)
     for kind in ({}, {"fsd_div_threshold": 0.01}):
         out = base.generate(

@@ -122,18 +122,18 @@ def test_the_plan_has_room_for_the_longest_proposal_and_no_more():
         lengths = {0}
         for column in range(reviewer, len(path_lengths)):
             wanted, share = sum(k_matrix[reviewer][: column + 1]), k_matrix[reviewer][column]
-            settled, open_ = set(), set(lengths)
+            done, open_ = set(), set(lengths)
             while open_:
                 length = open_.pop()
                 if length >= wanted or not share:
-                    settled.add(length)
+                    done.add(length)
                     continue
                 if path_lengths[column]:
                     gains = {path_lengths[column]}
                 else:
                     gains = set(range(1, max(reachable(k_matrix, path_lengths, column + 1)) + 2))
                 open_ |= {length + gain for gain in gains}
-            lengths = settled
+            lengths = done
         return lengths
 
     rng = random.Random(0)
@@ -207,7 +207,7 @@ def test_an_ending_inside_a_draft_matches_greedy():
             out = specheads.generate(base, **inputs, **options, drafter=drafter, return_dict_in_generate=True)
             assert torch.equal(out.sequences, base.generate(**inputs, **options))
             cut |= any(len(r) == n > 0 for step in out.steps for r, n in zip(step.tokens, step.accepted, strict=True))
-    assert cut, "no ending fell inside a draft"
+    assert cut, "no ending cut a draft"
 
 
 def test_the_other_drafts_continue_where_one_runs_out_of_positions():

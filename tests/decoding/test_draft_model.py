@@ -109,7 +109,7 @@ def test_an_ending_inside_a_draft_matches_greedy(pair, plan):
         )
         assert torch.equal(out.sequences, base.generate(**inputs, **options))
         cut |= any(len(row) == n > 0 for step in out.steps for row, n in zip(step.tokens, step.accepted, strict=True))
-    assert cut, "no EOS fell inside a draft"
+    assert cut, "no EOS cut a draft"
     for limit in range(1, 6):
         options = {"do_sample": False, "max_new_tokens": limit, "eos_token_id": 96, "pad_token_id": PAD}
         out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=PLANS[plan])

@@ -35,11 +35,11 @@ def test_greedy_text_is_that_of_transformers_under_the_same_weight(pair, weight)
             base, ids, attention_mask=torch.ones_like(ids), drafter=DraftModel(small), tree=chain(DEPTH),
             accept=Ensemble(weight), max_new_tokens=40, do_sample=False,
         )  # fmt: skip
-        # Our prefill gives a token and theirs none, so theirs begins behind that one for drafts to fall together.
+        # Our prefill gives a token and theirs none: theirs begins after it, so that drafts have the same positions.
         begun = ours[:, : ids.shape[1] + 1]
         ask = {"attention_mask": torch.ones_like(begun), "max_new_tokens": 39, "do_sample": False}
         theirs = base.generate(begun, assistant_model=small, assistant_ensemble_weight=weight, **ask)
-        # Their last draft is cut to what is still wanted, and the token behind a draft is the target's own.
+        # Their last draft is cut to what is still wanted, and the token after a draft is the target's own.
         assert torch.equal(ours[:, :-DEPTH], theirs[:, :-DEPTH])
         changed += not torch.equal(ours[:, :-DEPTH], base.generate(begun, **ask)[:, :-DEPTH])
     assert changed  # the weight matters here

@@ -205,7 +205,7 @@ def test_an_ending_inside_a_draft_matches_greedy(base, models, text, head, plan)
             for step in out.steps
             for ranks, n in zip(step.ranks, step.accepted, strict=True)
         )  # fmt: skip
-    assert cut, "no EOS fell inside a draft"
+    assert cut, "no EOS cut a draft"
     for limit in range(1, 8):
         options = {"do_sample": False, "max_new_tokens": limit}
         assert torch.equal(model.generate(**inputs, **options, tree=tree), base.generate(**inputs, **options))

@@ -60,9 +60,9 @@ class TableModel:
 
     def __init__(self, model, rows, *, scratch, limit, source=None):
         self.table, self.rows = model.table, [tuple(row) for row in rows]
-        self.settle()
+        self.reset_paths()
 
-    def settle(self):
+    def reset_paths(self):
         self.paths = [[row] for row in self.rows]
         self.logits = self.answer()
 
@@ -72,7 +72,7 @@ class TableModel:
     def read(self, unread, count, bound):
         counted = zip(self.rows, unread.tolist(), count.tolist(), strict=True)
         self.rows = [(*row, *more[:n]) for row, more, n in counted]
-        self.settle()
+        self.reset_paths()
 
     def draft(self, tokens, parents):
         levels = zip(self.paths, tokens.tolist(), parents.tolist(), strict=True)
@@ -87,7 +87,7 @@ def small():
 
 @pytest.fixture
 def drafter_of(small, monkeypatch):
-    """By name, a drafter; those that ask a model ask the table in its place."""
+    """By name, a drafter; those that ask a model ask the table instead."""
     monkeypatch.setattr("specheads.decoding.drafters.model.CachedModel", TableModel)
 
     def make(name, table):
@@ -114,13 +114,13 @@ class Narrow(Table):
 
     def __call__(self, prefix):
         logits = super().__call__(prefix)
-        last = {1: len(THREE[0]) + 2, 0: len(THREE[1]) + 1, 2: 0}[prefix[0]]  # the prefill's token stands before them
+        last = {1: len(THREE[0]) + 2, 0: len(THREE[1]) + 1, 2: 0}[prefix[0]]  # the prefill's token comes before them
         return logits if len(prefix) <= last else torch.where(logits == logits.max(), logits, -torch.inf)
 
 
 @pytest.fixture
 def lengths(monkeypatch):
-    """The lengths of all paths that stood, the root counted, by row."""
+    """The lengths of all accepted paths, the root counted, by row."""
     seen = set()
 
     def spied(*args, **kwargs):
@@ -162,7 +162,7 @@ def test_what_grows_a_tree_is_lossless_under_every_lossless_rule(drafter_of, len
             error(make, RULES[rule], SHAPES[shape], prompts)
         return
     assert error(make, RULES[rule], SHAPES[shape], prompts) < 1e-12
-    assert {0, 1} <= {length > 1 for row, length in lengths if row == 0}, "not both accepted and refused"
+    assert {0, 1} <= {length > 1 for row, length in lengths if row == 0}, "not both accepted and rejected"
 
 
 @pytest.mark.parametrize("prompts", [ALONE, THREE], ids=len)
@@ -172,7 +172,7 @@ def test_what_grows_a_tree_is_lossless_under_every_lossless_rule(drafter_of, len
 def test_what_copies_runs_is_lossless_under_every_lossless_rule(drafter_of, lengths, drafter, rule, shape, prompts):
     """Of a plan it reads the size alone, so one plan of each size is all there are."""
     assert error(partial(drafter_of, drafter), RULES[rule], SHAPES[shape], prompts) < 1e-12
-    assert {0, 1} <= {length > 1 for _, length in lengths}, "not both accepted and refused"
+    assert {0, 1} <= {length > 1 for _, length in lengths}, "not both accepted and rejected"
 
 
 # --- The enumeration notices what is broken, in the very cases above ---

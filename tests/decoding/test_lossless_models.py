@@ -81,7 +81,7 @@ def test_three_rows_have_the_bases_joint_distribution(drafter, plan, rule):
         own_probs = base_probs.joint((*prompt, first), 2)
         wanted = {(*rows, (first, *more)): a * b for rows, a in wanted.items() for more, b in own_probs.items()}
     assert distance(found, wanted) < 1e-12
-    assert len(lengths) > 1, "not both accepted and refused"
+    assert len(lengths) > 1, "not both accepted and rejected"
 
 
 # --- A sample of 8,000 of each row ---

@@ -135,7 +135,7 @@ def test_an_ending_inside_a_draft_matches_greedy(drafter):
         assert torch.equal(out.sequences, base.generate(**inputs, do_sample=False, **stop))
         # A step that ends on an accepted token, not on the bonus, was cut.
         cut |= any(len(t) == n > 0 for step in out.steps for t, n in zip(step.tokens, step.accepted, strict=True))
-    assert cut, "no end fell inside a draft"
+    assert cut, "no end cut a draft"
 
 
 # --- The trees ---
@@ -207,14 +207,14 @@ class Events:
     def ranked(self, context):
         for level in self.levels:
             tail = tuple(context[-level:])
-            places = [
-                (place, token)
-                for place, (known, token) in enumerate(self.events)
+            matches = [
+                (index, token)
+                for index, (known, token) in enumerate(self.events)
                 if len(tail) == level <= len(known) and known[-level:] == tail
             ]
-            if places:
-                last = {token: place for place, token in places}
-                count = Counter(token for _, token in places)
+            if matches:
+                last = {token: index for index, token in matches}
+                count = Counter(token for _, token in matches)
                 return sorted(count, key=lambda token: (-count[token], -last[token]))
         return []
 
@@ -275,8 +275,8 @@ def test_the_storage_learns_the_text_and_the_targets_other_likely_ids(fillers):
     reference.initialize(text)
     with torch.no_grad():
         top = base(torch.tensor([text])).logits[0].topk(fillers).indices.tolist()
-    for place in range(len(prompt), len(text)) if fillers > 1 else ():
-        reference.update(text[:place], top[place - 1])
+    for index in range(len(prompt), len(text)) if fillers > 1 else ():
+        reference.update(text[:index], top[index - 1])
     assert learned_counts(drafter.storage) == learned_counts(reference)
 
 

@@ -52,14 +52,14 @@ def lm_head_of(base):
     return base.get_output_embeddings().weight.detach()
 
 
-def assert_drafts_as_theirs(model, form, tensors, base, behind=None):
+def assert_drafts_as_theirs(model, form, tensors, base, predicts_next=None):
     narrow = "d2t" in tensors
     lm_head, ids = tensors["lm_head.weight"] if narrow else lm_head_of(base), None
     if narrow:
         ids = torch.arange(40) + tensors["d2t"]
     assert_drafts(
         model,
-        lambda s, t, d: foreign_blocks.logits(tensors, form, s, embeddings(base), lm_head, t, d, behind),
+        lambda s, t, d: foreign_blocks.logits(tensors, form, s, embeddings(base), lm_head, t, d, predicts_next),
         ids,
     )
 
@@ -77,12 +77,12 @@ def assert_drafts_as_theirs(model, form, tensors, base, behind=None):
 def test_a_head_drafts_what_its_own_forward_says(form, options, base, tmp_path, hf_log):
     tensors = foreign_blocks.head(tmp_path / "head", form, base=base, **options)
     model = SpecModel.from_pretrained(tmp_path / "head", base=base)
-    behind = options.get("sample_from_anchor", form in MARKED)
+    predicts_next = options.get("sample_from_anchor", form in MARKED)
     config = model.head.config
     assert (model.head.layers, config.block_size, config.causal) == ((1, 4, 6), 4, form == "jetspec")
-    assert config.sample_from_anchor == behind and model.head.scored_depths == (4 if behind else 3)
+    assert config.sample_from_anchor == predicts_next and model.head.scored_depths == (4 if predicts_next else 3)
     assert [r for r in hf_log.records if f"holds {TITLES.get(form, 'DFlash (z-lab')}" in r.getMessage()]
-    assert_drafts_as_theirs(model, form, tensors, base, behind)
+    assert_drafts_as_theirs(model, form, tensors, base, predicts_next)
 
 
 @pytest.mark.parametrize(("to", "form", "options"), HELD)
@@ -114,8 +114,8 @@ def layers_read(form, config):
     """hidden_states that the readers of a form feed the head."""
     if form in ("dspark", "dflash"):  # speculators, and vLLM of what it wrote
         return config["aux_hidden_state_layer_ids"]
-    place = config if form == "deepspec" else config["dflash_config"]
-    return [i + 1 for i in place["target_layer_ids"]]  # z-lab, JetSpec, ModelOpt, DeepSpec and vLLM: of outputs
+    table = config if form == "deepspec" else config["dflash_config"]
+    return [i + 1 for i in table["target_layer_ids"]]  # z-lab, JetSpec, ModelOpt, DeepSpec and vLLM: of outputs
 
 
 def test_the_configs_are_those_of_the_tables(base, tmp_path):

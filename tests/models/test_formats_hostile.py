@@ -115,13 +115,13 @@ def test_odd_values_in_a_config_give_an_error_or_a_whole_head(name, base, tmp_pa
     WRITERS[name](tmp_path, base)
     config = json.loads((tmp_path / "config.json").read_text())
     rng, tables = random.Random(3), [()] + [(key,) for key, value in config.items() if isinstance(value, dict)]
-    places = [(*place, key) for place in tables for key in (config if not place else config[place[0]])]
+    paths = [(*path, key) for path in tables for key in (config if not path else config[path[0]])]
     extra = ["rope_scaling", "eagle_config", "eagle_aux_hidden_state_layer_ids", "target_hidden_size", "architectures"]
-    for place in [*places, *((key,) for key in extra)]:
+    for path in [*paths, *((key,) for key in extra)]:
         for value in rng.sample(ODD, 6):
             changed = json.loads(json.dumps(config))
-            inner = changed[place[0]] if len(place) == 2 else changed
-            inner[place[-1]] = value
+            inner = changed[path[0]] if len(path) == 2 else changed
+            inner[path[-1]] = value
             (tmp_path / "config.json").write_text(json.dumps(changed))
             with contextlib.suppress(CheckpointError):
                 load(tmp_path, base)

@@ -191,7 +191,7 @@ REFUSED = {
     "part of RoPE": ({"partial_rotary_factor": 0.5}, "rotates 0.5 of each attention head"),
     "a Qwen3 block": ({"model_type": "qwen3"}, "decoder is of type 'qwen3'"),
     "another activation": ({"hidden_act": "gelu"}, "activation is 'gelu'"),
-    "norms before and behind": (
+    "norms before and after": (
         {"fc_norm": True, "norm_before_fc": True}, "norm_features and norm_before_fc: give one of them"
     ),
     "norms of ModelOpt's place": ({"eagle_config": {"norm_output": True}}, "norm_output=true, which is not supported"),

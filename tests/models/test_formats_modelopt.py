@@ -72,7 +72,7 @@ OURS = {
 
 
 def test_the_shipped_head_under_megatron_names_drafts_the_same_tokens(tmp_path):
-    """Its norm_before_residual, which ModelOpt's form has no place for, is where vLLM looks for it."""
+    """Its norm_before_residual, which ModelOpt's form has no key for, is where vLLM looks for it."""
     shipped = corpus.checkpoints_dir() / "eagle3"
     found = load_file(shipped / "model.safetensors")
     tensors = {theirs: found[f"head.{ours}"] for ours, theirs in OURS.items()}

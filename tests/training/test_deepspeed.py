@@ -1,4 +1,4 @@
-"""Under DeepSpeed every kind of head trains as on one process, whatever rows each process has, and a run goes on with
+"""Under DeepSpeed every kind of head trains as on one process, whatever rows each process has, and a run resumes with
 another number of them."""
 
 import json

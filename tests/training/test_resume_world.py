@@ -1,4 +1,4 @@
-"""A run that goes on with another number of processes is the run that was interrupted: its rows, losses and logs."""
+"""A run that resumes with another number of processes is the run that was interrupted: its rows, losses and logs."""
 
 import json
 from pathlib import Path

@@ -76,7 +76,7 @@ def test_every_turn_of_a_chat_gets_the_bases_own_answer_and_it_alone_is_supervis
     wanted = []
     for chat in CHATS:
         text = ""
-        for place, (role, content) in enumerate(chat):
+        for i, (role, content) in enumerate(chat):
             if role == "assistant":
                 continue
             text += f"<{role}>{content}"
@@ -85,7 +85,7 @@ def test_every_turn_of_a_chat_gets_the_bases_own_answer_and_it_alone_is_supervis
                 row = greedy(loaded, prompt)
                 wanted.append({"input_ids": row, "labels": [-100] * len(prompt) + row[len(prompt) :]})
                 answer = tokenizer.decode(row[len(prompt) :], skip_special_tokens=True)
-                if chat[place + 2 : place + 3] == [("tool", "42")]:
+                if chat[i + 2 : i + 3] == [("tool", "42")]:
                     answer = "CALL"  # whose result follows
                 text += f"<assistant>{answer}<|end|>"
     made = make([{"messages": messages(*chat)} for chat in CHATS], "--batch_size", 3)

@@ -1,4 +1,4 @@
-"""Rows from servers that fail: what passes changes nothing, what stays ends the run in one line, and it goes on."""
+"""Rows from servers that fail: a passing fault changes nothing, a lasting one ends the run in one line."""
 # ruff: noqa: F401, F811 (the fixtures of tests/support/distill_from_server.py)
 
 import os

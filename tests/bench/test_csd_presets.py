@@ -124,9 +124,9 @@ def test_their_tables_may_leave_out_the_padding_of_a_vocabulary(tmp_path):
     """T5's table has an entry for each of the tokenizer's 32,100 ids, and the model's vocabulary is 32,128."""
     save_bigrams([1] * 321, tmp_path / "b.json")
     assert len(load_bigrams(tmp_path / "b.json", 324)) == 321
-    with pytest.raises(ValueError, match="has 321 entries, but the vocabulary 325 ids"):
+    with pytest.raises(ValueError, match=r"321.*325"):
         load_bigrams(tmp_path / "b.json", 325)
-    with pytest.raises(ValueError, match="has 321 entries, but the vocabulary 320 ids"):
+    with pytest.raises(ValueError, match=r"321.*320"):
         load_bigrams(tmp_path / "b.json", 320)
 
 

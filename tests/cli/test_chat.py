@@ -71,7 +71,7 @@ def test_commands_set_what_they_say(session):
     [
         ("length 0", "length 0 must be at least 1"), ("length", "whole number"), ("length many", "'many'"),
         ("gamma -1", "gamma -1"), ("seed -1", "seed -1"), ("seed x", "'x'"), ("top_k_filler 0", "top_k_filler 0"),
-        ("target maybe", "'maybe' is neither on nor off"), ("debug loud", "'loud'"),
+        ("target maybe", "'maybe'"), ("debug loud", "'loud'"),
         ("processor", "unknown processor"), ("processor nucles 1 .9", "did you mean 'nucleus'"),
         ("processor topk 1", "1 of 2 numbers"), ("processor topk 1 2 3", "3 of 2 numbers"),
         ("processor topk 1 2.5", "2.5"), ("processor topk 1 0", "top_k 0"), ("processor nucleus 1 1.5", "top_p 1.5"),

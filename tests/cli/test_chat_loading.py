@@ -68,7 +68,7 @@ def test_a_missing_library_is_one_line(kind, shipped, piped, monkeypatch):
     monkeypatch.setattr("specheads.models.base.quantized.is_bitsandbytes_available", lambda: False)
     code, out, err = piped("x\n", shipped / kind, "--quantize", "4bit")
     assert (code, out) == (2, "")
-    assert err == "specheads: --quantize 4bit needs bitsandbytes: pip install bitsandbytes\n"
+    assert err.startswith("specheads: --quantize 4bit ") and err.count("\n") == 1
 
 
 def test_an_unknown_quantization_is_one_line(shipped, piped):

@@ -202,7 +202,7 @@ def test_a_patched_model_gives_divergences_where_they_are_asked_for(folders):
         assert not large.generate(IDS, **call).steps[1].divergences
         assert torch.is_tensor(large.generate(IDS, **{**call, "return_dict_in_generate": False}, fsd_tracking=True))
         exact = large.generate(IDS, **{**call, "fsd_div_threshold": None}, fsd_tracking=True)
-        with pytest.raises(ValueError, match="output_divergences=True is for accept=Fuzzy"):
+        with pytest.raises(ValueError, match="output_divergences=True"):
             large.generate(IDS, **{**call, "fsd_div_threshold": None}, output_divergences=True)
     assert made[0].steps[1].divergences == made[1].steps[1].divergences and len(made[0].steps[1].divergences[0])
     assert exact.lossless and torch.equal(made[0].sequences, made[1].sequences)
@@ -213,5 +213,5 @@ def test_patch_takes_fsd_div_logit_processor():
     rule = draft_arguments({**call, "fsd_div_logit_processor": ["top_p", "temperature"]})["accept"]
     assert rule == Fuzzy(0.4, "kl", warpers="temperature+top_p", epsilon=1e-10)
     assert draft_arguments({**call, "fsd_div_logit_processor": []})["accept"] == Fuzzy(0.4, "kl")
-    with pytest.raises(ValueError, match="must name the call's own warpers"):
+    with pytest.raises(ValueError, match="'temp'"):
         draft_arguments({**call, "fsd_div_logit_processor": ["temp"]})

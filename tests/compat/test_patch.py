@@ -255,7 +255,7 @@ def test_an_offloaded_target_is_drafted_for(base, small, offload, tmp_path):
         ({"assistant_model": "small", "fsd_div_threshold": 1, "accept": Exact()}, "fsd_div_threshold= and accept="),
         ({"assistant_model": "small", "fsd_div_threshold": -1}, "threshold=-1 must be"),
         ({"assistant_model": "small", "fsd_div_threshold": 1, "fsd_div_type": "kld"}, "unknown fsd_div_type 'kld'"),
-        ({"assistant_model": "small", "num_assistant_tokens": 0}, "num_assistant_tokens=0 must be at least 1"),
+        ({"assistant_model": "small", "num_assistant_tokens": 0}, "num_assistant_tokens=0 "),
         ({"assistant_model": "small", "assistant_confidence_threshold": 2}, "assistant_confidence_threshold=2 must be"),
         ({"assistant_model": "small", "num_assistant_tokens_schedule": "up"}, "num_assistant_tokens_schedule='up'"),
         ({"assistant_model": "small", "tree": chain(2), "num_assistant_tokens": 3}, "num_assistant_tokens= is for"),

@@ -295,5 +295,5 @@ def test_what_makes_no_cascade_is_refused(model):
     with pytest.raises(ValueError, match=r"row 0 of the k-matrix, \[13, 10\], decreases"):
         Cascade(two, LLAMA, notation="paper")
     other = Cascade([DraftModel(llama(vocab_size=50)), lookup], LLAMA)
-    with pytest.raises(ValueError, match="vocabulary of 50, the target one of 97"):
+    with pytest.raises(ValueError, match=r"50.*97"):
         specheads.generate(llama(), torch.tensor([[5]]), drafter=other, max_new_tokens=4)

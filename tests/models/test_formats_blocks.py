@@ -175,7 +175,7 @@ THEIRS_REFUSED = [
     ("dspark", {"markov_rank": 4}, "markov_head.markov_w1.weight has shape"),
     ("dspark", {"speculators_model_type": "dflash"}, "unknown confidence_head.proj.bias"),
     ("dspark", {"speculators_model_type": "dflash2"}, "of type 'dflash2'; eagle3, dflash and dspark ones are read"),
-    ("dflash", {"block_size": 1}, "a block of one slot, the root's, drafts nothing"),
+    ("dflash", {"block_size": 1}, "one slot"),
     ("dflash", {"speculators_model_type": "dspark", "markov_rank": 0}, "missing confidence_head.proj.bias"),
     ("z-lab", {"architectures": ["DFlash2DraftModel"]}, "of the class 'DFlash2DraftModel'"),
     (
@@ -196,7 +196,7 @@ THEIRS_REFUSED = [
     ("z-lab", {"inner": {"block_size": 8}}, r"its config has block_size=\[4, 8\]; expected one"),
     ("z-lab", {"is_neox_style": False}, "is_neox_style=false"),
     ("z-lab", {"logit_scale": 0.5}, "it scales its logits by 0.5"),
-    ("z-lab", {"is_causal": False, "inner": {"causal": True}}, "is_causal=false, causal=true; its readers would"),
+    ("z-lab", {"is_causal": False, "inner": {"causal": True}}, "is_causal=false, causal=true;"),
     ("jetspec", {"inner": {"causal": False}}, "causal=false, causal_head=true; its readers would disagree"),
     ("deepspec", {"architectures": ["Gemma4DSparkModel"]}, r"of the class \['Gemma4DSparkModel'\]"),
     ("deepspec", {"target_layer_ids": [-1, 3]}, r"reads hidden_states \[0\]"),

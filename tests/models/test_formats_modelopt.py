@@ -146,7 +146,7 @@ def test_another_option_of_eagle_config_is_refused_by_name_and_value(name, base,
 CONTRADICTIONS = {
     "norm_before_fc": (
         {"inner": {"norm_before_fc": True}, "norm_before_fc": False},
-        r"says norm_before_fc=false and eagle_config.norm_before_fc=true; its readers would disagree",
+        r"says norm_before_fc=false and eagle_config.norm_before_fc=true;",
     ),
     "norm_output": (
         {"inner": {"return_hidden_post_norm": True}, "norm_output": False},

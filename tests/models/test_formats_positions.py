@@ -214,7 +214,7 @@ UNREADABLE = {
     "no table": ({"rope_scaling": "yarn"}, "rope_scaling='yarn'; expected a table"),
     "no theta": ({"rope_theta": "big"}, "rope_theta='big'; expected a number above 0"),
     "no rotation": ({"rope_theta": 1.0}, "rope_theta=1.0; expected a number above 1"),
-    "unheard of": ({"rope_scaling": {"rope_type": "mrope"}}, "unknown rope_type='mrope'"),
+    "unheard of": ({"rope_scaling": {"rope_type": "mrope"}}, "rope_type='mrope'"),
 }  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def test_a_folder_of_format_1_is_read_and_resumed(folder, tmp_path):
         (["--teacher-probs", "0"], "--teacher-probs 0: expected hidden, none or a number of likeliest tokens"),
         (["--law", "topk:0"], "--teacher-probs topk:0: expected"),
         (["--dtype", "int7"], "--dtype int7: expected one of auto"),
-        (["--batch-size", "0"], "--batch-size 0 must be at least 1"),
+        (["--batch-size", "0"], "--batch-size 0 "),
         (["features=there"], "saving them takes base and data"),
         (["base=./nowhere"], "nowhere"),
     ],

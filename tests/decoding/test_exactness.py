@@ -113,7 +113,7 @@ def models(base, text):
         torch.manual_seed(0)
         model = taught[head] = convert(base, head, **options[head]).train()
         optimizer = torch.optim.AdamW(model.head.parameters(), lr=2e-2)
-        for _ in range(150):
+        for _ in range(100):
             optimizer.zero_grad()
             model(text, labels=text).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.head.parameters(), 1.0)

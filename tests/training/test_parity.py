@@ -1,5 +1,7 @@
 """What training says a head is worth is what decoding makes of it, and a head that is served otherwise is found out."""
 
+import copy
+import functools
 import json
 
 import pytest
@@ -21,7 +23,12 @@ PROMPTS = [[5, 6, 7, 8], [50, 9], [33, 34, 35, 36, 37, 38, 39]]
 
 
 def learnt(kind, **options):
-    """A head that is often right on what its base writes after PROMPTS."""
+    """A head that is often right on what its base writes after PROMPTS: a copy, which a test may change."""
+    return copy.deepcopy(trained(kind, **options))
+
+
+@functools.cache
+def trained(kind, **options):
     base = tiny_llama(num_hidden_layers=2)
     with torch.no_grad():  # a base that repeats itself less
         for parameter in base.parameters():

@@ -64,7 +64,7 @@ class Counting:
 
 @pytest.mark.parametrize("torn", [b"", b'{"key": "0123", "row": {"acc'])
 @pytest.mark.parametrize("stops", [0, 1, 4])
-def test_a_killed_sweep_goes_on_to_the_file_of_one_that_was_not(tmp_path, stops, torn):
+def test_a_killed_sweep_resumes_to_the_file_of_one_that_was_not(tmp_path, stops, torn):
     whole, cut = tmp_path / "whole" / "r.jsonl", tmp_path / "cut" / "r.jsonl"
     rows = complete(Results(whole), SETTINGS, "common", Counting(), quiet)
     killed = Counting(stops)
@@ -240,7 +240,7 @@ def test_what_a_record_cannot_replay_is_refused(tmp_path, model):
 # ----------------------------------------------------------------------------------------------------------- command
 
 
-def test_the_command_writes_its_files_goes_on_from_them_and_prints_json_alone(
+def test_the_command_writes_its_files_resumes_from_them_and_prints_json_alone(
     shipped, questions, tmp_path, cache_in_tmp, capsys, monkeypatch
 ):
     out = tmp_path / "out"

@@ -107,7 +107,7 @@ def test_one_way_that_fails_leaves_the_others(piped, shipped, tmp_path):
     assert "positions" in modes["speculative"]["error"] and "positions" in err
 
 
-def test_a_conversation_goes_on_and_clear_forgets_it(piped, shipped, capsys):
+def test_a_conversation_continues_and_clear_forgets_it(piped, shipped, capsys):
     _, out, _ = piped("hi\nand?\n/clear\nhi\n", "--json")
     first, second, again = (json.loads(line)["modes"]["target alone"]["text"] for line in out.splitlines())
     ask = ("generate", shipped / "eagle3", "--max-new-tokens", LENGTH, "--json", "--no-draft", "--prompt")

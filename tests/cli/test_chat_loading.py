@@ -51,7 +51,7 @@ def test_what_is_given_goes_before_another_consoles_defaults():
         settings_like("romtso")
 
 
-def test_what_is_not_remembered_does_not_go_on_in_the_conversation(shipped):
+def test_what_is_not_remembered_is_not_in_the_conversation(shipped):
     models = Models.load(str(shipped / "base"), assistant=None, base=None, dtype="auto", device="cpu")
     session = Session(models, Settings(drafter="lookup", length=4, chat=True))
     outcome = session.run(session.modes()[0], "hi", 0)

@@ -37,7 +37,7 @@ def printed(out):
     return rows
 
 
-def test_debug_shows_accepted_and_refused_drafts_and_the_targets_own(target, small, capsys):
+def test_debug_shows_accepted_and_rejected_drafts_and_the_targets_own(target, small, capsys):
     options = {"max_gen_len": NEW, "eos_tokens_id": []}
     ids, alpha = compat.speculative_generate(PROMPT, small, target, gamma=4, debug=True, **options)
     rows, text, draft = printed(capsys.readouterr().out), [], greedy_draft(small)

@@ -91,7 +91,7 @@ class Published(Fuzzy):
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("threshold", [NEVER, 0.01, 0.05, 100])
-def test_a_step_begins_as_the_published_one_and_goes_on_from_a_drawn_token(threshold, plan):
+def test_a_step_begins_as_the_published_one_and_continues_from_a_drawn_token(threshold, plan):
     tables = Table(2, 4, scale=0.8), Table(2, 5, scale=0.8)
     own, theirs = (step_probs(*tables, PLANS[plan], rule(threshold), PROMPT) for rule in (Fuzzy, Published))
     first = [{x: sum(p for tokens, p in probs.items() if tokens[0] == x) for x in range(2)} for probs in (own, theirs)]

@@ -213,14 +213,14 @@ def level(num_children, q=None):
     return DraftTree(tokens, parents, 1, probs)
 
 
-def test_point_mass_children_are_kept_with_their_share_of_p():
+def test_point_mass_children_are_accepted_with_their_share_of_p():
     p = torch.tensor([0.5, 0.2, 0.25, 0.05], dtype=torch.float64)
     logits = p.log().expand(1, 4, -1)
     probs = probs_of(lambda sampler: int(walk(level(3), logits, Exact(), sampler).length))
     assert probs[2] == pytest.approx(0.95, abs=1e-12)
 
 
-def test_a_sampled_child_is_kept_with_chance_sum_of_min():
+def test_a_sampled_child_is_accepted_with_chance_sum_of_min():
     p = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
     q = torch.tensor([0.2, 0.7, 0.1], dtype=torch.float64)
 

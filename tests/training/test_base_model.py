@@ -107,7 +107,7 @@ def test_what_was_made_loads_writes_and_takes_a_head(made):
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5])
-def test_a_run_goes_on_from_a_saved_model_with_its_held_out_files(made, library, tmp_path, layers):
+def test_a_run_resumes_from_a_saved_model_with_its_held_out_files(made, library, tmp_path, layers):
     """Whatever the rule would now hold out, and with its tokenizer."""
     first, _ = made
     (copy := tmp_path / "init").mkdir()

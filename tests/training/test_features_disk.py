@@ -92,7 +92,7 @@ def killed_again_and_again(folder, output, times):
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_random_moments_goes_on_to_the_same_files_bit_for_bit(folder, whole):
+def test_a_run_killed_at_random_moments_resumes_to_the_same_files_bit_for_bit(folder, whole):
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from tests.training.test_features_disk import killed_again_and_again; killed_again_and_again(*sys.argv[2:])"

@@ -104,7 +104,7 @@ def test_bad_input_is_one_line_and_exit_code_2(change, message, material, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_launcher_that_falls_back_to_one_process_is_stopped(material, tmp_path):
+def test_a_launcher_that_starts_one_process_only_is_stopped(material, tmp_path):
     command = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "train/heads.py", "recipes/eagle3.yaml"]
     done = run_module([*command, *overrides(material, tmp_path, 1)])
     assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""Making rows of the base's own answers: what is asked, what is supervised, going on, and what is refused."""
+"""Making rows of the base's own answers: what is asked, what is supervised, resuming, and what is refused."""
 
 import json
 from itertools import islice
@@ -165,7 +165,7 @@ def test_more_rows_than_turns_are_sampled_and_differ(make):
     assert [prompts.count(p) for p in prompts] == [3] * 6 and len({str(row) for row in rows}) == 6
 
 
-def test_a_mix_of_temperatures_is_greedy_on_its_share_and_goes_on_as_it_would_have(make, loaded, tmp_path):
+def test_a_mix_of_temperatures_is_greedy_on_its_share_and_resumes_as_it_would_have(make, loaded, tmp_path):
     rows = [{"prompt": f"{i} is"} for i in range(7)]
     ask = (rows, "--temperature", 0, 1.5, "--top_k", 200, "--batch_size", 2, "--num_rows", 14, "--seed", 1)
     mixed = make(*ask)

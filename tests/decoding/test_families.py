@@ -132,12 +132,14 @@ def test_families_whose_positions_depend_on_the_length_match_greedy(name):
 
 
 @torch.no_grad()
+@pytest.mark.sampled(5)
 def test_logits_of_is_right_for_every_family(family):
     base, inputs, _, _ = family
     out = base(**inputs, output_hidden_states=True)
     torch.testing.assert_close(logits_of(base, out.hidden_states[-1]), out.logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(5)
 def test_heads_find_the_layers_and_the_final_norm_of_every_family(family):
     base = family[0]
     layers = decoder_layers(base)

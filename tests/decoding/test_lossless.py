@@ -155,6 +155,7 @@ def error(make, rule, plan, prompts, seed=1, *, steps=None):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("drafter", GROWING)
+@pytest.mark.sampled(3)
 def test_what_grows_a_tree_is_lossless_under_every_lossless_rule(drafter_of, lengths, drafter, rule, shape, prompts):
     make = partial(drafter_of, drafter)
     if (rule, shape) == ("block", "sampled tree"):
@@ -169,6 +170,7 @@ def test_what_grows_a_tree_is_lossless_under_every_lossless_rule(drafter_of, len
 @pytest.mark.parametrize("shape", ["chain", "comb", "sampled tree"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("drafter", COPYING)
+@pytest.mark.sampled(5)
 def test_what_copies_runs_is_lossless_under_every_lossless_rule(drafter_of, lengths, drafter, rule, shape, prompts):
     """Of a plan it reads the size alone, so one plan of each size is all there are."""
     assert error(partial(drafter_of, drafter), RULES[rule], SHAPES[shape], prompts) < 1e-12

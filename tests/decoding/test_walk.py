@@ -71,6 +71,7 @@ def first_accepted(rule, target, node, children):
     ids=repr,
 )
 @pytest.mark.parametrize("rule", LEVEL_RULES, ids=repr)
+@pytest.mark.sampled(5)
 def test_judging_all_nodes_at_once_and_going_down_level_by_level_give_one_distribution(rule, plan, monkeypatch):
     pairs = [(Table(3, one, holes=True), Table(3, other)) for one, other in ((1, 2), (4, 24))]
     at_once = [step_probs(*tables, plan, rule, (0, 1)) for tables in pairs]

@@ -85,7 +85,7 @@ def test_out_of_time_every_decoder_has_run_the_same_prompts():
     racers = {name: scripted(clock, [0, *[10.0] * 9]) for name in "ab"}
     result = race(racers, [PROMPT] * 4, repeats=3, budget=50, clock=clock)
     assert [len(runs) for runs in result.runs.values()] == [1, 1]
-    assert [len(runs[0]) for runs in result.runs.values()] == [2, 2]  # a third would end behind 60 seconds
+    assert [len(runs[0]) for runs in result.runs.values()] == [2, 2]  # a third would end after 60 seconds
     assert result.speed_up("a", "b") == 1
 
 

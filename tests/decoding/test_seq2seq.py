@@ -293,7 +293,7 @@ def test_a_draft_model_says_what_it_misses(monkeypatch):
     encoded = base.get_encoder()(**inputs)
     with pytest.raises(ValueError, match="its ids are not known; give input_ids"):
         specheads.generate(base, encoder_outputs=encoded, max_new_tokens=5, drafter=DraftModel(tiny_t5()))
-    with pytest.raises(ValueError, match="vocabulary of 50, the target one of 97"):
+    with pytest.raises(ValueError, match=r"50.*97"):
         specheads.generate(base, **inputs, max_new_tokens=5, drafter=DraftModel(tiny_t5(vocab_size=50)))
     with pytest.raises(ValueError, match="positions for 4 tokens"):
         specheads.generate(base, **inputs, max_new_tokens=5, drafter=DraftModel(tiny_bart(max_position_embeddings=4)))

@@ -93,8 +93,9 @@ def decode(
 class _Loop:
     """One call of decode(): its parts as given there, and the state between its steps, which prefill() makes.
 
-    running: the rows that have not stopped. count (B,): tokens gained. uniforms (B, max_new_tokens): the number in
-    [0, 1) that draws each token of a row, None if nothing is sampled. end_ids: eos as a tensor, None if no logits
+    running: the rows that have not stopped. active (B,), active_rows: those that take part in the step, on the device
+    and on the host. count (B,): tokens gained. uniforms (B, max_new_tokens): the number in [0, 1) that draws each token
+    of a row, None if nothing is sampled. end_ids: eos as a tensor, None if no logits
     processor reads prefixes. watch: of processors that may keep state, None if nothing is drafted.
     """
 
@@ -111,6 +112,8 @@ class _Loop:
     compiled: CompiledSteps | None
 
     compiler: StepCompiler | None = field(init=False)
+    active_rows: list[bool] = field(init=False, default_factory=list)
+    active: Tensor = field(init=False)
     running: list[bool] = field(init=False)
     prompts: list[list[int]] = field(init=False)
     context: Context = field(init=False)
@@ -161,7 +164,10 @@ class _Loop:
             self.target, self.plan, self.running, self.context.history, self.prompts, self.max_new_tokens
         )
         self.context.prepare()
-        active = torch.tensor(schedule.active, device=self.context.root.device)
+        if schedule.active != self.active_rows:  # it changes when a row ends, and a copy from the host makes it wait
+            self.active_rows = schedule.active
+            self.active = torch.tensor(schedule.active, device=self.context.root.device)
+        active = self.active
         self.target.active = None if all(schedule.active) else active
         tree = verdict = advance = None
         if self.compiler is not None:

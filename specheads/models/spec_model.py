@@ -55,6 +55,7 @@ class SpecModel(PreTrainedModel):
         self.joint = None if config.joint is None else JointConfig.of(config.joint)
         self.progress = 1.0  # share of the run that is done; a trainer sets it
         self.draw_seed: int | None = None  # TapBatch.seed; a trainer sets it too
+        self.compiles: bool | str = False  # what generate() does unless it is told; compile() sets it
         if self.joint is not None:
             for adapter in adapters(base):
                 adapter.requires_grad_(True)
@@ -206,6 +207,14 @@ class SpecModel(PreTrainedModel):
         self.head.config = replace(self.head.config, tree=choices)
         self.config.head = self.head.config.to_dict()
 
+    def compile(self, backend: str | None = None) -> SpecModel:  # type: ignore[override]
+        """From now on generate() decodes with compiled steps, unless it is given compile=False; returns the model.
+
+        backend: of torch.compile, by default its own. Nothing is compiled before the first text.
+        """
+        self.compiles = backend or True
+        return self
+
     @torch.no_grad()
     def generate(
         self,
@@ -213,6 +222,7 @@ class SpecModel(PreTrainedModel):
         *,
         draft: Drafter | str | bool | None = True,
         drafter: Drafter | str | None = None,
+        compile: bool | str | None = None,
         **kwargs: Any,
     ) -> Tensor | ModelOutput:
         """Hugging Face's generate() with tree drafts: the same arguments, the same text, in fewer passes.
@@ -225,7 +235,8 @@ class SpecModel(PreTrainedModel):
         `statistics()`. Stopping criteria are evaluated row by row, after each token.
         """
         found = either(draft, drafter, self.head, default=True)
-        return generate(self.base, inputs, draft=found, **kwargs)
+        compile = self.compiles if compile is None else compile
+        return generate(self.base, inputs, draft=found, compile=compile, **kwargs)
 
     def gradient_checkpointing_enable(  # type: ignore[override]
         self,

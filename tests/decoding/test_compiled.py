@@ -160,6 +160,16 @@ def test_a_graph_serves_only_the_weights_and_modes_it_was_traced_with():
     assert len(compiled_steps(base, "eager")) == 2
 
 
+def test_a_model_told_to_compile_does_so_unless_a_call_says_otherwise():
+    model = spec_model("medusa")
+    ids = torch.tensor([PROMPTS[0]])
+    assert model.compile("eager") is model
+    model.generate(ids, max_new_tokens=12, compile=False)
+    assert len(compiled_steps(model.base, "eager")) == 0
+    model.generate(ids, max_new_tokens=12)
+    assert len(compiled_steps(model.base, "eager")) == 1
+
+
 def test_adapters_are_part_of_what_is_compiled():
     base = with_adapter()
     prompts = padded(PROMPTS)

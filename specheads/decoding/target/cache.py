@@ -106,6 +106,16 @@ class TreeCache(Cache):
             self.views.append(members)
         self.loaded, self.lengths, self.bound = True, lengths, bound
 
+    def replace_rows(self, rows: Tensor, other: TreeCache, lengths: Tensor) -> None:
+        """Give these rows (R,) the text of `other`, a cache of R rows: its first lengths (R,) committed tokens."""
+        self.capacity, self.bound = max(self.capacity, other.capacity), max(self.bound, other.bound)
+        if self.bound > self.size:
+            self._grow(min(self.capacity, max(self.bound, 2 * self.size)))
+        for stack, source in zip(self.stacks, other.stacks, strict=True):
+            text = source[:, :, :, other.scratch : other.scratch + other.bound]
+            stack[:, rows.to(stack.device), :, self.scratch : self.scratch + other.bound] = text
+        self.lengths = self.lengths.index_copy(0, rows, lengths)
+
     def open(self) -> None:
         """Prepare a pass that writes the scratch slots from the first and attends all committed ones."""
         self.write_start, self.write_slots = 0, None

@@ -123,6 +123,20 @@ class Target:
         return TargetOutput(logits[rows, last.to(logits.device)].unsqueeze(1), features)
 
     @torch.no_grad()
+    def refill(self, rows: Tensor, ids: Tensor, lengths: Tensor, *, room: int) -> TargetOutput:
+        """Put new prompts in the place of rows (R,): ids (R, T) of lengths (R,), as `prefill` takes and returns them.
+
+        The base's positions must not depend on the length of the text (`switch`), nor prompts hold more than ids.
+        """
+        cache = self.cache
+        self.limit = max(self.limit, ids.shape[1] + room)
+        self._refuse_slot_scaling()
+        out = self._forward_prompts(ids, lengths, ModelInputs())
+        cache.replace_rows(rows, self.cache, lengths)
+        self.cache, self.prompt_lengths = cache, self.prompt_lengths.index_copy(0, rows, lengths)
+        return out
+
+    @torch.no_grad()
     def reread(self, rows: list[list[int]]) -> None:
         """Commit the texts of all rows anew, in a pass that also looks at the position after the longest."""
         device, columns = self.cache.lengths.device, max(map(len, rows)) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers.utils import ModelOutput
 from specheads.decoding.drafters.base import Drafter
 from specheads.decoding.drafters.named import either
 from specheads.decoding.generation.generate import generate
+from specheads.decoding.generation.many import Continuation, generate_many
 from specheads.decoding.planner import StaticTree
 from specheads.decoding.planner.named import static_choices
 from specheads.decoding.target.hf_base import logits_of
@@ -226,6 +228,18 @@ class SpecModel(PreTrainedModel):
         """
         found = either(draft, drafter, self.head, default=True)
         return generate(self.base, inputs, draft=found, **kwargs)
+
+    def generate_many(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        *,
+        draft: Drafter | str | bool | None = True,
+        drafter: Drafter | str | None = None,
+        **options: Any,
+    ) -> list[Continuation] | Iterator[Continuation]:
+        """`specheads.generate_many` with this model: draft and drafter as in `generate`."""
+        found = either(draft, drafter, self.head, default=True)
+        return generate_many(self.base, prompts, draft=found, **options)
 
     def gradient_checkpointing_enable(  # type: ignore[override]
         self,

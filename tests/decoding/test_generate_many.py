@@ -16,6 +16,7 @@ from specheads import (
     DraftTree,
     MaxGram,
     NGram,
+    NGramStorage,
     PromptLookup,
     SampledTree,
     UnsupportedModel,
@@ -25,7 +26,9 @@ from specheads import (
 )
 from specheads.decoding.probs.randomness import row_seeds
 from specheads.decoding.target.causal import Target
+from tests.support.chat_tokenizer import build_tokenizer
 from tests.support.families import FAMILIES, LENGTH_DEPENDENT, build
+from tests.support.seq2seq_models import MODELS, SOURCES
 from tests.support.tiny_models import near, repetitive_model
 
 COIN = random.Random(0)
@@ -121,6 +124,15 @@ def test_a_sampled_adaptive_chain_ends_in_a_batch_where_it_ends_alone():
     assert_as_alone(generate_many(BASE, PROMPTS, batch_size=3, **options), **options)
 
 
+def test_n_grams_learn_every_prompt_that_takes_a_row():
+    storage = NGramStorage(2)
+    results = generate_many(BASE, PROMPTS, batch_size=3, draft=NGram(4, storage=storage), **GREEDY)
+    drafted_for = [one.prompt for one in results if len(one.steps) > 1]
+    assert len(drafted_for) > 6
+    for prompt in drafted_for:
+        assert all(after in storage.followers([token], 97) for token, after in itertools.pairwise(prompt))
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, len(PROMPTS), 50])
 def test_any_number_of_rows_gives_the_same_texts(batch_size):
     options = {**WARM, "draft": PromptLookup(4)}
@@ -152,6 +164,17 @@ def test_texts_that_may_reach_other_positions_run_alone(name, hf_log):
     prompts = [prompt for prompt in PROMPTS if len(prompt) < 20] + [PROMPTS[2][:22]]
     assert_as_alone(generate_many(base, prompts, batch_size=2, **options), base, **options)
     assert "the base's positions change at 24 tokens, and its text may have" in hf_log.text
+
+
+@pytest.mark.parametrize("draft", [None, "lookup", "draft model"])
+@pytest.mark.parametrize("name", MODELS)
+def test_encoder_decoders_are_decoded_batch_by_batch(name, draft, hf_log):
+    base = MODELS[name]()
+    own = DraftModel(near(base, 0.05)) if draft == "draft model" else draft
+    sources = [*SOURCES, *[source[::-1] for source in SOURCES]]
+    options = {"max_new_tokens": 12, "do_sample": True, "seed": 2, "draft": own}
+    assert_as_alone(generate_many(base, sources, batch_size=4, **options), base, **options)
+    assert f"decoded 4 prompts at a time: {type(base).__name__} is an encoder-decoder" in hf_log.text
 
 
 def test_a_short_text_after_a_long_one_attends_few_slots(monkeypatch):
@@ -188,6 +211,22 @@ def test_processors_and_limits_are_those_of_each_prompt(name, draft):
     draft = small() if draft == "draft model" else draft
     options = {**WARM, **PROCESSORS[name], "draft": draft}
     assert_as_alone(generate_many(BASE, PROMPTS, batch_size=3, **options), **options)
+
+
+def test_a_stop_string_ends_each_text():
+    tokenizer = build_tokenizer()
+    wanted = generate_many(BASE, PROMPTS, tokenizer=tokenizer, **GREEDY)
+    string = wanted[0].text[3]
+    ended = 0
+    for batch_size in (1, 3):
+        results = generate_many(
+            BASE, PROMPTS, batch_size=batch_size, tokenizer=tokenizer, stop_strings=[string], **GREEDY
+        )
+        for one, whole in zip(results, wanted, strict=True):
+            assert one.tokens == whole.tokens[: len(one.tokens)] and string not in one.text[:-1]
+            ended += len(one.tokens) < len(whole.tokens)
+            assert (len(one.tokens) < len(whole.tokens)) <= (string == one.text[-1:])
+    assert ended
 
 
 def test_a_prefix_function_is_called_with_the_index_of_the_prompt():

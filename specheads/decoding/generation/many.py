@@ -17,7 +17,12 @@ from specheads.decoding.acceptance.named import as_rule
 from specheads.decoding.drafters.base import Drafter
 from specheads.decoding.drafters.named import either
 from specheads.decoding.generation.context_limits import base_length, warn_past_limits
-from specheads.decoding.generation.hf_options import check_divergences, refuse_arguments
+from specheads.decoding.generation.hf_options import (
+    check_divergences,
+    refuse_arguments,
+    stop_string_criteria,
+    without_stop_strings,
+)
 from specheads.decoding.generation.outputs import Statistics
 from specheads.decoding.generation.single_prompt import SinglePrompt, prepare
 from specheads.decoding.generation.slots import Slot, SlotDecoder
@@ -101,7 +106,7 @@ def generate_many(
     if output_divergences:
         check_divergences(rule, True)
     _refuse_options(base, options)
-    options = {**options, "tokenizer": tokenizer}
+    options = _with_stop_strings(base, options, tokenizer)
     encoded: Iterator[list[int]] = (
         _encode(base, index, prompt, tokenizer, options) for index, prompt in enumerate(_listed(prompts))
     )
@@ -143,9 +148,9 @@ class _Many:
         if self.seed is None and first.do_sample:
             self.seed = int(torch.randint(2**62, ()))
         for done, slot in enumerate(self._slots(first, chain([first], prompts)), start=1):
-            yield self._finish(slot)
             if report is not None:
                 report(done, total)
+            yield self._finish(slot)
 
     def _slots(self, first: SinglePrompt, prompts: Iterator[SinglePrompt]) -> Iterator[Slot]:
         decoder = SlotDecoder(
@@ -236,6 +241,17 @@ def _refuse_options(base: PreTrainedModel, options: Mapping[str, Any]) -> None:
             raise ValueError(f"generate_many() takes no {name}=; call generate() for a batch of its own")
     if (options.get("num_beams") or config.num_beams or 1) > 1:
         raise ValueError("beam search does not combine with refilled batches; give num_beams=1, or call generate()")
+
+
+def _with_stop_strings(base: PreTrainedModel, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """The options with their stop strings as a criterion: it reads the whole vocabulary, so it is made once."""
+    config = options.get("generation_config") or base.generation_config
+    strings = options.get("stop_strings") or config.stop_strings
+    if not strings:
+        return options
+    criteria = stop_string_criteria(strings, tokenizer, options.get("stopping_criteria"))
+    config = without_stop_strings(config)
+    return {**options, "stop_strings": None, "stopping_criteria": criteria, "generation_config": config}
 
 
 def _encode(

@@ -111,6 +111,7 @@ def test_each_sampled_text_is_that_of_its_prompt_alone_by_its_seed(name):
     ids=repr,
 )
 @pytest.mark.parametrize("name", ["draft model", *HEADS])
+@pytest.mark.sampled(2)
 def test_drafts_drawn_in_a_refilled_row_are_those_drawn_alone(name, tree, rule):
     """The text depends on the distributions that were drafted, and so on all that the drafter remembers of a row."""
     options = {**WARM, "draft": DRAFTERS[name](), "tree": tree, "accept": rule}
@@ -145,6 +146,7 @@ def test_any_number_of_rows_gives_the_same_texts(batch_size):
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma-3", "DeepSeek-V3", "Llama-4", "GPT-2", "Qwen2-MoE"])
 @pytest.mark.parametrize("drafts", ["eagle3", "medusa", None])
+@pytest.mark.sampled(2)
 def test_every_kind_of_attention_is_refilled(name, drafts):
     base = build(*FAMILIES[name])
     base.generation_config.eos_token_id = [*range(3, 12)]

@@ -31,6 +31,7 @@ from specheads.decoding.drafters import (
     PromptLookup,
 )
 from specheads.decoding.generation.generate import generate
+from specheads.decoding.generation.many import Continuation, generate_many
 from specheads.decoding.generation.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
 from specheads.decoding.loop import Step, decode
 from specheads.decoding.planner import (
@@ -83,11 +84,11 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "Acceptance", "AdaptiveChain", "BestFirstTree", "Block", "CSLeniency", "Cascade", "CheckpointError", "Collator",
-    "Context", "DataConfig", "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree", "Eagle3Config",
-    "EagleConfig", "Ensemble", "Exact", "Fuzzy", "HeadConfig", "HydraConfig", "Lenient", "Margin", "MaxGram",
-    "MedusaConfig", "NGram", "NGramStorage", "NoResidual", "OneLevelNGramStorage", "ParallelConfig", "Plan",
+    "Context", "Continuation", "DataConfig", "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree",
+    "Eagle3Config", "EagleConfig", "Ensemble", "Exact", "Fuzzy", "HeadConfig", "HydraConfig", "Lenient", "Margin",
+    "MaxGram", "MedusaConfig", "NGram", "NGramStorage", "NoResidual", "OneLevelNGramStorage", "ParallelConfig", "Plan",
     "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel", "SpecSeq2SeqOutput",
     "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN", "Traversal", "Typical",
     "Unadjusted", "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "fuzzy_from", "generate",
-    "load_head", "patch", "token_counts", "unpatch",
+    "generate_many", "load_head", "patch", "token_counts", "unpatch",
 ]  # fmt: skip

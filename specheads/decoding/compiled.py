@@ -133,7 +133,7 @@ class StepCompiler:
 
     @property
     def signature(self) -> Hashable:
-        """What graphs depend on throughout the call: read after the first step, which may enlarge a head's tables."""
+        """What graphs depend on until the next `renew`: read after a first step, which may enlarge a head's tables."""
         if self._signature is None:
             offset, drafter = self.target.offset, self.drafter
             self._signature = (
@@ -143,6 +143,10 @@ class StepCompiler:
                 self.sampler.do_sample, tuple(map(constants_of, self.sampler.processors)),
             )  # fmt: skip
         return self._signature
+
+    def renew(self) -> None:
+        """New prompts came into the batch."""
+        self._signature = None
 
     def key(self, *shapes: Hashable) -> Hashable:
         """That of a graph of this call for such shapes."""

@@ -20,6 +20,7 @@ from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.probs.processors import StateWatch
 from specheads.decoding.probs.randomness import ACCEPT, DRAFT
 from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.refill import NewRows, Refill, only_last_position, replace_rows
 from specheads.decoding.schedule import StepSchedule, cut_past_limits, end_mask, schedule_step
 from specheads.decoding.step import commit, hold_inactive, top_tokens
 from specheads.decoding.target.causal import Target
@@ -65,11 +66,12 @@ def decode(
     sampler: Sampler,
     accept: Acceptance,
     stop: Stop,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     inputs: ModelInputs | None = None,
     eos: Collection[int] = (),
     keep_scores: bool = False,
     keep_divergences: bool = False,
+    refill: Refill | None = None,
     compiled: CompiledSteps | None = None,
 ) -> Iterator[Step]:
     """Generate from prompts ids (B, T), packed left, of lengths (B,); yields a Step at a time until all rows stop.
@@ -77,26 +79,35 @@ def decode(
     drafter None (with plan None) is plain autoregressive decoding: the same loop over root-only trees.
     stop(row, ids, count) looks at a row's ids, of which the last `count` are new. It returns how many of those to keep,
     or a negative number if the row continues. eos: ids that always end a row. Nothing is drafted past max_new_tokens,
-    and no logits processor is asked what follows that limit or an end. inputs: what the model takes besides ids.
-    compiled: what compiles the steps; it takes a target made with static=True.
+    one number or one a row, and no logits processor is asked what follows that limit or an end. inputs: what the model
+    takes besides ids. refill: asked between steps for prompts that take the place of finished rows; they give a Step of
+    their own, with their first tokens. The drafter must be `refillable`, and the base's positions the same at any
+    length. compiled: what compiles the steps; it takes a target made with static=True.
     """
     drafter = None if drafter is None else with_defaults(drafter)
-    loop = _Loop(
-        target, drafter, plan, sampler, accept, stop, max_new_tokens, eos, keep_scores, keep_divergences, compiled
-    )
+    limits = [max_new_tokens] * len(ids) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    loop = _Loop(target, drafter, plan, sampler, accept, stop, limits, eos, keep_scores, keep_divergences, compiled)
     yield loop.prefill(ids, lengths, inputs)
-    while any(loop.running):
-        yield loop.step()
+    if refill is not None:
+        target.switch = None  # no text of a refilled batch gets to where positions change
+    while True:
+        finished = [row for row, runs in enumerate(loop.running) if not runs]
+        if refill is not None and finished and (new := refill(finished)) is not None:
+            yield loop.refill(new)
+        elif len(finished) < len(loop.running):
+            yield loop.step()
+        else:
+            return
 
 
 @dataclass
 class _Loop:
     """One call of decode(): its parts as given there, and the state between its steps, which prefill() makes.
 
-    running: the rows that have not stopped. active (B,), active_rows: those that take part in the step, on the device
-    and on the host. count (B,): tokens gained. uniforms (B, max_new_tokens): the number in [0, 1) that draws each token
-    of a row, None if nothing is sampled. end_ids: eos as a tensor, None if no logits
-    processor reads prefixes. watch: of processors that may keep state, None if nothing is drafted.
+    limits: the most new tokens of each row. running: the rows that have not stopped. active (B,), active_rows: those
+    that take part in the step, on the device and on the host. count (B,): tokens gained. uniforms (B, max(limits)): the
+    number in [0, 1) that draws each token of a row, None if nothing is sampled. end_ids: eos as a tensor, None if no
+    logits processor reads prefixes. watch: of processors that may keep state, None if nothing is drafted.
     """
 
     target: Target
@@ -105,7 +116,7 @@ class _Loop:
     sampler: Sampler
     accept: Acceptance
     stop: Stop
-    max_new_tokens: int
+    limits: list[int]
     eos: Collection[int]
     keep_scores: bool
     keep_divergences: bool
@@ -126,13 +137,13 @@ class _Loop:
         """Step 0: read the prompts and draw the first token of each row."""
         began = time.perf_counter()
         sampler, batch = self.sampler, ids.shape[0]
-        out = self.target.prefill(ids, lengths, room=self.max_new_tokens, inputs=inputs)
+        out = self.target.prefill(ids, lengths, room=max(self.limits), inputs=inputs)
         logits = out.logits[:, 0]
         self.running = [True] * batch
         self.prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
         scores = sampler.scores(logits, lambda: self.prompts)
         # One number a row and token, whatever is drafted: a seed gives the same text with and without drafts.
-        self.uniforms = sampler.seed_rows(batch, self.max_new_tokens, logits.device)
+        self.uniforms = sampler.seed_rows(batch, max(self.limits), logits.device)
         root = sampler.draw(sampler.probs_of(scores), None if self.uniforms is None else self.uniforms[:, 0])
         self.context = Context.start(
             self.target, ids, lengths, out.features, root, top_tokens(out.logits, self.num_top)
@@ -157,12 +168,42 @@ class _Loop:
         nothing: list[list[int]] = [[] for _ in range(batch)]
         return Step(tokens, [0] * batch, nothing, [0] * batch, time.perf_counter() - began, kept_scores)
 
+    def refill(self, new: NewRows) -> Step:
+        """Step 0 of new prompts, in rows that have finished."""
+        began = time.perf_counter()
+        batch, rows = len(self.running), self.context.root.new_tensor(new.rows)
+        out = self.target.refill(rows, new.ids, new.lengths, room=max(new.limits))
+        prompts = zip(new.ids.tolist(), new.lengths.tolist(), strict=True)
+        for row, limit, (ids, length) in zip(new.rows, new.limits, prompts, strict=True):
+            self.running[row], self.limits[row], self.prompts[row] = True, limit, ids[:length]
+        logits = out.logits.new_zeros(batch, out.logits.shape[-1]).index_copy(0, rows, out.logits[:, 0])
+        others = [row not in new.rows for row in range(batch)]
+        scores = self.sampler.scores(logits, lambda: self.prompts, others)
+        self.uniforms = self.sampler.reseed_rows(rows, new.seeds, max(self.limits))
+        first = None if self.uniforms is None else self.uniforms[:, 0]
+        root = self.sampler.draw(self.sampler.probs_of(scores), first).index_select(0, rows)
+        require_finite(bool(self.sampler.finite))
+        top = top_tokens(out.logits, self.num_top)
+        context = Context.start(self.target, new.ids, new.lengths, out.features, root, top)
+        if self.drafter is not None and self.plan is not None and self.context.memory:
+            self.drafter.refill(self.context, new.rows, context, self.plan)
+            context = only_last_position(context)
+        self.context = replace_rows(self.context, new.rows, context)
+        self.count = self.count.index_fill(0, rows, 1)
+        if self.compiler is not None:
+            self.compiler.renew()
+
+        tokens = self.apply_stop([[] if other else [self.context.history[b][-1]] for b, other in enumerate(others)])
+        kept_scores = [[] if other else [(logits[b], scores[b])] for b, other in enumerate(others)]
+        return Step(
+            tokens, [0] * batch, [[] for _ in others], [0] * batch, time.perf_counter() - began,
+            kept_scores if self.keep_scores else [],
+        )  # fmt: skip
+
     def step(self) -> Step:
         """One step of all rows that run."""
         began = time.perf_counter()
-        schedule = schedule_step(
-            self.target, self.plan, self.running, self.context.history, self.prompts, self.max_new_tokens
-        )
+        schedule = schedule_step(self.target, self.plan, self.running, self.context.history, self.prompts, self.limits)
         self.context.prepare()
         if schedule.active != self.active_rows:  # it changes when a row ends, and a copy from the host makes it wait
             self.active_rows = schedule.active

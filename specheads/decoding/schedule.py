@@ -32,15 +32,16 @@ def schedule_step(
     running: Sequence[bool],
     history: Sequence[list[int]],
     prompts: Sequence[list[int]],
-    max_new_tokens: int,
+    limits: Sequence[int],
 ) -> StepSchedule:
-    """The schedule of the next step. history: each row's ids, root included; prompts: the ids it began with.
+    """The schedule of the next step. history: each row's ids, root included; prompts: the ids it began with; limits:
+    the most new tokens of each.
 
     Trees are no deeper than the longest remaining text, and none is drafted where a base whose positions depend on the
     length could not verify it.
     """
     gained = [len(row) - len(prompt) for row, prompt in zip(history, prompts, strict=True)]
-    remaining = [max_new_tokens - n if runs else 0 for n, runs in zip(gained, running, strict=True)]
+    remaining = [limit - n if runs else 0 for limit, n, runs in zip(limits, gained, running, strict=True)]
     step_plan = limit_depth(plan, max(remaining) - 1) if plan is not None and max(remaining) > 1 else None
     switch = target.switch
     if switch is None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specheads.decoding.drafters.base import Context, Drafter
-from specheads.decoding.planner import Plan, StaticTree
+from specheads.decoding.planner import NoDraft, Plan, StaticTree
 from specheads.decoding.planner.named import STATIC_DEPTH, static_choices
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
@@ -267,6 +267,17 @@ class DraftHead(nn.Module, Drafter, ABC):
             vocab_size=self.config.vocab_size,
             overlaps=overlaps or not self.training,
         )
+
+    @property
+    def refillable(self) -> bool:
+        return True
+
+    def refill(self, context: Context, rows: list[int], prompts: Context, plan: Plan) -> None:
+        """A head that attends has a cache in its memory, which the prompts' takes the place of."""
+        if "cache" in context.memory:
+            self.propose(prompts, Sampler(), NoDraft(plan))
+            read = prompts.memory["cache"]
+            context.memory["cache"].replace_rows(prompts.root.new_tensor(rows), read, read.lengths - 1)
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
         """The tree to draft by default."""

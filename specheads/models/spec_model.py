@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers.utils import ModelOutput
 from specheads.decoding.drafters.base import Drafter
 from specheads.decoding.drafters.named import either
 from specheads.decoding.generation.generate import generate
+from specheads.decoding.generation.many import Continuation, generate_many
 from specheads.decoding.planner import StaticTree
 from specheads.decoding.planner.named import static_choices
 from specheads.decoding.target.hf_base import logits_of
@@ -232,11 +234,26 @@ class SpecModel(PreTrainedModel):
         `SampledTree`; default: the head's) or its text, "chain:3". accept: the rule or its text, "fuzzy:js:0.2"
         (default `Exact`; also lossless: `Block`, `Traversal`; not lossless: `Fuzzy`, `Typical` and others). seed: of
         the sampling, a number or one for each row. With return_dict_in_generate=True the output also has `steps` and
-        `statistics()`. Stopping criteria are evaluated row by row, after each token.
+        `statistics()`. Stopping criteria are evaluated row by row, after each token. compile: as in
+        `specheads.generate`; None: as compile() said.
         """
         found = either(draft, drafter, self.head, default=True)
         compile = self.compiles if compile is None else compile
         return generate(self.base, inputs, draft=found, compile=compile, **kwargs)
+
+    def generate_many(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        *,
+        draft: Drafter | str | bool | None = True,
+        drafter: Drafter | str | None = None,
+        compile: bool | str | None = None,
+        **options: Any,
+    ) -> list[Continuation] | Iterator[Continuation]:
+        """`specheads.generate_many` with this model: draft, drafter and compile as in `generate`."""
+        found = either(draft, drafter, self.head, default=True)
+        compile = self.compiles if compile is None else compile
+        return generate_many(self.base, prompts, draft=found, compile=compile, **options)
 
     def gradient_checkpointing_enable(  # type: ignore[override]
         self,

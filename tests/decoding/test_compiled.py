@@ -220,6 +220,16 @@ def test_scores_are_those_without_compiling():
     assert torch.stack(without.scores).equal(torch.stack(compiled.scores))
 
 
+@pytest.mark.parametrize("draft", [True, "lookup", False])
+def test_a_refilled_batch_gives_each_prompt_its_own_text(draft):
+    model = spec_model("eagle3")
+    prompts = [[*PROMPTS[i % 3], 3 + i] for i in range(7)]
+    options = {"max_new_tokens": 12, "batch_size": 2, "draft": draft, "do_sample": True, "seed": 3}
+    without, compiled = (model.generate_many(prompts, **options, compile=compile) for compile in (False, "eager"))
+    assert [one.tokens for one in compiled] == [one.tokens for one in without]
+    assert len(compiled_steps(model.base, "eager")) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "parallel"])
 def test_torchs_own_compiler_gives_the_same_greedy_text(kind):

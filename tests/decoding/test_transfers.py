@@ -1,4 +1,4 @@
-"""The host reads one tensor a step and asks for nothing else that depends on values: on a GPU it would wait each time."""
+"""The host reads one tensor a step, and asks for nothing else that depends on values: a GPU would make it wait."""
 
 import pytest
 import torch

@@ -93,6 +93,10 @@ class Assistant(DraftModel):
         super().__init__(small, tokenizer=tokenizer, target_tokenizer=target_tokenizer)
         self.options = options
 
+    @property
+    def refillable(self) -> bool:  # type: ignore[override]
+        return self.options.num_assistant_tokens_schedule == "constant"  # the others look at the whole batch
+
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
         return self.options.plan(do_sample and not self.through_text)
 

@@ -126,6 +126,8 @@ class Drafter(Protocol):
     fixed_depth: tokens it drafts in one pass, which static trees given by name follow; None if each level takes a pass.
     trained_length: tokens of the longest text it was trained on, past which generate() warns; None: no such limit.
     reviews: of each draft of a cascade, its reviews since the run began; () for what reviews nothing.
+    longest: tokens of the longest text it can read, past which it drafts nothing; None: no such limit.
+    refillable: a finished row of a batch can become another prompt: `refill` does what that takes.
     """
 
     @property
@@ -154,8 +156,23 @@ class Drafter(Protocol):
     def reviews(self) -> tuple[int, ...]:
         return ()
 
+    @property
+    def longest(self) -> int | None:
+        return None
+
+    @property
+    def refillable(self) -> bool:
+        return False
+
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan: ...
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree: ...
+    def refill(self, context: Context, rows: list[int], prompts: Context, plan: Plan) -> None:
+        """Replace what context.memory has of these rows by the text of other prompts, but for its last two tokens.
+
+        prompts: the context of the new rows alone, with a memory of its own. The next proposal finds the prompt's last
+        position as a row's one new position, and the root after it. Called between two proposals.
+        """
+        return
 
 
 def with_defaults(drafter: Any) -> Drafter:
@@ -181,5 +198,8 @@ class _Defaults(Drafter):
     """`Drafter`'s values."""
 
 
-_OPTIONAL = ("wants_target_top", "on_device", "gives_draft_probs", "fixed_depth", "trained_length", "reviews")
+_OPTIONAL = (
+    "wants_target_top", "on_device", "gives_draft_probs", "fixed_depth", "trained_length", "reviews", "longest",
+    "refillable", "refill",
+)  # fmt: skip
 _DEFAULTS = cast(type[Any], _Defaults)()

@@ -81,6 +81,12 @@ class CachedModel:
         self.current = self.current & (lengths.to(self.device) >= cache.lengths)
         cache.lengths = torch.minimum(cache.lengths, lengths.to(self.device))
 
+    def replace_rows(self, rows: Tensor, other: CachedModel, lengths: Tensor) -> None:
+        """Give these rows (R,) the text of `other`, a model of R rows: its first lengths (R,) tokens. Their logits mean
+        nothing until more is read."""
+        self.target.cache.replace_rows(rows.to(self.device), other.target.cache, lengths.to(self.device))
+        self.target.set_limit(max(self.target.limit, other.target.limit))
+
     def draft(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Logits (B, k, V) after the next level of a tree: tokens (B, k), with parents (B, k) in the level before."""
         tokens, parents = tokens.to(self.device), parents.to(self.device)

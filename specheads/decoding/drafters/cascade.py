@@ -95,6 +95,21 @@ class Cascade(Drafter):
         if isinstance(self.drafts[-1], PathDrafter):
             self.drafts[-1].reset()
 
+    @property
+    def refillable(self) -> bool:
+        return all(draft.refillable for draft in self.drafts)
+
+    def refill(self, context: Context, rows: list[int], prompts: Context, plan: Plan) -> None:
+        memory, index = context.memory, torch.tensor(rows)
+        state: CascadeState = memory["cascade"]
+        state.replace_rows(rows, prompts.history)
+        read = _Proposal(self, prompts, state).models  # the new prompts, without their roots
+        for column, model in memory["cached_models"].items():
+            model.replace_rows(index, read[column], read[column].target.cache.lengths)
+        for part, draft in (("head", self.drafts[0]), ("ngram", self.drafts[-1])):
+            if memory.get(part):
+                draft.refill(replace(context, memory=memory[part]), rows, replace(prompts, memory={}), plan)
+
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         memory = context.memory
         if "cascade" not in memory:

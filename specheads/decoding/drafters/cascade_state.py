@@ -38,6 +38,14 @@ class CascadeState:
             self.ids[b] += text[len(self.ids[b]) :]
             self.text[b], self.q[b] = len(text), []
 
+    def replace_rows(self, rows: Sequence[int], history: Sequence[Sequence[int]]) -> None:
+        """Begin these rows anew, each with its text in `history`."""
+        new = CascadeState.of(history, len(self.read))
+        for i, b in enumerate(rows):
+            self.ids[b], self.text[b], self.q[b] = new.ids[i], new.text[i], new.q[i]
+            for lengths, new_lengths in zip(self.read, new.read, strict=True):
+                lengths[b] = new_lengths[i]
+
     def drafted(self, b: int) -> list[int]:
         return self.ids[b][self.text[b] :]
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.drafters.cached_model import CachedModel
 from specheads.decoding.drafters.retokenize import RetokenizedText
-from specheads.decoding.planner import AdaptiveChain, ChildLogits, Expand, Plan, SampledTree
+from specheads.decoding.planner import AdaptiveChain, ChildLogits, Expand, NoDraft, Plan, SampledTree
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.causal import Target
 from specheads.decoding.target.hf_base import text_config, unwrapped
@@ -36,6 +36,8 @@ class DraftModel(Drafter):
     """
 
     layers: tuple[int, ...] = ()
+    longest: int = NO_LIMIT
+    refillable = True
 
     def __init__(self, small: PreTrainedModel, *, tokenizer: Any = None, target_tokenizer: Any = None) -> None:
         """Raises UnsupportedModel, with the reason, for a small model whose cache cannot hold a tree."""
@@ -76,6 +78,16 @@ class DraftModel(Drafter):
         else:
             model.read(context.following, context.new, longest)
         return plan.grow(context.root, make_expand(model, context.root.device, vocab_size), sampler, vocab_size)
+
+    def refill(self, context: Context, rows: list[int], prompts: Context, plan: Plan) -> None:
+        memory = context.memory
+        if self.through_text:  # all of it is read at the next proposal
+            for row in rows:
+                memory["rows"][row] = RetokenizedText(self.tokenizer, self.target_tokenizer)
+            return
+        self.propose(prompts, Sampler(), NoDraft(plan))
+        read: CachedModel = prompts.memory["cached_model"]
+        memory["cached_model"].replace_rows(torch.tensor(rows), read, read.target.cache.lengths - 1)
 
     def _propose_text(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         memory = context.memory

@@ -10,6 +10,7 @@ from typing import Any
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.drafters.path_drafter import PathDrafter, Paths
+from specheads.decoding.planner import Plan
 
 
 class _Followers:
@@ -113,7 +114,7 @@ class NGram(PathDrafter):
     storage: by default a new one, of trigrams. filler_top_k: after each accepted id, count this many of the target's
     likeliest ids too; 1 counts only the emitted one. stop_if_unknown: end the draft at an unknown context, instead of
     drafting a random id there. reset_between: forget each prompt before the next. The rows of a batch share the
-    storage. width > 1: several first ids, each followed by its likeliest path.
+    storage, and so do the prompts that refill it. width > 1: several first ids, each followed by its likeliest path.
     After https://github.com/romsto/Speculative-Decoding; with filler_top_k=1 it is ANPD, arXiv:2404.08698.
     """
 
@@ -145,6 +146,11 @@ class NGram(PathDrafter):
 
     def reset(self) -> None:
         self.storage.reset()
+
+    def refill(self, context: Context, rows: list[int], prompts: Context, plan: Plan) -> None:
+        super().refill(context, rows, prompts, plan)
+        for row in rows if "learned" in context.memory else ():
+            context.memory["learned"][row] = 0
 
     def paths(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[Paths]:
         self._learn(context)

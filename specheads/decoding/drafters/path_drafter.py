@@ -36,6 +36,7 @@ class PathDrafter(Drafter, ABC):
     positional: ClassVar[tuple[str, ...]] = ("num_tokens",)  # in texts: see `Registry`
     layers: ClassVar[tuple[int, ...]] = ()
     gives_draft_probs: ClassVar[bool] = False
+    refillable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._at_least("num_tokens", 1)
@@ -61,6 +62,10 @@ class PathDrafter(Drafter, ABC):
         rows: paths after these ids instead, by batch row: its history and what was drafted after it. The drafter
         learns nothing from drafts.
         """
+
+    def refill(self, context: Context, rows: list[int], prompts: Context, plan: Plan) -> None:
+        for row in rows if "texts" in context.memory else ():
+            context.memory["texts"][row] = ""  # read again at the next proposal
 
     def reset(self) -> None:
         """Forget earlier prompts. Most drafters store nothing outside a context's memory."""

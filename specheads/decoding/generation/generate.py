@@ -101,31 +101,47 @@ def generate(
             )
         options = {"streamer": streamer, "tokenizer": tokenizer, "stop_strings": stop_strings, **kwargs}
         beam_search: Any = base.generate
-        run = partial(beam_search, inputs, generation_config, stopping_criteria=stopping_criteria, **options)
-        return _run_seeded(run, seed)
+        search = partial(beam_search, inputs, generation_config, stopping_criteria=stopping_criteria, **options)
+        return _run_seeded(search, seed)
+    run = partial(
+        _run,
+        drafter=drafts,
+        plan=plan,
+        accept=rule,
+        seed=seed,
+        source_ids=prompts if base.config.is_encoder_decoder else None,
+        stream=streamer,
+        divergences=output_divergences,
+        compiled=compiled_steps(base, compile) if compile else None,
+    )
+    if streamer is not None:
+        kwargs["streamer"] = streamer
+    return through_front_door(
+        base, run, inputs, generation_config=generation_config, stopping_criteria=stopping_criteria,
+        tokenizer=tokenizer, stop_strings=stop_strings, **kwargs,
+    )  # fmt: skip
+
+
+def through_front_door(
+    base: PreTrainedModel,
+    run: Callable[..., Any],
+    inputs: Tensor | None,
+    *,
+    generation_config: GenerationConfig | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    tokenizer: Any = None,
+    stop_strings: str | Sequence[str] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """run(base, ids, …) with what base.generate() makes of the arguments. ValueError for options that drafts refuse."""
+    config = generation_config or base.generation_config
     refuse_options(kwargs, config)
     if strings := stop_strings or config.stop_strings:
         stopping_criteria = stop_string_criteria(strings, tokenizer, stopping_criteria)
         if config.stop_strings:
             generation_config = without_stop_strings(config)
-    if streamer is not None:
-        kwargs["streamer"] = streamer
     return base.generate(  # type: ignore[operator]
-        inputs,
-        generation_config=generation_config,
-        stopping_criteria=stopping_criteria,
-        custom_generate=partial(
-            _run,
-            drafter=drafts,
-            plan=plan,
-            accept=rule,
-            seed=seed,
-            source_ids=prompts if base.config.is_encoder_decoder else None,
-            stream=streamer,
-            divergences=output_divergences,
-            compiled=compiled_steps(base, compile) if compile else None,
-        ),
-        **kwargs,
+        inputs, generation_config=generation_config, stopping_criteria=stopping_criteria, custom_generate=run, **kwargs
     )
 
 
@@ -149,7 +165,7 @@ def _run(
     """The loop that base.generate() runs in place of its own, over what it has made of its arguments."""
     prompts = _read_prompts(base, input_ids, source_ids, stream, model_kwargs)
     device, config, do_sample = prompts.ids.device, generation_config, bool(generation_config.do_sample)
-    plan = _plan_for(base, drafter, plan, device, do_sample)
+    plan = plan_for(base, drafter, plan, device, do_sample)
     pad_id = int(config._pad_token_tensor) if config._pad_token_tensor is not None else 0
     stop = Stopping(stopping_criteria, prompts.rows, input_ids.shape[1], prompts.counts, device)
     sampler = Sampler(
@@ -229,7 +245,7 @@ def _read_prompts(
     return _Prompts(input_ids.tolist(), ids, lengths, counts, inputs, source)
 
 
-def _plan_for(
+def plan_for(
     base: PreTrainedModel, drafter: Drafter | None, plan: Plan | None, device: torch.device, do_sample: bool
 ) -> Plan | None:
     """The plan asked for, else the drafter's own; None without a drafter. ValueError if the base cannot serve it."""

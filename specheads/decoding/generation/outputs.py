@@ -13,7 +13,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 from specheads.decoding.loop import Step
 
 
-class _Statistics:
+class Statistics:
     """What the steps of a generation add up to."""
 
     steps: list[Step] | None
@@ -48,7 +48,7 @@ class _Statistics:
 
 
 @dataclass
-class SpecGenerateOutput(_Statistics, GenerateDecoderOnlyOutput):
+class SpecGenerateOutput(Statistics, GenerateDecoderOnlyOutput):
     """Hugging Face's fields; steps: the prefill first; lossless: is the text distributed as the base's own?"""
 
     steps: list[Step] | None = None
@@ -56,7 +56,7 @@ class SpecGenerateOutput(_Statistics, GenerateDecoderOnlyOutput):
 
 
 @dataclass
-class SpecSeq2SeqOutput(_Statistics, GenerateEncoderDecoderOutput):
+class SpecSeq2SeqOutput(Statistics, GenerateEncoderDecoderOutput):
     """The same for an encoder-decoder."""
 
     steps: list[Step] | None = None

@@ -54,12 +54,16 @@ def signed(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
+def row_seed(seed: int, row: int) -> int:
+    """The seed of a row of a batch that is given one: that seed for row 0, for others one that follows from it."""
+    if row == 0:
+        return seed
+    return int(shift_right(child_keys(scramble(torch.tensor([signed(seed)])), row), 1))
+
+
 def row_seeds(seed: int, count: int) -> list[int]:
-    """The seeds of the rows of a batch that is given one: the seed itself, then others that depend on it alone."""
-    if count < 2:
-        return [seed][:count]
-    later = shift_right(child_keys(scramble(torch.tensor(signed(seed))), torch.arange(1, count)), 1)
-    return [seed, *later.tolist()]
+    """`row_seed` of the first `count` rows."""
+    return [row_seed(seed, row) for row in range(count)]
 
 
 def seeds_for(seed: Any, count: int) -> list[int]:

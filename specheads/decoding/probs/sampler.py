@@ -141,6 +141,15 @@ class Sampler:
         self.numbers = None if seeds is None else RowNumbers.from_seeds(seeds, device)
         return self.numbers.tokens(length) if self.numbers is not None and self.do_sample else None
 
+    def reseed_rows(self, rows: Tensor, seeds: Sequence[int] | None, length: int) -> Tensor | None:
+        """The numbers of `seed_rows` after these rows (R,) have become others, of these seeds."""
+        if self.numbers is None:
+            return None
+        if seeds is None:
+            raise ValueError("new rows of a sampled batch need seeds of their own")
+        self.numbers.replace_rows(rows, RowNumbers.from_seeds(seeds, rows.device))
+        return self.numbers.tokens(length) if self.do_sample else None
+
     def begin(self, use: int, position: Tensor) -> None:
         """What is random from here on is for this use, `DRAFT` or `ACCEPT`, after so many output tokens (B,)."""
         if self.numbers is not None:

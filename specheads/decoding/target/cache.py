@@ -109,6 +109,15 @@ class TreeCache(Cache):
         self.loaded, self.lengths = True, lengths
         self.prepare(bound)
 
+    def replace_rows(self, rows: Tensor, other: TreeCache, lengths: Tensor) -> None:
+        """Give these rows (R,) the text of `other`, a cache of R rows: its first lengths (R,) committed tokens."""
+        self.capacity = max(self.capacity, other.capacity)
+        self.prepare(max(self.bound, other.bound))
+        for stack, source in zip(self.stacks, other.stacks, strict=True):
+            text = source[:, :, :, other.scratch : other.scratch + other.bound]
+            stack[:, rows.to(stack.device), :, self.scratch : self.scratch + other.bound] = text
+        self.lengths = self.lengths.index_copy(0, rows, lengths)
+
     def prepare(self, bound: int) -> None:
         """Attend `bound` committed slots, and allocate as many and `scratch` more, the most that one pass commits.
 

@@ -92,8 +92,7 @@ class Target:
         """
         inputs = inputs or ModelInputs()
         columns = ids.shape[1]
-        self.limit = columns + room
-        self._last_position = lengths.new_full((), self.last_position)
+        self.set_limit(columns + room)
         self._refuse_slot_scaling()
         self.offset, self.prompt_lengths, self.inputs = inputs.offset(lengths), lengths, inputs
         ahead = 0 if self.offset is None else int((lengths.unsqueeze(1) + self.offset).max()) - columns
@@ -131,6 +130,20 @@ class Target:
         return TargetOutput(logits[rows, last.to(logits.device)].unsqueeze(1), features)
 
     @torch.no_grad()
+    def refill(self, rows: Tensor, ids: Tensor, lengths: Tensor, *, room: int) -> TargetOutput:
+        """Put new prompts in the place of rows (R,): ids (R, T) of lengths (R,), as `prefill` takes and returns them.
+
+        The base's positions must not depend on the length of the text (`switch`), nor prompts hold more than ids.
+        """
+        cache = self.cache
+        self.set_limit(max(self.limit, ids.shape[1] + room))
+        self._refuse_slot_scaling()
+        out = self._forward_prompts(ids, lengths, ModelInputs())
+        cache.replace_rows(rows, self.cache, lengths)
+        self.cache, self.prompt_lengths = cache, self.prompt_lengths.index_copy(0, rows, lengths)
+        return out
+
+    @torch.no_grad()
     def reread(self, rows: list[list[int]]) -> None:
         """Commit the texts of all rows anew, in a pass that also looks at the position after the longest."""
         device, columns = self.cache.lengths.device, max(map(len, rows)) + 1
@@ -143,6 +156,11 @@ class Target:
         """The last position that is fed: the text's last token comes after it and is never fed. Nodes past the length
         limit, from which nothing is emitted, are clamped to it and so stay inside learned position tables."""
         return self.limit - 2
+
+    def set_limit(self, limit: int) -> None:
+        """No text of any row gets longer than `limit` tokens."""
+        self.limit = limit
+        self._last_position = torch.tensor(self.last_position, device=self.embed.weight.device)
 
     def _refuse_slot_scaling(self) -> None:
         """Llama-4 scales the queries of some layers by cache slot, from floor_scale tokens on."""

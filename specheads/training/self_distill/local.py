@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specheads.data.rows import Row, truncate
-from specheads.decoding.generation.prompt_batches import batches, new_tokens
+from specheads.decoding.generation.many import generate_many
 from specheads.hub import options as hub_options
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import Ask
@@ -34,34 +34,25 @@ def cut_prompt(ids: list[int], room: int, tokenizer: Any) -> list[int]:
     return truncate({"input_ids": ids, "labels": ids}, room, tokenizer)["input_ids"]
 
 
-def answer(base: Any, tokenizer: Any, asks: Sequence[Ask], options: Options) -> list[list[Row]]:
-    """The base's answers to each question, turn by turn; questions of one temperature are answered together."""
-    rows: list[list[Row]] = [[] for _ in asks]
-    for temperature in dict.fromkeys(ask.temperature for ask in asks):
-        indices = [i for i, ask in enumerate(asks) if ask.temperature == temperature]
-        for start in range(0, len(indices), options.batch_size):
-            batch = indices[start : start + options.batch_size]
-            answered = _answer_batch(base, tokenizer, [asks[i] for i in batch], options)
-            for i, turns in zip(batch, answered, strict=True):
-                rows[i] = turns
-    return rows
-
-
 @torch.no_grad()
-def _answer_batch(base: Any, tokenizer: Any, asks: Sequence[Ask], options: Options) -> list[list[Row]]:
-    room = prompt_room(base.config, options)
-    sampling = options.sampling(asks[0].temperature)
-    pad = tokenizer.pad_token_id or 0  # fills the rows that have ended; new_tokens cuts it off
+def answer(base: Any, tokenizer: Any, asks: Sequence[Ask], options: Options) -> list[list[Row]]:
+    """The base's answers to each question, turn by turn; questions of one temperature are answered together.
+
+    Sampled answers have their seeds from torch's generator."""
+    room, pad = prompt_room(base.config, options), tokenizer.pad_token_id or 0
     rows: list[list[Row]] = [[] for _ in asks]
     answers: list[list[str]] = [[] for _ in asks]
-    for turn in range(max(ask.num_turns for ask in asks)):
-        live = [i for i, ask in enumerate(asks) if turn < ask.num_turns]
-        prompts = [cut_prompt(asks[i].question.prompt(answers[i], tokenizer), room, tokenizer) for i in live]
-        (inputs,) = batches(tokenizer, prompts, base.device, size=len(live))
-        output = base.generate(
-            **inputs, max_new_tokens=options.max_new_tokens, pad_token_id=pad, do_sample=bool(sampling), **sampling
-        )
-        for i, prompt, new in zip(live, prompts, new_tokens(base, inputs, output), strict=True):
-            rows[i].append(asks[i].row(prompt, new))
-            answers[i].append(tokenizer.decode(new, skip_special_tokens=True))
+    for temperature in dict.fromkeys(ask.temperature for ask in asks):
+        sampling: dict[str, Any] = {**options.sampling(temperature)}
+        indices = [i for i, ask in enumerate(asks) if ask.temperature == temperature]
+        for turn in range(max(asks[i].num_turns for i in indices)):
+            live = [i for i in indices if turn < asks[i].num_turns]
+            prompts = [cut_prompt(asks[i].question.prompt(answers[i], tokenizer), room, tokenizer) for i in live]
+            results = generate_many(
+                base, prompts, batch_size=options.batch_size, max_new_tokens=options.max_new_tokens, pad_token_id=pad,
+                do_sample=bool(sampling), **sampling,
+            )  # fmt: skip
+            for i, result in zip(live, results, strict=True):
+                rows[i].append(asks[i].row(result.prompt, result.tokens))
+                answers[i].append(tokenizer.decode(result.tokens, skip_special_tokens=True))
     return rows

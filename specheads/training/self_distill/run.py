@@ -18,6 +18,8 @@ from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import stream
 from specheads.training.self_distill.rows_file import RowsFile
 
+BATCHES = 4  # of each temperature in a round; a run that is stopped loses a round
+
 
 def run(options: Options) -> None:
     """Write the rows, or resume. Raises ValueError, OSError or ImportError; rows written before are safe."""
@@ -26,8 +28,8 @@ def run(options: Options) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(options.base, **hub_options(options.base))
     file = RowsFile(Path(options.output), stream(options, tokenizer))
-    # A round holds a batch of each temperature, so that every batch is full.
-    largest = 1 if options.server else options.batch_size * len(options.temperature)
+    # A round holds several batches of each temperature, so that a row that has finished finds another question.
+    largest = 1 if options.server else BATCHES * options.batch_size * len(options.temperature)
 
     def round_size(room: int) -> int:
         return min(largest, room)

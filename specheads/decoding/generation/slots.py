@@ -1,0 +1,134 @@
+"""Slots: the rows of a batch, each with a prompt of its own, which another prompt may follow when it has finished.
+
+Shapes: B batch rows, T prompt columns, S source columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from specheads.decoding.acceptance import Acceptance
+from specheads.decoding.compiled import CompiledSteps
+from specheads.decoding.drafters.base import Drafter
+from specheads.decoding.generation.generate import plan_for
+from specheads.decoding.generation.single_prompt import SinglePrompt
+from specheads.decoding.loop import Step, decode
+from specheads.decoding.planner import Plan
+from specheads.decoding.probs.row_sampler import RowSampler
+from specheads.decoding.refill import NewRows
+from specheads.decoding.target.seq2seq import Source, make_target
+
+
+@dataclass
+class Slot:
+    """A prompt in a row of the batch, its steps so far, and whether it has finished."""
+
+    prompt: SinglePrompt
+    finished: bool = False
+    tokens: list[int] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    def add(self, step: Step, row: int) -> None:
+        """Add what a step gave to this row of the batch."""
+        self.steps.append(step_of_row(step, row))
+        self.tokens += step.tokens[row]
+
+
+def step_of_row(step: Step, row: int) -> Step:
+    """A step of one row alone; its seconds are those of the whole batch."""
+
+    def only(values: list) -> list:
+        return values[row : row + 1]
+
+    return Step(
+        only(step.tokens), only(step.accepted), only(step.ranks), only(step.drafted), step.seconds,
+        divergences=only(step.divergences), parents=only(step.parents), path=only(step.path),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SlotDecoder:
+    """decode() over slots. seed_of: of a prompt, by its index. on_tokens(index, tokens): called as they are gained."""
+
+    base: PreTrainedModel
+    drafter: Drafter | None
+    plan: Plan | None
+    accept: Acceptance
+    divergences: bool
+    compiled: CompiledSteps | None
+    seed_of: Callable[[SinglePrompt], int | None]
+    on_tokens: Callable[[int, list[int]], None] | None
+
+    def run(self, prompts: Sequence[SinglePrompt], waiting: Iterator[SinglePrompt] | None = None) -> Iterator[Slot]:
+        """Decode the prompts as one batch → their slots, in the order in which they finish.
+
+        waiting: prompts that take the rows of finished ones; None: such rows idle.
+        """
+        first, device = prompts[0], self.base.device
+        slots = [Slot(prompt) for prompt in prompts]
+        sampler = RowSampler(
+            [one.processors for one in prompts], [one.index for one in prompts], do_sample=first.do_sample,
+            seeds=self._seeds(prompts),
+        )  # fmt: skip
+        plan = plan_for(self.base, self.drafter, self.plan, device, first.do_sample)
+        target = make_target(
+            self.base, self.drafter.layers if self.drafter else (), scratch=plan.num_nodes if plan else 1,
+            source=_stack_sources(prompts), static=self.compiled is not None,
+        )  # fmt: skip
+
+        def stop(row: int, ids: list[int], count: int) -> int:
+            kept = slots[row].prompt.stop(0, ids, count)
+            slots[row].finished |= kept >= 0
+            return kept
+
+        def refill(finished: list[int]) -> NewRows | None:
+            assert waiting is not None
+            new = list(islice(waiting, len(finished)))
+            if not new:
+                return None
+            rows = finished[: len(new)]
+            for row, prompt in zip(rows, new, strict=True):
+                slots[row] = Slot(prompt)
+                sampler.replace_row(row, prompt.processors, prompt.index)
+            return NewRows(rows, *_pack(new, device), [one.stop.limit for one in new], self._seeds(new))
+
+        for step in decode(
+            target, self.drafter, *_pack(prompts, device), plan=plan, sampler=sampler, accept=self.accept, stop=stop,
+            max_new_tokens=[one.stop.limit for one in prompts], eos=first.stop.eos, keep_divergences=self.divergences,
+            inputs=first.inputs if len(prompts) == 1 else None, refill=None if waiting is None else refill,
+            compiled=self.compiled,
+        ):  # fmt: skip
+            for row, slot in enumerate(slots):
+                if not step.tokens[row]:
+                    continue
+                slot.add(step, row)
+                if self.on_tokens is not None:
+                    self.on_tokens(slot.prompt.index, step.tokens[row])
+                if slot.finished:
+                    yield slot
+
+    def _seeds(self, prompts: Sequence[SinglePrompt]) -> list[int] | None:
+        seeds = [seed for prompt in prompts if (seed := self.seed_of(prompt)) is not None]
+        return seeds or None
+
+
+def _pack(prompts: Sequence[SinglePrompt], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids (B, T), packed left, and lengths (B,)."""
+    rows = [torch.tensor(prompt.ids, device=device) for prompt in prompts]
+    return pad_sequence(rows, batch_first=True), torch.tensor([len(row) for row in rows], device=device)
+
+
+def _stack_sources(prompts: Sequence[SinglePrompt]) -> Source | None:
+    """The encoded sources, padded on the right; None without an encoder."""
+    states = [prompt.hidden for prompt in prompts if prompt.hidden is not None]
+    if not states:
+        return None
+    mask = pad_sequence([torch.ones(len(one), dtype=torch.long, device=one.device) for one in states], batch_first=True)
+    return Source(pad_sequence(states, batch_first=True), mask, [list(prompt.source) for prompt in prompts])

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from specheads.decoding.drafters.base import Drafter
-from specheads.decoding.drafters.named import either
+from specheads.decoding.drafters.named import as_drafter, either
 from specheads.decoding.generation.generate import generate
 from specheads.decoding.planner import StaticTree
 from specheads.decoding.planner.named import static_choices
@@ -24,6 +24,7 @@ from specheads.losses.teacher import LiveTeacher, Teacher, packed_mask, tap_base
 from specheads.models import card, checkpoint
 from specheads.models.base.lora import JointConfig, adapters, base_loss, is_adapter
 from specheads.models.config import SpecConfig
+from specheads.models.costs import auto_drafter
 from specheads.models.formats.export.exporting import export
 
 
@@ -211,21 +212,33 @@ class SpecModel(PreTrainedModel):
         self,
         inputs: Tensor | None = None,
         *,
-        draft: Drafter | str | bool | None = True,
+        draft: Drafter | str | bool | None = "auto",
         drafter: Drafter | str | None = None,
         **kwargs: Any,
     ) -> Tensor | ModelOutput:
         """Hugging Face's generate() with tree drafts: the same arguments, the same text, in fewer passes.
 
-        draft: True or "head" for this model's head, False for plain decoding through the same loop, "lookup", "ngram",
-        "maxgram", or any other drafter; drafter: an alias of it. tree: a plan (`DynamicTree`, `StaticTree`, `chain`,
-        `SampledTree`; default: the head's) or its text, "chain:3". accept: the rule or its text, "fuzzy:js:0.2"
-        (default `Exact`; also lossless: `Block`, `Traversal`; not lossless: `Fuzzy`, `Typical` and others). seed: of
-        the sampling. With return_dict_in_generate=True the output also has `steps` and `statistics()`. Stopping
+        draft: "auto" for what pays at each step, by the costs that `specheads tune` measured here: the head's draft, a
+        copy of earlier text, or nothing ("auto:FILE" names the costs). True or "head" for this model's head, which
+        "auto" also stands for where tree or accept is given; False for plain decoding through the same loop; "lookup",
+        "ngram", "maxgram", or any other drafter. drafter: an alias of draft. tree: a plan (`DynamicTree`, `StaticTree`,
+        `chain`, `SampledTree`; default: the head's) or its text, "chain:3". accept: the rule or its text,
+        "fuzzy:js:0.2" (default `Exact`; also lossless: `Block`, `Traversal`; not lossless: `Fuzzy`, `Typical` and
+        others). seed: of the sampling. With return_dict_in_generate=True the output also has `steps` and `statistics()`. Stopping
         criteria are evaluated row by row, after each token.
         """
-        found = either(draft, drafter, self.head, default=True)
-        return generate(self.base, inputs, draft=found, **kwargs)
+        if drafter is not None and draft != "auto":
+            return generate(self.base, inputs, draft=either(draft, drafter, self.head), **kwargs)
+        chosen = self._resolve_auto(draft if drafter is None else drafter, kwargs)
+        return generate(self.base, inputs, draft=as_drafter(chosen, self.head), **kwargs)
+
+    def _resolve_auto(self, draft: Any, options: dict[str, Any]) -> Any:
+        """The automatic drafter for "auto"; the head where a plan or a rule is given. Anything else as it is."""
+        if not (isinstance(draft, str) and draft.partition(":")[0] == "auto"):
+            return draft
+        if options.get("tree") is not None or options.get("accept") is not None:
+            return "head"
+        return auto_drafter(self.base, self.head, draft.partition(":")[2] or None)
 
     def gradient_checkpointing_enable(  # type: ignore[override]
         self,

@@ -107,6 +107,7 @@ class Drafter(Protocol):
     wants_target_top: so many of the target's likeliest tokens come in `Context.top`.
     gives_draft_probs: its trees can keep the distributions they were drafted from; else its drafts are point masses.
     fixed_depth: tokens it drafts in one pass, which static trees given by name follow; None if each level takes a pass.
+    max_depth: tokens of its longest draft; None: as many as a plan asks for.
     trained_length: tokens of the longest text it was trained on, past which generate() warns; None: no such limit.
     reviews: of each draft of a cascade, its reviews since the run began; () for what reviews nothing.
     """
@@ -123,6 +124,10 @@ class Drafter(Protocol):
 
     @property
     def fixed_depth(self) -> int | None:
+        return None
+
+    @property
+    def max_depth(self) -> int | None:
         return None
 
     @property
@@ -160,5 +165,5 @@ class _Defaults(Drafter):
     """`Drafter`'s values."""
 
 
-_OPTIONAL = ("wants_target_top", "gives_draft_probs", "fixed_depth", "trained_length", "reviews")
+_OPTIONAL = ("wants_target_top", "gives_draft_probs", "fixed_depth", "max_depth", "trained_length", "reviews")
 _DEFAULTS = cast(type[Any], _Defaults)()

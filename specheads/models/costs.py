@@ -25,7 +25,11 @@ def cost_key(base: PreTrainedModel, head: DraftHead | None, *, compiled: bool = 
     weight: Any = base.get_input_embeddings().weight
     dtype = str(base.dtype).removeprefix("torch.")
     return CostKey(
-        _digests[base], head_digest(head and head.config.to_dict()), device_name(weight.device), dtype, compiled
+        _digests[base],
+        head_digest(None if head is None else head.config.to_dict()),
+        device_name(weight.device),
+        dtype,
+        compiled,
     )
 
 

@@ -224,8 +224,8 @@ class SpecModel(PreTrainedModel):
         "ngram", "maxgram", or any other drafter. drafter: an alias of draft. tree: a plan (`DynamicTree`, `StaticTree`,
         `chain`, `SampledTree`; default: the head's) or its text, "chain:3". accept: the rule or its text,
         "fuzzy:js:0.2" (default `Exact`; also lossless: `Block`, `Traversal`; not lossless: `Fuzzy`, `Typical` and
-        others). seed: of the sampling. With return_dict_in_generate=True the output also has `steps` and `statistics()`. Stopping
-        criteria are evaluated row by row, after each token.
+        others). seed: of the sampling. With return_dict_in_generate=True the output also has `steps` and
+        `statistics()`. Stopping criteria are evaluated row by row, after each token.
         """
         if drafter is not None and draft != "auto":
             return generate(self.base, inputs, draft=either(draft, drafter, self.head), **kwargs)

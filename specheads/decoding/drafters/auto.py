@@ -28,7 +28,7 @@ from specheads.decoding.tree import DraftTree
 
 LONGEST_MATCH = 32  # tokens
 MOST_UNREAD = 256  # positions whose features are held for an idle head; it reads them then, without drafting
-_TREE = {"depth": 6, "width": 4, "beams": 4}  # of a cost-aware tree where trees pay; else it is a chain
+TREE_DEPTH, TREE_WIDTH = 6, 4  # of a cost-aware tree, as wide as its beams, where trees pay; else it is a chain
 logger = logging.get_logger(__name__)
 
 
@@ -45,7 +45,7 @@ class AutoDrafter(Drafter):
     Of a plan it keeps num_nodes and depth as limits.
     """
 
-    gives_draft_probs: ClassVar[bool] = False  # type: ignore[misc]
+    gives_draft_probs: ClassVar[bool] = False
 
     head: Drafter | None = None
     costs: CostTable | None = None
@@ -105,7 +105,7 @@ class _Run:
         self.calibration = Calibration()
         self.surplus = Surplus()
         self.unread = UnreadPositions()
-        self.slots = max(self.menu.drafting_slots, _TREE["beams"] * _TREE["depth"])
+        self.slots = max(self.menu.drafting_slots, TREE_WIDTH * TREE_DEPTH)
         self.idle = 0  # steps since the head drafted
         self.lengths: list[int] | None = None  # of the texts when the last draft was made
         self.copies: list[tuple[int, list[int]]] = []  # by row: the length of the match, and what followed it
@@ -178,9 +178,9 @@ class _Run:
         return self._with_copies(context, tree, choice) if any(choice.copies) else tree
 
     def _cost_aware(self, menu: Menu, shape: Shape, active: Sequence[bool], length: int) -> CostAwareTree:
-        limits = {"depth": max(s.depth for s in menu.shapes), "width": 1, "beams": 1}
+        depth, width = max(s.depth for s in menu.shapes), 1
         if not shape.is_chain:
-            limits |= {name: min(most, limits[name]) if name == "depth" else most for name, most in _TREE.items()}
+            depth, width = min(depth, TREE_DEPTH), TREE_WIDTH
         running = [row.means for row, runs in zip(self.heads, active, strict=True) if runs]
         columns = self.unread.columns
 
@@ -188,7 +188,7 @@ class _Run:
             return self.costs.step(self.rows, nodes, length) + self.costs.draft(self.rows, levels, columns)
 
         return CostAwareTree(
-            menu.sizes, **limits, time=time, calibrate=self.calibration,
+            menu.sizes, depth, width=width, beams=width, time=time, calibrate=self.calibration,
             next_share=[sum(means) / len(running) for means in zip(*running, strict=True)],
             weights=[float(runs) for runs in active],
         )  # fmt: skip

@@ -36,8 +36,8 @@ class CostAwareTree:
     """Grows level by level while the next level raises the expected tokens per millisecond; then keeps as many of the
     likeliest nodes as raise it most.
 
-    With w the chance of a node and Φ the sum of those kept: another node is kept while (1 + Φ + w) / time rises (CaDDTree,
-    arXiv:2606.01813), and another level drafted if it would rise with the level's likely chances (OPT-Tree,
+    With w the chance of a node and Φ the sum of those kept: another node is kept while (1 + Φ + w) / time rises
+    (CaDDTree, arXiv:2606.01813), and another level drafted if it would rise with the level's likely chances (OPT-Tree,
     arXiv:2406.17276). Both look at what was drafted before, never at what is drawn after. The nodes are point masses.
 
     sizes: what the tree may count, root included. time(nodes, levels): milliseconds of a step that verifies `nodes` and

@@ -100,7 +100,7 @@ def likeliest_tree(acceptance: Sequence[Sequence[float]], nodes: int, depth: int
     acceptance: by depth and rank, as in HeadEstimate. A node's chance is never above its parent's, so the likeliest
     nodes form a tree, which is Sequoia's optimum (arXiv:2402.12374) for drafts of fixed ranks.
     """
-    heap = [(-share, (rank,)) for rank, share in enumerate(acceptance[0])]
+    heap: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(acceptance[0])]
     heapq.heapify(heap)
     chosen: list[tuple[int, ...]] = []
     while heap and len(chosen) < nodes - 1:

@@ -232,11 +232,11 @@ class _Timed(Drafter):
         self.unread.add(context)
         self.seconds = 0.0
         if self.step == 0:  # the prompt, which is no part of a step
-            self.head.propose(self.unread.take(context), sampler, NoDraft(self.plan))
+            self.unread.propose(self.head, context, sampler, NoDraft(self.plan))
         elif self.step % self.every == 0:
             _wait_for(context.root.device)
             began = time.perf_counter()
-            self.head.propose(self.unread.take(context), sampler, self.plan)
+            self.unread.propose(self.head, context, sampler, self.plan)
             _wait_for(context.root.device)
             self.seconds = time.perf_counter() - began
         self.step += 1

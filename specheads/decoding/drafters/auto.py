@@ -27,7 +27,7 @@ from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
 LONGEST_MATCH = 32  # tokens
-MOST_UNREAD = 256  # positions whose features are held for an idle head; it reads them then, without drafting
+MOST_UNREAD = 512  # columns of features held for an idle head; it reads them then, without drafting
 TREE_DEPTH, TREE_WIDTH = 6, 4  # of a cost-aware tree, as wide as its beams, where trees pay; else it is a chain
 logger = logging.get_logger(__name__)
 
@@ -118,7 +118,7 @@ class _Run:
         self.copies = self._find_copies(context, active, min(menu.sizes[-1] - 1, plan.depth))
         if self.head is not None:
             self.unread.add(context)
-        self.choice = choice = self._choose(menu, active, context.bound)
+        self.choice = choice = self._choose(menu, active, context)
         self.head_draft = None
         if choice.shape is not None:
             return self._draft_with_head(context, sampler, menu, choice, active)
@@ -126,7 +126,7 @@ class _Run:
         if self.head is not None:
             self.unread.keep()
             if self.unread.columns > MOST_UNREAD:
-                self.head.propose(self.unread.take(context), sampler, NoDraft(ReserveSlots(chain(1), self.slots)))
+                self.unread.propose(self.head, context, sampler, NoDraft(ReserveSlots(chain(1), self.slots)))
         if choice.nodes == 1:
             return DraftTree.root_only(context.root)
         paths = [[ids] if taken else [] for (_, ids), taken in zip(self.copies, choice.copies, strict=True)]
@@ -141,25 +141,24 @@ class _Run:
             copies.append((match, copy_ids(text, start, count) if match else []))
         return copies
 
-    def _choose(self, menu: Menu, active: Sequence[bool], length: int) -> Choice:
+    def _choose(self, menu: Menu, active: Sequence[bool], context: Context) -> Choice:
         rows = [b for b, runs in enumerate(active) if runs]
         copy_gains = [self.copied[b].gains(self.copies[b][0], len(self.copies[b][1])) for b in rows]
         chains = [self.heads[b].chain_gains() for b in rows] if menu.shapes else []
         gains = [[shape.gain(self.heads[b], row) for b, row in zip(rows, chains, strict=True)] for shape in menu.shapes]
+        unread = self.unread.count(context) if menu.shapes else 0
 
         def time(nodes: int, shape: Shape | None) -> float:
-            return self.time(nodes, None if shape is None else shape.levels, length)
+            verify = self.costs.step(self.rows, nodes, context.bound)
+            return verify if shape is None else verify + self.costs.draft(self.rows, shape.levels, unread)
 
-        best, with_head = choose(menu, gains, copy_gains, time)
-        if best.shape is None and with_head is not None and probe_is_due(best, with_head, self.idle):
-            best = with_head
+        best = choose(menu, gains, copy_gains, time)
+        if best.shape is None and menu.shapes:
+            shape = menu.shapes[0]
+            if probe_is_due(best, ms := time(shape.nodes, shape), len(rows), self.idle):
+                best = Choice(shape, shape.nodes, (False,) * len(rows), len(rows) + sum(gains[0]), ms)
         taken = iter(best.copies)
         return Choice(best.shape, best.nodes, tuple(runs and next(taken) for runs in active), best.tokens, best.ms)
-
-    def time(self, nodes: int, levels: tuple[int, ...] | None, length: int) -> float:
-        """Milliseconds of a step; levels: those that the head expands, None if it does not draft."""
-        verify = self.costs.step(self.rows, nodes, length)
-        return verify if levels is None else verify + self.costs.draft(self.rows, levels, self.unread.columns)
 
     def _draft_with_head(
         self, context: Context, sampler: Sampler, menu: Menu, choice: Choice, active: Sequence[bool]
@@ -167,9 +166,11 @@ class _Run:
         assert self.head is not None and choice.shape is not None
         plan: Plan = choice.shape.tree
         if self.surplus.pays and not self.compiled and not any(choice.copies):
-            plan = self._cost_aware(menu, choice.shape, active, context.bound)
+            plan = self._cost_aware(menu, choice.shape, active, context)
+        for row in self.heads:
+            row.fade(self.idle // 4)  # what it was like counts for longer than if it had been seen since
         self.idle = 0
-        tree = self.head.propose(self.unread.take(context), sampler, ReserveSlots(plan, self.slots))
+        tree = self.unread.propose(self.head, context, sampler, ReserveSlots(plan, self.slots))
         if isinstance(plan, CostAwareTree):
             ms = plan.time(tree.num_nodes, plan.levels)
             self.head_draft = _HeadDraft(grown=plan, expected=choice.rate * ms)
@@ -177,15 +178,15 @@ class _Run:
         self.head_draft = _HeadDraft(choice.shape, tree.tokens)
         return self._with_copies(context, tree, choice) if any(choice.copies) else tree
 
-    def _cost_aware(self, menu: Menu, shape: Shape, active: Sequence[bool], length: int) -> CostAwareTree:
+    def _cost_aware(self, menu: Menu, shape: Shape, active: Sequence[bool], context: Context) -> CostAwareTree:
         depth, width = max(s.depth for s in menu.shapes), 1
         if not shape.is_chain:
             depth, width = min(depth, TREE_DEPTH), TREE_WIDTH
         running = [row.means for row, runs in zip(self.heads, active, strict=True) if runs]
-        columns = self.unread.columns
+        unread = self.unread.count(context)
 
         def time(nodes: int, levels: tuple[int, ...]) -> float:
-            return self.costs.step(self.rows, nodes, length) + self.costs.draft(self.rows, levels, columns)
+            return self.costs.step(self.rows, nodes, context.bound) + self.costs.draft(self.rows, levels, unread)
 
         return CostAwareTree(
             menu.sizes, depth, width=width, beams=width, time=time, calibrate=self.calibration,
@@ -247,7 +248,7 @@ class _HeadDraft:
                     for child in children:
                         run.calibration.add(tree.confidences[child], tree.tokens[child] == token)
                     if depth == 0:  # deeper levels were drafted where the head was sure, so they are no fair sample
-                        run.heads[b].add(0, tree.tokens[children[0]] == token)
+                        run.heads[b].add(0, _rank(children, tree.tokens, token), len(children))
             run.surplus.add(sum(map(len, gained)), self.expected)
             return
         assert self.shape is not None and self.tokens is not None and run.choice is not None
@@ -255,11 +256,11 @@ class _HeadDraft:
         if self.shape.is_chain and not any(run.choice.copies):  # then the number of tokens says it all
             for row, tokens in zip(run.heads, gained, strict=True):
                 for depth in range(min(len(tokens), self.shape.depth)):
-                    row.add(depth, depth + 1 < len(tokens))
+                    row.add(depth, 0 if depth + 1 < len(tokens) else None)
             return
         for row, drafted, tokens in zip(run.heads, self.tokens.tolist(), gained, strict=True):
             for depth, (children, token) in enumerate(_walk(drafted, self.shape.parents, 0, tokens)):
-                row.add(depth, drafted[children[0]] == token)
+                row.add(depth, _rank(children, drafted, token), len(children))
 
 
 def _walk(tokens: Sequence[int], parents: Sequence[int], root: int, text: Sequence[int]) -> list[tuple[list[int], int]]:
@@ -276,6 +277,11 @@ def _walk(tokens: Sequence[int], parents: Sequence[int], root: int, text: Sequen
             break
         node = following[0]
     return steps
+
+
+def _rank(children: Sequence[int], tokens: Sequence[int], token: int) -> int | None:
+    """Which of the children is this token."""
+    return next((rank for rank, child in enumerate(children) if tokens[child] == token), None)
 
 
 class Surplus:

@@ -33,14 +33,13 @@ class Choice:
 
 def choose(
     menu: Menu, head_gains: Sequence[Sequence[float]], copy_gains: Sequence[Sequence[float]], time: Time
-) -> tuple[Choice, Choice | None]:
-    """The best choice, and the best of those in which the head drafts (None if it has no shape).
+) -> Choice:
+    """The best choice.
 
     head_gains: by shape and row; copy_gains: by row and length. Rows that have ended have no entry. Ties go to the
     smaller step, and to the one without the head.
     """
     best = _without_head(menu, copy_gains, time)
-    best_head: Choice | None = None
     for shape, gains in zip(menu.shapes, head_gains, strict=True):
         for nodes in menu.sizes:
             if nodes < shape.nodes:
@@ -51,11 +50,9 @@ def choose(
                 continue
             tokens = sum(1 + max(pair) for pair in zip(copied, gains, strict=True))
             choice = Choice(shape, nodes, copies, tokens, time(nodes, shape))
-            if best_head is None or choice.rate > best_head.rate:
-                best_head = choice
-    if best_head is not None and best_head.rate > best.rate:
-        best = best_head
-    return best, best_head
+            if choice.rate > best.rate:
+                best = choice
+    return best
 
 
 def _without_head(menu: Menu, copy_gains: Sequence[Sequence[float]], time: Time) -> Choice:
@@ -72,8 +69,7 @@ def _without_head(menu: Menu, copy_gains: Sequence[Sequence[float]], time: Time)
     return best
 
 
-def probe_is_due(best: Choice, probe: Choice, idle: int) -> bool:
-    """May a head that has been idle for so many steps be tried? Once the time lost by that, if the estimate is right,
-    is PROBE_SHARE of what those steps took."""
-    lost = probe.ms - probe.tokens / best.rate
-    return lost <= PROBE_SHARE * idle * best.ms
+def probe_is_due(best: Choice, probe_ms: float, rows: int, idle: int) -> bool:
+    """May a head that has been idle for so many steps be tried? Once the time lost if nothing of it is accepted is
+    PROBE_SHARE of what those steps took. probe_ms: of a step that tries it."""
+    return probe_ms - rows / best.rate <= PROBE_SHARE * idle * best.ms

@@ -27,8 +27,12 @@ class Share:
         self.hits = self.trials = 0.0
 
     def add(self, hit: float, weight: float = 1.0) -> None:
-        self.hits = self.hits * _DECAY + hit * weight
+        self.hits = self.hits * _DECAY + hit
         self.trials = self.trials * _DECAY + weight
+
+    def fade(self, steps: int) -> None:
+        """So many steps passed without a trial."""
+        self.hits, self.trials = self.hits * _DECAY**steps, self.trials * _DECAY**steps
 
     def mean(self, assumed: float) -> float:
         return (self.hits + PRIOR_WEIGHT * assumed) / (self.trials + PRIOR_WEIGHT)
@@ -45,11 +49,21 @@ class HeadEstimate:
     def __init__(self, assumed: Sequence[Sequence[float]], depths: int) -> None:
         self.assumed = [assumed[min(depth, len(assumed) - 1)] for depth in range(depths)]
         self.shares = [Share() for _ in range(depths)]
+        self.others = Share()  # of the other ranks: what was accepted, against what was expected
         self._means: list[float] | None = None
 
-    def add(self, depth: int, hit: bool) -> None:
-        """Was the likeliest draft at this depth, after accepted ones, accepted?"""
-        self.shares[depth].add(hit)
+    def add(self, depth: int, rank: int | None, width: int = 1) -> None:
+        """Which of `width` drafts at this depth, after accepted ones, was accepted? None: none of them."""
+        if width > 1:
+            expected = sum(self._scaled(depth)[1:width])
+            self.others.add((rank or 0) > 0, expected)
+        self.shares[depth].add(rank == 0)
+        self._means = None
+
+    def fade(self, steps: int) -> None:
+        """So many steps passed without a draft."""
+        for share in (*self.shares, self.others):
+            share.fade(steps)
         self._means = None
 
     @property
@@ -72,11 +86,18 @@ class HeadEstimate:
         return gains
 
     def rank_shares(self, depth: int) -> list[float]:
-        """By rank, the share accepted at this depth. What the likeliest draft loses or gains, the others gain or lose
-        in proportion."""
+        """By rank, the share accepted at this depth."""
+        first, *others = self._scaled(depth)
+        scale = (self.others.hits + 1) / (self.others.trials + 1)
+        scale = min(scale, (1 - first) / (sum(others) or 1))
+        return [first, *(share * scale for share in others)]
+
+    def _scaled(self, depth: int) -> list[float]:
+        """What is assumed by rank, where the likeliest draft is as good as it has been. The others are worse where that
+        one is better, since less is left, and where it is worse, since then the head is."""
         first, *others = self.assumed[depth]
         mean = self.means[depth]
-        rest = (1 - mean) / (1 - first) if first < 1 else 0.0
+        rest = min((1 - mean) / (1 - first) if first < 1 else 0.0, mean / first if first else 0.0)
         return [mean, *(share * rest for share in others)]
 
     def tree_gain(self, choices: Sequence[tuple[int, ...]]) -> float:

@@ -62,7 +62,6 @@ def _loaded(path: Path, key: CostKey, modified: int) -> CostTable:
     return CostTable.load(path, key)
 
 
-def costs_of_checkpoint(base_fingerprint: dict[str, Any], head: dict[str, Any]) -> list[CostTable]:
-    """The cost files in the user's cache for a head's checkpoint and the base that it was trained for."""
-    start = f"{digest(base_fingerprint)}-{head_digest(head)}-"
-    return [CostTable.load(path) for path in sorted(costs_dir().glob(f"{start}*.json"))]
+def cost_files(base_fingerprint: dict[str, Any], head: dict[str, Any]) -> list[Path]:
+    """The files in the user's cache for a head with these options, beside the base of this fingerprint."""
+    return sorted(costs_dir().glob(f"{digest(base_fingerprint)}-{head_digest(head)}-*.json"))

@@ -61,11 +61,13 @@ def acceptance_of(ranks: Tensor) -> tuple[tuple[float, ...], ...]:
 def search_head(name: str, ranks: Tensor, costs: StepCosts, length: int) -> list[Candidate]:
     """The head's chains, and for each size the fastest tree counted on these positions, after `length` tokens."""
     depths = ranks.shape[1]
-    found = [_candidate(name, chain(n), ranks, costs, length) for n in CHAINS if n <= depths]
+    found = [chain(n) for n in CHAINS if n <= depths]
     for nodes in TREES:
-        trees = {calibrate_tree(ranks, nodes, depth) for depth in range(1, depths + 1)}
-        found.append(max((_candidate(name, tree, ranks, costs, length) for tree in trees), key=_rate))
-    return found
+        trees = [calibrate_tree(ranks, nodes, depth) for depth in range(1, depths + 1)]
+        best = max(trees, key=lambda tree: _candidate(name, tree, ranks, costs, length).tokens_per_second)
+        if best not in found:
+            found.append(best)
+    return [_candidate(name, tree, ranks, costs, length) for tree in found]
 
 
 def search_copies(record: Record, costs: StepCosts, length: int) -> list[Candidate]:
@@ -88,7 +90,3 @@ def _candidate(name: str, tree: StaticTree, ranks: Tensor, costs: StepCosts, len
     ms = costs.step(1, shape.nodes, length) + costs.draft(1, shape.levels, shape.depth + 1)
     text = f"chain:{shape.depth}" if shape.is_chain else f"calibrated, {shape.depth} deep"
     return Candidate(name, text, shape.nodes, expected_length(tree, ranks), ms)
-
-
-def _rate(candidate: Candidate) -> float:
-    return candidate.tokens_per_second

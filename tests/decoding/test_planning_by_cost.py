@@ -120,7 +120,8 @@ def test_the_choice_is_the_best_of_the_menu(seed):
     def time(nodes, shape):
         return own.step(rows, nodes, 64) + (own.draft(rows, shape.levels, 1) if shape else 0)
 
-    best = choose(menu, head_gains, copies, time)
+    step_ms = [time(nodes, None) for nodes in menu.sizes]
+    best = choose(menu, head_gains, copies, step_ms, [own.draft(rows, s.levels, 1) for s in menu.shapes])
     assert best.rate == pytest.approx(brute_force(menu, head_gains, copies, time))
     assert best.ms == pytest.approx(time(best.nodes, best.shape))
 
@@ -132,7 +133,8 @@ def test_nothing_is_drafted_where_nothing_pays_and_the_head_is_tried_now_and_the
     def time(nodes, shape):
         return own.step(1, nodes, 64) + (own.draft(1, shape.levels, 1) if shape else 0)
 
-    best = choose(menu, [[0.1] for _ in menu.shapes], [[0.0]], time)
+    step_ms, draft_ms = [time(n, None) for n in menu.sizes], [own.draft(1, s.levels, 1) for s in menu.shapes]
+    best = choose(menu, [[0.1] for _ in menu.shapes], [[0.0]], step_ms, draft_ms)
     assert best.shape is None and best.nodes == 1
     probe = time(2, menu.shapes[0])
     waits = next(idle for idle in itertools.count() if probe_is_due(best, probe, 1, idle))

@@ -148,15 +148,14 @@ class _Run:
         gains = [[shape.gain(self.heads[b], row) for b, row in zip(rows, chains, strict=True)] for shape in menu.shapes]
         unread = self.unread.count(context) if menu.shapes else 0
 
-        def time(nodes: int, shape: Shape | None) -> float:
-            verify = self.costs.step(self.rows, nodes, context.bound)
-            return verify if shape is None else verify + self.costs.draft(self.rows, shape.levels, unread)
-
-        best = choose(menu, gains, copy_gains, time)
+        step_ms = [self.costs.step(self.rows, nodes, context.bound) for nodes in menu.sizes]
+        draft_ms = [self.costs.draft(self.rows, shape.levels, unread) for shape in menu.shapes]
+        best = choose(menu, gains, copy_gains, step_ms, draft_ms)
         if best.shape is None and menu.shapes:
-            shape = menu.shapes[0]
-            if probe_is_due(best, ms := time(shape.nodes, shape), len(rows), self.idle):
-                best = Choice(shape, shape.nodes, (False,) * len(rows), len(rows) + sum(gains[0]), ms)
+            probe = menu.shapes[0]
+            ms = self.costs.step(self.rows, probe.nodes, context.bound) + draft_ms[0]
+            if probe_is_due(best, ms, len(rows), self.idle):
+                best = Choice(probe, probe.nodes, (False,) * len(rows), len(rows) + sum(gains[0]), ms)
         taken = iter(best.copies)
         return Choice(best.shape, best.nodes, tuple(runs and next(taken) for runs in active), best.tokens, best.ms)
 

@@ -6,13 +6,12 @@ within that size, the head's tree or a copy, or nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specheads.decoding.planner.by_cost.shapes import Menu, Shape
 
 PROBE_SHARE = 0.02  # of the time that may be spent on trying a head that does not seem to pay
-Time = Callable[[int, Shape | None], float]  # nodes a row, the head's shape or None → milliseconds
 
 
 @dataclass(frozen=True)
@@ -32,41 +31,40 @@ class Choice:
 
 
 def choose(
-    menu: Menu, head_gains: Sequence[Sequence[float]], copy_gains: Sequence[Sequence[float]], time: Time
+    menu: Menu,
+    head_gains: Sequence[Sequence[float]],
+    copy_gains: Sequence[Sequence[float]],
+    step_ms: Sequence[float],
+    draft_ms: Sequence[float],
 ) -> Choice:
-    """The best choice.
+    """The choice with the most expected tokens per millisecond.
 
-    head_gains: by shape and row; copy_gains: by row and length. Rows that have ended have no entry. Ties go to the
-    smaller step, and to the one without the head.
+    head_gains: by shape and row; copy_gains: by row and length. Rows that have ended have no entry. step_ms: by size of
+    the menu; draft_ms: by its shapes. Ties go to the smaller step, and to the one without the head.
     """
-    best = _without_head(menu, copy_gains, time)
-    for shape, gains in zip(menu.shapes, head_gains, strict=True):
-        for nodes in menu.sizes:
-            if nodes < shape.nodes:
-                continue
-            copied = [row[min(nodes, len(row)) - 1] for row in copy_gains]
-            copies = tuple(copy > gain for copy, gain in zip(copied, gains, strict=True))
-            if nodes > shape.nodes and not any(copies):
-                continue
-            tokens = sum(1 + max(pair) for pair in zip(copied, gains, strict=True))
-            choice = Choice(shape, nodes, copies, tokens, time(nodes, shape))
-            if choice.rate > best.rate:
-                best = choice
-    return best
-
-
-def _without_head(menu: Menu, copy_gains: Sequence[Sequence[float]], time: Time) -> Choice:
-    best: Choice | None = None
-    for nodes in menu.sizes:
-        copied = [row[min(nodes, len(row)) - 1] for row in copy_gains]
-        copies = tuple(copy > 0 for copy in copied)
-        if nodes > 1 and not any(copies):
+    rows = len(copy_gains)
+    copied = [[row[min(size, len(row)) - 1] for row in copy_gains] for size in menu.sizes]
+    longest = max(map(len, copy_gains), default=1)  # a larger step copies no more
+    best, shape = -1.0, None
+    size_index, tokens = 0, float(rows)
+    for i, (nodes, ms) in enumerate(zip(menu.sizes, step_ms, strict=True)):
+        expected = rows + sum(copied[i])
+        if expected > best * ms and (nodes == 1 or any(copied[i])):
+            best, size_index, tokens = expected / ms, i, expected
+        if nodes >= longest:
             break
-        choice = Choice(None, nodes, copies, sum(1 + copy for copy in copied), time(nodes, None))
-        if best is None or choice.rate > best.rate:
-            best = choice
-    assert best is not None
-    return best
+    gains: Sequence[float] = ()
+    for own, one, extra in zip(menu.shapes, head_gains, draft_ms, strict=True):
+        for i, (nodes, ms) in enumerate(zip(menu.sizes, step_ms, strict=True)):
+            if nodes < own.nodes:
+                continue
+            expected = rows + sum(map(max, copied[i], one))
+            if expected > best * (ms + extra):
+                best, size_index, tokens, shape, gains = expected / (ms + extra), i, expected, own, one
+            if nodes >= longest:
+                break
+    copies = tuple(copy > (gains[b] if shape else 0.0) for b, copy in enumerate(copied[size_index]))
+    return Choice(shape, menu.sizes[size_index], copies, tokens, tokens / best)
 
 
 def probe_is_due(best: Choice, probe_ms: float, rows: int, idle: int) -> bool:

@@ -68,6 +68,7 @@ class StepCosts:
     read: Curve | None = None
     level: Curve | None = None
     _steps: dict[tuple[int, int, int], float] = field(default_factory=dict, repr=False, compare=False)
+    _levels: dict[tuple[int, ...], float] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.batch < 1 or not self.verify:
@@ -87,8 +88,10 @@ class StepCosts:
         """Drafting after `positions` unread ones, with so many nodes expanded in each level below the root."""
         if self.read is None or self.level is None:
             return 0.0
-        share = rows / self.batch
-        return self.read(positions * share) + sum(self.level(nodes * share) for nodes in levels)
+        share, key = rows / self.batch, (rows, *levels)
+        if key not in self._levels:
+            self._levels[key] = sum(self.level(nodes * share) for nodes in levels)
+        return self.read(positions * share) + self._levels[key]
 
     def to_dict(self) -> dict[str, Any]:
         curves = {"loop": self.loop, "lookup": self.lookup, "read": self.read, "level": self.level}

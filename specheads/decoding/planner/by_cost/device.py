@@ -13,7 +13,10 @@ def device_name(device: torch.device) -> str:
     """`NVIDIA H100 80GB HBM3`, or `AMD EPYC 9V74, 2 threads`: threads change what a step costs."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{cpu_name()}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+    if device.type != "cpu":
+        return device.type
+    threads = torch.get_num_threads()
+    return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 @cache

@@ -15,6 +15,7 @@ ASSUMED_RANKS = (0.6, 0.15, 0.07, 0.04, 0.03)
 # By the length of the match that precedes a copied token: the shortest of the bucket, and the share accepted.
 COPY_BUCKETS = (1, 2, 3, 4, 6, 10, 16)
 COPY_SHARES = (0.25, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93)
+_BUCKET_OF = [bisect_right(COPY_BUCKETS, match) - 1 for match in range(COPY_BUCKETS[-1] + 1)]
 _DECAY = 1 - 1 / MEMORY
 
 
@@ -51,6 +52,7 @@ class HeadEstimate:
         self.shares = [Share() for _ in range(depths)]
         self.others = Share()  # of the other ranks: what was accepted, against what was expected
         self._means: list[float] | None = None
+        self._gains: dict[tuple[tuple[int, ...], ...], float] = {}
 
     def add(self, depth: int, rank: int | None, width: int = 1) -> None:
         """Which of `width` drafts at this depth, after accepted ones, was accepted? None: none of them."""
@@ -58,13 +60,17 @@ class HeadEstimate:
             expected = sum(self._scaled(depth)[1:width])
             self.others.add((rank or 0) > 0, expected)
         self.shares[depth].add(rank == 0)
-        self._means = None
+        self._forget()
 
     def fade(self, steps: int) -> None:
         """So many steps passed without a draft."""
         for share in (*self.shares, self.others):
             share.fade(steps)
+        self._forget()
+
+    def _forget(self) -> None:
         self._means = None
+        self._gains.clear()
 
     @property
     def means(self) -> list[float]:
@@ -100,14 +106,16 @@ class HeadEstimate:
         rest = min((1 - mean) / (1 - first) if first < 1 else 0.0, mean / first if first else 0.0)
         return [mean, *(share * rest for share in others)]
 
-    def tree_gain(self, choices: Sequence[tuple[int, ...]]) -> float:
+    def tree_gain(self, choices: tuple[tuple[int, ...], ...]) -> float:
         """The expected accepted tokens of a static tree, whose choices come parents first."""
-        shares = [self.rank_shares(depth) for depth in range(max(map(len, choices)))]
-        chances: dict[tuple[int, ...], float] = {(): 1.0}
-        for choice in choices:
-            ranks = shares[len(choice) - 1]
-            chances[choice] = chances[choice[:-1]] * (ranks[choice[-1]] if choice[-1] < len(ranks) else 0.0)
-        return sum(chances.values()) - 1
+        if choices not in self._gains:
+            shares = [self.rank_shares(depth) for depth in range(max(map(len, choices)))]
+            chances: dict[tuple[int, ...], float] = {(): 1.0}
+            for choice in choices:
+                ranks = shares[len(choice) - 1]
+                chances[choice] = chances[choice[:-1]] * (ranks[choice[-1]] if choice[-1] < len(ranks) else 0.0)
+            self._gains[choices] = sum(chances.values()) - 1
+        return self._gains[choices]
 
 
 class CopyEstimate:
@@ -118,18 +126,21 @@ class CopyEstimate:
 
     def __init__(self) -> None:
         self.shares = [Share() for _ in COPY_BUCKETS]
+        self.means = list(COPY_SHARES)
 
     def add(self, match: int, hit: bool) -> None:
-        self.shares[bisect_right(COPY_BUCKETS, match) - 1].add(hit)
+        bucket = bisect_right(COPY_BUCKETS, match) - 1
+        self.shares[bucket].add(hit)
+        self.means[bucket] = self.shares[bucket].mean(COPY_SHARES[bucket])
 
     def gains(self, match: int, count: int) -> list[float]:
         """Entry n: the expected accepted tokens of the first n ≤ count copied after a match of this length."""
-        gains, chance = [0.0], 1.0
-        for copied in range(count if match else 0):
-            bucket = bisect_right(COPY_BUCKETS, match + copied) - 1
-            chance *= self.shares[bucket].mean(COPY_SHARES[bucket])
-            gains.append(gains[-1] + chance)
-        return gains + gains[-1:] * (count + 1 - len(gains))
+        gains, chance, total = [0.0], 1.0, 0.0
+        for length in range(match, match + count):
+            chance *= self.means[_BUCKET_OF[length] if length < len(_BUCKET_OF) else -1] if match else 0.0
+            total += chance
+            gains.append(total)
+        return gains
 
 
 class Calibration:

@@ -32,11 +32,11 @@ class Shape:
 
     tree: StaticTree
 
-    @property
+    @cached_property
     def nodes(self) -> int:
         return self.tree.num_nodes
 
-    @property
+    @cached_property
     def depth(self) -> int:
         return self.tree.depth
 
@@ -67,6 +67,11 @@ class Menu:
     shapes: tuple[Shape, ...]
     sizes: tuple[int, ...]
 
+    @cached_property
+    def depth(self) -> int:
+        """Of the deepest shape."""
+        return max((shape.depth for shape in self.shapes), default=0)
+
     @property
     def drafting_slots(self) -> int:
         """What the largest shape needs in the head's cache, see `Plan.drafting_slots`."""
@@ -74,7 +79,7 @@ class Menu:
 
     def within(self, nodes: int, depth: int) -> Menu:
         """What fits a limit."""
-        if nodes >= self.sizes[-1] and depth >= max((s.depth for s in self.shapes), default=0):
+        if nodes >= self.sizes[-1] and depth >= self.depth:
             return self
         fitting = tuple(shape for shape in self.shapes if shape.nodes <= nodes and shape.depth <= depth)
         return Menu(fitting, tuple(size for size in self.sizes if size <= nodes))

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from huggingface_hub import constants
+from transformers.utils import logging
 
 import specheads
 from specheads import Drafter, PromptLookup, chain
@@ -13,7 +15,9 @@ from specheads.decoding.drafters.unread import UnreadPositions
 from specheads.decoding.planner import ChildLogits, NoDraft
 from specheads.decoding.planner.by_cost import CostTable, Curve, StepCosts
 from specheads.decoding.planner.by_cost.shapes import ReserveSlots
+from specheads.models.costs import cost_key, cost_path
 from tests.support.prompts import padded
+from tests.support.seq2seq_models import tiny_t5
 from tests.support.tiny_models import repetitive_model
 
 PROMPTS = padded([[7, 8, 9, 7, 8], [31], [5, 5, 60, 61, 5, 5, 60]])
@@ -75,6 +79,34 @@ def test_the_same_costs_give_the_same_drafts_and_others_do_not(heads):
         return [(step.drafted, step.accepted) for step in out.steps]
 
     assert drafts(FREE) == drafts(FREE) != drafts(DEAR)
+
+
+def test_it_is_the_default_and_a_tree_or_a_rule_asks_for_the_head(heads, hf_log, monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    logging.warning_once.cache_clear()
+    model, options = heads["eagle3"], {**ONE, **OPTIONS}
+
+    def drafts(**more):
+        return [step.drafted for step in model.generate(**options, **more).steps]
+
+    default = drafts()
+    assert default == drafts(draft="auto") == drafts(drafter="auto") == drafts(draft=AutoDrafter(model.head))
+    (record,) = [r for r in hf_log.records if "step costs shipped for a small CPU" in r.message]
+    assert "`specheads tune MODEL`" in record.message, "said once"
+    assert default != drafts(draft="head") == drafts(draft=True)
+    assert drafts(tree="chain:2") == drafts(draft="head", tree="chain:2") == drafts(draft="auto", tree="chain:2")
+    assert drafts(accept="typical") == drafts(draft="head", accept="typical")
+    FREE.save(tmp_path / "other.json")
+    with pytest.raises(ValueError, match=r"other\.json holds costs for base None, not "):
+        drafts(draft=f"auto:{tmp_path / 'other.json'}")
+    replace(FREE, key=cost_key(model.base, model.head)).save(cost_path(cost_key(model.base, model.head)))
+    assert drafts() == drafts(draft=AutoDrafter(model.head, FREE)) != default
+
+
+def test_an_encoder_decoder_drafts_copies():
+    base = tiny_t5()
+    options = {**ONE, "max_new_tokens": 30, "do_sample": False}
+    assert torch.equal(specheads.generate(base, **options, draft="auto"), specheads.generate(base, **options))
 
 
 def test_without_a_head_it_copies(heads):

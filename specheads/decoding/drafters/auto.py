@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from specheads.decoding.drafters.base import Context, Drafter
+from specheads.decoding.drafters.base import Context, Drafter, with_defaults
 from specheads.decoding.drafters.path_drafter import build_tree, cached_topology
 from specheads.decoding.drafters.suffix_search import copy_ids, longest_match, row_texts
 from specheads.decoding.drafters.unread import UnreadPositions
@@ -51,6 +51,8 @@ class AutoDrafter(Drafter):
     costs: CostTable | None = None
 
     def __post_init__(self) -> None:
+        if self.head is not None:
+            object.__setattr__(self, "head", with_defaults(self.head))
         if self.head is not None and self.head.wants_target_top:
             raise ValueError(
                 f"AutoDrafter lets its drafter miss steps, and {type(self.head).__name__} reads the target's likeliest "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -29,6 +30,7 @@ from specheads.decoding.tree import DraftTree
 LONGEST_MATCH = 32  # tokens
 MOST_UNREAD = 512  # columns of features held for an idle head; it reads them then, without drafting
 TREE_DEPTH, TREE_WIDTH = 6, 4  # of a cost-aware tree, as wide as its beams, where trees pay; else it is a chain
+_cached_chain = cache(chain)
 logger = logging.get_logger(__name__)
 
 
@@ -132,7 +134,7 @@ class _Run:
         if choice.nodes == 1:
             return DraftTree.root_only(context.root)
         paths = [[ids] if taken else [] for (_, ids), taken in zip(self.copies, choice.copies, strict=True)]
-        return build_tree(context.root, context.history, paths, chain(choice.nodes - 1))
+        return build_tree(context.root, context.history, paths, _cached_chain(choice.nodes - 1))
 
     def _find_copies(self, context: Context, active: Sequence[bool], count: int) -> list[tuple[int, list[int]]]:
         """By row the length of the longest suffix that occurred before, and up to `count` ids that followed it."""
@@ -180,7 +182,7 @@ class _Run:
         return self._with_copies(context, tree, choice) if any(choice.copies) else tree
 
     def _cost_aware(self, menu: Menu, shape: Shape, active: Sequence[bool], context: Context) -> CostAwareTree:
-        depth, width = max(s.depth for s in menu.shapes), 1
+        depth, width = menu.depth, 1
         if not shape.is_chain:
             depth, width = min(depth, TREE_DEPTH), TREE_WIDTH
         running = [row.means for row, runs in zip(self.heads, active, strict=True) if runs]

@@ -15,7 +15,10 @@ setup(
     # recipes/ is a folder of the repository, and of the package in a wheel: see specheads_cli/shipped.py.
     packages=[*find_packages(include=["specheads", "specheads.*", "specheads_cli"]), "specheads.recipes"],
     package_dir={"specheads.recipes": "recipes"},
-    package_data={"specheads": ["py.typed"], "specheads.recipes": ["*.yaml", "*/*.yaml"]},
+    package_data={
+        "specheads": ["py.typed", "decoding/planner/by_cost/shipped/*.json"],
+        "specheads.recipes": ["*.yaml", "*/*.yaml"],
+    },
     install_requires=[
         "torch>=2.11",
         "transformers>=5.17",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from specheads_cli import chat, decode, doctor, features, formats, measure, recipes, sweep, train
+from specheads_cli import chat, decode, doctor, features, formats, measure, recipes, sweep, train, tune
 from specheads_cli.app import DEBUG, app, flags
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "run",
     "sweep",
     "train",
+    "tune",
 ]
 
 

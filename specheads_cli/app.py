@@ -47,8 +47,9 @@ Drafts = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help=f"What drafts: head, {', '.join(DRAFTERS)}, a checkpoint, or a cascade:DRAFTER+DRAFTER…, in which "
-        "model:PATH is a draft model (default: the assistant, else the head, else lookup).",
+        help=f"What drafts: auto[:FILE], head, {', '.join(DRAFTERS)}, a checkpoint, or a cascade:DRAFTER+DRAFTER…, in "
+        "which model:PATH is a draft model. auto takes at each step what pays, by the costs of `specheads tune`. "
+        "(default: the assistant, else the head, else lookup; for `generate` with a head, auto).",
     ),
 ]
 KMatrix = Annotated[
@@ -146,6 +147,7 @@ def root(
       specheads evaluate checkpoints/eagle3 --num-prompts 8
       specheads sweep sweep_rules --head out/head
       specheads calibrate out/head --data my.jsonl --save
+      specheads tune checkpoints/eagle3
       specheads info checkpoints/eagle3
       specheads export out/head served --to vllm
       specheads import downloaded/eagle3 out/head --base my/model

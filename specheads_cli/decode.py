@@ -63,6 +63,7 @@ def generate(
       specheads generate out/head --prompt-file question.txt --chat --temperature 0.7 --seed 1
       cat file.py | specheads generate checkpoints/medusa --tree chain:4 --json
       specheads generate checkpoints/eagle3 --prompt "class A" --accept fuzzy:js:0.2
+      specheads generate checkpoints/eagle3 --prompt "class A" --drafter auto:costs.json
       specheads generate google/flan-t5-large --assistant google/flan-t5-small --prompt "Translate to German: a house"
       specheads generate large --prompt "a" --drafter cascade:model:small+maxgram --k-matrix [[5,8],[0,8]]
     """
@@ -78,7 +79,7 @@ def generate(
     )  # fmt: skip
     chosen = DraftOptions(assistant, drafter, k_matrix, leniency, draft=draft)
     models = Models.load(model, assistant=assistant, base=base, dtype=dtype, device=device)
-    name, drafts = chosen.drafter(models)
+    name, drafts = chosen.drafter(models, auto=tree is None and accept is None)
     if as_json:
         emit({"model": model, "drafter": name, **record(models, drafts, text, options)})
     else:

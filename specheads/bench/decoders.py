@@ -25,7 +25,7 @@ def accepted_length(model: SpecModel, batches: Iterable[dict[str, Any]], **optio
     """Tokens that a step yields, the prefill's left out. options: of generate()."""
     yielded = []
     for batch in batches:
-        out: Any = model.generate(**batch, return_dict_in_generate=True, **options)
+        out: Any = model.generate(**batch, draft="head", return_dict_in_generate=True, **options)
         yielded += [len(row) for step in out.steps[1:] for row in step.tokens if row]
     return sum(yielded) / len(yielded)
 

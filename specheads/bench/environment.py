@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from specheads.decoding.planner.by_cost.device import cpu_name
 from specheads.version import __version__
 
 
@@ -17,7 +17,7 @@ def environment() -> dict[str, Any]:
     """Hardware and versions; no name of the machine or of a place on it."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": usable,
         "torch_threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -46,13 +46,3 @@ def bfloat16_is_fast() -> bool:
         return torch.cuda.is_bf16_supported()
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
-
-
-def _cpu_name() -> str:
-    try:
-        for entry in Path("/proc/cpuinfo").read_text("utf8").splitlines():
-            if entry.startswith("model name"):
-                return entry.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -164,26 +164,34 @@ class StepCompiler:
         )  # fmt: skip
 
     def step_after_draft(
-        self, context: Context, tree: DraftTree, numbers: Tensor | None, active: Tensor
+        self, context: Context, tree: DraftTree, numbers: Callable[[int], Tensor | None], active: Tensor
     ) -> Advance | None:
         """What follows a draft in one graph; None if the host has a part in judging it, or if no other step needs such
         a graph."""
         if self.whole or not self.judges or tree.probs is not None:
             return None
-        tree = tree.padded(self.target.scratch, self.depth)
-        key = self.key(tree.is_chain)
+        tree = self.pad(tree)
+        key = self.key(tree.num_nodes, tree.max_depth, tree.is_chain)
         return self.steps.run(
-            step_after_draft, key, self.target, self.accept, self.sampler, context.root, tree, numbers, active,
-            self.num_top,
+            step_after_draft, key, self.target, self.accept, self.sampler, context.root, tree,
+            numbers(tree.max_depth), active, self.num_top,
         )  # fmt: skip
 
     def verify(self, tree: DraftTree) -> TargetOutput:
-        """The target's pass over the tree, in a graph for trees of `scratch` nodes if other steps need one."""
+        """The target's pass over the tree, in a graph if other steps need one for trees of this size."""
         if self.whole:
             return self.target.verify(tree)
-        num = tree.num_nodes
-        out = self.steps.run(verify, self.key(), self.target, tree.padded(self.target.scratch, self.depth))
+        num, padded = tree.num_nodes, self.pad(tree)
+        out = self.steps.run(verify, self.key(padded.num_nodes), self.target, padded)
         return TargetOutput(out.logits[:, :num], out.features[:, :num])
+
+    def pad(self, tree: DraftTree) -> DraftTree:
+        """The tree in the next of the drafter's sizes."""
+        nodes, depth = self.target.scratch, self.depth
+        sizes = () if self.drafter is None else self.drafter.tree_sizes
+        if smaller := [size for size in sizes if tree.num_nodes <= size < nodes]:
+            nodes, depth = smaller[0], min(depth, max(tree.max_depth, smaller[0] - 1))
+        return tree.padded(nodes, depth)
 
     @property
     def depth(self) -> int:

@@ -216,8 +216,7 @@ class _Loop:
         if advance is None:
             tree = self.draft(schedule)
             if self.compiler is not None:
-                numbers = self.numbers(self.compiler.depth)
-                advance = self.compiler.step_after_draft(self.context, tree, numbers, active)
+                advance = self.compiler.step_after_draft(self.context, tree, self.numbers, active)
             if advance is None:
                 out = (self.compiler or self.target).verify(tree)
                 verdict = hold_inactive(self.judge(tree, out.logits, schedule), self.context.root, active)

@@ -201,6 +201,11 @@ class DraftHead(nn.Module, Drafter, ABC):
         return self.config.fixed_depth
 
     @property
+    def max_depth(self) -> int:
+        """See HeadConfig.max_depth."""
+        return self.config.max_depth
+
+    @property
     def target_ids(self) -> Tensor | None:
         """(Vd,) the target id of each draft token; None if the vocabularies are the same."""
         return None

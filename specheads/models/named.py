@@ -19,6 +19,7 @@ from specheads.models.base.loading import load_language_model, placement, refuse
 from specheads.models.base.quantized import quantization
 from specheads.models.config import SpecConfig
 from specheads.models.convert import load_head
+from specheads.models.costs import auto_drafter
 from specheads.models.formats.importing import find_foreign
 from specheads.models.spec_model import SpecModel
 from specheads.options import nearest, shown
@@ -65,11 +66,12 @@ class Models:
 
     def names(self) -> list[str]:
         """The names `drafter` takes, besides models that are not loaded yet."""
-        return [*DRAFTERS, *(name for name in self.drafters if name not in DRAFTERS)]
+        return ["auto", *DRAFTERS, *(name for name in self.drafters if name not in ("auto", *DRAFTERS))]
 
     def drafter(self, name: str) -> Drafter:
-        """By name, loaded when it is first asked for: `head`, `model`, a text of DRAFTERS such as `ngram:4`,
-        `model:PATH` (of the target's vocabulary), or the path of a head or of a model (of any).
+        """By name, loaded when it is first asked for: `auto`, `auto:FILE` (by the costs in a file of `specheads tune`),
+        `head`, `model`, a text of DRAFTERS such as `ngram:4`, `model:PATH` (of the target's vocabulary), or the path of
+        a head or of a model (of any).
         ValueError or OSError where there is none."""
         if name not in self.drafters:
             self.drafters[name] = self._load(name)
@@ -92,7 +94,7 @@ class Models:
 
     def _load(self, name: str) -> Drafter:
         kind, _, rest = name.partition(":")
-        known = ["head", "model", *DRAFTERS]
+        known = ["auto", "head", "model", *DRAFTERS]
         if kind not in known and (near := nearest(name, known)) and "/" not in name and not Path(name).exists():
             raise ValueError(f"unknown drafter {shown(name)}; did you mean {near!r}?")
         if name in ("head", "model"):
@@ -100,6 +102,9 @@ class Models:
             raise ValueError(f"there is no {name} to draft with: start with {how}, or name a checkpoint")
         if kind == "cascade":
             raise ValueError(f"drafter {name!r} takes a k-matrix: give it where there is an option for one")
+        if kind == "auto":
+            head = self.drafters.get("head")
+            return auto_drafter(self.target, head if isinstance(head, DraftHead) else None, rest or None)
         if kind == "model":
             return self.draft_model(rest, through_text=False)
         if kind in DRAFTERS:

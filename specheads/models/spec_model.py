@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from specheads.decoding.drafters.base import Drafter
-from specheads.decoding.drafters.named import either
+from specheads.decoding.drafters.named import as_drafter, either
 from specheads.decoding.generation.generate import generate
 from specheads.decoding.generation.many import Continuation, generate_many
 from specheads.decoding.planner import StaticTree
@@ -26,6 +26,7 @@ from specheads.losses.teacher import LiveTeacher, Teacher, packed_mask, tap_base
 from specheads.models import card, checkpoint
 from specheads.models.base.lora import JointConfig, adapters, base_loss, is_adapter
 from specheads.models.config import SpecConfig
+from specheads.models.costs import auto_drafter
 from specheads.models.formats.export.exporting import export
 
 
@@ -222,23 +223,25 @@ class SpecModel(PreTrainedModel):
         self,
         inputs: Tensor | None = None,
         *,
-        draft: Drafter | str | bool | None = True,
+        draft: Drafter | str | bool | None = "auto",
         drafter: Drafter | str | None = None,
         compile: bool | str | None = None,
         **kwargs: Any,
     ) -> Tensor | ModelOutput:
         """Hugging Face's generate() with tree drafts: the same arguments, the same text, in fewer passes.
 
-        draft: True or "head" for this model's head, False for plain decoding through the same loop, "lookup", "ngram",
-        "maxgram", or any other drafter; drafter: an alias of it. tree: a plan (`DynamicTree`, `StaticTree`, `chain`,
-        `SampledTree`; default: the head's) or its text, "chain:3". accept: the rule or its text, "fuzzy:js:0.2"
-        (default `Exact`; also lossless: `Block`, `Traversal`; not lossless: `Fuzzy`, `Typical` and others). seed: of
-        the sampling, a number or one for each row. With return_dict_in_generate=True the output also has `steps` and
-        `statistics()`. Stopping criteria are evaluated row by row, after each token. compile: as in
+        draft: "auto" for what pays at each step, by the costs that `specheads tune` measured here: the head's draft, a
+        copy of earlier text, or nothing ("auto:FILE" names the costs). True or "head" for this model's head, which
+        "auto" also stands for where tree or accept is given; False for plain decoding through the same loop; "lookup",
+        "ngram", "maxgram", or any other drafter. drafter: an alias of draft. tree: a plan (`DynamicTree`, `StaticTree`,
+        `chain`, `SampledTree`; default: the head's) or its text, "chain:3". accept: the rule or its text,
+        "fuzzy:js:0.2" (default `Exact`; also lossless: `Block`, `Traversal`; not lossless: `Fuzzy`, `Typical` and
+        others). seed: of the sampling, a number or one for each row. With return_dict_in_generate=True the output also
+        has `steps` and `statistics()`. Stopping criteria are evaluated row by row, after each token. compile: as in
         `specheads.generate`; None: as compile() said.
         """
-        found = either(draft, drafter, self.head, default=True)
         compile = self.compiles if compile is None else compile
+        found = self._choose_drafter(draft, drafter, kwargs, compiled=bool(compile))
         return generate(self.base, inputs, draft=found, compile=compile, **kwargs)
 
     def generate_many(
@@ -251,9 +254,20 @@ class SpecModel(PreTrainedModel):
         **options: Any,
     ) -> list[Continuation] | Iterator[Continuation]:
         """`specheads.generate_many` with this model: draft, drafter and compile as in `generate`."""
-        found = either(draft, drafter, self.head, default=True)
         compile = self.compiles if compile is None else compile
+        found = self._choose_drafter(draft, drafter, options, compiled=bool(compile))
         return generate_many(self.base, prompts, draft=found, compile=compile, **options)
+
+    def _choose_drafter(self, draft: Any, drafter: Any, options: dict[str, Any], *, compiled: bool) -> Drafter | None:
+        """What drafts, of generate()'s draft and drafter. "auto" is the head where a plan or a rule is given."""
+        if drafter is not None and draft not in ("auto", True):
+            return either(draft, drafter, self.head)
+        chosen = draft if drafter is None else drafter
+        if not (isinstance(chosen, str) and chosen.partition(":")[0] == "auto"):
+            return as_drafter(chosen, self.head)
+        if options.get("tree") is not None or options.get("accept") is not None:
+            return self.head
+        return auto_drafter(self.base, self.head, chosen.partition(":")[2] or None, compiled=compiled)
 
     def gradient_checkpointing_enable(  # type: ignore[override]
         self,

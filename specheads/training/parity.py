@@ -193,7 +193,7 @@ def compare(
                 # At the last position the text may end before the bonus token of a whole draft.
                 decoded.add(gains, len(runs) - 1)
                 scored.add(_simulate_steps(runs), len(runs) - 1)
-                served.add(_step_lengths(model.generate(ids, **asked))[0], len(runs) - 1)
+                served.add(_step_lengths(model.generate(ids, draft="head", **asked))[0], len(runs) - 1)
             if report:
                 report((done + 1) / len(prompts))
     finally:

@@ -21,6 +21,7 @@ COMMANDS = (
     "evaluate",
     "parity",
     "calibrate",
+    "tune",
     "info",
     "recipes",
     "export",

@@ -97,7 +97,7 @@ def test_what_the_host_has_a_part_in_is_left_out_of_the_graph(draft, tree, accep
 
 def test_processors_that_read_the_prefix_stay_outside():
     model = spec_model("eagle3")
-    without, compiled = texts_of(model, padded(PROMPTS), repetition_penalty=1.3, no_repeat_ngram_size=2)
+    without, compiled = texts_of(model, padded(PROMPTS), draft="head", repetition_penalty=1.3, no_repeat_ngram_size=2)
     assert compiled == without
     assert [function.__name__ for function, _ in compiled_steps(model.base, "eager")._known] == ["verify"]
 
@@ -122,12 +122,12 @@ def test_after_the_first_text_nothing_is_compiled_for_other_lengths_limits_seeds
     model = spec_model("eagle3")
     model.base.generation_config.eos_token_id = None
     ids = torch.arange(20).unsqueeze(0)
-    model.generate(ids, max_new_tokens=8, do_sample=True, temperature=0.5, compile="eager")
+    model.generate(ids, draft="head", max_new_tokens=8, do_sample=True, temperature=0.5, compile="eager")
     steps, traced = compiled_steps(model.base, "eager"), counters["stats"]["unique_graphs"]
     assert len(steps) == 1
     for length, new, temperature in ((3, 9, 0.9), (31, 40, 1.4), (60, 5, 0.9), (100, 20, 0.2)):
         ids = (torch.arange(length) * length % 97).unsqueeze(0)
-        options = {"max_new_tokens": new, "do_sample": True, "temperature": temperature, "seed": length}
+        options = {"max_new_tokens": new, "do_sample": True, "temperature": temperature, "seed": length, "draft": True}
         assert model.generate(ids, **options, compile="eager").tolist() == model.generate(ids, **options).tolist()
     assert len(steps) == 1
     assert counters["stats"]["unique_graphs"] == traced
@@ -164,9 +164,9 @@ def test_a_model_told_to_compile_does_so_unless_a_call_says_otherwise():
     model = spec_model("medusa")
     ids = torch.tensor([PROMPTS[0]])
     assert model.compile("eager") is model
-    model.generate(ids, max_new_tokens=12, compile=False)
+    model.generate(ids, draft="head", max_new_tokens=12, compile=False)
     assert len(compiled_steps(model.base, "eager")) == 0
-    model.generate(ids, max_new_tokens=12)
+    model.generate(ids, draft="head", max_new_tokens=12)
     assert len(compiled_steps(model.base, "eager")) == 1
 
 
@@ -214,10 +214,29 @@ def test_a_model_whose_positions_change_with_the_length_is_decoded_without(caplo
 
 def test_scores_are_those_without_compiling():
     model = spec_model("eagle")
-    options = {"max_new_tokens": 9, "return_dict_in_generate": True, "output_scores": True, "do_sample": False}
+    options = {
+        "draft": "head",
+        "max_new_tokens": 9,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "do_sample": False,
+    }
     ids = torch.tensor([PROMPTS[0]])
     without, compiled = (model.generate(ids, **options, compile=compile) for compile in (False, "eager"))
     assert torch.stack(without.scores).equal(torch.stack(compiled.scores))
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 5}], ids=("greedy", "drawn"))
+def test_automatic_drafts_take_few_graphs_and_give_the_same_text(sampling):
+    model = spec_model("eagle3")
+    model.base.generation_config.eos_token_id = None
+    for prompts in (padded(PROMPTS[:1]), padded(PROMPTS)):
+        without, compiled = texts_of(model, prompts, draft="auto", max_new_tokens=60, **sampling)
+        assert compiled == without == texts_of(model, prompts, draft=False, max_new_tokens=60, **sampling)[0]
+    shapes = [
+        (key[1], key[-1][0]) for function, key in compiled_steps(model.base, "eager")._known if "after" in str(function)
+    ]
+    assert {nodes for _, nodes in shapes} <= {1, 2, 4, 8, 16, 32, 64}
 
 
 @pytest.mark.parametrize("draft", [True, "lookup", False])
@@ -235,8 +254,8 @@ def test_a_refilled_batch_gives_each_prompt_its_own_text(draft):
 def test_torchs_own_compiler_gives_the_same_greedy_text(kind):
     model = spec_model(kind)
     for prompts in (padded(PROMPTS[:1]), padded(PROMPTS)):
-        without = model.generate(**prompts, max_new_tokens=14, do_sample=False).tolist()
-        assert model.generate(**prompts, max_new_tokens=14, do_sample=False, compile=True).tolist() == without
+        options = {**prompts, "draft": "head", "max_new_tokens": 14, "do_sample": False}
+        assert model.generate(**options, compile=True).tolist() == model.generate(**options).tolist()
     assert compiled_steps(model.base).failure is None
 
 

@@ -174,14 +174,14 @@ def test_plain_decoding_matches_greedy(models, prompts, greedy):
 def test_a_head_that_knows_nothing_is_lossless_too(base, prompts, greedy, head):
     model = convert(base, head, init=False)
     for name, inputs in prompts.items():
-        assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=24), greedy[name])
+        assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=24, draft=True), greedy[name])
 
 
 def test_a_head_of_two_layers_matches_greedy(base, prompts, greedy):
     torch.manual_seed(0)
     for model in (convert(base, "eagle", num_layers=2), convert(base, "eagle3", num_layers=2)):
         for name, inputs in prompts.items():
-            assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=24), greedy[name])
+            assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=24, draft=True), greedy[name])
 
 
 @pytest.mark.parametrize("plan", ["chain of 4", "static", "dynamic", "sampled"])

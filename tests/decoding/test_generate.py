@@ -139,9 +139,9 @@ def test_a_drafters_name_drafts_what_the_drafter_does_in_both_generates(model, n
 
 
 def test_head_and_true_are_the_models_own_head_and_a_base_alone_has_none(model):
-    told = steps_of(model.generate)
+    told = steps_of(model.generate, draft="head")
     assert any(drafted > [0] for _, drafted in told)
-    assert steps_of(model.generate, draft="head") == steps_of(model.generate, draft=True) == told
+    assert steps_of(model.generate, draft=True) == steps_of(model.generate, drafter="head") == told
     assert steps_of(partial(specheads.generate, model.base), draft=model.head) == told
     for draft in ("head", True):
         with pytest.raises(ValueError, match=f"^draft={draft!r}: this model has no head to draft with"):
@@ -190,7 +190,7 @@ def test_a_static_trees_text_is_as_deep_as_the_head_drafts():
     ("options", "error", "message"),
     [
         ({"draft": "heed"}, ValueError, "draft='heed': unknown drafter 'heed'; did you mean 'head'"),
-        ({"draft": "out/eagle3"}, ValueError, r"known: head, lookup, ngram, maxgram; for a head checkpoint give load_"),
+        ({"draft": "out/eagle3"}, ValueError, "known: auto, head, lookup, ngram, maxgram; for a head checkpoint"),
         ({"draft": 3}, TypeError, "draft=int cannot propose trees"),
         ({"draft": PromptLookup}, TypeError, r"draft=PromptLookup is the class of a drafter; .*draft=PromptLookup\(\)"),
         ({"tree": "chains:4"}, ValueError, "'chains:4': unknown tree 'chains'; did you mean 'chain'?"),

@@ -133,7 +133,7 @@ def test_processors_see_the_padding_that_the_caller_gave(model, side):
         masks = [[int(i < len(row)) for i in range(longest)] for row in PROMPTS]
     shown = Shown()
     model.generate(
-        torch.tensor(rows), attention_mask=torch.tensor(masks), do_sample=False, max_new_tokens=8,
+        torch.tensor(rows), attention_mask=torch.tensor(masks), do_sample=False, max_new_tokens=8, draft="head",
         logits_processor=LogitsProcessorList([shown]),
     )  # fmt: skip
     assert len(shown.rows) > 24 and {tuple(row[:longest]) for row in shown.rows} == set(map(tuple, rows))

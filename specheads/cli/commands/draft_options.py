@@ -35,11 +35,12 @@ class DraftOptions:
                 "--k-matrix and --leniency are options of a cascade; give --drafter cascade:DRAFTER+DRAFTER…"
             )
 
-    def drafter(self, models: Models) -> tuple[str | None, Drafter | None]:
-        """The drafter's name in a table, and the drafter; None for both if nothing drafts."""
+    def drafter(self, models: Models, *, auto: bool = False) -> tuple[str | None, Drafter | None]:
+        """The drafter's name in a table, and the drafter; None for both if nothing drafts. auto: in place of a head
+        that no option asks for, what pays."""
         if not self.draft:
             return None, None
-        name = self.name or models.best
+        name = self.name or ("auto" if auto and models.best == "head" else models.best)
         if not name.startswith("cascade:"):
             return describe_drafter(name, models.drafter(name)), models.drafter(name)
         try:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from specheads.decoding.planner.by_cost import CostTable, costs_dir
 from specheads.hub import did_you_mean
 from specheads.models import saved_head
+from specheads.models.costs import cost_files
 from specheads.models.files import CheckpointError
 
 _UNITS = {
@@ -35,7 +37,24 @@ def checkpoint_record(path: Path) -> dict[str, Any]:
         "tapped_layers": list(options.get("taps") or ([] if tap is None else [tap])),
         "draft_vocabulary": options.get("draft_vocab_size") or options.get("vocab_size"),
         "options": options,
+        "step_costs": _cost_lines(saved.config.base_fingerprint, saved.head.to_dict()),
     }
+
+
+def _cost_lines(base_fingerprint: dict[str, Any], head: dict[str, Any]) -> list[str]:
+    """A line for each file that draft="auto" goes by, of this head beside the base that it was trained for."""
+    lines = []
+    for path in cost_files(base_fingerprint, head):
+        try:
+            table = CostTable.load(path)
+        except ValueError as error:
+            lines.append(str(error))
+            continue
+        assert table.key is not None
+        compiled = ", compiled" if table.key.compiled else ""
+        batches = ", ".join(map(str, sorted(table.batches)))
+        lines.append(f"{path} ({table.key.device}, {table.key.dtype}{compiled}; batch {batches})")
+    return lines or [f"shipped ones; `specheads tune` measures those of this machine, into {costs_dir()}"]
 
 
 def show(record: dict[str, Any]) -> None:

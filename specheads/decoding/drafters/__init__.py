@@ -1,5 +1,6 @@
 """Drafters: whatever proposes a tree from a context."""
 
+from specheads.decoding.drafters.auto import AutoDrafter
 from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.drafters.cascade import Cascade
 from specheads.decoding.drafters.lookup import PromptLookup
@@ -10,6 +11,6 @@ from specheads.decoding.drafters.ngram import NGram, NGramStorage, OneLevelNGram
 from specheads.decoding.drafters.path_drafter import PathDrafter
 
 __all__ = [
-    "DRAFTERS", "Cascade", "Context", "DraftModel", "Drafter", "MaxGram", "NGram", "NGramStorage",
+    "DRAFTERS", "AutoDrafter", "Cascade", "Context", "DraftModel", "Drafter", "MaxGram", "NGram", "NGramStorage",
     "OneLevelNGramStorage", "PathDrafter", "PromptLookup",
 ]  # fmt: skip

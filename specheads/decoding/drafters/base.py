@@ -121,9 +121,12 @@ class Drafter(Protocol):
 
     layers: target hidden_states it wants (HF indices).
     wants_target_top: so many of the target's likeliest tokens come in `Context.top`.
+    tree_sizes: how many nodes its trees have, ascending, where a step is compiled; smaller ones are filled up. (): as
+      many as the plan.
     on_device: propose() reads no number on the host, so that the step can be compiled with it.
     gives_draft_probs: its trees can keep the distributions they were drafted from; else its drafts are point masses.
     fixed_depth: tokens it drafts in one pass, which static trees given by name follow; None if each level takes a pass.
+    max_depth: tokens of its longest draft; None: as many as a plan asks for.
     trained_length: tokens of the longest text it was trained on, past which generate() warns; None: no such limit.
     reviews: of each draft of a cascade, its reviews since the run began; () for what reviews nothing.
     longest: tokens of the longest text it can read, past which it drafts nothing; None: no such limit.
@@ -137,6 +140,10 @@ class Drafter(Protocol):
         return 0
 
     @property
+    def tree_sizes(self) -> tuple[int, ...]:
+        return ()
+
+    @property
     def on_device(self) -> bool:
         return False
 
@@ -146,6 +153,10 @@ class Drafter(Protocol):
 
     @property
     def fixed_depth(self) -> int | None:
+        return None
+
+    @property
+    def max_depth(self) -> int | None:
         return None
 
     @property
@@ -199,7 +210,7 @@ class _Defaults(Drafter):
 
 
 _OPTIONAL = (
-    "wants_target_top", "on_device", "gives_draft_probs", "fixed_depth", "trained_length", "reviews", "longest",
-    "refillable", "refill",
+    "wants_target_top", "tree_sizes", "on_device", "gives_draft_probs", "fixed_depth", "max_depth", "trained_length",
+    "reviews", "longest", "refillable", "refill",
 )  # fmt: skip
 _DEFAULTS = cast(type[Any], _Defaults)()

@@ -1,4 +1,5 @@
-"""Drafters by name, as generate(), the command line and the console take them: `head`, `lookup:5`, `ngram`, `maxgram`.
+"""Drafters by name, as generate(), the command line and the console take them: `auto`, `head`, `lookup:5`, `ngram`,
+`maxgram`.
 
 A new drafter that needs no model of its own is one file and one entry here.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from specheads.decoding.drafters.auto import AutoDrafter
 from specheads.decoding.drafters.base import Drafter, with_defaults
 from specheads.decoding.drafters.lookup import PromptLookup
 from specheads.decoding.drafters.maxgram import MaxGram
@@ -26,7 +28,8 @@ def gives_draft_probs(text: str) -> bool:
 
 
 def as_drafter(draft: Any, head: Drafter | None = None) -> Drafter | None:
-    """What `draft` stands for: True or "head" for `head`, a text of DRAFTERS, a drafter itself; None for False or None.
+    """What `draft` stands for: True or "head" for `head`, "auto" for what pays, a text of DRAFTERS, a drafter itself;
+    None for False or None.
 
     ValueError for "head" where there is none and for an unknown name; TypeError for what cannot draft.
     """
@@ -39,9 +42,11 @@ def as_drafter(draft: Any, head: Drafter | None = None) -> Drafter | None:
                 "checkpoint) and call its generate(), or give draft='lookup' or a DraftModel(small)"
             )
         return head
+    if draft == "auto":
+        return AutoDrafter(head)
     if isinstance(draft, str):
         try:
-            refuse_unknown([draft.partition(":")[0]], ["head", *DRAFTERS], "drafter")
+            refuse_unknown([draft.partition(":")[0]], ["auto", "head", *DRAFTERS], "drafter")
         except ValueError as error:
             raise ValueError(
                 f"draft={draft!r}: {error}; for a head checkpoint give load_head(base, PATH).head, for a smaller "

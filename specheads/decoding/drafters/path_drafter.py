@@ -101,13 +101,15 @@ def build_tree(
     size = max(len(tokens) for tokens, _ in rows)
     if static or root.device.type != "cpu":
         size, depth = plan.num_nodes, plan.depth
-    topology = _topology(tuple((*parents, *(-1,) * (size - len(parents))) for _, parents in rows), depth, root.device)
+    topology = cached_topology(
+        tuple((*parents, *(-1,) * (size - len(parents))) for _, parents in rows), depth, root.device
+    )
     # An unused slot repeats the root: a valid id, which nothing reads.
     padded = [tokens + [tokens[0]] * (size - len(tokens)) for tokens, _ in rows]
     return DraftTree(torch.tensor(padded, device=root.device), topology.parents, depth, topology=topology)
 
 
 @lru_cache(maxsize=128)
-def _topology(parents: tuple[tuple[int, ...], ...], depth: int, device: torch.device) -> TreeTopology:
+def cached_topology(parents: tuple[tuple[int, ...], ...], depth: int, device: torch.device) -> TreeTopology:
     """Cached, because shapes (above all chains) repeat, and computing one costs more than drafting."""
     return TreeTopology.of(torch.tensor(parents, device=device), depth)

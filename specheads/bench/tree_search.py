@@ -1,0 +1,92 @@
+"""Which head, tree and depth would be fastest here: from recorded texts and measured costs, without decoding again.
+
+Shapes: R scored positions, S drafted depths; ranks (R, S) as DraftHead.loss reports them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specheads.decoding.drafters import PromptLookup
+from specheads.decoding.generation.recorded import Record, review
+from specheads.decoding.planner import StaticTree, chain
+from specheads.decoding.planner.by_cost import StepCosts
+from specheads.decoding.planner.by_cost.shapes import CHAINS, TREES, Shape
+from specheads.models.calibration import calibrate_tree, expected_length, measure_ranks
+from specheads.models.spec_model import SpecModel
+
+RANKS = 5  # of each depth that are counted
+COPIES = (3, 5, 10, 15)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to draft. nodes: verified per step, root included; accepted_length: tokens per step; ms: of a step."""
+
+    drafter: str
+    tree: str
+    nodes: int
+    accepted_length: float
+    ms: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.accepted_length / self.ms * 1e3
+
+
+def recorded_ranks(model: SpecModel, record: Record) -> Tensor:
+    """The head's ranks (R, S) of the recorded tokens, in one forward pass of base and head a text."""
+    rows = [
+        {"input_ids": [*prompt, *output], "labels": [*[-100] * len(prompt), *output]}
+        for prompt, output in record.outputs.items()
+    ]
+    return measure_ranks(model, rows)
+
+
+def acceptance_of(ranks: Tensor) -> tuple[tuple[float, ...], ...]:
+    """By depth and rank, the share of tokens of that rank where the likeliest drafts above were all right."""
+    shares, right = [], torch.ones(len(ranks), dtype=torch.bool)
+    for column in ranks.T:
+        known = column[right]
+        if not len(known):
+            break
+        shares.append(tuple((known == rank).float().mean().item() for rank in range(RANKS)))
+        right = right & (column == 0)
+    return tuple(shares)
+
+
+def search_head(name: str, ranks: Tensor, costs: StepCosts, length: int) -> list[Candidate]:
+    """The head's chains, and for each size the fastest tree counted on these positions, after `length` tokens."""
+    depths = ranks.shape[1]
+    found = [chain(n) for n in CHAINS if n <= depths]
+    for nodes in TREES:
+        trees = [calibrate_tree(ranks, nodes, depth) for depth in range(1, depths + 1)]
+        best = max(trees, key=lambda tree: _candidate(name, tree, ranks, costs, length).tokens_per_second)
+        if best not in found:
+            found.append(best)
+    return [_candidate(name, tree, ranks, costs, length) for tree in found]
+
+
+def search_copies(record: Record, costs: StepCosts, length: int) -> list[Candidate]:
+    """Plain decoding, and prompt lookup replayed over the record."""
+    found = [Candidate("none", "", 1, 1.0, costs.step(1, 1, length))]
+    for count in COPIES:
+        figures = review(record, record.outputs, PromptLookup(count), chain(count), torch.device("cpu"))
+        ms = costs.step(1, count + 1, length) + costs.lookup(length)
+        found.append(Candidate("lookup", f"chain:{count}", count + 1, figures["accepted_length"], ms))
+    return found
+
+
+def mean_length(record: Record) -> int:
+    """Tokens of context at the middle of a recorded text."""
+    return sum(len(prompt) + len(text) // 2 for prompt, text in record.outputs.items()) // len(record.outputs)
+
+
+def _candidate(name: str, tree: StaticTree, ranks: Tensor, costs: StepCosts, length: int) -> Candidate:
+    shape = Shape(tree)
+    ms = costs.step(1, shape.nodes, length) + costs.draft(1, shape.levels, shape.depth + 1)
+    text = f"chain:{shape.depth}" if shape.is_chain else f"calibrated, {shape.depth} deep"
+    return Candidate(name, text, shape.nodes, expected_length(tree, ranks), ms)

@@ -1,0 +1,104 @@
+"""`specheads tune`: measures what a step costs here, and says which head and tree would be fastest."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specheads import terminal
+from specheads.bench.prompts import held_out_prompts
+from specheads.bench.tree_search import (
+    Candidate,
+    acceptance_of,
+    mean_length,
+    recorded_ranks,
+    search_copies,
+    search_head,
+)
+from specheads.bench.tune import TuneConfig, merge, tune
+from specheads.decoding.generation.recorded import Record, record
+from specheads.decoding.planner.by_cost import CostTable
+from specheads.heads import DraftHead
+from specheads.models.build import build_spec_config
+from specheads.models.costs import cost_path
+from specheads.models.named import Models, describe_drafter
+from specheads.models.spec_model import SpecModel
+
+PROMPTS, LENGTH = 16, 96  # of a record that is not there yet: prompts, and tokens after each
+
+
+def measure(models: Models, config: TuneConfig, *, output: Path | None, known: Record | None) -> dict[str, Any]:
+    """Measure one model, write its file, and search the record, if there is one."""
+    head = models.drafters.get("head")
+    head = head if isinstance(head, DraftHead) else None
+    name = "no head" if head is None else describe_drafter("head", head)
+    with terminal.progress(terminal.make_console(stderr=True), f"measuring {name}") as report:
+        found = tune(models.target, head, config, report)
+    key = found.key
+    assert key is not None
+    path = cost_path(key) if output is None else output
+    candidates: list[Candidate] = []
+    if known is not None:
+        costs, length = found.for_rows(1), mean_length(known)
+        candidates = search_copies(known, costs, length)
+        if head is not None:
+            model = SpecModel(build_spec_config(head.config, models.target), models.target, head)
+            ranks = recorded_ranks(model, known)
+            found = replace(found, acceptance=acceptance_of(ranks))
+            candidates += search_head(name, ranks, costs, length)
+    table = merge(_saved(path), found)
+    table.save(path)
+    return {
+        "drafter": name, "file": str(path), "batch": config.batch, "key": asdict(key),
+        "batches": sorted(table.batches), **found.batches[config.batch].to_dict(), "acceptance": found.acceptance,
+        "search": [{**asdict(one), "tokens_per_second": one.tokens_per_second} for one in candidates],
+    }  # fmt: skip
+
+
+def record_at(path: Path, models: Models) -> Record:
+    """The record in a file; a missing one is written first: the base's greedy text after held-out prompts."""
+    if not path.exists():
+        ids = [models.tokenizer(text)["input_ids"] for text in held_out_prompts(models.tokenizer, PROMPTS)]
+        with terminal.progress(terminal.make_console(stderr=True), "recording the base's text") as report:
+            report(0.0, f"{PROMPTS} prompts, {LENGTH} tokens each")
+            with torch.no_grad():
+                record(models.target, ids, LENGTH).save(path)
+            report(1.0, str(path))
+    return Record.load(path)
+
+
+def _saved(path: Path) -> CostTable | None:
+    """What the file holds so far; None without one, and for one that this version cannot read: it is replaced."""
+    try:
+        return CostTable.load(path)
+    except (OSError, ValueError):
+        return None
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    out = terminal.make_console()
+    for result in results:
+        lengths = list(result["verify"])
+        rows = []
+        for i, (nodes, _) in enumerate(result["verify"][lengths[0]]):
+            verify = [f"{result['verify'][length][i][1]:.2f}" for length in lengths]
+            rows.append([f"{nodes:g}", *verify, f"{result['loop'][i][1]:.2f}"])
+        columns = ("nodes", *(f"verify after {length}" for length in lengths), "rest of the loop")
+        out.print(terminal.table(f"{result['drafter']}, batch {result['batch']}: milliseconds", columns, rows))
+        for curve, what in (("read", "positions read and the first level"), ("level", "nodes of a further level")):
+            if result[curve]:
+                points = ", ".join(f"{count:g}: {ms:.2f}" for count, ms in result[curve])
+                out.print(f"drafting, ms by {what}: {points}")
+        out.print(f"saved as {result['file']}")
+    candidates = sorted((one for r in results for one in r["search"]), key=lambda one: -one["tokens_per_second"])
+    if candidates:
+        rows = [
+            [one["drafter"], one["tree"], str(one["nodes"]), f"{one['accepted_length']:.2f}", f"{one['ms']:.2f}",
+             f"{one['tokens_per_second']:.1f}"]
+            for one in candidates
+        ]  # fmt: skip
+        columns = ("drafter", "tree", "nodes", "accepted length", "ms/step", "tokens/s")
+        out.print(terminal.table("Expected from the record and these costs, batch 1", columns, rows, left=2))

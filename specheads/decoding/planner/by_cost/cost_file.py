@@ -1,0 +1,117 @@
+"""The file of `specheads tune`: the step costs of one base, head and machine, and the curves shipped for others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants
+
+from specheads.decoding.planner.by_cost.curves import StepCosts
+
+FORMAT = 1
+SHIPPED = {"cpu": "small CPU", "cuda": "GPU"}  # device type → whose curves are shipped
+_MOST_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class CostKey:
+    """What measured costs hold for. base: digest of its fingerprint; head: digest of its options, "none" without one;
+    device: its name and, of a CPU, the threads; compiled: is the step compiled?"""
+
+    base: str
+    head: str
+    device: str
+    dtype: str
+    compiled: bool = False
+
+    @property
+    def file_name(self) -> str:
+        rest = digest([self.device, self.dtype, self.compiled])
+        return f"{self.base}-{self.head}-{rest}.json"
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Step costs by batch size. acceptance: by depth and rank, the share of drafts of that rank that were right where
+    all drafts above them were; empty if it was not measured. title: in messages."""
+
+    key: CostKey | None
+    batches: Mapping[int, StepCosts]
+    acceptance: tuple[tuple[float, ...], ...] = ()
+    title: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.batches:
+            raise ValueError("a table of step costs needs those of one batch size at least")
+        for shares in self.acceptance:
+            if not shares or min(shares) < 0 or sum(shares) > 1 + 1e-6:
+                raise ValueError(
+                    f"acceptance {list(shares)} by rank: give shares of at least 0 that add up to at most 1"
+                )
+
+    def for_rows(self, rows: int) -> StepCosts:
+        """Those of this batch size, else of the nearest smaller one, else of the smallest."""
+        smaller = [batch for batch in self.batches if batch <= rows]
+        return self.batches[max(smaller) if smaller else min(self.batches)]
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        content = {
+            "format": FORMAT, "key": None if self.key is None else asdict(self.key), "names": dict(self.names),
+            "title": self.title, "acceptance": [[round(share, 4) for share in row] for row in self.acceptance],
+            "batches": {str(batch): costs.to_dict() for batch, costs in sorted(self.batches.items())},
+        }  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps(content, indent=1) + "\n", "utf8")
+        unfinished.replace(path)
+
+    @classmethod
+    def load(cls, path: Path, key: CostKey | None = None) -> CostTable:
+        """key: what the costs must hold for; None: whatever they hold for.
+
+        OSError if the file cannot be read; ValueError, in one line, if it is no table of costs or has another key.
+        """
+        try:
+            with open(path, "rb") as file:
+                content = json.loads(file.read(_MOST_BYTES))
+            if content["format"] != FORMAT:
+                raise ValueError(f"its format is {content['format']!r}, and this version reads {FORMAT}")
+            batches = {int(n): StepCosts.from_dict(int(n), costs) for n, costs in content["batches"].items()}
+            acceptance = tuple(tuple(map(float, row)) for row in content["acceptance"])
+            own = None if content["key"] is None else CostKey(**content["key"])
+            table = cls(own, batches, acceptance, str(content["title"]), dict(content["names"]))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+            raise ValueError(f"{path} is no file of `specheads tune` ({reason}); tune again") from error
+        if key is not None and table.key != key:
+            held = {} if table.key is None else asdict(table.key)
+            name, value = next((n, v) for n, v in asdict(key).items() if held.get(n) != v)
+            raise ValueError(
+                f"{path} holds costs for {name} {held.get(name)!r}, not {value!r}; run `specheads tune` here"
+            )
+        return table
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def costs_dir() -> Path:
+    """Where tune files are kept: beside Hugging Face's cache, `HF_HOME`/specheads/costs."""
+    return Path(constants.HF_HOME) / "specheads" / "costs"
+
+
+@cache
+def shipped_costs(device_type: str) -> CostTable:
+    """The curves shipped for this type of device: those of a GPU for all that is no CPU."""
+    name = "cpu" if device_type == "cpu" else "gpu"
+    return CostTable.load(Path(__file__).with_name("shipped") / f"{name}.json")

@@ -1,0 +1,116 @@
+"""Milliseconds of a decoding step, from measured curves: over nodes verified, context length and levels drafted."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+BLOCK = 64  # tokens of context that share one cost
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Milliseconds over a count, never decreasing: straight lines between points.
+
+    Constant before the first point; past the last one the last line continues. ValueError for points that decrease.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise ValueError("a cost curve needs at least one point [count, milliseconds]")
+        for (x, y), (next_x, next_y) in zip(self.points, self.points[1:], strict=False):
+            if not (x < next_x and y <= next_y):
+                raise ValueError(f"a cost curve decreases from {[x, y]} to {[next_x, next_y]}; measure it again")
+        if not (self.points[0][0] >= 0 and self.points[0][1] >= 0 and self.points[-1][1] < float("inf")):
+            raise ValueError(f"a cost curve holds a negative or infinite number: {list(map(list, self.points))}")
+
+    @classmethod
+    def fit(cls, measured: Iterable[tuple[float, float]]) -> Curve:
+        """The non-decreasing curve closest to the measured points in squares (pool adjacent violators)."""
+        pools: list[list[float]] = []  # mean, members
+        counts = sorted(measured)
+        for _, value in counts:
+            pools.append([value, 1])
+            while len(pools) > 1 and pools[-2][0] >= pools[-1][0]:
+                mean, members = pools.pop()
+                pools[-1] = [(pools[-1][0] * pools[-1][1] + mean * members) / (pools[-1][1] + members),
+                             pools[-1][1] + members]  # fmt: skip
+        fitted = [mean for mean, members in pools for _ in range(int(members))]
+        return cls(tuple((x, y) for (x, _), y in zip(counts, fitted, strict=True)))
+
+    def __call__(self, count: float) -> float:
+        points = self.points
+        right = bisect_right(points, (count, float("inf")))
+        if right == 0 or len(points) == 1:
+            return points[0][1]
+        (x, y), (next_x, next_y) = points[right - 1 : right + 1] if right < len(points) else points[-2:]
+        return y + (count - x) * (next_y - y) / (next_x - x)
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What a step of `batch` rows costs, in milliseconds.
+
+    verify: context length → curve over the nodes of each row's tree, root included; loop: the rest of the step over
+    the same nodes. read: the drafter's pass over the positions committed since it last drafted, and its first level;
+    level: each further level, over the nodes expanded in it; both None without a drafter that takes passes. lookup:
+    the search for a copy over the context length.
+    """
+
+    batch: int
+    verify: Mapping[int, Curve]
+    loop: Curve
+    lookup: Curve
+    read: Curve | None = None
+    level: Curve | None = None
+    _steps: dict[tuple[int, int, int], float] = field(default_factory=dict, repr=False, compare=False)
+    _levels: dict[tuple[int, ...], float] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or not self.verify:
+            raise ValueError(f"step costs of batch={self.batch} with {len(self.verify)} verify curves; need 1 of both")
+
+    def step(self, rows: int, nodes: int, length: int) -> float:
+        """Verifying and committing `nodes` a row after `length` tokens of context; a batch of another size costs what
+        as many nodes in all cost."""
+        key = rows, nodes, length // BLOCK
+        if key not in self._steps:
+            shared = nodes * rows / self.batch
+            by_length = Curve.fit((size, curve(shared)) for size, curve in self.verify.items())
+            self._steps[key] = by_length(length // BLOCK * BLOCK) + self.loop(shared)
+        return self._steps[key]
+
+    def draft(self, rows: int, levels: Sequence[int], positions: int) -> float:
+        """Drafting after `positions` unread ones, with so many nodes expanded in each level below the root."""
+        if self.read is None or self.level is None:
+            return 0.0
+        share, key = rows / self.batch, (rows, *levels)
+        if key not in self._levels:
+            self._levels[key] = sum(self.level(nodes * share) for nodes in levels)
+        return self.read(positions * share) + self._levels[key]
+
+    def to_dict(self) -> dict[str, Any]:
+        curves = {"loop": self.loop, "lookup": self.lookup, "read": self.read, "level": self.level}
+        lists = {name: curve and [[x, round(y, 4)] for x, y in curve.points] for name, curve in curves.items()}
+        verify = {str(n): [[x, round(y, 4)] for x, y in curve.points] for n, curve in self.verify.items()}
+        return {"verify": verify, **lists}
+
+    @classmethod
+    def from_dict(cls, batch: int, content: Mapping[str, Any]) -> StepCosts:
+        """KeyError, TypeError or ValueError for what `to_dict` did not write."""
+        curves = {
+            name: None if content[name] is None else _curve(content[name])
+            for name in ("loop", "lookup", "read", "level")
+        }
+        if curves["loop"] is None or curves["lookup"] is None:
+            raise ValueError("the curves 'loop' and 'lookup' are missing")
+        verify = {int(length): _curve(points) for length, points in content["verify"].items()}
+        return cls(batch, verify, curves["loop"], curves["lookup"], curves["read"], curves["level"])
+
+
+def _curve(points: Any) -> Curve:
+    return Curve(tuple((float(x), float(y)) for x, y in points))

@@ -1,0 +1,152 @@
+"""The shapes that the planner chooses from: few and fixed, so that a step of each can be compiled once.
+
+Shapes: B batch rows.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from specheads.decoding.planner.by_cost.curves import StepCosts
+from specheads.decoding.planner.by_cost.estimates import HeadEstimate
+from specheads.decoding.planner.plan import Expand, Plan
+from specheads.decoding.planner.static import StaticTree, chain
+from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.tree import DraftTree
+
+CHAINS = (1, 2, 3, 4, 5, 7, 10)
+COPIES = (*CHAINS, 15, 31)  # lengths of copies: they cost no drafting
+TREES = (4, 8, 16, 32, 64)  # nodes, root included
+WORTH = 2.5  # trees that take longer than so many plain steps are left out
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A static tree of the head, and what it costs to draft and to verify."""
+
+    tree: StaticTree
+
+    @cached_property
+    def nodes(self) -> int:
+        return self.tree.num_nodes
+
+    @cached_property
+    def depth(self) -> int:
+        return self.tree.depth
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return self.nodes == self.depth + 1
+
+    @cached_property
+    def levels(self) -> tuple[int, ...]:
+        """How many nodes of each level below the root are expanded."""
+        inner = Counter(len(above) for above in {choice[:-1] for choice in self.tree.choices} if above)
+        return tuple(inner[depth] for depth in range(1, self.depth))
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        index = {(): 0} | {choice: i for i, choice in enumerate(self.tree.choices, start=1)}
+        return (-1, *(index[choice[:-1]] for choice in self.tree.choices))
+
+    def gain(self, row: HeadEstimate, chain_gains: Sequence[float]) -> float:
+        """The expected accepted tokens; chain_gains: the row's."""
+        return chain_gains[self.depth] if self.is_chain else row.tree_gain(self.tree.choices)
+
+
+@dataclass(frozen=True)
+class Menu:
+    """shapes: of the head, the chains first; sizes: how many nodes a step may verify, ascending, 1 among them."""
+
+    shapes: tuple[Shape, ...]
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def depth(self) -> int:
+        """Of the deepest shape."""
+        return max((shape.depth for shape in self.shapes), default=0)
+
+    @property
+    def drafting_slots(self) -> int:
+        """What the largest shape needs in the head's cache, see `Plan.drafting_slots`."""
+        return max((max(s.depth + 1, s.tree.drafting_slots) for s in self.shapes), default=0)
+
+    def within(self, nodes: int, depth: int) -> Menu:
+        """What fits a limit."""
+        if nodes >= self.sizes[-1] and depth >= self.depth:
+            return self
+        fitting = tuple(shape for shape in self.shapes if shape.nodes <= nodes and shape.depth <= depth)
+        return Menu(fitting, tuple(size for size in self.sizes if size <= nodes))
+
+
+def make_menu(costs: StepCosts, rows: int, acceptance: Sequence[Sequence[float]], depth: int, head: bool) -> Menu:
+    """The shapes worth having where a step costs so much. depth: the most levels the head drafts."""
+    plain = costs.step(rows, 1, 0)
+    most = max((n for n in {1 + n for n in COPIES} | {*TREES} if costs.step(rows, n, 0) <= WORTH * plain), default=1)
+    shapes = [Shape(chain(n)) for n in CHAINS if n <= depth and n < most] if head else []
+    for nodes in TREES if head else ():
+        if nodes <= most:
+            tree = fastest_tree(acceptance, nodes, depth, costs, rows)
+            if tree not in [shape.tree for shape in shapes]:
+                shapes.append(Shape(tree))
+    sizes = {1, *(1 + n for n in COPIES if n < most), *(shape.nodes for shape in shapes)}
+    return Menu(tuple(shapes), tuple(sorted(sizes)))
+
+
+def likeliest_tree(acceptance: Sequence[Sequence[float]], nodes: int, depth: int) -> StaticTree:
+    """The static tree of `nodes`, root included, or of all there are, with the most expected accepted tokens.
+
+    acceptance: by depth and rank, as in HeadEstimate. A node's chance is never above its parent's, so the likeliest
+    nodes form a tree, which is Sequoia's optimum (arXiv:2402.12374) for drafts of fixed ranks.
+    """
+    heap: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(acceptance[0])]
+    heapq.heapify(heap)
+    chosen: list[tuple[int, ...]] = []
+    while heap and len(chosen) < nodes - 1:
+        chance, choice = heapq.heappop(heap)
+        chosen.append(choice)
+        if len(choice) < depth:
+            for rank, share in enumerate(acceptance[min(len(choice), len(acceptance) - 1)]):
+                heapq.heappush(heap, (chance * share, (*choice, rank)))
+    return StaticTree(tuple(chosen))
+
+
+def fastest_tree(
+    acceptance: Sequence[Sequence[float]], nodes: int, depth: int, costs: StepCosts, rows: int, length: int = 0
+) -> StaticTree:
+    """The tree of `nodes` with the most expected tokens per millisecond, of all depths."""
+    row = HeadEstimate(acceptance, depth)
+
+    def rate(tree: StaticTree) -> float:
+        time = costs.step(rows, tree.num_nodes, length) + costs.draft(rows, Shape(tree).levels, 1)
+        return (1 + row.tree_gain(tree.choices)) / time
+
+    return max((likeliest_tree(acceptance, nodes, most) for most in range(1, depth + 1)), key=rate)
+
+
+@dataclass(frozen=True)
+class ReserveSlots:
+    """`plan`, with as many drafting slots as any later plan of the same drafter may need: it allocates them once."""
+
+    plan: Plan
+    drafting_slots: int
+
+    @property
+    def num_nodes(self) -> int:
+        return self.plan.num_nodes
+
+    @property
+    def depth(self) -> int:
+        return self.plan.depth
+
+    def limited(self, depth: int) -> ReserveSlots:
+        return replace(self, plan=self.plan.limited(depth))
+
+    def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
+        return self.plan.grow(root, expand, sampler, vocab_size)

@@ -1,0 +1,69 @@
+"""Which measured step costs hold for a model here, and the automatic drafter that goes by them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+from specheads.decoding.drafters.auto import AutoDrafter
+from specheads.decoding.planner.by_cost import CostKey, CostTable, costs_dir
+from specheads.decoding.planner.by_cost.cost_file import digest
+from specheads.decoding.planner.by_cost.device import device_name
+from specheads.heads import DraftHead
+from specheads.models.base.fingerprint import fingerprint_base
+
+_digests: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
+
+
+def cost_key(base: PreTrainedModel, head: DraftHead | None, *, compiled: bool = False) -> CostKey:
+    if base not in _digests:
+        _digests[base] = digest(fingerprint_base(base))
+    weight: Any = base.get_input_embeddings().weight
+    dtype = str(base.dtype).removeprefix("torch.")
+    return CostKey(
+        _digests[base],
+        head_digest(None if head is None else head.config.to_dict()),
+        device_name(weight.device),
+        dtype,
+        compiled,
+    )
+
+
+def head_digest(options: dict[str, Any] | None) -> str:
+    """By its options but for its default tree; "none" without a head."""
+    return "none" if options is None else digest({k: v for k, v in options.items() if k != "tree"})
+
+
+def cost_path(key: CostKey) -> Path:
+    """Where `specheads tune` writes the costs of this key unless told otherwise."""
+    return costs_dir() / key.file_name
+
+
+def auto_drafter(
+    base: PreTrainedModel, head: DraftHead | None = None, costs: str | Path | None = None, *, compiled: bool = False
+) -> AutoDrafter:
+    """The automatic drafter for a base, with its head or with copies alone, for compiled steps or others.
+
+    costs: a file of `specheads tune`; None: the one in the user's cache, if there is one. OSError or ValueError if the
+    file cannot be read, or holds the costs of another model or machine.
+    """
+    key = cost_key(base, head, compiled=compiled)
+    path = cost_path(key) if costs is None else Path(costs)
+    if costs is None and not path.is_file():
+        return AutoDrafter(head)
+    return AutoDrafter(head, _loaded(path, key, path.stat().st_mtime_ns))
+
+
+@cache
+def _loaded(path: Path, key: CostKey, modified: int) -> CostTable:
+    """Read once, until the file changes."""
+    return CostTable.load(path, key)
+
+
+def cost_files(base_fingerprint: dict[str, Any], head: dict[str, Any]) -> list[Path]:
+    """The files in the user's cache for a head with these options, beside the base of this fingerprint."""
+    return sorted(costs_dir().glob(f"{digest(base_fingerprint)}-{head_digest(head)}-*.json"))

@@ -1,0 +1,101 @@
+"""specheads tune, and the commands that go by what it measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+import specheads
+from specheads.bench.tree_search import acceptance_of, search_head
+from specheads.bench.tune import TuneConfig
+from specheads.decoding.planner.by_cost import CostTable, shipped_costs
+from specheads.models.calibration import expected_length
+from specheads.models.costs import auto_drafter, cost_key, cost_path
+from tests.support.command_line import CONTROL, run
+
+QUICK = ("--rounds", 1, "--steps", 2, "--nodes", 1, "--nodes", 4, "--length", 16)
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_tune_writes_one_file_that_generate_and_info_find(shipped, home, capsys):
+    code, out, err = run(capsys, "tune", shipped / "eagle3", *QUICK, "--json")
+    (result,) = json.loads(out)["results"]
+    assert code == 0 and not CONTROL.search(err) and "measuring eagle3 head" in err
+    path = Path(result["file"])
+    assert path.parent == home / "specheads" / "costs" and [*path.parent.iterdir()] == [path]
+    for curve in (result["verify"]["16"], result["loop"], result["read"], result["level"]):
+        times = [ms for _, ms in curve]
+        assert times == sorted(times) and times[0] >= 0
+    assert [count for count, _ in result["verify"]["16"]] == [1, 4] and result["verify"]["16"][0][1] > 0
+    model = specheads.SpecModel.from_pretrained(shipped / "eagle3", dtype=torch.float32)
+    assert auto_drafter(model.base, model.head).costs.key == cost_key(model.base, model.head)
+    assert auto_drafter(model.base).costs is None and auto_drafter(model.base.bfloat16(), model.head).costs is None
+    code, out, _ = run(capsys, "info", shipped / "eagle3")
+    assert code == 0 and str(path) in out and "float32; batch 1" in out
+    assert "shipped ones; `specheads tune`" in run(capsys, "info", shipped / "medusa")[1]
+    run(capsys, "tune", shipped / "eagle3", *QUICK, "--batch", 3)
+    assert sorted(CostTable.load(path).batches) == [1, 3]
+
+
+def test_generate_goes_by_the_file_it_is_given_and_refuses_one_of_another_model(shipped, tmp_path, capsys):
+    costs = tmp_path / "costs.json"
+    code, out, _ = run(capsys, "tune", shipped / "eagle3", *QUICK, "--output", costs)
+    assert code == 0 and f"saved as {costs}" in out.replace("\n", "") and "verify after 16" in out
+    ask = ("--prompt", "def f(x):", "--max-new-tokens", 12, "--json")
+    record = json.loads(run(capsys, "generate", shipped / "eagle3", *ask, "--drafter", f"auto:{costs}")[1])
+    default = json.loads(run(capsys, "generate", shipped / "eagle3", *ask)[1])
+    head = json.loads(run(capsys, "generate", shipped / "eagle3", *ask, "--tree", "chain:2")[1])
+    assert record["drafter"].startswith("auto:") and default["drafter"] == "auto" and head["drafter"] == "eagle3 head"
+    assert record["token_ids"] == default["token_ids"] == head["token_ids"]
+    code, _, err = run(capsys, "generate", shipped / "medusa", *ask, "--drafter", f"auto:{costs}")
+    assert code == 2 and "costs.json holds costs for head" in err and err.count("\n") == 1
+    code, _, err = run(capsys, "generate", shipped / "medusa", *ask, "--drafter", "auto:absent.json")
+    assert code == 2 and "absent.json" in err
+
+
+def test_tune_searches_a_record_that_it_writes_first(shipped, tmp_path, capsys):
+    texts = tmp_path / "texts.json"
+    rows = [{"prompt": [7, 8, 9, 7, 8], "output": [9, 7, 8, 9] * 5}, {"prompt": [3], "output": [4, 5, 6] * 6}]
+    texts.write_text(json.dumps({"vocab_size": 97, "length": 20, "outputs": rows}), "utf8")
+    ask = ("tune", shipped / "eagle3", *QUICK, "--search", texts)
+    code, out, _ = run(capsys, *ask, "--json")
+    (result,) = json.loads(out)["results"]
+    assert code == 0 and {row["drafter"] for row in result["search"]} == {"none", "lookup", "eagle3 head"}
+    assert all(row["tokens_per_second"] > 0 and row["accepted_length"] >= 1 for row in result["search"])
+    assert result["acceptance"] and all(sum(shares) <= 1 for shares in result["acceptance"])
+    code, out, _ = run(capsys, *ask)
+    lines = [line.split() for line in out.partition("Expected from the record")[2].splitlines()]
+    speeds = [float(words[-1]) for words in lines if words and words[0] in ("none", "lookup", "eagle3")]
+    assert code == 0 and len(speeds) == len(result["search"]) and speeds == sorted(speeds, reverse=True)
+
+
+def test_the_search_finds_the_fastest_tree_of_recorded_ranks():
+    # The first draft is right in 3 of 4 texts, the second then in 2 of 3; the fourth text has it at rank 1.
+    ranks = torch.tensor([[0, 0, -1], [0, 0, 2], [0, 3, 0], [1, 0, 0]])
+    assert acceptance_of(ranks)[0][:2] == (0.75, 0.25) and acceptance_of(ranks)[1][0] == pytest.approx(2 / 3)
+    found = {(one.tree, one.nodes): one for one in search_head("a head", ranks, shipped_costs("cpu").for_rows(1), 64)}
+    assert found["chain:2", 3].accepted_length == 1 + 3 / 4 + 2 / 4 == expected_length("chain:2", ranks)
+    costs = shipped_costs("cpu").for_rows(1)
+    assert found["chain:2", 3].ms == pytest.approx(costs.step(1, 3, 64) + costs.draft(1, (1,), 3))
+    assert len({(one.nodes, one.tree) for one in found.values()}) == len(found)
+
+
+def test_what_cannot_be_measured_is_refused(shipped, tmp_path, capsys):
+    code, _, err = run(capsys, "tune", shipped / "eagle3", shipped / "medusa", "--output", tmp_path / "a.json")
+    assert code == 2 and "--output is one file, and 2 models are tuned" in err
+    with pytest.raises(ValueError, match=r"nodes=\[2\] must hold 1"):
+        TuneConfig(nodes=(2,))
+    assert cost_path(cost_key(specheads.convert(_tiny(), "medusa").base, None)).name.count("-") == 2
+
+
+def _tiny():
+    from tests.support.tiny_models import tiny_llama
+
+    return tiny_llama(num_hidden_layers=2)

@@ -1,0 +1,264 @@
+"""draft="auto": the target's text whatever the costs, decisions by costs and tokens alone, and never slower than plain
+decoding on a clock that runs by the costs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers.utils import logging
+
+import specheads
+from specheads import Drafter, PromptLookup, chain
+from specheads.decoding.drafters.auto import AutoDrafter
+from specheads.decoding.drafters.unread import UnreadPositions
+from specheads.decoding.planner import ChildLogits, NoDraft
+from specheads.decoding.planner.by_cost import CostTable, Curve, StepCosts
+from specheads.decoding.planner.by_cost.shapes import ReserveSlots
+from specheads.models.costs import cost_key, cost_path
+from tests.support.prompts import padded
+from tests.support.seq2seq_models import tiny_t5
+from tests.support.tiny_models import repetitive_model
+
+PROMPTS = padded([[7, 8, 9, 7, 8], [31], [5, 5, 60, 61, 5, 5, 60]])
+ONE = padded([[5, 5, 60, 61, 5, 5, 60]])
+OPTIONS = {"max_new_tokens": 48, "pad_token_id": 0, "eos_token_id": 96, "return_dict_in_generate": True}
+HEADS = {
+    "medusa": {"num_heads": 3}, "hydra": {"prefix_layer": True}, "eagle": {}, "eagle3": {"steps": 3},
+    "parallel": {"block_size": 4, "markov_rank": 16}, "parallel, not causal": {"block_size": 5, "causal": False,
+    "sample_from_anchor": False},
+}  # fmt: skip
+
+
+def table(per_node, level=0.3, plain=4.0, acceptance=()):
+    verify = {64: Curve(((1, plain), (64, plain + 63 * per_node))), 512: Curve(((1, 2 * plain),))}
+    flat = Curve(((1, 0.0),))
+    costs = StepCosts(1, verify, flat, flat, Curve(((1, level), (64, 3 * level))), Curve(((1, level), (8, 2 * level))))
+    return CostTable(None, {1: costs}, acceptance)
+
+
+FREE, DEAR = table(0.001, 0.001), table(1.5, 1.0)  # drafts cost next to nothing; a node costs a third of a plain step
+
+
+@pytest.fixture(scope="module")
+def heads():
+    """By kind, heads of one base whose text repeats itself, trained a little on it."""
+    base, made = repetitive_model("Llama"), {}
+    ids = base.generate(torch.tensor([[7]]), max_new_tokens=100, do_sample=False, eos_token_id=97, pad_token_id=0)
+    for name, options in HEADS.items():
+        torch.manual_seed(0)
+        model = specheads.convert(base, name.partition(",")[0], **options).train()
+        optimizer = torch.optim.AdamW(model.head.parameters(), lr=2e-2)
+        for _ in range(25):
+            optimizer.zero_grad()
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+        made[name] = model.eval()
+    return made
+
+
+def generate(model, costs, inputs=PROMPTS, **options):
+    return specheads.generate(model.base, **inputs, **OPTIONS, draft=AutoDrafter(model.head, costs), **options)
+
+
+@pytest.mark.parametrize("costs", [FREE, DEAR], ids=["free", "dear"])
+@pytest.mark.parametrize("head", HEADS)
+def test_the_text_is_that_of_plain_decoding_whatever_the_costs(heads, head, costs):
+    model = heads[head]
+    for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 3}):
+        for inputs in (ONE, PROMPTS):
+            plain = specheads.generate(model.base, **inputs, **OPTIONS, **options)
+            out = generate(model, costs, inputs, **options)
+            assert torch.equal(out.sequences, plain.sequences)
+            assert costs is DEAR or sum(sum(step.drafted) for step in out.steps) > 0
+
+
+def test_the_same_costs_give_the_same_drafts_and_others_do_not(heads):
+    def drafts(costs):
+        out = generate(heads["eagle3"], costs, do_sample=True, seed=1)
+        return [(step.drafted, step.accepted) for step in out.steps]
+
+    assert drafts(FREE) == drafts(FREE) != drafts(DEAR)
+
+
+def test_it_is_the_default_and_a_tree_or_a_rule_asks_for_the_head(heads, hf_log, monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    logging.warning_once.cache_clear()
+    model, options = heads["eagle3"], {**ONE, **OPTIONS}
+
+    def drafts(**more):
+        return [step.drafted for step in model.generate(**options, **more).steps]
+
+    default = drafts()
+    assert default == drafts(draft="auto") == drafts(drafter="auto") == drafts(draft=AutoDrafter(model.head))
+    (record,) = [r for r in hf_log.records if "step costs shipped for a small CPU" in r.message]
+    assert "`specheads tune MODEL`" in record.message, "said once"
+    assert default != drafts(draft="head") == drafts(draft=True)
+    assert drafts(tree="chain:2") == drafts(draft="head", tree="chain:2") == drafts(draft="auto", tree="chain:2")
+    assert drafts(accept="typical") == drafts(draft="head", accept="typical")
+    FREE.save(tmp_path / "other.json")
+    with pytest.raises(ValueError, match=r"other\.json holds costs for base None, not "):
+        drafts(draft=f"auto:{tmp_path / 'other.json'}")
+    replace(FREE, key=cost_key(model.base, model.head)).save(cost_path(cost_key(model.base, model.head)))
+    assert drafts() == drafts(draft=AutoDrafter(model.head, FREE)) != default
+
+
+def test_an_encoder_decoder_drafts_copies():
+    base = tiny_t5()
+    options = {**ONE, "max_new_tokens": 30, "do_sample": False}
+    assert torch.equal(specheads.generate(base, **options, draft="auto"), specheads.generate(base, **options))
+
+
+def test_without_a_head_it_copies(heads):
+    base = heads["eagle3"].base
+    for draft in ("auto", AutoDrafter(costs=FREE)):
+        out = specheads.generate(base, **PROMPTS, **OPTIONS, draft=draft)
+        assert torch.equal(out.sequences, base.generate(**PROMPTS, **{**OPTIONS, "do_sample": False}).sequences)
+        assert sum(sum(step.accepted) for step in out.steps) > 0
+
+
+class Alternating(Drafter):
+    """Drafts copies, of which rows accept different numbers. Beside them a head drafts at each step, and the same head
+    with a memory of its own at every n-th; `drafts` holds what both drafted there."""
+
+    layers = property(lambda self: self.head.layers)
+
+    def __init__(self, head, every):
+        self.head, self.every, self.drafts, self.step = head, every, [], 0
+        self.plan = ReserveSlots(chain(3), 8)
+        self.always, self.rarely = UnreadPositions(), UnreadPositions()
+
+    def default_plan(self, device, do_sample):
+        return chain(4)
+
+    def propose(self, context, sampler, plan):
+        self.always.add(context), self.rarely.add(context)
+        one = self.always.propose(self.head, context, sampler, self.plan)
+        if self.step % self.every == self.every - 1:
+            other = self.rarely.propose(self.head, context, sampler, self.plan)
+            running = context.new > 0
+            self.drafts.append((one.tokens[running], other.tokens[running]))
+        elif self.step % self.every == 1:  # reads without drafting
+            self.rarely.propose(self.head, context, sampler, NoDraft(self.plan))
+        else:
+            self.rarely.keep()
+        self.step += 1
+        return PromptLookup(4).propose(context, sampler, plan)
+
+
+@pytest.mark.parametrize("every", [4, 7])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_that_was_idle_drafts_as_one_that_never_was(heads, head, every):
+    drafter = Alternating(heads[head].head, every)
+    out = specheads.generate(heads[head].base, **PROMPTS, **{**OPTIONS, "eos_token_id": 97}, draft=drafter)
+    assert len({tuple(step.accepted) for step in out.steps}) > 3, "all rows accepted the same"
+    assert len(drafter.drafts) > 2 and all(torch.equal(one, other) for one, other in drafter.drafts)
+
+
+class Clock(Drafter):
+    """An automatic drafter on a clock that runs by its costs; ms: of all steps."""
+
+    def __init__(self, head, costs):
+        self.costs, self.calls, self.levels, self.ms = costs.for_rows(1), 0, 0, 0.0
+        self.auto = AutoDrafter(None if head is None else Counting(head, self), costs)
+
+    layers = property(lambda self: self.auto.layers)
+
+    def default_plan(self, device, do_sample):
+        return self.auto.default_plan(device, do_sample)
+
+    def propose(self, context, sampler, plan):
+        calls, levels = self.calls, self.levels
+        tree = self.auto.propose(context, sampler, plan)
+        self.ms += self.costs.step(1, tree.num_nodes, context.bound)
+        if self.calls > calls:
+            self.ms += self.costs.draft(1, (1,) * max(0, self.levels - levels - 1), 1)
+        return tree
+
+
+class Counting(Drafter):
+    """A head that counts its calls and the levels it drafted; wrong: it drafts one token, whatever the text."""
+
+    max_depth = 8
+
+    def __init__(self, head, clock):
+        self.head, self.clock = head, clock
+
+    layers = property(lambda self: self.head.layers)
+
+    def default_plan(self, device, do_sample):
+        return chain(2)
+
+    def propose(self, context, sampler, plan):
+        tree = self.head.propose(context, sampler, plan)
+        self.clock.calls += 1
+        self.clock.levels += max(tree.max_depth, 1 + len(getattr(plan.plan, "levels", ())))
+        return tree
+
+
+def ms_per_token(base, head, costs, tokens=200, **options):
+    clock = Clock(head, costs)
+    out = specheads.generate(
+        base, **ONE, **{**OPTIONS, "max_new_tokens": tokens, "eos_token_id": 97}, draft=clock, **options
+    )
+    return clock.ms / (sum(len(step.tokens[0]) for step in out.steps[1:]))
+
+
+@pytest.mark.parametrize("costs", [FREE, table(0.5, 0.5), DEAR], ids=["free", "middling", "dear"])
+def test_it_is_hardly_slower_than_plain_decoding_where_drafts_are_wrong(costs):
+    torch.manual_seed(1)
+    model = specheads.convert(repetitive_model("Llama"), "eagle3")
+    random_text = {"do_sample": True, "temperature": 6.0, "seed": 2}
+    plain = ms_per_token(model.base, None, replace(costs, batches={1: table(100.0).for_rows(1)}), **random_text)
+    assert ms_per_token(model.base, model.head, costs, **random_text) < 1.06 * plain
+
+
+def test_it_is_faster_where_copies_are_right(heads):
+    base = heads["eagle3"].base
+    slow = ms_per_token(base, None, table(100.0))
+    assert ms_per_token(base, None, table(0.3)) < 0.7 * slow
+    assert ms_per_token(base, heads["eagle3"].head, table(0.3)) < 0.7 * slow
+
+
+class Sometimes(Drafter):
+    """Knows the text, and drafts it right from its index `start` on, wrong before."""
+
+    layers = ()
+    max_depth = 8
+
+    def __init__(self, text, start):
+        self.text, self.start, self.steps = text, start, []
+
+    def default_plan(self, device, do_sample):
+        return chain(3)
+
+    def propose(self, context, sampler, plan):
+        done, level = len(context.history[0]), 0
+        self.steps.append(done)
+
+        def expand(tokens, parents):
+            nonlocal level
+            index, level = done + level, level + 1
+            token = self.text[index] if self.start <= index < len(self.text) else 0
+            logits = torch.zeros(97)
+            logits[token] = 4.0  # a probability of 0.36
+            return ChildLogits(logits.expand(*tokens.shape, -1))
+
+        return plan.grow(context.root, expand, sampler, 97)
+
+
+def test_a_head_that_did_not_pay_is_tried_again_and_used_once_it_does():
+    base = repetitive_model("Llama")
+    options = {**OPTIONS, "max_new_tokens": 400, "eos_token_id": 97, "do_sample": True, "temperature": 6.0, "seed": 2}
+    text = specheads.generate(base, **ONE, **options).sequences[0].tolist()
+    head = Sometimes(text, 250)
+    out = specheads.generate(base, **ONE, **options, draft=AutoDrafter(head, table(0.5, 0.5)))
+    assert out.sequences[0].tolist() == text
+    early, late = ([n for n in head.steps if low <= n < high] for low, high in ((60, 250), (300, 400)))
+    assert 1 <= len(early) <= 20, "tried now and then"
+    assert len(late) >= 5 and len(late) * 3 < 100, "several tokens a step once it is right"
+
+
+def test_a_drafter_that_must_see_every_step_is_refused():
+    with pytest.raises(ValueError, match="AutoDrafter lets its drafter miss steps, and NGram reads the target's likel"):
+        AutoDrafter(specheads.NGram())

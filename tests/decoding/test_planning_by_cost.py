@@ -1,0 +1,257 @@
+"""Planning by cost: fitted curves, trees and choices with a known optimum, and the file that costs are kept in."""
+
+import itertools
+import json
+import math
+import random
+
+import pytest
+import torch
+
+from specheads.decoding.planner import ChildLogits, StaticTree, chain
+from specheads.decoding.planner.by_cost import CostKey, CostTable, Curve, StepCosts, shipped_costs
+from specheads.decoding.planner.by_cost.choice import choose, probe_is_due
+from specheads.decoding.planner.by_cost.cost_aware import CostAwareTree
+from specheads.decoding.planner.by_cost.estimates import Calibration, CopyEstimate, HeadEstimate
+from specheads.decoding.planner.by_cost.shapes import Menu, Shape, fastest_tree, likeliest_tree, make_menu
+from specheads.decoding.probs.sampler import Sampler
+
+RANKS = ((0.6, 0.2, 0.1), (0.5, 0.25, 0.05), (0.3, 0.3, 0.2))
+KEY = CostKey("base", "head", "CPU, 2 threads", "float32")
+
+
+def costs(per_node=1.0, plain=4.0, read=0.5, level=0.5, batch=1):
+    line = Curve(((1, plain), (64, plain + 63 * per_node)))
+    flat = Curve(((1, 0.0),))
+    return StepCosts(batch, {64: line}, flat, flat, Curve(((1, read),)), Curve(((1, level),)))
+
+
+def test_a_fitted_curve_never_decreases_and_is_the_nearest_one():
+    noise = random.Random(0)
+    for _ in range(50):
+        points = [(x, x + noise.gauss(0, 4)) for x in range(1, 6)]
+        fitted = [Curve.fit([(x, y + 20) for x, y in points])(x) for x, _ in points]
+        assert fitted == sorted(fitted)
+        # Each value of the nearest non-decreasing sequence is a mean of a run: max over starts of min over ends.
+        values = [y + 20 for _, y in points]
+        for i, y in enumerate(fitted):
+            means = [
+                min(sum(values[a:b]) / (b - a) for b in range(i + 1, 6)) for a in range(i + 1)
+            ]  # fmt: skip
+            assert y == pytest.approx(max(means))
+
+
+def test_a_curve_is_straight_between_its_points_and_continues_after_them():
+    curve = Curve(((1, 4.0), (8, 7.5), (16, 8.9)))
+    assert [curve(x) for x in (0, 1, 4.5, 8, 16)] == pytest.approx([4, 4, 5.75, 7.5, 8.9])
+    assert curve(24) == pytest.approx(10.3)
+    with pytest.raises(ValueError, match="decreases from"):
+        Curve(((1, 4.0), (2, 3.0)))
+
+
+def test_a_batch_that_was_not_measured_costs_what_as_many_nodes_do():
+    one = costs(batch=1)
+    assert one.step(4, 2, 64) == one.step(1, 8, 64) and one.step(2, 1, 64) == one.step(1, 2, 64)
+    table = CostTable(KEY, {1: one, 4: costs(batch=4)})
+    assert [table.for_rows(rows).batch for rows in (1, 3, 4, 9)] == [1, 1, 4, 4]
+
+
+def all_trees(nodes, depth, width):
+    """Every static tree of so many nodes."""
+    paths = [p for n in range(1, depth + 1) for p in itertools.product(range(width), repeat=n)]
+    for chosen in itertools.combinations(paths, nodes - 1):
+        if all(path[:-1] in {(), *chosen} for path in chosen):
+            yield StaticTree(chosen)
+
+
+def gain(tree):
+    return sum(math.prod(RANKS[depth][rank] for depth, rank in enumerate(choice)) for choice in tree.choices)
+
+
+@pytest.mark.parametrize(("nodes", "depth"), [(2, 3), (4, 2), (4, 3), (5, 2)])
+def test_the_likeliest_tree_is_the_best_of_all(nodes, depth):
+    width = 3 if depth < 3 else 2
+    found = likeliest_tree([row[:width] for row in RANKS], nodes, depth)
+    assert found.num_nodes == nodes and found.depth <= depth
+    assert gain(found) == pytest.approx(max(map(gain, all_trees(nodes, depth, width))))
+    assert HeadEstimate(RANKS, 3).tree_gain(found.choices) == pytest.approx(gain(found))
+
+
+@pytest.mark.parametrize("level", [0.0, 0.5, 3.0])
+def test_a_level_that_costs_more_makes_a_shallower_tree(level):
+    def rate(tree):
+        own = costs(level=level)
+        return (1 + gain(tree)) / (own.step(1, tree.num_nodes, 0) + own.draft(1, Shape(tree).levels, 1))
+
+    found = fastest_tree(RANKS, 5, 2, costs(level=level), 1)
+    flat = StaticTree(((0,), (1,), (2,)))  # all there is of depth 1
+    assert rate(found) == pytest.approx(max(map(rate, [flat, *all_trees(5, 2, 3)])))
+    assert found.depth == (1 if level == 3.0 else 2) or level == 0.5
+
+
+def brute_force(menu, head_gains, copy_gains, time):
+    """The best rate over all ways to give each row the head's tree, a copy or nothing within one size."""
+    best = 0.0
+    for index, shape in [(None, None), *enumerate(menu.shapes)]:
+        for nodes in menu.sizes:
+            if shape is not None and nodes < shape.nodes:
+                continue
+            total = 0.0
+            for b, copies in enumerate(copy_gains):
+                total += 1 + max(
+                    0.0, copies[min(nodes, len(copies)) - 1], 0.0 if index is None else head_gains[index][b]
+                )
+            best = max(best, total / time(nodes, shape))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_choice_is_the_best_of_the_menu(seed):
+    coin = random.Random(seed)
+    own = costs(coin.uniform(0, 2), coin.uniform(1, 8), coin.uniform(0, 1), coin.uniform(0, 1))
+    menu = Menu((Shape(chain(1)), Shape(chain(3)), Shape(StaticTree(((0,), (1,), (0, 0))))), (1, 2, 4, 6))
+    rows = coin.randint(1, 3)
+    heads = [sorted(coin.uniform(0, 2) for _ in menu.shapes) for _ in range(rows)]
+    head_gains = [[row[i] for row in heads] for i in range(len(menu.shapes))]
+    copies = [
+        [0.0, *itertools.accumulate(coin.uniform(0, 1) for _ in range(coin.choice((0, 3, 5))))] for _ in range(rows)
+    ]
+
+    def time(nodes, shape):
+        return own.step(rows, nodes, 64) + (own.draft(rows, shape.levels, 1) if shape else 0)
+
+    step_ms = [time(nodes, None) for nodes in menu.sizes]
+    best = choose(menu, head_gains, copies, step_ms, [own.draft(rows, s.levels, 1) for s in menu.shapes])
+    assert best.rate == pytest.approx(brute_force(menu, head_gains, copies, time))
+    assert best.ms == pytest.approx(time(best.nodes, best.shape))
+
+
+def test_nothing_is_drafted_where_nothing_pays_and_the_head_is_tried_now_and_then():
+    menu = make_menu(costs(per_node=2.0), 1, RANKS, 5, head=True)
+    own = costs(per_node=2.0)
+
+    def time(nodes, shape):
+        return own.step(1, nodes, 64) + (own.draft(1, shape.levels, 1) if shape else 0)
+
+    step_ms, draft_ms = [time(n, None) for n in menu.sizes], [own.draft(1, s.levels, 1) for s in menu.shapes]
+    best = choose(menu, [[0.1] for _ in menu.shapes], [[0.0]], step_ms, draft_ms)
+    assert best.shape is None and best.nodes == 1
+    probe = time(2, menu.shapes[0])
+    waits = next(idle for idle in itertools.count() if probe_is_due(best, probe, 1, idle))
+    assert 0.015 < (probe - best.ms) / (waits * best.ms) <= 0.02
+
+
+def test_the_menu_holds_what_can_pay_and_fits_limits():
+    wide, narrow = (make_menu(costs(per_node=c), 1, RANKS, 4, head=True) for c in (0.01, 3.0))
+    assert wide.sizes[-1] > 32 and narrow.sizes[-1] < 8
+    assert max(shape.depth for shape in wide.shapes) == 4  # no deeper than the head drafts
+    assert all(shape.nodes <= 5 and shape.depth <= 2 for shape in wide.within(5, 2).shapes)
+    assert wide.within(1, 0).sizes == (1,) and not wide.within(1, 0).shapes
+    assert not make_menu(costs(), 1, RANKS, 4, head=False).shapes
+    shape = Shape(StaticTree(((0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0))))
+    assert shape.levels == (2, 1) and shape.parents == (-1, 0, 0, 0, 1, 2, 4) and not shape.is_chain
+
+
+def test_estimates_follow_the_tokens():
+    head = HeadEstimate(RANKS, 3)
+    assert head.means == pytest.approx([0.6, 0.5, 0.3])
+    for _ in range(200):
+        head.add(0, None)
+    assert head.means[0] < 0.1 and head.means[1] < 0.1  # deeper ones are assumed to be as bad
+    for _ in range(200):
+        head.add(0, 0)
+    assert head.means[0] > 0.9 and sum(head.rank_shares(0)) == pytest.approx(1, abs=0.05)
+    flat, lone = HeadEstimate(RANKS, 1), HeadEstimate(RANKS, 1)
+    for _ in range(50):
+        flat.add(0, None, width=3)
+        lone.add(0, None)
+    assert (
+        sum(flat.rank_shares(0)[1:])
+        < sum(lone.rank_shares(0)[1:])
+        < 0.1
+        < sum(HeadEstimate(RANKS, 1).rank_shares(0)[1:])
+    )
+    for _ in range(100):
+        flat.add(0, 1, width=3)
+    assert flat.rank_shares(0)[1] > lone.rank_shares(0)[1]
+    copies = CopyEstimate()
+    assert copies.gains(0, 3) == [0, 0, 0, 0] and copies.gains(1, 3)[1] < copies.gains(8, 3)[1]
+    before = copies.gains(8, 3)
+    for _ in range(50):
+        copies.add(8, hit=False)
+    assert copies.gains(8, 3)[1] < before[1] / 2 and copies.gains(1, 1) == CopyEstimate().gains(1, 1)
+    calibration = Calibration()
+    assert calibration(0.9) == pytest.approx(0.9)
+    for _ in range(100):
+        calibration.add(0.9, hit=False)
+    assert calibration(0.9) < 0.15 and calibration(0.2) == pytest.approx(0.2)
+
+
+def grown(per_node, level, width, depth=4, q=(0.7, 0.2, 0.1)):
+    """A cost-aware tree over a draft that gives every node the same distribution, and how often it was expanded."""
+    own, calls = costs(per_node, level=level), []
+    logits = torch.tensor(q).log()
+
+    def expand(tokens, parents):
+        calls.append(tokens.shape[1])
+        return ChildLogits(logits.expand(*tokens.shape, -1))
+
+    plan = CostAwareTree(
+        tuple(range(1, 16)), depth, width, width, lambda n, levels: own.step(1, n, 0) + own.draft(1, levels, 1),
+        lambda share: share, (0.7,) * depth, (1.0,),
+    )  # fmt: skip
+    tree = plan.grow(torch.tensor([1]), expand, Sampler(), len(q))
+    return tree, calls, plan
+
+
+def test_a_cost_aware_tree_stops_where_more_does_not_pay():
+    chance = [0.7**n for n in range(5)]
+    for per_node, level in ((0.1, 0.1), (1.0, 0.5), (2.0, 2.0), (6.0, 1.0)):
+        tree, calls, plan = grown(per_node, level, 1)
+        rates = {n: sum(chance[: n + 1]) / (4 + n * per_node + 0.5 + max(0, n - 1) * level) for n in range(5)}
+        best = max(rates, key=rates.get)
+        assert tree.num_nodes - 1 <= best <= len(calls) and tree.num_nodes - 1 >= min(best, len(calls))
+        assert len(calls) == max(1, best) and plan.levels == (1,) * (len(calls) - 1)
+    dear, cheap = grown(6.0, 1.0, 1)[0], grown(0.1, 0.1, 1)[0]
+    assert dear.num_nodes == 1 and cheap.num_nodes == 5
+
+
+def test_a_cost_aware_tree_keeps_the_likeliest_nodes_with_their_parents():
+    tree, _, plan = grown(0.2, 0.2, 2)
+    (candidates,) = plan.grown
+    kept = sorted(candidates.chances, reverse=True)[: tree.num_nodes - 1]
+    chances = [1.0]
+    for slot in range(1, tree.num_nodes):
+        token = tree.tokens[0, slot].item()
+        chances.append(chances[tree.parents[0, slot].item()] * (0.7, 0.2, 0.1)[token])
+    assert sorted(chances[1:], reverse=True) == pytest.approx(kept) and tree.num_nodes > 4
+
+
+def test_a_cost_file_comes_back_and_a_wrong_or_broken_one_is_refused(tmp_path):
+    path, table = tmp_path / "costs" / "a.json", CostTable(KEY, {1: costs(), 4: costs(batch=4)}, RANKS, "measured")
+    table.save(path)
+    assert CostTable.load(path, KEY) == table
+    other = CostKey("base", "head", "CPU, 2 threads", "bfloat16")
+    with pytest.raises(ValueError, match=r"a\.json holds costs for dtype 'float32', not 'bfloat16'; run `spec"):
+        CostTable.load(path, other)
+    content = json.loads(path.read_text())
+    falling = {**content["batches"]["1"], "loop": [[1, 2], [2, 1]]}
+    broken = {
+        "no JSON": "{", "a list": "[]", "no batches": json.dumps({**content, "batches": {}}),
+        "another format": json.dumps({**content, "format": 9}),
+        "a falling curve": json.dumps({**content, "batches": {"1": falling}}),
+        "no curve": json.dumps({**content, "batches": {"1": {"verify": {}}}}),
+        "shares above 1": json.dumps({**content, "acceptance": [[0.9, 0.9]]}),
+        "NaN": path.read_text().replace("4.0", "NaN"),
+    }  # fmt: skip
+    for text in broken.values():
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"a\.json is no file of `specheads tune` \(.*\); tune again$"):
+            CostTable.load(path, KEY)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
+def test_curves_are_shipped_for_every_device(device):
+    shipped = shipped_costs(device).for_rows(1)
+    assert 1.2 * shipped.step(1, 1, 128) > shipped.step(1, 1, 64)
+    assert make_menu(shipped, 1, RANKS, 5, head=True).shapes

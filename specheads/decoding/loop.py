@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,6 +25,10 @@ from specheads.decoding.target.model_inputs import ModelInputs
 from specheads.decoding.tree import DraftTree
 
 Stop = Callable[[int, list[int], int], int]
+
+# For benchmarks: called with the name of each part of the loop when that part ends ("prefill", then in every step
+# "other", "draft", "verify" and "accept"). None, the default, costs one look-up a step.
+part_timer: ContextVar[Callable[[str], None] | None] = ContextVar("part_timer", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +139,22 @@ class _Loop:
         tokens = self.apply_stop([[row[-1]] for row in self.context.history])
         kept_scores = [[pair] for pair in zip(logits, scores, strict=True)] if self.keep_scores else []
         nothing: list[list[int]] = [[] for _ in range(batch)]
+        (part_timer.get() or no_timer)("prefill")
         return Step(tokens, [0] * batch, nothing, [0] * batch, time.perf_counter() - began, kept_scores)
 
     def step(self) -> Step:
         """One step of all rows that run."""
-        began = time.perf_counter()
+        began, end_part = time.perf_counter(), part_timer.get() or no_timer
         schedule = schedule_step(
             self.target, self.plan, self.running, self.context.history, self.prompts, self.max_new_tokens
         )
+        end_part("other")
         tree = self.draft(schedule.plan)
+        end_part("draft")
         out = self.verify(tree, schedule)
+        end_part("verify")
         verdict = self.judge(tree, out.logits, schedule)
+        end_part("accept")
         gain = self.commit(tree, out, verdict)
         return self.report(tree, verdict, schedule, gain, began)
 
@@ -262,6 +272,10 @@ def divergences_of(
         parents.append([number[slot_parents[slot]] for slot in drafted])
         paths.append([number[slot] for slot in path[1 : count + 1]])
     return divergences, parents, paths
+
+
+def no_timer(part: str) -> None:
+    """Nobody asked how long a part took."""
 
 
 def require_finite(finite: bool) -> None:

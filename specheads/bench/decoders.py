@@ -58,14 +58,15 @@ def transformers_static(base: PreTrainedModel, max_new_tokens: int, longest: int
     nothing is compiled again. options: as above."""
     # A graph for each batch size; without dynamic=False the second makes a slower one for any.
     compiling = CompileConfig(mode="reduce-overhead" if base.device.type == "cuda" else "default", dynamic=False)
-    compiling._compile_all_devices = True
+    compiling._compile_all_devices = True  # type: ignore[assignment]
     caches: dict[int, StaticCache] = {}
 
     def run(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
         rows = len(batch["input_ids"])
-        cache = caches.setdefault(rows, StaticCache(config=base.config, max_cache_len=longest + max_new_tokens))
-        cache.reset()
-        given = {**options, "past_key_values": cache, "compile_config": compiling}
+        if rows not in caches:
+            caches[rows] = StaticCache(config=base.config, max_cache_len=longest + max_new_tokens)
+        caches[rows].reset()
+        given = {**options, "past_key_values": caches[rows], "compile_config": compiling}
         return transformers_generate(base, max_new_tokens, **given)(batch, watch)
 
     return run

@@ -89,7 +89,7 @@ def test_other_prompts_or_another_setting_are_measured_anew_and_another_file_is_
     complete(Results(path), SETTINGS[:3], "common", more, quiet)
     assert more.done == SETTINGS[2:3]
     path.write_text('{"a": 1}\n', "utf8")
-    with pytest.raises(ValueError, match="line 1 is no result of a sweep"):
+    with pytest.raises(ValueError, match="line 1 is no result of"):
         Results(path)
 
 

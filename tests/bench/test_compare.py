@@ -330,7 +330,7 @@ def test_a_file_is_a_set_of_the_categories_asked_for_evenly_spaced(tmp_path):
     (found,) = sets_from([path], Letters(), 3, ["b"])
     assert [Letters().decode(ids) for ids in found.ids] == ["0 b", "2 b", "4 b"] and found.categories == ["b"] * 3
     assert found.name == "q.jsonl" and found.longest == 3 and len(sets_from([path], Letters(), None)[0].ids) == 12
-    with pytest.raises(ValueError, match="unknown category in .* 'c'"):
+    with pytest.raises(ValueError, match=r"unknown category in .* 'c'"):
         sets_from([path], Letters(), None, ["c"])
 
 
@@ -342,9 +342,7 @@ def test_third_party_prompts_are_shared_among_the_installed_packages():
 
     sources = [path.read_text("utf8") for path in Path(click.__file__).parent.rglob("*.py")]
     assert all(any("\n" + prompt.asked in source for source in sources) for prompt in prompts[4:])
-    with pytest.raises(
-        ValueError, match="99999 prompts asked for, but only .* not installed here|not installed: no_such"
-    ):
+    with pytest.raises(ValueError, match=r"99999 prompts asked for, but only .*; not installed: no_such_package"):
         package_prompts(Letters(), 99999, 40, ("rich", "no_such_package"))
 
 

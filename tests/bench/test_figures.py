@@ -1,4 +1,4 @@
-"""What is computed from runs: intervals against brute force, figures of rounds made by hand, the floor on a fake clock."""
+"""Figures of runs: intervals against brute force, rounds made by hand, the floor on a fake clock, the results' file."""
 
 import random
 

@@ -124,6 +124,7 @@ def test_rows_say_what_generate_does(shipped, questions, tmp_path, cache_in_tmp)
     assert exact["tokens"] == plain["tokens"] and exact["correct"] == plain["correct"]
     assert lossy["mean_kl"] > 0 and lossy["accepted_length"] > exact["accepted_length"]
     assert all(row["speed_up"] > 0 and len(row["speed_up_of_each_repeat"]) == 1 for row in rows)
+    assert all(row["speed_up_interval"][0] <= row["speed_up"] <= row["speed_up_interval"][1] for row in (exact, lossy))
     assert "eagle3 chain:2 exact" in lossy["reference"] and exact["reference"] == "none"
 
 

@@ -78,7 +78,8 @@ def test_a_run_prints_its_tables_and_writes_its_files(shipped, questions, tmp_pa
 def test_the_default_sets_are_held_out_files_and_third_party_code(shipped, tmp_path, capsys):
     code, out, _ = run(
         capsys, "bench", "--checkpoints", shipped, "-d", "plain", "--num-prompts", 3, "--prompt-tokens", 12,
-        "--batch", 3, "--temperature", 0, "--repeats", 1, "--max-new-tokens", 4, "--no-plots", "--out", tmp_path, "--json",
+        "--batch", 3, "--temperature", 0, "--repeats", 1, "--max-new-tokens", 4, "--no-plots", "--json",
+        "--out", tmp_path,
     )  # fmt: skip
     record = json.loads(out)
     assert code == 0 and [*record["prompt_sets"]] == ["held-out files", "third-party code"]

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from specheads.bench.figures.intervals import Work, ratio_interval, speed
-from specheads.bench.runner import Run, first_difference
+from specheads.bench.runner import Race, Run, first_difference
 
 Sample = dict[str, Any]
 Round = dict[str, Any]
@@ -39,6 +39,18 @@ def sample(run: Run, reference: Run | None = None) -> Sample:
     }  # fmt: skip
 
 
+def rounds_of(race: Race) -> list[Round]:
+    """The rounds of a race of prompt batches without categories, whose texts are not compared."""
+    names = list(race.runs)
+    rounds = []
+    for repeat, runs in enumerate(race.runs[names[0]]):
+        for index, run in enumerate(runs):
+            samples = {name: sample(race.runs[name][repeat][index]) for name in names}
+            categories = [None] * len(run.output.tokens)
+            rounds.append({"repeat": repeat, "index": index, "categories": categories, "decoders": samples})
+    return rounds
+
+
 def work_of(rounds: Iterable[Round], name: str) -> dict[int, tuple[float, float]]:
     """Prompt batch → tokens and seconds, each the median over repeats."""
     by_batch: dict[int, list[Sample]] = {}
@@ -61,13 +73,14 @@ def figures(rounds: Sequence[Round], name: str, reference: str, max_new_tokens: 
     work: Work = list(own.values())
     base: Work = [other[index] for index in own]
     samples = [one["decoders"][name] for one in rounds]
+    interval = ratio_interval(work, base)
     first = [one for one in rounds if one["repeat"] == min(r["repeat"] for r in rounds)]
     texts = [at for one in first for at in one["decoders"][name]["differs_at"] or ()]
     compared = all(one["decoders"][name]["differs_at"] is not None for one in first)
     return {
         "tokens_per_second": speed(work),
         "speed_up": speed(work) / speed(base),
-        "speed_up_interval": ratio_interval(work, base),
+        "speed_up_interval": None if interval is None else list(interval),
         "same_text": sum(at is None for at in texts) if compared else None,
         "texts": sum(len(one["categories"]) for one in first),
         **accepted(first, name, max_new_tokens),

@@ -22,6 +22,8 @@ from specheads.bench.sweep.tasks import Task, load_task
 from specheads.decoding.generation.recorded import Record, record
 from specheads.terminal import Report
 
+FORMAT = 2  # of a row; rows of another format are measured anew
+
 
 def key_of(setting: Setting, common: str) -> str:
     """A digest of one setting and of `common`, which the settings of a sweep share."""
@@ -39,7 +41,7 @@ def common_of(bench: Bench, sweep: Sweep, task: Task) -> str:
     length = sweep.max_new_tokens or task.max_new_tokens
     shared = [
         bench.identity(), str(bench.base.dtype), prompts, answers, length, sweep.repeats, sweep.speed_prompts,
-        sweep.clock, sweep.batch_size, sweep.seed, task.name,
+        sweep.clock, sweep.batch_size, sweep.seed, task.name, FORMAT,
     ]  # fmt: skip
     if sweep.k_matrices:
         shared.append([sweep.leniency, sweep.notation, sweep.cost])

@@ -138,19 +138,15 @@ class Race:
         Only for batches of one row; a part without steps is left out.
         """
         totals: dict[str, list[list[float]]] = {"unrepeated": [], "repeated": []}
-        counted = {"unrepeated": [0, 0], "repeated": [0, 0]}  # tokens and steps after the prefill
+        counted = {"unrepeated": [0.0, 0.0], "repeated": [0.0, 0.0]}  # tokens and steps after the prefill
         for runs in self.runs[name]:
-            sums = {kind: [0.0, 0.0] for kind in totals}
-            for run in runs:
-                again, at = repeated(run.output.tokens[0]), 0
-                for place, (gained, seconds) in enumerate(run.steps):
-                    kind = "repeated" if at < len(again) and again[at] else "unrepeated"
-                    sums[kind][0] += gained
-                    sums[kind][1] += seconds
-                    counted[kind][0] += gained if place else 0
-                    counted[kind][1] += 1 if place else 0
-                    at += gained
-            for kind, (tokens, seconds) in sums.items():
+            splits = [split_by_text(run) for run in runs]
+            for kind in totals:
+                tokens, seconds, gained, steps = (
+                    sum(figures) for figures in zip(*(s[kind] for s in splits), strict=True)
+                )
+                counted[kind][0] += gained
+                counted[kind][1] += steps
                 if tokens:
                     totals[kind].append([tokens, seconds])
         every = sum(tokens for rows in totals.values() for tokens, _ in rows)
@@ -171,6 +167,19 @@ def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None
         return None
     pairs = enumerate(zip(tokens, others, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(others)))
+
+
+def split_by_text(run: Run) -> dict[str, list[float]]:
+    """Tokens, seconds, and tokens and steps after the prefill, of steps whose first token continues new text
+    (`unrepeated`) or text seen before (`repeated`). Of a batch of one row; zeros where the steps are unknown."""
+    sums: dict[str, list[float]] = {"unrepeated": [0, 0.0, 0, 0], "repeated": [0, 0.0, 0, 0]}
+    again, position = repeated(run.output.tokens[0]), 0
+    for number, (gained, seconds) in enumerate(run.steps):
+        kind = "repeated" if position < len(again) and again[position] else "unrepeated"
+        for i, figure in enumerate((gained, seconds, gained if number else 0, 1 if number else 0)):
+            sums[kind][i] += figure
+        position += gained
+    return sums
 
 
 def repeated(tokens: Sequence[int], gram: int = GRAM) -> list[bool]:

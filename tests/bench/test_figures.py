@@ -180,3 +180,16 @@ def test_a_torn_last_line_is_dropped_and_a_strange_file_refused(tmp_path):
     path.write_text('{"a": 1}\n', "utf8")
     with pytest.raises(ValueError, match="line 1 is no result of bench or sweep"):
         Results(path)
+
+
+def test_new_and_repeated_text_have_ratios_of_their_own():
+    def watched(seconds):
+        steps = tuple((1, second) for second in seconds)
+        return samples.sample(Run(Output([[*range(8), *range(8), 50, 51]]), sum(seconds), steps))
+
+    # Only the sixteenth token completes 8 tokens that occurred before.
+    rounds = [one_round(0, ours=watched([1.0] * 15 + [0.5] + [1.0] * 2), theirs=watched([2.0] * 18))]
+    found = samples.by_text(rounds, "ours", "theirs")
+    assert found["unrepeated"] == {"tokens_per_second": 1.0, "speed_up": 2.0, "accepted_length": 1.0}
+    assert found["repeated"] == {"tokens_per_second": 2.0, "speed_up": 4.0, "accepted_length": 1.0}
+    assert samples.by_text([one_round(0, a=one_sample(1.0, [[1]]), b=one_sample(1.0, [[1]]))], "a", "b") is None

@@ -12,6 +12,7 @@ from specheads.bench import environment
 from specheads.bench.compare.cell import Cell
 from specheads.bench.figures.samples import Round, figures
 from specheads.bench.report import markdown
+from specheads.bench.runner import GRAM
 
 NAME = "bench"
 Row = dict[str, Any]
@@ -25,6 +26,7 @@ LEGEND = (
     "batches.",
     "accepted length: tokens a step and row, the base's own included. same text: texts equal to the reference's, of "
     "all; sampled texts are not compared.",
+    f"repeated text: the last {GRAM} tokens occurred before in the same text; a step counts with its first token.",
     "× floor: seconds of a step over the least that reading the weights once takes here. prefill … other: shares of "
     "the time.",
 )
@@ -85,19 +87,34 @@ def speed_cells(row: Row) -> list[str]:
 
 
 def accepted_table(cell: Cell, rows: Sequence[Row]) -> Table:
-    """Accepted length by quarter of the output and by category, and the share of steps by accepted depth."""
+    """Speed-up on new and on repeated text, accepted length by quarter of the output and by category, and the share of
+    steps by accepted depth."""
     categories = list(dict.fromkeys(name for row in rows for name in row["accepted_by_category"] or ()))
     deepest = max(len(row["accepted_by_depth"]) for row in rows)
-    columns = ("decoder", "1st quarter", "2nd", "3rd", "4th", *categories, *(f"depth {d + 1}" for d in range(deepest)))
+    kinds = ("unrepeated", "repeated")
+    columns = (
+        "decoder",
+        "× on new text",
+        "on repeated",
+        "1st quarter",
+        "2nd",
+        "3rd",
+        "4th",
+        *categories,
+        *(f"depth {d + 1}" for d in range(deepest)),
+    )
     lines = []
     for row in rows:
         by_category, by_depth = row["accepted_by_category"] or {}, row["accepted_by_depth"]
         lines.append([
-            row["decoder"], *map(_shown, row["accepted_by_quarter"]),
+            row["decoder"],
+            *(_shown(((row["by_text"] or {}).get(kind) or {}).get("speed_up")) for kind in kinds),
+            *map(_shown, row["accepted_by_quarter"]),
             *(_shown(by_category.get(name)) for name in categories),
             *(f"{by_depth[d]:.0%}" if d < len(by_depth) else "–" for d in range(deepest)),
         ])  # fmt: skip
-    return Table(f"{cell}: accepted length by output position and category, drafts accepted by depth", columns, lines)
+    title = f"{cell}: speed by kind of text, accepted length by output position and category, drafts accepted by depth"
+    return Table(title, *_without_empty(columns, lines))
 
 
 def notes(record: dict[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from specheads.bench.figures.intervals import Work, ratio_interval, speed
-from specheads.bench.runner import Race, Run, first_difference
+from specheads.bench.runner import Race, Run, first_difference, split_by_text
 
 Sample = dict[str, Any]
 Round = dict[str, Any]
@@ -24,7 +24,7 @@ def sample(run: Run, reference: Run | None = None) -> Sample:
     the first token that is not the reference's, None where the texts are equal; gained, rows_stepped: tokens
     after the prefill and the steps that gave them, where a decoder counts them.
 
-    reference None: texts are not compared, and differs_at is None."""
+    by_text, of a batch of one row: as split_by_text gives it. reference None: texts are not compared, and differs_at is None."""
     parts = dict(run.output.parts)
     prefill = parts.pop("prefill", run.steps[0][1] if run.steps else None)
     differs = None
@@ -33,6 +33,8 @@ def sample(run: Run, reference: Run | None = None) -> Sample:
         differs = [first_difference(row, other) for row, other in pairs]
     known = run.output.statistics
     counts: dict[str, Any] = {name: known[name] for name in ("gained", "rows_stepped") if name in known}
+    if run.steps:
+        counts["by_text"] = split_by_text(run)
     return {
         "seconds": run.seconds, "tokens": [len(row) for row in run.output.tokens], "gains": run.gains,
         "prefill": prefill, "parts": parts, "differs_at": differs, **counts,
@@ -85,6 +87,7 @@ def figures(rounds: Sequence[Round], name: str, reference: str, max_new_tokens: 
         "texts": sum(len(one["categories"]) for one in first),
         **accepted(first, name, max_new_tokens),
         **time_split(samples),
+        "by_text": by_text(rounds, name, reference),
     }
 
 
@@ -117,6 +120,25 @@ def accepted(rounds: Sequence[Round], name: str, max_new_tokens: int) -> dict[st
         "accepted_by_category": {category: _mean(own) for category, own in sorted(by_category.items())} or None,
         "accepted_by_quarter": [_mean(own) if own else None for own in by_quarter],
     }
+
+
+def by_text(rounds: Sequence[Round], name: str, reference: str) -> dict[str, dict[str, Any]] | None:
+    """Speed, ratio and accepted length on text that is new (`unrepeated`) and on text that repeats itself; None unless
+    both decoders report the time of their steps."""
+    pairs = [(one["decoders"][name].get("by_text"), one["decoders"][reference].get("by_text")) for one in rounds]
+    if not all(own and other for own, other in pairs):
+        return None
+    found = {}
+    for kind in ("unrepeated", "repeated"):
+        own = [sum(figures) for figures in zip(*(own[kind] for own, _ in pairs), strict=True)]
+        other = [sum(figures) for figures in zip(*(other[kind] for _, other in pairs), strict=True)]
+        if own[0] and other[0]:
+            found[kind] = {
+                "tokens_per_second": own[0] / own[1],
+                "speed_up": own[0] / own[1] / (other[0] / other[1]),
+                "accepted_length": own[2] / own[3] if own[3] else None,
+            }
+    return found
 
 
 def time_split(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ def sample(run: Run, reference: Run | None = None) -> Sample:
     the first token that is not the reference's, None where the texts are equal; gained, rows_stepped: tokens
     after the prefill and the steps that gave them, where a decoder counts them.
 
-    by_text, of a batch of one row: as split_by_text gives it. reference None: texts are not compared, and differs_at is None."""
+    by_text, of a batch of one row: as split_by_text gives it. reference None: texts are not compared, and differs_at is
+    None."""
     parts = dict(run.output.parts)
     prefill = parts.pop("prefill", run.steps[0][1] if run.steps else None)
     differs = None

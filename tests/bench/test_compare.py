@@ -227,8 +227,11 @@ def test_a_peer_is_started_once_and_its_own_clock_counts(peer):
 
 
 def test_a_peer_that_refuses_or_ends_says_so(peer, tmp_path):
+    peer.open("plain", base="x")
+    batch = {"input_ids": torch.tensor([[1]]), "attention_mask": torch.ones(1, 1)}
     with pytest.raises(PeerError, match="fake: no such mode"):
-        peer.ask("generate", ids=[[1]], options={"fails": True})
+        peer.decoder("plain", options={"fails": True})(batch, None)
+    assert peer.opened == {}  # what failed is opened anew
     with pytest.raises(PeerError, match="ended with code 7"):
         peer.ask("die")
     assert peer.ask("versions")["fake"] == "1.2"  # and is started again

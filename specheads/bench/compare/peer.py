@@ -40,6 +40,7 @@ class Peer:
         if not line:
             code = process.wait()
             self._process = None
+            self.opened.clear()
             raise PeerError(f"{self.name}: its process ended with code {code}; its own messages are above")
         answer: Answer = json.loads(line)
         if "error" in answer:
@@ -56,7 +57,11 @@ class Peer:
 
         def run(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
             ids, mask = batch["input_ids"].tolist(), batch["attention_mask"].tolist()
-            answer = self.ask("generate", key=key, ids=ids, mask=mask, **arguments)
+            try:
+                answer = self.ask("generate", key=key, ids=ids, mask=mask, **arguments)
+            except PeerError:
+                self.opened.pop(key, None)  # an engine may be left in the middle of a text: it is opened anew
+                raise
             return Output(answer["tokens"], answer.get("statistics", {}), seconds=answer["seconds"])
 
         return run

@@ -18,8 +18,8 @@ NAME = "bench"
 Row = dict[str, Any]
 
 COLUMNS = (
-    "decoder", "tokens/s", "× reference", "95 %", "accepted length", "same text", "step, ms", "× floor", "prefill",
-    "draft", "verify", "accept", "other",
+    "decoder", "tokens/s", "× reference", "95 %", "accepted length", "same text", "step, ms", "× floor", "verify, × floor",
+    "prefill", "draft", "verify", "accept", "other",
 )  # fmt: skip
 LEGEND = (
     "× reference: its tokens/s over the reference's in the same rounds; 95 %: of that ratio, by resampling the prompt "
@@ -27,8 +27,8 @@ LEGEND = (
     "accepted length: tokens a step and row, the base's own included. same text: texts equal to the reference's, of "
     "all; sampled texts are not compared.",
     f"repeated text: the last {GRAM} tokens occurred before in the same text; a step counts with its first token.",
-    "× floor: seconds of a step over the least that reading the weights once takes here. prefill … other: shares of "
-    "the time.",
+    "× floor: seconds of a step, and of its verification, over the least that reading the weights once takes here. "
+    "prefill … other: shares of the time.",
 )
 
 
@@ -82,6 +82,7 @@ def speed_cells(row: Row) -> list[str]:
         "–" if row["same_text"] is None else f"{row['same_text']} of {row['texts']}",
         "–" if step is None else f"{1e3 * step:.2f}",
         _shown(row["step_over_floor"]),
+        _shown(row["verify_over_floor"]),
         *parts,
     ]
 
@@ -151,6 +152,13 @@ def as_markdown(record: dict[str, Any], pictures: Sequence[str] = ()) -> str:
     return "\n".join(text)
 
 
+def as_json(record: dict[str, Any]) -> str:
+    """The record with a line for each round, whose many small numbers an indented form gives a line each."""
+    rounds = ",\n  ".join(json.dumps(one, allow_nan=False) for one in record["rounds"])
+    rest = json.dumps({name: value for name, value in record.items() if name != "rounds"}, indent=1, allow_nan=False)
+    return rest.removesuffix("\n}") + f',\n "rounds": [\n  {rounds}\n ]\n}}\n'
+
+
 def write(folder: Path, record: dict[str, Any], *, plots: bool = True) -> list[Path]:
     """Write bench.json, bench.md and, with plots, bench.png. ImportError with plots if matplotlib is not installed."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,7 +168,7 @@ def write(folder: Path, record: dict[str, Any], *, plots: bool = True) -> list[P
 
         pictures = [draw(folder / f"{NAME}.png", record)]
     paths = [folder / f"{NAME}.json", folder / f"{NAME}.md"]
-    paths[0].write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", "utf8")
+    paths[0].write_text(as_json(record), "utf8")
     paths[1].write_text(as_markdown(record, [path.name for path in pictures]), "utf8")
     return paths + pictures
 

@@ -117,18 +117,18 @@ def engine(shipped):
     return Engine(Models.load(str(shipped / "base")), shipped, 4, 8, 0, {})
 
 
-def measured(monkeypatch, engine, folder, recipes, *, prompts=((5, 6), (7, 8)), tell=quiet, **options):
-    monkeypatch.setattr(run, "parse_decoder", lambda text: recipes[text])
-    given = {"reference": next(iter(recipes)), "batch": (1,), "temperature": (0.0,), "repeats": 2, **options}
-    asked = run.BenchOptions(tuple(recipes), max_new_tokens=4, **given)
+def measured(monkeypatch, engine, folder, specs, *, prompts=((5, 6), (7, 8)), tell=quiet, **options):
+    monkeypatch.setattr(run, "parse_decoder", lambda text: specs[text])
+    given = {"reference": next(iter(specs)), "batch": (1,), "temperature": (0.0,), "repeats": 2, **options}
+    asked = run.BenchOptions(tuple(specs), max_new_tokens=4, **given)
     sets = [PromptSet("p", [list(ids) for ids in prompts], [None] * len(prompts))]
     return run.run(asked, engine, sets, folder, tell)
 
 
 def test_decoders_take_turns_at_every_prompt_after_a_warm_up(monkeypatch, engine, tmp_path):
     log = []
-    recipes = {name: Scripted(name, log) for name in "abc"}
-    outcome = measured(monkeypatch, engine, tmp_path, recipes)
+    specs = {name: Scripted(name, log) for name in "abc"}
+    outcome = measured(monkeypatch, engine, tmp_path, specs)
     # The warm-up takes the shortest and the longest batch; then prompt by prompt, beginning with the next decoder.
     assert "".join(log) == "aabbcc" + "abc" + "bca" + "bca" + "cab"
     assert [("".join(one["order"]), one["repeat"], one["index"]) for one in outcome.rounds] == [
@@ -175,12 +175,12 @@ def test_more_repeats_add_to_the_rounds_that_are_there(monkeypatch, engine, tmp_
 
 
 def test_what_cannot_serve_a_cell_is_left_out_of_it_with_the_reason(monkeypatch, engine, tmp_path):
-    recipes = {
+    specs = {
         "ref": Scripted("ref", []), "single": Scripted("single", []), "other": Scripted("other", [], count=2),
         "broken": Scripted("broken", [], fails=5), "late": Scripted("late", [], fails=7),
     }  # fmt: skip
     prompts = ((5, 6), (7, 8, 9), (6, 1, 1, 1))
-    outcome = measured(monkeypatch, engine, tmp_path, recipes, prompts=prompts, batch=(1, 3), repeats=1)
+    outcome = measured(monkeypatch, engine, tmp_path, specs, prompts=prompts, batch=(1, 3), repeats=1)
     cell, batched = "p, batch 1, T = 0", "p, batch 3, T = 0"
     assert outcome.left_out == {
         "broken": {cell: "cannot take it"}, "single": {batched: "takes one row at a time"},
@@ -193,7 +193,7 @@ def test_what_cannot_serve_a_cell_is_left_out_of_it_with_the_reason(monkeypatch,
     by_name = {row["decoder"]: row for row in rows if row["batch"] == 1}
     assert by_name["late"]["texts"] == 1 and by_name["ref"]["same_text"] == 3 and by_name["other"]["same_text"] == 0
     with pytest.raises(PeerError):  # nothing to compare with
-        measured(monkeypatch, engine, tmp_path / "new", recipes, prompts=prompts, reference="broken")
+        measured(monkeypatch, engine, tmp_path / "new", specs, prompts=prompts, reference="broken")
 
 
 def test_progress_never_goes_back_and_ends_at_1(monkeypatch, engine, tmp_path):
@@ -333,6 +333,10 @@ def test_a_file_is_a_set_of_the_categories_asked_for_evenly_spaced(tmp_path):
     (found,) = sets_from([path], Letters(), 3, ["b"])
     assert [Letters().decode(ids) for ids in found.ids] == ["0 b", "2 b", "4 b"] and found.categories == ["b"] * 3
     assert found.name == "q.jsonl" and found.longest == 3 and len(sets_from([path], Letters(), None)[0].ids) == 12
+    other = tmp_path / "other" / "q.jsonl"
+    other.parent.mkdir()
+    other.write_bytes(path.read_bytes())
+    assert [one.name for one in sets_from([path, other], Letters(), 1)] == [str(path), str(other)]
     with pytest.raises(ValueError, match=r"unknown category in .* 'c'"):
         sets_from([path], Letters(), None, ["c"])
 

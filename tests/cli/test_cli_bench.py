@@ -62,7 +62,7 @@ def test_a_run_prints_its_tables_and_writes_its_files(shipped, questions, tmp_pa
         assert row["same_text"] == (None if row["temperature"] else 4) and row["texts"] == 4
         assert (row["shares"] is not None) == ours
         if ours:
-            assert sum(row["shares"].values()) == pytest.approx(1, abs=0.1) and row["step_over_floor"] > 0
+            assert 0.5 < sum(row["shares"].values()) <= 1 and row["step_over_floor"] > 0
             assert set(row["accepted_by_category"]) == {"code", "math"}
         assert row["speed_up_interval"][0] <= row["speed_up"] <= row["speed_up_interval"][1] or not ours
     assert "question.jsonl, batch 2, T = 0.8: speed" in out and "4 of 4" in out and "floor: " in out

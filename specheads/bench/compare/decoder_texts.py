@@ -23,7 +23,7 @@ from specheads.options import refuse_unknown
 REFERENCE = "transformers"
 
 
-class Recipe(Protocol):
+class DecoderSpec(Protocol):
     """What a decoder's text stands for. drafters: the names of what it drafts with, if anything."""
 
     @property
@@ -44,8 +44,6 @@ class Everywhere:
 
 class OneRow:
     """transformers' assisted generation takes no batches."""
-
-    drafters: ClassVar[tuple[str, ...]] = ()
 
     def refusal(self, cell: Cell) -> str | None:
         return None if cell.batch == 1 else "takes one row at a time"
@@ -73,6 +71,7 @@ class TransformersStatic(Everywhere):
 class TransformersLookup(OneRow):
     """generate(prompt_lookup_num_tokens=…)."""
 
+    drafters: ClassVar[tuple[str, ...]] = ()
     num_tokens: int = 10
 
     def build(self, engine: Engine, cell: Cell) -> Decoder:
@@ -86,8 +85,12 @@ class TransformersAssisted(OneRow):
 
     path: Path
 
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return (f"model:{self.path}",)
+
     def build(self, engine: Engine, cell: Cell) -> Decoder:
-        small: Any = engine.drafter(f"model:{self.path}")
+        small: Any = engine.drafter(*self.drafters)
         sampling = engine.sampling(cell)
         return decoders.assisted(engine.models.target, small.small, engine.max_new_tokens, sampling)
 
@@ -127,7 +130,7 @@ class Ours:
         return decoders.drafted(base, length, draft=drafter or False, plan=plan, accept=rule, **options)
 
 
-def parse_decoder(text: str) -> Recipe:
+def parse_decoder(text: str) -> DecoderSpec:
     """The decoder of a text. ValueError, in one line that quotes it, for a text that names none."""
     first, *rest = shlex.split(text) or [""]
     if not first:
@@ -137,8 +140,8 @@ def parse_decoder(text: str) -> Recipe:
         given = dict(_option(word) for word in rest)
         if name in DECODERS:
             refuse_unknown(given, (), f"word after {name}")
-            recipe: Recipe = DECODERS.build(first)
-            return recipe
+            spec: DecoderSpec = DECODERS.build(first)
+            return spec
         refuse_unknown(given, ("tree", "accept", "compile"), "word")
         drafter = None if first == "plain" else first
         if drafter is None and given.keys() & {"tree", "accept"}:
@@ -170,13 +173,13 @@ def expand(
     """The texts with each tree and rule that they do not name themselves, and with `compile` also each of ours so."""
     expanded: dict[str, None] = {}
     for text in texts:
-        recipe = parse_decoder(text)
+        spec = parse_decoder(text)
         variants = [text]
-        if isinstance(recipe, Ours) and recipe.drafter is not None:
-            for word, values, own in (("tree", trees, recipe.tree), ("accept", rules, recipe.accept)):
+        if isinstance(spec, Ours) and spec.drafter is not None:
+            for word, values, own in (("tree", trees, spec.tree), ("accept", rules, spec.accept)):
                 if values and own is None:
                     variants = [f"{variant} {word}={value}" for variant in variants for value in values]
         expanded |= dict.fromkeys(variants)
-        if compile and isinstance(recipe, Ours) and not recipe.compile:
+        if compile and isinstance(spec, Ours) and not spec.compile:
             expanded |= dict.fromkeys(f"{variant} compile" for variant in variants)
     return list(expanded)

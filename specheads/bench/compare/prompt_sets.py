@@ -41,6 +41,7 @@ def sets_from(
 ) -> list[PromptSet]:
     """A set for each file, of at most `count` prompts, evenly spaced; only those of `categories` if any are given."""
     sets = []
+    names = [path.name for path in paths]
     for path in paths:
         prompts = read_prompts(path)
         if categories:
@@ -48,7 +49,7 @@ def sets_from(
             prompts = [prompt for prompt in prompts if prompt.category in categories]
         if count is not None and count < len(prompts):
             prompts = [prompts[i * len(prompts) // count] for i in range(count)]
-        sets.append(encode(path.name, prompts, tokenizer))
+        sets.append(encode(path.name if names.count(path.name) == 1 else str(path), prompts, tokenizer))
     return sets
 
 

@@ -18,8 +18,8 @@ NAME = "bench"
 Row = dict[str, Any]
 
 COLUMNS = (
-    "decoder", "tokens/s", "× reference", "95 %", "accepted length", "same text", "step, ms", "× floor", "verify, × floor",
-    "prefill", "draft", "verify", "accept", "other",
+    "decoder", "tokens/s", "× reference", "95 %", "accepted length", "same text", "step, ms", "× floor",
+    "verify, × floor", "prefill", "draft", "verify", "accept", "other",
 )  # fmt: skip
 LEGEND = (
     "× reference: its tokens/s over the reference's in the same rounds; 95 %: of that ratio, by resampling the prompt "

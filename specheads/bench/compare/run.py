@@ -12,7 +12,7 @@ from typing import Any
 
 from specheads.bench import environment
 from specheads.bench.compare.cell import Cell, Engine
-from specheads.bench.compare.decoder_texts import Recipe, parse_decoder
+from specheads.bench.compare.decoder_texts import DecoderSpec, parse_decoder
 from specheads.bench.compare.peer import PeerError
 from specheads.bench.compare.prompt_sets import PromptSet
 from specheads.bench.figures.results import RESULTS, Results, digest, weight_sums
@@ -44,6 +44,8 @@ class BenchOptions:
             values = getattr(self, name)
             if not values or not all(value >= least for value in values):
                 raise OptionError(f"{{{name}}} must be at least {least}", **{name: ",".join(map(str, values))})
+        for name in ("decoders", "batch", "temperature"):  # each once
+            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
         for text in self.decoders:
             parse_decoder(text)
 
@@ -60,14 +62,14 @@ class Outcome:
 def run(options: BenchOptions, engine: Engine, sets: Sequence[PromptSet], folder: Path, tell: Report) -> Outcome:
     """Measure every round that is not in `folder`/results.jsonl. Ctrl-C ends it early, with the rounds so far; before
     the first one is done it is raised."""
-    recipes = {text: parse_decoder(text) for text in options.decoders}
+    specs = {text: parse_decoder(text) for text in options.decoders}
     results = Results(folder / RESULTS)
-    common = identity(options, engine, recipes)
+    common = identity(options, engine, specs)
     outcome = Outcome([], {}, complete=True)
     cells = list(itertools.product(sets, options.batch, options.temperature))
     try:
         for number, (prompts, batch, temperature) in enumerate(cells):
-            cell = _CellRun(Cell(prompts.name, batch, temperature), prompts, options, engine, recipes, results, common)
+            cell = _CellRun(Cell(prompts.name, batch, temperature), prompts, options, engine, specs, results, common)
 
             def within(fraction: float, note: str, number: int = number, cell: _CellRun = cell) -> None:
                 tell(min((number + fraction) / len(cells), 0.999), f"{cell.cell}: {note}")
@@ -86,11 +88,11 @@ def run(options: BenchOptions, engine: Engine, sets: Sequence[PromptSet], folder
     return outcome
 
 
-def identity(options: BenchOptions, engine: Engine, recipes: dict[str, Recipe]) -> str:
+def identity(options: BenchOptions, engine: Engine, specs: dict[str, DecoderSpec]) -> str:
     """A digest of what makes a round this one: the weights, the decoders, the machine, the versions and this package's
     own source, so that a changed program is measured anew."""
     where = {name: value for name, value in environment.environment().items() if name != "load_average"}
-    drafters = [weight_sums(_weights(engine.drafter(name))) for r in recipes.values() for name in r.drafters]
+    drafters = [weight_sums(_weights(engine.drafter(name))) for r in specs.values() for name in r.drafters]
     base = engine.models.target
     return digest(
         fingerprint_base(base), str(base.dtype), str(base.device), options.decoders, options.reference, drafters,
@@ -115,11 +117,11 @@ class _CellRun:
     """The rounds of one cell, done or to be done."""
 
     def __init__(
-        self, cell: Cell, prompts: PromptSet, options: BenchOptions, engine: Engine, recipes: dict[str, Recipe],
+        self, cell: Cell, prompts: PromptSet, options: BenchOptions, engine: Engine, specs: dict[str, DecoderSpec],
         results: Results, common: str,
     ) -> None:  # fmt: skip
         self.cell, self.prompts, self.options, self.engine, self.results = cell, prompts, options, engine, results
-        self.recipes = recipes
+        self.specs = specs
         self.common = digest(common, str(cell), prompts.ids)
         tokenizer, device = engine.models.tokenizer, engine.models.target.device
         self.batches = prompt_batches.batches(tokenizer, prompts.ids, device, cell.batch)
@@ -128,9 +130,9 @@ class _CellRun:
         self._decoders: dict[str, Decoder] = {}
 
     def run(self, tell: Report) -> None:
-        refusals = {name: recipe.refusal(self.cell) for name, recipe in self.recipes.items()}
+        refusals = {name: spec.refusal(self.cell) for name, spec in self.specs.items()}
         self.left_out = {name: reason for name, reason in refusals.items() if reason is not None}
-        names = [name for name in self.recipes if name not in self.left_out]
+        names = [name for name in self.specs if name not in self.left_out]
         total = self.options.repeats * len(self.batches)
         for number, turn in enumerate(turns(names, len(self.batches), self.options.repeats)):
             key = digest(self.common, turn.repeat, turn.batch)
@@ -157,7 +159,7 @@ class _CellRun:
         for name in names:
             tell(f"warming up {name}")
             try:
-                decoder = self.recipes[name].build(self.engine, self.cell)
+                decoder = self.specs[name].build(self.engine, self.cell)
                 for batch in chosen:
                     decoder(batch, None)
             except (ValueError, NotImplementedError) as error:
@@ -186,6 +188,6 @@ class _CellRun:
             "prompts": self.cell.prompts, "batch": self.cell.batch, "temperature": self.cell.temperature,
             "repeat": repeat, "index": index,
             "categories": self.prompts.categories[first : first + self.cell.batch], "order": list(runs),
-            "decoders": {name: sample(runs[name], reference) for name in self.recipes if name in runs},
+            "decoders": {name: sample(runs[name], reference) for name in self.specs if name in runs},
             "left_out": dict(self.left_out),
         }  # fmt: skip

@@ -27,7 +27,7 @@ def bench(
             "-d",
             help="transformers, transformers-static, transformers-lookup[:TOKENS], transformers-assisted:PATH, "
             "openvino[:TOKENS:HEAD[:DEPTH:BRANCHING]], openvino-lookup[:TOKENS], plain, or what drafts, with tree=…, "
-            "accept=… and compile after it: 'head tree=chain:5 compile'. Repeatable.",
+            "accept=…, compile and auto after it: 'head tree=chain:5 compile', 'head auto'. Repeatable.",
         ),
     ] = None,
     tree: Annotated[list[str] | None, typer.Option(help="Draft tree of each that names none; repeatable.")] = None,

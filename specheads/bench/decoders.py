@@ -7,6 +7,7 @@ import copy
 import inspect
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -92,27 +93,29 @@ def assisted(
 
 
 def drafted(
-    model: SpecModel | PreTrainedModel, max_new_tokens: int, *, draft: bool | Drafter = True, plan: Plan | None = None,
-    accept: Acceptance | None = None, **options: Any,
+    model: SpecModel | PreTrainedModel, max_new_tokens: int, *, draft: bool | str | Drafter = True,
+    plan: Plan | None = None, accept: Acceptance | None = None, **options: Any,
 ) -> Decoder:  # fmt: skip
-    """Our loop with the head of `model`, or another drafter; draft=False (or a bare base): one token a step.
+    """Our loop with the head of `model`, or another drafter; draft=False (or a bare base): one token a step. A text,
+    "auto", is for the generate() of a SpecModel.
 
     Greedy, unless the options say otherwise in generate()'s words: do_sample=True, temperature=…, seed=…, compile=True
     """
     base = model.base if isinstance(model, SpecModel) else model
     own = model.head if isinstance(model, SpecModel) else None
-    drafter = own if draft is True else (draft or None)
-    options = {"do_sample": False, **options}
+    options = {"do_sample": False, "tree": plan, "accept": accept, **options}
+    call: Any = partial(generate, base, drafter=own if draft is True else (draft or None))
+    if isinstance(draft, str):
+        assert isinstance(model, SpecModel)
+        call = partial(model.generate, draft=draft)
 
     def run(batch: dict[str, Any], watch: Any) -> Output:
         parts = PartTimer()
         token = part_timer.set(parts)
         try:
             with torch.no_grad():
-                out = generate(
-                    base, **batch, drafter=drafter, max_new_tokens=max_new_tokens, streamer=watch, tree=plan,
-                    accept=accept, return_dict_in_generate=True, **options,
-                )  # fmt: skip
+                given = {"max_new_tokens": max_new_tokens, "streamer": watch, "return_dict_in_generate": True}
+                out = call(**batch, **given, **options)
         finally:
             part_timer.reset(token)
         parts("other")
@@ -142,3 +145,8 @@ class PartTimer:
 def can_compile() -> bool:
     """Does generate() here take compile=True?"""
     return "compile" in inspect.signature(generate).parameters
+
+
+def can_choose() -> bool:
+    """Does a SpecModel's generate() here take draft="auto"?"""
+    return inspect.signature(SpecModel.generate).parameters["draft"].default == "auto"

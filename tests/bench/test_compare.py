@@ -19,6 +19,7 @@ from specheads.bench.prompts import PACKAGES, package_prompts, read_prompts
 from specheads.bench.runner import Output
 from specheads.data.conversation import Conversation
 from specheads.models.named import Models
+from specheads.models.spec_model import SpecModel
 
 FAKE = Path(__file__).parents[1] / "workers" / "fake_peer.py"
 GREEDY = Cell("p", 1, 0.0)
@@ -46,17 +47,20 @@ def test_a_text_names_a_decoder_or_what_drafts_with_its_tree_and_rule():
         ("eagle3 tree=bush", "bush"),
         ("eagle3 accept=never", "never"),
         ("eagle3 trees=chain:5", "did you mean 'tree'"),
-        ("eagle3 fast", "'fast' is none of tree=…, accept=… and compile"),
+        ("eagle3 fast", "'fast' is none of tree=…, accept=…, compile and auto"),
         ("plain tree=chain:5", "plain drafts nothing"),
+        ("eagle3 auto tree=chain:5", "auto chooses the tree"),
+        ("transformer-static", "did you mean 'transformers-static'"),
+        ("'eagle3", "quotation"),
         ("transformers tree=chain:5", "tree"),
         ("transformers-lookup:many", "many"),
         ("openvino:5", "expected openvino, openvino:NUM_TOKENS:HEAD"),
     ],
 )
 def test_a_text_that_names_none_is_refused_with_itself(text, said):
-    with pytest.raises(ValueError, match=f"decoder '{text}'") as error:
+    with pytest.raises(ValueError, match=r"^decoder ") as error:
         parse_decoder(text)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert repr(text) in str(error.value) and said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_trees_and_rules_multiply_what_names_none(monkeypatch):
@@ -84,6 +88,26 @@ def test_compiled_decoders_ask_generate_for_it(monkeypatch):
     asked.clear()
     parse_decoder("plain").build(engine, GREEDY)
     assert "compile" not in asked and asked["do_sample"] is False
+
+
+def test_auto_asks_the_models_own_generate_for_it(monkeypatch, engine):
+    monkeypatch.setattr(decoders, "can_choose", lambda: False)
+    with pytest.raises(ValueError, match='does not take draft="auto"'):
+        parse_decoder("eagle3 auto")
+    monkeypatch.setattr(decoders, "can_choose", lambda: True)
+    original, asked = SpecModel.generate, []
+
+    def generate(self, inputs=None, *, draft, **options):
+        asked.append(draft)
+        return original(self, inputs, draft="head", **options)
+
+    monkeypatch.setattr(SpecModel, "generate", generate)
+    batch = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2)}
+    auto = parse_decoder("eagle3 auto").build(engine, GREEDY)(batch, None)
+    assert asked == ["auto"] and auto.tokens == parse_decoder("eagle3").build(engine, GREEDY)(batch, None).tokens
+    with pytest.raises(ValueError, match="auto takes a head, and 'lookup' is none"):
+        parse_decoder("lookup auto").build(engine, GREEDY)
+    assert expand(["eagle3", "eagle3 auto"], ["chain:3"]) == ["eagle3 tree=chain:3", "eagle3 auto"]
 
 
 # ------------------------------------------------------------------------------------------------- rounds and resuming

@@ -18,9 +18,12 @@ from specheads.bench.runner import Decoder
 from specheads.decoding.acceptance.named import rule_named
 from specheads.decoding.planner import as_plan, tree_named
 from specheads.decoding.registry import Registry
-from specheads.options import refuse_unknown
+from specheads.heads import DraftHead
+from specheads.models.config import SpecConfig
+from specheads.models.spec_model import SpecModel
+from specheads.options import nearest, refuse_unknown
 
-REFERENCE = "transformers"
+_SWITCHES = ("compile", "auto")  # words without a value
 
 
 class DecoderSpec(Protocol):
@@ -107,12 +110,14 @@ DECODERS: Registry[Any] = Registry(
 
 @dataclass(frozen=True)
 class Ours:
-    """specheads.generate(). drafter None ("plain"): one token a step; tree and accept: texts, None for the defaults."""
+    """specheads.generate(). drafter None ("plain"): one token a step; tree and accept: texts, None for the defaults;
+    auto: the drafter is a head, and draft="auto" takes its draft, a copy or none by measured costs."""
 
     drafter: str | None
     tree: str | None = None
     accept: str | None = None
     compile: bool = False
+    auto: bool = False
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -127,12 +132,20 @@ class Ours:
         rule = None if self.accept is None else rule_named(self.accept)
         options = engine.sampling(cell) | ({"compile": True} if self.compile else {})
         base, length = engine.models.target, engine.max_new_tokens
+        if self.auto:
+            if not isinstance(drafter, DraftHead):
+                raise ValueError(f"auto takes a head, and {self.drafter!r} is none")
+            model = SpecModel(SpecConfig.of(drafter.config, str(base.name_or_path), None, {}), base, drafter).eval()
+            return decoders.drafted(model, length, draft="auto", **options)
         return decoders.drafted(base, length, draft=drafter or False, plan=plan, accept=rule, **options)
 
 
 def parse_decoder(text: str) -> DecoderSpec:
     """The decoder of a text. ValueError, in one line that quotes it, for a text that names none."""
-    first, *rest = shlex.split(text) or [""]
+    try:
+        first, *rest = shlex.split(text) or [""]
+    except ValueError as error:
+        raise ValueError(f"decoder {text!r}: {error}") from error
     if not first:
         raise ValueError(f"decoder {text!r} names nothing; give plain, what drafts, or one of {', '.join(DECODERS)}")
     name = first.partition(":")[0]
@@ -142,28 +155,33 @@ def parse_decoder(text: str) -> DecoderSpec:
             refuse_unknown(given, (), f"word after {name}")
             spec: DecoderSpec = DECODERS.build(first)
             return spec
-        refuse_unknown(given, ("tree", "accept", "compile"), "word")
+        if "/" not in name and not Path(name).exists() and (near := nearest(name, DECODERS)):
+            raise ValueError(f"unknown decoder {name!r}; did you mean {near!r}?")
+        refuse_unknown(given, ("tree", "accept", *_SWITCHES), "word")
         drafter = None if first == "plain" else first
-        if drafter is None and given.keys() & {"tree", "accept"}:
-            raise ValueError("plain drafts nothing, so it takes no tree and no rule")
+        if drafter is None and given.keys() & {"tree", "accept", "auto"}:
+            raise ValueError("plain drafts nothing, so it takes neither a tree nor a rule nor auto")
+        if "auto" in given and given.keys() & {"tree", "accept"}:
+            raise ValueError("auto chooses the tree under the exact rule, so it takes neither a tree nor a rule")
+        if "compile" in given and not decoders.can_compile():
+            raise ValueError("generate() of this version does not take compile=True; leave compile out")
+        if "auto" in given and not decoders.can_choose():
+            raise ValueError('generate() of this version does not take draft="auto"; leave auto out')
         if "tree" in given:
             tree_named(given["tree"])
         if "accept" in given:
             rule_named(given["accept"])
     except ValueError as error:
         raise ValueError(f"decoder {text!r}: {error}") from error
-    compiled = "compile" in given
-    if compiled and not decoders.can_compile():
-        raise ValueError(f"decoder {text!r}: generate() of this version does not take compile=True; leave compile out")
-    return Ours(drafter, given.get("tree"), given.get("accept"), compiled)
+    return Ours(drafter, given.get("tree"), given.get("accept"), *(word in given for word in _SWITCHES))
 
 
 def _option(word: str) -> tuple[str, str]:
-    if word == "compile":
+    if word in _SWITCHES:
         return word, ""
     key, equals, value = word.partition("=")
     if not equals or not value:
-        raise ValueError(f"{word!r} is none of tree=…, accept=… and compile")
+        raise ValueError(f"{word!r} is none of tree=…, accept=…, compile and auto")
     return key, value
 
 
@@ -175,7 +193,7 @@ def expand(
     for text in texts:
         spec = parse_decoder(text)
         variants = [text]
-        if isinstance(spec, Ours) and spec.drafter is not None:
+        if isinstance(spec, Ours) and spec.drafter is not None and not spec.auto:
             for word, values, own in (("tree", trees, spec.tree), ("accept", rules, spec.accept)):
                 if values and own is None:
                     variants = [f"{variant} {word}={value}" for variant in variants for value in values]

@@ -9,7 +9,7 @@ from typing import Any
 from transformers.utils import logging as hf_logging
 
 from specheads import terminal
-from specheads.bench import environment, shipped
+from specheads.bench import decoders, environment, shipped
 from specheads.bench.compare import openvino, prompt_sets, report
 from specheads.bench.compare.cell import Engine
 from specheads.bench.compare.peer import Peer
@@ -34,13 +34,15 @@ def load(
 
 
 def default_decoders(models: Models, checkpoints: Path | None, peers: Mapping[str, Path]) -> tuple[str, ...]:
-    """What a user would otherwise pick, our plain loop, our prompt lookup, and each head that is there."""
+    """What a user would otherwise pick, our plain loop, our prompt lookup, and each head that is there, also as
+    draft="auto" uses it."""
     heads = ["head"] if "head" in models.drafters else []
     if not heads and checkpoints is not None:
         heads = [name for name in shipped.LABELS if (checkpoints / name / "config.json").is_file()]
     theirs = ["transformers", "transformers-static", "transformers-lookup"]
     theirs += ["openvino", "openvino-lookup"] if openvino.NAME in peers else []
-    return (*theirs, "plain", "lookup", *heads)
+    chosen = [f"{head} auto" for head in heads] if decoders.can_choose() else []
+    return (*theirs, "plain", "lookup", *heads, *chosen)
 
 
 def parse_peers(given: list[str] | None) -> dict[str, Path]:

@@ -11,7 +11,7 @@ import torch
 from specheads.bench import decoders
 from specheads.bench.compare import openvino, report, run
 from specheads.bench.compare.cell import Cell, Engine
-from specheads.bench.compare.decoder_texts import DECODERS, Ours, TransformersLookup, expand, parse_decoder
+from specheads.bench.compare.decoder_texts import Ours, TransformersLookup, expand, parse_decoder
 from specheads.bench.compare.peer import Peer, PeerError
 from specheads.bench.compare.prompt_sets import PromptSet, default_sets, sets_from
 from specheads.bench.figures.results import RESULTS, Results
@@ -243,22 +243,22 @@ def peer(tmp_path):
 
 def test_a_peer_is_started_once_and_its_own_clock_counts(peer):
     assert peer.ask("versions")["pid"] == peer.ask("versions")["pid"]
-    peer.open("plain", base="x")
-    decode = peer.decoder("plain", max_new_tokens=2)
+    decode = peer.decoder("plain", {"base": "x"}, max_new_tokens=2)
     batch = {"input_ids": torch.tensor([[1, 2], [3, 4]]), "attention_mask": torch.ones(2, 2)}
     output = decode(batch, None)
     assert output.tokens == [[2, 2], [4, 4]] and output.seconds == 0.25 and output.statistics["gained"] == 6
 
 
 def test_a_peer_that_refuses_or_ends_says_so(peer, tmp_path):
-    peer.open("plain", base="x")
     batch = {"input_ids": torch.tensor([[1]]), "attention_mask": torch.ones(1, 1)}
     with pytest.raises(PeerError, match="fake: no such mode"):
-        peer.decoder("plain", options={"fails": True})(batch, None)
+        peer.decoder("plain", {}, options={"fails": True})(batch, None)
     assert peer.opened == {}  # what failed is opened anew
+    decode = peer.decoder("plain", {}, max_new_tokens=1)
+    decode(batch, None)
     with pytest.raises(PeerError, match="ended with code 7"):
         peer.ask("die")
-    assert peer.ask("versions")["fake"] == "1.2"  # and is started again
+    assert decode(batch, None).tokens == [[1]] and [*peer.opened] == ["plain"]  # started and opened again
     with pytest.raises(PeerError, match="does not start"):
         Peer("gone", [str(tmp_path / "python")], tmp_path).ask("versions")
 
@@ -294,7 +294,10 @@ def test_openvino_is_one_of_the_decoders_in_turn(engine, tmp_path, peer, monkeyp
 def test_openvino_says_what_it_needs(engine):
     with pytest.raises(PeerError, match="--peer openvino=PYTHON"):
         parse_decoder("openvino").build(engine, GREEDY)
-    assert parse_decoder("openvino-lookup").refusal(Cell("p", 1, 0.8)) and DECODERS
+    sampled = Cell("p", 1, 0.8)
+    assert "does not sample" in parse_decoder("openvino-lookup").refusal(sampled)
+    assert "do not sample" in parse_decoder("openvino:16:h:4:4").refusal(sampled)
+    assert parse_decoder("openvino:16:h:4:4").refusal(GREEDY) is parse_decoder("openvino:5:h").refusal(sampled) is None
 
 
 def test_openvino_takes_no_other_head(engine, tmp_path, peer):

@@ -66,7 +66,7 @@ def test_a_run_prints_its_tables_and_writes_its_files(shipped, questions, tmp_pa
             assert set(row["accepted_by_category"]) == {"code", "math"}
         assert row["speed_up_interval"][0] <= row["speed_up"] <= row["speed_up_interval"][1] or not ours
     assert "question.jsonl, batch 2, T = 0.8: speed" in out and "4 of 4" in out and "floor: " in out
-    assert "accepted length by output position and category" in out and "× on new text" in out and " math" in out
+    assert "T = 0: what was accepted" in out and "× on new text" in out and " math" in out
     # Drafts by the base itself: of 8 tokens the prefill gives 1, two steps 3 each, and the last one has room for 1.
     assert record["rows"][5]["accepted_length"] == pytest.approx(7 / 3)
     assert record["rows"][5]["accepted_by_depth"] == pytest.approx([2 / 3, 2 / 3])

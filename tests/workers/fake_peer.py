@@ -6,10 +6,16 @@ import sys
 
 NAME = sys.argv[1] if len(sys.argv) > 1 else "fake"
 
+opened = set()
 for line in sys.stdin:
     request = json.loads(line)
     op = request.pop("op")
-    if op == "versions":
+    if op == "open":
+        opened.add(request["key"])
+        answer = {}
+    elif op == "generate" and request["key"] not in opened:
+        answer = {"error": f"{request['key']} is not open"}
+    elif op == "versions":
         answer = {NAME: "1.2", "pid": os.getpid()}
     elif op == "generate" and request.get("options", {}).get("fails"):
         answer = {"error": "no such mode"}

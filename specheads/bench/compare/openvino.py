@@ -48,7 +48,7 @@ class OpenVINO:
         return (self.head,) if self.head else ()
 
     def refusal(self, cell: Cell) -> str | None:
-        return None
+        return "its trees do not sample" if self.depth and cell.temperature else None
 
     def build(self, engine: Engine, cell: Cell) -> Decoder:
         options = {"num_assistant_tokens": self.num_tokens} if self.num_tokens else {}
@@ -78,15 +78,14 @@ def _decoder(engine: Engine, cell: Cell, options: dict[str, int], *, head: str =
     peer, base = engine.peers[NAME], engine.models.target
     folder = peer.folder / f"base-{digest(fingerprint_base(base))}"
     _once(folder, lambda out: peer.ask("convert", model=str(base.name_or_path), out=str(out)))
-    opened = {"base": str(folder)}
+    loaded: dict[str, Any] = {"base": str(folder), "lookup": lookup, "num_threads": torch.get_num_threads()}
     if head:
-        opened["head"] = str(_converted_head(peer, engine, engine.drafter(head), head))
+        loaded["head"] = str(_converted_head(peer, engine, engine.drafter(head), head))
     key = f"{head or 'plain'}{' lookup' if lookup else ''}"
-    peer.open(key, **opened, lookup=lookup, num_threads=torch.get_num_threads())
     ends = base.generation_config.eos_token_id
     return peer.decoder(
-        key, max_new_tokens=engine.max_new_tokens, temperature=cell.temperature, seed=engine.seed, options=options,
-        ends=ends if isinstance(ends, list) else [] if ends is None else [ends],
+        key, loaded, max_new_tokens=engine.max_new_tokens, temperature=cell.temperature, seed=engine.seed,
+        options=options, ends=ends if isinstance(ends, list) else [] if ends is None else [ends],
     )  # fmt: skip
 
 

@@ -52,11 +52,13 @@ class Peer:
         if key not in self.opened:
             self.opened[key] = self.ask("open", key=key, **arguments)
 
-    def decoder(self, key: str, **arguments: Any) -> Decoder:
-        """Generates with what is open as `key`. The seconds are the peer's own, without the way there and back."""
+    def decoder(self, key: str, loaded: dict[str, Any], **arguments: Any) -> Decoder:
+        """Generates with what `loaded` has the peer load as `key`. The seconds are the peer's own, without the way
+        there and back and without loading, which happens again after an error or a crash."""
 
         def run(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
             ids, mask = batch["input_ids"].tolist(), batch["attention_mask"].tolist()
+            self.open(key, **loaded)
             try:
                 answer = self.ask("generate", key=key, ids=ids, mask=mask, **arguments)
             except PeerError:

@@ -26,6 +26,8 @@ LEGEND = (
     "batches.",
     "accepted length: tokens a step and row, the base's own included. same text: texts equal to the reference's, of "
     "all; sampled texts are not compared.",
+    "what was accepted: accepted length by quarter of the output in which the step began, and by category; share of "
+    "steps that accepted a draft at each depth; × reference on new and on repeated text.",
     f"repeated text: the last {GRAM} tokens occurred before in the same text; a step counts with its first token.",
     "× floor: seconds of a step, and of its verification, over the least that reading the weights once takes here. "
     "prefill … other: shares of the time.",
@@ -97,10 +99,7 @@ def accepted_table(cell: Cell, rows: Sequence[Row]) -> Table:
         "decoder",
         "× on new text",
         "on repeated",
-        "1st quarter",
-        "2nd",
-        "3rd",
-        "4th",
+        *("1st quarter", "2nd", "3rd", "4th"),
         *categories,
         *(f"depth {d + 1}" for d in range(deepest)),
     )
@@ -114,8 +113,7 @@ def accepted_table(cell: Cell, rows: Sequence[Row]) -> Table:
             *(_shown(by_category.get(name)) for name in categories),
             *(f"{by_depth[d]:.0%}" if d < len(by_depth) else "–" for d in range(deepest)),
         ])  # fmt: skip
-    title = f"{cell}: speed by kind of text, accepted length by output position and category, drafts accepted by depth"
-    return Table(title, *_without_empty(columns, lines))
+    return Table(f"{cell}: what was accepted", *_without_empty(columns, lines))
 
 
 def notes(record: dict[str, Any]) -> list[str]:

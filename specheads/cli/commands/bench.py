@@ -97,7 +97,9 @@ def bench(
 def show(record: dict[str, Any]) -> None:
     """Print the tables, what they mean, and the paths of the files on stdout."""
     for table in report.tables(record["rows"]):
-        print(terminal.as_text(terminal.table(table.title, table.columns, table.lines)) + "\n")
+        # The title is printed apart: in a table it would be wrapped at the table's width.
+        shown = terminal.as_text(terminal.table("", table.columns, table.lines)).strip("\n")
+        print(f"{table.title}\n{shown}\n")
     for line in (*report.LEGEND, *report.notes(record)):
         print(line)
     print(environment.line(record["environment"]))

@@ -47,6 +47,9 @@ def generate(
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text while it is generated.")] = True,
     color_depth: Annotated[bool, typer.Option("--color-depth", help="Colour tokens by their draft depth.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Format the prompt with the chat template.")] = False,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the decoding step: some time at first, then faster.")
+    ] = False,
     dtype: DType = "auto",
     device: Device = "auto",
     base: Base = None,
@@ -71,7 +74,7 @@ def generate(
     text = arguments.read_prompt(prompt, prompt_file)
     options = GenerateOptions(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, tree=tree,
-        draft=draft, chat=chat, accept=accept,
+        draft=draft, chat=chat, accept=accept, compile=compile,
     )  # fmt: skip
     chosen = DraftOptions(assistant, drafter, k_matrix, leniency, draft=draft)
     models = Models.load(model, assistant=assistant, base=base, dtype=dtype, device=device)

@@ -1,6 +1,7 @@
 """Fixtures: a tiny random base model, so that the claims are about the code and not about a checkpoint."""
 # ruff: noqa: E402 (shared modules are registered for asserts before they are imported)
 
+import gc
 import json
 import logging
 
@@ -26,6 +27,13 @@ def pytest_collection_modifyitems(items):
             seen[name] = number = seen.get(name, -1) + 1
             if number % marker.args[0]:
                 item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_heap():
+    """What is imported and collected stays, so the garbage collections of each Trainer need not go through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,7 @@ def test_what_it_shows_of_ours_runs(name, tmp_path, monkeypatch):
 
 
 def test_ours_is_theirs_with_other_imports():
-    """So that a script ports by them: of these examples not a line behind the imports differs."""
+    """So that a script ports by them: of these examples not a line after the imports differs."""
 
     def body(block):
         return [line for line in block.splitlines() if line and not line.startswith(("import ", "from "))]

@@ -1,4 +1,4 @@
-"""The README's Python blocks, run from a clone: the one that trains with fewer steps, and as it stands if slow."""
+"""The README's Python blocks, run from a clone: the one that trains with fewer steps, and unchanged if slow."""
 
 import re
 
@@ -55,7 +55,7 @@ def test_the_block_that_trains_runs_and_restores(clone, capsys):
 
 
 @pytest.mark.slow
-def test_the_block_that_trains_runs_as_it_stands_and_its_drafts_are_accepted(clone, capsys):
+def test_the_block_that_trains_runs_unchanged_and_its_drafts_are_accepted(clone, capsys):
     made = {}
     exec(PYTHON[1], made)
     prompts = held_out_prompts(made["tokenizer"], 4)

@@ -24,7 +24,7 @@ from specheads.decoding.planner import Plan
 from specheads.models.spec_model import SpecModel
 
 REFERENCE = "transformers generate"  # what the others are compared with
-PARTS = ("prefill", "draft", "verify", "accept", "other")  # of a call of generate()
+PARTS = ("prefill", "draft", "verify", "accept", "step", "other")  # of a call; step: of a whole compiled one
 
 
 def accepted_length(model: SpecModel, batches: Iterable[dict[str, Any]], **options: Any) -> float:

@@ -8,26 +8,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from specheads.decoding.acceptance import Acceptance, Verdict, walk
-from specheads.decoding.drafters.base import Context, Drafter, with_defaults
+from specheads.decoding.compiled import CompiledSteps, StepCompiler
+from specheads.decoding.drafters.base import Advance, Context, Drafter, with_defaults
 from specheads.decoding.planner import NoDraft, Plan
 from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.probs.processors import StateWatch
+from specheads.decoding.probs.randomness import ACCEPT, DRAFT
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.schedule import StepSchedule, end_mask, schedule_step
-from specheads.decoding.target.causal import Target, TargetOutput
+from specheads.decoding.schedule import StepSchedule, cut_past_limits, end_mask, schedule_step
+from specheads.decoding.step import commit, hold_inactive, top_tokens
+from specheads.decoding.target.causal import Target
 from specheads.decoding.target.model_inputs import ModelInputs
 from specheads.decoding.tree import DraftTree
 
 Stop = Callable[[int, list[int], int], int]
+_Details = tuple[list[list[float]], list[list[int]], list[list[int]]]  # divergences, parents and path of a Step
 
 # For benchmarks: called with the name of each part of the loop when that part ends ("prefill", then in every step
-# "other", "draft", "verify" and "accept"). None, the default, costs one look-up a step.
+# "other", "draft", "verify" and "accept"; compiled, accepting is part of "verify", or all of "step"). None, the
+# default, costs one look-up a step.
 part_timer: ContextVar[Callable[[str], None] | None] = ContextVar("part_timer", default=None)
 
 
@@ -71,6 +76,7 @@ def decode(
     eos: Collection[int] = (),
     keep_scores: bool = False,
     keep_divergences: bool = False,
+    compiled: CompiledSteps | None = None,
 ) -> Iterator[Step]:
     """Generate from prompts ids (B, T), packed left, of lengths (B,); yields a Step at a time until all rows stop.
 
@@ -78,9 +84,12 @@ def decode(
     stop(row, ids, count) looks at a row's ids, of which the last `count` are new. It returns how many of those to keep,
     or a negative number if the row continues. eos: ids that always end a row. Nothing is drafted past max_new_tokens,
     and no logits processor is asked what follows that limit or an end. inputs: what the model takes besides ids.
+    compiled: what compiles the steps; it takes a target made with static=True.
     """
     drafter = None if drafter is None else with_defaults(drafter)
-    loop = _Loop(target, drafter, plan, sampler, accept, stop, max_new_tokens, eos, keep_scores, keep_divergences)
+    loop = _Loop(
+        target, drafter, plan, sampler, accept, stop, max_new_tokens, eos, keep_scores, keep_divergences, compiled
+    )
     yield loop.prefill(ids, lengths, inputs)
     while any(loop.running):
         yield loop.step()
@@ -90,8 +99,9 @@ def decode(
 class _Loop:
     """One call of decode(): its parts as given there, and the state between its steps, which prefill() makes.
 
-    running: the rows that have not stopped. count (B,): tokens gained. uniforms (B, max_new_tokens): the number in
-    [0, 1) that draws each token of a row, None if nothing is sampled. end_ids: eos as a tensor, None if no logits
+    running: the rows that have not stopped. active (B,), active_rows: those that take part in the step, on the device
+    and on the host. count (B,): tokens gained. uniforms (B, max_new_tokens): the number in [0, 1) that draws each token
+    of a row, None if nothing is sampled. end_ids: eos as a tensor, None if no logits
     processor reads prefixes. watch: of processors that may keep state, None if nothing is drafted.
     """
 
@@ -105,7 +115,11 @@ class _Loop:
     eos: Collection[int]
     keep_scores: bool
     keep_divergences: bool
+    compiled: CompiledSteps | None
 
+    compiler: StepCompiler | None = field(init=False)
+    active_rows: list[bool] = field(init=False, default_factory=list)
+    active: Tensor = field(init=False)
     running: list[bool] = field(init=False)
     prompts: list[list[int]] = field(init=False)
     context: Context = field(init=False)
@@ -124,9 +138,11 @@ class _Loop:
         self.prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
         scores = sampler.scores(logits, lambda: self.prompts)
         # One number a row and token, whatever is drafted: a seed gives the same text with and without drafts.
-        self.uniforms = sampler.uniforms((batch, self.max_new_tokens), logits.device) if sampler.do_sample else None
+        self.uniforms = sampler.seed_rows(batch, self.max_new_tokens, logits.device)
         root = sampler.draw(sampler.probs_of(scores), None if self.uniforms is None else self.uniforms[:, 0])
-        self.context = Context.start(self.target, ids, lengths, out.features, root, self.top_tokens(out.logits))
+        self.context = Context.start(
+            self.target, ids, lengths, out.features, root, top_tokens(out.logits, self.num_top)
+        )
         require_finite(bool(sampler.finite))
         self.count = torch.ones_like(root)
         if self.plan and (self.accept.uses_draft_probs or self.keep_divergences):
@@ -135,6 +151,12 @@ class _Loop:
         self.end_ids = None
         if sampler.needs_prefix:
             self.end_ids = torch.tensor(sorted(self.eos), dtype=ids.dtype, device=root.device)
+        self.compiler = None
+        if self.compiled is not None and self.compiled.serves(self.target):
+            self.compiler = StepCompiler(
+                self.compiled, self.target, self.drafter, self.plan, self.accept, sampler, self.num_top,
+                details=self.keep_scores or self.keep_divergences,
+            )  # fmt: skip
 
         tokens = self.apply_stop([[row[-1]] for row in self.context.history])
         kept_scores = [[pair] for pair in zip(logits, scores, strict=True)] if self.keep_scores else []
@@ -148,22 +170,40 @@ class _Loop:
         schedule = schedule_step(
             self.target, self.plan, self.running, self.context.history, self.prompts, self.max_new_tokens
         )
+        self.context.prepare()
+        if schedule.active != self.active_rows:  # it changes when a row ends, and a copy from the host makes it wait
+            self.active_rows = schedule.active
+            self.active = torch.tensor(schedule.active, device=self.context.root.device)
+        active = self.active
+        self.target.active = None if all(schedule.active) else active
+        tree = verdict = advance = None
         end_part("other")
-        tree = self.draft(schedule.plan)
-        end_part("draft")
-        out = self.verify(tree, schedule)
-        end_part("verify")
-        verdict = self.judge(tree, out.logits, schedule)
-        end_part("accept")
-        gain = self.commit(tree, out, verdict)
-        return self.report(tree, verdict, schedule, gain, began)
+        if self.compiler is not None:
+            advance = self.compiler.whole_step(self.context, self.numbers(self.compiler.depth), active)
+            end_part("step")
+        if advance is None:
+            tree = self.draft(schedule)
+            end_part("draft")
+            if self.compiler is not None:
+                numbers = self.numbers(self.compiler.depth)
+                advance = self.compiler.step_after_draft(self.context, tree, numbers, active)
+                end_part("verify")
+            if advance is None:
+                out = (self.compiler or self.target).verify(tree)
+                end_part("verify")
+                verdict = hold_inactive(self.judge(tree, out.logits, schedule), self.context.root, active)
+                end_part("accept")
+                advance = commit(self.target, self.sampler, tree, out, verdict, self.num_top)
+        return self.report(tree, verdict, schedule, self.transfer(advance), began)
 
-    def draft(self, plan: Plan | None) -> DraftTree:
+    def draft(self, schedule: StepSchedule) -> DraftTree:
         """The drafter's tree; the root alone if there is no drafter or plan, or if the plan is to draft nothing."""
+        plan = schedule.plan
         if self.drafter is None or plan is None:
             return DraftTree.root_only(self.context.root)
         if self.watch and self.watch.waiting:
             plan = NoDraft(plan)
+        self.sampler.begin(DRAFT, self.count)
         tree = self.drafter.propose(self.context, self.sampler, plan)  # an idle drafter still reads the text
         if isinstance(plan, NoDraft):
             return DraftTree.root_only(self.context.root)
@@ -173,64 +213,54 @@ class _Loop:
                 f"{type(self.drafter).__name__} gives none; draft with a head or a draft model, or accept by another "
                 "rule"
             )
-        return tree
-
-    def verify(self, tree: DraftTree, schedule: StepSchedule) -> TargetOutput:
-        """The target's pass over the tree; only active rows count."""
-        device = self.context.root.device
-        self.target.active = None if all(schedule.active) else torch.tensor(schedule.active, device=device)
-        return self.target.verify(tree)
+        by_target_alone = tree.probs is None and self.accept.is_exact(self.sampler)
+        return tree if by_target_alone else cut_past_limits(tree, schedule.remaining)
 
     def judge(self, tree: DraftTree, logits: Tensor, schedule: StepSchedule) -> Verdict:
-        """What the rule accepts of the tree; inactive rows gain nothing and keep their root."""
+        """What the rule accepts of the tree."""
+        self.sampler.begin(ACCEPT, self.count)
         verdict = walk(
             tree, logits, self.accept, self.sampler, self.context.history,
             ends=None if self.end_ids is None else end_mask(tree, self.end_ids, schedule.remaining),
-            numbers=None if self.uniforms is None else next_uniforms(self.uniforms, self.count, tree.max_depth + 1),
-            keep_scores=self.keep_scores, keep_divergences=self.keep_divergences,
+            numbers=self.numbers(tree.max_depth), keep_scores=self.keep_scores, keep_divergences=self.keep_divergences,
         )  # fmt: skip
         if self.watch and not self.watch.may_draft():
             self.plan = self.watch = None
-        if (active := self.target.active) is None:
-            return verdict
-        bonus = torch.where(active, verdict.bonus, self.context.root)
-        return replace(verdict, length=verdict.length * active, bonus=bonus)
+        return verdict
 
-    def commit(self, tree: DraftTree, out: TargetOutput, verdict: Verdict) -> _Gain:
-        """Add the accepted tokens to the text and to the target's cache."""
-        following = verdict.following(tree)
-        gain = self.transfer(tree, verdict, following)
-        self.count = self.count + verdict.length
-        top = self.top_tokens(out.logits)
-        self.context = self.context.extend(verdict, following, out.features, gain.tokens, top)
-        self.target.commit(verdict.path, verdict.length, self.context.bound)
-        return gain
+    def numbers(self, depth: int) -> Tensor | None:
+        """(B, depth + 1) the numbers that draw the next tokens of each row; None if nothing is sampled."""
+        return None if self.uniforms is None else next_uniforms(self.uniforms, self.count, depth + 1)
 
-    def transfer(self, tree: DraftTree, verdict: Verdict, following: Tensor) -> _Gain:
-        """The step's only transfer to the host. following (B, P): the token after each node of the path."""
-        topology = tree.topology
-        width, ranks = following.shape[1], topology.ranks.gather(1, verdict.path)
-        finite = self.sampler.finite.to(following.device).expand(len(following), 1)
-        columns = [following, ranks, finite, topology.num_drafted, verdict.length.unsqueeze(1)]
-        rows = torch.cat(columns, 1).tolist()
+    def transfer(self, advance: Advance) -> _Gain:
+        """The step's only transfer to the host, which adds what was gained to the text."""
+        rows, width = advance.columns.tolist(), advance.following.shape[1]
         require_finite(all(row[-3] for row in rows))
-        return _Gain(
+        gain = _Gain(
             tokens=[row[: row[-1]] for row in rows],
             ranks=[row[width + 1 : width + row[-1]] for row in rows],
             drafted=[row[-2] for row in rows],
         )
+        self.count = self.count + advance.length
+        self.context = self.context.extend(advance, gain.tokens)
+        return gain
 
-    def report(self, tree: DraftTree, verdict: Verdict, schedule: StepSchedule, gain: _Gain, began: float) -> Step:
-        """The Step for the caller: what was gained up to where each row stops."""
+    def report(
+        self, tree: DraftTree | None, verdict: Verdict | None, schedule: StepSchedule, gain: _Gain, began: float
+    ) -> Step:
+        """The Step for the caller: what was gained up to where each row stops. Scores and divergences, where they are
+        wanted, are those of the verdict."""
         tokens = self.apply_stop(gain.tokens)
         accepted = [min(max(0, len(row) - 1), len(kept)) for row, kept in zip(gain.tokens, tokens, strict=True)]
         ranks = [row[:n] for row, n in zip(gain.ranks, accepted, strict=True)]
         drafted = [n if active else 0 for n, active in zip(gain.drafted, schedule.active, strict=True)]
         scores: list[list[tuple[Tensor, Tensor]]] = []
-        if self.keep_scores:
+        if verdict is not None and self.keep_scores:
             levels = verdict.scores
             scores = [[(raw[b], processed[b]) for raw, processed in levels[: len(row)]] for b, row in enumerate(tokens)]
-        details = divergences_of(tree, verdict, schedule.active, accepted) if self.keep_divergences else ([], [], [])
+        details: _Details = ([], [], [])
+        if verdict is not None and tree is not None and self.keep_divergences:
+            details = divergences_of(tree, verdict, schedule.active, accepted)
         return Step(tokens, accepted, ranks, drafted, time.perf_counter() - began, scores, *details)
 
     def apply_stop(self, gained: list[list[int]]) -> list[list[int]]:
@@ -242,10 +272,10 @@ class _Loop:
             tokens.append(new if kept < 0 else new[:kept])
         return tokens
 
-    def top_tokens(self, logits: Tensor) -> Tensor | None:
-        """(B, N, V) → the ids (B, N, K) of the largest, best first, as many as the drafter wants; None for none."""
-        count = 0 if self.drafter is None else self.drafter.wants_target_top
-        return logits.topk(min(count, logits.shape[-1]), dim=-1).indices if count else None
+    @property
+    def num_top(self) -> int:
+        """How many of the target's likeliest tokens the drafter wants."""
+        return 0 if self.drafter is None else self.drafter.wants_target_top
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +287,7 @@ class _Gain:
     drafted: list[int]
 
 
-def divergences_of(
-    tree: DraftTree, verdict: Verdict, active: Sequence[bool], accepted: Sequence[int]
-) -> tuple[list[list[float]], list[list[int]], list[list[int]]]:
+def divergences_of(tree: DraftTree, verdict: Verdict, active: Sequence[bool], accepted: Sequence[int]) -> _Details:
     """divergences, parents and path of a Step, with `accepted` nodes a row; empty for rows that are not active."""
     nans = torch.full(tree.tokens.shape, torch.nan)
     by_slot = nans if verdict.divergences is None else verdict.divergences

@@ -63,6 +63,14 @@ def fit_length(row: list[int], length: int) -> list[int]:
     return [*row, *[0] * (length - len(row))][:length]
 
 
+def cut_past_limits(tree: DraftTree, remaining: Sequence[int]) -> DraftTree:
+    """The tree without what a row would draft past its own limit, however far other rows may draft.
+
+    So a row is judged as by itself where its drafts decide its text. remaining: as in `StepSchedule`.
+    """
+    return tree.cut([room - 1 if room else tree.max_depth for room in remaining])
+
+
 def end_mask(tree: DraftTree, end_ids: Tensor, remaining: list[int]) -> Tensor:
     """(B, N) the nodes that nothing follows: one of end_ids (E,), the last token a row may gain, or any node below.
 

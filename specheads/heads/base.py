@@ -187,6 +187,10 @@ class DraftHead(nn.Module, Drafter, ABC):
         return True
 
     @property
+    def on_device(self) -> bool:
+        return True
+
+    @property
     @abstractmethod
     def scored_depths(self) -> int:
         """How many depths S an evaluation scores, in ranks and overlaps."""

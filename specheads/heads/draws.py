@@ -1,7 +1,7 @@
 """Random numbers that depend on a row's tokens and a seed, not on its batch, process or device.
 
-So a run that resumes with another number of processes draws the same numbers. Counter-based, with the finalizer of
-SplitMix64 (Steele, Lea and Flood, 2014). Shapes: B batch rows, T positions.
+So a run that resumes with another number of processes draws the same numbers. Counter-based, as in
+`decoding.probs.randomness`. Shapes: B batch rows, T positions.
 """
 
 from __future__ import annotations
@@ -11,21 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# 64 bits each, written as signed integers, which torch's are.
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
-
-
-def scramble(x: Tensor) -> Tensor:
-    """int64 → int64, one to one: each bit of the result depends on every bit of x."""
-    for bits, factor in ROUNDS:
-        x = (x ^ shift_right(x, bits)) * factor
-    return x ^ shift_right(x, 31)
-
-
-def shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: zeros enter from the left."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+from specheads.decoding.probs.randomness import GOLDEN, scramble, shift_right
 
 
 def keys(tokens: Tensor, documents: Tensor, seed: int) -> Tensor:

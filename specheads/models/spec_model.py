@@ -55,6 +55,7 @@ class SpecModel(PreTrainedModel):
         self.joint = None if config.joint is None else JointConfig.of(config.joint)
         self.progress = 1.0  # share of the run that is done; a trainer sets it
         self.draw_seed: int | None = None  # TapBatch.seed; a trainer sets it too
+        self.compiles: bool | str = False  # what generate() does unless it is told; compile() sets it
         if self.joint is not None:
             for adapter in adapters(base):
                 adapter.requires_grad_(True)
@@ -206,6 +207,14 @@ class SpecModel(PreTrainedModel):
         self.head.config = replace(self.head.config, tree=choices)
         self.config.head = self.head.config.to_dict()
 
+    def compile(self, backend: str | None = None) -> SpecModel:  # type: ignore[override]
+        """From now on generate() decodes with compiled steps, unless it is given compile=False; returns the model.
+
+        backend: of torch.compile, by default its own. Nothing is compiled before the first text.
+        """
+        self.compiles = backend or True
+        return self
+
     @torch.no_grad()
     def generate(
         self,
@@ -213,6 +222,7 @@ class SpecModel(PreTrainedModel):
         *,
         draft: Drafter | str | bool | None = True,
         drafter: Drafter | str | None = None,
+        compile: bool | str | None = None,
         **kwargs: Any,
     ) -> Tensor | ModelOutput:
         """Hugging Face's generate() with tree drafts: the same arguments, the same text, in fewer passes.
@@ -221,11 +231,12 @@ class SpecModel(PreTrainedModel):
         "maxgram", or any other drafter; drafter: an alias of it. tree: a plan (`DynamicTree`, `StaticTree`, `chain`,
         `SampledTree`; default: the head's) or its text, "chain:3". accept: the rule or its text, "fuzzy:js:0.2"
         (default `Exact`; also lossless: `Block`, `Traversal`; not lossless: `Fuzzy`, `Typical` and others). seed: of
-        the sampling. With return_dict_in_generate=True the output also has `steps` and `statistics()`. Stopping
-        criteria are evaluated row by row, after each token.
+        the sampling, a number or one for each row. With return_dict_in_generate=True the output also has `steps` and
+        `statistics()`. Stopping criteria are evaluated row by row, after each token.
         """
         found = either(draft, drafter, self.head, default=True)
-        return generate(self.base, inputs, draft=found, **kwargs)
+        compile = self.compiles if compile is None else compile
+        return generate(self.base, inputs, draft=found, compile=compile, **kwargs)
 
     def gradient_checkpointing_enable(  # type: ignore[override]
         self,

@@ -86,7 +86,7 @@ def test_out_of_time_every_decoder_has_run_the_same_prompts():
     racers = {name: scripted(clock, [0, *[10.0] * 9]) for name in "ab"}
     result = race(racers, [PROMPT] * 4, repeats=3, budget=50, clock=clock)
     assert [len(runs) for runs in result.runs.values()] == [1, 1]
-    assert [len(runs[0]) for runs in result.runs.values()] == [2, 2]  # a third would end behind 60 seconds
+    assert [len(runs[0]) for runs in result.runs.values()] == [2, 2]  # a third would end after 60 seconds
     assert result.speed_up("a", "b") == 1
 
 
@@ -167,8 +167,8 @@ def test_the_parts_of_a_call_add_up_to_it_and_timing_ends_with_it(base, rows):
     model = convert(base, "medusa", num_heads=2)
     batch = {"input_ids": torch.tensor([[1, 5, 9, 11]] * rows), "attention_mask": torch.ones(rows, 4)}
     run = timed(decoders.drafted(model, 12), batch)
-    assert set(run.output.parts) == {"prefill", "draft", "verify", "accept", "other"}
-    assert all(seconds > 0 for seconds in run.output.parts.values())
+    assert set(run.output.parts) == {"prefill", "draft", "verify", "accept", "step", "other"}
+    assert all((seconds > 0) == (part != "step") for part, seconds in run.output.parts.items())
     assert 0.5 * run.seconds < sum(run.output.parts.values()) <= run.seconds
     steps = run.output.statistics["steps"]
     assert [len(gains) for gains in run.output.gains] == [steps + 1] * rows

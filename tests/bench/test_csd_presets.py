@@ -107,7 +107,7 @@ def test_a_t5_answers_above_chance_and_a_cascade_writes_the_same_texts(task, tau
     assert code == 0, err
     plain, cascade = json.loads(out)["rows"]
     assert plain["prompts"] == 12 and plain["accuracy"] > 0.6  # chance: 1/4 of a letter, 1/5 of a sum
-    # The same texts: as many right answers and tokens, and at each place the target's likeliest token.
+    # The same texts: as many right answers and tokens, and at each position the target's likeliest token.
     for name in ("correct", "tokens"):
         assert cascade[name] == plain[name]
     assert cascade["mean_kl"] == pytest.approx(0, abs=1e-5) and cascade["accepted_length"] > 1.5
@@ -124,9 +124,9 @@ def test_their_tables_may_leave_out_the_padding_of_a_vocabulary(tmp_path):
     """T5's table has an entry for each of the tokenizer's 32,100 ids, and the model's vocabulary is 32,128."""
     save_bigrams([1] * 321, tmp_path / "b.json")
     assert len(load_bigrams(tmp_path / "b.json", 324)) == 321
-    with pytest.raises(ValueError, match="has 321 entries, but the vocabulary 325 ids"):
+    with pytest.raises(ValueError, match=r"321.*325"):
         load_bigrams(tmp_path / "b.json", 325)
-    with pytest.raises(ValueError, match="has 321 entries, but the vocabulary 320 ids"):
+    with pytest.raises(ValueError, match=r"321.*320"):
         load_bigrams(tmp_path / "b.json", 320)
 
 

@@ -132,6 +132,9 @@ def test_time_is_split_into_shares_of_the_whole_and_a_step_leaves_the_prefill_ou
     assert found["shares"] == {"prefill": 0.2, "draft": 0.1, "verify": 0.4, "accept": 0.05, "other": 0.25}
     assert found["step_seconds"] == pytest.approx(8 / 3) and found["verify_seconds"] == pytest.approx(4 / 3)
     assert found["same_text"] == 1 and found["texts"] == 1
+    compiled = one_sample(10.0, [[1, 2, 2]], parts={"draft": 0.0, "verify": 1.0, "step": 7.0}, prefill=2.0)
+    found = samples.time_split([compiled])
+    assert found["shares"]["step"] == 0.7 and found["step_seconds"] == 4 and found["verify_seconds"] is None
 
 
 def test_a_sample_keeps_what_figures_need_and_compares_texts():

@@ -141,7 +141,7 @@ def test_a_completion_is_right_where_python_can_parse_its_whole_lines(completion
     assert syntax.parses("    def f(self, x):\n        y = 1\n", completion, syntax.blocks(4)) == right
 
 
-def test_a_prompt_of_syntax_ends_behind_a_whole_statement():
+def test_a_prompt_of_syntax_ends_after_a_whole_statement():
     words = str.split
 
     def tokenizer(text): return {"input_ids": words(text)}  # fmt: skip
@@ -168,7 +168,7 @@ def test_syntax_questions_are_the_same_each_time_and_right_as_they_stand():
         (rest,) = {text.split(question.prompt, 1)[1] for text in held_out.values() if question.prompt in text}
         assert len(tokenizer(question.prompt)["input_ids"]) <= syntax.SHOWN and made.correct("", question)
         own = rest[: rest.find("\n", 200) + 1]
-        assert made.correct(own, question), "as the file goes on"
+        assert made.correct(own, question), "as the file continues"
         assert not made.correct(")\n" + own, question)
     inner = [question for question in made.questions if question.answer]
     assert len(inner) > 4 and all(question.prompt.startswith("    ") for question in inner), "methods too"

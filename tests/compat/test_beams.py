@@ -38,7 +38,7 @@ class Scores:
         return self.known[text]
 
     def of(self, text, min_length, alpha):
-        total = sum(self.after(text[:place])[token] for place, token in enumerate(text))
+        total = sum(self.after(text[:i])[token] for i, token in enumerate(text))
         return total / ((min_length + len(text)) / (min_length + 1)) ** alpha
 
 
@@ -70,7 +70,7 @@ def test_the_penalty_decides_how_long_a_text_is():
 
 
 def by_hand(scores, num_beams, top_k, min_length, alpha):
-    """Each text goes on with its top_k likeliest; the num_beams best of all go on, or are kept aside if they end."""
+    """Each text gets its top_k likeliest tokens; the num_beams best continue, or are set aside if they end."""
     running, finished = {(): 0.0}, {}
     for length in range(1, LENGTH + 1):
         found = []

@@ -94,7 +94,7 @@ def test_forward_count_is_how_often_each_model_passed_over_its_text(t5, tmp_path
     mag = compat.get_mag_model(bigrams(tmp_path), False)
     passes = [calls(model) for model in (target, *drafts)]
     start = torch.full((1, 1), reviewer.first_decode_id)
-    for again in (1, 2):  # what is counted goes on from question to question
+    for again in (1, 2):  # counts accumulate over the questions
         out = compat.csd([*draft_list, mag], reviewer, prompt, start, [[3, 2, 6], [0, 2, 6], [0, 0, 6]], NEW, 2)
         # The reading of the prompt is a review of the target, and part of the first one of a draft.
         counts = [reviewer.forward_count, *(draft.forward_count + again for draft in draft_list)]

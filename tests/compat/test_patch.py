@@ -156,7 +156,7 @@ def test_lengths_come_from_the_call_its_config_the_assistant_and_transformers_in
 
 
 def test_the_heuristic_schedule_is_transformers_own(base, small):
-    """Two more behind a draft accepted whole, one fewer behind any other, as in AssistedCandidateGenerator."""
+    """Two more after a draft accepted whole, one fewer after any other, as in AssistedCandidateGenerator."""
     specheads.patch(base)
     for kind in ({}, {"fsd_div_threshold": 0.01}):
         out = base.generate(
@@ -255,7 +255,7 @@ def test_an_offloaded_target_is_drafted_for(base, small, offload, tmp_path):
         ({"assistant_model": "small", "fsd_div_threshold": 1, "accept": Exact()}, "fsd_div_threshold= and accept="),
         ({"assistant_model": "small", "fsd_div_threshold": -1}, "threshold=-1 must be"),
         ({"assistant_model": "small", "fsd_div_threshold": 1, "fsd_div_type": "kld"}, "unknown fsd_div_type 'kld'"),
-        ({"assistant_model": "small", "num_assistant_tokens": 0}, "num_assistant_tokens=0 must be at least 1"),
+        ({"assistant_model": "small", "num_assistant_tokens": 0}, "num_assistant_tokens=0 "),
         ({"assistant_model": "small", "assistant_confidence_threshold": 2}, "assistant_confidence_threshold=2 must be"),
         ({"assistant_model": "small", "num_assistant_tokens_schedule": "up"}, "num_assistant_tokens_schedule='up'"),
         ({"assistant_model": "small", "tree": chain(2), "num_assistant_tokens": 3}, "num_assistant_tokens= is for"),

@@ -26,7 +26,7 @@ def asked(chat, answers, template=UNMARKED, **columns):
     ]
 
 
-def test_the_assistant_is_asked_after_each_user_and_own_answers_go_on():
+def test_the_assistant_is_asked_after_each_user_and_its_answers_stay():
     chat = messages(("system", "s"), ("user", "1"), ("assistant", "OLD"), ("user", "2"), ("assistant", "OLD"))
     assert asked(chat, ["new"]) == [
         "<|system|>s<|user|>1<|assistant|>", "<|system|>s<|user|>1<|assistant|>new<|end|><|user|>2<|assistant|>",

@@ -17,13 +17,13 @@ from tests.reference.enumeration import (
     Table,
     TableDrafter,
     TableTarget,
-    completed,
     distance,
+    extend_outcomes,
     mean_accepted,
-    output_law,
+    output_probs,
     probs_of,
-    step_law,
-    true_law,
+    step_probs,
+    true_probs,
 )
 
 DRAFTS = {
@@ -47,10 +47,10 @@ PROMPT = (0, 1)
 
 
 def error(rule, case, tables, **options):
-    """How far one step's law, continued by the target's, is from the target's."""
+    """How far one step's distribution, continued by the target's, is from the target's."""
     plan, length = case[0], case[0].depth + 1
-    law = step_law(*tables, plan, rule, PROMPT, **options)
-    return distance(completed(law, tables[0], PROMPT, length), tables[0].law(PROMPT, length))
+    probs = step_probs(*tables, plan, rule, PROMPT, **options)
+    return distance(extend_outcomes(probs, tables[0], PROMPT, length), tables[0].joint(PROMPT, length))
 
 
 # --- Lossless ---
@@ -59,14 +59,14 @@ def error(rule, case, tables, **options):
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("case", CHAINS)
 @pytest.mark.parametrize("rule", [Block(), Traversal()], ids=repr)
-def test_a_sampled_chain_has_the_targets_law(rule, case, drafts):
+def test_a_sampled_chain_has_the_targets_distribution(rule, case, drafts):
     assert error(rule, CHAINS[case], DRAFTS[drafts](CHAINS[case][1])) < 1e-12
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("case", TREES)
 @pytest.mark.sampled(3)
-def test_a_sampled_tree_has_the_targets_law(case, drafts):
+def test_a_sampled_tree_has_the_targets_distribution(case, drafts):
     assert error(Traversal(), TREES[case], DRAFTS[drafts](TREES[case][1])) < 1e-12
 
 
@@ -76,25 +76,25 @@ def test_a_sampled_tree_has_the_targets_law(case, drafts):
     [chain(2), StaticTree(((0,), (1,), (0, 0))), DynamicTree(4, 2, 2), SampledTree((1, 1)), SampledTree((1,))],
     ids=repr,
 )
-def test_whole_decoding_has_the_targets_joint_law(plan, rule):
+def test_whole_decoding_has_the_targets_joint_distribution(plan, rule):
     """Through decode(), step after step; a point mass is walked."""
     target, draft = Table(2, 3), Table(2, 4)
-    law = output_law(target, draft, plan, [PROMPT], 3, accept=rule)
-    assert distance(law, true_law(target, [PROMPT], 3)) < 1e-12
+    probs = output_probs(target, draft, plan, [PROMPT], 3, accept=rule)
+    assert distance(probs, true_probs(target, [PROMPT], 3)) < 1e-12
 
 
 @pytest.mark.parametrize(
     ("rule", "plan"), [(Block(), SampledTree((1,))), (Traversal(), SampledTree((1,))), (Traversal(), SampledTree((2,)))]
 )
-def test_each_row_of_a_batch_has_its_own_law(rule, plan):
+def test_each_row_of_a_batch_has_its_own_distribution(rule, plan):
     target, draft = Table(2, 5), Table(2, 6)
     prompts = [(1,), (0, 1, 1)]
-    law = output_law(target, draft, plan, prompts, 2, accept=rule)
-    assert distance(law, true_law(target, prompts, 2)) < 1e-12
+    probs = output_probs(target, draft, plan, prompts, 2, accept=rule)
+    assert distance(probs, true_probs(target, prompts, 2)) < 1e-12
 
 
-def test_rows_that_go_separate_ways_through_unlike_trees_keep_their_laws():
-    """Two rows whose trees have other shapes, the second with a slot unused: the joint law is the product."""
+def test_rows_that_go_separate_ways_through_unlike_trees_keep_their_distributions():
+    """Two rows whose trees have other shapes, the second with a slot unused: the joint distribution is the product."""
     p = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3]], dtype=torch.float64)
     q = torch.tensor([[0.2, 0.6, 0.2], [0.3, 0.4, 0.3]], dtype=torch.float64)
     parents = torch.tensor([[-1, 0, 0], [-1, 0, -1]])
@@ -143,9 +143,9 @@ class Echoed(Table):
 )
 def test_a_processor_that_depends_on_the_prefix_sees_each_nodes_own(rule, plan):
     target = Table(3, 1)
-    law = step_law(target, Table(3, 2), plan, rule, PROMPT, processors=LogitsProcessorList([Echo()]))
+    probs = step_probs(target, Table(3, 2), plan, rule, PROMPT, processors=LogitsProcessorList([Echo()]))
     wanted = Echoed(3, 1)
-    assert distance(completed(law, wanted, PROMPT, 3), wanted.law(PROMPT, 3)) < 1e-12
+    assert distance(extend_outcomes(probs, wanted, PROMPT, 3), wanted.joint(PROMPT, 3)) < 1e-12
 
 
 # --- The enumeration notices a broken rule ---
@@ -160,12 +160,12 @@ class Recursive(Acceptance):
     rescale: bool = True
     lossless = True
 
-    def judge(self, laws):
-        tree, sampler, tokens = laws.tree, laws.sampler, laws.tree.tokens[0].tolist()
-        p, parents = laws.p[0].tolist(), tree.parents[0].tolist()
+    def judge(self, target):
+        tree, sampler, tokens = target.tree, target.sampler, target.tree.tokens[0].tolist()
+        p, parents = target.p[0].tolist(), tree.parents[0].tolist()
 
         def visit(node, reached):
-            """(the node that stands, the law behind it), or None."""
+            """(the accepted node, the distribution after it), or None."""
             own, q = p[node], None
             for child in [i for i, parent in enumerate(parents) if parent == node]:
                 q = tree.probs[0, child].tolist() if q is None else q
@@ -184,8 +184,8 @@ class Recursive(Acceptance):
                     q = [value / (sum(rest) or 1.0) for value in rest]
             return (node, own) if sampler.coin(reached) else None
 
-        node, law = visit(0, 1.0)
-        bonus = sampler.draw(torch.tensor([law], dtype=torch.float64))
+        node, probs = visit(0, 1.0)
+        bonus = sampler.draw(torch.tensor([probs], dtype=torch.float64))
         return Verdict(*path_to(tree, torch.tensor([node])), bonus)
 
 
@@ -195,8 +195,8 @@ class Recursive(Acceptance):
 def test_the_rule_written_twice_agrees(case, drafts):
     plan, vocab_size = TREES[case]
     tables = DRAFTS[drafts](vocab_size)
-    laws = [step_law(*tables, plan, rule, PROMPT) for rule in (Traversal(), Recursive())]
-    assert distance(*laws) < 1e-12
+    both = [step_probs(*tables, plan, rule, PROMPT) for rule in (Traversal(), Recursive())]
+    assert distance(*both) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -271,18 +271,18 @@ def closed_form(target, draft, length, vocab_size, *, block):
 def test_block_accepts_its_closed_form_and_more_than_token_by_token(seed, length, vocab_size):
     target, draft = Table(vocab_size, seed), Table(vocab_size, seed + 50)
     plan = SampledTree((1,) * length)
-    block, token = (mean_accepted(step_law(target, draft, plan, rule, PROMPT)) for rule in (Block(), Exact()))
+    block, token = (mean_accepted(step_probs(target, draft, plan, rule, PROMPT)) for rule in (Block(), Exact()))
     assert block == pytest.approx(closed_form(target, draft, length, vocab_size, block=True), abs=1e-12)
     assert token == pytest.approx(closed_form(target, draft, length, vocab_size, block=False), abs=1e-12)
     assert block > token + 1e-4
 
 
 class Constant(Table):
-    """One law behind every prefix."""
+    """One distribution after every prefix."""
 
-    def __init__(self, law):
-        super().__init__(len(law), 0)
-        self.logits = torch.tensor(law, dtype=torch.float64).log()
+    def __init__(self, probs):
+        super().__init__(len(probs), 0)
+        self.logits = torch.tensor(probs, dtype=torch.float64).log()
 
     def __call__(self, prefix):
         return self.logits
@@ -291,8 +291,8 @@ class Constant(Table):
 def test_the_papers_example_accepts_11_ninths_in_place_of_10():
     """arXiv:2403.10444, section 2: p = (1/3, 2/3), q = (2/3, 1/3), a chain of 2."""
     target, draft, plan = Constant((1 / 3, 2 / 3)), Constant((2 / 3, 1 / 3)), SampledTree((1, 1))
-    assert mean_accepted(step_law(target, draft, plan, Exact(), PROMPT)) == pytest.approx(10 / 9, abs=1e-12)
-    assert mean_accepted(step_law(target, draft, plan, Block(), PROMPT)) == pytest.approx(11 / 9, abs=1e-12)
+    assert mean_accepted(step_probs(target, draft, plan, Exact(), PROMPT)) == pytest.approx(10 / 9, abs=1e-12)
+    assert mean_accepted(step_probs(target, draft, plan, Block(), PROMPT)) == pytest.approx(11 / 9, abs=1e-12)
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
@@ -300,7 +300,7 @@ def test_the_papers_example_accepts_11_ninths_in_place_of_10():
 def test_traversal_of_a_chain_is_block(case, drafts):
     plan, vocab_size = CHAINS[case]
     tables = DRAFTS[drafts](vocab_size)
-    assert distance(*(step_law(*tables, plan, rule, PROMPT) for rule in (Traversal(), Block()))) < 1e-12
+    assert distance(*(step_probs(*tables, plan, rule, PROMPT) for rule in (Traversal(), Block()))) < 1e-12
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -309,7 +309,7 @@ def test_traversal_of_a_chain_is_block(case, drafts):
 )
 def test_traversal_accepts_as_much_as_token_by_token_at_least(plan, vocab_size, seed):
     tables = Table(vocab_size, seed), Table(vocab_size, seed + 50)
-    means = [mean_accepted(step_law(*tables, plan, rule, PROMPT)) for rule in (Traversal(), Exact())]
+    means = [mean_accepted(step_probs(*tables, plan, rule, PROMPT)) for rule in (Traversal(), Exact())]
     # On one level both are the same test; deeper, Traversal gains.
     assert means[0] > means[1] + 1e-4 if plan.depth > 1 else means[0] == pytest.approx(means[1], abs=1e-12)
 
@@ -337,4 +337,4 @@ def test_at_temperature_0_the_path_is_the_one_exact_keeps(rule, plan):
 
 def test_block_refuses_a_sampled_tree_that_branches():
     with pytest.raises(ValueError, match=r"Block judges chains.*Traversal\(\)"):
-        step_law(Table(3, 1), Table(3, 2), SampledTree((2,)), Block(), PROMPT)
+        step_probs(Table(3, 1), Table(3, 2), SampledTree((2,)), Block(), PROMPT)

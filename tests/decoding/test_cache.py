@@ -106,6 +106,7 @@ def test_commit_equals_fresh_prefill(base, reserve, monkeypatch):
     target.prefill(*packed(rows), room=120)
     roots, passed = [5, 6, 7], set()
     for step in range(30):
+        target.prepare(max(map(len, rows)))
         tree = random_tree(roots, (10, 4, 7)[step % 3], coin)
         logits = target.verify(tree).logits
         paths = [path_to(tree, row, int(torch.randint(0, tree.num_nodes - 1, (), generator=coin))) for row in range(3)]
@@ -121,13 +122,14 @@ def test_commit_equals_fresh_prefill(base, reserve, monkeypatch):
             rows[row] += tree.tokens[row, kept].tolist()
             if kept:
                 roots[row] = int(torch.randint(3, VOCAB, (), generator=coin))
-        target.commit(path, lengths, max(map(len, rows)))
+        target.commit(path, lengths)
         assert target.cache.lengths.tolist() == list(map(len, rows))
         passed.add(target.cache.attended - target.cache.scratch)
     assert {64, 128} <= passed
     fresh = Target(base, scratch=10)
     logits = fresh.prefill(*packed(rows), room=11).logits
     tree = random_tree(roots, 10, coin)
+    target.prepare(max(map(len, rows)))
     close(target.verify(tree).logits, fresh.verify(tree).logits)
     for row in range(3):
         close(logits[row, 0], plain_logits(base, rows[row]))
@@ -170,9 +172,8 @@ def test_capacity_errors_say_what_does_not_fit():
     base = tiny_llama(num_hidden_layers=2)
     target = Target(base, scratch=4)
     target.prefill(*packed(random_rows((6, 9))), room=3)
-    path = torch.zeros(2, 1, dtype=torch.long)
     with pytest.raises(ValueError, match="17 tokens do not fit a cache made for 16"):
-        target.commit(path, torch.ones(2, dtype=torch.long), 17)
+        target.prepare(17)
     with pytest.raises(ValueError, match="a tree of 5 nodes needs scratch ≥ 5, not 4"):
         target.verify(random_tree([5, 6], 5, torch.Generator().manual_seed(0)))
     with pytest.raises(UnsupportedModel, match=r"layer 7 cannot be tapped: .* hidden_states 0 to 2"):

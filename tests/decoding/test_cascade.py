@@ -24,7 +24,7 @@ from specheads import (
 )
 from specheads.bench.cost import published, walltime_improvement
 from specheads.decoding.drafters.k_matrix import most_written, parse_k_matrix
-from tests.reference.base_law import BaseLaw, small_base
+from tests.reference.base_probs import BaseProbs, small_base
 from tests.reference.enumeration import distance, probs_of
 from tests.reference.published_cascade import Published
 from tests.reference.published_maxgram import published as published_maxgram
@@ -122,18 +122,18 @@ def test_the_plan_has_room_for_the_longest_proposal_and_no_more():
         lengths = {0}
         for column in range(reviewer, len(path_lengths)):
             wanted, share = sum(k_matrix[reviewer][: column + 1]), k_matrix[reviewer][column]
-            settled, open_ = set(), set(lengths)
+            done, open_ = set(), set(lengths)
             while open_:
                 length = open_.pop()
                 if length >= wanted or not share:
-                    settled.add(length)
+                    done.add(length)
                     continue
                 if path_lengths[column]:
                     gains = {path_lengths[column]}
                 else:
                     gains = set(range(1, max(reachable(k_matrix, path_lengths, column + 1)) + 2))
                 open_ |= {length + gain for gain in gains}
-            lengths = settled
+            lengths = done
         return lengths
 
     rng = random.Random(0)
@@ -207,7 +207,7 @@ def test_an_ending_inside_a_draft_matches_greedy():
             out = specheads.generate(base, **inputs, **options, drafter=drafter, return_dict_in_generate=True)
             assert torch.equal(out.sequences, base.generate(**inputs, **options))
             cut |= any(len(r) == n > 0 for step in out.steps for r, n in zip(step.tokens, step.accepted, strict=True))
-    assert cut, "no ending fell inside a draft"
+    assert cut, "no ending cut a draft"
 
 
 def test_the_other_drafts_continue_where_one_runs_out_of_positions():
@@ -243,10 +243,10 @@ def test_sampled_text_has_the_targets_distribution(prompts, length):
             rows = [(*row, *gained) for row, gained in zip(rows, step.tokens, strict=True)]
         return tuple(rows)
 
-    law = BaseLaw(base)
+    base_probs = BaseProbs(base)
     expected = {(): 1.0}
     for prompt in prompts:
-        expected = {(*a, b): p * q for a, p in expected.items() for b, q in law.joint(prompt, length).items()}
+        expected = {(*a, b): p * q for a, p in expected.items() for b, q in base_probs.joint(prompt, length).items()}
     assert distance(probs_of(run), expected) < 1e-12
 
 
@@ -295,5 +295,5 @@ def test_what_makes_no_cascade_is_refused(model):
     with pytest.raises(ValueError, match=r"row 0 of the k-matrix, \[13, 10\], decreases"):
         Cascade(two, LLAMA, notation="paper")
     other = Cascade([DraftModel(llama(vocab_size=50)), lookup], LLAMA)
-    with pytest.raises(ValueError, match="vocabulary of 50, the target one of 97"):
+    with pytest.raises(ValueError, match=r"50.*97"):
         specheads.generate(llama(), torch.tensor([[5]]), drafter=other, max_new_tokens=4)

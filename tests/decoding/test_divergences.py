@@ -20,11 +20,11 @@ def kl(a, b):
 
 
 def reference(name, q, p, k, top_p):
-    """One pair of laws, as lists."""
+    """One pair of distributions, as lists."""
     if name.startswith("top_k_"):
         best = sorted(range(len(p)), key=lambda i: -p[i])[:k]
         rest = [i for i in range(len(p)) if i not in best]
-        q, p = ([law[i] for i in best] + [sum(law[i] for i in rest)] for law in (q, p))
+        q, p = ([probs[i] for i in best] + [sum(probs[i] for i in rest)] for probs in (q, p))
     if name.startswith("top_p_"):
         inside, held = [], 0.0
         for i in sorted(range(len(p)), key=lambda i: -p[i]):
@@ -33,7 +33,7 @@ def reference(name, q, p, k, top_p):
                 held += p[i]
         if not sum(q[i] for i in inside):
             return math.inf
-        q, p = ([law[i] / sum(law[j] for j in inside) for i in inside] for law in (q, p))
+        q, p = ([probs[i] / sum(probs[j] for j in inside) for i in inside] for probs in (q, p))
     m = [(a + b) / 2 for a, b in zip(q, p, strict=True)]
     return {
         "kl": lambda: kl(q, p),
@@ -44,8 +44,8 @@ def reference(name, q, p, k, top_p):
     }[name.removeprefix("top_k_").removeprefix("top_p_")]()
 
 
-def laws(num, size, *, holes=0.0, seed=0):
-    """(num, size) random laws, some of whose entries are exactly zero."""
+def distributions(num, size, *, holes=0.0, seed=0):
+    """(num, size) random distributions, some of whose entries are exactly zero."""
     random = np.random.default_rng(seed)
     weights = np.exp(2 * random.standard_normal((num, size)))
     weights[random.random((num, size)) < holes] = 0
@@ -57,10 +57,10 @@ def laws(num, size, *, holes=0.0, seed=0):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_divergence_is_what_numpy_makes_of_it(name, holes):
     for size in (2, 7, 60):
-        q, p = laws(12, size, holes=holes, seed=1), laws(12, size, holes=holes, seed=2)
+        q, p = distributions(12, size, holes=holes, seed=1), distributions(12, size, holes=holes, seed=2)
         for k, top_p in ((1, 0.3), (2, 0.7), (5, 0.9), (50, 1.0)):
             with np.errstate(divide="ignore"):
-                scores = [torch.from_numpy(np.log(law)) for law in (q, p)]
+                scores = [torch.from_numpy(np.log(probs)) for probs in (q, p)]
             wanted = [reference(name, a, b, k, top_p) for a, b in zip(q.tolist(), p.tolist(), strict=True)]
             for rows in (12, 2, 1):  # few together have fewer tokens that any of them may need
                 parts = [
@@ -92,14 +92,14 @@ def test_the_tail_of_float32_makes_no_finite_divergence_infinite():
 
 @pytest.mark.parametrize("name", ["top_p_js", "top_p_tv", "js", "top_k_js"])
 def test_what_is_not_a_number_is_near_nothing(name):
-    """And does not end in an error of its own: the law that is drawn from has one that says what is wrong."""
+    """And does not end in an error of its own: the distribution that is drawn from has one that says what is wrong."""
     broken = torch.full((2, 5), torch.nan)
     assert divergence(name, torch.zeros(2, 5), broken, k=2, top_p=0.8).isnan().all()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_law_of_some_tokens_alone_is_as_one_that_gives_the_others_no_chance(name):
-    ids, q, p = torch.tensor([1, 4, 5, 11]), laws(30, 4, seed=1), laws(30, 12, holes=0.3, seed=2)
+def test_a_distribution_of_some_tokens_alone_is_as_one_that_gives_the_others_no_chance(name):
+    ids, q, p = torch.tensor([1, 4, 5, 11]), distributions(30, 4, seed=1), distributions(30, 12, holes=0.3, seed=2)
     p[:5, [0, 2, 3, 6, 7, 8, 9, 10]] = 0  # and some that stand within them
     p /= p.sum(1, keepdims=True)
     log_q, log_p = torch.from_numpy(q).log(), torch.from_numpy(p).log()
@@ -111,15 +111,15 @@ def test_a_law_of_some_tokens_alone_is_as_one_that_gives_the_others_no_chance(na
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_divergence_of_equal_laws_is_0(name):
-    law = torch.from_numpy(laws(20, 30)).log()
-    assert divergence(name, law, law, k=5, top_p=0.8).tolist() == pytest.approx([0] * 20, abs=1e-12)
+def test_a_divergence_of_equal_distributions_is_0(name):
+    probs = torch.from_numpy(distributions(20, 30)).log()
+    assert divergence(name, probs, probs, k=5, top_p=0.8).tolist() == pytest.approx([0] * 20, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ["kl", "js", "tv"])
 def test_the_top_k_form_is_at_most_the_whole(name):
-    """Data processing: merging tokens brings laws no further apart; with k near V both agree."""
-    q, p = (torch.from_numpy(laws(300, 40, holes=0.2, seed=seed)).log() for seed in (3, 4))
+    """Data processing: merging tokens brings distributions no further apart; with k near V both agree."""
+    q, p = (torch.from_numpy(distributions(300, 40, holes=0.2, seed=seed)).log() for seed in (3, 4))
     whole = divergence(name, q, p, k=1, top_p=1)
     before = torch.zeros(300)
     for k in (1, 2, 5, 20, 39, 40, 99):
@@ -130,7 +130,7 @@ def test_the_top_k_form_is_at_most_the_whole(name):
 
 
 def test_bounds():
-    q, p = (torch.from_numpy(laws(300, 9, holes=0.7, seed=seed)).log() for seed in (5, 6))
+    q, p = (torch.from_numpy(distributions(300, 9, holes=0.7, seed=seed)).log() for seed in (5, 6))
     disjoint = torch.tensor([[1.0, 0.0]]).log(), torch.tensor([[0.0, 1.0]]).log()
     assert (divergence("js", q, p, k=1, top_p=1) <= math.log(2) + 1e-12).all()
     assert (divergence("tv", q, p, k=1, top_p=1) <= 1 + 1e-12).all()
@@ -141,7 +141,7 @@ def test_bounds():
 
 
 def test_a_nucleus_ends_with_the_token_that_fills_it():
-    """Exactly: ½ of the law is one token's, and the next is not looked at."""
+    """Exactly: ½ of the distribution is one token's, and the next is not looked at."""
     q, p = torch.tensor([[0.125, 0.125, 0.5, 0.25]]).log(), torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log()
     apart = [float(divergence("top_p_tv", q, p, k=1, top_p=top_p)) for top_p in (0.25, 0.5, 0.5 + 1e-6, 1.0)]
     assert apart == pytest.approx([0, 0, 5 / 12, 5 / 12], abs=1e-6)

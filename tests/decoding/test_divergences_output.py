@@ -37,7 +37,7 @@ def options(small, plan, rule, **more):
     }  # fmt: skip
 
 
-def logits_behind(model, ids):
+def logits_after(model, ids):
     return model(torch.tensor([ids])).logits[0, -1:].double()
 
 
@@ -61,7 +61,7 @@ def test_a_chains_divergences_are_those_of_the_two_models_along_its_text(pair, n
                 assert step.path[b] == list(range(1, step.accepted[b] + 1))
                 for position in range(min(step.drafted[b], len(step.tokens[b]))):
                     prefix = ids + step.tokens[b][:position]
-                    both = (logits_behind(model, prefix) for model in (small, base))
+                    both = (logits_after(model, prefix) for model in (small, base))
                     wanted = float(divergence(name, *both, k=50, top_p=0.9))
                     assert step.divergences[b][position] == pytest.approx(wanted, rel=1e-3, abs=1e-5)
                     seen += 1
@@ -120,7 +120,7 @@ def test_below_a_token_that_a_processor_rules_out_there_is_none():
 
 
 def test_none_is_measured_where_none_is_asked_for(pair, monkeypatch):
-    def unasked(self, laws):
+    def unasked(self, target):
         raise AssertionError("measured at every node")
 
     monkeypatch.setattr(Fuzzy, "divergences", unasked)
@@ -149,7 +149,7 @@ def test_asking_for_them_changes_no_text(pair, plan, mode):
 
 
 def test_random_accepts_by_the_number_it_reports(pair):
-    """Greedy rescue: a token stands where Exact keeps it or its number is below the threshold."""
+    """Greedy rescue: a token is accepted where Exact accepts it or its number is below the threshold."""
     base, small = pair
     rule = Fuzzy(0.4, "random", "rescue")
     out = specheads.generate(base, **BATCHES["one"], **options(small, chain(3), rule, max_new_tokens=40))

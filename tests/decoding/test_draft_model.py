@@ -25,7 +25,7 @@ from specheads import (
     convert,
     decode,
 )
-from tests.reference.base_law import BaseLaw, small_base
+from tests.reference.base_probs import BaseProbs, small_base
 from tests.reference.enumeration import distance, probs_of
 from tests.support.prompts import padded
 from tests.support.tiny_models import PAD, VOCAB, gpt2, llama, near, qwen3, tiny_llama
@@ -109,7 +109,7 @@ def test_an_ending_inside_a_draft_matches_greedy(pair, plan):
         )
         assert torch.equal(out.sequences, base.generate(**inputs, **options))
         cut |= any(len(row) == n > 0 for step in out.steps for row, n in zip(step.tokens, step.accepted, strict=True))
-    assert cut, "no EOS fell inside a draft"
+    assert cut, "no EOS cut a draft"
     for limit in range(1, 6):
         options = {"do_sample": False, "max_new_tokens": limit, "eos_token_id": 96, "pad_token_id": PAD}
         out = specheads.generate(base, **inputs, **options, drafter=drafter, tree=PLANS[plan])
@@ -138,11 +138,11 @@ def test_an_offloaded_target_matches_greedy():
     assert torch.equal(specheads.generate(base, **inputs, **options, drafter=drafter, tree=chain(3)), expected)
 
 
-# --- The law of sampled text, enumerated in float64 ---
+# --- The distribution of sampled text, enumerated in float64 ---
 
 
 class OtherTemperature(SampledTree):
-    """A mutation: nodes carry another law than they were drawn from."""
+    """A mutation: nodes carry another distribution than they were drawn from."""
 
     def grow(self, *args):
         tree = super().grow(*args)
@@ -150,8 +150,8 @@ class OtherTemperature(SampledTree):
         return DraftTree(tree.tokens, tree.parents, tree.max_depth, probs / probs.sum(-1, keepdim=True))
 
 
-def sampled_law(vocab_size, plan, length, steps):
-    """How far the law of text drafted by a small model is from the target's own."""
+def sampled_distance(vocab_size, plan, length, steps):
+    """How far the distribution of text drafted by a small model is from the target's own."""
     base, small = small_base(vocab_size), near(small_base(vocab_size), 0.3)
     prompt = (1, 0, 1)
 
@@ -166,8 +166,8 @@ def sampled_law(vocab_size, plan, length, steps):
         )  # fmt: skip
         return sum((tuple(step.tokens[0]) for step in itertools.islice(made, None if steps is None else steps + 1)), ())
 
-    law = BaseLaw(base)
-    return distance(law.completed(probs_of(run), prompt, length), law.joint(prompt, length))
+    base_probs = BaseProbs(base)
+    return distance(base_probs.extend_outcomes(probs_of(run), prompt, length), base_probs.joint(prompt, length))
 
 
 @pytest.mark.parametrize(
@@ -186,11 +186,11 @@ def sampled_law(vocab_size, plan, length, steps):
 )
 @pytest.mark.sampled(3)
 def test_sampled_text_has_the_targets_distribution(vocab_size, plan, length, steps):
-    assert sampled_law(vocab_size, plan, length, steps) < 1e-12
+    assert sampled_distance(vocab_size, plan, length, steps) < 1e-12
 
 
 def test_the_enumeration_notices_a_q_of_another_temperature():
-    assert sampled_law(2, OtherTemperature((1, 1)), 3, 1) > 1e-3
+    assert sampled_distance(2, OtherTemperature((1, 1)), 3, 1) > 1e-3
 
 
 # --- Vocabularies and limits ---

@@ -1,11 +1,11 @@
-"""Ensemble: transformers' own assistant_ensemble_weight, and the mixture's law where tokens are drawn."""
+"""Ensemble: transformers' own assistant_ensemble_weight, and the mixture's distribution where tokens are drawn."""
 
 import pytest
 import torch
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from specheads import DraftModel, Ensemble, SampledTree, StaticTree, chain, generate
-from tests.reference.enumeration import Table, distance, step_law
+from tests.reference.enumeration import Table, distance, step_probs
 from tests.support.tiny_models import tiny_llama
 
 DEPTH = 4
@@ -35,22 +35,22 @@ def test_greedy_text_is_that_of_transformers_under_the_same_weight(pair, weight)
             base, ids, attention_mask=torch.ones_like(ids), drafter=DraftModel(small), tree=chain(DEPTH),
             accept=Ensemble(weight), max_new_tokens=40, do_sample=False,
         )  # fmt: skip
-        # Our prefill gives a token and theirs none, so theirs begins behind that one for drafts to fall together.
+        # Our prefill gives a token and theirs none: theirs begins after it, so that drafts have the same positions.
         begun = ours[:, : ids.shape[1] + 1]
         ask = {"attention_mask": torch.ones_like(begun), "max_new_tokens": 39, "do_sample": False}
         theirs = base.generate(begun, assistant_model=small, assistant_ensemble_weight=weight, **ask)
-        # Their last draft is cut to what is still wanted, and the token behind a draft is the target's own.
+        # Their last draft is cut to what is still wanted, and the token after a draft is the target's own.
         assert torch.equal(ours[:, :-DEPTH], theirs[:, :-DEPTH])
         changed += not torch.equal(ours[:, :-DEPTH], base.generate(begun, **ask)[:, :-DEPTH])
     assert changed  # the weight matters here
 
 
-def test_a_drawn_token_has_the_law_of_the_mixture():
+def test_a_drawn_token_has_the_distribution_of_the_mixture():
     target, draft = Table(4, 0), Table(4, 1)
     for plan in (chain(1), StaticTree(((0,), (1,), (2,))), SampledTree((1,)), SampledTree((2,))):
-        law = step_law(target, draft, plan, Ensemble(0.6), (1, 2))
+        probs = step_probs(target, draft, plan, Ensemble(0.6), (1, 2))
         first = {(token,): 0.0 for token in range(4)}
-        for tokens, chance in law.items():
+        for tokens, chance in probs.items():
             first[tokens[:1]] += chance
         v = 0.6 * target((1, 2)).softmax(-1) + 0.4 * draft((1, 2)).softmax(-1)
         assert distance(first, {(i,): chance for i, chance in enumerate(v.tolist())}) < 1e-12
@@ -59,7 +59,7 @@ def test_a_drawn_token_has_the_law_of_the_mixture():
 @pytest.mark.parametrize("plan", [chain(1), SampledTree((1,)), SampledTree((2,))], ids=repr)
 def test_the_token_after_a_whole_draft_has_the_targets_distribution(plan):
     target, draft = Table(4, 0), Table(4, 1)
-    whole = {k: chance for k, chance in step_law(target, draft, plan, Ensemble(0.6), (1, 2)).items() if len(k) == 2}
+    whole = {k: chance for k, chance in step_probs(target, draft, plan, Ensemble(0.6), (1, 2)).items() if len(k) == 2}
     assert whole
     for token in {tokens[0] for tokens in whole}:
         after = {tokens[1:]: chance for tokens, chance in whole.items() if tokens[0] == token}
@@ -75,7 +75,7 @@ def test_what_a_processor_rules_out_for_the_target_is_not_emitted_whatever_the_d
     assert (q[p == 0] > 0).any()
     v = (0.6 * p + 0.4 * q) * (p > 0)
     first = {(token,): 0.0 for token in range(4)}
-    for tokens, chance in step_law(target, draft, plan, Ensemble(0.6), (1, 2), processors=processors).items():
+    for tokens, chance in step_probs(target, draft, plan, Ensemble(0.6), (1, 2), processors=processors).items():
         first[tokens[:1]] += chance
     assert distance(first, {(i,): chance for i, chance in enumerate((v / v.sum()).tolist())}) < 1e-12
 

@@ -101,5 +101,5 @@ def test_every_drafter_writes_the_targets_greedy_text(name, drafter):
     assert ends, "no token was drafted before it was written"
     for i, _, end in ends[-3:]:
         last = steps_of([i], end=end)[-1]
-        assert len(last.tokens[0]) == last.accepted[0] > 0, "the end fell on no draft"
+        assert len(last.tokens[0]) == last.accepted[0] > 0, "the end cut no draft"
         steps_of([0, i], end=end)

@@ -1,4 +1,4 @@
-"""Real models and heads: sampled text has the base's law exactly, greedy text is the base's token for token."""
+"""Real models and heads: sampled text has exactly the base's distribution, greedy text is the base's own."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from specheads import BestFirstTree, DynamicTree, Exact, SampledTree, StaticTree, Target, chain, convert, decode
 from specheads.heads.layers.rope import RotaryTable
-from tests.reference.base_law import BaseLaw, small_base
+from tests.reference.base_probs import BaseProbs, small_base
 from tests.reference.enumeration import distance, probs_of
 from tests.support.prompts import padded
 
@@ -14,7 +14,7 @@ HEADS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
 PAD = 0
 
 
-# --- The law, enumerated in float64 ---
+# --- The distribution, enumerated in float64 ---
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ PAD = 0
 )
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.sampled(4)
-def test_sampled_text_has_the_bases_own_law(head, vocab_size, plan, length, steps):
+def test_sampled_text_has_the_bases_own_distribution(head, vocab_size, plan, length, steps):
     base = small_base(vocab_size)
     torch.manual_seed(1)
     model = convert(base, head, dtype=torch.float64)
@@ -60,12 +60,12 @@ def test_sampled_text_has_the_bases_own_law(head, vocab_size, plan, length, step
                 break
         return tokens
 
-    base_law = BaseLaw(base)
-    law = base_law.completed(probs_of(run), prompt, length)
-    assert distance(law, base_law.joint(prompt, length)) < 1e-12
+    base_probs = BaseProbs(base)
+    probs = base_probs.extend_outcomes(probs_of(run), prompt, length)
+    assert distance(probs, base_probs.joint(prompt, length)) < 1e-12
 
 
-def test_generate_has_the_bases_processed_law(monkeypatch):
+def test_generate_has_the_bases_processed_distribution(monkeypatch):
     """The same through generate(): temperature and top_k as the base would apply them."""
     base = small_base(4)
     model = convert(base, "eagle3", dtype=torch.float64)
@@ -84,8 +84,8 @@ def test_generate_has_the_bases_processed_law(monkeypatch):
         out = model.generate(torch.tensor([[1, 0, 3]]), **options, tree=SampledTree((1, 1)))
         return tuple(out[0, 3:].tolist())
 
-    base_law = BaseLaw(base, processed)
-    assert distance(probs_of(run), base_law.joint((1, 0, 3), 3)) < 1e-12
+    base_probs = BaseProbs(base, processed)
+    assert distance(probs_of(run), base_probs.joint((1, 0, 3), 3)) < 1e-12
 
 
 # --- Greedy, token for token ---
@@ -113,7 +113,7 @@ def models(base, text):
         torch.manual_seed(0)
         model = taught[head] = convert(base, head, **options[head]).train()
         optimizer = torch.optim.AdamW(model.head.parameters(), lr=2e-2)
-        for _ in range(150):
+        for _ in range(100):
             optimizer.zero_grad()
             model(text, labels=text).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.head.parameters(), 1.0)
@@ -205,7 +205,7 @@ def test_an_ending_inside_a_draft_matches_greedy(base, models, text, head, plan)
             for step in out.steps
             for ranks, n in zip(step.ranks, step.accepted, strict=True)
         )  # fmt: skip
-    assert cut, "no EOS fell inside a draft"
+    assert cut, "no EOS cut a draft"
     for limit in range(1, 8):
         options = {"do_sample": False, "max_new_tokens": limit}
         assert torch.equal(model.generate(**inputs, **options, tree=tree), base.generate(**inputs, **options))

@@ -30,7 +30,7 @@ class KnowingDrafter:
         self.texts, self.layers = texts, layers
         self.coin = torch.Generator().manual_seed(0)
         self.features = [[] for _ in texts]
-        self.tokens_behind = [[] for _ in texts]
+        self.next_tokens = [[] for _ in texts]
 
     def default_plan(self, device, do_sample):
         return StaticTree(tuple(c for depth in range(1, 5) for c in itertools.product((0, 1), repeat=depth)))
@@ -38,7 +38,7 @@ class KnowingDrafter:
     def propose(self, context, sampler, plan):
         for row, new in enumerate(context.new.tolist()):
             self.features[row].append(context.features[row, :new])
-            self.tokens_behind[row] += context.following[row, :new].tolist()
+            self.next_tokens[row] += context.following[row, :new].tolist()
         ends = [len(history) for history in context.history]
         on_text = torch.ones(len(ends), 1, dtype=torch.bool)
         depth = 0
@@ -116,7 +116,7 @@ def test_every_family_matches_greedy(family):
         whole = torch.cat([states[k] for k in knowing.layers], dim=-1)[0]
         torch.testing.assert_close(given[: len(whole)], whole, rtol=1e-3, atol=1e-3)
         assert len(given) >= len(text) - 6
-        assert knowing.tokens_behind[row][: len(text) - 1] == text[1 : 1 + len(knowing.tokens_behind[row])]
+        assert knowing.next_tokens[row][: len(text) - 1] == text[1 : 1 + len(knowing.next_tokens[row])]
 
 
 @pytest.mark.parametrize("name", LENGTH_DEPENDENT)
@@ -132,12 +132,14 @@ def test_families_whose_positions_depend_on_the_length_match_greedy(name):
 
 
 @torch.no_grad()
-def test_logits_of_is_the_law_of_every_family(family):
+@pytest.mark.sampled(5)
+def test_logits_of_is_right_for_every_family(family):
     base, inputs, _, _ = family
     out = base(**inputs, output_hidden_states=True)
     torch.testing.assert_close(logits_of(base, out.hidden_states[-1]), out.logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(5)
 def test_heads_find_the_layers_and_the_final_norm_of_every_family(family):
     base = family[0]
     layers = decoder_layers(base)

@@ -1,4 +1,4 @@
-"""Every lossless drafter × rule × shape × batch leaves the target's joint law alone: enumerated in float64, to 1e-12.
+"""Every lossless drafter × rule × shape × batch keeps the target's joint distribution: enumerated in float64, to 1e-12.
 
 The rules one by one, and how much each accepts: test_accept.py, test_block.py, test_fuzzy.py. Real models and heads
 below the same loop: test_exactness.py, test_draft_model.py.
@@ -32,8 +32,8 @@ from specheads import (
 from specheads.decoding import loop
 from specheads.decoding.acceptance import walk
 from specheads.decoding.acceptance.exact import follow_tokens
-from tests.reference.base_law import small_base
-from tests.reference.enumeration import Table, TableDrafter, distance, output_law, true_law
+from tests.reference.base_probs import small_base
+from tests.reference.enumeration import Table, TableDrafter, distance, output_probs, true_probs
 
 V, LENGTH = 3, 3
 ALONE = [(0, 1, 0)]
@@ -60,9 +60,9 @@ class TableModel:
 
     def __init__(self, model, rows, *, scratch, limit, source=None):
         self.table, self.rows = model.table, [tuple(row) for row in rows]
-        self.settle()
+        self.reset_paths()
 
-    def settle(self):
+    def reset_paths(self):
         self.paths = [[row] for row in self.rows]
         self.logits = self.answer()
 
@@ -72,7 +72,7 @@ class TableModel:
     def read(self, unread, count, bound):
         counted = zip(self.rows, unread.tolist(), count.tolist(), strict=True)
         self.rows = [(*row, *more[:n]) for row, more, n in counted]
-        self.settle()
+        self.reset_paths()
 
     def draft(self, tokens, parents):
         levels = zip(self.paths, tokens.tolist(), parents.tolist(), strict=True)
@@ -87,7 +87,7 @@ def small():
 
 @pytest.fixture
 def drafter_of(small, monkeypatch):
-    """By name, a drafter; those that ask a model ask the table in its place."""
+    """By name, a drafter; those that ask a model ask the table instead."""
     monkeypatch.setattr("specheads.decoding.drafters.model.CachedModel", TableModel)
 
     def make(name, table):
@@ -114,13 +114,13 @@ class Narrow(Table):
 
     def __call__(self, prefix):
         logits = super().__call__(prefix)
-        last = {1: len(THREE[0]) + 2, 0: len(THREE[1]) + 1, 2: 0}[prefix[0]]  # the prefill's token stands before them
+        last = {1: len(THREE[0]) + 2, 0: len(THREE[1]) + 1, 2: 0}[prefix[0]]  # the prefill's token comes before them
         return logits if len(prefix) <= last else torch.where(logits == logits.max(), logits, -torch.inf)
 
 
 @pytest.fixture
 def lengths(monkeypatch):
-    """The lengths of all paths that stood, the root counted, by row."""
+    """The lengths of all accepted paths, the root counted, by row."""
     seen = set()
 
     def spied(*args, **kwargs):
@@ -144,42 +144,44 @@ def tables(plan, prompts, seed):
 
 
 def error(make, rule, plan, prompts, seed=1, *, steps=None):
-    """How far the joint law of three tokens a row is from the target's; make(table) is the drafter."""
+    """How far the joint distribution of three tokens a row is from the target's; make(table) is the drafter."""
     target, draft = tables(plan, prompts, seed)
     steps = 1 if is_drawn(plan) or len(prompts) > 1 else steps
-    law = output_law(target, None, plan, prompts, LENGTH, accept=rule, drafter=make(draft), steps=steps)
-    return distance(law, true_law(target, prompts, LENGTH))
+    probs = output_probs(target, None, plan, prompts, LENGTH, accept=rule, drafter=make(draft), steps=steps)
+    return distance(probs, true_probs(target, prompts, LENGTH))
 
 
 @pytest.mark.parametrize("prompts", [ALONE, THREE], ids=len)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("drafter", GROWING)
+@pytest.mark.sampled(3)
 def test_what_grows_a_tree_is_lossless_under_every_lossless_rule(drafter_of, lengths, drafter, rule, shape, prompts):
     make = partial(drafter_of, drafter)
     if (rule, shape) == ("block", "sampled tree"):
-        with pytest.raises(ValueError, match="Block judges chains"):
+        with pytest.raises(ValueError, match="Block"):
             error(make, RULES[rule], SHAPES[shape], prompts)
         return
     assert error(make, RULES[rule], SHAPES[shape], prompts) < 1e-12
-    assert {0, 1} <= {length > 1 for row, length in lengths if row == 0}, "not both accepted and refused"
+    assert {0, 1} <= {length > 1 for row, length in lengths if row == 0}, "not both accepted and rejected"
 
 
 @pytest.mark.parametrize("prompts", [ALONE, THREE], ids=len)
 @pytest.mark.parametrize("shape", ["chain", "comb", "sampled tree"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("drafter", COPYING)
+@pytest.mark.sampled(5)
 def test_what_copies_runs_is_lossless_under_every_lossless_rule(drafter_of, lengths, drafter, rule, shape, prompts):
     """Of a plan it reads the size alone, so one plan of each size is all there are."""
     assert error(partial(drafter_of, drafter), RULES[rule], SHAPES[shape], prompts) < 1e-12
-    assert {0, 1} <= {length > 1 for _, length in lengths}, "not both accepted and refused"
+    assert {0, 1} <= {length > 1 for _, length in lengths}, "not both accepted and rejected"
 
 
 # --- The enumeration notices what is broken, in the very cases above ---
 
 
 class Flat(SampledTree):
-    """Its nodes carry another law than they were drawn from."""
+    """Its nodes carry another distribution than they were drawn from."""
 
     def grow(self, *args):
         tree = super().grow(*args)
@@ -215,13 +217,13 @@ def test_a_wrong_residual_a_wrong_q_and_a_stop_that_anticipates_are_noticed(draf
 def test_a_point_mass_that_is_drawn_for_twice_is_noticed(drafter_of, monkeypatch, drafter, rule):
     """Where the token drawn is no child, another is drawn: what n-gram drafting published elsewhere does."""
 
-    def twice(laws, token):
-        verdict = follow_tokens(laws, token)
+    def twice(target, token):
+        verdict = follow_tokens(target, token)
         last = verdict.path.gather(1, verdict.last.unsqueeze(1)).squeeze(1)
-        return replace(verdict, bonus=laws.sampler.draw(laws.p_at(last)))
+        return replace(verdict, bonus=target.sampler.draw(target.p_at(last)))
 
     monkeypatch.setattr("specheads.decoding.acceptance.exact.follow_tokens", twice)
-    monkeypatch.setattr(Exact, "bonus_weights", lambda self, laws, node: laws.p_at(node))
+    monkeypatch.setattr(Exact, "bonus_weights", lambda self, target, node: target.p_at(node))
     assert error(partial(drafter_of, drafter), RULES[rule], SHAPES["chain"], ALONE, steps=1) > 1e-3
 
 

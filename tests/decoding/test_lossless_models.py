@@ -1,4 +1,4 @@
-"""Real models three rows at a time: sampled text has the base's joint law, by enumeration and by a G-test."""
+"""Real models three rows at a time: sampled text has the base's joint distribution, by enumeration and by a G-test."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ import specheads
 from specheads import Block, DraftModel, Exact, NGram, NGramStorage, SampledTree, Target, Traversal, chain, convert
 from specheads.decoding import loop
 from specheads.decoding.loop import decode
-from tests.reference.base_law import BaseLaw, small_base
+from tests.reference.base_probs import BaseProbs, small_base
 from tests.reference.enumeration import distance, probs_of
 from tests.support.prompts import padded
 from tests.support.tiny_models import near
@@ -50,10 +50,10 @@ def drafter_of(name, base, vocab_size):
         ("n-grams", chain(1), Exact()),
     ],
 )
-def test_three_rows_have_the_bases_joint_law(drafter, plan, rule):
-    """One step from trees, then the base's own law of three tokens a row; the prefill's token is made certain."""
+def test_three_rows_have_the_bases_joint_distribution(drafter, plan, rule):
+    """One step from trees, then the base's own distribution of three tokens a row; the prefill's token is certain."""
     base = small_base(2)
-    own, law, lengths = drafter_of(drafter, base, 2), BaseLaw(base), set()
+    own, base_probs, lengths = drafter_of(drafter, base, 2), BaseProbs(base), set()
     width = max(map(len, PROMPTS))
     ids = torch.tensor([[*row, *(0,) * (width - len(row))] for row in PROMPTS])
 
@@ -74,14 +74,14 @@ def test_three_rows_have_the_bases_joint_law(drafter, plan, rule):
     for row, (prompt, first) in enumerate(zip(PROMPTS, (1, 0, 1), strict=True)):
         longer = {}
         for outcome, chance in found.items():
-            for rest, p in law.joint((*prompt, *outcome[row]), 3 - len(outcome[row])).items():
+            for rest, p in base_probs.joint((*prompt, *outcome[row]), 3 - len(outcome[row])).items():
                 key = (*outcome[:row], (*outcome[row], *rest), *outcome[row + 1 :])
                 longer[key] = longer.get(key, 0.0) + chance * p
         found = longer
-        own_law = law.joint((*prompt, first), 2)
-        wanted = {(*rows, (first, *more)): a * b for rows, a in wanted.items() for more, b in own_law.items()}
+        own_probs = base_probs.joint((*prompt, first), 2)
+        wanted = {(*rows, (first, *more)): a * b for rows, a in wanted.items() for more, b in own_probs.items()}
     assert distance(found, wanted) < 1e-12
-    assert len(lengths) > 1, "not both accepted and refused"
+    assert len(lengths) > 1, "not both accepted and rejected"
 
 
 # --- A sample of 8,000 of each row ---
@@ -90,15 +90,15 @@ FALSE_ALARM = 1e-6  # of the whole test below, its cases and marginals together
 VOCAB, COPIES, TOKENS = 4, 8000, 3
 
 
-def g_tail(counts, law):
-    """The chance that a sample of that size from `law` lies as far from it as `counts` or farther: a G-test.
+def g_tail(counts, probs):
+    """The chance that a sample of that size from `probs` is as far from it as `counts` or farther: a G-test.
 
-    The law of G is chi-squared with one degree of freedom less than there are outcomes, here in the approximation of
-    Wilson and Hilferty, which is good to a few per cent in the exponent where every outcome is expected often: those
-    expected less than 10 times are counted as one.
+    G is distributed as chi-squared with one degree of freedom less than there are outcomes, here in the approximation
+    of Wilson and Hilferty, which is good to a few per cent in the exponent where every outcome is expected often:
+    those expected less than 10 times are counted as one.
     """
     total, drawn, expected = sum(counts.values()), Counter(), Counter()
-    for key, p in law.items():
+    for key, p in probs.items():
         own = key if p * total > 10 else "rare"
         drawn[own] += counts[key]
         expected[own] += p * total
@@ -111,8 +111,8 @@ def g_tail(counts, law):
 
 def tails(base, drafter, plan, rule):
     """Tail chances of each row's 3-grams, and of neighbouring rows' second tokens, over many copies of three rows."""
-    law = BaseLaw(base.double())
-    truth = [law.joint(prompt, TOKENS) for prompt in PROMPTS]
+    base_probs = BaseProbs(base.double())
+    truth = [base_probs.joint(prompt, TOKENS) for prompt in PROMPTS]
     base.float()
     inputs = padded(PROMPTS * COPIES)
     out = specheads.generate(
@@ -145,7 +145,7 @@ def base():
 
 @pytest.mark.parametrize(("drafter", "plan", "rule"), CASES)
 @pytest.mark.sampled(2)
-def test_a_sample_of_three_ragged_rows_has_the_bases_law(base, drafter, plan, rule):
+def test_a_sample_of_three_ragged_rows_has_the_bases_distribution(base, drafter, plan, rule):
     """Fails for a right program with probability FALSE_ALARM at most, shared evenly between cases and marginals."""
     found = tails(base, drafter_of(drafter, base, VOCAB), plan, rule)
     assert min(found) > FALSE_ALARM / (len(CASES) * len(found))

@@ -1,4 +1,4 @@
-"""Losslessness by exact enumeration: the joint law of what decode() emits is the target's, to 1e-12."""
+"""Losslessness by exact enumeration: the joint distribution of what decode() emits is the target's, to 1e-12."""
 
 import itertools
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from specheads.decoding.loop import decode
 from specheads.decoding.planner import DynamicTree, SampledTree, StaticTree, chain
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
-from tests.reference.enumeration import Table, TableDrafter, TableTarget, distance, output_law, probs_of, true_law
+from tests.reference.enumeration import Table, TableDrafter, TableTarget, distance, output_probs, probs_of, true_probs
 
 DRAFTS = {
     "unlike": lambda v: (Table(v, 1), Table(v, 2)),
@@ -45,8 +45,8 @@ CASES = {
 def test_exact_rule_reproduces_p(case, drafts):
     plan, vocab_size, length, steps = CASES[case]
     target, draft = DRAFTS[drafts](vocab_size)
-    law = output_law(target, draft, plan, [(0, 1)], length, steps=steps)
-    assert distance(law, true_law(target, [(0, 1)], length)) < 1e-12
+    probs = output_probs(target, draft, plan, [(0, 1)], length, steps=steps)
+    assert distance(probs, true_probs(target, [(0, 1)], length)) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -55,30 +55,30 @@ def test_exact_rule_reproduces_p(case, drafts):
     ids=repr,
 )
 def test_exact_rule_reproduces_p_in_every_row(plan, length):
-    """Two rows of unlike prompts: the joint law is the product, so nothing leaks from row to row."""
+    """Two rows of unlike prompts: the joint distribution is the product, so nothing leaks from row to row."""
     target, draft = Table(2, 5), Table(2, 6)
     prompts = [(1,), (0, 1, 1)]
-    law = output_law(target, draft, plan, prompts, length)
-    assert distance(law, true_law(target, prompts, length)) < 1e-12
+    probs = output_probs(target, draft, plan, prompts, length)
+    assert distance(probs, true_probs(target, prompts, length)) < 1e-12
 
 
 @pytest.mark.parametrize("plan", [None, chain(2), STATIC, SampledTree((1,)), SampledTree((1, 1))], ids=repr)
 def test_exact_rule_reproduces_p_up_to_eos(plan):
     target, draft = Table(2, 7), Table(2, 8)
-    law = output_law(target, draft, plan, [(1,)], 3, eos=0)
-    assert {len(rows[0]) for rows in law} == {1, 2, 3}
-    assert distance(law, true_law(target, [(1,)], 3, eos=0)) < 1e-12
+    probs = output_probs(target, draft, plan, [(1,)], 3, eos=0)
+    assert {len(rows[0]) for rows in probs} == {1, 2, 3}
+    assert distance(probs, true_probs(target, [(1,)], 3, eos=0)) < 1e-12
 
 
-def test_a_row_that_ended_leaves_the_others_their_law():
+def test_a_row_that_ended_leaves_the_others_their_distribution():
     target, draft = Table(2, 7), Table(2, 8)
     prompts = [(1,), (0, 1)]
-    law = output_law(target, draft, chain(2), prompts, 3, eos=0)
-    assert distance(law, true_law(target, prompts, 3, eos=0)) < 1e-12
+    probs = output_probs(target, draft, chain(2), prompts, 3, eos=0)
+    assert distance(probs, true_probs(target, prompts, 3, eos=0)) < 1e-12
 
 
 def test_a_row_that_ended_stays_where_it_is():
-    """Or it would outgrow the cache and the position tables while the others go on."""
+    """Or it would outgrow the cache and the position tables while the others continue."""
     target = TableTarget(Table(5, 1))
     drafter = TableDrafter(Table(5, 1))
     ids = torch.tensor([[1, 2], [3, 4]])
@@ -95,7 +95,7 @@ def test_a_row_that_ended_stays_where_it_is():
 def test_sampled_trees_are_lossless_as_point_masses_too(plan):
     """The draft's coins are not the target's, so q may always be dropped."""
     target, draft = Table(3, 1), Table(3, 2)
-    law = output_law(
+    probs = output_probs(
         target,
         draft,
         plan,
@@ -104,7 +104,7 @@ def test_sampled_trees_are_lossless_as_point_masses_too(plan):
         steps=1,
         change=lambda tree: DraftTree(tree.tokens, tree.parents, tree.max_depth),
     )
-    assert distance(law, true_law(target, [(0, 1)], 3)) < 1e-12
+    assert distance(probs, true_probs(target, [(0, 1)], 3)) < 1e-12
 
 
 # --- The enumeration notices a broken rule ---
@@ -118,13 +118,13 @@ class Scalar(LevelRule):
     subtract_q: bool = True
     drop_x: bool = True
 
-    def _judged(self, laws, row, node):
-        """{child: how likely it is kept behind the refusal of those before it}, and what is left of p."""
-        p, chances = laws.p[row, node].tolist(), {}
-        children = [i for i, above in enumerate(laws.tree.parents[row].tolist()) if above == node]
-        q = laws.tree.probs[row, children[0]].tolist() if children else None
+    def _judged(self, target, row, node):
+        """{child: its chance to be accepted after the earlier siblings were rejected}, and what is left of p."""
+        p, chances = target.p[row, node].tolist(), {}
+        children = [i for i, above in enumerate(target.tree.parents[row].tolist()) if above == node]
+        q = target.tree.probs[row, children[0]].tolist() if children else None
         for node in children:
-            x = int(laws.tree.tokens[row, node])
+            x = int(target.tree.tokens[row, node])
             chances[node] = min(1.0, p[x] / q[x])
             if self.subtract_q:
                 excess = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
@@ -134,24 +134,24 @@ class Scalar(LevelRule):
                 q = [value / (sum(rest) or 1.0) for value in rest]
         return chances, p
 
-    def accept_mask(self, laws):
-        made = torch.zeros(laws.tree.tokens.shape, dtype=torch.float64)
+    def accept_mask(self, target):
+        made = torch.zeros(target.tree.tokens.shape, dtype=torch.float64)
         for row in range(len(made)):
-            for above in range(laws.tree.num_nodes):
-                for node, chance in self._judged(laws, row, above)[0].items():
+            for above in range(target.tree.num_nodes):
+                for node, chance in self._judged(target, row, above)[0].items():
                     made[row, node] = chance
-        return laws.sampler.bernoulli(made)
+        return target.sampler.bernoulli(made)
 
-    def bonus_weights(self, laws, node):
-        rows = [self._judged(laws, row, place)[1] for row, place in enumerate(node.tolist())]
+    def bonus_weights(self, target, node):
+        rows = [self._judged(target, row, i)[1] for row, i in enumerate(node.tolist())]
         return torch.tensor(rows, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("plan", [SampledTree((2,)), SampledTree((2, 1)), SampledTree((3,))], ids=repr)
 def test_the_rule_written_twice_agrees(plan):
     target, draft = Table(3, 1), Table(3, 2)
-    laws = [output_law(target, draft, plan, [(0, 1)], 3, steps=1, accept=rule) for rule in (Exact(), Scalar())]
-    assert distance(*laws) < 1e-12
+    both = [output_probs(target, draft, plan, [(0, 1)], 3, steps=1, accept=rule) for rule in (Exact(), Scalar())]
+    assert distance(*both) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -165,15 +165,15 @@ def test_the_rule_written_twice_agrees(plan):
 )
 def test_enumeration_notices_a_broken_rule(broken, plan):
     target, draft = Table(3, 1), Table(3, 2)
-    law = output_law(target, draft, plan, [(0, 1)], 3, steps=1, accept=broken)
-    assert distance(law, true_law(target, [(0, 1)], 3)) > 1e-3
+    probs = output_probs(target, draft, plan, [(0, 1)], 3, steps=1, accept=broken)
+    assert distance(probs, true_probs(target, [(0, 1)], 3)) > 1e-3
 
 
 def test_enumeration_notices_a_residual_that_returns_p(monkeypatch):
     monkeypatch.setattr("specheads.decoding.acceptance.exact.residual", lambda p, q: p)
     target, draft = Table(3, 1), Table(3, 2)
-    law = output_law(target, draft, SampledTree((1,)), [(0, 1)], 3)
-    assert distance(law, true_law(target, [(0, 1)], 3)) > 1e-3
+    probs = output_probs(target, draft, SampledTree((1,)), [(0, 1)], 3)
+    assert distance(probs, true_probs(target, [(0, 1)], 3)) > 1e-3
 
 
 @pytest.mark.parametrize("plan", [SampledTree((1,)), SampledTree((2,))], ids=repr)
@@ -183,23 +183,23 @@ def test_enumeration_notices_a_wrong_q(plan):
     def flatten(tree):
         return replace(tree, probs=torch.full_like(tree.probs, 1 / 3))
 
-    law = output_law(target, draft, plan, [(0, 1)], 3, steps=1, change=flatten)
-    assert distance(law, true_law(target, [(0, 1)], 3)) > 1e-3
+    probs = output_probs(target, draft, plan, [(0, 1)], 3, steps=1, change=flatten)
+    assert distance(probs, true_probs(target, [(0, 1)], 3)) > 1e-3
 
 
 def test_enumeration_notices_a_draft_in_place_of_the_target():
     class AcceptAll(LevelRule):
         lossless = True
 
-        def accept_mask(self, laws):
-            return laws.tree.topology.drafted
+        def accept_mask(self, target):
+            return target.tree.topology.drafted
 
-        def bonus_weights(self, laws, node):
-            return Exact().bonus_weights(laws, node)
+        def bonus_weights(self, target, node):
+            return Exact().bonus_weights(target, node)
 
     target, draft = Table(3, 1), Table(3, 2)
-    law = output_law(target, draft, chain(1), [(0, 1)], 3, accept=AcceptAll())
-    assert distance(law, true_law(target, [(0, 1)], 3)) > 1e-3
+    probs = output_probs(target, draft, chain(1), [(0, 1)], 3, accept=AcceptAll())
+    assert distance(probs, true_probs(target, [(0, 1)], 3)) > 1e-3
 
 
 # --- How much is accepted ---
@@ -213,14 +213,14 @@ def level(num_children, q=None):
     return DraftTree(tokens, parents, 1, probs)
 
 
-def test_point_mass_children_are_kept_with_their_share_of_p():
+def test_point_mass_children_are_accepted_with_their_share_of_p():
     p = torch.tensor([0.5, 0.2, 0.25, 0.05], dtype=torch.float64)
     logits = p.log().expand(1, 4, -1)
-    law = probs_of(lambda sampler: int(walk(level(3), logits, Exact(), sampler).length))
-    assert law[2] == pytest.approx(0.95, abs=1e-12)
+    probs = probs_of(lambda sampler: int(walk(level(3), logits, Exact(), sampler).length))
+    assert probs[2] == pytest.approx(0.95, abs=1e-12)
 
 
-def test_a_sampled_child_is_kept_with_chance_sum_of_min():
+def test_a_sampled_child_is_accepted_with_chance_sum_of_min():
     p = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
     q = torch.tensor([0.2, 0.7, 0.1], dtype=torch.float64)
 
@@ -238,8 +238,8 @@ def test_residual_is_what_p_has_beyond_q():
 
 
 @pytest.mark.parametrize("accept", [Exact(), Lenient(1.0)])
-def test_what_three_refused_siblings_leave_completes_the_law(accept):
-    """Over six tokens, so that several are left behind the last of them."""
+def test_what_three_rejected_siblings_leave_completes_the_distribution(accept):
+    """Over six tokens, so that several are left after the last of them."""
     generator = torch.Generator().manual_seed(3)
     p, q = torch.rand(2, 6, generator=generator, dtype=torch.float64).pow(2).softmax(-1)
     emitted, sampler = torch.zeros_like(p), Sampler(do_sample=True)
@@ -248,12 +248,12 @@ def test_what_three_refused_siblings_leave_completes_the_law(accept):
         for token in drawn:
             chance, left = chance * float(q[token]) / left, left - float(q[token])
         tree = DraftTree(torch.tensor([[0, *drawn]]), torch.tensor([[-1, 0, 0, 0]]), 1, q.expand(1, 4, -1))
-        laws = TargetProbs(tree, p.log().expand(1, 4, -1), sampler)
-        kept_chances = accept_probs(laws, laws.p)
+        target = TargetProbs(tree, p.log().expand(1, 4, -1), sampler)
+        kept_chances = accept_probs(target, target.p)
         for token, kept in zip(drawn, kept_chances[0, 1:].clamp(max=1).tolist(), strict=True):
             emitted[token] += chance * kept
             chance *= 1 - kept
-        rest = accept.bonus_weights(laws, torch.tensor([0]))[0]
+        rest = accept.bonus_weights(target, torch.tensor([0]))[0]
         emitted += chance * rest / rest.sum()
     torch.testing.assert_close(emitted, p, rtol=0, atol=1e-12)
 
@@ -262,7 +262,7 @@ def test_what_three_refused_siblings_leave_completes_the_law(accept):
 
 
 def greedy_logits(tree, wanted, vocab_size=10):
-    """Logits (B, N, V) whose best token behind node i of row b is wanted[b][i]."""
+    """Logits (B, N, V) whose best token after node i of row b is wanted[b][i]."""
     return torch.nn.functional.one_hot(torch.tensor(wanted), vocab_size).float()
 
 

@@ -40,7 +40,7 @@ def test_the_rows_of_a_batch_are_searched_each_on_its_own():
 
 
 def test_a_table_for_another_vocabulary_is_refused_before_anything_is_drafted(base):
-    with pytest.raises(ValueError, match="has 3 entries, but the vocabulary 97 ids"):
+    with pytest.raises(ValueError, match=r"3.*97"):
         generate(base, torch.tensor([[5]]), drafter=MaxGram(bigrams=[0, 1, 2]), max_new_tokens=4)
 
 
@@ -57,9 +57,9 @@ def test_the_table_holds_the_most_frequent_followers():
     rows = [[rng.randrange(12) for _ in range(rng.randint(0, 40))] for _ in range(20)]
     table = count_bigrams(rows, 14)
     for token in range(14):
-        behind = [b for row in rows for a, b in pairwise(row) if a == token]
-        best = max(map(behind.count, behind), default=0)
-        assert table[token] == (min(b for b in behind if behind.count(b) == best) if behind else 0)
+        after = [b for row in rows for a, b in pairwise(row) if a == token]
+        best = max(map(after.count, after), default=0)
+        assert table[token] == (min(b for b in after if after.count(b) == best) if after else 0)
     assert table[12:] == [0, 0]
 
 
@@ -109,7 +109,7 @@ def test_the_command_counts_a_corpus(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("train/bigram.py: no file 'no.txt'")
 
 
-def test_a_drafter_with_the_table_drafts_behind_ids_never_seen():
+def test_a_drafter_with_the_table_drafts_after_ids_never_seen():
     base = tiny_llama()
     bigrams = [(token + 1) % 97 for token in range(97)]
     ids = torch.tensor([[5, 9]])

@@ -268,7 +268,7 @@ def test_a_grammar_is_rolled_back_from_its_end(compiled):
 @pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_a_grammar_library_judges_trees_of_drafts(model, compiled, batch, ends):
-    """ends: is the grammar's last token the end of text? Else the library goes on with its last mask."""
+    """ends: is the grammar's last token the end of text? Else the library continues with its last mask."""
     from xgrammar.contrib.hf import LogitsProcessor as GrammarProcessor
 
     inputs = BATCHES[batch]

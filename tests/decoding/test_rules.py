@@ -29,7 +29,7 @@ from specheads import (
 from specheads.decoding.acceptance import walk
 from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.tree.draft_logits import DraftLogits
-from tests.reference.enumeration import Table, TableDrafter, TableTarget, distance, probs_of, step_law
+from tests.reference.enumeration import Table, TableDrafter, TableTarget, distance, probs_of, step_probs
 from tests.support.prompts import BATCHES
 
 V = 12
@@ -61,14 +61,14 @@ def single_children(num):
 
 @pytest.mark.parametrize("sampler", ["greedy", "warm"])
 @pytest.mark.parametrize("rule", REFERENCES, ids=repr)
-def test_a_token_stands_where_its_formula_says_so(rule, sampler):
-    """Greedy judges by the law at temperature 1, sampling by the law it samples from."""
+def test_a_token_is_accepted_where_its_formula_says_so(rule, sampler):
+    """Greedy judges by the distribution at temperature 1, sampling by the distribution it samples from."""
     temperature = {"greedy": 1.0, "warm": 0.6}[sampler]
     processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     generator = torch.Generator().manual_seed(0)
     made = {"greedy": Sampler(), "warm": Sampler(processors, do_sample=True, generator=generator)}[sampler]
     tokens, parents = single_children(V)
-    stood = []
+    accepted = []
     for seed in range(10):
         p, q = (torch.randn(V, generator=torch.Generator().manual_seed(s)).double() for s in (seed, seed + 50))
         own, draft = ((logits / temperature).softmax(-1).tolist() for logits in (p, q))
@@ -77,22 +77,22 @@ def test_a_token_stands_where_its_formula_says_so(rule, sampler):
             tree = DraftTree(tokens, parents, 1, probs, logits)
             verdict = walk(tree, p.expand(V, 2, V), rule, made)
             assert (verdict.length == 2).tolist() == [REFERENCES[rule](own, draft, x) for x in range(V)]
-            stood += (verdict.length == 2).tolist()
+            accepted += (verdict.length == 2).tolist()
             if sampler == "greedy":
                 assert (verdict.bonus == p.argmax()).all()
-    assert 0 < sum(stood) < len(stood)
+    assert 0 < sum(accepted) < len(accepted)
 
 
 def test_cs_leniency_takes_q_as_1_where_the_drafter_gives_none():
     """The published review of n-grams: p > 1 / leniency."""
     p = torch.tensor([0.3, 0.45, 0.25]).log()
     tokens, parents = single_children(3)
-    for leniency, stands in ((2, [False, True, False]), (3.5, [True, True, False]), (4.5, [True, True, True])):
+    for leniency, accepted in ((2, [False, True, False]), (3.5, [True, True, False]), (4.5, [True, True, True])):
         verdict = walk(DraftTree(tokens, parents, 1), p.expand(3, 2, 3), CSLeniency(leniency), Sampler())
-        assert (verdict.length == 2).tolist() == stands
+        assert (verdict.length == 2).tolist() == accepted
 
 
-def test_cs_leniency_compares_with_the_drafts_law_at_each_depth():
+def test_cs_leniency_compares_with_the_drafts_distribution_at_each_depth():
     rule, accepted = CSLeniency(4), 0
     for seed in range(20):
         target, draft, prompt = Table(6, seed, scale=1), Table(6, seed + 50, scale=1), (0, 1)
@@ -122,39 +122,39 @@ def branching():
 
 def verdict_of(rule, probabilities):
     """probabilities: {node: {token: p}}; the rest is shared evenly."""
-    laws = torch.zeros(1, 9, 20)
+    probs = torch.zeros(1, 9, 20)
     for node in range(9):
         given = probabilities.get(node, {})
-        laws[0, node] = (1 - sum(given.values())) / (20 - len(given))
+        probs[0, node] = (1 - sum(given.values())) / (20 - len(given))
         for token, p in given.items():
-            laws[0, node, token] = p
-    return walk(branching(), laws.log(), rule, Sampler())
+            probs[0, node, token] = p
+    return walk(branching(), probs.log(), rule, Sampler())
 
 
 @pytest.mark.parametrize("rule", [Typical(0.1), TopN(3, 0.9), CSLeniency(9)], ids=repr)
-def test_the_longest_path_of_tokens_that_stand_is_kept(rule):
-    laws = {0: {1: 0.6, 2: 0.2, 3: 0.15}, 1: {4: 0.9}, 2: {5: 0.5}, 5: {6: 0.5}, 6: {11: 0.7}, 3: {7: 0.5}}
-    verdict = verdict_of(rule, laws)
+def test_the_longest_path_of_accepted_tokens_is_kept(rule):
+    probs = {0: {1: 0.6, 2: 0.2, 3: 0.15}, 1: {4: 0.9}, 2: {5: 0.5}, 5: {6: 0.5}, 6: {11: 0.7}, 3: {7: 0.5}}
+    verdict = verdict_of(rule, probs)
     assert verdict.path[0, : verdict.length[0]].tolist() == [0, 2, 5, 6] and int(verdict.bonus) == 11
     assert verdict.path.shape == (1, 4)
 
 
 @pytest.mark.parametrize("rule", [Typical(0.1), TopN(3, 0.9), CSLeniency(9)], ids=repr)
 def test_among_equally_long_paths_the_likeliest_is_kept(rule):
-    laws = {0: {2: 0.2, 3: 0.4}, 2: {5: 0.9}, 5: {6: 0.9}, 3: {7: 0.5}, 7: {8: 0.6}}
-    assert verdict_of(rule, laws).path.tolist() == [[0, 2, 5, 6]]  # .2 × .9 × .9 = .162 against .4 × .5 × .6 = .12
-    laws[3] = {7: 0.8}
-    assert verdict_of(rule, laws).path.tolist() == [[0, 3, 7, 8]]
+    probs = {0: {2: 0.2, 3: 0.4}, 2: {5: 0.9}, 5: {6: 0.9}, 3: {7: 0.5}, 7: {8: 0.6}}
+    assert verdict_of(rule, probs).path.tolist() == [[0, 2, 5, 6]]  # .2 × .9 × .9 = .162 against .4 × .5 × .6 = .12
+    probs[3] = {7: 0.8}
+    assert verdict_of(rule, probs).path.tolist() == [[0, 3, 7, 8]]
 
 
-def test_a_child_does_not_stand_where_its_parent_falls():
+def test_a_child_is_rejected_where_its_parent_is():
     verdict = verdict_of(Typical(0.1), {0: {9: 0.99}, 2: {5: 0.9}, 5: {6: 0.9}})
     assert verdict.length.tolist() == [1] and verdict.bonus.tolist() == [9]
 
 
 @pytest.mark.parametrize("rule", [Typical(1e-9, 1e-9), TopN(20, 1.0), CSLeniency(1e9), Lenient(1e-9)], ids=repr)
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_a_token_that_a_processor_rules_out_never_stands(rule, do_sample):
+def test_a_token_that_a_processor_rules_out_is_never_accepted(rule, do_sample):
     processors = LogitsProcessorList([SuppressTokensLogitsProcessor([2, 7])])
     sampler = Sampler(processors, do_sample=do_sample, generator=torch.Generator().manual_seed(0))
     verdict = walk(branching(), torch.zeros(1, 9, 20), rule, sampler)
@@ -171,15 +171,15 @@ def test_a_lenient_token_is_emitted_as_often_as_the_formula_says(leniency):
     taken = [b * min(1, a / (leniency * b)) for a, b in zip(p, q, strict=True)]
     left = [max(0, a - b) for a, b in zip(p, q, strict=True)]
     wanted = {x: taken[x] + (1 - sum(taken)) * left[x] / sum(left) for x in range(4)}
-    law = step_law(target, draft, SampledTree((1,)), Lenient(leniency), (0, 1))
-    first = {x: sum(chance for tokens, chance in law.items() if tokens[0] == x) for x in range(4)}
+    probs = step_probs(target, draft, SampledTree((1,)), Lenient(leniency), (0, 1))
+    first = {x: sum(chance for tokens, chance in probs.items() if tokens[0] == x) for x in range(4)}
     assert distance(first, wanted) < 1e-12
     assert all(first[x] <= p[x] / leniency + 1e-12 for x in range(4))
 
 
 @pytest.mark.parametrize("leniency", [0.4, 1.0])
 @pytest.mark.parametrize("plan", [chain(1), StaticTree(((0,), (1,)))], ids=repr)
-def test_a_point_mass_is_a_one_hot_law(plan, leniency):
+def test_a_point_mass_is_a_one_hot_distribution(plan, leniency):
     p = [0.2, 0.1, 0.4, 0.3]
     tokens = torch.tensor([[0, 1, 3]])[:, : plan.num_nodes]
     tree = DraftTree(tokens, torch.tensor([[-1, 0, 0]])[:, : plan.num_nodes], 1)
@@ -189,10 +189,10 @@ def test_a_point_mass_is_a_one_hot_law(plan, leniency):
         verdict = walk(tree, logits, Lenient(leniency), sampler)
         return int(verdict.path[0, verdict.last])
 
-    law = probs_of(end)
+    probs = probs_of(end)
     first = 0.1 / leniency
     second = (1 - first) * (0.3 / 0.9) / leniency if plan.num_nodes == 3 else 0
-    assert law.get(1, 0) == pytest.approx(first, abs=1e-12) and law.get(2, 0) == pytest.approx(second, abs=1e-12)
+    assert probs.get(1, 0) == pytest.approx(first, abs=1e-12) and probs.get(2, 0) == pytest.approx(second, abs=1e-12)
 
 
 # --- Every rule, every tree, through generate() ---
@@ -230,7 +230,7 @@ def test_every_rule_runs_on_every_tree_and_batch(model, greedy, name, tree):
     rule = RULES[name]
     assert rule.lossless == (name in LOSSLESS)
     if (name, tree) == ("block", "sampled"):
-        with pytest.raises(ValueError, match="Block judges chains"):
+        with pytest.raises(ValueError, match="Block"):
             model.generate(**BATCHES["one"], max_new_tokens=8, tree=TREES[tree], accept=rule)
         return
     for batch, inputs in BATCHES.items():

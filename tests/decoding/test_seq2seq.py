@@ -84,7 +84,7 @@ def test_chain_logits_equal_those_of_a_fresh_forward_at_rows_of_any_length(famil
         for row, text in enumerate(texts):
             assert torch.allclose(logits[row], fresh(row, text + tokens[row].tolist())[-4:], atol=1e-9)
         kept = [4, 1 + step % 4, 1 + (step + 2) % 3]
-        target.commit(torch.arange(4).expand(3, -1), torch.tensor(kept), 40)
+        target.commit(torch.arange(4).expand(3, -1), torch.tensor(kept))
         for text, row, n in zip(texts, tokens.tolist(), kept, strict=True):
             text += row[:n]
     assert len({len(text) for text in texts}) == 3
@@ -112,7 +112,7 @@ def test_a_cache_that_grows_keeps_what_it_holds(monkeypatch):
     for _ in range(8):
         tokens = torch.randint(3, V, (1, 3))
         logits = target.verify(chains(tokens)).logits
-        target.commit(torch.arange(3).expand(1, -1), torch.tensor([3]), 60)
+        target.commit(torch.arange(3).expand(1, -1), torch.tensor([3]))
         text += tokens[0].tolist()
     fresh = base(input_ids=torch.tensor(SOURCES[:1]), decoder_input_ids=torch.tensor([text])).logits
     assert torch.allclose(logits, fresh[:, -3:], atol=1e-9)
@@ -293,7 +293,7 @@ def test_a_draft_model_says_what_it_misses(monkeypatch):
     encoded = base.get_encoder()(**inputs)
     with pytest.raises(ValueError, match="its ids are not known; give input_ids"):
         specheads.generate(base, encoder_outputs=encoded, max_new_tokens=5, drafter=DraftModel(tiny_t5()))
-    with pytest.raises(ValueError, match="vocabulary of 50, the target one of 97"):
+    with pytest.raises(ValueError, match=r"50.*97"):
         specheads.generate(base, **inputs, max_new_tokens=5, drafter=DraftModel(tiny_t5(vocab_size=50)))
     with pytest.raises(ValueError, match="positions for 4 tokens"):
         specheads.generate(base, **inputs, max_new_tokens=5, drafter=DraftModel(tiny_bart(max_position_embeddings=4)))

@@ -288,5 +288,5 @@ def test_sampled_beams_follow_the_seed_and_leave_the_global_generator_alone(pair
 
 def test_beams_and_drafts_are_refused_together(pair):
     for options in ({"drafter": PromptLookup()}, {"accept": Typical()}):
-        with pytest.raises(ValueError, match="beam search does not combine with drafts; give num_beams=1 to draft"):
+        with pytest.raises(ValueError, match="num_beams=1"):
             specheads.generate(pair[0], **BATCHES["one"], num_beams=2, max_new_tokens=3, **options)

@@ -1,4 +1,4 @@
-"""walk() judges all nodes at once: the same law as going down node by node."""
+"""walk() judges all nodes at once: the same distribution as going down node by node."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from specheads import (
 from specheads.decoding.acceptance import Ensemble, LevelRule, Verdict, walk
 from specheads.decoding.acceptance.paths import path_to
 from specheads.decoding.probs.sampler import Sampler
-from tests.reference.enumeration import Table, distance, output_law, probs_of, step_law
+from tests.reference.enumeration import Table, distance, output_probs, probs_of, step_probs
 
 LEVEL_RULES = [
     Exact(), Lenient(0.5), NoResidual(), Ensemble(0.6), Fuzzy(0.1), Fuzzy(0.3, "tv"), Fuzzy(0.1, "tv", mode="rescue"),
@@ -31,25 +31,25 @@ LEVEL_RULES = [
 ALL_RULES = [*LEVEL_RULES, Block(), Traversal(), Typical(), TopN(), Margin(0.5)]
 
 
-def first_near(rule, laws, children):
+def first_near(rule, target, children):
     """The first of one node's children that a fuzzy rule may keep whatever the coins say, None elsewhere."""
-    allowed = [child for child in children if laws.first_allowed[0, child]]
+    allowed = [child for child in children if target.first_allowed[0, child]]
     if not isinstance(rule, Fuzzy) or not allowed:
         return None
-    distance = float(rule.distance(laws)[0, laws.tree.parents[0, allowed[0]]])
+    distance = float(rule.distance(target)[0, target.tree.parents[0, allowed[0]]])
     return allowed[0] if distance <= rule.threshold else None
 
 
-def first_kept(rule, laws, node, children):
-    """The first of one node's children that its coin keeps, as published, or None where there is none; and the law of
-    what follows where no child is kept."""
+def first_accepted(rule, target, node, children):
+    """The first child that its coin accepts, as published, or None where there is none; and the distribution of what
+    follows where no child is accepted."""
     leniency = getattr(rule, "leniency", 1)
-    whole = p = laws.p_at(torch.tensor([node]))[0]  # Ensemble's: what it judges by
-    drawn = None if laws.tree.probs is None else laws.tree.probs[0, children[0]] if children else p
+    whole = p = target.p_at(torch.tensor([node]))[0]  # Ensemble's: what it judges by
+    drawn = None if target.tree.probs is None else target.tree.probs[0, children[0]] if children else p
     for child in children:
-        x = laws.tree.tokens[0, child]
+        x = target.tree.tokens[0, child]
         q = torch.zeros_like(p).index_fill(0, x, 1) if drawn is None else drawn
-        if laws.sampler.coin(float((p[x] / (leniency * q[x])).clamp(max=1))):
+        if target.sampler.coin(float((p[x] / (leniency * q[x])).clamp(max=1))):
             return child, p
         if (p > q).any():
             p = (p - q).clamp_min(0) / (p - q).clamp_min(0).sum()
@@ -71,25 +71,26 @@ def first_kept(rule, laws, node, children):
     ids=repr,
 )
 @pytest.mark.parametrize("rule", LEVEL_RULES, ids=repr)
-def test_judging_all_nodes_at_once_and_going_down_level_by_level_give_one_law(rule, plan, monkeypatch):
+@pytest.mark.sampled(5)
+def test_judging_all_nodes_at_once_and_going_down_level_by_level_give_one_distribution(rule, plan, monkeypatch):
     pairs = [(Table(3, one, holes=True), Table(3, other)) for one, other in ((1, 2), (4, 24))]
-    at_once = [step_law(*tables, plan, rule, (0, 1)) for tables in pairs]
+    at_once = [step_probs(*tables, plan, rule, (0, 1)) for tables in pairs]
 
-    def level_by_level(rule, laws):
-        parents, node, going = laws.tree.parents[0].tolist(), 0, True
+    def level_by_level(rule, target):
+        parents, node, going = target.tree.parents[0].tolist(), 0, True
         while going:
             children = [child for child, parent in enumerate(parents) if parent == node]
-            near = first_near(rule, laws, children)
-            kept, law = first_kept(rule, laws, node, children)
+            near = first_near(rule, target, children)
+            kept, probs = first_accepted(rule, target, node, children)
             if near is not None and (kept is None or rule.mode == "divergence"):
                 kept = near
             going = kept is not None
             node = kept if going else node
-        return Verdict(*path_to(laws.tree, torch.tensor([node])), laws.sampler.draw(law.unsqueeze(0)))
+        return Verdict(*path_to(target.tree, torch.tensor([node])), target.sampler.draw(probs.unsqueeze(0)))
 
     monkeypatch.setattr(LevelRule, "judge", level_by_level)
-    for tables, law in zip(pairs, at_once, strict=True):
-        assert distance(law, step_law(*tables, plan, rule, (0, 1))) < 1e-12
+    for tables, probs in zip(pairs, at_once, strict=True):
+        assert distance(probs, step_probs(*tables, plan, rule, (0, 1))) < 1e-12
 
 
 @pytest.mark.parametrize("rule", ALL_RULES, ids=repr)
@@ -107,9 +108,9 @@ def test_where_nothing_is_drafted_a_token_is_drawn_from_the_target(rule):
 @pytest.mark.parametrize("rule", LEVEL_RULES, ids=repr)
 def test_the_rows_of_a_batch_are_judged_as_each_alone(rule, plan):
     tables, prompts = (Table(2, 1), Table(2, 2)), [(0, 1), (1, 1)]
-    alone = [output_law(*tables, plan, [prompt], 2, accept=rule, steps=1) for prompt in prompts]
+    alone = [output_probs(*tables, plan, [prompt], 2, accept=rule, steps=1) for prompt in prompts]
     both = {(*a, *b): p * q for a, p in alone[0].items() for b, q in alone[1].items()}
-    assert distance(output_law(*tables, plan, prompts, 2, accept=rule, steps=1), both) < 1e-12
+    assert distance(output_probs(*tables, plan, prompts, 2, accept=rule, steps=1), both) < 1e-12
 
 
 NAN = torch.nan
@@ -117,8 +118,8 @@ NAN = torch.nan
 
 @pytest.mark.parametrize("rule", [Exact(), Lenient(0.5), Block(), Traversal(), NoResidual(), Typical()], ids=repr)
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_law_that_is_no_number_is_told_of_only_where_it_is_reached(rule, sampled):
-    """The root's law is certain of token 0: node 1 has another token, node 2 that one, and 3 is below node 1."""
+def test_a_distribution_that_is_no_number_is_told_of_only_where_it_is_reached(rule, sampled):
+    """The root is certain of token 0: node 1 has another token, node 2 that one, and 3 is below node 1."""
     if sampled and rule == Block():
         parents, tokens = [-1, 0, 1], [3, 1, 0]
     else:
@@ -140,7 +141,7 @@ def test_a_law_that_is_no_number_is_told_of_only_where_it_is_reached(rule, sampl
 
 @pytest.mark.parametrize("gap", [690.0, 712.0, 730.0, 760.0])
 @pytest.mark.parametrize("rule", [Exact(), Traversal()], ids=repr)
-def test_a_sibling_drawn_from_next_to_nothing_leaves_the_law_as_it_is(rule, gap):
+def test_a_sibling_drawn_from_next_to_nothing_leaves_the_distribution_as_it_is(rule, gap):
     """In float64, whose numbers end where the chances of exp(−gap) do."""
 
     class Fixed(Table):
@@ -154,6 +155,6 @@ def test_a_sibling_drawn_from_next_to_nothing_leaves_the_law_as_it_is(rule, gap)
     target, draft = Fixed([0.4, 0.3, 0.3]), Fixed([0.0, -gap, -torch.inf])
     target.logits = target.logits.log()
     first = {}
-    for tokens, chance in step_law(target, draft, SampledTree((2, 1)), rule, (0, 1)).items():
+    for tokens, chance in step_probs(target, draft, SampledTree((2, 1)), rule, (0, 1)).items():
         first[tokens[0]] = first.get(tokens[0], 0.0) + chance
     assert distance(first, {0: 0.4, 1: 0.3, 2: 0.3}) < 1e-9

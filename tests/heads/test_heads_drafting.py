@@ -181,7 +181,7 @@ class Recorded:
     ids=lambda plan: type(plan).__name__,
 )  # fmt: skip
 @pytest.mark.parametrize(("kind", "options"), [("hydra", {"prefix_layer": True}), ("eagle3", {"num_layers": 2})])
-def test_every_node_of_a_tree_is_scored_behind_its_own_path(kind, options, plan):
+def test_every_node_of_a_tree_is_scored_after_its_own_path(kind, options, plan):
     model = spec_model(kind, **options).eval()
     recorded = Recorded(plan)
     sampled = not isinstance(plan, StaticTree | DynamicTree)

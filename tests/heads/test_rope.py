@@ -28,7 +28,7 @@ def table(rope, positions, head_dim=DIM):
 
 @pytest.mark.parametrize("name", [*EVERY, "Kimi"])
 @pytest.mark.parametrize(("head_dim", "theta"), [(DIM, 500.0), (128, 500_000.0)])
-def test_the_table_is_that_of_transformers_also_far_behind_the_original_length(name, head_dim, theta):
+def test_the_table_is_that_of_transformers_also_far_beyond_the_original_length(name, head_dim, theta):
     rope = {**EVERY.get(name, KIMI), "rope_theta": theta}
     if head_dim == 128 and "original_max_position_embeddings" in rope:
         rope["original_max_position_embeddings"] = 8192

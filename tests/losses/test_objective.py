@@ -204,6 +204,7 @@ def test_an_unknown_or_unweighted_loss_is_refused(text):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sampled(5)
 def test_the_teacher_is_the_distribution_of_the_base_and_the_taps_are_its_hidden_states(family):
     base = build(*FAMILIES[family])
     ids, mask = torch.randint(3, 60, (2, 7)), torch.tensor([[1] * 7, [1] * 4 + [0] * 3])

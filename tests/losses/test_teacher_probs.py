@@ -33,7 +33,7 @@ def coarse(p, q, k, draft):
             first.append(p[token])
             second.append(q[ids.index(token)])
     rest = [i for i, token in enumerate(ids) if token not in kept]
-    if rest:  # every unknown token is taken to lie in the draft vocabulary
+    if rest:  # every unknown token counts as one of the draft vocabulary
         first.append(sum(p[token] for token in others))
         second.append(sum(q[i] for i in rest))
     mass = sum(first)

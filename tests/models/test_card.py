@@ -1,4 +1,4 @@
-"""The model card says what a run left behind and nothing of the machine; the recipe it shows is one that runs again."""
+"""The model card says what a run did and nothing of the machine; the recipe it shows is one that runs again."""
 
 import json
 
@@ -32,7 +32,7 @@ def run(named, tmp_path):
     return folder
 
 
-def test_the_card_says_what_the_run_left_behind(run):
+def test_the_card_says_what_the_run_did(run):
     model = SpecModel.from_pretrained(run)
     model.config.base_model_name_or_path = "org/base"
     text = card(model.config, model.base, model.head, repo_id="someone/head", license="apache-2.0")

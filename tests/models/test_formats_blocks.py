@@ -52,14 +52,14 @@ def lm_head_of(base):
     return base.get_output_embeddings().weight.detach()
 
 
-def assert_drafts_as_theirs(model, form, tensors, base, behind=None):
+def assert_drafts_as_theirs(model, form, tensors, base, predicts_next=None):
     narrow = "d2t" in tensors
     lm_head, ids = tensors["lm_head.weight"] if narrow else lm_head_of(base), None
     if narrow:
         ids = torch.arange(40) + tensors["d2t"]
     assert_drafts(
         model,
-        lambda s, t, d: foreign_blocks.logits(tensors, form, s, embeddings(base), lm_head, t, d, behind),
+        lambda s, t, d: foreign_blocks.logits(tensors, form, s, embeddings(base), lm_head, t, d, predicts_next),
         ids,
     )
 
@@ -77,12 +77,12 @@ def assert_drafts_as_theirs(model, form, tensors, base, behind=None):
 def test_a_head_drafts_what_its_own_forward_says(form, options, base, tmp_path, hf_log):
     tensors = foreign_blocks.head(tmp_path / "head", form, base=base, **options)
     model = SpecModel.from_pretrained(tmp_path / "head", base=base)
-    behind = options.get("sample_from_anchor", form in MARKED)
+    predicts_next = options.get("sample_from_anchor", form in MARKED)
     config = model.head.config
     assert (model.head.layers, config.block_size, config.causal) == ((1, 4, 6), 4, form == "jetspec")
-    assert config.sample_from_anchor == behind and model.head.scored_depths == (4 if behind else 3)
+    assert config.sample_from_anchor == predicts_next and model.head.scored_depths == (4 if predicts_next else 3)
     assert [r for r in hf_log.records if f"holds {TITLES.get(form, 'DFlash (z-lab')}" in r.getMessage()]
-    assert_drafts_as_theirs(model, form, tensors, base, behind)
+    assert_drafts_as_theirs(model, form, tensors, base, predicts_next)
 
 
 @pytest.mark.parametrize(("to", "form", "options"), HELD)
@@ -114,8 +114,8 @@ def layers_read(form, config):
     """hidden_states that the readers of a form feed the head."""
     if form in ("dspark", "dflash"):  # speculators, and vLLM of what it wrote
         return config["aux_hidden_state_layer_ids"]
-    place = config if form == "deepspec" else config["dflash_config"]
-    return [i + 1 for i in place["target_layer_ids"]]  # z-lab, JetSpec, ModelOpt, DeepSpec and vLLM: of outputs
+    table = config if form == "deepspec" else config["dflash_config"]
+    return [i + 1 for i in table["target_layer_ids"]]  # z-lab, JetSpec, ModelOpt, DeepSpec and vLLM: of outputs
 
 
 def test_the_configs_are_those_of_the_tables(base, tmp_path):
@@ -175,7 +175,7 @@ THEIRS_REFUSED = [
     ("dspark", {"markov_rank": 4}, "markov_head.markov_w1.weight has shape"),
     ("dspark", {"speculators_model_type": "dflash"}, "unknown confidence_head.proj.bias"),
     ("dspark", {"speculators_model_type": "dflash2"}, "of type 'dflash2'; eagle3, dflash and dspark ones are read"),
-    ("dflash", {"block_size": 1}, "a block of one slot, the root's, drafts nothing"),
+    ("dflash", {"block_size": 1}, "one slot"),
     ("dflash", {"speculators_model_type": "dspark", "markov_rank": 0}, "missing confidence_head.proj.bias"),
     ("z-lab", {"architectures": ["DFlash2DraftModel"]}, "of the class 'DFlash2DraftModel'"),
     (
@@ -196,7 +196,7 @@ THEIRS_REFUSED = [
     ("z-lab", {"inner": {"block_size": 8}}, r"its config has block_size=\[4, 8\]; expected one"),
     ("z-lab", {"is_neox_style": False}, "is_neox_style=false"),
     ("z-lab", {"logit_scale": 0.5}, "it scales its logits by 0.5"),
-    ("z-lab", {"is_causal": False, "inner": {"causal": True}}, "is_causal=false, causal=true; its readers would"),
+    ("z-lab", {"is_causal": False, "inner": {"causal": True}}, "is_causal=false, causal=true;"),
     ("jetspec", {"inner": {"causal": False}}, "causal=false, causal_head=true; its readers would disagree"),
     ("deepspec", {"architectures": ["Gemma4DSparkModel"]}, r"of the class \['Gemma4DSparkModel'\]"),
     ("deepspec", {"target_layer_ids": [-1, 3]}, r"reads hidden_states \[0\]"),

@@ -30,7 +30,7 @@ def test_an_export_for_the_eagle_repository_has_the_base_as_transformers_4_reads
     base = base_in(tmp_path / "base", rope, shards)
     before = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
     assert ("model.safetensors.index.json" in before) == shards
-    plain = {"rope_theta": 10000.0}  # the head's own, in place of its base's
+    plain = {"rope_theta": 10000.0}  # the head's own, not its base's
     out = made(base, kind, **plain, **({"draft_vocab_size": 40} if kind == "eagle3" else {})).export(
         tmp_path / "out", "eagle"
     )
@@ -53,7 +53,7 @@ def test_an_export_for_the_eagle_repository_has_the_base_as_transformers_4_reads
     assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast" and tokenizer["pad_token"] == "<|pad|>"
     assert tokenizer["additional_special_tokens"] == ["<|user|>", "<|assistant|>"]
     assert "extra_special_tokens" not in tokenizer and "message" in tokenizer["chat_template"]
-    own, again = (AutoTokenizer.from_pretrained(place) for place in (tmp_path / "base", out / "base"))
+    own, again = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "base", out / "base"))
     text = "<|user|>def f(x):\n    return x  # {folder}\n"
     assert own(text)["input_ids"] == again(text)["input_ids"]
     (program,) = blocks((out / "README.md").read_text(), "python")

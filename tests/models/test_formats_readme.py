@@ -35,34 +35,34 @@ def of_its_kind(base, to, kind, options):
 @pytest.fixture(scope="module")
 def spaced(tmp_path_factory):
     """A base in a folder whose name has a blank and a quote, loaded by its relative path."""
-    place = tmp_path_factory.mktemp("place")
-    tiny_llama().save_pretrained(place / "the base's")
+    folder = tmp_path_factory.mktemp("folder")
+    tiny_llama().save_pretrained(folder / "the base's")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        yield AutoModelForCausalLM.from_pretrained("the base's"), place
+        patch.chdir(folder)
+        yield AutoModelForCausalLM.from_pretrained("the base's"), folder
 
 
 @pytest.mark.parametrize(("to", "kind", "options"), WRITTEN)
 def test_paths_in_the_commands_of_a_readme_are_absolute(to, kind, options, spaced):
-    base, place = spaced
+    base, folder = spaced
     model = of_its_kind(base, to, kind, options)
     out = Path(f"head's {to} {kind}")
-    if not (place / out).exists():
+    if not (folder / out).exists():
         model.export(out, to)
-    text = (place / out / "README.md").read_text()
+    text = (folder / out / "README.md").read_text()
     commands, programs = blocks(text, "bash"), blocks(text, "python")
     words = [word for command in commands for word in shlex.split(command.replace("\\\n", " "), comments=True)]
     for program in programs:
         words += [node.value for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Constant)]
         words += list(map(json.dumps, dicts(program)))
     paths = {value for word in words for value in values(word) if out.name in value or "the base's" in value}
-    assert str(place / out) in {path[: len(str(place / out))] for path in paths}
+    assert str(folder / out) in {path[: len(str(folder / out))] for path in paths}
     assert all(Path(path).is_absolute() for path in paths), paths
-    config = json.loads((place / out / "config.json").read_text())
+    config = json.loads((folder / out / "config.json").read_text())
     named = config.get("base_model_name_or_path") or config.get("speculators_config", {}).get("verifier", {}).get(
         "name_or_path"
     )
-    assert named in (None, str(place / "the base's"))
+    assert named in (None, str(folder / "the base's"))
 
 
 def dicts(program):
@@ -82,11 +82,11 @@ def values(word):
 def test_the_options_of_tensorrt_llm_are_yaml_whatever_the_path(to, spaced):
     import yaml
 
-    base, place = spaced
+    base, folder = spaced
     out = Path(f"options: of {to} #1")
     made(base, "eagle3", draft_vocab_size=40).export(out, to)
-    options = yaml.safe_load((place / out / "trtllm.yml").read_text())["speculative_config"]
-    assert options["speculative_model"] == str(place / out)
+    options = yaml.safe_load((folder / out / "trtllm.yml").read_text())["speculative_config"]
+    assert options["speculative_model"] == str(folder / out)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_readme_for_vllm_has_the_way_on_a_cpu_beside_that_on_a_gpu(to, kind,
 
 
 def expected(text):
-    """The rows of the README's table of figures, and all its text behind that heading."""
+    """The rows of the README's table of figures, and all its text after that heading."""
     part = text.split("## What to expect")[1]
     return [line for line in part.splitlines() if line.startswith("| ")][1:], part
 

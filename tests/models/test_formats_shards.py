@@ -44,7 +44,7 @@ def test_a_sharded_base_model_is_no_head_and_none_of_it_is_fetched(base, tmp_pat
     assert len(files) > 1
     for path in files:
         path.unlink()
-    with pytest.raises(CheckpointError, match=r"not the config of a draft head \(model_type='llama'\)"):
+    with pytest.raises(CheckpointError, match="model_type='llama'"):
         SpecModel.from_pretrained(tmp_path, base=base)
 
 
@@ -61,7 +61,7 @@ def test_a_file_that_is_cut_short_is_named(base, tmp_path):
     foreign_modelopt.shard(tmp_path)
     path = tmp_path / "model-00002-of-00003.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"model-00002-of-00003.safetensors is damaged or cut short"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003.safetensors"):
         SpecModel.from_pretrained(tmp_path, base=base)
 
 

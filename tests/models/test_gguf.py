@@ -83,7 +83,7 @@ def test_the_converter_makes_both_files_in_the_export(small, checkout, tmp_path,
     assert f"llama-server -m {out}/target.gguf -md {out}/draft.gguf " in (out / "README.md").read_text()
 
 
-def test_the_dtype_is_that_of_both_and_the_converters_own_word_on_a_tokenizer_stands(small, checkout, tmp_path):
+def test_the_dtype_is_that_of_both_and_the_converters_own_word_on_a_tokenizer_is_kept(small, checkout, tmp_path):
     (checkout / "gguf-py" / "only_gguf_py.py").write_text("known = 'llama-bpe'\n")
     model = SpecModel.from_pretrained(small / "eagle3")
     script = checkout / "convert_hf_to_gguf.py"

@@ -103,7 +103,7 @@ def test_adapters_are_saved_restored_and_decode(tmp_path):
     assert saved.keys() == restored.keys() and all(torch.equal(saved[name], restored[name]) for name in saved)
     batch = Collator(0)(rows(9, 7))
     with torch.no_grad():
-        # Bit for bit on some CPUs, whose products do not hang on where in memory a matrix lies.
+        # Bit for bit on some CPUs, whose products do not depend on where in memory a matrix is.
         torch.testing.assert_close(again(**batch).loss, model(**batch).loss, rtol=1e-12, atol=0)
     ids = torch.tensor([rows(6)[0]["input_ids"]])
     text = again.generate(ids, max_new_tokens=12, do_sample=False)

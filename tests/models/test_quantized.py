@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from specheads import SpecModel, convert
-from specheads.models import quantized
+from specheads.models.base import quantized
 from specheads.training.recipe.recipe import RecipeError, read_recipe
 from specheads.training.run import prepare
 from tests.support.paths import ROOT
@@ -20,9 +20,9 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("quantized") / "base"
-    tiny_llama(num_hidden_layers=3, hidden_size=64, intermediate_size=128).save_pretrained(place)
-    return place
+    base_folder = tmp_path_factory.mktemp("quantized") / "base"
+    tiny_llama(num_hidden_layers=3, hidden_size=64, intermediate_size=128).save_pretrained(base_folder)
+    return base_folder
 
 
 def load(folder, bits):

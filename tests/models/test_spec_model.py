@@ -50,7 +50,7 @@ def test_labels_and_loss_mask_give_the_same_loss(base, head):
     assert torch.equal(by_labels.loss, by_mask.loss)
     assert torch.equal(by_mask.loss, model(IDS, loss_mask=supervised.long()).loss)
     assert not torch.equal(by_mask.loss, model(IDS, labels=IDS).loss)
-    assert by_mask[0] is by_mask.loss, "a Trainer takes the loss by its place"
+    assert by_mask[0] is by_mask.loss, "a Trainer takes the loss by its index"
 
 
 def test_labels_and_loss_mask_together_are_refused(base):

@@ -1,4 +1,4 @@
-"""Every outcome of decoding, each with its probability: the law of the output without sampling error.
+"""Every outcome of decoding, each with its probability: the distribution of the output without sampling error.
 
 Every random choice of decoding goes through Sampler.draw, so a sampler that plays all outcomes in turn gives it.
 """
@@ -42,8 +42,8 @@ class Enumerating(Sampler):
         self.cursor += 1
         chosen = []
         for row in options:
-            index, place = divmod(index, len(row))
-            token, chance = row[place]
+            index, slot = divmod(index, len(row))
+            token, chance = row[slot]
             self.weight *= chance
             chosen.append(token)
         return torch.tensor(chosen).view(shape)
@@ -79,20 +79,20 @@ class Enumerating(Sampler):
 
 def probs_of(run, processors=None):
     """{outcome: probability} of run(sampler)."""
-    sampler, law = Enumerating(processors), {}
+    sampler, probs = Enumerating(processors), {}
     while True:
         sampler.restart()
         outcome = run(sampler)
-        law[outcome] = law.get(outcome, 0.0) + sampler.weight
+        probs[outcome] = probs.get(outcome, 0.0) + sampler.weight
         if not sampler.advance():
             break
-    assert sum(law.values()) == pytest.approx(1, abs=1e-12)
-    return law
+    assert sum(probs.values()) == pytest.approx(1, abs=1e-12)
+    return probs
 
 
-def distance(law, other):
+def distance(probs, other):
     """The largest difference of one outcome's probability."""
-    return max(abs(law.get(key, 0.0) - other.get(key, 0.0)) for key in law.keys() | other.keys())
+    return max(abs(probs.get(key, 0.0) - other.get(key, 0.0)) for key in probs.keys() | other.keys())
 
 
 class Table:
@@ -112,27 +112,28 @@ class Table:
             self.known[key] = logits
         return self.known[key]
 
-    def law(self, prompt, length, eos=None):
-        """The joint law of the next `length` tokens, stopping behind eos."""
-        law = {(): 1.0}
+    def joint(self, prompt, length, eos=None):
+        """The joint distribution of the next `length` tokens, stopping after eos."""
+        probs = {(): 1.0}
         for _ in range(length):
             longer = {}
-            for tokens, chance in law.items():
+            for tokens, chance in probs.items():
                 if tokens and tokens[-1] == eos:
                     longer[tokens] = chance
                     continue
                 for token, p in enumerate(self((*prompt, *tokens)).softmax(-1).tolist()):
                     if p:
                         longer[*tokens, token] = chance * p
-            law = longer
-        return law
+            probs = longer
+        return probs
 
 
 class TableTarget:
-    """Target's three calls, over a table in place of a model."""
+    """Target's calls, over a table instead of a model."""
 
     limit = 99  # tokens a row may get to
-    source = switch = None
+    source = switch = active = None
+    static = False
 
     def __init__(self, table):
         self.table = table
@@ -147,6 +148,9 @@ class TableTarget:
             torch.stack([self.table(row) for row in self.rows]).unsqueeze(1), torch.empty(*ids.shape, 0)
         )
 
+    def prepare(self, bound):
+        assert all(len(row) <= bound for row in self.rows)
+
     def verify(self, tree):
         self.tree = tree
         logits = torch.zeros(*tree.tokens.shape, self.table.vocab_size, dtype=torch.float64)
@@ -159,10 +163,9 @@ class TableTarget:
                     logits[b, i] = self.table(prefixes[i])
         return TargetOutput(logits, torch.empty(*tree.tokens.shape, 0))
 
-    def commit(self, path, length, bound):
+    def commit(self, path, length):
         for b, row in enumerate(self.rows):
             row += self.tree.tokens[b, path[b, : length[b]]].tolist()
-            assert len(row) <= bound
 
 
 @dataclass
@@ -188,12 +191,12 @@ class TableDrafter:
         return self.change(plan.grow(context.root, expand, sampler, self.table.vocab_size))
 
 
-def output_law(target, draft, plan, prompts, length, *, accept=None, eos=None, steps=None, change=None, drafter=None):
-    """The joint law of the first `length` tokens of each row, as a tuple of rows.
+def output_probs(target, draft, plan, prompts, length, *, accept=None, eos=None, steps=None, change=None, drafter=None):
+    """The joint distribution of the first `length` tokens of each row, as a tuple of rows.
 
-    steps: draw only so many from trees and continue with the target's own law, which by induction (a step depends on
-    the prefix alone) shows as much as a whole run, of a tree too large to enumerate twice. The prefill's token, drawn
-    without a tree, is then made certain. drafter: what drafts in place of the table `draft`.
+    steps: draw only so many from trees and continue with the target's own distribution, which by induction (a step
+    depends on the prefix alone) shows as much as a whole run, of a tree too large to enumerate twice. The prefill's
+    token, drawn without a tree, is then made certain. drafter: drafts instead of the table `draft`.
     """
     if steps is not None:
         for prompt in prompts:
@@ -223,26 +226,26 @@ def output_law(target, draft, plan, prompts, length, *, accept=None, eos=None, s
             rows = [(*row, *gained) for row, gained in zip(rows, step.tokens, strict=True)]
         return tuple(rows)
 
-    law = probs_of(run)
+    probs = probs_of(run)
     if steps is None:
-        return law
+        return probs
     assert eos is None
     for row, prompt in enumerate(prompts):
-        law = completed(law, target, prompt, length, row)
-    return law
+        probs = extend_outcomes(probs, target, prompt, length, row)
+    return probs
 
 
-def true_law(target, prompts, length, eos=None):
-    """Independent rows: the product of their laws."""
-    law = {(): 1.0}
+def true_probs(target, prompts, length, eos=None):
+    """Independent rows: the product of their distributions."""
+    probs = {(): 1.0}
     for prompt in prompts:
-        own = target.law(prompt, length, eos)
-        law = {(*rows, row): a * b for rows, a in law.items() for row, b in own.items()}
-    return law
+        own = target.joint(prompt, length, eos)
+        probs = {(*rows, row): a * b for rows, a in probs.items() for row, b in own.items()}
+    return probs
 
 
-def step_law(target, draft, plan, rule, prompt, *, processors=None, change=lambda tree: tree):
-    """{tokens that one step gives behind a prompt: probability}."""
+def step_probs(target, draft, plan, rule, prompt, *, processors=None, change=lambda tree: tree):
+    """{tokens that one step gives after a prompt: probability}."""
 
     def run(sampler):
         verifier = TableTarget(target)
@@ -258,18 +261,18 @@ def step_law(target, draft, plan, rule, prompt, *, processors=None, change=lambd
     return probs_of(run, processors)
 
 
-def completed(law, target, prompt, length, row=None):
-    """Steps of differing lengths, each continued by the target's own law; of outcomes of several rows, that one."""
+def extend_outcomes(probs, target, prompt, length, row=None):
+    """Steps of differing lengths, each continued with the target's own distribution; of several rows, that one."""
     whole = {}
-    for outcome, chance in law.items():
+    for outcome, chance in probs.items():
         tokens = outcome if row is None else outcome[row]
-        for rest, p in target.law((*prompt, *tokens), length - len(tokens)).items():
+        for rest, p in target.joint((*prompt, *tokens), length - len(tokens)).items():
             longer = (*tokens, *rest)
             key = longer if row is None else (*outcome[:row], longer, *outcome[row + 1 :])
             whole[key] = whole.get(key, 0.0) + chance * p
     return whole
 
 
-def mean_accepted(law):
+def mean_accepted(probs):
     """Tokens a step gives, the bonus left out."""
-    return sum(chance * (len(tokens) - 1) for tokens, chance in law.items())
+    return sum(chance * (len(tokens) - 1) for tokens, chance in probs.items())

@@ -235,7 +235,7 @@ def eagle(folder, form="eagle", *, embed, bias=True, **changes):
 def eagle_logits(tensors, states, embed, lm_head, tokens, drafted, rope=PLAIN):
     """As eagle3_logits: the base's output matrix (V, H) on one block without norms at its two ends."""
     attend, prefix = Attention(tensors, "layers.0.", rope), "layers.0."
-    hidden = states[-1]  # behind the final norm
+    hidden = states[-1]  # after the final norm
 
     def step(tokens, hidden):
         x = torch.cat([embed[tokens], hidden], -1) @ tensors["fc.weight"].T + tensors.get("fc.bias", 0)

@@ -108,13 +108,13 @@ def projected(tensors, name, x):
     return x @ tensors[f"{name}weight"].T + tensors.get(f"{name}bias", 0)
 
 
-def logits(tensors, form, states, embed, lm_head, tokens, drafted, behind=None, rope=PLAIN):
-    """Draft logits (Vd,) of the tokens behind the root and behind each drafted one, by one block.
+def logits(tensors, form, states, embed, lm_head, tokens, drafted, predicts_next=None, rope=PLAIN):
+    """Draft logits (Vd,) of the tokens after the root and after each drafted one, by one block.
 
     states: the base's hidden_states, each (T, H), of the T tokens before the root; tokens (T + 1,): those and the root;
-    behind: does slot j, at the root's place and j, speak of the token behind its place (DSpark), or of its own?
+    predicts_next: slot j, at the root's position + j, predicts the token after its position (DSpark), or else its own.
     """
-    behind = form in MARKED if behind is None else behind
+    predicts_next = form in MARKED if predicts_next is None else predicts_next
     context = rms(torch.cat([states[i] for i in LAYERS], -1) @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
     x = embed[torch.tensor([int(tokens[-1]), *[MASK] * (SLOTS - 1)])]
     here = torch.arange(len(context), len(context) + SLOTS)
@@ -135,7 +135,7 @@ def logits(tensors, form, states, embed, lm_head, tokens, drafted, behind=None, 
         x = x + projected(tensors, f"{prefix}self_attn.o_proj.", (weights @ v).transpose(0, 1).flatten(1))
         x = x + mlp(tensors, prefix, rms(x, tensors[f"{prefix}post_attention_layernorm.weight"]))
         layer += 1
-    found = (rms(x, tensors["norm.weight"]) @ lm_head.T)[0 if behind else 1 :]
+    found = (rms(x, tensors["norm.weight"]) @ lm_head.T)[0 if predicts_next else 1 :]
     before = torch.tensor([int(tokens[-1]), *drafted])
     if "markov_head.markov_w1.weight" in tensors:
         bias = tensors["markov_head.markov_w1.weight"][before] @ tensors["markov_head.markov_w2.weight"].T

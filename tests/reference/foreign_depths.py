@@ -45,7 +45,7 @@ def medusa(folder, form="v1", *, heads=3, layers=1, draft=V, shared=False, biase
 
 
 def medusa_logits(tensors, state, lm_head, heads=3, layers=1):
-    """Draft logits of each head on the base's last hidden state (H,), behind the final norm."""
+    """Draft logits of each head on the base's last hidden state (H,), after the final norm."""
     logits = []
     for h in range(heads):
         x = state
@@ -71,13 +71,13 @@ def hydra(folder, prefix=False, *, heads=3, layers=2, base=None, **changes):
     for i in range(heads):
         later = make(H, H), make(H)
         for j in range(layers):
-            place = f"hydra_mlp.{i}.{2 * j + 1 if prefix else j}."
+            name = f"hydra_mlp.{i}.{2 * j + 1 if prefix else j}."
             weight, bias = later if j else (make(H, (i + 2) * H), make(H))
-            tensors |= {f"{place}linear.weight": weight.clone(), f"{place}linear.bias": bias.clone()}
+            tensors |= {f"{name}linear.weight": weight.clone(), f"{name}linear.bias": bias.clone()}
             if j == 0:
                 tensors |= {
-                    f"{place}res_connection.weight": make(H, (i + 2) * H),
-                    f"{place}res_connection.bias": make(H),
+                    f"{name}res_connection.weight": make(H, (i + 2) * H),
+                    f"{name}res_connection.bias": make(H),
                 }
         output = f"hydra_lm_head.{i}.1." if prefix else f"hydra_lm_head.{i}."
         tensors |= {f"{output}weight": make(V, H), f"{output}bias": make(V)}
@@ -114,9 +114,9 @@ def hydra_logits(tensors, states, embed, tokens, drafted, base=None, heads=3, la
     for i in range(heads):
         x = torch.cat(path)
         for j in range(layers):
-            place = f"hydra_mlp.{i}.{2 * j + 1 if prefix else j}."
-            moved = torch.nn.functional.silu(x @ tensors[f"{place}linear.weight"].T + tensors[f"{place}linear.bias"])
-            kept = x if j else x @ tensors[f"{place}res_connection.weight"].T + tensors[f"{place}res_connection.bias"]
+            name = f"hydra_mlp.{i}.{2 * j + 1 if prefix else j}."
+            moved = torch.nn.functional.silu(x @ tensors[f"{name}linear.weight"].T + tensors[f"{name}linear.bias"])
+            kept = x if j else x @ tensors[f"{name}res_connection.weight"].T + tensors[f"{name}res_connection.bias"]
             x = kept + moved
         output = f"hydra_lm_head.{i}.1." if prefix else f"hydra_lm_head.{i}."
         logits.append(x @ tensors[f"{output}weight"].T + tensors[f"{output}bias"])

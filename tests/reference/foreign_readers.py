@@ -2,7 +2,7 @@
 
 A reader is given config.json and the tensors, and tells what it would run: which hidden_states are fed in, the token
 of masked slots, the slots of a block, whether slots see only those before them, whether slot j speaks of the token
-after its place, the Markov rank, and the tensors under the names of foreign_blocks.py. It raises where the program
+after its position, the Markov rank, and the tensors under the names of foreign_blocks.py. It raises where the program
 would, and where the program would leave a tensor out without a word. docs/compatibility.md has the versions. Read in:
 
 sglang     sglang/srt/models/dflash.py, dspark.py, speculative/dflash_utils.py, dspark_components/dspark_config.py
@@ -26,7 +26,7 @@ class Read:
     mask: int
     slots: int
     causal: bool
-    behind: bool
+    predicts_next: bool
     rank: int
     tensors: dict[str, Any]
 
@@ -72,7 +72,7 @@ def dflash(config, tensors):
 
 
 def dflash_gguf(config, tensors):
-    """llama.cpp: the same, but for biases, which its loader has no place for, and the key that says causal."""
+    """llama.cpp: the same, but for biases, which its loader has no name for, and the key that says causal."""
     if any(name.endswith(".bias") for name in tensors) or config.get("use_sliding_window"):
         raise ValueError("biases or a window")
     read = dflash(config, tensors)
@@ -85,7 +85,7 @@ def dspark(config, tensors, narrow, biases=True):
     if config["architectures"] != ["Qwen3DSparkModel"] or config.get("markov_head_type") != "vanilla":
         raise ValueError(f"{config['architectures']}, {config.get('markov_head_type')}")
     if config["markov_rank"] < 1 or "speculators_model_type" in config:
-        raise ValueError("no Markov bias, or slots that speak of their own place")
+        raise ValueError("no Markov bias, or slots that predict their own position")
     own = ["markov_head.markov_w1.weight", "markov_head.markov_w2.weight"]
     if config["enable_confidence_head"]:
         if not config["confidence_head_with_markov"]:
@@ -102,9 +102,9 @@ def dspark(config, tensors, narrow, biases=True):
         raise ValueError("biases")
     if not set(own) <= set(tensors):
         raise ValueError(f"missing {set(own) - set(tensors)}")
-    layers, behind = config["target_layer_ids"], config.get("sample_from_anchor", True)
+    layers, predicts_next = config["target_layer_ids"], config.get("sample_from_anchor", True)
     return Read(
-        [i + 1 for i in layers], config["mask_token_id"], config["block_size"], full_attention(config), behind,
+        [i + 1 for i in layers], config["mask_token_id"], config["block_size"], full_attention(config), predicts_next,
         config["markov_rank"], backbone(config, tensors, own),
     )  # fmt: skip
 

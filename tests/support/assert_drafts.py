@@ -8,7 +8,7 @@ IDS = torch.tensor([[5, 17, 3, 88, 41, 9, 60, 12, 33]])
 
 
 class Recorded:
-    """A chain that keeps what the head scored: one list of (token scored behind, logits, target ids) a draft."""
+    """A chain that keeps what the head scored: one list of (token scored after, logits, target ids) a draft."""
 
     def __init__(self, depth):
         self.chain, self.drafts = chain(depth), []

@@ -53,26 +53,26 @@ def tables(value, depth=12):
 
 def changed(config, rng):
     """What was done to a config, in place."""
-    place = rng.choice(tables(config) or [config])
-    if isinstance(place, list):
-        place[rng.randrange(len(place))] = value = odd(rng)
+    table = rng.choice(tables(config) or [config])
+    if isinstance(table, list):
+        table[rng.randrange(len(table))] = value = odd(rng)
         return f"an entry of a list is {str(value)[:40]!r}"
-    key, way = rng.choice(list(place)) if place else "a", rng.randrange(10)
+    key, way = rng.choice(list(table)) if table else "a", rng.randrange(10)
     if way < 5:
-        place[key] = value = odd(rng)
+        table[key] = value = odd(rng)
         return f"{key} is {repr(value)[:40]}"
     if way == 5:
-        place.pop(key, None)
+        table.pop(key, None)
         return f"{key} is missing"
     if way == 6:
-        place[rng.choice([LONG, "ключ", "", "a\nb"])] = place.pop(key, 1)
+        table[rng.choice([LONG, "ключ", "", "a\nb"])] = table.pop(key, 1)
         return f"{key} has another name"
     if way == 7:
-        other = rng.choice(list(place)) if place else "b"
-        place[key], place[other] = place.get(other), place.get(key)
+        other = rng.choice(list(table)) if table else "b"
+        table[key], table[other] = table.get(other), table.get(key)
         return f"{key} and {other} are swapped"
     key, value = rng.choice(KEYS), odd(rng)
-    place[key] = value
+    table[key] = value
     return f"{key} is there, {repr(value)[:40]}"
 
 
@@ -282,7 +282,7 @@ def vocabulary(folder, rng):
 
 
 def index(folder, rng):
-    """An index as sharded files have it, beside the weights or in their place."""
+    """An index as sharded files have it, beside the weights or in their table."""
     path = safe(folder)
     try:
         table = load_file(path) if path is not None else None

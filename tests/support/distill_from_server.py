@@ -16,7 +16,7 @@ CHATS = [
     [("user", "look it up"), ("assistant", "CALL"), ("tool", "42"), ("user", "so?")],
     [("user", "one")],
 ]
-# As Qwen's: the reasoning in marks in front of the answer, and calls in marks behind it
+# As Qwen's: the reasoning in marks in front of the answer, and calls in marks after it
 THINKING = (
     "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}[{{ m.reasoning_content | trim }}]\n{% endif %}"
     "{{ m.content | trim }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"

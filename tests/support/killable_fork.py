@@ -1,4 +1,4 @@
-"""Forks that can be killed at any moment without harm to who goes on."""
+"""Forks that can be killed at any moment without harm to the process that continues."""
 
 import os
 import threading

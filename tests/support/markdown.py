@@ -4,5 +4,5 @@ import re
 
 
 def blocks(text, language):
-    """What stands between ```language and ``` in the text, in order."""
+    """What is between ```language and ``` in the text, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)

@@ -187,7 +187,7 @@ class Mutants:
         return ("decodes", "") if torch.equal(text, right) else ("broken", "decodes another text than the base")
 
     def left(self) -> str:
-        """What a refusal left behind in the base, which is made anew then."""
+        """What a refusal changed in the base, which is made anew then."""
         if not adapters(self.base) and not getattr(self.base, "peft_config", None):
             return ""
         self.fresh_base()

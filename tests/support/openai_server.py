@@ -13,7 +13,7 @@ DROP = object()  # the connection is closed without a word
 @contextmanager
 def serving(reply):
     """The address of a server, up to /v1. reply(route, body, headers) → DROP or (status, JSON, text or bytes), and
-    headers of its own behind it. What is in flight at the end is dropped."""
+    headers of its own after it. What is in flight at the end is dropped."""
     closed = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -68,7 +68,7 @@ def chat(content, finish_reason="stop", *, prompt_ids=None, ids=None, **message)
 
 
 def of_model(base, tokenizer, *, send_ids=True):
-    """What a server of this model replies: transformers' generate() behind the tokenizer's own template."""
+    """What a server of this model replies: transformers' generate() after the tokenizer's own template."""
     lock = threading.Lock()
     ends = {*base.generation_config.eos_token_id}
 

@@ -6,7 +6,7 @@ from specheads import DraftTree, StaticTree
 
 
 class Replay:
-    """Drafts a known text, each right token behind a wrong sibling, and a wrong path in every fifth place.
+    """Drafts a known text, each right token after a wrong sibling, and a wrong path at every fifth index.
 
     So drafts of every length from 0 to 3 are accepted, whatever options the text was made with.
     """
@@ -29,10 +29,10 @@ class Replay:
         tokens = []
         for text, history in zip(self.texts, context.history, strict=True):
             row = [int(context.root[len(tokens)])]
-            for place in range(len(history), len(history) + 3):
-                right = text[place] if place < len(text) else 3
+            for index in range(len(history), len(history) + 3):
+                right = text[index] if index < len(text) else 3
                 wrong = 3 + (right + 1) % 90
-                row += [wrong, right if place % 5 else 3 + (right + 2) % 90]
+                row += [wrong, right if index % 5 else 3 + (right + 2) % 90]
             tokens.append(row)
         parents = torch.tensor([[-1, 0, 0, 2, 2, 4, 4]]).expand(len(tokens), -1)
         return DraftTree(torch.tensor(tokens), parents, 3)

@@ -44,7 +44,7 @@ MODELS = {"t5": tiny_t5, "bart": tiny_bart}
 
 
 class Known:
-    """Drafts chains of `depth` tokens of known decoder texts, wrong in every place divisible by 3 + its row: so rows
+    """Drafts chains of `depth` tokens of known decoder texts, wrong at every index divisible by 3 + its row: so rows
     accept different lengths."""
 
     layers = ()
@@ -58,8 +58,8 @@ class Known:
     def propose(self, context, sampler, plan):
         drafts = []
         for row, (text, history) in enumerate(zip(self.texts, context.history, strict=True)):
-            places = range(len(history), len(history) + self.depth)
-            right = [text[place] if place < len(text) else 3 for place in places]
+            indices = range(len(history), len(history) + self.depth)
+            right = [text[i] if i < len(text) else 3 for i in indices]
             wrong = [3 + (token + 1) % 90 for token in right]
-            drafts.append([w if p % (3 + row) == 0 else r for p, r, w in zip(places, right, wrong, strict=True)])
+            drafts.append([w if p % (3 + row) == 0 else r for p, r, w in zip(indices, right, wrong, strict=True)])
         return DraftTree.chains(context.root, drafts)

@@ -115,7 +115,7 @@ MUTATIONS = (
     M("path that continues after a rejected node", "decoding.acceptance.paths:accepted_path",
       ".cumprod(1)", "", NGRAM, "ending_inside"),
     M("node accepted though its parent is rejected", "decoding.acceptance.paths:accepted_to_root",
-      ".all(-1)", ".any(-1)", RULES, "parent_falls"),
+      ".all(-1)", ".any(-1)", RULES, "where_its_parent"),
     M("path of a chain one node too long", "decoding.acceptance.paths:path_to",
       "end + 1", "end + 2", NGRAM, "ending_inside"),
     M("gain without the bonus token", "decoding.acceptance.rule:Verdict.following",

@@ -20,7 +20,7 @@ def tiny_llama(**options):
 
 
 def with_adapter():
-    """A peft model whose adapter changes the law (a fresh LoRA has B = 0 and does not)."""
+    """A peft model whose adapter changes the distribution (a fresh LoRA has B = 0 and does not)."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)

@@ -8,15 +8,15 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGene
 
 from specheads.bench.sweep.tasks import gsm8k, mmlu
 
-PLACES = ["first", "second", "third", "last"]
+ORDINALS = ["first", "second", "third", "last"]
 WORDS = ["apple", "stone", "chair", "cloud", "train", "glass", "river"]
 
 
 def choice(rng):
     """A row in the columns of CS Drafting's files."""
-    place = rng.randrange(4)
+    index = rng.randrange(4)
     words = dict(zip("ABCD", rng.sample(WORDS, 4), strict=True))
-    return {"input": f"Which of these words comes {PLACES[place]} ?", **words, "target": "ABCD"[place]}
+    return {"input": f"Which of these words comes {ORDINALS[index]} ?", **words, "target": "ABCD"[index]}
 
 
 def total(rng):
@@ -68,7 +68,7 @@ def teach(folder, steps=120, early=40, size=16):
         loss.backward()
         optimizer.step()
         if step + 1 in (early, steps):
-            place = folder / ("large" if step + 1 == steps else "small")
-            model.save_pretrained(place)
-            tokenizer.save_pretrained(place)
+            path = folder / ("large" if step + 1 == steps else "small")
+            model.save_pretrained(path)
+            tokenizer.save_pretrained(path)
     return loss.item(), [choice(rng) for _ in range(12)], [total(rng) for _ in range(12)]

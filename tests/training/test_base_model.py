@@ -78,7 +78,7 @@ def test_held_out_files_are_kept_from_the_tokenizer_and_the_training(made):
     assert (output / "held_out.txt").read_text("utf8").split() == ["m00.py", "m20.py", "m40.py"]
     assert seen["tokenizer"] == [set(range(41)) - HELD_OUT]
     assert all(words in (HELD_OUT, set(range(41)) - HELD_OUT) for words in seen["batches"])
-    # 16 batches of held-out text before training and 16 behind it; in between the others.
+    # 16 batches of held-out text before training and 16 after it; in between the others.
     assert [words == HELD_OUT for words in seen["batches"]] == [
         i < 16 or i >= len(seen["batches"]) - 16 for i in range(len(seen["batches"]))
     ]
@@ -107,7 +107,7 @@ def test_what_was_made_loads_writes_and_takes_a_head(made):
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5])
-def test_a_run_goes_on_from_a_saved_model_with_its_held_out_files(made, library, tmp_path, layers):
+def test_a_run_resumes_from_a_saved_model_with_its_held_out_files(made, library, tmp_path, layers):
     """Whatever the rule would now hold out, and with its tokenizer."""
     first, _ = made
     (copy := tmp_path / "init").mkdir()
@@ -198,7 +198,7 @@ def killed(library, output, at, **options):
         draw, count = run.batch, iter(range(10**6))
 
         def drawing(*args):
-            if next(count) == 16 + at:  # behind those of the held-out loss
+            if next(count) == 16 + at:  # after those of the held-out loss
                 os.kill(os.getpid(), signal.SIGKILL)
             return draw(*args)
 

@@ -1,4 +1,4 @@
-"""Under DeepSpeed every kind of head trains as on one process, whatever rows each process has, and a run goes on with
+"""Under DeepSpeed every kind of head trains as on one process, whatever rows each process has, and a run resumes with
 another number of them."""
 
 import json
@@ -41,7 +41,7 @@ def test_every_kind_of_head_trains_under_zero_as_on_one_process(stage, alone, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
-def test_a_run_goes_on_with_another_number_of_processes(stage, tmp_path):
+def test_a_run_resumes_with_another_number_of_processes(stage, tmp_path):
     pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
     whole = run_alone(tmp_path / "whole", "eagle3", 1, **OPTIONS)
     for processes, others in ((2, 1), (1, 2)):

@@ -1,30 +1,16 @@
-"""A run that cannot go on says why in one line, keeps what it had saved, and goes on from there as if nothing was."""
-
-import json
-import os
-import random
-import re
-import signal
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
+"""A run that cannot continue says why in one line, keeps what it had saved, and resumes from there unchanged."""
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback
 
 from specheads.models import checkpoint
 from specheads.training import errors as faults
 from specheads.training.build import resume_point
-from specheads.training.errors import TrainingError, TrainingStopped, is_finished, last_finished
+from specheads.training.errors import TrainingError, is_finished, last_finished
 from specheads.training.run import prepare
-from tests.support.heads_on_disk import in_new_process
-from tests.support.killable_fork import fork
-from tests.support.paths import ROOT
-from tests.support.saved_features import dump, material, recipe
+from tests.support.resumable_runs import losses, options
+from tests.support.saved_features import dump, material
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
 
@@ -36,22 +22,12 @@ def folder(tmp_path_factory):
     return made
 
 
-def options(output, folder, **training):
-    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "resume_from_checkpoint": "auto"}
-    return recipe(folder, output, features=folder / "saved", **{**saving, **training})
-
-
 def weights(run):
     return {name: tensor.clone() for name, tensor in run.trainer.model.head.state_dict().items()}
 
 
 def files(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def losses(output):
-    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
 
 
 @pytest.fixture(scope="module")
@@ -150,18 +126,7 @@ def test_checkpoints_that_a_crash_cut_short_are_passed_over(folder, tmp_path):
     assert [is_finished(tmp_path / f"checkpoint-{step}") for step in (2, 4, 6, 10)] == [True, False, False, False]
     assert last_finished(tmp_path) == tmp_path / "checkpoint-2"
     assert resume_point(options(tmp_path, folder)) == str(tmp_path / "checkpoint-2")
-    assert faults.resume_hint(tmp_path / "elsewhere").startswith("no checkpoint was saved")
-
-
-def test_a_checkpoint_that_is_written_over_is_unfinished_until_it_is_whole(folder, tmp_path, monkeypatch):
-    prepare(options(tmp_path, folder, max_steps=2)).train()
-    again = prepare(options(tmp_path, folder, max_steps=2, resume_from_checkpoint=None))
-    monkeypatch.setattr(type(again.trainer), "save_model", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
-    if (child := fork()) == 0:
-        again.train()
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert last_finished(tmp_path) is None
+    assert faults.resume_hint(tmp_path / "elsewhere").startswith("no checkpoint")
 
 
 def test_a_run_that_is_started_again_after_its_end_takes_no_step(folder, uninterrupted):
@@ -173,190 +138,3 @@ def test_a_run_that_is_started_again_after_its_end_takes_no_step(folder, uninter
     longer = prepare(options(uninterrupted, folder, max_steps=7, save_strategy="no"))
     longer.train()
     assert losses(uninterrupted)[:-1] == before
-
-
-class DiesSoon(TrainerCallback):
-    """Behind the first checkpoint from `step` on, this process has `seconds` to live: then the kernel ends it, where
-    the machine is fast behind the next checkpoint."""
-
-    def __init__(self, step, seconds):
-        self.step, self.seconds = step, seconds
-
-    def on_save(self, args, state, control, **kwargs):
-        if state.global_step < self.step:
-            return
-        if not self.seconds:
-            signal.raise_signal(signal.SIGALRM)  # without a handler: its default is to terminate
-        signal.setitimer(signal.ITIMER_REAL, self.seconds)
-        self.seconds = 0
-
-
-def killed_again_and_again(folder, output, times):
-    """In a process of its own: train, die at a random moment behind some step, go on, …, and once to the end.
-
-    What each one left goes to a file: the standard output of one that dies may end in the middle of a line.
-    """
-    folder, output = Path(folder), Path(output)
-    draw, step = random.Random(7), 0
-    prepare(options(folder / "warm", folder, save_steps=1, max_steps=12)).train()
-    with (folder / "left").open("w", buffering=1) as left:
-        for _ in range(int(times)):
-            step += draw.randint(1, 3)
-            seconds = draw.uniform(0.001, 0.06)  # a step with its checkpoint takes about 0.06 seconds
-            if (child := fork()) == 0:
-                run = prepare(options(output, folder, save_steps=1, max_steps=12))
-                run.trainer.add_callback(DiesSoon(step, seconds))
-                run.train()
-                os._exit(0)
-            died = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            left.write(f"{signal.Signals(-died).name} {last_finished(output).name.removeprefix('checkpoint-')}\n")
-    prepare(options(output, folder, save_steps=1, max_steps=12)).train()
-
-
-@pytest.mark.slow
-def test_a_run_killed_at_random_moments_ends_as_the_uninterrupted_one(folder):
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from tests.training.test_errors import killed_again_and_again; "
-        "killed_again_and_again(*sys.argv[2:])"
-    )
-    output = folder / "killed"
-    in_new_process(script, str(ROOT), str(folder), str(output), "4")
-    died, left = zip(*(line.split() for line in (folder / "left").read_text().splitlines()), strict=True)
-    assert set(died) == {"SIGALRM"} and len(died) == 4
-    assert sorted(map(int, left)) == list(map(int, left)) and 2 <= int(left[0]) < int(left[-1]) < 12
-    assert losses(output) == losses(folder / "warm")
-    whole, resumed = (load_file(place / "model.safetensors") for place in (folder / "warm", output))
-    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
-
-
-# --- asked to stop ---
-
-
-def started(tmp_path, folder, program, **training):
-    """A real process of its own that trains, once it has taken a step or three."""
-    run = options(tmp_path / "out", folder, max_steps=100_000, eval_strategy="no", logging_steps=1, **training)
-    (tmp_path / "run.yaml").write_text(run.to_yaml())
-    errors, lines = tmp_path / "errors.txt", tmp_path / "lines.txt"
-    process = subprocess.Popen(
-        [sys.executable, *program, str(tmp_path / "run.yaml")], cwd=ROOT, text=True, stdout=lines.open("w"),
-        stderr=errors.open("w"), env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    while " 3/100000 " not in lines.read_text() and last_finished(tmp_path / "out") is None:
-        assert process.poll() is None, errors.read_text()[-2000:]
-        time.sleep(0.1)
-    return process, errors
-
-
-def stopped_by(process, errors, number):
-    process.send_signal(number)
-    try:
-        return process.wait(timeout=60), errors.read_text().splitlines()
-    finally:
-        process.kill()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("program", "name"),
-    [(["-m", "specheads_cli", "train"], "specheads"), (["train/heads.py"], "train/heads.py")],
-)
-def test_ctrl_c_says_at_which_step_it_stopped_and_how_to_resume(folder, tmp_path, program, name):
-    code, said = stopped_by(*started(tmp_path, folder, program), signal.SIGINT)
-    last = last_finished(tmp_path / "out")
-    assert code == 130 and "Traceback" not in "".join(said)
-    found = re.fullmatch(
-        rf"{name}: stopped at step (\d+); checkpoint (.*); resume with the same command and "
-        r"training.resume_from_checkpoint=auto", said[-1],
-    )  # fmt: skip
-    assert found is not None, said[-1]
-    assert Path(found[2]) == last and 0 <= int(found[1]) - int(last.name.rpartition("-")[2]) <= 2
-
-
-@pytest.mark.slow
-def test_a_sigterm_says_so_too_and_that_nothing_was_saved_where_nothing_was(folder, tmp_path):
-    code, said = stopped_by(*started(tmp_path, folder, ["train/heads.py"], save_strategy="no"), signal.SIGTERM)
-    assert code == 143
-    assert re.fullmatch(r"train/heads.py: stopped at step \d+; no checkpoint was saved yet \(.*\)", said[-1])
-
-
-@pytest.fixture(autouse=True)
-def interruptible():
-    """A suite that a shell started in the background ignores SIGINT, and so would the programs it starts."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-class Interrupted(TrainerCallback):
-    """A signal at one step, and a second while the first takes effect, as a terminal and a launcher send them."""
-
-    def __init__(self, step):
-        self.step, self.undisturbed = step, False
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            try:
-                os.kill(os.getpid(), signal.SIGINT)
-            finally:
-                os.kill(os.getpid(), signal.SIGINT)
-                self.undisturbed = True
-
-
-def interrupted(recipe, step):
-    run = prepare(recipe)
-    run.trainer.add_callback(callback := Interrupted(step))
-    with pytest.raises(TrainingStopped) as stopped:
-        run.train()
-    assert callback.undisturbed
-    return str(stopped.value)
-
-
-def test_a_stopped_run_resumes_from_its_own_checkpoint_and_not_from_that_of_an_earlier_run(folder, tmp_path):
-    before = signal.getsignal(signal.SIGINT)
-    assert interrupted(options(tmp_path, folder), 5).startswith(
-        f"stopped at step 5; checkpoint {tmp_path}/checkpoint-4;"
-    )
-    again = {"resume_from_checkpoint": None, "save_strategy": "no"}
-    assert "stopped at step 2; no checkpoint was saved yet" in interrupted(options(tmp_path, folder, **again), 2)
-    anew = interrupted(options(tmp_path, folder, resume_from_checkpoint=None), 3)
-    assert f"checkpoint {tmp_path}/checkpoint-2; resume" in anew
-    assert anew.endswith(f"training.resume_from_checkpoint={tmp_path}/checkpoint-2")  # auto would be the other run's
-    assert prepare(options(tmp_path, folder)).train()["train_loss"] > 0
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-# --- alone ---
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
-def test_a_process_whose_other_is_gone_ends_with_an_error_in_bounded_time(how, folder, tmp_path):
-    """One that was killed, and one that hangs: training.ddp_timeout bounds that."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    run = options(tmp_path, folder, max_steps=100_000, ddp_timeout=25, save_steps=20, eval_strategy="no")
-    (tmp_path / "run.yaml").write_text(run.to_yaml())
-    command = [sys.executable, "train/heads.py", str(tmp_path / "run.yaml")]
-    known = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            command, cwd=ROOT, text=True, stdout=subprocess.DEVNULL, stderr=(tmp_path / f"{rank}.err").open("w"),
-            env={**os.environ, **known, "PYTHONPATH": str(ROOT), "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    try:
-        while last_finished(tmp_path) is None:
-            assert all(process.poll() is None for process in processes), (tmp_path / "0.err").read_text()[-2000:]
-            time.sleep(0.1)
-        processes[1].send_signal(how)
-        began = time.monotonic()
-        assert processes[0].wait(timeout=90) == 1
-        assert time.monotonic() - began < 75
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    (said,) = [line for line in (tmp_path / "0.err").read_text().splitlines() if line.startswith("train/heads.py: ")]
-    assert "another process of this run has ended or does not answer" in said and "is whole: resume from it" in said

@@ -73,7 +73,7 @@ def test_training_from_saved_features_equals_training_beside_the_base(kind, pack
         torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-6, msg=name)
     kept = {name for name, _ in saved.trainer.model.base.named_parameters()}
     assert kept == {"embed_tokens.weight", "lm_head.weight"}
-    # And a run that goes on from the middle is the same run.
+    # And a run that resumes from the middle is the same run.
     torch.manual_seed(3)
     resume = {"resume_from_checkpoint": str(tmp_path / "disk" / "checkpoint-2"), **sgd}
     resumed = trained(folder, tmp_path / "disk", kind, features=tmp_path / "saved", **resume)
@@ -164,7 +164,7 @@ def test_heads_start_from_what_is_kept_as_they_start_beside_the_base(family, tmp
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma-3", "GPT-2", "Qwen3-MoE", "OPT", "Falcon"])
-def test_a_base_that_only_gives_features_stops_behind_the_last_of_them(family):
+def test_a_base_that_only_gives_features_stops_after_the_last_of_them(family):
     base = build(*FAMILIES[family])
     ids = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0))
     mask, positions = torch.ones_like(ids), torch.arange(9).expand(2, 9)

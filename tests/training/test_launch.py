@@ -89,8 +89,8 @@ def test_the_draft_vocabulary_is_counted_on_the_training_data(material, tmp_path
         (["training.max_step=1"], "did you mean 'training.max_steps'"),
         (["data.train=none.jsonl"], "no file 'none.jsonl'"),
         (["base=./none"], "./none"),
-        (["launch.processes=2"], "asks for 2 processes, but this run has 1"),
-        (["launch.distributed=fsdp2"], "asks for distributed training of the kind 'fsdp2', but this run has 'no'"),
+        (["launch.processes=2"], "2 processes"),
+        (["launch.distributed=fsdp2"], "'fsdp2'"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(change, message, material, tmp_path, monkeypatch, capsys):
@@ -104,7 +104,7 @@ def test_bad_input_is_one_line_and_exit_code_2(change, message, material, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_launcher_that_falls_back_to_one_process_is_stopped(material, tmp_path):
+def test_a_launcher_that_starts_one_process_only_is_stopped(material, tmp_path):
     command = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "train/heads.py", "recipes/eagle3.yaml"]
     done = run_module([*command, *overrides(material, tmp_path, 1)])
     assert done.returncode != 0

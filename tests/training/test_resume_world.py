@@ -1,4 +1,4 @@
-"""A run that goes on with another number of processes is the run that was interrupted: its rows, losses and logs."""
+"""A run that resumes with another number of processes is the run that was interrupted: its rows, losses and logs."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sampled(2)
-def test_one_process_goes_on_where_two_stopped(runs, kind, tmp_path):
+def test_one_process_resumes_where_two_stopped(runs, kind, tmp_path):
     whole, folder = runs
     resumed = run(tmp_path, kind, 1, str(folder / f"{kind}-by-two" / f"checkpoint-{SAVED}"))
     weights = {f"head.{name}": tensor for name, tensor in resumed.model.head.state_dict().items()}
@@ -31,7 +31,7 @@ def test_one_process_goes_on_where_two_stopped(runs, kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sampled(2)
-def test_two_processes_go_on_where_one_stopped(runs, kind):
+def test_two_processes_resume_where_one_stopped(runs, kind):
     whole, folder = runs
     log = json.loads((folder / f"{kind}.json").read_text())
     assert_same_run(whole[kind], log, load_file(folder / f"{kind}-resumed-by-two" / "model.safetensors"))

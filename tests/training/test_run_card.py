@@ -33,8 +33,8 @@ def folder_of(run):
 
 def test_a_card_says_what_was_measured_up_to_there(run):
     evaluations = [entry for entry in run.state.log_history if "eval_loss" in entry]
-    places = {"checkpoint-2": evaluations[0], "checkpoint-4": evaluations[1], "": evaluations[1]}
-    for name, measured in places.items():
+    folders = {"checkpoint-2": evaluations[0], "checkpoint-4": evaluations[1], "": evaluations[1]}
+    for name, measured in folders.items():
         text = (folder_of(run) / name / "README.md").read_text("utf8")
         steps = measured["step"]
         assert f"**{measured['eval_accepted_length']:.2f}**" in text
@@ -44,7 +44,7 @@ def test_a_card_says_what_was_measured_up_to_there(run):
         assert "specheads 0.1.0, torch 2." in text and "--to vllm" in text
 
 
-def test_its_block_runs_as_it_stands(run, capsys):
+def test_its_block_runs_unchanged(run, capsys):
     for folder in (folder_of(run), folder_of(run) / "checkpoint-2"):
         exec(blocks((folder / "README.md").read_text("utf8"), "python")[0], {})
         assert capsys.readouterr().out.startswith("The first thing to know is")

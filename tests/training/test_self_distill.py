@@ -1,9 +1,6 @@
-"""Making rows of the base's own answers: what is asked, what is supervised, going on, and what is refused."""
+"""Making rows of the base's own answers: what is asked, what is supervised, resuming, and what is refused."""
 
 import json
-import os
-import subprocess
-import sys
 from itertools import islice
 
 import pytest
@@ -76,7 +73,7 @@ def test_every_turn_of_a_chat_gets_the_bases_own_answer_and_it_alone_is_supervis
     wanted = []
     for chat in CHATS:
         text = ""
-        for place, (role, content) in enumerate(chat):
+        for i, (role, content) in enumerate(chat):
             if role == "assistant":
                 continue
             text += f"<{role}>{content}"
@@ -85,7 +82,7 @@ def test_every_turn_of_a_chat_gets_the_bases_own_answer_and_it_alone_is_supervis
                 row = greedy(loaded, prompt)
                 wanted.append({"input_ids": row, "labels": [-100] * len(prompt) + row[len(prompt) :]})
                 answer = tokenizer.decode(row[len(prompt) :], skip_special_tokens=True)
-                if chat[place + 2 : place + 3] == [("tool", "42")]:
+                if chat[i + 2 : i + 3] == [("tool", "42")]:
                     answer = "CALL"  # whose result follows
                 text += f"<assistant>{answer}<|end|>"
     made = make([{"messages": messages(*chat)} for chat in CHATS], "--batch_size", 3)
@@ -168,7 +165,7 @@ def test_more_rows_than_turns_are_sampled_and_differ(make):
     assert [prompts.count(p) for p in prompts] == [3] * 6 and len({str(row) for row in rows}) == 6
 
 
-def test_a_mix_of_temperatures_is_greedy_on_its_share_and_goes_on_as_it_would_have(make, loaded, tmp_path):
+def test_a_mix_of_temperatures_is_greedy_on_its_share_and_resumes_as_it_would_have(make, loaded, tmp_path):
     rows = [{"prompt": f"{i} is"} for i in range(7)]
     ask = (rows, "--temperature", 0, 1.5, "--top_k", 200, "--batch_size", 2, "--num_rows", 14, "--seed", 1)
     mixed = make(*ask)
@@ -308,9 +305,9 @@ def test_a_chat_without_a_template_is_refused(folder, tmp_path, capsys, cache_in
 
 
 def test_the_help_has_an_example_of_each_kind(capsys):
-    command = [sys.executable, "train/self_distill.py", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "."}, check=True)
-    examples = [line.split()[2:] for line in done.stdout.splitlines() if line.startswith("    python ")]
+    with pytest.raises(SystemExit):
+        self_distill.main(["--help"])
+    examples = [line.split()[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("    python ")]
     assert len(examples) == 5
     for words in examples:
         parser = self_distill._Parser([self_distill.Options])

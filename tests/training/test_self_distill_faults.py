@@ -1,4 +1,4 @@
-"""Rows from servers that fail: what passes changes nothing, what stays ends the run in one line, and it goes on."""
+"""Rows from servers that fail: a passing fault changes nothing, a lasting one ends the run in one line."""
 # ruff: noqa: F401, F811 (the fixtures of tests/support/distill_from_server.py)
 
 import os
@@ -42,7 +42,7 @@ def test_faults_that_pass_change_nothing(concurrency, ask, tmp_path):
 
 
 @pytest.mark.parametrize("end", [DROP, (500, "oh no"), (200, "<html>"), (401, "no key"), (404, "no model m"), "hangs"])
-def test_a_server_that_stays_away_ends_the_run_in_one_line_and_the_same_file_goes_on(end, ask, tmp_path):
+def test_a_server_that_stays_away_ends_the_run_in_one_line_and_the_same_file_resumes(end, ask, tmp_path):
     rows = [{"messages": messages(("user", f"{i}?"), ("user", "so?"))} for i in range(8)]
     with serving(echo) as url:
         ask(rows, "--server", url, output="calm.jsonl")
@@ -127,7 +127,7 @@ def test_servers_take_turns_and_stand_in_for_one_another(ask):
         assert seen == {"one": 18, "two": 6, "broken": 6}
 
 
-# --- going on ---
+# --- resuming ---
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -163,7 +163,7 @@ def test_a_process_that_is_killed_and_started_again_makes_the_same_file(seed, as
     assert (tmp_path / "killed.jsonl.left_out").read_bytes() == (tmp_path / "own.jsonl.left_out").read_bytes()
 
 
-def test_a_full_disk_is_an_error_in_one_line_and_the_file_goes_on(ask, tmp_path):
+def test_a_full_disk_is_an_error_in_one_line_and_the_file_resumes(ask, tmp_path):
     rows = prompts(*(f"{i}?" for i in range(30)))
     with serving(echo) as url:
         ask(rows, "--chat", "--server", url, output="calm.jsonl")

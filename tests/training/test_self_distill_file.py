@@ -52,7 +52,7 @@ def left_out(path):
     [({"wanted": 8}, 1), ({"wanted": 20, "round_size": 1}, 7), ({"wanted": 99, "num_asks": 7}, 7)],
 )
 @pytest.mark.sampled(3)
-def test_a_run_that_is_killed_after_any_byte_goes_on_to_the_same_two_files(options, step, tmp_path, monkeypatch):
+def test_a_run_that_is_killed_after_any_byte_resumes_to_the_same_two_files(options, step, tmp_path, monkeypatch):
     written = []
     append = rows_file._append
     monkeypatch.setattr(

@@ -169,7 +169,7 @@ def test_requests_are_what_servers_expect(ask, thinking, monkeypatch):
     }
 
 
-def test_a_chat_ends_behind_a_call_that_the_data_has_no_result_of(ask, thinking, tmp_path):
+def test_a_chat_ends_after_a_call_that_the_data_has_no_result_of(ask, thinking, tmp_path):
     calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
 
     def reply(route, body, headers):

@@ -123,6 +123,7 @@ def test_a_plain_trainer_trains_saves_and_resumes(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.sampled(2)
 def test_evaluation_is_exact_whatever_the_batches(kind, size, tmp_path):
     model, data = model_of(kind), rows(5, seed=3, lengths=(5, 12))
     metrics = trainer_of(tmp_path, model, data, per_device_eval_batch_size=size).evaluate()

@@ -34,7 +34,7 @@ checks = []
 
 
 def prepare(recipe):
-    """Every parameter is sharded whenever an evaluation begins, which may leave some whole behind it."""
+    """Every parameter is sharded whenever an evaluation begins, which may leave some unsharded after it."""
     run = prepare_run(recipe)
     evaluate = run.trainer.evaluate
 

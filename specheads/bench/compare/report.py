@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 COLUMNS = (
     "decoder", "tokens/s", "× reference", "95 %", "accepted length", "same text", "step, ms", "× floor",
-    "verify, × floor", "prefill", "draft", "verify", "accept", "other",
+    "verify, × floor", "prefill", "draft", "verify", "accept", "step", "other",
 )  # fmt: skip
 LEGEND = (
     "× reference: its tokens/s over the reference's in the same rounds; 95 %: of that ratio, by resampling the prompt "
@@ -30,7 +30,7 @@ LEGEND = (
     "steps that accepted a draft at each depth; × reference on new and on repeated text.",
     f"repeated text: the last {GRAM} tokens occurred before in the same text; a step counts with its first token.",
     "× floor: seconds of a step, and of its verification, over the least that reading the weights once takes here. "
-    "prefill … other: shares of the time.",
+    "prefill … other: shares of the time; step: of whole compiled steps; compiled, accepting is part of verify.",
 )
 
 
@@ -74,7 +74,7 @@ def speed_cells(row: Row) -> list[str]:
     """One line under COLUMNS."""
     shares, step = row["shares"], row["step_seconds"]
     interval = None if row["reference"] else row["speed_up_interval"]
-    parts = ["–"] * 5 if shares is None else [f"{shares.get(part, 0.0):.0%}" for part in COLUMNS[-5:]]
+    parts = [f"{share:.0%}" if (share := (shares or {}).get(part)) else "–" for part in COLUMNS[-6:]]
     return [
         row["decoder"],
         f"{row['tokens_per_second']:.1f}",
@@ -84,7 +84,7 @@ def speed_cells(row: Row) -> list[str]:
         "–" if row["same_text"] is None else f"{row['same_text']} of {row['texts']}",
         "–" if step is None else f"{1e3 * step:.2f}",
         _shown(row["step_over_floor"]),
-        _shown(row["verify_over_floor"]),
+        _shown(row["verify_over_floor"] or None),
         *parts,
     ]
 

@@ -144,7 +144,7 @@ def by_text(rounds: Sequence[Round], name: str, reference: str) -> dict[str, dic
 
 def time_split(samples: Sequence[Sample]) -> dict[str, Any]:
     """Shares of the seconds by part, None if the decoder does not report them; and the median seconds of a step and of
-    its verification, None if the number of steps is unknown."""
+    its verification, None where they are unknown."""
     seconds = sum(s["seconds"] for s in samples)
     shares = None
     if all(s["parts"] for s in samples):
@@ -156,10 +156,11 @@ def time_split(samples: Sequence[Sample]) -> dict[str, Any]:
         for s, n in zip(samples, steps, strict=True)
         if n and s["prefill"] is not None
     ]
+    apart = shares is not None and shares.get("step", 0.0) < 0.01  # else the verification is inside a compiled step
     return {
         "shares": shares,
         "step_seconds": median(step for step, _ in known) if known else None,
-        "verify_seconds": median(verify for _, verify in known) if known and shares else None,
+        "verify_seconds": median(verify for _, verify in known) if known and apart else None,
     }
 
 

@@ -33,6 +33,7 @@ class GenerateOptions:
     draft: bool
     chat: bool
     accept: str | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
@@ -48,7 +49,7 @@ class GenerateOptions:
         """The arguments of generate()."""
         given: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens, "drafter": drafter, "tree": parse_tree(self.tree, drafter),
-            "seed": self.seed, "do_sample": self.temperature > 0,
+            "seed": self.seed, "do_sample": self.temperature > 0, "compile": self.compile,
             "accept": None if self.accept is None else rule_named(self.accept),
         }  # fmt: skip
         if self.temperature > 0:

@@ -52,7 +52,7 @@ class Block(Acceptance):
         row = torch.arange(len(last), device=last.device)
         bonus = residual(path_probs[row, last].unsqueeze(1) * p[row, last], ahead[row, last])
         path = torch.minimum(node, last.unsqueeze(1))[:, : tree.max_depth + 1]
-        return Verdict(path, last + 1, sampler.draw(bonus))
+        return Verdict(path, last + 1, target.draw_after(last, bonus))
 
 
 def stop_prob(left: Tensor, reached: Tensor) -> Tensor:

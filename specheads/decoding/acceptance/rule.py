@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.acceptance.paths import accepted_path
+from specheads.decoding.cached import cached_property
 from specheads.decoding.probs.sampler import Sampler, likeliest
 from specheads.decoding.tree import DraftTree
 
@@ -139,10 +139,15 @@ class TargetProbs:
         """(B,) tokens drawn from p at one node (B,) of each row, as in `drawn_tokens`."""
         if not self.sampler.do_sample:
             return self.sampler.draw(self.scores_at(node))
+        return self.draw_after(node, self.p_at(node))
+
+    def draw_after(self, node: Tensor, weights: Tensor) -> Tensor:
+        """(B,) tokens drawn from weights (B, V) after one node (B,) of each row, by its row's number for that depth:
+        the number that draws the token at this position without drafts."""
         numbers = None
         if self.numbers is not None:
             numbers = self.numbers.gather(1, self.at(self.tree.topology.depth, node)[:, None]).squeeze(1)
-        return self.sampler.draw(self.p_at(node), numbers)
+        return self.sampler.draw(weights, numbers)
 
     def at_parent(self, values: Tensor) -> Tensor:
         """(B, N) → (B, N): for each node its parent's value."""
@@ -253,7 +258,7 @@ class LevelRule(Acceptance):
 
     def judge(self, target: TargetProbs) -> Verdict:
         path, length, end = accepted_path(target.tree, self.accept_mask(target))
-        return Verdict(path, length, target.sampler.draw(self.bonus_weights(target, end)))
+        return Verdict(path, length, target.draw_after(end, self.bonus_weights(target, end)))
 
     @abstractmethod
     def accept_mask(self, target: TargetProbs) -> Tensor:

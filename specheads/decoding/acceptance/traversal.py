@@ -61,4 +61,4 @@ class Traversal(Acceptance):
         accept_probs = reached.view_as(tokens).gather(1, topology.postorder)  # the root for sure, then unused slots
         none_before = torch.cat([torch.ones_like(accept_probs[:, :1]), (1 - accept_probs)[:, :-1]], 1).cumprod(1)
         end = topology.postorder.gather(1, sampler.draw(accept_probs * none_before).unsqueeze(1)).squeeze(1)
-        return Verdict(*path_to(tree, end), sampler.draw(left.index_select(0, target.flat_index(end))))
+        return Verdict(*path_to(tree, end), target.draw_after(end, left.index_select(0, target.flat_index(end))))

@@ -7,18 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from specheads.decoding.acceptance import Verdict
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.target.cache import TreeCache
 from specheads.decoding.target.causal import Target
 from specheads.decoding.tree import DraftTree
 
 T = TypeVar("T")
+
+
+class Advance(NamedTuple):
+    """What one step leaves on the device.
+
+    root (B,): the next one; length (B,): how many tokens each row gained; last (B,): the column of the newest, 0 in a
+    row that gained none. following (B, P), features (B, P, F), top (B, P, K): as in `Context`, of the path. columns:
+    all that the host reads of a step, in one tensor, (B, 2 P + 3).
+    """
+
+    root: Tensor
+    length: Tensor
+    last: Tensor
+    following: Tensor
+    features: Tensor
+    top: Tensor | None
+    columns: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +48,7 @@ class Context:
     last (B,): the column of the newest of them, 0 in a row that has none.
     history: each row's ids up to and including the root, unpadded, on the host.
     memory: what the drafter stores between proposals, such as its KV cache.
+    caches: of the drafter, which `prepare` makes room in before each proposal.
     bound: no row has more committed tokens than this (host integer).
     top (B, P, K): the target's likeliest tokens after the new positions, best first; for the prompt only those after
       its last position. None unless the drafter has a `wants_target_top` = K above 0.
@@ -46,8 +64,15 @@ class Context:
     history: list[list[int]]
     bound: int
     memory: dict[str, Any] = field(default_factory=dict)
+    caches: list[TreeCache] = field(default_factory=list)
     top: Tensor | None = None
     source: list[list[int]] | None = None
+
+    def prepare(self) -> None:
+        """Make room for a step in the caches of the target and of the drafter, on the host."""
+        self.target.prepare(self.bound)
+        for cache in self.caches:
+            cache.prepare(self.bound)
 
     def newest(self, values: Tensor) -> Tensor:
         """(B, P, …) → (B, …) at the column `last`."""
@@ -71,28 +96,19 @@ class Context:
         source = target.source.ids if target.source is not None else None
         return cls(target, root, features, following, lengths, last, history, ids.shape[1], top=top, source=source)
 
-    def extend(
-        self,
-        verdict: Verdict,
-        following: Tensor,
-        features: Tensor,
-        emitted: list[list[int]],
-        top: Tensor | None = None,
-    ) -> Context:
-        """The context after one verified tree: features (B, N, F) and top (B, N, K) of its nodes, following (B, P) the
-        token after each node of the verdict's path; emitted: the tokens each row gained."""
-        path = verdict.path
+    def extend(self, advance: Advance, emitted: list[list[int]]) -> Context:
+        """The context after one step; emitted: the tokens each row gained."""
         for row, more in zip(self.history, emitted, strict=True):
             row += more
         return replace(
             self,
-            root=verdict.bonus,
-            features=features.gather(1, path.unsqueeze(-1).expand(-1, -1, features.shape[-1])),
-            following=following,
-            new=verdict.length,
-            last=verdict.last,
+            root=advance.root,
+            features=advance.features,
+            following=advance.following,
+            new=advance.length,
+            last=advance.last,
             bound=max(len(row) for row in self.history) - 1,
-            top=None if top is None else top.gather(1, path.unsqueeze(-1).expand(-1, -1, top.shape[-1])),
+            top=advance.top,
         )
 
 
@@ -105,6 +121,7 @@ class Drafter(Protocol):
 
     layers: target hidden_states it wants (HF indices).
     wants_target_top: so many of the target's likeliest tokens come in `Context.top`.
+    on_device: propose() reads no number on the host, so that the step can be compiled with it.
     gives_draft_probs: its trees can keep the distributions they were drafted from; else its drafts are point masses.
     fixed_depth: tokens it drafts in one pass, which static trees given by name follow; None if each level takes a pass.
     trained_length: tokens of the longest text it was trained on, past which generate() warns; None: no such limit.
@@ -116,6 +133,10 @@ class Drafter(Protocol):
     @property
     def wants_target_top(self) -> int:
         return 0
+
+    @property
+    def on_device(self) -> bool:
+        return False
 
     @property
     def gives_draft_probs(self) -> bool:
@@ -160,5 +181,5 @@ class _Defaults(Drafter):
     """`Drafter`'s values."""
 
 
-_OPTIONAL = ("wants_target_top", "gives_draft_probs", "fixed_depth", "trained_length", "reviews")
+_OPTIONAL = ("wants_target_top", "on_device", "gives_draft_probs", "fixed_depth", "trained_length", "reviews")
 _DEFAULTS = cast(type[Any], _Defaults)()

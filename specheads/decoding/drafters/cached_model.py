@@ -56,8 +56,9 @@ class CachedModel:
         A row of count 0 stays as it is, and its logits are meaningless. bound: no row is longer now (host integer).
         """
         unread, count = unread.to(self.device), count.to(self.device)
-        known = self._commit_drafted(unread, count - 1, bound)  # the last token is always fed, for its logits
-        for logits, fresh in self._feed(unread, known, count - known, bound):
+        self.target.prepare(bound)
+        known = self._commit_drafted(unread, count - 1)  # the last token is always fed, for its logits
+        for logits, fresh in self._feed(unread, known, count - known):
             newest = logits[torch.arange(len(logits), device=self.device), (fresh - 1).clamp_min(0)].unsqueeze(1)
             self.logits = torch.where((fresh > 0).view(-1, 1, 1), newest, self.logits)
         self.nodes, self.current = [], torch.ones_like(self.current)
@@ -69,7 +70,8 @@ class CachedModel:
         Tokens that are then rejected have to be removed by `rewind`.
         """
         unread, count = unread.to(self.device), count.to(self.device)
-        logits = [logits for logits, _ in self._feed(unread, torch.zeros_like(count), count, bound)]
+        self.target.prepare(bound)
+        logits = [logits for logits, _ in self._feed(unread, torch.zeros_like(count), count)]
         self.nodes = []
         return torch.cat(logits, 1)
 
@@ -87,7 +89,7 @@ class CachedModel:
         self.nodes.append((tokens, parents))
         return self.target.forward_level(self.levels, tokens, parents).logits
 
-    def _feed(self, ids: Tensor, first: Tensor, count: Tensor, bound: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _feed(self, ids: Tensor, first: Tensor, count: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Feed and commit count (B,) of the ids (B, U) from index first (B,) on, in passes of as many as there are
         scratch slots. Yields for each pass the logits (B, u, V) after its tokens, and how many of these (B,) count."""
         columns, most = max(1, int(count.max())), self.target.scratch
@@ -98,10 +100,10 @@ class CachedModel:
             tokens, path = fed[:, start : start + most], index[:, : min(most, columns - start)]
             logits = self.target.verify(DraftTree(tokens, path - 1, tokens.shape[1] - 1)).logits
             fresh = (count - start).clamp(0, tokens.shape[1])
-            self.target.commit(path, fresh, bound)
+            self.target.commit(path, fresh)
             yield logits, fresh
 
-    def _commit_drafted(self, text: Tensor, most: Tensor, bound: int) -> Tensor:
+    def _commit_drafted(self, text: Tensor, most: Tensor) -> Tensor:
         """Commit the drafted nodes that match the start of text (B, U), at most `most` (B,) of them → how many (B,)."""
         node, alive, first = torch.zeros_like(most), self.current, 0
         length, slots = torch.zeros_like(most), []
@@ -112,7 +114,7 @@ class CachedModel:
             slots.append(first + node)
             length, first = length + alive, first + tokens.shape[1]
         if slots:
-            self.target.commit(torch.stack(slots, 1), length, bound)
+            self.target.commit(torch.stack(slots, 1), length)
         return length
 
     def _with_embedding(self, ids: Tensor) -> Tensor:

@@ -51,7 +51,8 @@ class PathDrafter(Drafter, ABC):
         return StaticTree(tuple((rank, *(0,) * d) for rank in range(self.width) for d in range(self.num_tokens)))
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
-        return build_tree(context.root, context.history, self.paths(context, plan.depth), plan)
+        paths = self.paths(context, plan.depth)
+        return build_tree(context.root, context.history, paths, plan, static=context.target.static)
 
     @abstractmethod
     def paths(self, context: Context, length: int, rows: Mapping[int, list[int]] | None = None) -> list[Paths]:
@@ -66,11 +67,14 @@ class PathDrafter(Drafter, ABC):
         return
 
 
-def build_tree(root: Tensor, history: Sequence[Sequence[int]], paths: Sequence[Paths], plan: Plan) -> DraftTree:
+def build_tree(
+    root: Tensor, history: Sequence[Sequence[int]], paths: Sequence[Paths], plan: Plan, *, static: bool = False
+) -> DraftTree:
     """root (B,), the last id of each history, and each row's paths → their tree, of plan.num_nodes nodes at most.
 
     Paths share the nodes of a common beginning. A row with fewer nodes leaves slots unused. On the CPU, where each node
-    costs time, the tree is as large as the largest row; elsewhere it has the plan's size, so that shapes repeat.
+    costs time, the tree is as large as the largest row; elsewhere, or if `static`, it has the plan's size, so that
+    shapes repeat.
     """
     rows, depth = [], 0
     for row_paths, ids in zip(paths, history, strict=True):
@@ -90,7 +94,7 @@ def build_tree(root: Tensor, history: Sequence[Sequence[int]], paths: Sequence[P
                 node = child
         rows.append((tokens, parents))
     size = max(len(tokens) for tokens, _ in rows)
-    if root.device.type != "cpu":
+    if static or root.device.type != "cpu":
         size, depth = plan.num_nodes, plan.depth
     topology = _topology(tuple((*parents, *(-1,) * (size - len(parents))) for _, parents in rows), depth, root.device)
     # An unused slot repeats the root: a valid id, which nothing reads.

@@ -19,6 +19,7 @@ from transformers.utils import ModelOutput
 
 from specheads.decoding.acceptance import Acceptance
 from specheads.decoding.acceptance.named import as_rule
+from specheads.decoding.compiled import CompiledSteps, compiled_steps
 from specheads.decoding.drafters.base import Drafter
 from specheads.decoding.drafters.named import either
 from specheads.decoding.generation.context_limits import warn_past_limits
@@ -35,6 +36,7 @@ from specheads.decoding.generation.outputs import SpecGenerateOutput, SpecSeq2Se
 from specheads.decoding.generation.prompt_batches import left_order, pack_left, unpadded_rows, warn_of_right_padding
 from specheads.decoding.loop import Step, decode
 from specheads.decoding.planner import Plan, as_plan
+from specheads.decoding.probs.randomness import seeds_for
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.hf_base import unwrapped
 from specheads.decoding.target.model_inputs import ModelInputs, model_inputs
@@ -49,8 +51,9 @@ def generate(
     drafter: Drafter | str | None = None,
     tree: Plan | str | None = None,
     accept: Acceptance | str | None = None,
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     output_divergences: bool = False,
+    compile: bool | str = False,
     generation_config: GenerationConfig | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     streamer: BaseStreamer | None = None,
@@ -63,8 +66,13 @@ def generate(
     draft: what drafts: a drafter (a `DraftModel`, a head …), "lookup", "ngram" or "maxgram"; None or False: plain
     decoding through the same loop. drafter: another name for it. tree: the plan of the trees, or its text, "chain:3"
     say (default: the drafter's; for encoder-decoders a chain). accept: the rule, or its text, "fuzzy:js:0.2" say
-    (default: `Exact`, lossless). seed: for the sampling. output_divergences: for a `Fuzzy` rule, keep D at every
-    drafted position in the steps (see `Step`); it needs return_dict_in_generate=True.
+    (default: `Exact`, lossless). seed: for the sampling, a number or one for each row, on which a row's text depends
+    alone; `probs.randomness.row_seeds` gives the rows' seeds of one number. output_divergences: for a `Fuzzy` rule,
+    keep D at every drafted position in the steps (see `Step`); it needs return_dict_in_generate=True.
+
+    compile: decode with steps compiled by torch, for which new shapes are compiled once (the log says so and how long
+    it took; torch keeps the code on disk); True, or the name of a backend of torch.compile. What cannot be compiled is
+    decoded without, after a warning.
 
     inputs: ids (B, T). Arguments of the model (pixel_values, position_ids, token_type_ids …) are served as generate()
     serves them, or refused by name. A prompt padded on the right continues after its own last token, as if it were
@@ -115,6 +123,7 @@ def generate(
             source_ids=prompts if base.config.is_encoder_decoder else None,
             stream=streamer,
             divergences=output_divergences,
+            compiled=compiled_steps(base, compile) if compile else None,
         ),
         **kwargs,
     )
@@ -130,10 +139,11 @@ def _run(
     drafter: Drafter | None,
     plan: Plan | None,
     accept: Acceptance,
-    seed: int | None,
+    seed: int | Sequence[int] | None,
     source_ids: Tensor | None,
     stream: BaseStreamer | None,
     divergences: bool,
+    compiled: CompiledSteps | None,
     **model_kwargs: Any,
 ) -> Tensor | SpecGenerateOutput | SpecSeq2SeqOutput:
     """The loop that base.generate() runs in place of its own, over what it has made of its arguments."""
@@ -145,14 +155,14 @@ def _run(
     sampler = Sampler(
         logits_processor,
         do_sample=do_sample,
-        generator=_generator(seed, device) if do_sample or seed is not None else None,
+        seeds=seeds_for(seed, len(prompts.rows)) if do_sample or seed is not None else None,
         prompts=prompts.rows,
         lengths=prompts.counts,
         pad_token_id=pad_id,
     )
     target = make_target(
         base, drafter.layers if drafter else (), scratch=plan.num_nodes if plan else 1, source=prompts.source,
-        decoder_mask=model_kwargs.get("decoder_attention_mask"),
+        decoder_mask=model_kwargs.get("decoder_attention_mask"), static=compiled is not None,
     )  # fmt: skip
     text = _Text([list(row) for row in prompts.rows], stream, keep_steps=bool(config.return_dict_in_generate))
     trained_length = None if drafter is None else drafter.trained_length
@@ -161,6 +171,7 @@ def _run(
         target, drafter, prompts.ids, prompts.lengths, plan=plan, sampler=sampler, accept=accept, stop=stop,
         max_new_tokens=stop.limit, inputs=prompts.inputs, eos=stop.eos,
         keep_scores=bool(config.output_scores or config.output_logits), keep_divergences=divergences,
+        compiled=compiled,
     ):  # fmt: skip
         text.add(step)
     if stream is not None:
@@ -265,16 +276,12 @@ class _Text:
         return torch.tensor([row + [pad_id] * (longest - len(row)) for row in self.rows], device=device)
 
 
-def _run_seeded(run: Callable[[], Any], seed: int | None) -> Any:
-    """run() with torch's global generators seeded, and restored afterwards."""
+def _run_seeded(run: Callable[[], Any], seed: int | Sequence[int] | None) -> Any:
+    """run() with torch's global generators seeded, and restored afterwards. ValueError for a seed of each row."""
     if seed is None:
         return run()
+    if not isinstance(seed, int):
+        raise ValueError(f"seed={seed!r}: beam search draws all rows from one seed; give a single number")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return run()
-
-
-def _generator(seed: int | None, device: torch.device) -> torch.Generator:
-    """Seeded as asked, else from torch's global generator, so that torch.manual_seed governs generate() too."""
-    generator = torch.Generator(device=device)
-    return generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)

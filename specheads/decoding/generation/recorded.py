@@ -87,6 +87,8 @@ class RecordedTarget:
     record is never accepted, so the logits there do not matter.
     """
 
+    static, active = False, None
+
     def __init__(self, record: Record, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         self.record, self.device = record, device
         self.texts = [record.outputs[tuple(prompt)] for prompt in prompts]
@@ -103,6 +105,9 @@ class RecordedTarget:
         self.limit = ids.shape[1] + room
         return TargetOutput(self._certain([[text[0]] for text in self.texts]), torch.empty(*ids.shape, 0))
 
+    def prepare(self, bound: int) -> None:
+        """Nothing: a record needs no room."""
+
     def verify(self, tree: DraftTree) -> TargetOutput:
         depths = tree.topology.depth.tolist()
         following = [
@@ -111,7 +116,7 @@ class RecordedTarget:
         ]
         return TargetOutput(self._certain(following), torch.empty(*tree.tokens.shape, 0))
 
-    def commit(self, path: Tensor, length: Tensor, bound: int) -> None:
+    def commit(self, path: Tensor, length: Tensor) -> None:
         self.done = [done + kept for done, kept in zip(self.done, length.tolist(), strict=True)]
 
     def _certain(self, tokens: list[list[int]]) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from specheads.decoding.probs.processors import RowProcessor, adapt, is_prefix_free
+from specheads.decoding.probs.randomness import RowNumbers, row_seeds
 from specheads.decoding.tree import DraftTree
 
 Prefixes = Callable[[], Sequence[Sequence[int]]]
@@ -36,10 +37,13 @@ def likeliest(logits: Tensor, block: int = 128) -> Tensor:
 
 
 class Sampler:
-    """The target's probabilities p under HF logits processors, and the one generator all draws come from.
+    """The target's probabilities p under HF logits processors, and where all random numbers come from.
 
     Temperature 0 (do_sample=False) is a one-hot p, so greedy decoding needs no path of its own anywhere else.
+    numbers: of the rows, by their seeds, from `seed_rows` on. Before that numbers come from the generator.
     """
+
+    numbers: RowNumbers | None = None
 
     def __init__(
         self,
@@ -47,15 +51,17 @@ class Sampler:
         *,
         do_sample: bool = False,
         generator: torch.Generator | None = None,
+        seeds: Sequence[int] | None = None,
         prompts: Sequence[Sequence[int]] | None = None,
         lengths: Sequence[int] | None = None,
         pad_token_id: int = 0,
     ) -> None:
         """prompts: each row as the caller gave it, padding included, as processors are to see it; lengths: without
-        padding. pad_token_id: what fills a row that has ended. ValueError for a processor that cannot judge drafts.
+        padding. pad_token_id: what fills a row that has ended. seeds: of the rows; None: drawn from the generator, by
+        default torch's own, as `seed_rows` says. ValueError for a processor that cannot judge drafts.
         """
         self.processors = adapt(processors or ())
-        self.do_sample, self.generator = do_sample, generator
+        self.do_sample, self.generator, self.seeds = do_sample, generator, seeds
         self.prompts, self.lengths, self.pad_token_id = prompts, lengths, pad_token_id
         self.needs_prefix = not all(map(is_prefix_free, self.processors))
         self.finite = torch.tensor(True)  # on the device: has every distribution drawn from had a finite sum?
@@ -126,6 +132,20 @@ class Sampler:
                 scores = processor(_no_prefix(scores), scores)
         return scores.softmax(-1).nan_to_num_(0)
 
+    def seed_rows(self, batch: int, length: int, device: torch.device) -> Tensor | None:
+        """Begin the numbers of a batch: (B, length) those that draw each row's tokens; None if nothing is sampled."""
+        seeds = self.seeds
+        if seeds is None and (self.do_sample or self.generator is not None):
+            where = "cpu" if self.generator is None else self.generator.device
+            seeds = row_seeds(int(torch.randint(2**62, (), generator=self.generator, device=where)), batch)
+        self.numbers = None if seeds is None else RowNumbers.from_seeds(seeds, device)
+        return self.numbers.tokens(length) if self.numbers is not None and self.do_sample else None
+
+    def begin(self, use: int, position: Tensor) -> None:
+        """What is random from here on is for this use, `DRAFT` or `ACCEPT`, after so many output tokens (B,)."""
+        if self.numbers is not None:
+            self.numbers.begin(use, position)
+
     def draw(self, p: Tensor, numbers: Tensor | None = None) -> Tensor:
         """Unnormalised distributions (…, V) → (…) an index drawn from each; at temperature 0 the likeliest.
 
@@ -157,6 +177,8 @@ class Sampler:
 
     def uniforms(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Uniform numbers in [0, 1); random at temperature 0 too, since some rules are random by definition."""
+        if self.numbers is not None:
+            return self.numbers.next(shape).to(device)
         return torch.rand(tuple(shape), generator=self.generator, device=device, dtype=_widest_float(device))
 
 

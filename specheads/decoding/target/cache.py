@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -64,12 +63,15 @@ class TreeLayer(CacheLayerMixin):
 class TreeCache(Cache):
     """KV of every layer for B rows. `scratch` tree slots, then up to `capacity` committed slots, `size` allocated.
 
-    lengths (B,) int64 on the device: committed tokens per row. bound: a host integer no row's length exceeds.
+    lengths (B,) int64 on the device: committed tokens per row. bound: a host integer that no row's length exceeded when
+    `prepare` was last called. `prepare` is for the host; what a pass does is on the device alone.
     attended: how many slots a pass attends, scratch included. positions (attended,): the position in each of them; for
     scratch slots one that no text reaches.
     """
 
-    def __init__(self, num_layers: int, scratch: int, capacity: int) -> None:
+    def __init__(self, num_layers: int, scratch: int, capacity: int, *, static: bool = False) -> None:
+        """static: allocate and attend few different sizes, so that a compiled step meets few shapes."""
+        self.static = static
         self.tree_layers = [TreeLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.tree_layers))
         self.scratch, self.capacity, self.size = scratch, capacity, 0
@@ -93,7 +95,7 @@ class TreeCache(Cache):
             for name in ("keys", "values") if layer.is_initialized else ():
                 held = getattr(layer, name)
                 groups.setdefault((held.shape[:2], held.shape[3], held.dtype, held.device), []).append((layer, name))
-        self.size = min(self.capacity, bound + RESERVE)
+        self.size = static_size(bound + self.scratch) if self.static else min(self.capacity, bound + RESERVE)
         for ((rows, heads), width, dtype, device), members in groups.items():
             # Zeros, not empty: a masked slot's value still enters 0 · v, and garbage may be NaN.
             shape = (len(members), rows, heads, self.scratch + self.size, width)
@@ -104,39 +106,41 @@ class TreeCache(Cache):
             self.stacks.append(stack)
             self.first_slots.append(first_slots(stack))
             self.views.append(members)
-        self.loaded, self.lengths, self.bound = True, lengths, bound
+        self.loaded, self.lengths = True, lengths
+        self.prepare(bound)
 
-    def open(self) -> None:
-        """Prepare a pass that writes the scratch slots from the first and attends all committed ones."""
-        self.write_start, self.write_slots = 0, None
-        self._attend(self.bound + self.scratch)  # a commit moves `scratch` rows at most
+    def prepare(self, bound: int) -> None:
+        """Attend `bound` committed slots, and allocate as many and `scratch` more, the most that one pass commits.
 
-    def append(self, columns: int, length: Tensor, bound: int) -> Tensor:
-        """Prepare a pass that writes the next `columns` tokens of each row straight into committed slots; returns their
-        positions (B, columns). Only the first length (B,) of a row are committed; the next pass overwrites the others.
-        bound: as in `commit`."""
-        position = self.lengths.unsqueeze(1) + torch.arange(columns, device=self.lengths.device)
-        self._bind(bound)
-        self._attend(self.bound + columns)
-        self.write_slots = (position + self.scratch).clamp(max=self.scratch + self.size - 1)[:, None, :, None]
-        self.lengths = self.lengths + length
-        return position
-
-    def _bind(self, bound: int) -> None:
+        bound: no row has more committed tokens, those of an `append` included. ValueError if they exceed the capacity.
+        """
         if bound > self.capacity:
             raise ValueError(f"{bound} tokens do not fit a cache made for {self.capacity}; ask for more at prefill")
         self.bound = bound
-
-    def _attend(self, needed: int) -> None:
-        """Attend all committed slots, and allocate at least `needed` of them."""
-        attended = min(self.capacity, -(-self.bound // BUCKET) * BUCKET)
+        if self.static:
+            attended = needed = static_size(bound + self.scratch)
+        else:
+            attended = min(self.capacity, -(-bound // BUCKET) * BUCKET)
+            needed = min(self.capacity, max(attended, bound + self.scratch))
         if self.attended != self.scratch + attended:
             self.attended = self.scratch + attended
             self.positions = torch.arange(-self.scratch, attended, device=self.lengths.device)
             self.positions[: self.scratch] = torch.iinfo(torch.long).max
-        needed = min(self.capacity, max(attended, needed))
         if needed > self.size:
-            self._grow(min(self.capacity, max(needed, 2 * self.size)))
+            self._grow(needed if self.static else min(self.capacity, max(needed, 2 * self.size)))
+
+    def open(self) -> None:
+        """Begin a pass that writes the scratch slots from the first."""
+        self.write_start, self.write_slots = 0, None
+
+    def append(self, columns: int, length: Tensor) -> Tensor:
+        """Begin a pass that writes the next `columns` tokens of each row straight into committed slots; returns their
+        positions (B, columns). Only the first length (B,) of a row are committed; the next pass overwrites the others.
+        """
+        position = self.lengths.unsqueeze(1) + torch.arange(columns, device=self.lengths.device)
+        self.write_slots = (position + self.scratch).clamp(max=self.scratch + self.size - 1)[:, None, :, None]
+        self.lengths = self.lengths + length
+        return position
 
     def _grow(self, size: int) -> None:
         for n, (stack, members) in enumerate(zip(self.stacks, self.views, strict=True)):
@@ -147,13 +151,11 @@ class TreeCache(Cache):
             self.stacks[n], self.first_slots[n] = larger, first_slots(larger)
         self.size = size
 
-    def commit(self, path: Tensor, length: Tensor, bound: int) -> None:
+    def commit(self, path: Tensor, length: Tensor) -> None:
         """Move the scratch slots path (B, P) to the next committed slots; the first length (B,) of a row count.
 
-        All P are moved; those past `length` are masked, and the next commit overwrites them. bound: a host integer that
-        no row's length then exceeds. Raises ValueError if it exceeds the capacity.
+        All P are moved; those past `length` are masked, and the next commit overwrites them.
         """
-        self._bind(bound)
         target = self.scratch + self.lengths.unsqueeze(1) + torch.arange(path.shape[1], device=path.device)
         target = target.clamp(max=self.scratch + self.size - 1)
         both = torch.stack([path, target]).unsqueeze(2)  # (2, B, 1, P)
@@ -163,6 +165,12 @@ class TreeCache(Cache):
             source, destination = (first.unsqueeze(0) + both.to(first.device).unsqueeze(1)).flatten(1)
             slots.index_copy_(0, destination, slots.index_select(0, source))
         self.lengths = self.lengths + length
+
+
+def static_size(needed: int) -> int:
+    """The next of 256, 384, 512, 768, 1024, 1536 … slots: at most half as many again as needed."""
+    size = max(256, 1 << (needed - 1).bit_length())
+    return size * 3 // 4 if size > 256 and needed <= size * 3 // 4 else size
 
 
 def first_slots(stack: Tensor) -> Tensor:
@@ -265,11 +273,4 @@ def gather_nodes(level: Tensor, index: Tensor) -> Tensor:
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """(B, N, K) bool → additive mask (B, 1, N, K), 0 where seen. Eager attention is silently wrong with a bool mask."""
-    return torch.where(mask, *_seen_and_hidden(dtype, mask.device)).unsqueeze(1)
-
-
-@cache
-def _seen_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.zeros((), dtype=dtype, device=device), torch.full(
-        (), torch.finfo(dtype).min, dtype=dtype, device=device
-    )
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min).unsqueeze(1)

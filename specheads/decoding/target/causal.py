@@ -49,12 +49,16 @@ class Target:
     """
 
     active: Tensor | None = None
+    static: bool = False
     source: Any = None
     switch: RopeSwitch | None = None
     min_fed: int = 0
 
-    def __init__(self, base: PreTrainedModel, layers: tuple[int, ...] = (), *, scratch: int = 1) -> None:
+    def __init__(
+        self, base: PreTrainedModel, layers: tuple[int, ...] = (), *, scratch: int = 1, static: bool = False
+    ) -> None:
         """layers: HF hidden_states indices to tap (0 embeddings, n last). scratch: the most nodes a tree will have.
+        static: the shapes of passes repeat, as a compiled step needs it.
 
         Raises UnsupportedModel, with the reason, for a model that cannot be served.
         """
@@ -66,6 +70,7 @@ class Target:
                 "call base.set_attn_implementation('sdpa') first"
             )
         self.base, self.layers, self.scratch = base, layers, scratch
+        self.static = static
         self.config = text_config(base)
         self.reach = layer_reach(self.config)
         self.embed: Any = base.get_input_embeddings()  # tokens (…) → (…, H)
@@ -73,6 +78,7 @@ class Target:
         self.mask_dict = takes_mask_dict(base)
         self.limit = 0
         self.offset: Tensor | None = None
+        self._last_position: Tensor  # on the device, so that a compiled step serves every limit
         self.prompt_lengths: Tensor
         self.inputs: ModelInputs
         self.cache: TreeCache
@@ -87,6 +93,7 @@ class Target:
         inputs = inputs or ModelInputs()
         columns = ids.shape[1]
         self.limit = columns + room
+        self._last_position = lengths.new_full((), self.last_position)
         self._refuse_slot_scaling()
         self.offset, self.prompt_lengths, self.inputs = inputs.offset(lengths), lengths, inputs
         ahead = 0 if self.offset is None else int((lengths.unsqueeze(1) + self.offset).max()) - columns
@@ -106,7 +113,8 @@ class Target:
         # Packed left, a causal prompt needs no mask of ours: padding comes after all that it could disturb. The base
         # makes its own, or none if its attention kernel is causal; ours would be B × T × T numbers.
         batch, columns = ids.shape
-        self.cache = TreeCache(self.config.num_hidden_layers, self.scratch, self.limit + self.scratch)
+        capacity = self.limit + self.scratch
+        self.cache = TreeCache(self.config.num_hidden_layers, self.scratch, capacity, static=self.static)
         position = torch.arange(columns, device=ids.device).expand(batch, columns)
         mask = (position < lengths.unsqueeze(1)).long() if inputs.prompt and bool((lengths < columns).any()) else None
         if inputs.positions is not None:
@@ -145,6 +153,10 @@ class Target:
                 f"new tokens come to {self.limit}: ask for fewer, or generate with the base model itself"
             )
 
+    def prepare(self, bound: int) -> None:
+        """Make room for a step, on the host. bound: no row has more committed tokens."""
+        self.cache.prepare(bound)
+
     @torch.no_grad()
     def verify(self, tree: DraftTree) -> TargetOutput:
         """One pass over all nodes of the tree: logits (B, N, V), features (B, N, F)."""
@@ -155,7 +167,7 @@ class Target:
         start = cache.lengths
         if self.switch is not None and self.active is not None:  # positions of inactive rows choose frequencies too
             start = torch.where(self.active, start, self.prompt_lengths + self.min_fed)
-        position = (start.unsqueeze(1) + topology.depth).clamp(max=self.last_position)
+        position = (start.unsqueeze(1) + topology.depth).clamp(max=self._last_position)
 
         def mask(reach: Reach) -> Tensor:
             seen = visible(topology.ancestors, topology.depth, cache.lengths, cache.scratch, cache.attended, reach)
@@ -183,15 +195,12 @@ class Target:
         token, index 0. They fill the scratch slots in order, so that `commit` can keep some.
         """
         levels.next_level(parents)
-        position = levels.position.clamp(max=self.last_position).expand(-1, tokens.shape[1])
+        position = levels.position.clamp(max=self._last_position).expand(-1, tokens.shape[1])
         return TargetOutput(*self._forward_generated(tokens, position, self._masks(levels.mask)))
 
-    def commit(self, path: Tensor, length: Tensor, bound: int) -> None:
-        """Keep the KV of the first length (B,) nodes of path (B, P), and drop the rest of the tree.
-
-        bound: a host integer that no row's committed length then exceeds.
-        """
-        self.cache.commit(path, length, bound)
+    def commit(self, path: Tensor, length: Tensor) -> None:
+        """Keep the KV of the first length (B,) nodes of path (B, P), and drop the rest of the tree."""
+        self.cache.commit(path, length)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         return logits_of(self.base, hidden)

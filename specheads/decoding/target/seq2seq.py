@@ -92,13 +92,15 @@ def make_target(
     scratch: int = 1,
     source: Source | None = None,
     decoder_mask: Tensor | None = None,
+    static: bool = False,
 ) -> Target:
     """The Target for a base: with a source for an encoder-decoder, without one for a decoder-only model.
 
+    static: as in `Target`; an encoder-decoder's is never.
     Raises UnsupportedModel for a base that cannot be served, and for tapped layers of an encoder-decoder.
     """
     if source is None:
-        return Target(base, layers, scratch=scratch)
+        return Target(base, layers, scratch=scratch, static=static)
     if layers:
         raise UnsupportedModel(
             f"{type(base).__name__} is an encoder-decoder model, and draft heads are for decoder-only ones; draft with "
@@ -190,8 +192,11 @@ class Seq2SeqTarget(Target):
         levels.depth += 1
         return TargetOutput(self._feed(tokens, start), self._no_features(tokens))
 
-    def commit(self, path: Tensor, length: Tensor, bound: int) -> None:
-        """Keep the first length (B,) nodes of the chains last fed. A chain needs neither path nor bound."""
+    def prepare(self, bound: int) -> None:
+        """Nothing: this cache makes room as it is written."""
+
+    def commit(self, path: Tensor, length: Tensor) -> None:
+        """Keep the first length (B,) nodes of the chains last fed. A chain needs no path."""
         self.cache.lengths = self.cache.lengths + length
 
     def _no_features(self, ids: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Shapes: B batch rows, N nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -56,6 +56,23 @@ class DraftTree:
         drafted = torch.tensor(tokens, dtype=root.dtype, device=root.device).view(len(drafts), depth)
         return cls(torch.cat([root.unsqueeze(1), drafted], 1), torch.tensor(parents, device=root.device), depth)
 
+    def padded(self, num_nodes: int, max_depth: int) -> DraftTree:
+        """The tree with unused slots up to `num_nodes`, and levels without nodes up to max_depth; without `probs`."""
+        missing = num_nodes - self.num_nodes
+        if not missing and max_depth == self.max_depth:
+            return self
+        tokens = torch.cat([self.tokens, self.tokens[:, :1].expand(-1, missing)], 1)
+        parents = torch.nn.functional.pad(self.parents, (0, missing), value=-1)
+        return DraftTree(tokens, parents, max_depth)
+
+    def cut(self, depths: Sequence[int]) -> DraftTree:
+        """The tree without each row's nodes below its own depth: their slots are unused."""
+        if min(depths) >= self.max_depth:
+            return self
+        below = self.topology.depth > torch.tensor(depths, device=self.parents.device).unsqueeze(1)
+        parents = self.parents.masked_fill(below, -1)
+        return replace(self, parents=parents, topology=TreeTopology.of(parents, self.max_depth))
+
     @property
     def num_nodes(self) -> int:
         return self.tokens.shape[1]
@@ -63,7 +80,7 @@ class DraftTree:
     @property
     def is_chain(self) -> bool:
         """Is each node the child of the one before it, in every row?"""
-        return self.num_nodes <= self.max_depth + 1 and self.topology.in_line
+        return self.num_nodes == 1 or (self.num_nodes <= self.max_depth + 1 and self.topology.in_line)
 
     @property
     def siblings_drawn(self) -> bool:

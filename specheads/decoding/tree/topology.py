@@ -6,10 +6,11 @@ Shapes: B batch rows, N nodes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from specheads.decoding.cached import cached_property
 
 
 def ancestors(parents: Tensor, max_depth: int | None = None) -> Tensor:

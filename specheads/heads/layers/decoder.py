@@ -133,12 +133,13 @@ def keep_committed(
     batch, columns, _ = hidden.shape
     if "cache" in memory:
         cache = memory["cache"]
-        return write(cache, cache.append(columns, context.new, context.bound), False), cache
-    cache = memory["cache"] = TreeCache(num_layers, scratch, target.cache.capacity)
+        return write(cache, cache.append(columns, context.new), False), cache
+    cache = memory["cache"] = TreeCache(num_layers, scratch, target.cache.capacity, static=target.cache.static)
     # A row that ends may exceed the limit by one path, and is then fed a path of padding along with the other rows.
     rotary.ensure(target.limit + 2 * scratch, hidden)
     result = write(cache, torch.arange(columns, device=hidden.device).expand(batch, columns), True)
     cache.load_prompt(context.new, columns)
+    context.caches.append(cache)
     return result, cache
 
 

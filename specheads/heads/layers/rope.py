@@ -164,7 +164,7 @@ class RotaryTable(nn.Module):
     def ensure(self, positions: int, like: Tensor) -> None:
         table = self._table
         if table is None or table.shape[1] < positions or table.device != like.device or table.dtype != like.dtype:
-            size = max(64, 1 << (positions - 1).bit_length())
+            size = max(2048, 1 << (positions - 1).bit_length())  # few sizes, which compiled steps depend on
             angles, factor = frequencies(self.head_dim, self.rope)
             angle = torch.outer(torch.arange(size, dtype=torch.float32, device=like.device), angles.to(like.device))
             both = torch.cat([angle, angle], -1)

@@ -1,4 +1,4 @@
-"""Sampled text of encoder-decoders has the target's law: every outcome enumerated, over a real T5 and a real BART."""
+"""Sampled text of encoder-decoders has the target's distribution: all outcomes enumerated, with a real T5 and BART."""
 
 import pytest
 import torch
@@ -27,23 +27,23 @@ def tiny(kind, vocab_size, seed):
 
 
 @torch.no_grad()
-def true_law(base, sources, length):
+def true_probs(base, sources, length):
     """The rows' joint distribution after a certain first token, each by forwards of the row alone, without a cache."""
     joint = {(): 1.0}
     for row, source in enumerate(sources):
-        law = {(FIRST[row],): 1.0}
+        probs = {(FIRST[row],): 1.0}
         for _ in range(length - 1):
             longer = {}
-            for tokens, chance in law.items():
+            for tokens, chance in probs.items():
                 ids = torch.tensor([[START, *tokens]])
                 logits = base(input_ids=torch.tensor([source]), decoder_input_ids=ids).logits[0, -1]
                 longer |= {(*tokens, token): chance * p for token, p in enumerate(logits.softmax(-1).tolist())}
-            law = longer
-        joint = {(*rows, row): a * b for rows, a in joint.items() for row, b in law.items()}
+            probs = longer
+        joint = {(*rows, row): a * b for rows, a in joint.items() for row, b in probs.items()}
     return joint
 
 
-def output_law(base, drafter, plan, sources, length, rule):
+def output_probs(base, drafter, plan, sources, length, rule):
     source, batch, seen = Source.encode(base, sources), len(sources), set()
 
     def stop(row, ids, count):
@@ -64,11 +64,11 @@ def output_law(base, drafter, plan, sources, length, rule):
             seen.add(tuple(step.accepted))
         return tuple(rows)
 
-    law = probs_of(run)
+    probs = probs_of(run)
     # All lengths were accepted, and rows went apart.
     assert {n for accepted in seen for n in accepted} == set(range(min(plan.depth, length - 1) + 1))
     assert batch == 1 or any(len(set(accepted)) > 1 for accepted in seen)
-    return law
+    return probs
 
 
 LONG, RAGGED = ([1, 0, 1, 1],), ([1, 0, 1, 1], [1])
@@ -83,24 +83,24 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_drafts_leave_the_joint_law_as_it_is(case):
+def test_drafts_leave_the_joint_distribution_as_it_is(case):
     kind, vocab_size, plan, sources, length, rule = CASES[case]
     base, drafter = tiny(kind, vocab_size, 0), TableDrafter(Table(vocab_size, 5))
-    law = output_law(base, drafter, plan, sources, length, rule)
-    assert distance(law, true_law(base, sources, length)) < 1e-12
+    probs = output_probs(base, drafter, plan, sources, length, rule)
+    assert distance(probs, true_probs(base, sources, length)) < 1e-12
 
 
 @pytest.mark.parametrize(("plan", "length"), [(chain(1), 3), (SampledTree((1,)), 2)], ids=["point mass", "sampled"])
 def test_a_smaller_encoder_decoder_leaves_it_so_too(plan, length):
     base, small = tiny("t5", 2, 0), tiny("t5", 2, 1)
-    expected = true_law(base, RAGGED, length)
-    assert distance(true_law(small, RAGGED, length), expected) > 0.01
-    assert distance(output_law(base, DraftModel(small), plan, RAGGED, length, Exact()), expected) < 1e-12
+    expected = true_probs(base, RAGGED, length)
+    assert distance(true_probs(small, RAGGED, length), expected) > 0.01
+    assert distance(output_probs(base, DraftModel(small), plan, RAGGED, length, Exact()), expected) < 1e-12
 
 
-def test_the_source_and_the_order_of_text_both_matter_to_that_law():
+def test_the_source_and_the_order_of_text_both_matter_to_that_distribution():
     for kind in ("t5", "bart"):
         base = tiny(kind, 2, 0)
-        law = true_law(base, LONG, 3)
-        assert distance(law, true_law(base, ([1],), 3)) > 0.001
-        assert distance(law, {((first, b, a),): p for ((first, a, b),), p in law.items()}) > 0.001
+        probs = true_probs(base, LONG, 3)
+        assert distance(probs, true_probs(base, ([1],), 3)) > 0.001
+        assert distance(probs, {((first, b, a),): p for ((first, a, b),), p in probs.items()}) > 0.001

@@ -1,4 +1,4 @@
-"""The law of a base small enough to enumerate: its own next-token distributions, by fresh passes."""
+"""The distribution of a base small enough to enumerate: its own next-token distributions, by fresh passes."""
 
 import torch
 
@@ -13,8 +13,8 @@ def small_base(vocab_size):
     ).double()  # fmt: skip
 
 
-class BaseLaw:
-    """The base's own next-token law, by a fresh pass over each prefix."""
+class BaseProbs:
+    """The base's own next-token distribution, by a fresh pass over each prefix."""
 
     def __init__(self, base, change=lambda logits: logits):
         self.base, self.change, self.known = base, change, {}
@@ -28,20 +28,20 @@ class BaseLaw:
 
     def joint(self, prompt, length):
         """{the next `length` tokens: probability}."""
-        law = {(): 1.0}
+        probs = {(): 1.0}
         for _ in range(length):
-            law = {
+            probs = {
                 (*tokens, token): chance * p
-                for tokens, chance in law.items()
+                for tokens, chance in probs.items()
                 for token, p in enumerate(self((*prompt, *tokens)))
                 if p
             }
-        return law
+        return probs
 
-    def completed(self, law, prompt, length):
-        """Output of differing lengths, each continued by the base's own law."""
+    def extend_outcomes(self, probs, prompt, length):
+        """Output of differing lengths, each continued by the base's own distribution."""
         whole = {}
-        for tokens, chance in law.items():
+        for tokens, chance in probs.items():
             for rest, p in self.joint((*prompt, *tokens), length - len(tokens)).items():
                 whole[tokens + rest] = whole.get(tokens + rest, 0.0) + chance * p
         return whole

@@ -1,0 +1,72 @@
+"""One step on the device: what follows a draft, and the whole of it, as functions that torch.compile can take.
+
+Shapes: B batch rows, N tree nodes, P = depth of the tree + 1, V vocabulary, K top tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from specheads.decoding.acceptance import Acceptance, Verdict, walk
+from specheads.decoding.drafters.base import Advance, Context, Drafter
+from specheads.decoding.planner import Plan
+from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.target.cache import gather_nodes
+from specheads.decoding.target.causal import Target, TargetOutput
+from specheads.decoding.tree import DraftTree
+
+
+def whole_step(
+    target: Target, drafter: Drafter | None, plan: Plan | None, accept: Acceptance, sampler: Sampler, context: Context,
+    numbers: Tensor | None, active: Tensor, num_top: int,
+) -> Advance:  # fmt: skip
+    """Draft, verify, judge and commit. numbers (B, P) as in `TargetProbs`, active (B,) bool."""
+    if drafter is None or plan is None:
+        tree = DraftTree.root_only(context.root)
+    else:
+        tree = drafter.propose(context, sampler, plan)
+    return step_after_draft(target, accept, sampler, context.root, tree, numbers, active, num_top)
+
+
+def step_after_draft(
+    target: Target, accept: Acceptance, sampler: Sampler, root: Tensor, tree: DraftTree, numbers: Tensor | None,
+    active: Tensor, num_top: int,
+) -> Advance:  # fmt: skip
+    """Verify, judge and commit a drafted tree."""
+    out = target.verify(tree)
+    verdict = hold_inactive(walk(tree, out.logits, accept, sampler, numbers=numbers), root, active)
+    return commit(target, sampler, tree, out, verdict, num_top)
+
+
+def verify(target: Target, tree: DraftTree) -> TargetOutput:
+    """The target's pass over the tree."""
+    return target.verify(tree)
+
+
+def hold_inactive(verdict: Verdict, root: Tensor, active: Tensor) -> Verdict:
+    """Inactive rows gain nothing and keep their root (B,)."""
+    return replace(verdict, length=verdict.length * active, bonus=torch.where(active, verdict.bonus, root))
+
+
+def commit(
+    target: Target, sampler: Sampler, tree: DraftTree, out: TargetOutput, verdict: Verdict, num_top: int
+) -> Advance:
+    """Add the accepted tokens to the target's cache; what the next step and the host need of this one."""
+    path, topology, following = verdict.path, tree.topology, verdict.following(tree)
+    target.commit(path, verdict.length)
+    finite = sampler.finite.to(following.device).expand(len(following), 1)
+    ranks, length = topology.ranks.gather(1, path), verdict.length.unsqueeze(1)
+    top = top_tokens(out.logits, num_top)
+    return Advance(
+        verdict.bonus, verdict.length, verdict.last, following, gather_nodes(out.features, path),
+        None if top is None else gather_nodes(top, path),
+        torch.cat([following, ranks, finite, topology.num_drafted, length], 1),
+    )  # fmt: skip
+
+
+def top_tokens(logits: Tensor, count: int) -> Tensor | None:
+    """(B, N, V) → the ids (B, N, count) of the largest, best first; None for none."""
+    return logits.topk(min(count, logits.shape[-1]), dim=-1).indices if count else None

@@ -1,0 +1,239 @@
+"""Compiled steps: the text is the one without compiling, few graphs serve many texts, and nothing fails that cannot be
+compiled.
+
+The backend "eager" traces as torch's own does, with no graph break allowed, and runs the operations as they are.
+"""
+
+import logging
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from specheads import (
+    AdaptiveChain,
+    BestFirstTree,
+    DraftModel,
+    DynamicTree,
+    NGram,
+    PromptLookup,
+    SampledTree,
+    StaticTree,
+    Typical,
+    chain,
+    comb,
+    generate,
+)  # fmt: skip
+from specheads.decoding.compiled import compiled_steps, module_state
+from specheads.decoding.target.cache import static_size
+from tests.reference.slow_heads import KINDS, spec_model
+from tests.support.families import FAMILIES, build
+from tests.support.prompts import PROMPTS, padded
+from tests.support.tiny_models import near, tiny_llama, with_adapter
+
+TREES = {"chain": chain(3), "comb": comb(3, 2), "dynamic": DynamicTree(8, 3, 3), "best first": BestFirstTree(8, 3, 3)}
+
+
+def texts_of(model, prompts, **options):
+    """The text without and with compiled steps."""
+    options = {"max_new_tokens": 14, "do_sample": False} | options
+    call = generate if not hasattr(model, "head") else type(model).generate
+    return [call(model, **prompts, **options, compile=compile).tolist() for compile in (False, "eager")]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(
+    "sampling", [{}, {"do_sample": True, "temperature": 0.8, "seed": 5}], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_heads_whole_step_is_one_graph_and_gives_the_same_text(kind, tree, sampling):
+    model = spec_model(kind)
+    without, compiled = texts_of(model, padded(PROMPTS), tree=TREES[tree], **sampling)
+    assert compiled == without
+    steps = compiled_steps(model.base, "eager")
+    assert steps.failure is None
+    assert [function.__name__ for function, _ in steps._known] == ["whole_step"]
+
+
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_compiles_with_every_way_of_drafting(family):
+    base = build(*FAMILIES[family])
+    for draft in (None, PromptLookup(3)):
+        without, compiled = texts_of(base, padded(PROMPTS), draft=draft, max_new_tokens=8)
+        assert compiled == without
+    assert compiled_steps(base, "eager").failure is None
+    assert len(compiled_steps(base, "eager")) == 2
+
+
+@pytest.mark.parametrize(
+    ("draft", "tree", "accept", "functions"),
+    [
+        (PromptLookup(3), None, None, {"step_after_draft"}),
+        (PromptLookup(3, width=2), None, None, {"step_after_draft"}),
+        (NGram(2), None, None, {"step_after_draft"}),
+        ("small", AdaptiveChain(4), None, {"step_after_draft"}),
+        ("small", SampledTree((2, 1)), None, {"step_after_draft", "verify"}),
+        ("small", AdaptiveChain(4), Typical(), {"verify"}),
+        (None, None, None, {"whole_step"}),
+    ],
+)
+def test_what_the_host_has_a_part_in_is_left_out_of_the_graph(draft, tree, accept, functions):
+    base = tiny_llama(num_hidden_layers=2)
+    draft = DraftModel(near(base)) if draft == "small" else draft
+    for sampling in ({}, {"do_sample": True, "top_k": 20, "seed": 4}):
+        if accept or tree:
+            sampling |= {"tree": tree, "accept": accept}
+        without, compiled = texts_of(base, padded(PROMPTS), draft=draft, **sampling)
+        assert compiled == without
+    assert {function.__name__ for function, _ in compiled_steps(base, "eager")._known} == functions
+
+
+def test_processors_that_read_the_prefix_stay_outside():
+    model = spec_model("eagle3")
+    without, compiled = texts_of(model, padded(PROMPTS), repetition_penalty=1.3, no_repeat_ngram_size=2)
+    assert compiled == without
+    assert [function.__name__ for function, _ in compiled_steps(model.base, "eager")._known] == ["verify"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7}, {"top_p": 0.8}, {"min_p": 0.1}, {"typical_p": 0.9}, {"epsilon_cutoff": 0.02},
+        {"top_k": 5, "temperature": 1.3}, {"renormalize_logits": True}, {"suppress_tokens": [3, 5]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_processors_in_the_graph_give_the_text_they_give_outside(options):
+    base = tiny_llama(num_hidden_layers=2)
+    options = {"do_sample": True, "top_k": 0, "seed": 7, "max_new_tokens": 24} | options
+    without, compiled = texts_of(base, padded(PROMPTS), draft=PromptLookup(2), **options)
+    assert compiled == without
+    assert [function.__name__ for function, _ in compiled_steps(base, "eager")._known] == ["step_after_draft"]
+
+
+def test_after_the_first_text_nothing_is_compiled_for_other_lengths_limits_seeds_and_temperatures():
+    model = spec_model("eagle3")
+    model.base.generation_config.eos_token_id = None
+    ids = torch.arange(20).unsqueeze(0)
+    model.generate(ids, max_new_tokens=8, do_sample=True, temperature=0.5, compile="eager")
+    steps, traced = compiled_steps(model.base, "eager"), counters["stats"]["unique_graphs"]
+    assert len(steps) == 1
+    for length, new, temperature in ((3, 9, 0.9), (31, 40, 1.4), (60, 5, 0.9), (100, 20, 0.2)):
+        ids = (torch.arange(length) * length % 97).unsqueeze(0)
+        options = {"max_new_tokens": new, "do_sample": True, "temperature": temperature, "seed": length}
+        assert model.generate(ids, **options, compile="eager").tolist() == model.generate(ids, **options).tolist()
+    assert len(steps) == 1
+    assert counters["stats"]["unique_graphs"] == traced
+
+
+def test_a_longer_text_meets_few_graphs():
+    base = build("LlamaConfig", {"max_position_embeddings": 1024, "num_hidden_layers": 2})
+    for new in (400, 700):
+        without, compiled = texts_of(base, padded(PROMPTS), draft=PromptLookup(4), max_new_tokens=new)
+        assert compiled == without
+    assert len(compiled_steps(base, "eager")) == 4  # of 256, 384, 512 and 768 slots
+    assert [static_size(n) for n in (1, 256, 257, 385, 513, 769, 1025)] == [256, 256, 384, 512, 768, 1024, 1536]
+    assert all(n <= static_size(n) <= max(256, 1.5 * n) for n in range(1, 5000))
+
+
+def test_a_graph_serves_only_the_weights_and_modes_it_was_traced_with():
+    base = tiny_llama(num_hidden_layers=2)
+    prompts = padded(PROMPTS)
+    texts_of(base, prompts)
+    before = module_state(base)
+    with torch.no_grad():
+        base.lm_head.weight.mul_(-1)
+    assert module_state(base) == before  # a graph reads weights anew
+    without, compiled = texts_of(base, prompts)
+    assert compiled == without
+    base.double()
+    without, compiled = texts_of(base, prompts)
+    assert compiled == without
+    assert module_state(base) != before
+    assert len(compiled_steps(base, "eager")) == 2
+
+
+def test_a_model_told_to_compile_does_so_unless_a_call_says_otherwise():
+    model = spec_model("medusa")
+    ids = torch.tensor([PROMPTS[0]])
+    assert model.compile("eager") is model
+    model.generate(ids, max_new_tokens=12, compile=False)
+    assert len(compiled_steps(model.base, "eager")) == 0
+    model.generate(ids, max_new_tokens=12)
+    assert len(compiled_steps(model.base, "eager")) == 1
+
+
+def test_adapters_are_part_of_what_is_compiled():
+    base = with_adapter()
+    prompts = padded(PROMPTS)
+    active, compiled = texts_of(base, prompts)
+    assert compiled == active
+    with base.disable_adapter():
+        disabled, compiled = texts_of(base, prompts)
+    assert compiled == disabled != active
+
+
+def test_what_cannot_be_compiled_is_decoded_without_after_one_warning(caplog):
+    def broken(graph, inputs):
+        raise OSError("no compiler")
+
+    base = tiny_llama(num_hidden_layers=2)
+    steps = compiled_steps(base, "eager")
+    steps.backend = broken
+    with caplog.at_level(logging.WARNING):
+        for draft in (None, PromptLookup(3)):
+            without, compiled = texts_of(base, padded(PROMPTS), draft=draft)
+            assert compiled == without
+    assert "no compiler" in steps.failure
+    assert len(steps) == 0
+    assert sum("without" in record.message for record in caplog.records) == 1
+
+
+def test_a_wrong_call_fails_as_it_does_without():
+    model = spec_model("medusa", num_heads=3)
+    ids = torch.tensor([PROMPTS[0]])
+    with pytest.raises(ValueError, match="a tree 4 deep needs as many Medusa heads"):
+        model.generate(ids, tree=chain(4), max_new_tokens=12, compile="eager")
+
+
+def test_a_model_whose_positions_change_with_the_length_is_decoded_without(caplog):
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    base = tiny_llama(num_hidden_layers=2, rope_parameters=rope, max_position_embeddings=24)
+    with caplog.at_level(logging.WARNING):
+        without, compiled = texts_of(base, padded(PROMPTS), draft=PromptLookup(3), max_new_tokens=30)
+    assert compiled == without
+    assert "positions change with the length" in caplog.text
+
+
+def test_scores_are_those_without_compiling():
+    model = spec_model("eagle")
+    options = {"max_new_tokens": 9, "return_dict_in_generate": True, "output_scores": True, "do_sample": False}
+    ids = torch.tensor([PROMPTS[0]])
+    without, compiled = (model.generate(ids, **options, compile=compile) for compile in (False, "eager"))
+    assert torch.stack(without.scores).equal(torch.stack(compiled.scores))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "parallel"])
+def test_torchs_own_compiler_gives_the_same_greedy_text(kind):
+    model = spec_model(kind)
+    for prompts in (padded(PROMPTS[:1]), padded(PROMPTS)):
+        without = model.generate(**prompts, max_new_tokens=14, do_sample=False).tolist()
+        assert model.generate(**prompts, max_new_tokens=14, do_sample=False, compile=True).tolist() == without
+    assert compiled_steps(model.base).failure is None
+
+
+def test_static_trees_deeper_than_their_rows_are_cut_to_the_limit():
+    model = spec_model("eagle3")
+    for new in range(1, 8):
+        without, compiled = texts_of(
+            model, padded(PROMPTS), tree=StaticTree(((0,), (0, 0), (0, 0, 0), (1,))), max_new_tokens=new
+        )
+        assert compiled == without

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 
 import typer
 
-from specheads_cli import chat, decode, doctor, features, formats, measure, recipes, sweep, train, tune
+from specheads_cli import bench, chat, decode, doctor, features, formats, measure, recipes, sweep, train, tune
 from specheads_cli.app import DEBUG, app, flags
 
 __all__ = [
     "app",
+    "bench",
     "chat",
     "decode",
     "doctor",

@@ -145,6 +145,7 @@ def root(
       specheads train eagle3 base=my/model data.train=my.jsonl
       specheads features eagle3 --output features/llama
       specheads evaluate checkpoints/eagle3 --num-prompts 8
+      specheads bench --batch 1 --temperature 0
       specheads sweep sweep_rules --head out/head
       specheads calibrate out/head --data my.jsonl --save
       specheads tune checkpoints/eagle3

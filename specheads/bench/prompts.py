@@ -1,8 +1,12 @@
-"""Prompts to measure on: from the held-out files of the standard library, or from a file of one's own."""
+"""Prompts to measure on: from the standard library's held-out files, from installed packages, or from a file."""
 
 from __future__ import annotations
 
+import gzip
+import importlib.util
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,47 +14,108 @@ from specheads.data import corpus
 from specheads.data.conversation import Conversation
 from specheads.data.row_forms import messages_of
 
+PACKAGES = ("rich", "click", "markdown_it", "pygments", "typer", "httpx2")  # nothing here is ever trained on these
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked, and the category of it that its file or package gives."""
+
+    asked: str | Conversation
+    category: str | None = None
+
 
 def held_out_prompts(tokenizer: Any, count: int, num_tokens: int = 64, held_out: list[str] | None = None) -> list[str]:
     """`count` texts of about `num_tokens` tokens out of as many held-out files, each from the start of a line a third
     of the way in. The same for the same files; ValueError where too few files are long enough."""
-    usable: list[str] = []
-    for _, text in corpus.texts("held_out", held_out):
+    usable = _pieces(tokenizer, (text for _, text in corpus.texts("held_out", held_out)), num_tokens)
+    if len(usable) < count:
+        raise ValueError(f"{count} prompts asked for, but only {len(usable)} held-out files are long enough")
+    return _spaced(usable, count)
+
+
+def package_prompts(
+    tokenizer: Any, count: int, num_tokens: int = 64, packages: Iterable[str] = PACKAGES
+) -> tuple[list[Prompt], list[str]]:
+    """`count` such texts out of the source of installed packages, in equal shares as far as their files go, and the
+    names of the packages that are not installed. A prompt's category is its package.
+
+    ValueError where too few files are long enough."""
+    pieces: dict[str, list[str]] = {}
+    missing = []
+    for name in packages:
+        found = importlib.util.find_spec(name)
+        if found is None or not found.submodule_search_locations:
+            missing.append(name)
+            continue
+        files = sorted(Path(found.submodule_search_locations[0]).rglob("*.py"))
+        pieces[name] = _pieces(tokenizer, filter(None, map(corpus.read_text, files)), num_tokens)
+    total = sum(map(len, pieces.values()))
+    if total < count:
+        without = f"; not installed: {', '.join(missing)}" if missing else ""
+        raise ValueError(
+            f"{count} prompts asked for, but only {total} files of installed packages are long enough" + without
+        )
+    shares = dict.fromkeys(pieces, 0)
+    while sum(shares.values()) < count:
+        for name in shares:
+            if shares[name] < len(pieces[name]) and sum(shares.values()) < count:
+                shares[name] += 1
+    return [Prompt(text, name) for name, share in shares.items() for text in _spaced(pieces[name], share)], missing
+
+
+def _pieces(tokenizer: Any, texts: Iterable[str], num_tokens: int) -> list[str]:
+    """Of each text that is long enough: `num_tokens` tokens from the start of a line a third of the way in."""
+    pieces = []
+    for text in texts:
         start = text.find("\n", len(text) // 3) + 1
         # 12 characters a token is more than code has, so the piece is long enough where the file is.
         ids = tokenizer(text[start : start + 12 * num_tokens])["input_ids"][:num_tokens]
         if start and len(ids) == num_tokens:
-            usable.append(tokenizer.decode(ids, skip_special_tokens=True))
-    if len(usable) < count:
-        raise ValueError(f"{count} prompts asked for, but only {len(usable)} held-out files are long enough")
-    return [usable[i * len(usable) // count] for i in range(count)]
+            pieces.append(tokenizer.decode(ids, skip_special_tokens=True))
+    return pieces
+
+
+def _spaced(texts: list[str], count: int) -> list[str]:
+    return [texts[i * len(texts) // count] for i in range(count)]
 
 
 def prompts_from(path: Path, count: int | None = None, *, chat: bool = False) -> list[str | Conversation]:
-    """Prompts of a .jsonl file (each line a string, or an object with `messages` or another form of chat, `prompt` or
-    `text`), else one a line.
+    """What read_prompts gives, without the categories."""
+    return [prompt.asked for prompt in read_prompts(path, count, chat=chat)]
 
-    `messages` are asked up to the first turn of the user; chat: the other prompts are such a turn too. OSError for a
-    file that cannot be read, ValueError with the line for one that makes no sense.
+
+def read_prompts(path: Path, count: int | None = None, *, chat: bool = False) -> list[Prompt]:
+    """Prompts of a .jsonl file (each line a string, or an object with `messages` or another form of chat, `turns` as in
+    Spec-Bench, MT-bench and SPEED-Bench, `prompt` as in HumanEval, or `text`), else one a line. It may be gzipped.
+
+    `messages` and `turns` are asked up to the first turn of the user; chat: the other prompts are such a turn too. A
+    `category` is kept. OSError for a file that cannot be read, ValueError with the line for one that makes no sense.
     """
-    prompts: list[str | Conversation] = []
+    prompts: list[Prompt] = []
     try:
-        lines = path.read_text("utf8").split("\n")  # and not at U+2028, which JSON may hold
-    except UnicodeDecodeError as error:
+        whole = path.read_bytes()
+        text = (gzip.decompress(whole) if path.suffix == ".gz" else whole).decode("utf8")
+    except (UnicodeDecodeError, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
-    for number, line in enumerate(lines, start=1):
+    is_json = path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):  # and not at U+2028, as in JSON
         if not line.strip():
             continue
-        if path.suffix in (".jsonl", ".json"):
+        asked: str | Conversation = line
+        category = None
+        if is_json:
             try:
-                prompt = _asked(json.loads(line))
+                value = json.loads(line)
+                asked = _asked(value)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
-        else:
-            prompt = line
-        prompts.append(Conversation.from_text(prompt) if chat and isinstance(prompt, str) else prompt)
+            category = value.get("category") if isinstance(value, dict) else None
+        if chat and isinstance(asked, str):
+            asked = Conversation.from_text(asked)
+        prompts.append(Prompt(asked, None if category is None else str(category)))
     if not prompts:
         raise ValueError(f"{path} holds no prompts; expected one a line")
     return prompts[:count]
@@ -65,8 +130,13 @@ def _asked(value: Any) -> str | Conversation:
         if not conversation.turns:
             raise ValueError("expected a message of the user among the messages")
         return conversation
+    if isinstance(value, dict) and value.get("turns") is not None and value.get("prompt") is None:
+        turns = value["turns"]
+        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
+            raise ValueError(f"turns={turns!r:.80}: expected a list of the user's questions")
+        return Conversation.from_text(turns[0])
     if isinstance(value, dict):
         value = value["prompt"] if value.get("prompt") is not None else value.get("text")
     if not isinstance(value, str) or not value:
-        raise ValueError("expected a string, or an object with 'messages', 'prompt' or 'text'")
+        raise ValueError("expected a string, or an object with 'messages', 'turns', 'prompt' or 'text'")
     return value

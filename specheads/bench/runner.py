@@ -7,7 +7,7 @@ is the median of the ratios of each repeat, so a machine that slows down slows b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -19,10 +19,17 @@ GRAM = 8  # a token that completes this many tokens seen together before counts 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """tokens: the generated ids of each row. statistics: of generate(), if the decoder has them."""
+    """tokens: the generated ids of each row. statistics: of generate(), if the decoder has them.
+
+    gains: per row the tokens of each step, the prefill first; parts: seconds by part of the loop; both empty where the
+    decoder does not report them. seconds: by the decoder's own clock, if it runs in another process.
+    """
 
     tokens: list[list[int]]
     statistics: dict[str, Any] = field(default_factory=dict)
+    gains: list[list[int]] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=dict)
+    seconds: float | None = None
 
 
 @dataclass(slots=True)
@@ -57,6 +64,11 @@ class Run:
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.output.tokens))
+
+    @property
+    def gains(self) -> list[list[int]]:
+        """Per row the tokens of each step, the prefill first; empty if unknown."""
+        return self.output.gains or ([[gained for gained, _ in self.steps]] if self.steps else [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +128,8 @@ class Race:
         for own, other in zip(self.runs[name], self.runs[reference], strict=True):
             for i, (mine, theirs) in enumerate(zip(own, other, strict=True)):
                 for row, (a, b) in enumerate(zip(mine.output.tokens, theirs.output.tokens, strict=True)):
-                    if a != b:
-                        same = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-                        found.add((i, row, min(len(a), len(b)) if same is None else same))
+                    if (token := first_difference(a, b)) is not None:
+                        found.add((i, row, token))
         return sorted(found)
 
     def parts(self, name: str) -> dict[str, Part]:
@@ -127,19 +138,15 @@ class Race:
         Only for batches of one row; a part without steps is left out.
         """
         totals: dict[str, list[list[float]]] = {"unrepeated": [], "repeated": []}
-        counted = {"unrepeated": [0, 0], "repeated": [0, 0]}  # tokens and steps after the prefill
+        counted = {"unrepeated": [0.0, 0.0], "repeated": [0.0, 0.0]}  # tokens and steps after the prefill
         for runs in self.runs[name]:
-            sums = {kind: [0.0, 0.0] for kind in totals}
-            for run in runs:
-                again, at = repeated(run.output.tokens[0]), 0
-                for place, (gained, seconds) in enumerate(run.steps):
-                    kind = "repeated" if at < len(again) and again[at] else "unrepeated"
-                    sums[kind][0] += gained
-                    sums[kind][1] += seconds
-                    counted[kind][0] += gained if place else 0
-                    counted[kind][1] += 1 if place else 0
-                    at += gained
-            for kind, (tokens, seconds) in sums.items():
+            splits = [split_by_text(run) for run in runs]
+            for kind in totals:
+                tokens, seconds, gained, steps = (
+                    sum(figures) for figures in zip(*(s[kind] for s in splits), strict=True)
+                )
+                counted[kind][0] += gained
+                counted[kind][1] += steps
                 if tokens:
                     totals[kind].append([tokens, seconds])
         every = sum(tokens for rows in totals.values() for tokens, _ in rows)
@@ -152,6 +159,27 @@ class Race:
             for kind, rows in totals.items()
             if rows
         }
+
+
+def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
+    """Where two texts first differ; at the end of the shorter if it begins the longer, None if they are equal."""
+    if tokens == others:
+        return None
+    pairs = enumerate(zip(tokens, others, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(others)))
+
+
+def split_by_text(run: Run) -> dict[str, list[float]]:
+    """Tokens, seconds, and tokens and steps after the prefill, of steps whose first token continues new text
+    (`unrepeated`) or text seen before (`repeated`). Of a batch of one row; zeros where the steps are unknown."""
+    sums: dict[str, list[float]] = {"unrepeated": [0, 0.0, 0, 0], "repeated": [0, 0.0, 0, 0]}
+    again, position = repeated(run.output.tokens[0]), 0
+    for number, (gained, seconds) in enumerate(run.steps):
+        kind = "repeated" if position < len(again) and again[position] else "unrepeated"
+        for i, figure in enumerate((gained, seconds, gained if number else 0, 1 if number else 0)):
+            sums[kind][i] += figure
+        position += gained
+    return sums
 
 
 def repeated(tokens: Sequence[int], gram: int = GRAM) -> list[bool]:
@@ -184,7 +212,7 @@ def race(
     if not batches or not decoders:
         raise ValueError(f"a race needs prompts and decoders, not {len(batches)} and {len(decoders)}")
     names = list(decoders)
-    runs: dict[str, list[list[Run]]] = {name: [] for name in names}
+    runs: dict[str, list[list[Run]]] = {name: [[] for _ in range(repeats)] for name in names}
     rounds = len(names) * (1 + repeats * len(batches))
     done = 0
     for name in names:
@@ -192,33 +220,52 @@ def race(
             report(done / rounds, f"warming up: {name}")
         decoders[name](batches[0], None)
         done += 1
-    began = clock()
-    for repeat in range(repeats):
-        if repeat and budget is not None and (clock() - began) * (repeat + 1) / repeat > budget:
+    began, note = clock(), "done"
+    for turn in turns(names, len(batches), repeats):
+        if budget is not None and _overruns(clock() - began, turn, budget):
+            note = "done" if turn.repeat else "out of time"
             break
-        for name in names:
-            runs[name].append([])
-        for i, batch in enumerate(batches):
-            if i and not repeat and budget is not None and (clock() - began) * (i + 1) / i > budget:
-                if report:
-                    report(1.0, "out of time")
-                return Race(runs)
-            turn = (i + repeat) % len(names)
-            for name in names[turn:] + names[:turn]:
-                if report:
-                    report(done / rounds, name)
-                runs[name][repeat].append(timed(decoders[name], batch, clock))
-                done += 1
+        for name in turn.order:
+            if report:
+                report(done / rounds, name)
+            runs[name][turn.repeat].append(timed(decoders[name], batches[turn.batch], clock))
+            done += 1
     if report:
-        report(1.0, "done")
-    return Race(runs)
+        report(1.0, note)
+    return Race({name: [repeat for repeat in repeated if repeat] for name, repeated in runs.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One prompt batch through all decoders, in this order."""
+
+    repeat: int
+    batch: int
+    order: tuple[str, ...]
+
+
+def turns(names: Sequence[str], num_batches: int, repeats: int) -> Iterator[Turn]:
+    """Every prompt batch in every repeat. All decoders run on a batch before the next one, and the first one changes
+    from batch to batch and from repeat to repeat."""
+    for repeat in range(repeats):
+        for batch in range(num_batches):
+            first = (batch + repeat) % len(names)
+            yield Turn(repeat, batch, (*names[first:], *names[:first]))
+
+
+def _overruns(seconds: float, turn: Turn, budget: float) -> bool:
+    """Would the repeat that this turn begins, or in the first repeat this batch, end after the budget, if it took as
+    long as those in the `seconds` before it?"""
+    if turn.batch:
+        return not turn.repeat and seconds * (turn.batch + 1) / turn.batch > budget
+    return bool(turn.repeat) and seconds * (turn.repeat + 1) / turn.repeat > budget
 
 
 def timed(decoder: Decoder, batch: dict[str, Any], clock: Clock = time.perf_counter) -> Run:
     watch = Stopwatch(clock) if len(batch["input_ids"]) == 1 else None
     began = clock()
     output = decoder(batch, watch)
-    seconds = clock() - began
+    seconds = clock() - began if output.seconds is None else output.seconds
     marks = [(0, began), *(watch.marks if watch else [])]
     steps = tuple((n - m, t - s) for (m, s), (n, t) in pairwise(marks))
     return Run(output, seconds, steps)

@@ -7,7 +7,6 @@ depends on, and another key is another graph.
 from __future__ import annotations
 
 import copy
-import logging
 import time
 import types
 from collections.abc import Callable, Hashable
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation import logits_process as hf
+from transformers.utils import logging
 
 from specheads.decoding.acceptance import Acceptance
 from specheads.decoding.drafters.base import Advance, Context, Drafter
@@ -28,7 +28,7 @@ from specheads.decoding.target.causal import Target, TargetOutput
 from specheads.decoding.tree import DraftTree
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
+logger = logging.get_logger(__name__)
 
 DEFAULT_BACKEND = "inductor"
 # Logits processors that torch can trace, and those of their options that a graph reads anew.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +30,11 @@ from specheads.decoding.tree import DraftTree
 
 Stop = Callable[[int, list[int], int], int]
 _Details = tuple[list[list[float]], list[list[int]], list[list[int]]]  # divergences, parents and path of a Step
+
+# For benchmarks: called with the name of each part of the loop when that part ends ("prefill", then in every step
+# "other", "draft", "verify" and "accept"; compiled, accepting is part of "verify", or all of "step"). None, the
+# default, costs one look-up a step.
+part_timer: ContextVar[Callable[[str], None] | None] = ContextVar("part_timer", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +172,7 @@ class _Loop:
         tokens = self.apply_stop([[row[-1]] for row in self.context.history])
         kept_scores = [[pair] for pair in zip(logits, scores, strict=True)] if self.keep_scores else []
         nothing: list[list[int]] = [[] for _ in range(batch)]
+        (part_timer.get() or no_timer)("prefill")
         return Step(tokens, [0] * batch, nothing, [0] * batch, time.perf_counter() - began, kept_scores)
 
     def refill(self, new: NewRows) -> Step:
@@ -202,7 +209,7 @@ class _Loop:
 
     def step(self) -> Step:
         """One step of all rows that run."""
-        began = time.perf_counter()
+        began, end_part = time.perf_counter(), part_timer.get() or no_timer
         schedule = schedule_step(self.target, self.plan, self.running, self.context.history, self.prompts, self.limits)
         self.context.prepare()
         if schedule.active != self.active_rows:  # it changes when a row ends, and a copy from the host makes it wait
@@ -211,15 +218,21 @@ class _Loop:
         active = self.active
         self.target.active = None if all(schedule.active) else active
         tree = verdict = advance = None
+        end_part("other")
         if self.compiler is not None:
             advance = self.compiler.whole_step(self.context, self.numbers(self.compiler.depth), active)
+            end_part("step")
         if advance is None:
             tree = self.draft(schedule)
+            end_part("draft")
             if self.compiler is not None:
                 advance = self.compiler.step_after_draft(self.context, tree, self.numbers, active)
+                end_part("verify")
             if advance is None:
                 out = (self.compiler or self.target).verify(tree)
+                end_part("verify")
                 verdict = hold_inactive(self.judge(tree, out.logits, schedule), self.context.root, active)
+                end_part("accept")
                 advance = commit(self.target, self.sampler, tree, out, verdict, self.num_top)
         return self.report(tree, verdict, schedule, self.transfer(advance), began)
 
@@ -327,6 +340,10 @@ def divergences_of(tree: DraftTree, verdict: Verdict, active: Sequence[bool], ac
         parents.append([number[slot_parents[slot]] for slot in drafted])
         paths.append([number[slot] for slot in path[1 : count + 1]])
     return divergences, parents, paths
+
+
+def no_timer(part: str) -> None:
+    """Nobody asked how long a part took."""
 
 
 def require_finite(finite: bool) -> None:

@@ -89,7 +89,7 @@ def test_other_prompts_or_another_setting_are_measured_anew_and_another_file_is_
     complete(Results(path), SETTINGS[:3], "common", more, quiet)
     assert more.done == SETTINGS[2:3]
     path.write_text('{"a": 1}\n', "utf8")
-    with pytest.raises(ValueError, match="line 1 is no result of a sweep"):
+    with pytest.raises(ValueError, match="line 1 is no result of"):
         Results(path)
 
 
@@ -124,6 +124,7 @@ def test_rows_say_what_generate_does(shipped, questions, tmp_path, cache_in_tmp)
     assert exact["tokens"] == plain["tokens"] and exact["correct"] == plain["correct"]
     assert lossy["mean_kl"] > 0 and lossy["accepted_length"] > exact["accepted_length"]
     assert all(row["speed_up"] > 0 and len(row["speed_up_of_each_repeat"]) == 1 for row in rows)
+    assert all(row["speed_up_interval"][0] <= row["speed_up"] <= row["speed_up_interval"][1] for row in (exact, lossy))
     assert "eagle3 chain:2 exact" in lossy["reference"] and exact["reference"] == "none"
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from specheads.bench import cost
+from specheads.bench.figures.results import weight_sums
 from specheads.bench.sweep.grid import PLAIN, Sweep
 from specheads.decoding.drafters import Cascade, Drafter
 from specheads.decoding.drafters.named import DRAFTERS
@@ -73,11 +73,4 @@ class Bench:
             f"{name} {k}": cascade for (name, k), cascade in self._cascades.items()
         }
         modules = [(name, getattr(drafter, "small", drafter)) for name, drafter in drafters.items()]
-        return [fingerprint_base(self.base), *([name, digest(module)] for name, module in sorted(modules))]
-
-
-def digest(module: Any) -> list[float]:
-    """The sum of each weight of a module, in float64; [] for anything else."""
-    if not isinstance(module, nn.Module):
-        return []
-    return [float(weight.detach().double().sum()) for weight in module.parameters()]
+        return [fingerprint_base(self.base), *([name, weight_sums(module)] for name, module in sorted(modules))]

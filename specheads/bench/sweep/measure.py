@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from specheads.bench import cost, decoders, runner
+from specheads.bench.figures.samples import figures, rounds_of
 from specheads.bench.sweep.drafters import Bench
 from specheads.bench.sweep.grid import PLAIN, Setting, Sweep
 from specheads.bench.sweep.kl import Distance, distance
@@ -21,8 +22,9 @@ from specheads.decoding.planner import Plan, as_plan
 
 Row = dict[str, Any]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-# Columns that differ from run to run, even of the same setting.
-TIMED = ("seconds", "tokens_per_second", "speed_up", "speed_up_of_each_repeat")
+# Columns that differ from run to run, even of the same setting. The first four are those of `specheads bench`.
+SPEED = ("tokens_per_second", "speed_up", "speed_up_interval", "step_seconds")
+TIMED = (*SPEED, "seconds", "speed_up_of_each_repeat")
 
 
 def decoder(bench: Bench, sweep: Sweep, setting: Setting, max_new_tokens: int) -> runner.Decoder:
@@ -85,14 +87,14 @@ def measure(
             report(raced + part * (1 - raced), f"judging {own}")
 
     race = runner.race(racers, batches, repeats=sweep.repeats, report=racing, clock=CLOCKS[sweep.clock])
+    found = figures(rounds_of(race), own, other, length)
     return {
         **setting_columns(setting),
         "lossless": setting.lossless,
         "reference": None if other == own else other,
         **judged(bench, sweep, task, setting, prompts, racers[own], judging),
         "seconds": median(sum(run.seconds for run in repeat) for repeat in race.runs[own]),
-        "tokens_per_second": race.tokens_per_second(own),
-        "speed_up": race.speed_up(own, other),
+        **{name: found[name] for name in SPEED},
         "speed_up_of_each_repeat": [a / b for a, b in zip(race.speeds(own), race.speeds(other), strict=True)],
     }
 
@@ -155,8 +157,7 @@ def replay(bench: Bench, sweep: Sweep, record: Record, setting: Setting, prompts
     found = review(record, prompts, drafter, plan, bench.base.device)
     gained = found["tokens"] - len(prompts)
     empty = dict.fromkeys((
-        "correct", "accuracy", "mean_kl", "surprisal_excess", "outside", "seconds", "tokens_per_second", "speed_up",
-        "speed_up_of_each_repeat",
+        "correct", "accuracy", "mean_kl", "surprisal_excess", "outside", *TIMED,
     ))  # fmt: skip
     return {
         **setting_columns(setting), "lossless": True, "reference": None, "prompts": len(prompts), **found,

@@ -73,6 +73,7 @@ def cells(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]]:
         "accuracy": lambda r: _shown(r["accuracy"], "{:.1%}"),
         "× exact": lambda r: None if r["lossless"] else _shown(r["speed_up"], "{:.2f}"),
         "× no drafts": lambda r: _shown(r["speed_up_over_plain"], "{:.2f}"),
+        "95 %": lambda r: "–".join(f"{v:.2f}" for v in r.get("speed_up_interval") or ()) or None,
         "tokens/s": lambda r: _shown(r["tokens_per_second"], "{:.1f}"),
         "accepted length": lambda r: _shown(r["accepted_length"], "{:.2f}"),
         "reviews": lambda r: _counts(r),

@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import multiprocessing
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from specheads.bench.figures.results import RESULTS, Results
 from specheads.bench.sweep.drafters import Bench
 from specheads.bench.sweep.grid import PLAIN, Setting, Sweep
 from specheads.bench.sweep.measure import Row, measure, prompts_of, replay
@@ -22,7 +22,7 @@ from specheads.bench.sweep.tasks import Task, load_task
 from specheads.decoding.generation.recorded import Record, record
 from specheads.terminal import Report
 
-RESULTS = "results.jsonl"
+FORMAT = 2  # of a row; rows of another format are measured anew
 
 
 def key_of(setting: Setting, common: str) -> str:
@@ -41,42 +41,11 @@ def common_of(bench: Bench, sweep: Sweep, task: Task) -> str:
     length = sweep.max_new_tokens or task.max_new_tokens
     shared = [
         bench.identity(), str(bench.base.dtype), prompts, answers, length, sweep.repeats, sweep.speed_prompts,
-        sweep.clock, sweep.batch_size, sweep.seed, task.name,
+        sweep.clock, sweep.batch_size, sweep.seed, task.name, FORMAT,
     ]  # fmt: skip
     if sweep.k_matrices:
         shared.append([sweep.leniency, sweep.notation, sweep.cost])
     return hashlib.sha256(json.dumps(shared).encode()).hexdigest()[:16]
-
-
-class Results:
-    """The finished rows of a sweep, in a file with one JSON object a line, each written whole or not at all."""
-
-    def __init__(self, path: Path) -> None:
-        """Read the file. A last line that a crash cut short is dropped, also from the file."""
-        self.path = path
-        self.rows: dict[str, Row] = {}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = path.read_bytes() if path.exists() else b""
-        kept = whole[: whole.rfind(b"\n") + 1]
-        if kept != whole:
-            with open(path, "r+b") as file:
-                file.truncate(len(kept))
-        for number, line in enumerate(kept.decode("utf8").splitlines(), start=1):
-            try:
-                record = json.loads(line)
-                self.rows[record["key"]] = record["row"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number} is no result of a sweep; move the file away") from error
-
-    def add(self, key: str, row: Row) -> None:
-        self.rows[key] = row
-        line = json.dumps({"key": key, "row": row}, allow_nan=False).encode() + b"\n"
-        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(file, line)
-            os.fsync(file)
-        finally:
-            os.close(file)
 
 
 def complete(

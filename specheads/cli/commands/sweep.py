@@ -17,6 +17,7 @@ _TEXT = ("drafter", "rule", "tree", "k-matrix")
 _LEGEND = {
     "× exact": "speed over the exact rule's with the same drafts",
     "× no drafts": "speed over plain decoding",
+    "95 %": "interval of the measured one of the two ratios, by resampling the prompts",
     "accepted length": "tokens a step, including the target's own",
     "reviews": "passes of the target / of each draft of a cascade that reviews",
     "SWI": "speed over plain decoding by counted passes and their costs (standardised walltime improvement)",

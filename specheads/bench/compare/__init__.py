@@ -1,0 +1,1 @@
+"""`specheads bench`: decoders × prompt sets × batch sizes × temperatures, in one process, as tables and files."""

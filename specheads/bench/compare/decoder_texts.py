@@ -1,0 +1,203 @@
+"""The decoders of `specheads bench` as text: `transformers-lookup:10`, `eagle3 tree=chain:5 accept=typical compile`.
+
+The first word is an entry of DECODERS or what drafts, as in generate. A new decoder is one class and one entry.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from specheads.bench import decoders
+from specheads.bench.compare.cell import Cell, Engine
+from specheads.bench.compare.openvino import OpenVINO, OpenVINOLookup
+from specheads.bench.runner import Decoder
+from specheads.decoding.acceptance.named import rule_named
+from specheads.decoding.planner import as_plan, tree_named
+from specheads.decoding.registry import Registry
+from specheads.heads import DraftHead
+from specheads.models.config import SpecConfig
+from specheads.models.spec_model import SpecModel
+from specheads.options import nearest, refuse_unknown
+
+_SWITCHES = ("compile", "auto")  # words without a value
+
+
+class DecoderSpec(Protocol):
+    """What a decoder's text stands for. drafters: the names of what it drafts with, if anything."""
+
+    @property
+    def drafters(self) -> tuple[str, ...]: ...
+
+    def refusal(self, cell: Cell) -> str | None:
+        """Why it does not run in this cell; None if it does."""
+
+    def build(self, engine: Engine, cell: Cell) -> Decoder: ...
+
+
+class Everywhere:
+    drafters: ClassVar[tuple[str, ...]] = ()
+
+    def refusal(self, cell: Cell) -> str | None:
+        return None
+
+
+class OneRow:
+    """transformers' assisted generation takes no batches."""
+
+    def refusal(self, cell: Cell) -> str | None:
+        return None if cell.batch == 1 else "takes one row at a time"
+
+
+@dataclass(frozen=True)
+class Transformers(Everywhere):
+    """generate(), eager."""
+
+    def build(self, engine: Engine, cell: Cell) -> Decoder:
+        base = engine.models.target
+        return decoders.transformers_generate(base, engine.max_new_tokens, **engine.sampling(cell))
+
+
+@dataclass(frozen=True)
+class TransformersStatic(Everywhere):
+    """generate() with a static cache and torch.compile."""
+
+    def build(self, engine: Engine, cell: Cell) -> Decoder:
+        base = engine.models.target
+        return decoders.transformers_static(base, engine.max_new_tokens, engine.longest, **engine.sampling(cell))
+
+
+@dataclass(frozen=True)
+class TransformersLookup(OneRow):
+    """generate(prompt_lookup_num_tokens=…)."""
+
+    drafters: ClassVar[tuple[str, ...]] = ()
+    num_tokens: int = 10
+
+    def build(self, engine: Engine, cell: Cell) -> Decoder:
+        given = {**engine.sampling(cell), "prompt_lookup_num_tokens": self.num_tokens}
+        return decoders.transformers_generate(engine.models.target, engine.max_new_tokens, **given)
+
+
+@dataclass(frozen=True)
+class TransformersAssisted(OneRow):
+    """generate(assistant_model=…), which drafts as long as it is sure, as transformers does by default."""
+
+    path: Path
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return (f"model:{self.path}",)
+
+    def build(self, engine: Engine, cell: Cell) -> Decoder:
+        small: Any = engine.drafter(*self.drafters)
+        sampling = engine.sampling(cell)
+        return decoders.assisted(engine.models.target, small.small, engine.max_new_tokens, sampling)
+
+
+DECODERS: Registry[Any] = Registry(
+    "decoder", "decoder",
+    {
+        "transformers": Transformers, "transformers-static": TransformersStatic,
+        "transformers-lookup": TransformersLookup, "transformers-assisted": TransformersAssisted,
+        "openvino": OpenVINO, "openvino-lookup": OpenVINOLookup,
+    },
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ours:
+    """specheads.generate(). drafter None ("plain"): one token a step; tree and accept: texts, None for the defaults;
+    auto: the drafter is a head, and draft="auto" takes its draft, a copy or none by measured costs."""
+
+    drafter: str | None
+    tree: str | None = None
+    accept: str | None = None
+    compile: bool = False
+    auto: bool = False
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return () if self.drafter is None else (self.drafter,)
+
+    def refusal(self, cell: Cell) -> str | None:
+        return None
+
+    def build(self, engine: Engine, cell: Cell) -> Decoder:
+        drafter = None if self.drafter is None else engine.drafter(self.drafter)
+        plan = None if drafter is None or self.tree is None else as_plan(self.tree, drafter)
+        rule = None if self.accept is None else rule_named(self.accept)
+        options = engine.sampling(cell) | ({"compile": True} if self.compile else {})
+        base, length = engine.models.target, engine.max_new_tokens
+        if self.auto:
+            if not isinstance(drafter, DraftHead):
+                raise ValueError(f"auto takes a head, and {self.drafter!r} is none")
+            model = SpecModel(SpecConfig.of(drafter.config, str(base.name_or_path), None, {}), base, drafter).eval()
+            return decoders.drafted(model, length, draft="auto", **options)
+        return decoders.drafted(base, length, draft=drafter or False, plan=plan, accept=rule, **options)
+
+
+def parse_decoder(text: str) -> DecoderSpec:
+    """The decoder of a text. ValueError, in one line that quotes it, for a text that names none."""
+    try:
+        first, *rest = shlex.split(text) or [""]
+    except ValueError as error:
+        raise ValueError(f"decoder {text!r}: {error}") from error
+    if not first:
+        raise ValueError(f"decoder {text!r} names nothing; give plain, what drafts, or one of {', '.join(DECODERS)}")
+    name = first.partition(":")[0]
+    try:
+        given = dict(_option(word) for word in rest)
+        if name in DECODERS:
+            refuse_unknown(given, (), f"word after {name}")
+            spec: DecoderSpec = DECODERS.build(first)
+            return spec
+        if "/" not in name and not Path(name).exists() and (near := nearest(name, DECODERS)):
+            raise ValueError(f"unknown decoder {name!r}; did you mean {near!r}?")
+        refuse_unknown(given, ("tree", "accept", *_SWITCHES), "word")
+        drafter = None if first == "plain" else first
+        if drafter is None and given.keys() & {"tree", "accept", "auto"}:
+            raise ValueError("plain drafts nothing, so it takes neither a tree nor a rule nor auto")
+        if "auto" in given and given.keys() & {"tree", "accept"}:
+            raise ValueError("auto chooses the tree under the exact rule, so it takes neither a tree nor a rule")
+        if "compile" in given and not decoders.can_compile():
+            raise ValueError("generate() of this version does not take compile=True; leave compile out")
+        if "auto" in given and not decoders.can_choose():
+            raise ValueError('generate() of this version does not take draft="auto"; leave auto out')
+        if "tree" in given:
+            tree_named(given["tree"])
+        if "accept" in given:
+            rule_named(given["accept"])
+    except ValueError as error:
+        raise ValueError(f"decoder {text!r}: {error}") from error
+    return Ours(drafter, given.get("tree"), given.get("accept"), *(word in given for word in _SWITCHES))
+
+
+def _option(word: str) -> tuple[str, str]:
+    if word in _SWITCHES:
+        return word, ""
+    key, equals, value = word.partition("=")
+    if not equals or not value:
+        raise ValueError(f"{word!r} is none of tree=…, accept=…, compile and auto")
+    return key, value
+
+
+def expand(
+    texts: Sequence[str], trees: Sequence[str] = (), rules: Sequence[str] = (), *, compile: bool = False
+) -> list[str]:
+    """The texts with each tree and rule that they do not name themselves, and with `compile` also each of ours so."""
+    expanded: dict[str, None] = {}
+    for text in texts:
+        spec = parse_decoder(text)
+        variants = [text]
+        if isinstance(spec, Ours) and spec.drafter is not None and not spec.auto:
+            for word, values, own in (("tree", trees, spec.tree), ("accept", rules, spec.accept)):
+                if values and own is None:
+                    variants = [f"{variant} {word}={value}" for variant in variants for value in values]
+        expanded |= dict.fromkeys(variants)
+        if compile and isinstance(spec, Ours) and not spec.compile:
+            expanded |= dict.fromkeys(f"{variant} compile" for variant in variants)
+    return list(expanded)

@@ -1,0 +1,123 @@
+"""OpenVINO GenAI as a decoder: plain, with an EAGLE-3 head in published form, or with its own prompt lookup.
+
+`openvino:5:out/head` drafts chains of five with that head, `openvino:16:out/head:4:4` trees of 16 nodes, 4 deep.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from specheads.bench.compare.cell import Cell, Engine
+from specheads.bench.compare.peer import Peer, PeerError
+from specheads.bench.figures.results import digest, weight_sums
+from specheads.bench.runner import Decoder
+from specheads.decoding.drafters import Drafter
+from specheads.heads import DraftHead
+from specheads.models.base.fingerprint import fingerprint_base
+from specheads.models.config import SpecConfig
+from specheads.models.files import CheckpointError
+from specheads.models.formats.export.exporting import export
+
+NAME = "openvino"
+WORKER = Path(__file__).with_name("openvino_worker.py")
+NGRAM = 3  # most tokens whose earlier occurrence its prompt lookup searches for
+
+
+@dataclass(frozen=True)
+class OpenVINO:
+    """num_tokens: drafted in a step, 0 for plain decoding; head: that drafts them; depth and branching: of trees, 0 for
+    chains."""
+
+    num_tokens: int = 0
+    head: str = ""
+    depth: int = 0
+    branching: int = 0
+
+    def __post_init__(self) -> None:
+        if bool(self.num_tokens) != bool(self.head) or bool(self.depth) != bool(self.branching):
+            raise ValueError("expected openvino, openvino:NUM_TOKENS:HEAD or openvino:NUM_TOKENS:HEAD:DEPTH:BRANCHING")
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return (self.head,) if self.head else ()
+
+    def refusal(self, cell: Cell) -> str | None:
+        return "its trees do not sample" if self.depth and cell.temperature else None
+
+    def build(self, engine: Engine, cell: Cell) -> Decoder:
+        options = {"num_assistant_tokens": self.num_tokens} if self.num_tokens else {}
+        if self.depth:
+            options |= {"tree_depth": self.depth, "branching_factor": self.branching}
+        return _decoder(engine, cell, options, head=self.head)
+
+
+@dataclass(frozen=True)
+class OpenVINOLookup:
+    """Its own prompt lookup."""
+
+    drafters: ClassVar[tuple[str, ...]] = ()
+    num_tokens: int = 10
+
+    def refusal(self, cell: Cell) -> str | None:
+        return "its prompt lookup does not sample" if cell.temperature else None
+
+    def build(self, engine: Engine, cell: Cell) -> Decoder:
+        options = {"num_assistant_tokens": self.num_tokens, "max_ngram_size": NGRAM}
+        return _decoder(engine, cell, options, lookup=True)
+
+
+def _decoder(engine: Engine, cell: Cell, options: dict[str, int], *, head: str = "", lookup: bool = False) -> Decoder:
+    if NAME not in engine.peers:
+        raise PeerError("openvino decodes in an environment of its own: give --peer openvino=PYTHON")
+    peer, base = engine.peers[NAME], engine.models.target
+    folder = peer.folder / f"base-{digest(fingerprint_base(base))}"
+    _once(folder, lambda out: peer.ask("convert", model=str(base.name_or_path), out=str(out)))
+    loaded: dict[str, Any] = {"base": str(folder), "lookup": lookup, "num_threads": torch.get_num_threads()}
+    if head:
+        loaded["head"] = str(_converted_head(peer, engine, engine.drafter(head), head))
+    key = f"{head or 'plain'}{' lookup' if lookup else ''}"
+    ends = base.generation_config.eos_token_id
+    return peer.decoder(
+        key, loaded, max_new_tokens=engine.max_new_tokens, temperature=cell.temperature, seed=engine.seed,
+        options=options, ends=ends if isinstance(ends, list) else [] if ends is None else [ends],
+    )  # fmt: skip
+
+
+def _converted_head(peer: Peer, engine: Engine, drafter: Drafter, name: str) -> Path:
+    """The folder of the head in OpenVINO's form, made by our own export and the peer's conversion."""
+    if not isinstance(drafter, DraftHead) or drafter.config.kind != "eagle3":
+        raise PeerError(f"openvino drafts with an EAGLE-3 head, and {name!r} is none")
+    base = engine.models.target
+    folder = peer.folder / f"head-{digest(weight_sums(drafter))}"
+    config = SpecConfig.of(drafter.config, str(base.name_or_path), None, {})
+
+    def make(out: Path) -> None:
+        published = out.with_name(out.name + "-published")
+        shutil.rmtree(published, ignore_errors=True)
+        try:
+            export(config, base, drafter, published, "eagle", dtype="float32", embeddings=True)
+        except CheckpointError as error:
+            raise PeerError(f"openvino: {error}") from error
+        # Its numbers are those of the hidden states less one.
+        peer.ask("convert", model=str(published), out=str(out), layers=[layer - 1 for layer in drafter.layers])
+        shutil.rmtree(published)
+
+    _once(folder, make)
+    return folder
+
+
+def _once(folder: Path, make: Callable[[Path], Any]) -> None:
+    """Have `make` write the folder, unless it is there; whole or not at all."""
+    if folder.exists():
+        return
+    partial = folder.with_name(folder.name + "-partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    make(partial)
+    partial.rename(folder)

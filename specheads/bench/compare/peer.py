@@ -1,0 +1,92 @@
+"""A peer's process: started once, it answers requests, one JSON object a line on its stdin and stdout.
+
+A request has `op` and its arguments; an answer holds what was asked for, or `error`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from specheads.bench.runner import Decoder, Output, Stopwatch
+
+Answer = dict[str, Any]
+
+
+class PeerError(ValueError):
+    """A peer refused a request, or its process ended."""
+
+
+class Peer:
+    """One engine, run by the Python of its environment. folder: where it keeps its exports."""
+
+    def __init__(self, name: str, command: list[str], folder: Path) -> None:
+        self.name, self.command, self.folder = name, command, folder
+        self._process: subprocess.Popen[str] | None = None
+        self.opened: dict[str, Answer] = {}
+
+    def ask(self, op: str, **arguments: Any) -> Answer:
+        """The answer to a request. PeerError, with what the peer says, if it cannot be given."""
+        process = self._start()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:
+            line = ""
+        if not line:
+            code = process.wait()
+            self._process = None
+            self.opened.clear()
+            raise PeerError(f"{self.name}: its process ended with code {code}; its own messages are above")
+        answer: Answer = json.loads(line)
+        if "error" in answer:
+            raise PeerError(f"{self.name}: {answer['error']}")
+        return answer
+
+    def open(self, key: str, **arguments: Any) -> None:
+        """Have the peer load what later requests call `key`, once."""
+        if key not in self.opened:
+            self.opened[key] = self.ask("open", key=key, **arguments)
+
+    def decoder(self, key: str, loaded: dict[str, Any], **arguments: Any) -> Decoder:
+        """Generates with what `loaded` has the peer load as `key`. The seconds are the peer's own, without the way
+        there and back and without loading, which happens again after an error or a crash."""
+
+        def run(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
+            ids, mask = batch["input_ids"].tolist(), batch["attention_mask"].tolist()
+            self.open(key, **loaded)
+            try:
+                answer = self.ask("generate", key=key, ids=ids, mask=mask, **arguments)
+            except PeerError:
+                self.opened.pop(key, None)  # an engine may be left in the middle of a text: it is opened anew
+                raise
+            return Output(answer["tokens"], answer.get("statistics", {}), seconds=answer["seconds"])
+
+        return run
+
+    def close(self) -> None:
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            try:
+                # In a session of its own, so that Ctrl-C reaches this process alone, which then closes the peer.
+                self._process = subprocess.Popen(
+                    self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf8",
+                    start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                raise PeerError(f"{self.name}: {self.command[0]} does not start: {error.strerror}") from error
+        return self._process

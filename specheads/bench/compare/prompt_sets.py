@@ -1,0 +1,64 @@
+"""The prompt sets of `specheads bench`: held-out files and third-party code, or the files that were named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specheads.bench.prompts import Prompt, held_out_prompts, package_prompts, read_prompts
+from specheads.options import refuse_unknown
+
+HELD_OUT = "held-out files"
+THIRD_PARTY = "third-party code"
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """ids: of each prompt; categories: beside them. note: what a reader should know."""
+
+    name: str
+    ids: list[list[int]]
+    categories: list[str | None]
+    note: str = ""
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.ids))
+
+
+def default_sets(tokenizer: Any, count: int, num_tokens: int, held_out: list[str] | None = None) -> list[PromptSet]:
+    """Both default sets, of `count` prompts each."""
+    files = [Prompt(text) for text in held_out_prompts(tokenizer, count, num_tokens, held_out)]
+    packages, missing = package_prompts(tokenizer, count, num_tokens)
+    note = f"without {', '.join(missing)}, not installed here" if missing else ""
+    return [encode(HELD_OUT, files, tokenizer), encode(THIRD_PARTY, packages, tokenizer, note)]
+
+
+def sets_from(
+    paths: Sequence[Path], tokenizer: Any, count: int | None, categories: Sequence[str] = ()
+) -> list[PromptSet]:
+    """A set for each file, of at most `count` prompts, evenly spaced; only those of `categories` if any are given."""
+    sets = []
+    names = [path.name for path in paths]
+    for path in paths:
+        prompts = read_prompts(path)
+        if categories:
+            refuse_unknown(categories, sorted({p.category for p in prompts if p.category}), f"category in {path}")
+            prompts = [prompt for prompt in prompts if prompt.category in categories]
+        if count is not None and count < len(prompts):
+            prompts = [prompts[i * len(prompts) // count] for i in range(count)]
+        sets.append(encode(path.name if names.count(path.name) == 1 else str(path), prompts, tokenizer))
+    return sets
+
+
+def encode(name: str, prompts: Sequence[Prompt], tokenizer: Any, note: str = "") -> PromptSet:
+    """Text as it is, a conversation in the chat template. ValueError for a prompt without tokens."""
+    ids: list[list[int]] = []
+    for prompt in prompts:
+        asked = prompt.asked
+        ids.append(tokenizer(asked)["input_ids"] if isinstance(asked, str) else asked.prompt((), tokenizer))
+    if [] in ids:
+        raise ValueError(f"{name}: prompt {ids.index([])} has no tokens; give at least one character")
+    return PromptSet(name, ids, [prompt.category for prompt in prompts], note)

@@ -1,0 +1,192 @@
+"""The rows and tables of `specheads bench`, as plain values, for the terminal and as Markdown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specheads.bench import environment
+from specheads.bench.compare.cell import Cell
+from specheads.bench.figures.samples import Round, figures
+from specheads.bench.report import markdown
+from specheads.bench.runner import GRAM
+
+NAME = "bench"
+Row = dict[str, Any]
+
+COLUMNS = (
+    "decoder", "tokens/s", "× reference", "95 %", "accepted length", "same text", "step, ms", "× floor",
+    "verify, × floor", "prefill", "draft", "verify", "accept", "step", "other",
+)  # fmt: skip
+LEGEND = (
+    "× reference: its tokens/s over the reference's in the same rounds; 95 %: of that ratio, by resampling the prompt "
+    "batches.",
+    "accepted length: tokens a step and row, the base's own included. same text: texts equal to the reference's, of "
+    "all; sampled texts are not compared.",
+    "what was accepted: accepted length by quarter of the output in which the step began, and by category; share of "
+    "steps that accepted a draft at each depth; × reference on new and on repeated text.",
+    f"repeated text: the last {GRAM} tokens occurred before in the same text; a step counts with its first token.",
+    "× floor: seconds of a step, and of its verification, over the least that reading the weights once takes here. "
+    "prefill … other: shares of the time; step: of whole compiled steps; compiled, accepting is part of verify.",
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: tuple[str, ...]
+    lines: list[list[str]]
+
+
+def rows_of(rounds: Sequence[Round], reference: str, max_new_tokens: int, floor_seconds: float) -> list[Row]:
+    """A row for each cell and decoder, in the order in which they were measured."""
+    cells: dict[tuple[Any, ...], list[Round]] = {}
+    for one in rounds:
+        cells.setdefault((one["prompts"], one["batch"], one["temperature"]), []).append(one)
+    rows = []
+    for (prompts, batch, temperature), own in cells.items():
+        for name in dict.fromkeys(name for one in own for name in one["decoders"]):
+            served = [one for one in own if name in one["decoders"]]
+            found = figures(served, name, reference, max_new_tokens)
+            rows.append({
+                "prompts": prompts, "batch": batch, "temperature": temperature, "decoder": name,
+                "reference": name == reference, **found,
+                "step_over_floor": _over(found["step_seconds"], floor_seconds),
+                "verify_over_floor": _over(found["verify_seconds"], floor_seconds),
+            })  # fmt: skip
+    return rows
+
+
+def tables(rows: Sequence[Row]) -> Iterator[Table]:
+    """For each cell the speeds; then, for the smallest batch of each prompt set and temperature, what was accepted."""
+    for cell, own in _by_cell(rows).items():
+        yield Table(f"{cell}: speed", *_without_empty(COLUMNS, [speed_cells(row) for row in own]))
+    for cell, own in _by_cell(rows).items():
+        drafted = [row for row in own if (row["accepted_by_depth"] or [0])[0] > 0]
+        if cell.batch == min(row["batch"] for row in rows) and drafted:
+            yield accepted_table(cell, drafted)
+
+
+def speed_cells(row: Row) -> list[str]:
+    """One line under COLUMNS."""
+    shares, step = row["shares"], row["step_seconds"]
+    interval = None if row["reference"] else row["speed_up_interval"]
+    parts = [f"{share:.0%}" if (share := (shares or {}).get(part)) else "–" for part in COLUMNS[-6:]]
+    return [
+        row["decoder"],
+        f"{row['tokens_per_second']:.1f}",
+        f"{row['speed_up']:.2f}×",
+        "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}",
+        _shown(row["accepted_length"]),
+        "–" if row["same_text"] is None else f"{row['same_text']} of {row['texts']}",
+        "–" if step is None else f"{1e3 * step:.2f}",
+        _shown(row["step_over_floor"]),
+        _shown(row["verify_over_floor"] or None),
+        *parts,
+    ]
+
+
+def accepted_table(cell: Cell, rows: Sequence[Row]) -> Table:
+    """Speed-up on new and on repeated text, accepted length by quarter of the output and by category, and the share of
+    steps by accepted depth."""
+    categories = list(dict.fromkeys(name for row in rows for name in row["accepted_by_category"] or ()))
+    deepest = max(len(row["accepted_by_depth"]) for row in rows)
+    kinds = ("unrepeated", "repeated")
+    columns = (
+        "decoder",
+        "× on new text",
+        "on repeated",
+        *("1st quarter", "2nd", "3rd", "4th"),
+        *categories,
+        *(f"depth {d + 1}" for d in range(deepest)),
+    )
+    lines = []
+    for row in rows:
+        by_category, by_depth = row["accepted_by_category"] or {}, row["accepted_by_depth"]
+        lines.append([
+            row["decoder"],
+            *(_shown(((row["by_text"] or {}).get(kind) or {}).get("speed_up")) for kind in kinds),
+            *map(_shown, row["accepted_by_quarter"]),
+            *(_shown(by_category.get(name)) for name in categories),
+            *(f"{by_depth[d]:.0%}" if d < len(by_depth) else "–" for d in range(deepest)),
+        ])  # fmt: skip
+    return Table(f"{cell}: what was accepted", *_without_empty(columns, lines))
+
+
+def notes(record: dict[str, Any]) -> list[str]:
+    """What a reader of the tables should know: the floor, the prompts, and what is missing."""
+    floor = record["floor"]
+    lines = [
+        f"floor: {1e3 * floor['seconds']:.2f} ms a pass ({floor['weight_bytes'] / 1e6:.1f} MB of weights read at "
+        f"{floor['bandwidth'] / 1e9:.1f} GB/s); reference: {record['reference']}."
+    ]
+    for name, known in record["prompt_sets"].items():
+        lines.append(f"{name}: {known['prompts']} prompts" + (f", {known['note']}" if known["note"] else "") + ".")
+    for name, cells in record["left_out"].items():
+        for reason in dict.fromkeys(cells.values()):
+            missing = [cell for cell, why in cells.items() if why == reason]
+            where = f"{missing[0]} and {len(missing) - 1} more" if len(missing) > 1 else missing[0]
+            lines.append(f"left out: {name} in {where}: {reason}")
+    if not record["complete"]:
+        lines.append(f"stopped after {len(record['rounds'])} rounds: the same command resumes")
+    return lines
+
+
+def as_markdown(record: dict[str, Any], pictures: Sequence[str] = ()) -> str:
+    text = [
+        "# Decoding speed\n", f"`{record['command']}`\n",
+        f"{environment.line(record['environment'])}"
+        + "".join(f", {name} {version}" for name, version in record["peers"].items()) + ".\n",
+        f"{record['max_new_tokens']} new tokens, {record['dtype']}; of {record['repeats']} interleaved repeats each "
+        "prompt batch counts with its median.\n",
+        *(f"- {line}" for line in notes(record)), "", *(f"- {line}" for line in LEGEND), "",
+    ]  # fmt: skip
+    text += [f"![{name}]({name})\n" for name in pictures]
+    for table in tables(record["rows"]):
+        text += [f"## {table.title}\n", markdown(table.columns, table.lines)]
+    return "\n".join(text)
+
+
+def as_json(record: dict[str, Any]) -> str:
+    """The record with a line for each round, whose many small numbers an indented form gives a line each."""
+    rounds = ",\n  ".join(json.dumps(one, allow_nan=False) for one in record["rounds"])
+    rest = json.dumps({name: value for name, value in record.items() if name != "rounds"}, indent=1, allow_nan=False)
+    return rest.removesuffix("\n}") + f',\n "rounds": [\n  {rounds}\n ]\n}}\n'
+
+
+def write(folder: Path, record: dict[str, Any], *, plots: bool = True) -> list[Path]:
+    """Write bench.json, bench.md and, with plots, bench.png. ImportError with plots if matplotlib is not installed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = []
+    if plots:
+        from specheads.bench.compare.plots import draw
+
+        pictures = [draw(folder / f"{NAME}.png", record)]
+    paths = [folder / f"{NAME}.json", folder / f"{NAME}.md"]
+    paths[0].write_text(as_json(record), "utf8")
+    paths[1].write_text(as_markdown(record, [path.name for path in pictures]), "utf8")
+    return paths + pictures
+
+
+def _by_cell(rows: Sequence[Row]) -> dict[Cell, list[Row]]:
+    cells: dict[Cell, list[Row]] = {}
+    for row in rows:
+        cells.setdefault(Cell(row["prompts"], row["batch"], row["temperature"]), []).append(row)
+    return cells
+
+
+def _without_empty(columns: tuple[str, ...], lines: list[list[str]]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Without the columns that have no value in any line."""
+    kept = [i for i in range(len(columns)) if any(line[i] != "–" for line in lines)]
+    return tuple(columns[i] for i in kept), [[line[i] for i in kept] for line in lines]
+
+
+def _over(seconds: float | None, floor: float) -> float | None:
+    return None if seconds is None else seconds / floor
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"

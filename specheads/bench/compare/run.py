@@ -1,0 +1,193 @@
+"""Runs `specheads bench`: every prompt batch through all decoders in turn, each round saved when it is done."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from specheads.bench import environment
+from specheads.bench.compare.cell import Cell, Engine
+from specheads.bench.compare.decoder_texts import DecoderSpec, parse_decoder
+from specheads.bench.compare.peer import PeerError
+from specheads.bench.compare.prompt_sets import PromptSet
+from specheads.bench.figures.results import RESULTS, Results, digest, weight_sums
+from specheads.bench.figures.samples import Round, sample
+from specheads.bench.runner import Decoder, timed, turns
+from specheads.decoding.generation import prompt_batches
+from specheads.models.base.fingerprint import fingerprint_base
+from specheads.options import OptionError
+from specheads.terminal import Report
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """decoders: texts, as decoder_texts parses them; reference: the one that the others are compared with. batch: rows;
+    temperature: 0 is greedy. seed: of the sampling."""
+
+    decoders: tuple[str, ...]
+    reference: str = "transformers"
+    batch: tuple[int, ...] = (1, 4, 16)
+    temperature: tuple[float, ...] = (0.0, 0.8)
+    max_new_tokens: int = 96
+    repeats: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.reference not in self.decoders:
+            object.__setattr__(self, "decoders", (self.reference, *self.decoders))
+        for name, least in (("batch", 1), ("temperature", 0)):
+            values = getattr(self, name)
+            if not values or not all(value >= least for value in values):
+                raise OptionError(f"{{{name}}} must be at least {least}", **{name: ",".join(map(str, values))})
+        for name in ("decoders", "batch", "temperature"):  # each once
+            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
+        for text in self.decoders:
+            parse_decoder(text)
+
+
+@dataclass
+class Outcome:
+    """rounds: those that are done; left_out: decoder → cell → why it did not run there. complete: all rounds are."""
+
+    rounds: list[Round]
+    left_out: dict[str, dict[str, str]]
+    complete: bool
+
+
+def run(options: BenchOptions, engine: Engine, sets: Sequence[PromptSet], folder: Path, tell: Report) -> Outcome:
+    """Measure every round that is not in `folder`/results.jsonl. Ctrl-C ends it early, with the rounds so far; before
+    the first one is done it is raised."""
+    specs = {text: parse_decoder(text) for text in options.decoders}
+    results = Results(folder / RESULTS)
+    common = identity(options, engine, specs)
+    outcome = Outcome([], {}, complete=True)
+    cells = list(itertools.product(sets, options.batch, options.temperature))
+    try:
+        for number, (prompts, batch, temperature) in enumerate(cells):
+            cell = _CellRun(Cell(prompts.name, batch, temperature), prompts, options, engine, specs, results, common)
+
+            def within(fraction: float, note: str, number: int = number, cell: _CellRun = cell) -> None:
+                tell(min((number + fraction) / len(cells), 0.999), f"{cell.cell}: {note}")
+
+            try:
+                cell.run(within)
+            finally:
+                outcome.rounds += cell.rounds
+                for name, reason in cell.left_out.items():
+                    outcome.left_out.setdefault(name, {})[str(cell.cell)] = reason
+    except KeyboardInterrupt:
+        if not outcome.rounds:
+            raise
+        outcome.complete = False
+    tell(1.0, f"{len(outcome.rounds)} rounds" if outcome.complete else "stopped")
+    return outcome
+
+
+def identity(options: BenchOptions, engine: Engine, specs: dict[str, DecoderSpec]) -> str:
+    """A digest of what makes a round this one: the weights, the decoders, the machine, the versions and this package's
+    own source, so that a changed program is measured anew."""
+    where = {name: value for name, value in environment.environment().items() if name != "load_average"}
+    drafters = [weight_sums(_weights(engine.drafter(name))) for r in specs.values() for name in r.drafters]
+    base = engine.models.target
+    return digest(
+        fingerprint_base(base), str(base.dtype), str(base.device), options.decoders, options.reference, drafters,
+        options.max_new_tokens, options.seed, where, _source_digest(),
+        {name: peer.command[0] for name, peer in engine.peers.items()},
+    )  # fmt: skip
+
+
+def _weights(drafter: Any) -> Any:
+    return getattr(drafter, "small", drafter)
+
+
+def _source_digest() -> str:
+    package = Path(__file__).resolve().parents[2]
+    whole = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        whole.update(path.read_bytes())
+    return whole.hexdigest()[:16]
+
+
+class _CellRun:
+    """The rounds of one cell, done or to be done."""
+
+    def __init__(
+        self, cell: Cell, prompts: PromptSet, options: BenchOptions, engine: Engine, specs: dict[str, DecoderSpec],
+        results: Results, common: str,
+    ) -> None:  # fmt: skip
+        self.cell, self.prompts, self.options, self.engine, self.results = cell, prompts, options, engine, results
+        self.specs = specs
+        self.common = digest(common, str(cell), prompts.ids)
+        tokenizer, device = engine.models.tokenizer, engine.models.target.device
+        self.batches = prompt_batches.batches(tokenizer, prompts.ids, device, cell.batch)
+        self.rounds: list[Round] = []
+        self.left_out: dict[str, str] = {}
+        self._decoders: dict[str, Decoder] = {}
+
+    def run(self, tell: Report) -> None:
+        refusals = {name: spec.refusal(self.cell) for name, spec in self.specs.items()}
+        self.left_out = {name: reason for name, reason in refusals.items() if reason is not None}
+        names = [name for name in self.specs if name not in self.left_out]
+        total = self.options.repeats * len(self.batches)
+        for number, turn in enumerate(turns(names, len(self.batches), self.options.repeats)):
+            key = digest(self.common, turn.repeat, turn.batch)
+            if key not in self.results.rows:
+                tell_name = partial(tell, number / total)
+                if not self._decoders:
+                    self._warm_up(names, tell_name)
+                order = [name for name in turn.order if name in self._decoders]
+                self.results.add(key, self._measure(turn.repeat, turn.batch, order, tell_name))
+            row = self.results.rows[key]
+            self.left_out |= row["left_out"]
+            self.rounds.append({name: value for name, value in row.items() if name != "left_out"})
+
+    def _warm_up(self, names: Sequence[str], tell: Callable[[str], None]) -> None:
+        """Build each decoder, and run it untimed on the shortest and the longest batch of each number of rows, for
+        which a compiled one may compile. One that cannot serve the cell is left out, unless it is the reference."""
+        by_rows: dict[int, list[dict[str, Any]]] = {}
+        for batch in self.batches:
+            by_rows.setdefault(len(batch["input_ids"]), []).append(batch)
+        chosen = []
+        for batches in by_rows.values():
+            batches = sorted(batches, key=lambda batch: batch["input_ids"].shape[1])
+            chosen += [batches[0], batches[-1]] if len(batches) > 1 else batches
+        for name in names:
+            tell(f"warming up {name}")
+            try:
+                decoder = self.specs[name].build(self.engine, self.cell)
+                for batch in chosen:
+                    decoder(batch, None)
+            except (ValueError, NotImplementedError) as error:
+                self._leave_out(name, error)
+            else:
+                self._decoders[name] = decoder
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        """It runs no further in this cell. Without the reference there is nothing to compare with: that is an error."""
+        if name == self.options.reference:
+            raise error
+        self.left_out[name] = " ".join(str(error).split())
+        self._decoders.pop(name, None)
+
+    def _measure(self, repeat: int, index: int, order: Sequence[str], tell: Callable[[str], None]) -> Round:
+        batch, runs = self.batches[index], {}
+        for name in order:
+            tell(name)
+            try:
+                runs[name] = timed(self._decoders[name], batch)
+            except PeerError as error:
+                self._leave_out(name, error)
+        reference = None if self.cell.temperature else runs[self.options.reference]
+        first = index * self.cell.batch
+        return {
+            "prompts": self.cell.prompts, "batch": self.cell.batch, "temperature": self.cell.temperature,
+            "repeat": repeat, "index": index,
+            "categories": self.prompts.categories[first : first + self.cell.batch], "order": list(runs),
+            "decoders": {name: sample(runs[name], reference) for name in self.specs if name in runs},
+            "left_out": dict(self.left_out),
+        }  # fmt: skip

@@ -1,0 +1,57 @@
+"""The finished parts of a measurement, in a file with one JSON object a line, so that an interrupted one resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+Row = dict[str, Any]
+RESULTS = "results.jsonl"
+
+
+class Results:
+    """Rows by key. Each line of the file is written whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file. A last line that a crash cut short is dropped, also from the file."""
+        self.path = path
+        self.rows: dict[str, Row] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = path.read_bytes() if path.exists() else b""
+        kept = whole[: whole.rfind(b"\n") + 1]
+        if kept != whole:
+            with open(path, "r+b") as file:
+                file.truncate(len(kept))
+        for number, line in enumerate(kept.decode("utf8").splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                self.rows[record["key"]] = record["row"]
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number} is no result of bench or sweep; move the file away") from error
+
+    def add(self, key: str, row: Row) -> None:
+        self.rows[key] = row
+        line = json.dumps({"key": key, "row": row}, allow_nan=False).encode() + b"\n"
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(file, line)
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+def digest(*values: Any) -> str:
+    """A short digest of plain values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def weight_sums(module: Any) -> list[float]:
+    """The sum of each weight of a module, in float64, which tells it from others of its name; [] for anything else."""
+    if not isinstance(module, nn.Module):
+        return []
+    return [float(weight.detach().double().sum()) for weight in module.parameters()]

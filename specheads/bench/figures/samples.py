@@ -1,0 +1,168 @@
+"""One run as plain values, and the figures of one decoder over many: speed, ratio, accepted length, time by part.
+
+A round is one prompt batch through all decoders: {"prompts": name of the set, "batch": rows, "temperature", "repeat",
+"index": of the batch, "categories": of its rows, "order": of the decoders, "decoders": {name: Sample}}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any
+
+from specheads.bench.figures.intervals import Work, ratio_interval, speed
+from specheads.bench.runner import Race, Run, first_difference, split_by_text
+
+Sample = dict[str, Any]
+Round = dict[str, Any]
+QUARTERS = 4
+
+
+def sample(run: Run, reference: Run | None = None) -> Sample:
+    """seconds of the whole run; tokens of each row; gains: per row the tokens of each step, the prefill first, [] if
+    unknown; prefill: its seconds, None if unknown; parts: seconds of the steps by part of the loop; differs_at: per row
+    the first token that is not the reference's, None where the texts are equal; gained, rows_stepped: tokens
+    after the prefill and the steps that gave them, where a decoder counts them.
+
+    by_text, of a batch of one row: as split_by_text gives it. reference None: texts are not compared, and differs_at is
+    None."""
+    parts = dict(run.output.parts)
+    prefill = parts.pop("prefill", run.steps[0][1] if run.steps else None)
+    differs = None
+    if reference is not None:
+        pairs = zip(run.output.tokens, reference.output.tokens, strict=True)
+        differs = [first_difference(row, other) for row, other in pairs]
+    known = run.output.statistics
+    counts: dict[str, Any] = {name: known[name] for name in ("gained", "rows_stepped") if name in known}
+    if run.steps:
+        counts["by_text"] = split_by_text(run)
+    return {
+        "seconds": run.seconds, "tokens": [len(row) for row in run.output.tokens], "gains": run.gains,
+        "prefill": prefill, "parts": parts, "differs_at": differs, **counts,
+    }  # fmt: skip
+
+
+def rounds_of(race: Race) -> list[Round]:
+    """The rounds of a race of prompt batches without categories, whose texts are not compared."""
+    names = list(race.runs)
+    rounds = []
+    for repeat, runs in enumerate(race.runs[names[0]]):
+        for index, run in enumerate(runs):
+            samples = {name: sample(race.runs[name][repeat][index]) for name in names}
+            categories = [None] * len(run.output.tokens)
+            rounds.append({"repeat": repeat, "index": index, "categories": categories, "decoders": samples})
+    return rounds
+
+
+def work_of(rounds: Iterable[Round], name: str) -> dict[int, tuple[float, float]]:
+    """Prompt batch → tokens and seconds, each the median over repeats."""
+    by_batch: dict[int, list[Sample]] = {}
+    for one in rounds:
+        by_batch.setdefault(one["index"], []).append(one["decoders"][name])
+    return {
+        index: (median(sum(s["tokens"]) for s in samples), median(s["seconds"] for s in samples))
+        for index, samples in sorted(by_batch.items())
+    }
+
+
+def figures(rounds: Sequence[Round], name: str, reference: str, max_new_tokens: int) -> dict[str, Any]:
+    """The figures of one decoder in rounds of one prompt set, batch size and temperature.
+
+    speed_up: speed over the reference's, with its 95 % interval; same_text: rows of the first repeat whose text is the
+    reference's, None if not compared. accepted_length: tokens a step and row, the prefill left out; None if unknown, as
+    are the lists below it. shares: of the run's seconds. step_seconds: of one step of the batch.
+    """
+    own, other = work_of(rounds, name), work_of(rounds, reference)
+    work: Work = list(own.values())
+    base: Work = [other[index] for index in own]
+    samples = [one["decoders"][name] for one in rounds]
+    interval = ratio_interval(work, base)
+    first = [one for one in rounds if one["repeat"] == min(r["repeat"] for r in rounds)]
+    texts = [at for one in first for at in one["decoders"][name]["differs_at"] or ()]
+    compared = all(one["decoders"][name]["differs_at"] is not None for one in first)
+    return {
+        "tokens_per_second": speed(work),
+        "speed_up": speed(work) / speed(base),
+        "speed_up_interval": None if interval is None else list(interval),
+        "same_text": sum(at is None for at in texts) if compared else None,
+        "texts": sum(len(one["categories"]) for one in first),
+        **accepted(first, name, max_new_tokens),
+        **time_split(samples),
+        "by_text": by_text(rounds, name, reference),
+    }
+
+
+def accepted(rounds: Sequence[Round], name: str, max_new_tokens: int) -> dict[str, Any]:
+    """Accepted length overall, by category of the prompt and by quarter of the output in which the step began; and the
+    share of steps that accepted a draft at depth 1, 2, …"""
+    gains: list[int] = []
+    by_category: dict[str, list[int]] = {}
+    by_quarter: list[list[int]] = [[] for _ in range(QUARTERS)]
+    counts = [(s["gained"], s["rows_stepped"]) for s in (r["decoders"][name] for r in rounds) if "gained" in s]
+    for one in rounds:
+        for row, category in zip(one["decoders"][name]["gains"], one["categories"], strict=False):
+            position = 0
+            for number, gained in enumerate(row):
+                if number:
+                    gains.append(gained)
+                    by_quarter[min(QUARTERS * position // max_new_tokens, QUARTERS - 1)].append(gained)
+                    if category:
+                        by_category.setdefault(category, []).append(gained)
+                position += gained
+    if not gains:
+        total, steps = sum(n for n, _ in counts), sum(n for _, n in counts)
+        return {
+            "accepted_length": total / steps if steps else None, "accepted_by_depth": None,
+            "accepted_by_category": None, "accepted_by_quarter": None,
+        }  # fmt: skip
+    return {
+        "accepted_length": _mean(gains),
+        "accepted_by_depth": [sum(n > d for n in gains) / len(gains) for d in range(1, max(gains))],
+        "accepted_by_category": {category: _mean(own) for category, own in sorted(by_category.items())} or None,
+        "accepted_by_quarter": [_mean(own) if own else None for own in by_quarter],
+    }
+
+
+def by_text(rounds: Sequence[Round], name: str, reference: str) -> dict[str, dict[str, Any]] | None:
+    """Speed, ratio and accepted length on text that is new (`unrepeated`) and on text that repeats itself; None unless
+    both decoders report the time of their steps."""
+    pairs = [(one["decoders"][name].get("by_text"), one["decoders"][reference].get("by_text")) for one in rounds]
+    if not all(own and other for own, other in pairs):
+        return None
+    found = {}
+    for kind in ("unrepeated", "repeated"):
+        own = [sum(figures) for figures in zip(*(own[kind] for own, _ in pairs), strict=True)]
+        other = [sum(figures) for figures in zip(*(other[kind] for _, other in pairs), strict=True)]
+        if own[0] and other[0]:
+            found[kind] = {
+                "tokens_per_second": own[0] / own[1],
+                "speed_up": own[0] / own[1] / (other[0] / other[1]),
+                "accepted_length": own[2] / own[3] if own[3] else None,
+            }
+    return found
+
+
+def time_split(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Shares of the seconds by part, None if the decoder does not report them; and the median seconds of a step and of
+    its verification, None where they are unknown."""
+    seconds = sum(s["seconds"] for s in samples)
+    shares = None
+    if all(s["parts"] for s in samples):
+        shares = {part: sum(s["parts"].get(part, 0.0) for s in samples) / seconds for part in samples[0]["parts"]}
+        shares = {"prefill": sum(s["prefill"] or 0.0 for s in samples) / seconds, **shares}
+    steps = [max((len(row) - 1 for row in s["gains"]), default=0) for s in samples]
+    known = [
+        ((s["seconds"] - s["prefill"]) / n, s["parts"].get("verify", 0.0) / n)
+        for s, n in zip(samples, steps, strict=True)
+        if n and s["prefill"] is not None
+    ]
+    apart = shares is not None and shares.get("step", 0.0) < 0.01  # else the verification is inside a compiled step
+    return {
+        "shares": shares,
+        "step_seconds": median(step for step, _ in known) if known else None,
+        "verify_seconds": median(verify for _, verify in known) if known and apart else None,
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

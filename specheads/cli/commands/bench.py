@@ -1,0 +1,106 @@
+"""`specheads bench`: loads the models, measures what is not done yet, and shows tables and files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging as hf_logging
+
+from specheads import terminal
+from specheads.bench import decoders, environment, shipped
+from specheads.bench.compare import openvino, prompt_sets, report
+from specheads.bench.compare.cell import Engine
+from specheads.bench.compare.peer import Peer
+from specheads.bench.compare.run import BenchOptions, run
+from specheads.bench.figures.floor import measure_floor
+from specheads.bench.sweep.plots import require_matplotlib
+from specheads.models.named import Models
+from specheads.options import refuse_unknown
+
+PEERS = {openvino.NAME: openvino.WORKER}
+
+
+def load(
+    model: str | None, checkpoints: Path | None, base: str | None, dtype: str, device: str
+) -> tuple[Models, Path | None]:
+    """The models, and the folder whose heads go by their names: `checkpoints`, or the shipped one without a model."""
+    hf_logging.disable_progress_bar()
+    if model is not None:
+        return Models.load(model, base=base, dtype=dtype, device=device), checkpoints
+    folder = shipped.find_base(checkpoints)
+    return Models.load(base or str(folder), dtype=dtype, device=device), folder.parent
+
+
+def default_decoders(models: Models, checkpoints: Path | None, peers: Mapping[str, Path]) -> tuple[str, ...]:
+    """What a user would otherwise pick, our plain loop, our prompt lookup, and each head that is there, also as
+    draft="auto" uses it."""
+    heads = ["head"] if "head" in models.drafters else []
+    if not heads and checkpoints is not None:
+        heads = [name for name in shipped.LABELS if (checkpoints / name / "config.json").is_file()]
+    theirs = ["transformers", "transformers-static", "transformers-lookup"]
+    theirs += ["openvino", "openvino-lookup"] if openvino.NAME in peers else []
+    chosen = [f"{head} auto" for head in heads] if decoders.can_choose() else []
+    return (*theirs, "plain", "lookup", *heads, *chosen)
+
+
+def parse_peers(given: list[str] | None) -> dict[str, Path]:
+    """NAME=PYTHON of each --peer. ValueError for an unknown one, or one whose Python is not there."""
+    found = {}
+    for text in given or []:
+        name, equals, python = text.partition("=")
+        if not equals or not python:
+            raise ValueError(f"--peer {text!r} is not NAME=PYTHON, such as openvino=ov/bin/python")
+        refuse_unknown([name], PEERS, "peer")
+        if not Path(python).is_file():
+            raise FileNotFoundError(f"--peer {text}: there is no {python}; make the environment first (docs/bench.md)")
+        found[name] = Path(python)
+    return found
+
+
+def bench(
+    models: Models, checkpoints: Path | None, options: BenchOptions, sets: list[prompt_sets.PromptSet], out: Path, *,
+    peers: Mapping[str, Path], plots: bool, command: str,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure and write; the record of bench.json, and the files written. Progress goes to stderr."""
+    if plots:
+        require_matplotlib()  # before hours of measuring, not after them
+    workers = {
+        # -I: neither this environment's paths nor the worker's own folder, whose file names would hide packages.
+        name: Peer(name, [str(python), "-I", str(PEERS[name])], (out / "peers" / name).resolve())
+        for name, python in peers.items()
+    }
+    longest = max(one.longest for one in sets)
+    engine = Engine(models, checkpoints, options.max_new_tokens, longest, options.seed, workers)
+    where, floor = environment.environment(), measure_floor(models.target)
+    try:
+        versions = {name: version for peer in workers.values() for name, version in peer.ask("versions").items()}
+        with terminal.progress(terminal.make_console(stderr=True), "measuring") as tell:
+            outcome = run(options, engine, sets, out, tell)
+    finally:
+        for peer in workers.values():
+            peer.close()
+    record = {
+        "command": command, "environment": where, "peers": versions, "reference": options.reference,
+        "dtype": str(models.target.dtype).removeprefix("torch."), "max_new_tokens": options.max_new_tokens,
+        "repeats": options.repeats, "seed": options.seed, "floor": floor.record(), "complete": outcome.complete,
+        "prompt_sets": {one.name: {"prompts": len(one.ids), "note": one.note} for one in sets},
+        "left_out": outcome.left_out,
+        "rows": report.rows_of(outcome.rounds, options.reference, options.max_new_tokens, floor.seconds),
+        "rounds": outcome.rounds,
+    }  # fmt: skip
+    files = report.write(out, record, plots=plots)
+    return {**record, "files": [str(path) for path in files]}
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print the tables, what they mean, and the paths of the files on stdout."""
+    for table in report.tables(record["rows"]):
+        # The title is printed apart: in a table it would be wrapped at the table's width.
+        shown = terminal.as_text(terminal.table("", table.columns, table.lines)).strip("\n")
+        print(f"{table.title}\n{shown}\n")
+    for line in (*report.LEGEND, *report.notes(record)):
+        print(line)
+    print(environment.line(record["environment"]))
+    print("written: " + ", ".join(record["files"]))

@@ -1,0 +1,120 @@
+"""specheads bench."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specheads_cli.app import Base, Device, DType, Json, NewTokens, app, emit
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="Head checkpoint or plain Hugging Face model (default: the shipped base and heads)."
+        ),
+    ] = None,
+    decoder: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--decoder",
+            "-d",
+            help="transformers, transformers-static, transformers-lookup[:TOKENS], transformers-assisted:PATH, "
+            "openvino[:TOKENS:HEAD[:DEPTH:BRANCHING]], openvino-lookup[:TOKENS], plain, or what drafts, with tree=…, "
+            "accept=…, compile and auto after it: 'head tree=chain:5 compile', 'head auto'. Repeatable.",
+        ),
+    ] = None,
+    tree: Annotated[list[str] | None, typer.Option(help="Draft tree of each that names none; repeatable.")] = None,
+    accept: Annotated[list[str] | None, typer.Option(help="Rule of each that names none; repeatable.")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="Run each of our decoders compiled too.")] = False,
+    reference: Annotated[str, typer.Option(help="The decoder that the others are compared with.")] = "transformers",
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PYTHON", help="An engine in an environment of its own: openvino=PYTHON. Repeatable."
+        ),
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File of prompts: .jsonl with 'messages', 'turns' (Spec-Bench, MT-bench, SPEED-Bench), 'prompt' "
+            "(HumanEval) or 'text', or one prompt a line. Repeatable (default: held-out files and third-party code)."
+        ),
+    ] = None,
+    categories: Annotated[str | None, typer.Option(help="Only these categories of the files: writing,coding.")] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Prompts of each set (default: 64, or all of a file).")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt of the default sets.")] = 64,
+    max_new_tokens: NewTokens = 96,
+    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,4,16",
+    temperature: Annotated[str, typer.Option(help="Sampling temperatures; 0 is greedy.")] = "0,0.8",
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats; each prompt batch counts with its median.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the results; an interrupted run resumes from it.")] = Path(
+        "runs/bench"
+    ),
+    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw a picture; needs specheads[plots].")] = True,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Folder of base/ and of heads that go by their names (default: shipped).")
+    ] = None,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    base: Base = None,
+    as_json: Json = False,
+) -> None:
+    """Measure decoders against one another: speed, accepted length, where the time goes, whether the text is the same.
+
+    All decoders run on the same prompts in one process, batch by batch in turn, after a warm-up. Each finished round
+    is saved in OUT/results.jsonl: after Ctrl-C the tables show what is done, and the same command resumes. OUT gets
+    bench.json with all samples, bench.md and bench.png.
+
+    \b
+    Examples:
+      specheads bench
+      specheads bench out/head --batch 1 --temperature 0 --num-prompts 16 --repeats 1
+      specheads bench -d eagle3 --tree chain:3 --tree chain:5 --tree static:16 --accept exact --accept typical
+      specheads bench --compile -d plain -d lookup -d "eagle3 tree=chain:5"
+      specheads bench --peer openvino=ov/bin/python -d openvino -d openvino:5:out/eagle3 -d eagle3
+      specheads bench org/model -d transformers-assisted:org/small -d model:org/small --prompts question.jsonl
+    """
+    from specheads.bench.compare.decoder_texts import expand
+    from specheads.bench.compare.prompt_sets import default_sets, sets_from
+    from specheads.bench.compare.run import BenchOptions
+    from specheads.bench.shipped import held_out_names
+    from specheads.bench.sweep.grid import parse_numbers
+    from specheads.cli.commands import bench as command
+
+    sizes = tuple(parse_numbers(batch, "batch", int) or ())
+    temperatures = tuple(parse_numbers(temperature, "temperature", float) or ())
+    peers = command.parse_peers(peer)
+    if categories is not None and not prompts:
+        raise ValueError("--categories chooses among those of a file; give --prompts FILE")
+    for text in decoder or []:
+        expand((text,))  # bad text is refused before a model loads
+    models, folder = command.load(model, checkpoints, base, dtype, device)
+    texts = tuple(decoder or command.default_decoders(models, folder, peers))
+    options = BenchOptions(
+        tuple(expand(texts, tuple(tree or ()), tuple(accept or ()), compile=compile)), reference, sizes, temperatures,
+        max_new_tokens, repeats, seed,
+    )  # fmt: skip
+    if prompts:
+        wanted = [name.strip() for name in categories.split(",")] if categories else []
+        sets = sets_from(prompts, models.tokenizer, num_prompts, wanted)
+    else:
+        held_out = held_out_names(Path(str(models.target.name_or_path)))
+        sets = default_sets(models.tokenizer, num_prompts or 64, prompt_tokens, held_out)
+    words = shlex.join(["specheads", *sys.argv[1:]])
+    record = command.bench(models, folder, options, sets, out, peers=peers, plots=plots, command=words)
+    if as_json:
+        emit(record)
+    else:
+        command.show(record)
+    if not record["complete"]:
+        raise typer.Exit(130)

@@ -1,0 +1,304 @@
+"""specheads bench: the decoders' texts, the order of the rounds, resuming, what is left out, peers."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from specheads.bench import decoders
+from specheads.bench.compare import openvino, report, run
+from specheads.bench.compare.cell import Cell, Engine
+from specheads.bench.compare.decoder_texts import Ours, TransformersLookup, expand, parse_decoder
+from specheads.bench.compare.peer import Peer, PeerError
+from specheads.bench.compare.prompt_sets import PromptSet
+from specheads.bench.figures.results import RESULTS, Results
+from specheads.bench.runner import Output
+from specheads.models.named import Models
+from specheads.models.spec_model import SpecModel
+
+FAKE = Path(__file__).parents[1] / "workers" / "fake_peer.py"
+GREEDY = Cell("p", 1, 0.0)
+
+
+def quiet(fraction, note):
+    """No progress."""
+
+
+# ---------------------------------------------------------------------------------------------------- decoders as text
+
+
+def test_a_text_names_a_decoder_or_what_drafts_with_its_tree_and_rule():
+    assert parse_decoder("transformers-lookup:5") == TransformersLookup(5)
+    assert parse_decoder("plain") == Ours(None)
+    assert parse_decoder("eagle3 tree=chain:5 accept=fuzzy:js:0.2") == Ours("eagle3", "chain:5", "fuzzy:js:0.2")
+    assert parse_decoder("model:a/b:c tree=dynamic:12,4,4") == Ours("model:a/b:c", "dynamic:12,4,4")
+    assert parse_decoder("openvino:16:out/head:4:2") == openvino.OpenVINO(16, "out/head", 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "names nothing"),
+        ("eagle3 tree=bush", "bush"),
+        ("eagle3 accept=never", "never"),
+        ("eagle3 trees=chain:5", "did you mean 'tree'"),
+        ("eagle3 fast", "'fast' is none of tree=…, accept=…, compile and auto"),
+        ("plain tree=chain:5", "plain drafts nothing"),
+        ("eagle3 auto tree=chain:5", "auto chooses the tree"),
+        ("transformer-static", "did you mean 'transformers-static'"),
+        ("'eagle3", "quotation"),
+        ("transformers tree=chain:5", "tree"),
+        ("transformers-lookup:many", "many"),
+        ("openvino:5", "expected openvino, openvino:NUM_TOKENS:HEAD"),
+    ],
+)
+def test_a_text_that_names_none_is_refused_with_itself(text, said):
+    with pytest.raises(ValueError, match=r"^decoder ") as error:
+        parse_decoder(text)
+    assert repr(text) in str(error.value) and said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_trees_and_rules_multiply_what_names_none(monkeypatch):
+    assert expand(["transformers", "plain", "eagle3", "lookup tree=chain:2"], ["chain:3", "chain:5"], ["typical"]) == [
+        "transformers", "plain", "eagle3 tree=chain:3 accept=typical", "eagle3 tree=chain:5 accept=typical",
+        "lookup tree=chain:2 accept=typical",
+    ]  # fmt: skip
+    monkeypatch.setattr(decoders, "can_compile", lambda: True)
+    assert expand(["transformers", "plain", "eagle3"], compile=True) == [
+        "transformers", "plain", "plain compile", "eagle3", "eagle3 compile",
+    ]  # fmt: skip
+
+
+def test_compiled_decoders_ask_generate_for_it(monkeypatch):
+    monkeypatch.setattr(decoders, "can_compile", lambda: False)
+    with pytest.raises(ValueError, match="does not take compile=True"):
+        parse_decoder("plain compile")
+    monkeypatch.setattr(decoders, "can_compile", lambda: True)
+    asked = {}
+    monkeypatch.setattr(decoders, "drafted", lambda *args, **options: asked.update(options))
+    engine = Engine(Models(None, None), None, 4, 4, 7, {})
+    parse_decoder("plain compile").build(engine, Cell("p", 1, 0.8))
+    assert asked["compile"] is True and asked["seed"] == 7 and asked["temperature"] == 0.8
+    parse_decoder("plain").build(engine, GREEDY)
+    asked.clear()
+    parse_decoder("plain").build(engine, GREEDY)
+    assert "compile" not in asked and asked["do_sample"] is False
+
+
+def test_auto_asks_the_models_own_generate_for_it(monkeypatch, engine):
+    monkeypatch.setattr(decoders, "can_choose", lambda: False)
+    with pytest.raises(ValueError, match='does not take draft="auto"'):
+        parse_decoder("eagle3 auto")
+    monkeypatch.setattr(decoders, "can_choose", lambda: True)
+    original, asked = SpecModel.generate, []
+
+    def generate(self, inputs=None, *, draft, **options):
+        asked.append(draft)
+        return original(self, inputs, draft="head", **options)
+
+    monkeypatch.setattr(SpecModel, "generate", generate)
+    batch = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2)}
+    auto = parse_decoder("eagle3 auto").build(engine, GREEDY)(batch, None)
+    assert asked == ["auto"] and auto.tokens == parse_decoder("eagle3").build(engine, GREEDY)(batch, None).tokens
+    with pytest.raises(ValueError, match="auto takes a head, and 'lookup' is none"):
+        parse_decoder("lookup auto").build(engine, GREEDY)
+    assert expand(["eagle3", "eagle3 auto"], ["chain:3"]) == ["eagle3 tree=chain:3", "eagle3 auto"]
+
+
+# ------------------------------------------------------------------------------------------------- rounds and resuming
+
+
+class Scripted:
+    """A decoder that gives the prompt's first token `count` times, and logs that it ran."""
+
+    drafters = ()
+
+    def __init__(self, name, log, count=3, dies_at=None, fails=None):
+        self.name, self.log, self.count, self.dies_at, self.fails = name, log, count, dies_at, fails
+
+    def refusal(self, cell):
+        return "takes one row at a time" if self.name == "single" and cell.batch > 1 else None
+
+    def build(self, engine, cell):
+        def decode(batch, watch):
+            if self.fails == int(batch["input_ids"][0, 0]):
+                raise PeerError("cannot take it")
+            if len(self.log) == self.dies_at:
+                raise KeyboardInterrupt
+            self.log.append(self.name)
+            return Output([[int(row[-1])] * self.count for row in batch["input_ids"]], seconds=1.0 + len(self.name))
+
+        return decode
+
+
+@pytest.fixture
+def engine(shipped):
+    return Engine(Models.load(str(shipped / "base")), shipped, 4, 8, 0, {})
+
+
+def measured(monkeypatch, engine, folder, specs, *, prompts=((5, 6), (7, 8)), tell=quiet, **options):
+    monkeypatch.setattr(run, "parse_decoder", lambda text: specs[text])
+    given = {"reference": next(iter(specs)), "batch": (1,), "temperature": (0.0,), "repeats": 2, **options}
+    asked = run.BenchOptions(tuple(specs), max_new_tokens=4, **given)
+    sets = [PromptSet("p", [list(ids) for ids in prompts], [None] * len(prompts))]
+    return run.run(asked, engine, sets, folder, tell)
+
+
+def test_decoders_take_turns_at_every_prompt_after_a_warm_up(monkeypatch, engine, tmp_path):
+    log = []
+    specs = {name: Scripted(name, log) for name in "abc"}
+    outcome = measured(monkeypatch, engine, tmp_path, specs)
+    # The warm-up takes the shortest and the longest batch; then prompt by prompt, beginning with the next decoder.
+    assert "".join(log) == "aabbcc" + "abc" + "bca" + "bca" + "cab"
+    assert [("".join(one["order"]), one["repeat"], one["index"]) for one in outcome.rounds] == [
+        ("abc", 0, 0), ("bca", 0, 1), ("bca", 1, 0), ("cab", 1, 1),
+    ]  # fmt: skip
+    assert outcome.complete and outcome.left_out == {}
+
+
+@pytest.mark.parametrize("dies_at", [9, 12, 14])
+def test_a_stopped_run_keeps_its_rounds_and_resumes_with_the_others(monkeypatch, engine, tmp_path, dies_at):
+    log = []
+    stopped = measured(monkeypatch, engine, tmp_path, {name: Scripted(name, log, dies_at=dies_at) for name in "abc"})
+    assert not stopped.complete and len(stopped.rounds) == (dies_at - 6) // 3
+    log.clear()
+    whole = measured(monkeypatch, engine, tmp_path, {name: Scripted(name, log) for name in "abc"})
+    assert whole.complete and whole.rounds[: len(stopped.rounds)] == stopped.rounds and len(whole.rounds) == 4
+    assert len(log) == 6 + 3 * (4 - len(stopped.rounds))
+    log.clear()
+    again = measured(monkeypatch, engine, tmp_path, {name: Scripted(name, log) for name in "abc"})
+    assert again.rounds == whole.rounds and log == []
+
+
+def test_before_the_first_round_ctrl_c_is_ctrl_c(monkeypatch, engine, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        measured(monkeypatch, engine, tmp_path, {"a": Scripted("a", [], dies_at=2)})
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"prompts": ((5, 6), (7, 9))}, {"reference": "b"}])
+def test_another_question_is_measured_anew(monkeypatch, engine, tmp_path, change):
+    log = []
+    for options in ({}, change):
+        log.clear()
+        measured(monkeypatch, engine, tmp_path, {name: Scripted(name, log) for name in "ab"}, **options)
+        assert len(log) == 4 + 8
+    assert len(Results(tmp_path / RESULTS).rows) == 8
+
+
+def test_more_repeats_add_to_the_rounds_that_are_there(monkeypatch, engine, tmp_path):
+    log = []
+    measured(monkeypatch, engine, tmp_path, {"a": Scripted("a", log)}, repeats=1)
+    log.clear()
+    outcome = measured(monkeypatch, engine, tmp_path, {"a": Scripted("a", log)}, repeats=3)
+    assert len(outcome.rounds) == 6 and len(log) == 2 + 4
+
+
+def test_what_cannot_serve_a_cell_is_left_out_of_it_with_the_reason(monkeypatch, engine, tmp_path):
+    specs = {
+        "ref": Scripted("ref", []), "single": Scripted("single", []), "other": Scripted("other", [], count=2),
+        "broken": Scripted("broken", [], fails=5), "late": Scripted("late", [], fails=7),
+    }  # fmt: skip
+    prompts = ((5, 6), (7, 8, 9), (6, 1, 1, 1))
+    outcome = measured(monkeypatch, engine, tmp_path, specs, prompts=prompts, batch=(1, 3), repeats=1)
+    cell, batched = "p, batch 1, T = 0", "p, batch 3, T = 0"
+    assert outcome.left_out == {
+        "broken": {cell: "cannot take it"}, "single": {batched: "takes one row at a time"},
+        "late": {cell: "cannot take it"},
+    }  # fmt: skip
+    assert [sorted(one["decoders"]) for one in outcome.rounds[:3]] == [
+        ["late", "other", "ref", "single"], ["other", "ref", "single"], ["other", "ref", "single"],
+    ]  # fmt: skip
+    rows = report.rows_of(outcome.rounds, "ref", 4, 1.0)
+    by_name = {row["decoder"]: row for row in rows if row["batch"] == 1}
+    assert by_name["late"]["texts"] == 1 and by_name["ref"]["same_text"] == 3 and by_name["other"]["same_text"] == 0
+    with pytest.raises(PeerError):  # nothing to compare with
+        measured(monkeypatch, engine, tmp_path / "new", specs, prompts=prompts, reference="broken")
+
+
+def test_progress_never_goes_back_and_ends_at_1(monkeypatch, engine, tmp_path):
+    told = []
+    measured(
+        monkeypatch, engine, tmp_path, {name: Scripted(name, []) for name in "ab"}, batch=(1, 2),
+        tell=lambda part, note: told.append((part, note)),
+    )  # fmt: skip
+    parts = [part for part, _ in told]
+    assert parts == sorted(parts) and parts[-1] == 1 and parts.count(1) == 1
+    assert told[0][1] == "p, batch 1, T = 0: warming up a"
+
+
+# --------------------------------------------------------------------------------------------------------------- peers
+
+
+@pytest.fixture
+def peer(tmp_path):
+    found = Peer("fake", [sys.executable, "-I", str(FAKE)], tmp_path / "peers")
+    yield found
+    found.close()
+
+
+def test_a_peer_is_started_once_and_its_own_clock_counts(peer):
+    assert peer.ask("versions")["pid"] == peer.ask("versions")["pid"]
+    decode = peer.decoder("plain", {"base": "x"}, max_new_tokens=2)
+    batch = {"input_ids": torch.tensor([[1, 2], [3, 4]]), "attention_mask": torch.ones(2, 2)}
+    output = decode(batch, None)
+    assert output.tokens == [[2, 2], [4, 4]] and output.seconds == 0.25 and output.statistics["gained"] == 6
+
+
+def test_a_peer_that_refuses_or_ends_says_so(peer, tmp_path):
+    batch = {"input_ids": torch.tensor([[1]]), "attention_mask": torch.ones(1, 1)}
+    with pytest.raises(PeerError, match="fake: no such mode"):
+        peer.decoder("plain", {}, options={"fails": True})(batch, None)
+    assert peer.opened == {}  # what failed is opened anew
+    decode = peer.decoder("plain", {}, max_new_tokens=1)
+    decode(batch, None)
+    with pytest.raises(PeerError, match="ended with code 7"):
+        peer.ask("die")
+    assert decode(batch, None).tokens == [[1]] and [*peer.opened] == ["plain"]  # started and opened again
+    with pytest.raises(PeerError, match="does not start"):
+        Peer("gone", [str(tmp_path / "python")], tmp_path).ask("versions")
+
+
+def test_openvino_is_one_of_the_decoders_in_turn(engine, tmp_path, peer, monkeypatch):
+    engine.peers["openvino"] = peer
+    # The published form has no place for the layers of so small a head.
+    monkeypatch.setattr(
+        openvino, "export", lambda config, base, head, out, to, **options: Path(out).mkdir(parents=True)
+    )
+    asked, ask = [], peer.ask
+
+    def convert(op, **arguments):
+        if op == "convert":
+            Path(arguments["out"]).mkdir(parents=True)
+            asked.append((Path(arguments["model"]).name, arguments.get("layers")))
+        return ask(op, **arguments)
+
+    peer.ask = convert
+    options = run.BenchOptions(("openvino", "openvino:2:eagle3"), "plain", (1, 2), (0.0,), 4, 1)
+    sets = [PromptSet("p", [[5, 6], [7, 8]], [None, None])]
+    outcome = run.run(options, engine, sets, tmp_path, quiet)
+    assert outcome.complete and outcome.left_out == {}
+    assert all(one["decoders"]["openvino"]["seconds"] == 0.25 for one in outcome.rounds)
+    taps = engine.drafter("eagle3").layers
+    assert asked == [("base", None), (asked[1][0], [layer - 1 for layer in taps])]
+    assert not list(peer.folder.glob("*-p*"))  # neither half an export nor the published form between
+    peer.opened.clear()
+    run.run(options, engine, sets, tmp_path / "again", quiet)
+    assert len(asked) == 2  # exports are made once
+
+
+def test_openvino_says_what_it_needs(engine):
+    with pytest.raises(PeerError, match="--peer openvino=PYTHON"):
+        parse_decoder("openvino").build(engine, GREEDY)
+    sampled = Cell("p", 1, 0.8)
+    assert "does not sample" in parse_decoder("openvino-lookup").refusal(sampled)
+    assert "do not sample" in parse_decoder("openvino:16:h:4:4").refusal(sampled)
+    assert parse_decoder("openvino:16:h:4:4").refusal(GREEDY) is parse_decoder("openvino:5:h").refusal(sampled) is None
+
+
+def test_openvino_takes_no_other_head(engine, tmp_path, peer):
+    engine.peers["openvino"] = peer
+    (peer.folder).mkdir()
+    peer.ask = lambda op, **arguments: Path(arguments["out"]).mkdir(parents=True) if op == "convert" else {}
+    with pytest.raises(PeerError, match="'medusa' is none"):
+        parse_decoder("openvino:2:medusa").build(engine, GREEDY)

@@ -1,0 +1,198 @@
+"""Figures of runs: intervals against brute force, rounds made by hand, the floor on a fake clock, the results' file."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from specheads.bench.figures import floor, intervals, samples
+from specheads.bench.figures.results import Results
+from specheads.bench.runner import Output, Run
+from tests.support.tiny_models import tiny_llama
+
+# ----------------------------------------------------------------------------------------------------------- intervals
+
+
+def brute_force(work, reference, drawn):
+    """The 2.5th and 97.5th percentile of the ratio over the batches drawn, one at a time."""
+    ratios = []
+    for batches in drawn:
+        own = sum(work[i][0] for i in batches) / sum(work[i][1] for i in batches)
+        other = sum(reference[i][0] for i in batches) / sum(reference[i][1] for i in batches)
+        ratios.append(own / other)
+    ratios.sort()
+
+    def percentile(share):
+        position = share * (len(ratios) - 1)
+        low = int(position)
+        return ratios[low] + (position - low) * (ratios[min(low + 1, len(ratios) - 1)] - ratios[low])
+
+    return percentile(0.025), percentile(0.975)
+
+
+def random_work(rng, n, faster):
+    return [(rng.randint(20, 90), rng.uniform(1, 2) / faster) for _ in range(n)]
+
+
+def test_an_interval_is_the_percentiles_of_the_ratio_over_resampled_batches():
+    rng = random.Random(3)
+    work, reference = random_work(rng, 9, 2.0), random_work(rng, 9, 1.0)
+    generator = torch.Generator().manual_seed(5)
+    drawn = torch.randint(9, (500, 9), generator=generator).tolist()
+    found = intervals.ratio_interval(work, reference, resamples=500, seed=5)
+    assert found == pytest.approx(brute_force(work, reference, drawn))
+    assert found[0] < intervals.speed(work) / intervals.speed(reference) < found[1]
+    assert found == intervals.ratio_interval(work, reference, resamples=500, seed=5)
+
+
+def test_figures_of_one_batch_are_resampled_together():
+    """Batches differ in difficulty tenfold, the ratio does not: an interval without pairs would be wide."""
+    rng = random.Random(0)
+    reference = [(64, rng.choice([0.1, 1.0])) for _ in range(20)]
+    work = [(64, seconds / 2) for _, seconds in reference]
+    assert intervals.ratio_interval(work, reference) == pytest.approx((2.0, 2.0))
+
+
+def test_95_percent_intervals_hold_the_true_ratio_about_as_often():
+    """Of 200 samples of 40 batches; at a true coverage of 94 % a false alarm has a probability below 1e-4."""
+    rng = random.Random(1)
+    held = 0
+    for seed in range(200):
+        work = [(64, rng.lognormvariate(0, 0.3)) for _ in range(40)]
+        reference = [(64, rng.lognormvariate(0.5, 0.3)) for _ in range(40)]
+        low, high = intervals.ratio_interval(work, reference, resamples=400, seed=seed)
+        held += low <= 2.718281828**0.5 <= high
+    assert 0.86 * 200 < held <= 0.995 * 200
+
+
+def test_one_batch_has_no_interval_and_other_batches_are_refused():
+    assert intervals.ratio_interval([(1, 1)], [(1, 2)]) is None
+    with pytest.raises(ValueError, match="2 prompt batches beside 1"):
+        intervals.ratio_interval([(1, 1)] * 2, [(1, 2)])
+
+
+# ------------------------------------------------------------------------------------------------------------- figures
+
+
+def one_sample(seconds, gains, **other):
+    given = {"prefill": None, "parts": {}, "differs_at": [None] * len(gains)}
+    return {"seconds": seconds, "tokens": [sum(row) for row in gains], "gains": gains, **given, **other}
+
+
+def one_round(index, repeat=0, categories=("a",), **decoders):
+    return {"index": index, "repeat": repeat, "categories": list(categories), "decoders": decoders}
+
+
+def test_a_batch_counts_with_its_median_over_repeats():
+    rounds = [
+        one_round(0, repeat, ours=one_sample(s, [[1, 3]]), theirs=one_sample(8.0, [[1, 1, 1, 1]]))
+        for repeat, s in enumerate([2.0, 40.0, 4.0])
+    ]
+    found = samples.figures(rounds, "ours", "theirs", 4)
+    assert found["tokens_per_second"] == pytest.approx(1.0) and found["speed_up"] == pytest.approx(2.0)
+    assert found["texts"] == 1 and found["same_text"] == 1 and found["speed_up_interval"] is None
+
+
+def test_speed_is_all_tokens_over_all_seconds():
+    rounds = [
+        one_round(0, ours=one_sample(1.0, [[8]]), theirs=one_sample(2.0, [[8]])),
+        one_round(1, ours=one_sample(3.0, [[4]]), theirs=one_sample(6.0, [[4]])),
+    ]
+    found = samples.figures(rounds, "ours", "theirs", 8)
+    assert found["tokens_per_second"] == pytest.approx(12 / 4)
+    assert found["speed_up_interval"] == pytest.approx((2.0, 2.0))
+
+
+def test_accepted_length_by_depth_category_and_quarter_leaves_the_prefill_out():
+    # Of 16 tokens a quarter is 4. Row 0 steps begin at 1, 4 and 9; row 1 at 1 and 3.
+    rounds = [one_round(0, categories=("math", None), ours=one_sample(1.0, [[1, 3, 5, 2], [1, 2, 1]]))]
+    found = samples.accepted(rounds, "ours", 16)
+    assert found["accepted_length"] == pytest.approx(13 / 5)
+    assert found["accepted_by_depth"] == pytest.approx([4 / 5, 2 / 5, 1 / 5, 1 / 5])
+    assert found["accepted_by_category"] == {"math": pytest.approx(10 / 3)}
+    assert found["accepted_by_quarter"] == [pytest.approx(2.0), 5.0, 2.0, None]
+
+
+def test_a_decoder_that_only_counts_steps_has_an_accepted_length_alone():
+    counted = {"seconds": 1.0, "tokens": [9], "gains": [], "gained": 8, "rows_stepped": 4}
+    found = samples.accepted([one_round(0, peer=counted)], "peer", 16)
+    assert found["accepted_length"] == 2 and found["accepted_by_depth"] is None
+    assert samples.accepted([one_round(0, peer={**one_sample(1.0, []), "tokens": [9]})], "peer", 16) == {
+        "accepted_length": None, "accepted_by_depth": None, "accepted_by_category": None, "accepted_by_quarter": None,
+    }  # fmt: skip
+
+
+def test_time_is_split_into_shares_of_the_whole_and_a_step_leaves_the_prefill_out():
+    parts = {"draft": 1.0, "verify": 4.0, "accept": 0.5, "other": 2.5}
+    rounds = [
+        one_round(0, ours=one_sample(10.0, [[1, 2, 2, 2], [1, 2]], parts=parts, prefill=2.0, differs_at=[None, 3]))
+    ]
+    found = samples.figures(rounds, "ours", "ours", 16)
+    assert found["shares"] == {"prefill": 0.2, "draft": 0.1, "verify": 0.4, "accept": 0.05, "other": 0.25}
+    assert found["step_seconds"] == pytest.approx(8 / 3) and found["verify_seconds"] == pytest.approx(4 / 3)
+    assert found["same_text"] == 1 and found["texts"] == 1
+    compiled = one_sample(10.0, [[1, 2, 2]], parts={"draft": 0.0, "verify": 1.0, "step": 7.0}, prefill=2.0)
+    found = samples.time_split([compiled])
+    assert found["shares"]["step"] == 0.7 and found["step_seconds"] == 4 and found["verify_seconds"] is None
+
+
+def test_a_sample_keeps_what_figures_need_and_compares_texts():
+    output = Output([[5, 6, 7]], {"gained": 2, "rows_stepped": 1}, [[1, 2]], {"prefill": 0.5, "verify": 1.0})
+    kept = samples.sample(Run(output, 2.0), Run(Output([[5, 9, 7]]), 1.0))
+    assert kept == {
+        "seconds": 2.0, "tokens": [3], "gains": [[1, 2]], "prefill": 0.5, "parts": {"verify": 1.0}, "differs_at": [1],
+        "gained": 2, "rows_stepped": 1,
+    }  # fmt: skip
+    watched = samples.sample(Run(Output([[5, 6]]), 2.0, ((1, 0.7), (1, 0.3))))
+    assert watched["gains"] == [[1, 1]] and watched["prefill"] == 0.7 and watched["differs_at"] is None
+
+
+# --------------------------------------------------------------------------------------------------------------- floor
+
+
+def test_a_pass_reads_each_weight_once_and_an_input_embedding_only_if_it_is_the_output_matrix():
+    sizes = {"tie_word_embeddings": False}
+    base, tied = tiny_llama(**sizes), tiny_llama(tie_word_embeddings=True)
+    embeddings = base.get_input_embeddings().weight.numel()
+    assert floor.weight_bytes(base) == 4 * (sum(p.numel() for p in base.parameters()) - embeddings)
+    assert floor.weight_bytes(tied) == 4 * sum(p.numel() for p in tied.parameters())
+    assert floor.weight_bytes(nn.Linear(8, 4, bias=False).bfloat16()) == 2 * 32
+
+
+def test_bandwidth_is_of_the_fastest_read_after_the_first():
+    times = iter([0.0, 1e-9, 1.0, 1.4, 2.0, 2.2, 3.0, 3.3])
+    found = floor.read_bandwidth(4096 * 16, torch.device("cpu"), repeats=3, clock=lambda: next(times))
+    assert found == pytest.approx(4096 * 16 / 0.2)
+    assert floor.Floor(1000, 500.0).seconds == 2 and floor.Floor(1000, 500.0).record()["seconds"] == 2
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+def test_a_torn_last_line_is_dropped_and_a_strange_file_refused(tmp_path):
+    path = tmp_path / "new" / "results.jsonl"
+    results = Results(path)
+    results.add("a", {"x": 1})
+    with open(path, "ab") as file:
+        file.write(b'{"key": "b", "ro')
+    again = Results(path)
+    assert again.rows == {"a": {"x": 1}} and path.read_text("utf8").count("\n") == 1
+    again.add("c", {"x": 2})
+    assert Results(path).rows == {"a": {"x": 1}, "c": {"x": 2}}
+    path.write_text('{"a": 1}\n', "utf8")
+    with pytest.raises(ValueError, match="line 1 is no result of bench or sweep"):
+        Results(path)
+
+
+def test_new_and_repeated_text_have_ratios_of_their_own():
+    def watched(seconds):
+        steps = tuple((1, second) for second in seconds)
+        return samples.sample(Run(Output([[*range(8), *range(8), 50, 51]]), sum(seconds), steps))
+
+    # Only the sixteenth token completes 8 tokens that occurred before.
+    rounds = [one_round(0, ours=watched([1.0] * 15 + [0.5] + [1.0] * 2), theirs=watched([2.0] * 18))]
+    found = samples.by_text(rounds, "ours", "theirs")
+    assert found["unrepeated"] == {"tokens_per_second": 1.0, "speed_up": 2.0, "accepted_length": 1.0}
+    assert found["repeated"] == {"tokens_per_second": 2.0, "speed_up": 4.0, "accepted_length": 1.0}
+    assert samples.by_text([one_round(0, a=one_sample(1.0, [[1]]), b=one_sample(1.0, [[1]]))], "a", "b") is None

@@ -1,0 +1,86 @@
+"""The prompt sets of specheads bench: forms of files, categories, installed packages."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from specheads.bench.compare.prompt_sets import default_sets, sets_from
+from specheads.bench.prompts import PACKAGES, package_prompts, read_prompts
+from specheads.data.conversation import Conversation
+
+
+class Letters:
+    """One token a character."""
+
+    def __call__(self, text):
+        return {"input_ids": [ord(c) for c in text]}
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(map(chr, ids))
+
+
+SPEC_BENCH = [
+    {"question_id": 81, "category": "writing", "turns": ["Compose a post.", "Rewrite it."]},
+    {"question_id": 111, "category": "math", "turns": ["What is 2 + 2?"], "reference": ["4"]},
+]
+HUMAN_EVAL = [
+    {"task_id": "HumanEval/0", "prompt": "def f(x):\n", "entry_point": "f", "test": "", "canonical_solution": ""}
+]
+
+
+@pytest.mark.parametrize("name", ["question.jsonl", "question.jsonl.gz"])
+def test_files_of_spec_bench_mt_bench_and_speed_bench_have_turns_and_categories(tmp_path, name):
+    path = tmp_path / name
+    text = "".join(json.dumps(row) + "\n" for row in SPEC_BENCH).encode()
+    path.write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    prompts = read_prompts(path)
+    assert [prompt.category for prompt in prompts] == ["writing", "math"]
+    assert prompts[0].asked == Conversation.from_text("Compose a post.")
+
+
+def test_files_of_humaneval_are_plain_prompts_and_bad_turns_are_named_by_their_line(tmp_path):
+    path = tmp_path / "HumanEval.jsonl"
+    path.write_text(json.dumps(HUMAN_EVAL[0]) + "\n", "utf8")
+    (prompt,) = read_prompts(path)
+    assert prompt.asked == "def f(x):\n" and prompt.category is None
+    path.write_text('"a"\n{"turns": []}\n', "utf8")
+    with pytest.raises(ValueError, match=r"line 2: turns=\[\]: expected a list of the user's questions"):
+        read_prompts(path)
+    (tmp_path / "x.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(ValueError, match="is not"):
+        read_prompts(tmp_path / "x.jsonl.gz")
+
+
+def test_a_file_is_a_set_of_the_categories_asked_for_evenly_spaced(tmp_path):
+    path = tmp_path / "q.jsonl"
+    rows = [{"prompt": f"{i} {c}", "category": c} for i in range(6) for c in ("a", "b")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf8")
+    (found,) = sets_from([path], Letters(), 3, ["b"])
+    assert [Letters().decode(ids) for ids in found.ids] == ["0 b", "2 b", "4 b"] and found.categories == ["b"] * 3
+    assert found.name == "q.jsonl" and found.longest == 3 and len(sets_from([path], Letters(), None)[0].ids) == 12
+    other = tmp_path / "other" / "q.jsonl"
+    other.parent.mkdir()
+    other.write_bytes(path.read_bytes())
+    assert [one.name for one in sets_from([path, other], Letters(), 1)] == [str(path), str(other)]
+    with pytest.raises(ValueError, match=r"unknown category in .* 'c'"):
+        sets_from([path], Letters(), None, ["c"])
+
+
+def test_third_party_prompts_are_shared_among_the_installed_packages():
+    prompts, missing = package_prompts(Letters(), 7, 40, ("rich", "click", "no_such_package"))
+    assert missing == ["no_such_package"] and len({prompt.asked for prompt in prompts}) == 7
+    assert [prompt.category for prompt in prompts] == ["rich"] * 4 + ["click"] * 3
+    import click
+
+    sources = [path.read_text("utf8") for path in Path(click.__file__).parent.rglob("*.py")]
+    assert all(any("\n" + prompt.asked in source for source in sources) for prompt in prompts[4:])
+    with pytest.raises(ValueError, match=r"99999 prompts asked for, but only .*; not installed: no_such_package"):
+        package_prompts(Letters(), 99999, 40, ("rich", "no_such_package"))
+
+
+def test_the_default_sets_have_at_least_fifty_prompts_each_where_all_packages_are():
+    sets = default_sets(Letters(), 64, 64)
+    assert [len(one.ids) for one in sets] == [64, 64] and set(sets[1].categories) <= set(PACKAGES)
+    assert {len(ids) for one in sets for ids in one.ids} == {64}

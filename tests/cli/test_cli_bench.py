@@ -1,0 +1,164 @@
+"""specheads bench, from the command line to its files."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from transformers import CompileConfig
+
+from specheads.bench import decoders
+from specheads.cli.commands import bench as command
+from tests.support.command_line import CONTROL, run
+
+FAKE = Path(__file__).parents[1] / "workers" / "fake_peer.py"
+TEXTS = ("plain", "lookup:3", "eagle3 tree=chain:2", "medusa")
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "question.jsonl"
+    rows = [
+        {"category": category, "turns": [f"{category} {i} of {i * 7}"]}
+        for i in range(2)
+        for category in ("code", "math")
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf8")
+    return path
+
+
+def asked(shipped, questions, out, *more, texts=TEXTS):
+    words = [word for text in texts for word in ("-d", text)]
+    return (
+        "bench",
+        "--checkpoints",
+        shipped,
+        "--prompts",
+        questions,
+        *words,
+        "--max-new-tokens",
+        8,
+        "--out",
+        out,
+        *more,
+    )
+
+
+def test_a_run_prints_its_tables_and_writes_its_files(shipped, questions, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    texts = (*TEXTS, f"model:{shipped / 'base'} tree=chain:2")
+    code, out, err = run(capsys, *asked(shipped, questions, tmp_path, "--batch", "1,2", "--repeats", 2, texts=texts))
+    assert code == 0 and not CONTROL.search(out + err)
+    record = json.loads((tmp_path / "bench.json").read_text("utf8"))
+    assert record["complete"] and record["environment"]["torch"] and record["command"].startswith("specheads")
+    assert len(record["rounds"]) == 2 * 2 * (4 + 2) and record["floor"]["weight_bytes"] > 0
+    names = ["transformers", *texts]
+    cells = {(row["batch"], row["temperature"]) for row in record["rows"]}
+    assert cells == {(1, 0.0), (1, 0.8), (2, 0.0), (2, 0.8)}
+    assert [row["decoder"] for row in record["rows"]] == names * 4
+    for row in record["rows"]:
+        ours = row["decoder"] != "transformers"
+        assert row["same_text"] == (None if row["temperature"] else 4) and row["texts"] == 4
+        assert (row["shares"] is not None) == ours
+        if ours:
+            assert 0.5 < sum(row["shares"].values()) <= 1 and row["step_over_floor"] > 0
+            assert set(row["accepted_by_category"]) == {"code", "math"}
+        assert row["speed_up_interval"][0] <= row["speed_up"] <= row["speed_up_interval"][1] or not ours
+    assert "question.jsonl, batch 2, T = 0.8: speed" in out and "4 of 4" in out and "floor: " in out
+    assert "T = 0: what was accepted" in out and "× on new text" in out and " math" in out
+    # Drafts by the base itself: of 8 tokens the prefill gives 1, two steps 3 each, and the last one has room for 1.
+    assert record["rows"][5]["accepted_length"] == pytest.approx(7 / 3)
+    assert record["rows"][5]["accepted_by_depth"] == pytest.approx([2 / 3, 2 / 3])
+    text = (tmp_path / "bench.md").read_text("utf8")
+    assert "| transformers |" in text and "![bench.png](bench.png)" in text and record["command"] in text
+    assert (tmp_path / "bench.png").stat().st_size > 10_000
+
+
+def test_the_default_sets_are_held_out_files_and_third_party_code(shipped, tmp_path, capsys):
+    code, out, _ = run(
+        capsys, "bench", "--checkpoints", shipped, "-d", "plain", "--num-prompts", 3, "--prompt-tokens", 12,
+        "--batch", 3, "--temperature", 0, "--repeats", 1, "--max-new-tokens", 4, "--no-plots", "--json",
+        "--out", tmp_path,
+    )  # fmt: skip
+    record = json.loads(out)
+    assert code == 0 and [*record["prompt_sets"]] == ["held-out files", "third-party code"]
+    assert [row["prompts"] for row in record["rows"]][::2] == [*record["prompt_sets"]]
+    assert all(row["same_text"] == 3 for row in record["rows"])
+    assert not (tmp_path / "bench.png").exists()
+
+
+def test_ctrl_c_shows_what_is_done_and_the_same_command_resumes(shipped, questions, tmp_path, capsys, monkeypatch):
+    ask = asked(
+        shipped, questions, tmp_path, "--batch", 1, "--temperature", 0, "--repeats", 1, "--no-plots", texts=["plain"]
+    )
+    original, calls = decoders.drafted, []
+
+    def stopping(*args, **options):
+        decode = original(*args, **options)
+
+        def counted(batch, watch):
+            calls.append(1)
+            if len(calls) == 4:  # two warm-ups, and the second of four prompts
+                raise KeyboardInterrupt
+            return decode(batch, watch)
+
+        return counted
+
+    monkeypatch.setattr(decoders, "drafted", stopping)
+    code, out, _ = run(capsys, *ask)
+    assert code == 130 and "stopped after 1 rounds: the same command resumes" in out and "plain" in out
+    code, out, _ = run(capsys, *ask)
+    assert code == 0 and "stopped" not in out and len(calls) == 4 + 2 + 3
+    assert json.loads((tmp_path / "bench.json").read_text("utf8"))["complete"]
+
+
+def test_a_peer_takes_its_turn(shipped, questions, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(command.PEERS, "openvino", FAKE)
+    monkeypatch.setattr("specheads.bench.compare.openvino._once", lambda folder, make: None)
+    code, out, _ = run(
+        capsys, *asked(shipped, questions, tmp_path, "--batch", 2, "--temperature", 0, "--repeats", 1, "--no-plots",
+                       "--peer", f"openvino={sys.executable}", "--json", texts=["openvino", "plain"]),
+    )  # fmt: skip
+    record = json.loads(out)
+    assert code == 0 and record["peers"]["fake"] == "1.2"
+    assert [one["order"] for one in record["rounds"]] == [
+        ["transformers", "openvino", "plain"], ["openvino", "plain", "transformers"],
+    ]  # fmt: skip
+    row = next(row for row in record["rows"] if row["decoder"] == "openvino")
+    assert row["tokens_per_second"] == pytest.approx(2 * 8 / 0.25) and row["accepted_length"] == 2
+    assert row["same_text"] < 4
+
+
+def test_transformers_compiled_by_hand_writes_its_own_text(shipped, questions, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(decoders, "CompileConfig", partial(CompileConfig, backend="eager"))
+    texts = ["transformers-static", "transformers-lookup:2", f"transformers-assisted:{shipped / 'base'}"]
+    options = ("--batch", "1,3", "--temperature", 0, "--repeats", 1, "--no-plots", "--json")
+    code, out, _ = run(capsys, *asked(shipped, questions, tmp_path, *options, texts=texts))
+    record = json.loads(out)
+    assert code == 0 and all(row["same_text"] == 4 for row in record["rows"])
+    assert [row["decoder"] for row in record["rows"]][4:] == ["transformers", "transformers-static"]
+    assert sorted(record["left_out"]) == sorted(texts[1:])
+    assisted = next(row for row in record["rows"] if "assisted" in row["decoder"])
+    assert assisted["accepted_length"] > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("-d", "eagle3 tree=bush"), "bush"),
+        (("--batch", "0"), "--batch 0 must be at least 1"),
+        (("--temperature", "hot"), "--temperature hot is not a number"),
+        (("--peer", "vllm=python"), "unknown peer 'vllm'"),
+        (("--peer", "openvino"), "is not NAME=PYTHON"),
+        (("--peer", "openvino=/no/python"), "there is no /no/python"),
+        (("--categories", "a"), "give --prompts FILE"),
+        (("-d", "eagle9"), "eagle9"),
+    ],
+)
+def test_bad_input_is_one_line(shipped, tmp_path, capsys, words, said):
+    code, out, err = run(
+        capsys, "bench", "--checkpoints", shipped, "--num-prompts", 2, "--prompt-tokens", 8, "--no-plots", "--out",
+        tmp_path, *words,
+    )  # fmt: skip
+    assert code == 2 and out == "" and said in err and err.count("\n") == 1

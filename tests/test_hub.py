@@ -254,7 +254,7 @@ def test_it_says_that_it_asks_the_hub_where_that_takes_long(server, capsys):
 def test_a_drafter_that_is_nothing_is_told_with_the_names_there_are(no_network):
     models = Models(None, None)
     with pytest.raises(
-        FileNotFoundError, match=r"no such folder: nonsense, .*; without a checkpoint: head, model, lookup"
+        FileNotFoundError, match=r"no such folder: nonsense, .*; without a checkpoint: auto, head, model, lookup"
     ):
         models.drafter("nonsense")
 

@@ -77,7 +77,7 @@ def test_a_plain_decoder_only_model_is_drafted_for_too(shipped, capsys):
         assert record["token_ids"] == plain and record["statistics"]["drafted"] > 0
     assert record["drafter"] == "medusa head"
     ask = ("generate", shipped / "eagle3", *ask[2:])
-    assert json.loads(run(capsys, *ask)[1])["drafter"] == "eagle3 head"
+    assert json.loads(run(capsys, *ask)[1])["drafter"] == "auto"
     assert json.loads(run(capsys, *ask, "--drafter", "lookup")[1])["token_ids"] == plain
 
 

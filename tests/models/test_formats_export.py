@@ -166,7 +166,7 @@ def test_a_trained_head_accepts_as_much_when_it_comes_back(kind, engines, least,
     model = SpecModel.from_pretrained(folder / kind, dtype=torch.float32)
     assert engines_for(model.config, model.base, model.head) == sorted(engines)
     ids = AutoTokenizer.from_pretrained(folder / "base")("def __init__(self, name", return_tensors="pt")["input_ids"]
-    options = {"max_new_tokens": 48, "do_sample": False, "return_dict_in_generate": True}
+    options = {"draft": "head", "max_new_tokens": 48, "do_sample": False, "return_dict_in_generate": True}
     here = model.generate(ids, **options)
     assert here.statistics()["accepted_length"] > least
     for to in engines:

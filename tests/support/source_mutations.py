@@ -198,7 +198,7 @@ MUTATIONS = (
       ">= room", "> room", "decoding/test_processors.py", "nothing_follows"),
     M("draft one level past the limit", "decoding.schedule:schedule_step",
       "max(remaining) - 1)", "max(remaining))", "decoding/test_generate_limits.py", "beyond"),
-    M("ended row that continues", "decoding.loop:_Loop.judge",
+    M("ended row that continues", "decoding.step:hold_inactive",
       "verdict.length * active", "verdict.length", LOSSLESS, "row_that_ended"),
     # --- Processors ---
     M("processor of changed state trusted", "decoding.probs.processors:StateWatch.may_draft",

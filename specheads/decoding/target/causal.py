@@ -92,7 +92,7 @@ class Target:
         """
         inputs = inputs or ModelInputs()
         columns = ids.shape[1]
-        self.set_limit(columns + room)
+        self.set_limit(columns + room, ids.device)
         self._refuse_slot_scaling()
         self.offset, self.prompt_lengths, self.inputs = inputs.offset(lengths), lengths, inputs
         ahead = 0 if self.offset is None else int((lengths.unsqueeze(1) + self.offset).max()) - columns
@@ -136,7 +136,7 @@ class Target:
         The base's positions must not depend on the length of the text (`switch`), nor prompts hold more than ids.
         """
         cache = self.cache
-        self.set_limit(max(self.limit, ids.shape[1] + room))
+        self.set_limit(max(self.limit, ids.shape[1] + room), ids.device)
         self._refuse_slot_scaling()
         out = self._forward_prompts(ids, lengths, ModelInputs())
         cache.replace_rows(rows, self.cache, lengths)
@@ -157,10 +157,10 @@ class Target:
         limit, from which nothing is emitted, are clamped to it and so stay inside learned position tables."""
         return self.limit - 2
 
-    def set_limit(self, limit: int) -> None:
-        """No text of any row gets longer than `limit` tokens."""
+    def set_limit(self, limit: int, device: torch.device) -> None:
+        """No text of any row gets longer than `limit` tokens. device: of the rows."""
         self.limit = limit
-        self._last_position = torch.tensor(self.last_position, device=self.embed.weight.device)
+        self._last_position = torch.tensor(self.last_position, device=device)
 
     def _refuse_slot_scaling(self) -> None:
         """Llama-4 scales the queries of some layers by cache slot, from floor_scale tokens on."""

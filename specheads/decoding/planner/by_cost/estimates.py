@@ -160,4 +160,6 @@ class Calibration:
         return min(1.0, share.mean(confidence))
 
     def _bin(self, confidence: float) -> int:
+        if confidence != confidence:  # a head whose weights are not finite may say NaN
+            return 0
         return min(self.BINS - 1, max(0, int(confidence * self.BINS)))

@@ -42,13 +42,14 @@ OPTIONS = ("temperature", "top_p", "min_p")
 class CompiledSteps:
     """The compiled steps of one base model.
 
-    backend: of torch.compile. `failure`: why nothing is compiled any more, None while all is well.
+    backend: of torch.compile. `failure`: why nothing is compiled, None while all is well.
     """
 
     def __init__(self, backend: str = DEFAULT_BACKEND) -> None:
         self.backend = backend
         self.failure: str | None = None
         self._known: dict[Hashable, Callable[..., Any]] = {}
+        self._failed: set[Hashable] = set()
         self._said: set[str] = set()
 
     def __len__(self) -> int:
@@ -64,8 +65,9 @@ class CompiledSteps:
         return reason is None
 
     def run(self, function: Callable[..., T], key: Hashable, *inputs: Any) -> T:
-        """function(*inputs), compiled; as it is if it cannot be compiled, now and from then on, after one warning."""
-        if self.failure is not None:
+        """function(*inputs), compiled; as it is, after one warning, if it cannot be compiled. Then, if it was the first,
+        no other is tried."""
+        if self.failure is not None or (function, key) in self._failed:
             return function(*inputs)
         if (compiled := self._known.get((function, key))) is not None:
             return compiled(*inputs)
@@ -75,10 +77,13 @@ class CompiledSteps:
         try:
             result = compiled(*inputs)
         except Exception as error:
-            self.failure = f"{type(error).__name__}: {first_lines(error)}"
             result = function(*inputs)  # which raises what is wrong with the inputs, if that is what it was
-            self._said.add(self.failure)
-            logger.warning("%s cannot be compiled, and decoding continues without: %s", function.__name__, self.failure)
+            reason = f"{type(error).__name__}: {first_lines(error)}"
+            self._failed.add((function, key))
+            if not self._known:
+                self.failure = reason
+                self._said.add(reason)
+            logger.warning("%s cannot be compiled, and decoding continues without: %s", function.__name__, reason)
             return result
         logger.warning("compiled %s in %.0f s", function.__name__, time.perf_counter() - began)
         self._known[function, key] = compiled
@@ -129,35 +134,44 @@ class StepCompiler:
                 options_as_tensors(processor, target.cache.lengths.device) for processor in sampler.processors
             ]
         self.whole = self.judges and (drafter is None or (drafter.on_device and grows_on_device(plan)))
-        self._signature: Hashable = None
+        self._began = drafter is None
+        self._state: Hashable = None
 
     @property
-    def signature(self) -> Hashable:
+    def state(self) -> Hashable:
         """What graphs depend on until the next `renew`: read after a first step, which may enlarge a head's tables."""
-        if self._signature is None:
-            offset, drafter = self.target.offset, self.drafter
-            self._signature = (
-                module_state(self.target.base), self.target.layers, self.target.scratch, self.num_top,
-                None if offset is None else offset.shape,
-                module_state(drafter) if isinstance(drafter, nn.Module) else type(drafter), self.plan,
-                self.sampler.do_sample, tuple(map(constants_of, self.sampler.processors)),
+        if self._state is None:
+            offset, weight = self.target.offset, self.target.embed.weight
+            autocast = torch.is_autocast_enabled(weight.device.type) and torch.get_autocast_dtype(weight.device.type)
+            self._state = (
+                module_state(self.target.base), self.target.layers, None if offset is None else offset.shape,
+                torch.get_default_dtype(), autocast,
+                module_state(self.drafter) if self.whole and isinstance(self.drafter, nn.Module) else None,
             )  # fmt: skip
-        return self._signature
+        return self._state
 
     def renew(self) -> None:
         """New prompts came into the batch."""
-        self._signature = None
+        self._state = None
 
-    def key(self, *shapes: Hashable) -> Hashable:
-        """That of a graph of this call for such shapes."""
+    def key(self, *others: Any) -> Hashable:
+        """That of a graph which depends on the target and on others."""
         cache = self.target.cache
-        return self.signature, len(cache.lengths), cache.attended, cache.size, shapes
+        return self.state, len(cache.lengths), cache.scratch, cache.attended, cache.size, *others
+
+    @property
+    def judging(self) -> Hashable:
+        """What judging depends on, beside the tree."""
+        return self.num_top, self.sampler.do_sample, tuple(map(constants_of, self.sampler.processors))
 
     def whole_step(self, context: Context, numbers: Tensor | None, active: Tensor) -> Advance | None:
         """The step in one graph; None if it has to begin on the host."""
-        if not self.whole or (self.drafter and context.features.shape[1] != self.depth + 1):
+        began, self._began = self._began, True  # the first step of a head reads the prompt
+        if not (self.whole and began):
             return None
-        key = self.key(tuple((cache.attended, cache.size) for cache in context.caches))
+        if self.drafter is not None and context.features.shape[1] != self.depth + 1:
+            return None  # the step before drafted less, because the text ends soon
+        key = self.key(self.judging, self.plan, tuple((cache.attended, cache.size) for cache in context.caches))
         return self.steps.run(
             whole_step, key, self.target, self.drafter, self.plan, self.accept, self.sampler, context, numbers, active,
             self.num_top,
@@ -171,7 +185,7 @@ class StepCompiler:
         if self.whole or not self.judges or tree.probs is not None:
             return None
         tree = self.pad(tree)
-        key = self.key(tree.num_nodes, tree.max_depth, tree.is_chain)
+        key = self.key(self.judging, tree.num_nodes, tree.max_depth, tree.is_chain)
         return self.steps.run(
             step_after_draft, key, self.target, self.accept, self.sampler, context.root, tree,
             numbers(tree.max_depth), active, self.num_top,
@@ -204,6 +218,8 @@ def grows_on_device(plan: Plan | None) -> bool:
 
     A branching tree has more nodes than a chain of its depth; of another one the host would ask whether it branches.
     """
+    if type(plan).__hash__ is None:  # no graph can be found by it again
+        return False
     if isinstance(plan, StaticTree):
         return True
     return isinstance(plan, BestFirstTree | DynamicTree) and plan.num_nodes > plan.depth + 1
@@ -224,9 +240,16 @@ def reason_not_compiled(target: Target) -> str | None:
 
 
 def module_state(module: nn.Module) -> tuple:
-    """The module, and what of it may change: training mode, adapters, and the kind and shape of each tensor."""
-    adapters = ("_active_adapter", "_disable_adapters", "merged_adapters")
-    modules = [(m.training, *(str(getattr(m, name, None)) for name in adapters)) for m in module.modules()]
+    """The module, and what of it may change: modes, hooks, adapters, attention, the kind and shape of each tensor."""
+    adapters = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+    modules = [
+        (
+            m.training, id(vars(m).get("forward")), *m._forward_hooks, *m._forward_pre_hooks,
+            *(str(getattr(m, name, None)) for name in adapters),
+            getattr(getattr(m, "config", None), "_attn_implementation", None),
+        )
+        for m in module.modules()
+    ]  # fmt: skip
     tensors = [(type(t), t.shape, t.dtype, t.device) for t in (*module.parameters(), *module.buffers())]
     tables = [t.shape for m in module.modules() if isinstance(t := getattr(m, "_table", None), Tensor)]
     return ref(module), hash(tuple(modules)), hash(tuple(tensors)), tuple(tables)
@@ -237,7 +260,8 @@ def options_as_tensors(processor: Any, device: torch.device) -> Any:
     result = copy.copy(processor)
     for name in OPTIONS:
         if isinstance(value := getattr(processor, name, None), float):
-            setattr(result, name, torch.tensor(value, device=device))
+            dtype = torch.float32 if device.type == "mps" else torch.float64  # a number's own, where there is one
+            setattr(result, name, torch.tensor(value, dtype=dtype, device=device))
     return result
 
 

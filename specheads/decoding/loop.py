@@ -143,8 +143,9 @@ class _Loop:
         """Step 0: read the prompts and draw the first token of each row."""
         began = time.perf_counter()
         sampler, batch = self.sampler, ids.shape[0]
-        out = self.target.prefill(ids, lengths, room=max(self.limits), inputs=inputs)
+        out = self.target.prefill(ids, lengths, room=self.room, inputs=inputs)
         logits = out.logits[:, 0]
+        sampler.finite = sampler.finite.to(logits.device)
         self.running = [True] * batch
         self.prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
         scores = sampler.scores(logits, lambda: self.prompts)
@@ -179,7 +180,7 @@ class _Loop:
         """Step 0 of new prompts, in rows that have finished."""
         began = time.perf_counter()
         batch, rows = len(self.running), self.context.root.new_tensor(new.rows)
-        out = self.target.refill(rows, new.ids, new.lengths, room=max(new.limits))
+        out = self.target.refill(rows, new.ids, new.lengths, room=new.limits)
         prompts = zip(new.ids.tolist(), new.lengths.tolist(), strict=True)
         for row, limit, (ids, length) in zip(new.rows, new.limits, prompts, strict=True):
             self.running[row], self.limits[row], self.prompts[row] = True, limit, ids[:length]
@@ -311,6 +312,11 @@ class _Loop:
             self.running[row] &= kept < 0
             tokens.append(new if kept < 0 else new[:kept])
         return tokens
+
+    @property
+    def room(self) -> int | list[int]:
+        """The most new tokens: of every row, or of each where they differ."""
+        return self.limits[0] if len(set(self.limits)) == 1 else self.limits
 
     @property
     def num_top(self) -> int:

@@ -43,15 +43,13 @@ def cost_path(key: CostKey) -> Path:
     return costs_dir() / key.file_name
 
 
-def auto_drafter(
-    base: PreTrainedModel, head: DraftHead | None = None, costs: str | Path | None = None, *, compiled: bool = False
-) -> AutoDrafter:
-    """The automatic drafter for a base, with its head or with copies alone, for compiled steps or others.
+def auto_drafter(base: PreTrainedModel, head: DraftHead | None = None, costs: str | Path | None = None) -> AutoDrafter:
+    """The automatic drafter for a base, with its head or with copies alone. Compiled steps go by the same costs.
 
     costs: a file of `specheads tune`; None: the one in the user's cache, if there is one. OSError or ValueError if the
     file cannot be read, or holds the costs of another model or machine.
     """
-    key = cost_key(base, head, compiled=compiled)
+    key = cost_key(base, head)
     path = cost_path(key) if costs is None else Path(costs)
     if costs is None and not path.is_file():
         return AutoDrafter(head)

@@ -241,7 +241,7 @@ class SpecModel(PreTrainedModel):
         `specheads.generate`; None: as compile() said.
         """
         compile = self.compiles if compile is None else compile
-        found = self._choose_drafter(draft, drafter, kwargs, compiled=bool(compile))
+        found = self._choose_drafter(draft, drafter, kwargs)
         return generate(self.base, inputs, draft=found, compile=compile, **kwargs)
 
     def generate_many(
@@ -255,10 +255,10 @@ class SpecModel(PreTrainedModel):
     ) -> list[Continuation] | Iterator[Continuation]:
         """`specheads.generate_many` with this model: draft, drafter and compile as in `generate`."""
         compile = self.compiles if compile is None else compile
-        found = self._choose_drafter(draft, drafter, options, compiled=bool(compile))
+        found = self._choose_drafter(draft, drafter, options)
         return generate_many(self.base, prompts, draft=found, compile=compile, **options)
 
-    def _choose_drafter(self, draft: Any, drafter: Any, options: dict[str, Any], *, compiled: bool) -> Drafter | None:
+    def _choose_drafter(self, draft: Any, drafter: Any, options: dict[str, Any]) -> Drafter | None:
         """What drafts, of generate()'s draft and drafter. "auto" is the head where a plan or a rule is given."""
         if drafter is not None and draft not in ("auto", True):
             return either(draft, drafter, self.head)
@@ -267,7 +267,7 @@ class SpecModel(PreTrainedModel):
             return as_drafter(chosen, self.head)
         if options.get("tree") is not None or options.get("accept") is not None:
             return self.head
-        return auto_drafter(self.base, self.head, chosen.partition(":")[2] or None, compiled=compiled)
+        return auto_drafter(self.base, self.head, chosen.partition(":")[2] or None)
 
     def gradient_checkpointing_enable(  # type: ignore[override]
         self,

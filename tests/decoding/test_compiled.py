@@ -168,6 +168,45 @@ def test_a_model_told_to_compile_does_so_unless_a_call_says_otherwise():
     assert len(compiled_steps(model.base, "eager")) == 1
 
 
+def test_a_prompt_as_long_as_a_draft_begins_on_the_host_too():
+    model = spec_model("medusa")
+    without, compiled = texts_of(model, {"inputs": torch.tensor([[5, 9, 11]])}, tree=chain(2))
+    assert compiled == without
+    assert compiled_steps(model.base, "eager").failure is None
+
+
+def test_hooks_attention_and_adapter_scales_are_part_of_what_is_compiled():
+    base, prompts = tiny_llama(num_hidden_layers=2), padded(PROMPTS)
+    texts_of(base, prompts)
+    before = {module_state(base)}
+    with base.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: -output):
+        before.add(module_state(base))
+        without, compiled = texts_of(base, prompts)
+        assert compiled == without
+    base.set_attn_implementation("eager")
+    before.add(module_state(base))
+    assert len(before) == 3
+    adapted = with_adapter()
+    texts_of(adapted, prompts)
+    before = module_state(adapted.base_model.model)
+    for module in adapted.modules():
+        if hasattr(module, "scale_layer"):
+            module.scale_layer(0.05)
+    assert module_state(adapted.base_model.model) != before
+    without, compiled = texts_of(adapted, prompts)
+    assert compiled == without
+
+
+def test_a_graph_is_not_made_again_for_processors_and_drafters_that_it_does_not_hold():
+    base, prompts = tiny_llama(num_hidden_layers=2), padded(PROMPTS)
+    for draft in (PromptLookup(3), NGram(3, filler_top_k=1)):
+        texts_of(base, prompts, draft=draft)
+    assert len(compiled_steps(base, "eager")) == 1
+    for minimum in (4, 5):
+        texts_of(base, prompts, draft=PromptLookup(3), min_new_tokens=minimum)
+    assert len(compiled_steps(base, "eager")) == 2
+
+
 def test_adapters_are_part_of_what_is_compiled():
     base = with_adapter()
     prompts = padded(PROMPTS)
@@ -231,7 +270,7 @@ def test_automatic_drafts_take_few_graphs_and_give_the_same_text(sampling):
     without, compiled = texts_of(model, prompts, draft="auto", **sampling)
     assert compiled == without == model.generate(**prompts, draft=False, **({"do_sample": False} | sampling)).tolist()
     graphs = compiled_steps(model.base, "eager")._known
-    assert {key[-1][0] for function, key in graphs if function.__name__ == "step_after_draft"} <= {1, 2, 4, 8, 16, 32}
+    assert {key[-3] for function, key in graphs if function.__name__ == "step_after_draft"} <= {1, 2, 4, 8, 16, 32}
 
 
 @pytest.mark.parametrize("draft", [True, "lookup", False])

@@ -106,7 +106,7 @@ class _Run:
         self.head, self.rows = auto.head, len(context.history)
         table = auto.table(context.root.device)
         self.costs, self.menu = table.for_rows(self.rows), auto.menu(table, self.rows)
-        self.compiled = table.key is not None and table.key.compiled
+        self.compiled = context.target.static
         depths = max([CHAINS[-1], *(shape.depth for shape in self.menu.shapes)])
         self.heads = [HeadEstimate(table.acceptance or (ASSUMED_RANKS,), depths) for _ in context.history]
         self.copied = [CopyEstimate() for _ in context.history]

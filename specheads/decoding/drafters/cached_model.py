@@ -85,7 +85,7 @@ class CachedModel:
         """Give these rows (R,) the text of `other`, a model of R rows: its first lengths (R,) tokens. Their logits mean
         nothing until more is read."""
         self.target.cache.replace_rows(rows.to(self.device), other.target.cache, lengths.to(self.device))
-        self.target.set_limit(max(self.target.limit, other.target.limit), self.device)
+        self.target.set_limit(max(self.target.limit, other.target.limit), len(self.current), self.device)
 
     def draft(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Logits (B, k, V) after the next level of a tree: tokens (B, k), with parents (B, k) in the level before."""

@@ -6,6 +6,7 @@ A new drafter that needs no model of its own is one file and one entry here.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from specheads.decoding.drafters.auto import AutoDrafter
@@ -13,6 +14,7 @@ from specheads.decoding.drafters.base import Drafter, with_defaults
 from specheads.decoding.drafters.lookup import PromptLookup
 from specheads.decoding.drafters.maxgram import MaxGram
 from specheads.decoding.drafters.ngram import NGram
+from specheads.decoding.planner.by_cost import CostTable
 from specheads.decoding.registry import Registry
 from specheads.options import refuse_class, refuse_unknown
 
@@ -42,8 +44,9 @@ def as_drafter(draft: Any, head: Drafter | None = None) -> Drafter | None:
                 "checkpoint) and call its generate(), or give draft='lookup' or a DraftModel(small)"
             )
         return head
-    if draft == "auto":
-        return AutoDrafter(head)
+    if isinstance(draft, str) and draft.partition(":")[0] == "auto":
+        costs = draft.partition(":")[2]
+        return AutoDrafter(head, CostTable.load(Path(costs)) if costs else None)
     if isinstance(draft, str):
         try:
             refuse_unknown([draft.partition(":")[0]], ["auto", "head", *DRAFTERS], "drafter")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from specheads.decoding.generation.slots import Slot, SlotDecoder
 from specheads.decoding.loop import Step
 from specheads.decoding.planner import Plan, as_plan
 from specheads.decoding.probs.processors import adapt, possibly_stateful
-from specheads.decoding.probs.randomness import row_seed
+from specheads.decoding.probs.randomness import row_seed, seeds_for
 from specheads.decoding.target.hf_base import text_config, unwrapped
 from specheads.decoding.target.rope_switch import rope_switch
 from specheads.options import shown
@@ -118,6 +119,11 @@ def generate_many(
         total, encoded = len(listed), iter(listed)
     if isinstance(seed, Sequence) and total is not None and len(seed) != total:
         raise ValueError(f"seed= has {len(seed)} numbers for {total} prompts; give one for each, or a single one")
+    if isinstance(seed, Integral):
+        seed = int(seed)
+    elif seed is not None:
+        count: Any = seed  # a sequence, or what seeds_for() refuses
+        seed = seeds_for(seed, len(count) if total is None else total)
     compiled = compiled_steps(base, compile) if compile else None
     many = _Many(
         base, drafts, plan, rule, batch_size, seed, tokenizer, on_tokens, output_divergences, compiled, options

@@ -5,7 +5,7 @@ Shapes: B batch rows, T prompt columns, N tree nodes, V vocabulary, F = tapped l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,21 +78,28 @@ class Target:
         self.mask_dict = takes_mask_dict(base)
         self.limit = 0
         self.offset: Tensor | None = None
-        self._last_position: Tensor  # on the device, so that a compiled step serves every limit
+        self._last_position: Tensor  # (B, 1) of each row, on the device, so that a compiled step serves every limit
         self.prompt_lengths: Tensor
         self.inputs: ModelInputs
         self.cache: TreeCache
 
     @torch.no_grad()
-    def prefill(self, ids: Tensor, lengths: Tensor, *, room: int, inputs: ModelInputs | None = None) -> TargetOutput:
-        """Commit prompts ids (B, T), packed left, of lengths (B,); `room` more tokens per row will follow.
+    def prefill(
+        self, ids: Tensor, lengths: Tensor, *, room: int | Sequence[int], inputs: ModelInputs | None = None
+    ) -> TargetOutput:
+        """Commit prompts ids (B, T), packed left, of lengths (B,); `room` more tokens will follow: as many in each row,
+        or so many in each.
 
         inputs: what the model takes besides ids. Returns the logits after each row's last token, (B, 1, V), and
         features (B, T, F).
         """
         inputs = inputs or ModelInputs()
         columns = ids.shape[1]
-        self.set_limit(columns + room, ids.device)
+        if isinstance(room, int):
+            self.set_limit(columns + room, len(ids), ids.device)
+        else:
+            rooms, room = ids.new_tensor(room), max(room)
+            self.limit, self._last_position = columns + room, (lengths + rooms - 2).unsqueeze(1)
         self._refuse_slot_scaling()
         self.offset, self.prompt_lengths, self.inputs = inputs.offset(lengths), lengths, inputs
         ahead = 0 if self.offset is None else int((lengths.unsqueeze(1) + self.offset).max()) - columns
@@ -130,13 +137,15 @@ class Target:
         return TargetOutput(logits[rows, last.to(logits.device)].unsqueeze(1), features)
 
     @torch.no_grad()
-    def refill(self, rows: Tensor, ids: Tensor, lengths: Tensor, *, room: int) -> TargetOutput:
+    def refill(self, rows: Tensor, ids: Tensor, lengths: Tensor, *, room: Sequence[int]) -> TargetOutput:
         """Put new prompts in the place of rows (R,): ids (R, T) of lengths (R,), as `prefill` takes and returns them.
 
         The base's positions must not depend on the length of the text (`switch`), nor prompts hold more than ids.
         """
         cache = self.cache
-        self.set_limit(max(self.limit, ids.shape[1] + room), ids.device)
+        self.limit = max(self.limit, ids.shape[1] + max(room))
+        last = (lengths + ids.new_tensor(room) - 2).unsqueeze(1)
+        self._last_position = self._last_position.index_copy(0, rows, last)
         self._refuse_slot_scaling()
         out = self._forward_prompts(ids, lengths, ModelInputs())
         cache.replace_rows(rows, self.cache, lengths)
@@ -157,10 +166,10 @@ class Target:
         limit, from which nothing is emitted, are clamped to it and so stay inside learned position tables."""
         return self.limit - 2
 
-    def set_limit(self, limit: int, device: torch.device) -> None:
-        """No text of any row gets longer than `limit` tokens. device: of the rows."""
+    def set_limit(self, limit: int, batch: int, device: torch.device) -> None:
+        """No text of any of the B rows, which are on this device, gets longer than `limit` tokens."""
         self.limit = limit
-        self._last_position = torch.tensor(self.last_position, device=device)
+        self._last_position = torch.full((batch, 1), self.last_position, device=device)
 
     def _refuse_slot_scaling(self) -> None:
         """Llama-4 scales the queries of some layers by cache slot, from floor_scale tokens on."""

@@ -151,12 +151,14 @@ class Seq2SeqTarget(Target):
         self._cross_of_all: list[tuple[Any, Any]]  # per layer, its keys and values of all rows
 
     @torch.no_grad()
-    def prefill(self, ids: Tensor, lengths: Tensor, *, room: int, inputs: ModelInputs | None = None) -> TargetOutput:
+    def prefill(
+        self, ids: Tensor, lengths: Tensor, *, room: int | Sequence[int], inputs: ModelInputs | None = None
+    ) -> TargetOutput:
         """Commit decoder prompts ids (B, T), packed left, of lengths (B,); `room` more tokens per row will follow.
 
         Returns the logits after each row's last token, (B, 1, V).
         """
-        self.limit = ids.shape[1] + room
+        self.limit = ids.shape[1] + (room if isinstance(room, int) else max(room))
         self._cross, self._cross_of_all = DynamicCache(), []
         self.cache = SlotCache(len(ids), self.limit, torch.zeros_like(lengths))
         logits = self._feed(ids, [0] * len(ids))

@@ -9,10 +9,10 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from torch import Tensor
 
+from specheads.decoding.cached import cached_property
 from specheads.decoding.planner.by_cost.curves import StepCosts
 from specheads.decoding.planner.by_cost.estimates import HeadEstimate
 from specheads.decoding.planner.plan import Expand, Plan

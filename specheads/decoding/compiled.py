@@ -65,8 +65,8 @@ class CompiledSteps:
         return reason is None
 
     def run(self, function: Callable[..., T], key: Hashable, *inputs: Any) -> T:
-        """function(*inputs), compiled; as it is, after one warning, if it cannot be compiled. Then, if it was the first,
-        no other is tried."""
+        """function(*inputs), compiled; as it is, after one warning, if it cannot be compiled. Then no other is tried
+        either if it was the first."""
         if self.failure is not None or (function, key) in self._failed:
             return function(*inputs)
         if (compiled := self._known.get((function, key))) is not None:

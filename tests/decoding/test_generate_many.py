@@ -215,6 +215,17 @@ def test_processors_and_limits_are_those_of_each_prompt(name, draft):
     assert_as_alone(generate_many(BASE, PROMPTS, batch_size=3, **options), **options)
 
 
+@pytest.mark.parametrize("order", [(60, 5, 58), (5, 60, 7)])
+def test_drafts_of_a_short_text_stay_inside_learned_positions_that_a_long_one_nearly_fills(order):
+    base = build("GPT2Config", {"n_positions": 64, "max_position_embeddings": 64})
+    prompts = [[(7 * i + n) % 90 + 3 for i in range(n)] for n in order]
+    options = {"max_length": 64, "max_new_tokens": None, "draft": PromptLookup(6), "do_sample": False}
+    together = specheads.generate_many(base, prompts, batch_size=2, **options)
+    assert [one.tokens for one in together] == [
+        specheads.generate_many(base, [prompt], batch_size=1, **options)[0].tokens for prompt in prompts
+    ]
+
+
 def test_a_stop_string_ends_each_text():
     tokenizer = build_tokenizer()
     wanted = generate_many(BASE, PROMPTS, tokenizer=tokenizer, **GREEDY)
@@ -392,6 +403,7 @@ def test_without_a_seed_torchs_own_governs():
             "prompt 1 has 50 tokens, and max_length=50 leaves no room for more; give a shorter one",
         ),
         ([[3]] * 3, {"seed": [1, 2], "do_sample": True}, ValueError, "seed= has 2 numbers for 3 prompts"),
+        ([[3]], {"seed": [1.5], "do_sample": True}, TypeError, r"seed=\[1.5\] must be a whole number"),
         ([[3]], {"batch_size": 0}, ValueError, "batch_size=0 must be at least 1 prompt"),
         ([[3]], {"num_beams": 2}, ValueError, "beam search does not combine with refilled batches"),
         ([[3]], {"num_return_sequences": 2}, ValueError, r"generate_many\(\) takes no num_return_sequences="),

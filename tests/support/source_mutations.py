@@ -23,6 +23,7 @@ ROWS = "data/test_rows.py"
 BLOCK = "decoding/test_block.py"
 CACHE = "decoding/test_cache.py"
 CACHED_MODEL = "decoding/test_cached_model.py"
+COMPILED = "decoding/test_compiled.py"
 DIVERGENCES = "decoding/test_divergences.py"
 LOSSLESS = "decoding/test_lossless_rules.py"
 NGRAM = "decoding/test_ngram.py"
@@ -200,6 +201,25 @@ MUTATIONS = (
       "max(remaining) - 1)", "max(remaining))", "decoding/test_generate_limits.py", "beyond"),
     M("ended row that continues", "decoding.step:hold_inactive",
       "verdict.length * active", "verdict.length", LOSSLESS, "row_that_ended"),
+    # --- Compiled steps ---
+    M("graph of another cache size", "decoding.compiled:StepCompiler.key",
+      "cache.attended, cache.size, *others", "*others", COMPILED, "longer_text"),
+    M("graph of another adapter scale", "decoding.compiled:module_state",
+      '"scaling"', '"rank"', COMPILED, "adapter_scales"),
+    M("temperature baked into a graph", "decoding.compiled:options_as_tensors",
+      "for name in OPTIONS", "for name in ()", COMPILED, "after_the_first_text"),
+    M("first step of a head compiled", "decoding.compiled:StepCompiler.whole_step",
+      "self.whole and began", "self.whole", COMPILED, "begins_on_the_host"),
+    M("text that finished rows still change", "decoding.step:hold_inactive",
+      "torch.where(active, verdict.bonus, root)", "verdict.bonus", "decoding/test_lossless_models.py", "sample"),
+    # --- Random numbers ---
+    M("numbers of one row for all", "decoding.probs.randomness:row_seeds",
+      "return [seed, *later.tolist()]", "return [seed] * count", "decoding/test_randomness.py"),
+    M("numbers that ignore the position", "decoding.probs.randomness:RowNumbers.begin",
+      "child_keys(child_keys(self.keys, use), position)", "child_keys(self.keys, use)", "decoding/test_randomness.py"),
+    # --- Batches that refill ---
+    M("refilled row with the limit of the old text", "decoding.target.causal:Target.refill",
+      "self._last_position.index_copy(0, rows, last)", "self._last_position", "decoding/test_generate_many.py"),
     # --- Processors ---
     M("processor of changed state trusted", "decoding.probs.processors:StateWatch.may_draft",
       "self.seen == snapshot(self.processors)", "True", "decoding/test_processors.py", "state"),

@@ -169,10 +169,10 @@ def test_a_model_told_to_compile_does_so_unless_a_call_says_otherwise():
 
 
 def test_a_prompt_as_long_as_a_draft_begins_on_the_host_too():
-    model = spec_model("medusa")
+    model = spec_model("eagle3")
     without, compiled = texts_of(model, {"inputs": torch.tensor([[5, 9, 11]])}, tree=chain(2))
     assert compiled == without
-    assert compiled_steps(model.base, "eager").failure is None
+    assert len(compiled_steps(model.base, "eager")) == 1
 
 
 def test_hooks_attention_and_adapter_scales_are_part_of_what_is_compiled():

@@ -210,11 +210,9 @@ MUTATIONS = (
       "for name in OPTIONS", "for name in ()", COMPILED, "after_the_first_text"),
     M("first step of a head compiled", "decoding.compiled:StepCompiler.whole_step",
       "self.whole and began", "self.whole", COMPILED, "begins_on_the_host"),
-    M("text that finished rows still change", "decoding.step:hold_inactive",
-      "torch.where(active, verdict.bonus, root)", "verdict.bonus", "decoding/test_lossless_models.py", "sample"),
     # --- Random numbers ---
     M("numbers of one row for all", "decoding.probs.randomness:row_seeds",
-      "return [seed, *later.tolist()]", "return [seed] * count", "decoding/test_randomness.py"),
+      "row_seed(seed, row)", "row_seed(seed, 0)", "decoding/test_randomness.py"),
     M("numbers that ignore the position", "decoding.probs.randomness:RowNumbers.begin",
       "child_keys(child_keys(self.keys, use), position)", "child_keys(self.keys, use)", "decoding/test_randomness.py"),
     # --- Batches that refill ---

@@ -24,12 +24,12 @@ from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.refill import NewRows, Refill, only_last_position, replace_rows
 from specheads.decoding.schedule import StepSchedule, cut_past_limits, end_mask, schedule_step
 from specheads.decoding.step import commit, hold_inactive, top_tokens
+from specheads.decoding.step_divergences import StepDivergences, divergences_of
 from specheads.decoding.target.causal import Target
 from specheads.decoding.target.model_inputs import ModelInputs
 from specheads.decoding.tree import DraftTree
 
 Stop = Callable[[int, list[int], int], int]
-_Details = tuple[list[list[float]], list[list[int]], list[list[int]]]  # divergences, parents and path of a Step
 
 # For benchmarks: called with the name of each part of the loop when that part ends ("prefill", then in every step
 # "other", "draft", "verify" and "accept"; compiled, accepting is part of "verify", or all of "step"). None, the
@@ -299,7 +299,7 @@ class _Loop:
         if verdict is not None and self.keep_scores:
             levels = verdict.scores
             scores = [[(raw[b], processed[b]) for raw, processed in levels[: len(row)]] for b, row in enumerate(tokens)]
-        details: _Details = ([], [], [])
+        details: StepDivergences = ([], [], [])
         if verdict is not None and tree is not None and self.keep_divergences:
             details = divergences_of(tree, verdict, schedule.active, accepted)
         return Step(tokens, accepted, ranks, drafted, time.perf_counter() - began, scores, *details)
@@ -331,21 +331,6 @@ class _Gain:
     tokens: list[list[int]]
     ranks: list[list[int]]
     drafted: list[int]
-
-
-def divergences_of(tree: DraftTree, verdict: Verdict, active: Sequence[bool], accepted: Sequence[int]) -> _Details:
-    """divergences, parents and path of a Step, with `accepted` nodes a row; empty for rows that are not active."""
-    nans = torch.full(tree.tokens.shape, torch.nan)
-    by_slot = nans if verdict.divergences is None else verdict.divergences
-    divergences, parents, paths = [], [], []
-    rows = zip(by_slot.tolist(), tree.parents.tolist(), verdict.path.tolist(), active, accepted, strict=True)
-    for values, slot_parents, path, takes_part, count in rows:
-        drafted = [slot for slot, parent in enumerate(slot_parents) if parent >= 0 and takes_part]
-        number = {0: 0} | {slot: i for i, slot in enumerate(drafted, start=1)}
-        divergences.append([values[slot] for slot in drafted])
-        parents.append([number[slot_parents[slot]] for slot in drafted])
-        paths.append([number[slot] for slot in path[1 : count + 1]])
-    return divergences, parents, paths
 
 
 def no_timer(part: str) -> None:

@@ -139,7 +139,7 @@ class _CellRun:
             if key not in self.results.rows:
                 tell_name = partial(tell, number / total)
                 if not self._decoders:
-                    self._warm_up(names, tell_name)
+                    self._warm_up([name for name in names if name not in self.left_out], tell_name)
                 order = [name for name in turn.order if name in self._decoders]
                 self.results.add(key, self._measure(turn.repeat, turn.batch, order, tell_name))
             row = self.results.rows[key]

@@ -8,7 +8,7 @@ Shapes: B batch rows, k nodes of a level, V vocabulary, Vd draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import torch
@@ -118,6 +118,31 @@ class NoDraft:
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
         return DraftTree.root_only(root)
+
+
+@dataclass(frozen=True)
+class WrappedPlan:
+    """Grows the trees of `plan`; a subclass changes what else a plan says or does."""
+
+    plan: Plan
+
+    @property
+    def num_nodes(self) -> int:
+        return self.plan.num_nodes
+
+    @property
+    def depth(self) -> int:
+        return self.plan.depth
+
+    @property
+    def drafting_slots(self) -> int:
+        return self.plan.drafting_slots
+
+    def limited(self, depth: int) -> Self:
+        return replace(self, plan=self.plan.limited(depth))
+
+    def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
+        return self.plan.grow(root, expand, sampler, vocab_size)
 
 
 def limit_depth(plan: Plan, depth: int) -> Plan:

@@ -10,32 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specheads.decoding.planner.plan import ChildLogits, Expand, Plan
+from specheads.decoding.planner.plan import ChildLogits, Expand, WrappedPlan
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 from specheads.decoding.tree.draft_logits import DraftLogits
 
 
 @dataclass(frozen=True)
-class RecordDraftLogits:
+class RecordDraftLogits(WrappedPlan):
     """`plan`, with the logits of the drafter's `expand` recorded in its trees."""
-
-    plan: Plan
-
-    @property
-    def num_nodes(self) -> int:
-        return self.plan.num_nodes
-
-    @property
-    def depth(self) -> int:
-        return self.plan.depth
-
-    @property
-    def drafting_slots(self) -> int:
-        return self.plan.drafting_slots
-
-    def limited(self, depth: int) -> RecordDraftLogits:
-        return RecordDraftLogits(self.plan.limited(depth))
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
         levels: list[tuple[Tensor, Tensor | None, ChildLogits]] = []

@@ -6,7 +6,7 @@ Shapes: B batch rows, k nodes of a level, C candidates.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class CostAwareTree:
         return self.beams * (self.depth - 1)
 
     def limited(self, depth: int) -> CostAwareTree:
-        raise NotImplementedError("a cost-aware tree is made for one step, within its limits")
+        return replace(self, depth=min(depth, self.depth))
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
         batch = len(root)

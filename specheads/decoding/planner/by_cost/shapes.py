@@ -8,17 +8,13 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from specheads.decoding.cached import cached_property
 from specheads.decoding.planner.by_cost.curves import StepCosts
 from specheads.decoding.planner.by_cost.estimates import HeadEstimate
-from specheads.decoding.planner.plan import Expand, Plan
+from specheads.decoding.planner.plan import WrappedPlan
 from specheads.decoding.planner.static import StaticTree, chain
-from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.tree import DraftTree
 
 CHAINS = (1, 2, 3, 4, 5, 7, 10)
 COPIES = (*CHAINS, 15, 31)  # lengths of copies: they cost no drafting
@@ -131,22 +127,11 @@ def fastest_tree(
 
 
 @dataclass(frozen=True)
-class ReserveSlots:
+class ReserveSlots(WrappedPlan):
     """`plan`, with as many drafting slots as any later plan of the same drafter may need: it allocates them once."""
 
-    plan: Plan
-    drafting_slots: int
+    slots: int
 
     @property
-    def num_nodes(self) -> int:
-        return self.plan.num_nodes
-
-    @property
-    def depth(self) -> int:
-        return self.plan.depth
-
-    def limited(self, depth: int) -> ReserveSlots:
-        return replace(self, plan=self.plan.limited(depth))
-
-    def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
-        return self.plan.grow(root, expand, sampler, vocab_size)
+    def drafting_slots(self) -> int:
+        return self.slots

@@ -18,13 +18,18 @@ def tune(
     batch: Annotated[int, typer.Option(min=1, help="Rows of a batch; other sizes in the file stay as they are.")] = 1,
     nodes: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Nodes per row to time (repeatable, 1 among them; default: 1 … 64)."),
+        typer.Option(
+            min=1, help="Nodes per row to time (repeatable, 1 among them; default: 1 … 64, compiled 1, 6, 16 and 32)."
+        ),
     ] = None,
     lengths: Annotated[
         list[int] | None, typer.Option("--length", min=1, help="Tokens of context (repeatable; default: 128 and 1024).")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all measurements take turns.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Steps timed in each round; figures are medians.")] = 5,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Time compiled steps, for compile=True; compiling them takes minutes.")
+    ] = False,
     search: Annotated[
         Path | None,
         typer.Option(
@@ -45,12 +50,14 @@ def tune(
     """Measure what a decoding step costs on this machine, for `--drafter auto` and draft="auto".
 
     It times verification over nodes and context length, drafting over levels, and the rest of the loop, and writes one
-    small file that generate() finds by base, head, device, dtype and batch size. generate() never measures by itself.
+    small file that generate() finds by base, head, device, dtype, batch size and whether steps are compiled.
+    generate() never measures by itself.
     Let nothing else run meanwhile.
 
     \b
     Examples:
       specheads tune checkpoints/eagle3
+      specheads tune checkpoints/eagle3 --compile
       specheads tune out/head --batch 8 --dtype bfloat16
       specheads tune checkpoints/eagle3 checkpoints/medusa --search texts.json
       specheads tune out/head --output costs.json
@@ -61,9 +68,8 @@ def tune(
 
     if output is not None and len(models) > 1:
         raise ValueError(f"--output is one file, and {len(models)} models are tuned; give one model, or leave it out")
-    defaults = TuneConfig()
     config = TuneConfig(
-        batch, tuple(nodes or defaults.nodes), tuple(lengths or defaults.lengths), rounds=rounds, steps=steps
+        batch, tuple(nodes or ()), tuple(lengths or TuneConfig.lengths), rounds=rounds, steps=steps, compile=compile
     )
     results = []
     for name in models:

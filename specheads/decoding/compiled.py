@@ -20,7 +20,7 @@ from transformers.generation import logits_process as hf
 from transformers.utils import logging
 
 from specheads.decoding.acceptance import Acceptance
-from specheads.decoding.drafters.base import Advance, Context, Drafter
+from specheads.decoding.drafters.base import Advance, Context, DeviceDraft, Drafter
 from specheads.decoding.planner import BestFirstTree, DynamicTree, Plan, StaticTree
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.step import step_after_draft, verify, whole_step
@@ -134,8 +134,8 @@ class StepCompiler:
                 options_as_tensors(processor, target.cache.lengths.device) for processor in sampler.processors
             ]
         self.whole = self.judges and (drafter is None or (drafter.on_device and grows_on_device(plan)))
-        self._began = drafter is None
         self._state: Hashable = None
+        self._modules: dict[nn.Module, Hashable] = {}
 
     @property
     def state(self) -> Hashable:
@@ -144,15 +144,26 @@ class StepCompiler:
             offset, weight = self.target.offset, self.target.embed.weight
             autocast = torch.is_autocast_enabled(weight.device.type) and torch.get_autocast_dtype(weight.device.type)
             self._state = (
-                module_state(self.target.base), self.target.layers, None if offset is None else offset.shape,
-                torch.get_default_dtype(), autocast,
-                module_state(self.drafter) if self.whole and isinstance(self.drafter, nn.Module) else None,
-            )  # fmt: skip
+                module_state(self.target.base),
+                self.target.layers,
+                None if offset is None else offset.shape,
+                torch.get_default_dtype(),
+                autocast,
+            )
         return self._state
+
+    def state_of(self, module: nn.Module | None) -> Hashable:
+        """What a graph with this module depends on, read and kept as `state` is."""
+        if module is None:
+            return None
+        if module not in self._modules:
+            self._modules[module] = module_state(module)
+        return self._modules[module]
 
     def renew(self) -> None:
         """New prompts came into the batch."""
         self._state = None
+        self._modules.clear()
 
     def key(self, *others: Any) -> Hashable:
         """That of a graph which depends on the target and on others."""
@@ -164,16 +175,25 @@ class StepCompiler:
         """What judging depends on, beside the tree."""
         return self.num_top, self.sampler.do_sample, tuple(map(constants_of, self.sampler.processors))
 
-    def whole_step(self, context: Context, numbers: Tensor | None, active: Tensor) -> Advance | None:
+    def whole_step(self, context: Context, numbers: Callable[[int], Tensor | None], active: Tensor) -> Advance | None:
         """The step in one graph; None if it has to begin on the host."""
-        began, self._began = self._began, True  # the first step of a head reads the prompt
-        if not (self.whole and began):
+        if not self.judges:
             return None
-        if self.drafter is not None and context.features.shape[1] != self.depth + 1:
-            return None  # the step before drafted less, because the text ends soon
-        key = self.key(self.judging, self.plan, tuple((cache.attended, cache.size) for cache in context.caches))
+        draft: DeviceDraft | None = None
+        if self.drafter is not None and self.plan is not None:
+            draft = self.drafter.device_draft(context, self.plan)
+            if draft is None or not grows_on_device(draft.plan):
+                return None
+        drafter, plan, depth = None, None, 0
+        key = self.key(self.judging)
+        if draft is not None:
+            drafter, context, plan, depth = draft.drafter, draft.context, draft.plan, draft.plan.depth
+            caches = tuple((cache.attended, cache.size) for cache in context.caches)
+            key = self.key(
+                self.judging, type(drafter), self.state_of(draft.module), plan, context.features.shape[1], caches
+            )
         return self.steps.run(
-            whole_step, key, self.target, self.drafter, self.plan, self.accept, self.sampler, context, numbers, active,
+            whole_step, key, self.target, drafter, plan, self.accept, self.sampler, context, numbers(depth), active,
             self.num_top,
         )  # fmt: skip
 

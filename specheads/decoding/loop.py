@@ -221,7 +221,7 @@ class _Loop:
         tree = verdict = advance = None
         end_part("other")
         if self.compiler is not None:
-            advance = self.compiler.whole_step(self.context, self.numbers(self.compiler.depth), active)
+            advance = self.compiler.whole_step(self.context, self.numbers, active)
             end_part("step")
         if advance is None:
             tree = self.draft(schedule)
@@ -283,7 +283,7 @@ class _Loop:
             drafted=[row[-2] for row in rows],
         )
         self.count = self.count + advance.length
-        self.context = self.context.extend(advance, gain.tokens)
+        self.context = self.context.extend(advance, gain.tokens, gain.ranks)
         return gain
 
     def report(

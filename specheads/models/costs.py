@@ -44,22 +44,26 @@ def cost_path(key: CostKey) -> Path:
 
 
 def auto_drafter(base: PreTrainedModel, head: DraftHead | None = None, costs: str | Path | None = None) -> AutoDrafter:
-    """The automatic drafter for a base, with its head or with copies alone. Compiled steps go by the same costs.
+    """The automatic drafter for a base, with its head or with copies alone.
 
-    costs: a file of `specheads tune`; None: the one in the user's cache, if there is one. OSError or ValueError if the
-    file cannot be read, or holds the costs of another model or machine.
+    costs: a file of `specheads tune`, for compiled steps and for others; None: those in the user's cache, if there are
+    any. OSError or ValueError if the file cannot be read, or holds the costs of another model or machine.
     """
-    key = cost_key(base, head)
-    path = cost_path(key) if costs is None else Path(costs)
-    if costs is None and not path.is_file():
-        return AutoDrafter(head)
-    return AutoDrafter(head, _loaded(path, key, path.stat().st_mtime_ns))
+    keys = [cost_key(base, head, compiled=compiled) for compiled in (False, True)]
+    if costs is not None:
+        path = Path(costs)
+        return AutoDrafter(head, _loaded(path, *keys, modified=path.stat().st_mtime_ns))
+    paths = [cost_path(key) for key in keys]
+    return AutoDrafter(
+        head, *(_loaded(path, key, modified=path.stat().st_mtime_ns) if path.is_file() else None
+                for path, key in zip(paths, keys, strict=True)),
+    )  # fmt: skip
 
 
 @cache
-def _loaded(path: Path, key: CostKey, modified: int) -> CostTable:
+def _loaded(path: Path, *keys: CostKey, modified: int) -> CostTable:
     """Read once, until the file changes."""
-    return CostTable.load(path, key)
+    return CostTable.load(path, *keys)
 
 
 def cost_files(base_fingerprint: dict[str, Any], head: dict[str, Any]) -> list[Path]:

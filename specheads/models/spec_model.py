@@ -248,7 +248,7 @@ class SpecModel(PreTrainedModel):
         self,
         prompts: Iterable[str | Sequence[int]],
         *,
-        draft: Drafter | str | bool | None = True,
+        draft: Drafter | str | bool | None = "auto",
         drafter: Drafter | str | None = None,
         compile: bool | str | None = None,
         **options: Any,

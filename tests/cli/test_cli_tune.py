@@ -9,10 +9,12 @@ from huggingface_hub import constants
 
 import specheads
 from specheads.bench.tree_search import acceptance_of, search_head
-from specheads.bench.tune import TuneConfig
+from specheads.bench.tune import TuneConfig, tune
+from specheads.decoding.compiled import compiled_steps
 from specheads.decoding.planner.by_cost import CostTable, shipped_costs
 from specheads.models.calibration import expected_length
 from specheads.models.costs import auto_drafter, cost_key, cost_path
+from tests.reference.slow_heads import spec_model
 from tests.support.command_line import CONTROL, run
 
 QUICK = ("--rounds", 1, "--steps", 2, "--nodes", 1, "--nodes", 4, "--length", 16)
@@ -42,6 +44,24 @@ def test_tune_writes_one_file_that_generate_and_info_find(shipped, home, capsys)
     assert "shipped ones; `specheads tune`" in run(capsys, "info", shipped / "medusa")[1]
     run(capsys, "tune", shipped / "eagle3", *QUICK, "--batch", 3)
     assert sorted(CostTable.load(path).batches) == [1, 3]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", None])
+def test_compiled_steps_have_a_table_of_their_own(kind):
+    model = spec_model(kind or "eagle3")
+    head = model.head if kind else None
+    config = TuneConfig(nodes=(1, 6), lengths=(16,), rounds=1, steps=1, compile="eager")
+    found = tune(model.base, head, config)
+    assert found.key == cost_key(model.base, head, compiled=True) != cost_key(model.base, head)
+    found.save(cost_path(found.key))
+    drafter, costs = auto_drafter(model.base, head), found.for_rows(1)
+    assert drafter.compiled_costs == CostTable.load(cost_path(found.key)) and drafter.costs is None
+    assert 0 < costs.step(1, 1, 16) <= costs.step(1, 6, 16)
+    assert (costs.read is None) == (kind is None) and costs.draft(1, (1, 1), 8) <= costs.draft(1, (1, 1), 32)
+    steps = compiled_steps(model.base, "eager")
+    assert steps.failure is None and not steps._failed
+    functions = [function.__name__ for function, _ in steps._known]
+    assert functions.count("whole_step") >= 3 if kind else "whole_step" not in functions
 
 
 def test_generate_goes_by_the_file_it_is_given_and_refuses_one_of_another_model(shipped, tmp_path, capsys):

@@ -23,6 +23,8 @@ from specheads import (
     generate,
 )  # fmt: skip
 from specheads.decoding.compiled import compiled_steps, module_state
+from specheads.decoding.drafters import AutoDrafter, auto
+from specheads.decoding.planner.by_cost.choice import Choice
 from specheads.decoding.target.cache import static_size
 from tests.reference.slow_heads import KINDS, spec_model
 from tests.support.families import FAMILIES, build
@@ -269,8 +271,37 @@ def test_automatic_drafts_take_few_graphs_and_give_the_same_text(sampling):
     prompts, sampling = padded(PROMPTS), {"max_new_tokens": 40, **sampling}
     without, compiled = texts_of(model, prompts, draft="auto", **sampling)
     assert compiled == without == model.generate(**prompts, draft=False, **({"do_sample": False} | sampling)).tolist()
-    graphs = compiled_steps(model.base, "eager")._known
-    assert {key[-3] for function, key in graphs if function.__name__ == "step_after_draft"} <= {1, 2, 4, 8, 16, 32}
+    steps = compiled_steps(model.base, "eager")
+    assert steps.failure is None and not steps._failed
+    functions = [function.__name__ for function, _ in steps._known]
+    assert {"whole_step", "step_after_draft"} == set(functions) and len(functions) <= 8
+
+
+def fickle(menu, head_gains, copy_gains, step_ms, draft_ms):
+    """A choice that changes at each step: nothing, the longest copies, or one of the head's shapes, beside copies."""
+    fickle.calls += 1
+    rows, shape = len(copy_gains), menu.shapes[fickle.calls // 4 % len(menu.shapes)]
+    if (kind := fickle.calls % 4) < 2:
+        return Choice(None, menu.sizes[-1] if kind else 1, (bool(kind),) * rows, rows, 1.0)
+    return Choice(shape, shape.nodes, tuple(rows > 1 and (b + fickle.calls) % 3 == 0 for b in range(rows)), rows, 1.0)
+
+
+@pytest.mark.sampled(14)
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 5}], ids=("greedy", "drawn"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_misses_steps_drafts_in_the_graph(kind, sampling, monkeypatch):
+    monkeypatch.setattr(auto, "choose", fickle)
+    fickle.calls, model = 0, spec_model(kind)
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": 97} | sampling
+    prompts = padded(PROMPTS[:1] if sampling else PROMPTS)
+    plain = model.generate(**prompts, **options, draft=False)
+    for compile in (False, "eager"):
+        out = model.generate(**prompts, **options, draft=AutoDrafter(model.head), compile=compile)
+        assert torch.equal(out, plain)
+    steps = compiled_steps(model.base, "eager")
+    assert steps.failure is None and not steps._failed
+    graphs = [key for function, key in steps._known if function.__name__ == "whole_step"]
+    assert len(graphs) >= 3, "of the head's shapes, in both widths"
 
 
 @pytest.mark.parametrize("draft", [True, "lookup", False])

@@ -24,6 +24,8 @@ from specheads import (
     convert,
     generate_many,
 )
+from specheads.decoding.drafters import AutoDrafter
+from specheads.decoding.planner.by_cost import CostTable, Curve, StepCosts
 from specheads.decoding.probs.randomness import row_seeds
 from specheads.decoding.target.causal import Target
 from tests.support.chat_tokenizer import build_tokenizer
@@ -44,6 +46,10 @@ HEADS = {
 }  # fmt: skip
 
 
+LINE = Curve(((1, 4.0), (64, 4.5)))
+CHEAP = CostTable(None, {1: StepCosts(1, {64: LINE}, LINE, LINE, Curve(((1, 0.1),)), Curve(((1, 0.1),)))})
+
+
 def head(name, base=BASE):
     """An untrained head, away from the base's own weights so that its drafts depend on all that it reads."""
     torch.manual_seed(1)
@@ -58,12 +64,17 @@ def small():
 
 
 DRAFTERS = {
+    "automatic": lambda: AutoDrafter(head("eagle3"), CHEAP), "automatic copies": lambda: AutoDrafter(None, CHEAP),
     "none": lambda: None, "lookup": lambda: PromptLookup(4), "n-grams": lambda: NGram(4, filler_top_k=2),
     "max-gram": lambda: MaxGram(4), "draft model": small,
     "cascade": lambda: Cascade([small(), MaxGram()], [[2, 3], [0, 3]]),
     "cascade with a head": lambda: Cascade([head("eagle3"), small(), NGram(3)], [[2, 2, 0], [0, 2, 2], [0, 0, 2]]),
     **{name: lambda name=name: head(name) for name in HEADS},
 }  # fmt: skip
+
+
+# Others' drafts decide whether a row's own pay, and n-grams help each other, so their steps depend on the batch.
+SHARED = {"n-grams", "cascade with a head", "automatic", "automatic copies"}
 
 
 def alone(result, base=BASE, **options):
@@ -93,8 +104,7 @@ def test_each_greedy_text_is_that_of_its_prompt_alone(name):
     assert [one.prompt for one in results] == PROMPTS
     lengths = {len(one.tokens) for one in results}
     assert {1, 24} <= lengths and len(lengths) > 4, "rows end at their first token, at the limit and in between"
-    # What n-grams learn of one row helps another, so their drafts alone depend on the batch.
-    assert_as_alone(results, steps=not {"n-grams", "cascade with a head"} & {name}, draft=draft, **GREEDY)
+    assert_as_alone(results, steps=name not in SHARED, draft=draft, **GREEDY)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -102,7 +112,7 @@ def test_each_sampled_text_is_that_of_its_prompt_alone_by_its_seed(name):
     draft = DRAFTERS[name]()
     results = generate_many(BASE, PROMPTS, batch_size=3, draft=draft, **WARM)
     assert [one.seed for one in results] == row_seeds(5, len(PROMPTS))
-    assert_as_alone(results, steps=not {"n-grams", "cascade with a head"} & {name}, draft=draft, **WARM)
+    assert_as_alone(results, steps=name not in SHARED, draft=draft, **WARM)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,8 @@ def test_the_menu_holds_what_can_pay_and_fits_limits():
     assert wide.within(1, 0).sizes == (1,) and not wide.within(1, 0).shapes
     assert not make_menu(costs(), 1, RANKS, 4, head=False).shapes
     shape = Shape(StaticTree(((0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0))))
-    assert shape.levels == (2, 1) and shape.parents == (-1, 0, 0, 0, 1, 2, 4) and not shape.is_chain
+    assert shape.levels == (2, 1) and not shape.is_chain
+    assert shape.children == {(): [(0,), (1,), (2,)], (0,): [(0, 0)], (1,): [(1, 0)], (0, 0): [(0, 0, 0)]}
 
 
 def test_estimates_follow_the_tokens():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specheads.decoding.planner import Plan
 from specheads.decoding.probs.sampler import Sampler
@@ -53,6 +53,7 @@ class Context:
     top (B, P, K): the target's likeliest tokens after the new positions, best first; for the prompt only those after
       its last position. None unless the drafter has a `wants_target_top` = K above 0.
     source: each row's source ids if the target has an encoder, unpadded, on the host; None without one or if unknown.
+    ranks: of each row's last accepted drafts, the rank among their siblings, on the host; empty before the first step.
     """
 
     target: Target
@@ -67,6 +68,7 @@ class Context:
     caches: list[TreeCache] = field(default_factory=list)
     top: Tensor | None = None
     source: list[list[int]] | None = None
+    ranks: list[list[int]] = field(default_factory=list)
 
     def prepare(self) -> None:
         """Make room for a step in the caches of the target and of the drafter, on the host."""
@@ -96,8 +98,8 @@ class Context:
         source = target.source.ids if target.source is not None else None
         return cls(target, root, features, following, lengths, last, history, ids.shape[1], top=top, source=source)
 
-    def extend(self, advance: Advance, emitted: list[list[int]]) -> Context:
-        """The context after one step; emitted: the tokens each row gained."""
+    def extend(self, advance: Advance, emitted: list[list[int]], ranks: list[list[int]]) -> Context:
+        """The context after one step; emitted: the tokens each row gained; ranks: see above."""
         for row, more in zip(self.history, emitted, strict=True):
             row += more
         return replace(
@@ -109,7 +111,20 @@ class Context:
             last=advance.last,
             bound=max(len(row) for row in self.history) - 1,
             top=advance.top,
+            ranks=ranks,
         )
+
+
+class DeviceDraft(NamedTuple):
+    """A draft that the device makes without the host: propose(context, sampler, plan) of `drafter`.
+
+    module: whose weights it drafts with, if any. The shapes in the context repeat from step to step.
+    """
+
+    drafter: Drafter
+    context: Context
+    plan: Plan
+    module: nn.Module | None
 
 
 @runtime_checkable
@@ -146,6 +161,15 @@ class Drafter(Protocol):
     @property
     def on_device(self) -> bool:
         return False
+
+    def device_draft(self, context: Context, plan: Plan) -> DeviceDraft | None:
+        """Asked before propose() where a step is compiled: what the device drafts instead; None if propose() must.
+
+        A drafter that is `on_device` drafts there after every step of the same depth. The first step reads the prompt,
+        and where the text ends soon, steps draft less."""
+        if not (self.on_device and context.ranks and context.features.shape[1] == plan.depth + 1):
+            return None
+        return DeviceDraft(self, context, plan, self if isinstance(self, nn.Module) else None)
 
     @property
     def gives_draft_probs(self) -> bool:
@@ -202,15 +226,13 @@ class _WithDefaults:
 
     def __getattr__(self, name: str) -> Any:
         stated = name not in _OPTIONAL or hasattr(type(self._drafter), name)  # whose own errors are not hidden
-        return getattr(self._drafter, name) if stated else getattr(self._drafter, name, getattr(_DEFAULTS, name))
-
-
-class _Defaults(Drafter):
-    """`Drafter`'s values."""
+        if stated or hasattr(self._drafter, name):
+            return getattr(self._drafter, name)
+        return vars(Drafter)[name].__get__(self)
 
 
 _OPTIONAL = (
-    "wants_target_top", "tree_sizes", "on_device", "gives_draft_probs", "fixed_depth", "max_depth", "trained_length",
+    "wants_target_top", "tree_sizes", "on_device", "device_draft", "gives_draft_probs", "fixed_depth", "max_depth",
+    "trained_length",
     "reviews", "longest", "refillable", "refill",
 )  # fmt: skip
-_DEFAULTS = cast(type[Any], _Defaults)()

@@ -109,9 +109,14 @@ class StaticTree:
                 inner = torch.tensor(level.inner, dtype=torch.long, device=device)
                 above = torch.tensor([level.parents], dtype=torch.long, device=device)
                 tables.append((inner, above.expand(batch, -1)))
-            topology = TreeTopology.of(parents.expand(batch, -1), self.depth)
+            line = self.num_nodes == self.depth + 1
+            topology = TreeTopology.of(parents.expand(batch, -1), self.depth, in_line=line)
             cache[batch, device] = topology, torch.tensor(chosen, device=device), tables
         return cache[batch, device]
+
+    def prepare(self, batch: int, device: torch.device) -> None:
+        """Compute what all its trees share, on the host, before a step with them is compiled."""
+        self._tables(batch, device)
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
         topology, chosen, tables = self._tables(root.shape[0], root.device)

@@ -47,9 +47,13 @@ class TreeTopology:
     depth: Tensor
 
     @classmethod
-    def of(cls, parents: Tensor, max_depth: int | None = None) -> TreeTopology:
+    def of(cls, parents: Tensor, max_depth: int | None = None, *, in_line: bool | None = None) -> TreeTopology:
+        """in_line: as below, if the host knows it."""
         mask = ancestors(parents, max_depth)
-        return cls(parents, mask, mask.sum(-1) - 1)
+        topology = cls(parents, mask, mask.sum(-1) - 1)
+        if in_line is not None:
+            topology.__dict__["in_line"] = in_line
+        return topology
 
     @cached_property
     def earlier_siblings(self) -> Tensor:

@@ -56,7 +56,7 @@ def choose(
     gains: Sequence[float] = ()
     for own, one, extra in zip(menu.shapes, head_gains, draft_ms, strict=True):
         for i, (nodes, ms) in enumerate(zip(menu.sizes, step_ms, strict=True)):
-            if nodes < own.nodes:
+            if nodes < own.nodes or (menu.own_size and nodes > own.nodes):
                 continue
             expected = rows + sum(map(max, copied[i], one))
             if expected > best * (ms + extra):

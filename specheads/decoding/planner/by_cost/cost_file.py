@@ -75,8 +75,8 @@ class CostTable:
         unfinished.replace(path)
 
     @classmethod
-    def load(cls, path: Path, key: CostKey | None = None) -> CostTable:
-        """key: what the costs must hold for; None: whatever they hold for.
+    def load(cls, path: Path, *keys: CostKey) -> CostTable:
+        """keys: the costs must hold for one of them; none: whatever they hold for.
 
         OSError if the file cannot be read; ValueError, in one line, if it is no table of costs or has another key.
         """
@@ -92,9 +92,9 @@ class CostTable:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
             raise ValueError(f"{path} is no file of `specheads tune` ({reason}); tune again") from error
-        if key is not None and table.key != key:
+        if keys and table.key not in keys:
             held = {} if table.key is None else asdict(table.key)
-            name, value = next((n, v) for n, v in asdict(key).items() if held.get(n) != v)
+            name, value = next((n, v) for n, v in asdict(keys[0]).items() if held.get(n) != v)
             raise ValueError(
                 f"{path} holds costs for {name} {held.get(name)!r}, not {value!r}; run `specheads tune` here"
             )
@@ -111,7 +111,7 @@ def costs_dir() -> Path:
 
 
 @cache
-def shipped_costs(device_type: str) -> CostTable:
+def shipped_costs(device_type: str, *, compiled: bool = False) -> CostTable:
     """The curves shipped for this type of device: those of a GPU for all that is no CPU."""
-    name = "cpu" if device_type == "cpu" else "gpu"
+    name = ("cpu_compiled" if compiled else "cpu") if device_type == "cpu" else "gpu"
     return CostTable.load(Path(__file__).with_name("shipped") / f"{name}.json")

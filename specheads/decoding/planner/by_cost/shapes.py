@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specheads.decoding.cached import cached_property
 from specheads.decoding.planner.by_cost.curves import StepCosts
@@ -19,6 +19,9 @@ from specheads.decoding.planner.static import StaticTree, chain
 CHAINS = (1, 2, 3, 4, 5, 7, 10)
 COPIES = (*CHAINS, 15, 31)  # lengths of copies: they cost no drafting
 TREES = (4, 8, 16, 32, 64)  # nodes, root included
+COMPILED_CHAINS, COMPILED_COPIES = (2, 5), (5, 15, 31)
+LARGEST = max(*TREES, *(1 + n for n in COPIES))
+COMPILED_SIZES = tuple(sorted({1, *TREES, *(1 + n for n in (*COMPILED_CHAINS, *COMPILED_COPIES))}))
 WORTH = 2.5  # trees that take longer than so many plain steps are left out
 
 
@@ -47,9 +50,12 @@ class Shape:
         return tuple(inner[depth] for depth in range(1, self.depth))
 
     @cached_property
-    def parents(self) -> tuple[int, ...]:
-        index = {(): 0} | {choice: i for i, choice in enumerate(self.tree.choices, start=1)}
-        return (-1, *(index[choice[:-1]] for choice in self.tree.choices))
+    def children(self) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
+        """The choices below each choice that has some, in the order drafted; () is the root."""
+        children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        for choice in self.tree.choices:
+            children.setdefault(choice[:-1], []).append(choice)
+        return children
 
     def gain(self, row: HeadEstimate, chain_gains: Sequence[float]) -> float:
         """The expected accepted tokens; chain_gains: the row's."""
@@ -58,10 +64,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Menu:
-    """shapes: of the head, the chains first; sizes: how many nodes a step may verify, ascending, 1 among them."""
+    """shapes: of the head, the chains first; sizes: how many nodes a step may verify, ascending, 1 among them.
+
+    own_size: the head's shapes are verified in steps of their own size alone, whatever else could fill a larger one.
+    """
 
     shapes: tuple[Shape, ...]
     sizes: tuple[int, ...]
+    own_size: bool = False
 
     @cached_property
     def depth(self) -> int:
@@ -78,21 +88,31 @@ class Menu:
         if nodes >= self.sizes[-1] and depth >= self.depth:
             return self
         fitting = tuple(shape for shape in self.shapes if shape.nodes <= nodes and shape.depth <= depth)
-        return Menu(fitting, tuple(size for size in self.sizes if size <= nodes))
+        return replace(self, shapes=fitting, sizes=tuple(size for size in self.sizes if size <= nodes))
 
 
-def make_menu(costs: StepCosts, rows: int, acceptance: Sequence[Sequence[float]], depth: int, head: bool) -> Menu:
-    """The shapes worth having where a step costs so much. depth: the most levels the head drafts."""
+def make_menu(
+    costs: StepCosts,
+    rows: int,
+    acceptance: Sequence[Sequence[float]],
+    depth: int,
+    *,
+    head: bool,
+    compiled: bool = False,
+) -> Menu:
+    """The shapes worth having where a step costs so much. depth: the most levels the head drafts. compiled: few, since
+    each is a graph that takes a while to compile."""
+    chains, copies = (COMPILED_CHAINS, COMPILED_COPIES) if compiled else (CHAINS, COPIES)
     plain = costs.step(rows, 1, 0)
-    most = max((n for n in {1 + n for n in COPIES} | {*TREES} if costs.step(rows, n, 0) <= WORTH * plain), default=1)
-    shapes = [Shape(chain(n)) for n in CHAINS if n <= depth and n < most] if head else []
-    for nodes in TREES if head else ():
-        if nodes <= most:
-            tree = fastest_tree(acceptance, nodes, depth, costs, rows)
-            if tree not in [shape.tree for shape in shapes]:
-                shapes.append(Shape(tree))
-    sizes = {1, *(1 + n for n in COPIES if n < most), *(shape.nodes for shape in shapes)}
-    return Menu(tuple(shapes), tuple(sorted(sizes)))
+    most = max((n for n in {1 + n for n in copies} | {*TREES} if costs.step(rows, n, 0) <= WORTH * plain), default=1)
+    shapes = [Shape(chain(n)) for n in sorted({min(n, depth) for n in chains}) if n < most] if head else []
+    trees = [fastest_tree(acceptance, nodes, depth, costs, rows) for nodes in TREES if nodes <= most] if head else []
+    if compiled and trees:
+        row = HeadEstimate(acceptance, depth)
+        trees = [max(trees, key=lambda tree: _rate(tree, row, costs, rows))]
+    shapes += [Shape(tree) for tree in dict.fromkeys(trees) if tree not in [shape.tree for shape in shapes]]
+    sizes = {1, *(1 + n for n in copies if n < most), *(shape.nodes for shape in shapes)}
+    return Menu(tuple(shapes), tuple(sorted(sizes)), own_size=compiled)
 
 
 def likeliest_tree(acceptance: Sequence[Sequence[float]], nodes: int, depth: int) -> StaticTree:
@@ -118,12 +138,19 @@ def fastest_tree(
 ) -> StaticTree:
     """The tree of `nodes` with the most expected tokens per millisecond, of all depths."""
     row = HeadEstimate(acceptance, depth)
+    trees = (likeliest_tree(acceptance, nodes, most) for most in range(1, depth + 1))
+    return max(trees, key=lambda tree: _rate(tree, row, costs, rows, length))
 
-    def rate(tree: StaticTree) -> float:
-        time = costs.step(rows, tree.num_nodes, length) + costs.draft(rows, Shape(tree).levels, 1)
-        return (1 + row.tree_gain(tree.choices)) / time
 
-    return max((likeliest_tree(acceptance, nodes, most) for most in range(1, depth + 1)), key=rate)
+def _rate(tree: StaticTree, row: HeadEstimate, costs: StepCosts, rows: int, length: int = 0) -> float:
+    """Expected tokens per millisecond."""
+    time = costs.step(rows, tree.num_nodes, length) + costs.draft(rows, Shape(tree).levels, 1)
+    return (1 + row.tree_gain(tree.choices)) / time
+
+
+def parallel_chains(width: int, depth: int) -> StaticTree:
+    """So many chains below the root."""
+    return StaticTree(tuple((rank, *(0,) * below) for rank in range(width) for below in range(depth)))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,97 @@
+"""What all measurements of step costs share: their options, prompts and dummies.
+
+Shapes: B batch rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.decoding.drafters.base import Context, Drafter
+from specheads.decoding.drafters.suffix_search import longest_match, to_text
+from specheads.decoding.planner import Plan, chain
+from specheads.decoding.planner.by_cost.shapes import COMPILED_COPIES
+from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.tree import DraftTree
+
+Report = Callable[[float, str], None]
+NODES = (1, 2, 4, 8, 16, 32, 64)
+COMPILED_NODES = (1, *(1 + n for n in COMPILED_COPIES))
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """nodes: per row that are timed in one pass, root included (none: the usual ones); lengths: of the context, in
+    tokens, those that fit the base; rounds: in which all of it takes turns; steps: timed in each round; compile: time
+    compiled steps, by torch's own backend or the one named."""
+
+    batch: int = 1
+    nodes: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = (128, 1024)
+    rounds: int = 3
+    steps: int = 5
+    compile: bool | str = False
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            object.__setattr__(self, "nodes", COMPILED_NODES if self.compile else NODES)
+        for name in ("batch", "rounds", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("nodes", "lengths"):
+            values = getattr(self, name)
+            if not values or min(values) < 1:
+                raise ValueError(f"{name}={list(values)} must hold one number or more, each at least 1")
+        if 1 not in self.nodes:
+            raise ValueError(f"nodes={list(self.nodes)} must hold 1, a plain step, which all others are compared with")
+
+
+def random_prompts(base: PreTrainedModel, batch: int, length: int) -> Tensor:
+    return torch.randint(0, text_config(base).vocab_size, (batch, length), generator=torch.Generator())
+
+
+def lookup_ms(length: int, batch: int) -> float:
+    """A search that finds nothing, the longest there is."""
+    text, taken = to_text(range(3, 3 + length)), []
+    for _ in range(20):
+        began = time.perf_counter()
+        for _ in range(batch):
+            longest_match(text, 32)
+        taken.append((time.perf_counter() - began) * 1e3)
+    return median(taken)
+
+
+class Dummy(Drafter):
+    """Drafts the same chain at each step; seconds: of the last draft."""
+
+    def __init__(self, layers: tuple[int, ...], nodes: int) -> None:
+        self._layers, self.nodes, self.seconds = layers, nodes, 0.0
+        self.chain: Tensor | None = None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self._layers
+
+    def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
+        return chain(max(2, self.nodes) - 1)
+
+    def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
+        began = time.perf_counter()
+        if self.nodes == 1:
+            tree = DraftTree.root_only(context.root)
+        else:
+            if self.chain is None:
+                self.chain = torch.ones(len(context.root), self.nodes - 1, dtype=torch.long, device=context.root.device)
+                self.topology = DraftTree.chains(context.root, self.chain.tolist()).topology
+            tokens = torch.cat([context.root.unsqueeze(1), self.chain], 1)
+            tree = DraftTree(tokens, self.topology.parents, self.nodes - 1, topology=self.topology)
+        self.seconds = time.perf_counter() - began
+        return tree

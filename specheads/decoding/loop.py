@@ -203,6 +203,7 @@ class _Loop:
 
         tokens = self.apply_stop([[] if other else [self.context.history[b][-1]] for b, other in enumerate(others)])
         kept_scores = [[] if other else [(logits[b], scores[b])] for b, other in enumerate(others)]
+        (part_timer.get() or no_timer)("prefill")
         return Step(
             tokens, [0] * batch, [[] for _ in others], [0] * batch, time.perf_counter() - began,
             kept_scores if self.keep_scores else [],

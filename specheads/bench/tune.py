@@ -117,7 +117,7 @@ def _timed(
         levels = _levels(head)
         tree: Plan = chain(1) if kind == "read" else _parallel_chains(count, levels + 1)
         drafter, plan = _Timed(head, tree, count if kind == "read" else 1), chain(1)
-    target = _TimedTarget(base, drafter.layers, scratch=plan.num_nodes)
+    target = TimedTarget(base, drafter.layers, scratch=plan.num_nodes)
     every = drafter.every if isinstance(drafter, _Timed) else 1
     device: Any = target.device
     ids = torch.randint(0, text_config(base).vocab_size, (config.batch, length), generator=torch.Generator())
@@ -164,21 +164,22 @@ def _lookup_ms(length: int, batch: int) -> float:
     return median(taken)
 
 
-def _wait_for(device: Any) -> None:
+def wait_for(device: Any) -> None:
+    """Until the device has computed all that it was given; a clock read before that shows less."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-class _TimedTarget(Target):
-    """seconds: of the last verify pass."""
+class TimedTarget(Target):
+    """seconds: of the last verify pass, which is not to be compiled."""
 
     seconds = 0.0
 
     def verify(self, tree: DraftTree) -> TargetOutput:
-        _wait_for(self.device)
+        wait_for(self.device)
         began = time.perf_counter()
         out = super().verify(tree)
-        _wait_for(self.device)
+        wait_for(self.device)
         self.seconds = time.perf_counter() - began
         return out
 
@@ -234,10 +235,10 @@ class _Timed(Drafter):
         if self.step == 0:  # the prompt, which is no part of a step
             self.unread.propose(self.head, context, sampler, NoDraft(self.plan))
         elif self.step % self.every == 0:
-            _wait_for(context.root.device)
+            wait_for(context.root.device)
             began = time.perf_counter()
             self.unread.propose(self.head, context, sampler, self.plan)
-            _wait_for(context.root.device)
+            wait_for(context.root.device)
             self.seconds = time.perf_counter() - began
         self.step += 1
         return DraftTree.root_only(context.root)

@@ -6,7 +6,7 @@
 1. Correctness: greedy texts in float32 equal to transformers' generate(), sampled ones by a G-test, both also compiled.
 2. A pass over 1 … 128 nodes: verification and the whole step, eager and compiled, over the weight-read floor.
 3. Whole texts with 1, 2, 3 and 4 tokens a step, beside transformers' generate(), eager and static and compiled.
-4. A step after 512, 8,192 and 32,768 tokens, beside the time in which its keys and values can be read.
+4. A step after 400, 8,000 and 32,000 tokens, beside the time in which its keys and values can be read.
 
 The base is an 8B-shaped Llama in bfloat16 where it takes at most half of the memory (--base chooses). gpu.json and
 gpu.md are written after each section, so a run that is cut off keeps what it has; it does not resume. Each section has

@@ -32,7 +32,7 @@ class Sizes:
     repeats: int = 3
     nodes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     compiled: tuple[int, ...] = (1, 8, 64)
-    lengths: tuple[int, ...] = (512, 8192, 32768)
+    lengths: tuple[int, ...] = (400, 8000, 32000)  # with nodes and steps just under 512, 8,192, 32,768 slots
     context_nodes: tuple[int, ...] = (1, 8, 64)
     rounds: int = 3
     steps: int = 7

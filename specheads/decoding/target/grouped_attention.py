@@ -1,6 +1,6 @@
 """Attention over a long prefix without copies of it: query heads that share a key head become rows of one product.
 
-transformers' sdpa copies keys and values once for each such head, which at 32,768 positions took five sixths of a pass
+transformers' sdpa copies keys and values once for each such head, which after 32,000 tokens took six sevenths of a step
 over eight nodes (docs/speed.md). Shapes: B batch rows, N tree nodes, L attended slots, d width of a head.
 """
 

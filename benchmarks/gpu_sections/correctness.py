@@ -29,10 +29,11 @@ BATCH = 500  # sampled texts of one call
 
 def measure(sizes: Sizes, device: torch.device, deadline: Deadline) -> dict[str, Any]:
     lines = []
-    given = sizes, device, deadline, sizes.backend
-    for line in itertools.chain(greedy(*given), sampled(*given)):
-        lines.append(line)
-        print("  " + " · ".join(line), flush=True)
+    for backend in (None, sizes.backend):  # compiling takes the most time, so it comes last
+        given = sizes, device, deadline, backend
+        for line in itertools.chain(greedy(*given), sampled(*given)):
+            lines.append(line)
+            print("  " + " · ".join(line), flush=True)
     return {"lines": lines, "right": all(line[-1] == "yes" for line in lines)}
 
 
@@ -59,7 +60,7 @@ def disturbed(base: PreTrainedModel, noise: float = 0.005) -> PreTrainedModel:
 
 
 def greedy(sizes: Sizes, device: torch.device, deadline: Deadline, backend: str | None) -> Iterator[list[str]]:
-    """Float32 texts of ragged prompts, which neither drafts nor compiling change. backend None: nothing is compiled."""
+    """Float32 texts of ragged prompts, which neither drafts nor compiling change. backend: None for the eager cases."""
     base = small_base(device, sizes.layers_small, hidden_size=64, intermediate_size=96, vocab_size=199)
     coin, width = torch.Generator().manual_seed(1), max(LENGTHS)
     ids, mask = torch.zeros(len(LENGTHS), width, dtype=torch.long), torch.zeros(len(LENGTHS), width, dtype=torch.long)
@@ -76,20 +77,17 @@ def greedy(sizes: Sizes, device: torch.device, deadline: Deadline, backend: str 
         ("Medusa head, comb of 3 × 2", head, comb(3, 2), False),
     ]  # fmt: skip
     for name, draft, tree, also_compiled in cases:
-        for compile in (False, backend) if also_compiled and backend else (False,):
-            what = name + (", compiled" if compile else "")
-            if deadline.over(what):
-                continue
-            options = {"draft": draft, "tree": tree, "compile": compile, "do_sample": False}
-            out: Any = specheads.generate(
-                base, **batch, max_new_tokens=sizes.new, return_dict_in_generate=True, **options
-            )
-            same = int((out.sequences == own).all(1).sum())
-            accepted = out.statistics()["accepted_length"]
-            yield [
-                f"greedy, {what}", "transformers generate", f"{same} of {len(own)} texts, {accepted:.2f} tokens a step",
-                "yes" if same == len(own) else "NO",
-            ]  # fmt: skip
+        what = name + (", compiled" if backend else "")
+        if (backend and not also_compiled) or deadline.over(f"greedy, {what}"):
+            continue
+        options = {"draft": draft, "tree": tree, "compile": backend or False, "do_sample": False}
+        out: Any = specheads.generate(base, **batch, max_new_tokens=sizes.new, return_dict_in_generate=True, **options)
+        same = int((out.sequences == own).all(1).sum())
+        accepted = out.statistics()["accepted_length"]
+        yield [
+            f"greedy, {what}", "transformers generate", f"{same} of {len(own)} texts, {accepted:.2f} tokens a step",
+            "yes" if same == len(own) else "NO",
+        ]  # fmt: skip
 
 
 def sampled(sizes: Sizes, device: torch.device, deadline: Deadline, backend: str | None) -> Iterator[list[str]]:
@@ -107,25 +105,24 @@ def sampled(sizes: Sizes, device: torch.device, deadline: Deadline, backend: str
         ("plain", False, None, False), ("Medusa head, comb of 2 × 2", head, comb(2, 2), True),
         ("draft model, tree of drawn tokens 2 × 1", small, SampledTree((2, 1)), False),
     ]  # fmt: skip
+    calls = math.ceil(sizes.draws / BATCH)
     for case, (name, draft, tree, also_compiled) in enumerate(cases):
-        for compile in (False, backend) if also_compiled and backend else (False,):
-            what = name + (", compiled" if compile else "")
-            if deadline.over(f"sampled, {what}"):
-                continue
-            counts = torch.zeros(vocab**sizes.drawn, dtype=torch.float64)
-            calls = math.ceil(sizes.draws / BATCH)
-            for seed in range(case * calls, (case + 1) * calls):  # one seed gives one text, whatever drafts
-                out: Any = specheads.generate(
-                    base, prompt.expand(BATCH, -1), attention_mask=torch.ones_like(prompt).expand(BATCH, -1),
-                    max_new_tokens=sizes.drawn, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, seed=seed,
-                    draft=draft, tree=tree, compile=compile,
-                )  # fmt: skip
-                counts += counts_of(out[:, prompt.shape[1] :].cpu(), vocab)
-            p = g_test(counts, expected)
-            yield [
-                f"sampled, {what}", "the base's distribution, G-test", f"p = {p:.3g} over {int(counts.sum())} texts",
-                "yes" if p > FALSE_ALARM else "NO",
-            ]  # fmt: skip
+        what = name + (", compiled" if backend else "")
+        if (backend and not also_compiled) or deadline.over(f"sampled, {what}"):
+            continue
+        counts = torch.zeros(vocab**sizes.drawn, dtype=torch.float64)
+        for seed in range(case * calls, (case + 1) * calls):  # one seed gives one text, whatever drafts
+            out: Any = specheads.generate(
+                base, prompt.expand(BATCH, -1), attention_mask=torch.ones_like(prompt).expand(BATCH, -1),
+                max_new_tokens=sizes.drawn, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, seed=seed,
+                draft=draft, tree=tree, compile=backend or False,
+            )  # fmt: skip
+            counts += counts_of(out[:, prompt.shape[1] :].cpu(), vocab)
+        p = g_test(counts, expected)
+        yield [
+            f"sampled, {what}", "the base's distribution, G-test", f"p = {p:.3g} over {int(counts.sum())} texts",
+            "yes" if p > FALSE_ALARM else "NO",
+        ]  # fmt: skip
 
 
 @torch.no_grad()

@@ -53,12 +53,15 @@ def transformers_generate(base: PreTrainedModel, max_new_tokens: int, **options:
     return run
 
 
-def transformers_static(base: PreTrainedModel, max_new_tokens: int, longest: int, **options: Any) -> Decoder:
+def transformers_static(
+    base: PreTrainedModel, max_new_tokens: int, longest: int, *, backend: str = "inductor", **options: Any
+) -> Decoder:
     """base.generate() over a static cache with torch.compile, as a user compiles it by hand: the prefill is eager, each
     step runs in one graph. longest: most tokens of a prompt; the cache has room for it whatever the prompt, so that
-    nothing is compiled again. options: as above."""
+    nothing is compiled again. backend: of torch.compile. options: as above."""
     # A graph for each batch size; without dynamic=False the second makes a slower one for any.
-    compiling = CompileConfig(mode="reduce-overhead" if base.device.type == "cuda" else "default", dynamic=False)
+    mode = "reduce-overhead" if base.device.type == "cuda" and backend == "inductor" else "default"
+    compiling = CompileConfig(mode=mode, dynamic=False, backend=backend)
     compiling._compile_all_devices = True  # type: ignore[assignment]
     caches: dict[int, StaticCache] = {}
 

@@ -25,6 +25,7 @@ CACHE = "decoding/test_cache.py"
 CACHED_MODEL = "decoding/test_cached_model.py"
 COMPILED = "decoding/test_compiled.py"
 DIVERGENCES = "decoding/test_divergences.py"
+GROUPED = "decoding/test_grouped_attention.py"
 LOSSLESS = "decoding/test_lossless_rules.py"
 NGRAM = "decoding/test_ngram.py"
 PLANNER = "decoding/test_planner.py"
@@ -190,6 +191,8 @@ MUTATIONS = (
       "same &", "", LOSS, "packed"),
     M("base sees other documents of a row", "losses.teacher:packed_mask",
       "(documents.unsqueeze(2) == documents.unsqueeze(1)) &", "", LOSS, "packed"),
+    M("mask rows repeated node by node", "decoding.target.grouped_attention:grouped_attention",
+      "mask.repeat(1, 1, shared, 1)", "mask.repeat_interleave(shared, 2)", GROUPED, "over_copied_keys"),
     # --- Stopping ---
     M("one token past the limit", "decoding.generation.hf_options:Stopping.__call__",
       ">= self.limit", "> self.limit", "decoding/test_generate_stopping.py", "every_limit"),

@@ -1,4 +1,4 @@
-"""95 % intervals of a ratio of two speeds, by resampling the prompt batches (percentile bootstrap)."""
+"""95 % intervals by resampling (percentile bootstrap): of a ratio of two speeds, and of a median."""
 
 from __future__ import annotations
 
@@ -35,4 +35,17 @@ def ratio_interval(
     tokens, seconds, reference_tokens, reference_seconds = figures[drawn].sum(1).unbind(-1)
     ratios = (tokens / seconds) / (reference_tokens / reference_seconds)
     low, high = ratios.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def median_interval(
+    values: Sequence[float], *, resamples: int = RESAMPLES, level: float = LEVEL, seed: int = 0
+) -> tuple[float, float] | None:
+    """The interval of the median of values, each drawn with replacement; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(len(values), (resamples, len(values)), generator=generator)
+    medians = torch.tensor(values, dtype=torch.float64)[drawn].quantile(0.5, dim=1)
+    low, high = medians.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
     return low, high

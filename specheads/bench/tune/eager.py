@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specheads.bench.tune.timing import Dummy, Report, TuneConfig, lookup_ms, random_prompts
+from specheads.bench.tune.timing import Dummy, Report, TimedTarget, TuneConfig, lookup_ms, random_prompts, wait_for
 from specheads.decoding.acceptance import Exact
 from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.drafters.unread import UnreadPositions
@@ -23,7 +23,6 @@ from specheads.decoding.planner import NoDraft, Plan, chain
 from specheads.decoding.planner.by_cost import Curve, StepCosts
 from specheads.decoding.planner.by_cost.shapes import ReserveSlots, parallel_chains
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.target.causal import Target, TargetOutput
 from specheads.decoding.tree import DraftTree
 from specheads.heads import DraftHead
 
@@ -76,7 +75,7 @@ def _timed(
         levels = _levels(head)
         tree: Plan = chain(1) if kind == "read" else parallel_chains(count, levels + 1)
         drafter, plan = _Timed(head, tree, count if kind == "read" else 1), chain(1)
-    target = _TimedTarget(base, drafter.layers, scratch=plan.num_nodes)
+    target = TimedTarget(base, drafter.layers, scratch=plan.num_nodes)
     every = drafter.every if isinstance(drafter, _Timed) else 1
     device: Any = target.device
     ids = random_prompts(base, config.batch, length)
@@ -108,25 +107,6 @@ def _levels(head: DraftHead) -> int:
     return max(1, min(CHAIN, head.max_depth) - 1)
 
 
-def _wait_for(device: Any) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-class _TimedTarget(Target):
-    """seconds: of the last verify pass."""
-
-    seconds = 0.0
-
-    def verify(self, tree: DraftTree) -> TargetOutput:
-        _wait_for(self.device)
-        began = time.perf_counter()
-        out = super().verify(tree)
-        _wait_for(self.device)
-        self.seconds = time.perf_counter() - began
-        return out
-
-
 class _Timed(Drafter):
     """Lets a head draft at every n-th step, after n unread positions, and verifies nothing of it; seconds: of the last
     draft, 0 at the steps between."""
@@ -150,10 +130,10 @@ class _Timed(Drafter):
         if self.step == 0:  # the prompt, which is no part of a step
             self.unread.propose(self.head, context, sampler, NoDraft(self.plan))
         elif self.step % self.every == 0:
-            _wait_for(context.root.device)
+            wait_for(context.root.device)
             began = time.perf_counter()
             self.unread.propose(self.head, context, sampler, self.plan)
-            _wait_for(context.root.device)
+            wait_for(context.root.device)
             self.seconds = time.perf_counter() - began
         self.step += 1
         return DraftTree.root_only(context.root)

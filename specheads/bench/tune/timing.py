@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from specheads.decoding.drafters.suffix_search import longest_match, to_text
 from specheads.decoding.planner import Plan, chain
 from specheads.decoding.planner.by_cost.shapes import COMPILED_COPIES
 from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.target.causal import Target, TargetOutput
 from specheads.decoding.target.hf_base import text_config
 from specheads.decoding.tree import DraftTree
 
@@ -95,3 +97,23 @@ class Dummy(Drafter):
             tree = DraftTree(tokens, self.topology.parents, self.nodes - 1, topology=self.topology)
         self.seconds = time.perf_counter() - began
         return tree
+
+
+def wait_for(device: Any) -> None:
+    """Until the device has computed all that it was given; a clock read before that shows less."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class TimedTarget(Target):
+    """seconds: of the last verify pass, which is not to be compiled."""
+
+    seconds = 0.0
+
+    def verify(self, tree: DraftTree) -> TargetOutput:
+        wait_for(self.device)
+        began = time.perf_counter()
+        out = super().verify(tree)
+        wait_for(self.device)
+        self.seconds = time.perf_counter() - began
+        return out

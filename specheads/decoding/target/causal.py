@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.decoding.target.cache import Levels, Reach, TreeCache, additive, visible
+from specheads.decoding.target.grouped_attention import grouped_heads
 from specheads.decoding.target.hf_base import (
     MASKED_ATTENTION,
     UnsupportedModel,
@@ -208,7 +209,9 @@ class Target:
         """One forward over generated tokens ids (B, N); position (B, N): how many tokens precede each in its row."""
         if self.offset is not None:
             position = position + self.offset
-        return self._forward(ids, position, mask, **self.inputs.generated_arguments(self.prompt_lengths, ids.shape[1]))
+        arguments = self.inputs.generated_arguments(self.prompt_lengths, ids.shape[1])
+        with grouped_heads(self.base):
+            return self._forward(ids, position, mask, **arguments)
 
     def levels(self) -> Any:
         """An empty tree after the committed text, to be grown by `forward_level`."""

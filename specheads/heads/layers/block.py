@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specheads.decoding.target.cache import TreeCache
+from specheads.decoding.target.grouped_attention import grouped_attention
 from specheads.decoding.target.hf_base import decoder_of, text_config
 from specheads.heads.layers.rope import rotate
 
@@ -63,11 +64,11 @@ class DecoderBlock(nn.Module):
         """One pass over the head's own KV cache. mask None: causal over the pass itself, a prompt."""
         q, k, v = self.qkv(x, rotary)
         keys, values = cache.update(k, v, layer)
-        # enable_gqa has no fast kernel under a mask on every device; repeating one layer's heads costs little.
+        if mask is not None:
+            return self.finish(grouped_attention(q, keys, values, mask), residual)
         group = self.num_heads // self.num_key_value_heads
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-        attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=mask is None)
-        return self.finish(attended, residual)
+        return self.finish(F.scaled_dot_product_attention(q, keys, values, is_causal=True), residual)
 
     def unrolled(
         self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor,

@@ -1,0 +1,136 @@
+"""Everything that has to be known on an accelerator, in one command of ten minutes, on random weights.
+
+    python benchmarks/gpu.py --out docs/benchmarks
+    python benchmarks/gpu.py --toy --out runs/gpu      # all of it in tiny sizes, on a CPU
+
+1. Correctness: greedy texts in float32 equal to transformers' generate(), sampled ones by a G-test, both also compiled.
+2. A pass over 1 … 128 nodes: verification and the whole step, eager and compiled, over the weight-read floor.
+3. Whole texts with 1, 2, 3 and 4 tokens a step, beside transformers' generate(), eager and static and compiled.
+4. A step after 400, 8,000 and 32,000 tokens, beside the time in which its keys and values can be read.
+
+The base is an 8B-shaped Llama in bfloat16 where it takes at most half of the memory (--base chooses). gpu.json and
+gpu.md are written after each section, so a run that is cut off keeps what it has; it does not resume. Each section has
+a share of --seconds, begins nothing once that is over, and names what it skipped. Exit code 1 if a text is wrong, if a
+section failed, or if the library warned, of a step that could not be compiled, say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_sections import context, correctness, nodes, speed
+from gpu_sections.machine import Machine
+from gpu_sections.sizes import SIZES, largest
+from gpu_sections.timing import Deadline
+from transformers.utils import logging as hf_logging
+
+from specheads.bench import environment, report
+
+# Name → what measures it, its title, its columns, its share of the seconds.
+SECTIONS: dict[str, tuple[Callable[[Machine, Deadline], dict[str, Any]], str, Sequence[str], float]] = {
+    "correctness": (
+        lambda machine, deadline: correctness.measure(machine.sizes, machine.device, deadline),
+        correctness.TITLE, correctness.COLUMNS, 0.2,
+    ),
+    "nodes": (nodes.measure, nodes.TITLE, nodes.COLUMNS, 0.2),
+    "speed": (speed.measure, speed.TITLE, (), 0.35),
+    "context": (context.measure, context.TITLE, context.COLUMNS, 0.25),
+}  # fmt: skip
+LEGEND = (
+    "floor: the bytes of the weights, in the last table also of the keys and values, over the bandwidth at which a "
+    "matrix as large (4 GiB at most) is read.",
+    "ms (95 %): median of a step's milliseconds, and its interval by resampling the steps.",
+    "a step: draft, verification, acceptance, commit, and the tokens on the host. n a step: chains of 8 nodes of which "
+    "n − 1 drafted tokens are right.",
+    "peak: bytes alive at once beyond what was there before. keys copied: with keys and values repeated for the query "
+    "heads that share them, as transformers' sdpa does under a mask.",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the folder for gpu.md and gpu.json")
+    parser.add_argument("--base", choices=list(SIZES), help="default: the largest that fits the device")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes on a CPU: --base toy --device cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=600, help="for all sections; 600 by default")
+    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), help="these sections")
+    options = parser.parse_args(arguments)
+
+    hf_logging.disable_progress_bar()
+    device = torch.device("cpu" if options.toy else options.device)
+    sizes = SIZES["toy" if options.toy else options.base] if options.toy or options.base else largest(device)
+    machine = Machine(sizes, device)
+    warnings = Warnings()
+    logging.getLogger("specheads").addHandler(warnings)
+    given = " ".join(sys.argv[1:] if arguments is None else arguments)
+    record: dict[str, Any] = {
+        "command": f"python benchmarks/gpu.py {given}", "environment": environment.environment(),
+        "device": str(device), "base": machine.record(), "sections": {},
+    }  # fmt: skip
+    for name in options.only:
+        measure, title, columns, share = SECTIONS[name]
+        print(f"{title} …", flush=True)
+        deadline, began = Deadline(share * options.seconds), time.perf_counter()
+        try:
+            found = measure(machine, deadline)
+        except Exception as error:  # the other sections may still tell something
+            traceback.print_exc()
+            found = {"lines": [], "error": f"{type(error).__name__}: {error}"}
+        seconds = time.perf_counter() - began
+        record["sections"][name] = {
+            "title": title, "columns": list(columns), **found, "skipped": deadline.skipped, "seconds": seconds,
+        }  # fmt: skip
+        record["warnings"] = warnings.messages
+        report.write(options.out, "gpu", as_markdown(record), record)
+    logging.getLogger("specheads").removeHandler(warnings)
+    print(as_markdown(record))
+    sections = record["sections"].values()
+    return int(bool(warnings.messages) or any("error" in one or not one.get("right", True) for one in sections))
+
+
+class Warnings(logging.Handler):
+    """What the library warned of, such as a step that could not be compiled; not that it compiles."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if not message.startswith(("compiling ", "compiled ")) and message not in self.messages:
+            self.messages.append(message)
+
+
+def as_markdown(record: dict[str, Any]) -> str:
+    base, floor = record["base"], record["base"]["floor"]
+    text = [
+        "# On an accelerator\n", f"`{record['command']}`\n",
+        f"{environment.line(record['environment'])}; on {record['device']}.\n",
+        f"A random Llama, {base['name']}: {base['shape']}, {base['dtype'].removeprefix('torch.')}. Floor of a pass: "
+        f"{1e3 * floor['seconds']:.2f} ms ({floor['weight_bytes'] / 1e6:,.1f} MB of weights read at "
+        f"{floor['bandwidth'] / 1e9:,.1f} GB/s).\n",
+        *(f"- {line}" for line in LEGEND), "",
+    ]  # fmt: skip
+    for section in record["sections"].values():
+        text += [f"## {section['title']}\n"]
+        if section["lines"]:
+            text += [report.markdown(tuple(section["columns"]), section["lines"])]
+        if "error" in section:
+            text += [f"**Failed:** {section['error']}\n"]
+        if section["skipped"]:
+            text += [f"Skipped when its time was over: {'; '.join(section['skipped'])}.\n"]
+    text += [f"**Warning:** {message}\n" for message in record["warnings"]]
+    return "\n".join(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

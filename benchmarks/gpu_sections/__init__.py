@@ -1,0 +1,1 @@
+"""The sections of benchmarks/gpu.py, and what they share."""

@@ -1,0 +1,69 @@
+"""Attention over a long prefix without copies of it: query heads that share a key head become rows of one product.
+
+transformers' sdpa copies keys and values once for each such head, which after 32,000 tokens took six sevenths of a step
+over eight nodes (docs/speed.md). Shapes: B batch rows, N tree nodes, L attended slots, d width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from specheads.decoding.target.hf_base import text_config
+
+NAME = "specheads_grouped"  # among transformers' attention implementations
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    """query (B, heads, N, d), key and value (B, key heads, L, d), additive mask (B, 1, N or 1, L) → (B, heads, N, d).
+
+    Query head h attends with key head h // (heads / key heads). scale: None for d ** -0.5.
+    """
+    batch, heads, nodes, width = query.shape
+    shared = heads // key.shape[1]
+    rows = query.reshape(batch, key.shape[1], shared * nodes, width)
+    if mask.shape[2] > 1:  # one row serves all
+        mask = mask.repeat(1, 1, shared, 1)
+    out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
+    return out.view(batch, heads, nodes, -1)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers' sdpa, but for heads that share keys under a mask of ours."""
+    special = dropout or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
+    if query.shape[1] == key.shape[1] or attention_mask is None or attention_mask.shape[1] > 1 or special:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    return grouped_attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+@contextmanager
+def grouped_heads(base: PreTrainedModel) -> Iterator[None]:
+    """In the block, layers of the base attend by `grouped_attention` where they would by transformers' sdpa.
+
+    A base that does not choose its attention by name (Falcon) is left as it is.
+    """
+    config = text_config(base)
+    if config._attn_implementation != "sdpa" or not getattr(base, "_supports_attention_backend", False):
+        yield
+        return
+    config._attn_implementation_internal = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = "sdpa"

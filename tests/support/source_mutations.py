@@ -218,6 +218,8 @@ MUTATIONS = (
     # --- Batches that refill ---
     M("refilled row with the limit of the old text", "decoding.target.causal:Target.refill",
       "self._last_position.index_copy(0, rows, last)", "self._last_position", "decoding/test_generate_many.py"),
+    M("limit of the first prompt for all", "decoding.generation.many_arguments:options_of",
+      "limits[index]", "limits[0]", "decoding/test_generate_many.py", "own_limit"),
     # --- Processors ---
     M("processor of changed state trusted", "decoding.probs.processors:StateWatch.may_draft",
       "self.seen == snapshot(self.processors)", "True", "decoding/test_processors.py", "state"),

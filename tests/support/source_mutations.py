@@ -220,6 +220,8 @@ MUTATIONS = (
       "self._last_position.index_copy(0, rows, last)", "self._last_position", "decoding/test_generate_many.py"),
     M("limit of the first prompt for all", "decoding.generation.many_arguments:options_of",
       "limits[index]", "limits[0]", "decoding/test_generate_many.py", "own_limit"),
+    M("batch of a queue without its last row", "bench.queues:split",
+      "start : start + size", "start : start + size - 1", "bench/test_bench.py", "queue"),
     # --- Processors ---
     M("processor of changed state trusted", "decoding.probs.processors:StateWatch.may_draft",
       "self.seen == snapshot(self.processors)", "True", "decoding/test_processors.py", "state"),

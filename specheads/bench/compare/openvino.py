@@ -34,6 +34,7 @@ class OpenVINO:
     """num_tokens: drafted in a step, 0 for plain decoding; head: that drafts them; depth and branching: of trees, 0 for
     chains."""
 
+    refill: ClassVar[bool] = False
     num_tokens: int = 0
     head: str = ""
     depth: int = 0
@@ -61,6 +62,7 @@ class OpenVINO:
 class OpenVINOLookup:
     """Its own prompt lookup."""
 
+    refill: ClassVar[bool] = False
     drafters: ClassVar[tuple[str, ...]] = ()
     num_tokens: int = 10
 

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from specheads.bench.limits import cut, with_limits
 from specheads.bench.runner import Decoder, Output, Stopwatch
 
 Answer = dict[str, Any]
@@ -52,19 +53,22 @@ class Peer:
         if key not in self.opened:
             self.opened[key] = self.ask("open", key=key, **arguments)
 
-    def decoder(self, key: str, loaded: dict[str, Any], **arguments: Any) -> Decoder:
+    def decoder(self, key: str, loaded: dict[str, Any], *, max_new_tokens: int, **arguments: Any) -> Decoder:
         """Generates with what `loaded` has the peer load as `key`. The seconds are the peer's own, without the way
         there and back and without loading, which happens again after an error or a crash."""
 
         def run(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
-            ids, mask = batch["input_ids"].tolist(), batch["attention_mask"].tolist()
+            inputs, limits = with_limits(batch, max_new_tokens)
+            ids, mask = inputs["input_ids"].tolist(), inputs["attention_mask"].tolist()
             self.open(key, **loaded)
             try:
-                answer = self.ask("generate", key=key, ids=ids, mask=mask, **arguments)
+                asked = {**arguments, "max_new_tokens": max(limits)}
+                answer = self.ask("generate", key=key, ids=ids, mask=mask, **asked)
             except PeerError:
                 self.opened.pop(key, None)  # an engine may be left in the middle of a text: it is opened anew
                 raise
-            return Output(answer["tokens"], answer.get("statistics", {}), seconds=answer["seconds"])
+            tokens = cut(answer["tokens"], limits)
+            return Output(tokens, answer.get("statistics", {}), seconds=answer["seconds"])
 
         return run
 

@@ -84,6 +84,7 @@ def bench(
     record = {
         "command": command, "environment": where, "peers": versions, "reference": options.reference,
         "dtype": str(models.target.dtype).removeprefix("torch."), "max_new_tokens": options.max_new_tokens,
+        "lowest_limit": options.lowest_limit, "queue": options.queue,
         "repeats": options.repeats, "seed": options.seed, "floor": floor.record(), "complete": outcome.complete,
         "prompt_sets": {one.name: {"prompts": len(one.ids), "note": one.note} for one in sets},
         "left_out": outcome.left_out,

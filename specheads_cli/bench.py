@@ -26,8 +26,9 @@ def bench(
             "--decoder",
             "-d",
             help="transformers, transformers-static, transformers-lookup[:TOKENS], transformers-assisted:PATH, "
-            "openvino[:TOKENS:HEAD[:DEPTH:BRANCHING]], openvino-lookup[:TOKENS], plain, or what drafts, with tree=…, "
-            "accept=…, compile, auto and refill after it: 'head tree=chain:5 compile', 'head auto'. Repeatable.",
+            "openvino[:TOKENS:HEAD[:DEPTH:BRANCHING]], openvino-lookup[:TOKENS], llama.cpp, llama.cpp-lookup[:TOKENS], "
+            "plain, or what drafts, with tree=…, accept=…, compile, auto and refill after it: "
+            "'head tree=chain:5 compile', 'head auto'. Repeatable.",
         ),
     ] = None,
     tree: Annotated[list[str] | None, typer.Option(help="Draft tree of each that names none; repeatable.")] = None,
@@ -37,7 +38,8 @@ def bench(
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=PYTHON", help="An engine in an environment of its own: openvino=PYTHON. Repeatable."
+            metavar="NAME=PYTHON",
+            help="An engine in an environment of its own: openvino=PYTHON, llama.cpp=PYTHON. Repeatable.",
         ),
     ] = None,
     prompts: Annotated[

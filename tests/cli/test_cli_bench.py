@@ -128,7 +128,7 @@ def test_ctrl_c_shows_what_is_done_and_the_same_command_resumes(shipped, questio
 
 def test_a_peer_takes_its_turn(shipped, questions, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(command.PEERS, "openvino", FAKE)
-    monkeypatch.setattr("specheads.bench.compare.openvino._once", lambda folder, make: None)
+    monkeypatch.setattr("specheads.bench.compare.openvino.write_once", lambda folder, make: None)
     code, out, _ = run(
         capsys, *asked(shipped, questions, tmp_path, "--batch", 2, "--temperature", 0, "--repeats", 1, "--no-plots",
                        "--peer", f"openvino={sys.executable}", "--json", texts=["openvino", "plain"]),

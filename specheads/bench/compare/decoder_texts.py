@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 from specheads.bench import decoders
 from specheads.bench.compare.cell import Cell, Engine
+from specheads.bench.compare.llama import LlamaCpp, LlamaCppLookup
 from specheads.bench.compare.openvino import OpenVINO, OpenVINOLookup
 from specheads.bench.runner import Decoder
 from specheads.decoding.acceptance.named import rule_named
@@ -112,6 +113,7 @@ DECODERS: Registry[Any] = Registry(
         "transformers": Transformers, "transformers-static": TransformersStatic,
         "transformers-lookup": TransformersLookup, "transformers-assisted": TransformersAssisted,
         "openvino": OpenVINO, "openvino-lookup": OpenVINOLookup,
+        "llama.cpp": LlamaCpp, "llama.cpp-lookup": LlamaCppLookup,
     },
 )  # fmt: skip
 

@@ -6,7 +6,9 @@ A request has `op` and its arguments; an answer holds what was asked for, or `er
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,19 @@ Answer = dict[str, Any]
 
 class PeerError(ValueError):
     """A peer refused a request, or its process ended."""
+
+
+def write_once(path: Path, make: Callable[[Path], Any]) -> None:
+    """Have `make` write this file or folder, unless it is there; whole or not at all."""
+    if path.exists():
+        return
+    partial = path.with_name(path.name + "-partial")
+    if partial.is_dir():
+        shutil.rmtree(partial)
+    partial.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    make(partial)
+    partial.rename(path)
 
 
 class Peer:

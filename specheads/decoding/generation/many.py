@@ -169,8 +169,9 @@ class _Many:
         )  # fmt: skip
         size, reason = self._unfilled_batch(first)
         if reason is not None:
-            logger.warning("batches are not refilled but decoded %d prompts at a time: %s", size, reason)
-            while batch := list(islice(prompts, size)):
+            for number, batch in enumerate(iter(lambda: list(islice(prompts, size)), [])):
+                if number == 1:  # of a single batch there is nothing to refill
+                    logger.warning("batches are not refilled but decoded %d prompts at a time: %s", size, reason)
                 yield from decoder.run(batch)
             return
         alone: list[tuple[SinglePrompt, str]] = []

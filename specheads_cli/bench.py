@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from specheads_cli.app import Base, Device, DType, Json, NewTokens, app, emit
+from specheads_cli.app import Base, Device, DType, Json, app, emit
 
 
 @app.command()
@@ -26,8 +26,9 @@ def bench(
             "--decoder",
             "-d",
             help="transformers, transformers-static, transformers-lookup[:TOKENS], transformers-assisted:PATH, "
-            "openvino[:TOKENS:HEAD[:DEPTH:BRANCHING]], openvino-lookup[:TOKENS], plain, or what drafts, with tree=…, "
-            "accept=…, compile and auto after it: 'head tree=chain:5 compile', 'head auto'. Repeatable.",
+            "openvino[:TOKENS:HEAD[:DEPTH:BRANCHING]], openvino-lookup[:TOKENS], llama.cpp, llama.cpp-lookup[:TOKENS], "
+            "plain, or what drafts, with tree=…, accept=…, compile, auto and refill after it: "
+            "'head tree=chain:5 compile', 'head auto'. Repeatable.",
         ),
     ] = None,
     tree: Annotated[list[str] | None, typer.Option(help="Draft tree of each that names none; repeatable.")] = None,
@@ -37,7 +38,8 @@ def bench(
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=PYTHON", help="An engine in an environment of its own: openvino=PYTHON. Repeatable."
+            metavar="NAME=PYTHON",
+            help="An engine in an environment of its own: openvino=PYTHON, llama.cpp=PYTHON. Repeatable.",
         ),
     ] = None,
     prompts: Annotated[
@@ -51,12 +53,20 @@ def bench(
     num_prompts: Annotated[
         int | None, typer.Option(min=1, help="Prompts of each set (default: 64, or all of a file).")
     ] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt of the default sets.")] = 64,
-    max_new_tokens: NewTokens = 96,
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Tokens of a prompt of the default sets; 16-128: of each drawn by the seed.")
+    ] = "64",
+    max_new_tokens: Annotated[
+        str, typer.Option(help="Most tokens to generate; 32-256: for each prompt drawn by the seed.")
+    ] = "96",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,4,16",
+    queue: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompts of a round: with refill a finished row takes the next (default: a batch)."),
+    ] = None,
     temperature: Annotated[str, typer.Option(help="Sampling temperatures; 0 is greedy.")] = "0,0.8",
     repeats: Annotated[int, typer.Option(min=1, help="Repeats; each prompt batch counts with its median.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling, and of what is drawn.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the results; an interrupted run resumes from it.")] = Path(
         "runs/bench"
     ),
@@ -81,6 +91,7 @@ def bench(
       specheads bench out/head --batch 1 --temperature 0 --num-prompts 16 --repeats 1
       specheads bench -d eagle3 --tree chain:3 --tree chain:5 --tree static:16 --accept exact --accept typical
       specheads bench --compile -d plain -d lookup -d "eagle3 tree=chain:5"
+      specheads bench -d eagle3 -d "eagle3 refill" --reference eagle3 --batch 8 --queue 64 --max-new-tokens 32-256
       specheads bench --peer openvino=ov/bin/python -d openvino -d openvino:5:out/eagle3 -d eagle3
       specheads bench org/model -d transformers-assisted:org/small -d model:org/small --prompts question.jsonl
     """
@@ -88,10 +99,13 @@ def bench(
     from specheads.bench.compare.prompt_sets import default_sets, sets_from
     from specheads.bench.compare.run import BenchOptions
     from specheads.bench.shipped import held_out_names
-    from specheads.bench.sweep.grid import parse_numbers
+    from specheads.bench.sweep.grid import parse_numbers, parse_range
     from specheads.cli.commands import bench as command
 
     sizes = tuple(parse_numbers(batch, "batch", int) or ())
+    (lowest, most), (fewest, longest) = (
+        parse_range(text, name) for text, name in ((max_new_tokens, "max_new_tokens"), (prompt_tokens, "prompt_tokens"))
+    )
     temperatures = tuple(parse_numbers(temperature, "temperature", float) or ())
     peers = command.parse_peers(peer)
     if categories is not None and not prompts:
@@ -102,14 +116,14 @@ def bench(
     texts = tuple(decoder or command.default_decoders(models, folder, peers))
     options = BenchOptions(
         tuple(expand(texts, tuple(tree or ()), tuple(accept or ()), compile=compile)), reference, sizes, temperatures,
-        max_new_tokens, repeats, seed,
+        most, repeats, seed, lowest, queue,
     )  # fmt: skip
     if prompts:
         wanted = [name.strip() for name in categories.split(",")] if categories else []
         sets = sets_from(prompts, models.tokenizer, num_prompts, wanted)
     else:
         held_out = held_out_names(Path(str(models.target.name_or_path)))
-        sets = default_sets(models.tokenizer, num_prompts or 64, prompt_tokens, held_out)
+        sets = default_sets(models.tokenizer, num_prompts or 64, longest, held_out, fewest=fewest, seed=seed)
     words = shlex.join(["specheads", *sys.argv[1:]])
     record = command.bench(models, folder, options, sets, out, peers=peers, plots=plots, command=words)
     if as_json:

@@ -41,6 +41,9 @@ def evaluate(
     num_prompts: Annotated[
         int | None, typer.Option(min=1, help="Number of prompts (default: 8, or all of the file).")
     ] = None,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Prompts at a time; with 2 or more a row that ends takes the next prompt.")
+    ] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats; figures are medians over them.")] = 3,
     tree: Tree = None,
     accept: Accept = None,
@@ -64,7 +67,7 @@ def evaluate(
     Examples:
       specheads evaluate checkpoints/eagle3
       specheads evaluate out/head --prompts questions.jsonl --max-new-tokens 256 --json > figures.json
-      specheads evaluate out/head --prompts questions.txt --chat
+      specheads evaluate out/head --prompts questions.txt --chat --batch-size 8
       specheads evaluate google/flan-t5-large --assistant google/flan-t5-small --prompts questions.txt
     """
     from specheads.bench.prompts import held_out_prompts, prompts_from
@@ -83,7 +86,10 @@ def evaluate(
     assert name is not None and drafts is not None
     if asked is None:
         asked = [*held_out_prompts(models.tokenizer, num_prompts or 8)]
-    figures = measure(models, name, drafts, asked, max_new_tokens=max_new_tokens, repeats=repeats, tree=tree, rule=rule)
+    figures = measure(
+        models, name, drafts, asked, max_new_tokens=max_new_tokens, repeats=repeats, tree=tree, rule=rule,
+        batch_size=batch_size,
+    )  # fmt: skip
     if as_json:
         emit({"model": model, **figures})
     else:

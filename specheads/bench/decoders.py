@@ -1,5 +1,8 @@
 """The decoders a race compares: transformers' own generate(), eager and compiled, its assisted generation and prompt
-lookup, our plain loop, and whatever drafts in it."""
+lookup, our plain loop, and whatever drafts in it.
+
+A batch is input_ids and attention_mask (B, T), and `limits` where each row has its own most new tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,19 @@ import copy
 import inspect
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
+from specheads.bench.limits import cut, with_limits
 from specheads.bench.runner import Decoder, Output, Stopwatch
 from specheads.decoding.acceptance import Acceptance
 from specheads.decoding.drafters.base import Drafter
 from specheads.decoding.generation.generate import generate
+from specheads.decoding.generation.many import generate_many
 from specheads.decoding.generation.outputs import SpecGenerateOutput, SpecSeq2SeqOutput
 from specheads.decoding.generation.prompt_batches import new_tokens
 from specheads.decoding.loop import part_timer
@@ -44,11 +50,13 @@ def transformers_generate(base: PreTrainedModel, max_new_tokens: int, **options:
     seed: int | None = given.pop("seed", None)
 
     def run(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
+        inputs, limits = with_limits(batch, max_new_tokens)
         if seed is not None:
             torch.manual_seed(seed)
         with torch.no_grad():
-            out = cast(Any, base).generate(**batch, max_new_tokens=max_new_tokens, streamer=watch, **given)
-        return Output(new_tokens(base, batch, out))
+            # The batch runs until its longest text ends, as any batch that is not refilled.
+            out = cast(Any, base).generate(**inputs, max_new_tokens=max(limits), streamer=watch, **given)
+        return Output(cut(new_tokens(base, inputs, out), limits))
 
     return run
 
@@ -97,51 +105,78 @@ def assisted(
 
 def drafted(
     model: SpecModel | PreTrainedModel, max_new_tokens: int, *, draft: bool | str | Drafter = True,
-    plan: Plan | None = None, accept: Acceptance | None = None, **options: Any,
+    plan: Plan | None = None, accept: Acceptance | None = None, batch_size: int | None = None, **options: Any,
 ) -> Decoder:  # fmt: skip
     """Our loop with the head of `model`, or another drafter; draft=False (or a bare base): one token a step. A text,
     "auto", is for the generate() of a SpecModel.
 
-    Greedy, unless the options say otherwise in generate()'s words: do_sample=True, temperature=…, seed=…, compile=True
+    batch_size: so many rows of a batch are decoded at a time, and the next one takes the place of one that has ended;
+    None: all at once. Greedy, unless the options say otherwise in generate()'s words: do_sample=True, temperature=…,
+    seed=…, compile=True
     """
     base = model.base if isinstance(model, SpecModel) else model
     own = model.head if isinstance(model, SpecModel) else None
     options = {"do_sample": False, "tree": plan, "accept": accept, **options}
-    call: Any = partial(generate, base, drafter=own if draft is True else (draft or None))
+    named: dict[str, Any] = {"drafter": own if draft is True else (draft or None)}
+    call: Any = partial(generate, base, **named)
+    call_many: Any = partial(generate_many, base, **named)
     if isinstance(draft, str):
         assert isinstance(model, SpecModel)
-        call = partial(model.generate, draft=draft)
+        call, call_many = partial(model.generate, draft=draft), partial(model.generate_many, draft=draft)
+
+    def whole(batch: dict[str, Any], limit: int, watch: Any) -> Output:
+        out = call(**batch, max_new_tokens=limit, streamer=watch, return_dict_in_generate=True, **options)
+        assert isinstance(out, SpecGenerateOutput | SpecSeq2SeqOutput) and out.steps is not None
+        gains = [[len(row) for row in rows if row] for rows in zip(*(step.tokens for step in out.steps), strict=True)]
+        return Output(new_tokens(base, batch, out.sequences), out.statistics() | counts(gains), gains)
+
+    def row_by_row(batch: dict[str, Any], limits: list[int], parts: PartTimer) -> Output:
+        rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+        prompts = [ids[mask.bool()].tolist() for ids, mask in rows]
+        results = call_many(prompts, batch_size=batch_size or len(prompts), max_new_tokens=limits, **options)
+        gains = [[len(step.tokens[0]) for step in one.steps] for one in results]
+        later = [step for one in results for step in one.steps[1:]]
+        pooled = replace(results[0], steps=[results[0].steps[0], *later]).statistics()
+        steps = {"steps": parts.steps, "accepted_by_depth": pooled["accepted_by_depth"]}
+        return Output([one.tokens for one in results], steps | counts(gains), gains)
 
     def run(batch: dict[str, Any], watch: Any) -> Output:
+        inputs, limits = with_limits(batch, max_new_tokens)
         parts = PartTimer()
         token = part_timer.set(parts)
         try:
             with torch.no_grad():
-                given = {"max_new_tokens": max_new_tokens, "streamer": watch, "return_dict_in_generate": True}
-                out = call(**batch, **given, **options)
+                if batch_size is None and len(set(limits)) == 1:
+                    output = whole(inputs, limits[0], watch)
+                else:
+                    output = row_by_row(inputs, limits, parts)
         finally:
             part_timer.reset(token)
         parts("other")
-        assert isinstance(out, SpecGenerateOutput | SpecSeq2SeqOutput) and out.steps is not None
-        stepped = [row for step in out.steps[1:] for row in step.tokens if row]
-        statistics = out.statistics() | {"rows_stepped": len(stepped), "gained": sum(map(len, stepped))}
-        gains = [[len(row) for row in rows if row] for rows in zip(*(step.tokens for step in out.steps), strict=True)]
-        return Output(new_tokens(base, batch, out.sequences), statistics, gains, parts.seconds)
+        return replace(output, parts=parts.seconds)
 
     return run
 
 
+def counts(gains: list[list[int]]) -> dict[str, Any]:
+    """What Race and samples read of statistics, of the tokens that each row gained in each of its steps."""
+    later = [gained for row in gains for gained in row[1:]]
+    return {"rows_stepped": len(later), "gained": sum(later)}
+
+
 class PartTimer:
-    """Seconds of one call of generate(), by part of the loop. On a GPU they are the host's: what the device computes
-    counts where the host waits for it."""
+    """Seconds of one call of generate(), by part of the loop, and its steps. On a GPU they are the host's: what the
+    device computes counts where the host waits for it."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.steps = 0
         self._last = time.perf_counter()
 
     def __call__(self, part: str) -> None:
         now = time.perf_counter()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+        self.steps += part == "other"  # with which each step of the loop begins
         self._last = now
 
 

@@ -31,9 +31,9 @@ from specheads.decoding.tree import DraftTree
 
 Stop = Callable[[int, list[int], int], int]
 
-# For benchmarks: called with the name of each part of the loop when that part ends ("prefill", then in every step
-# "other", "draft", "verify" and "accept"; compiled, accepting is part of "verify", or all of "step"). None, the
-# default, costs one look-up a step.
+# For benchmarks: called with the name of each part of the loop when that part ends: "prefill", also that of prompts in
+# the rows of others, then in every step "other", "draft", "verify" and "accept" (compiled, accepting is part of
+# "verify", or all of "step"). None, the default, costs one look-up a step.
 part_timer: ContextVar[Callable[[str], None] | None] = ContextVar("part_timer", default=None)
 
 

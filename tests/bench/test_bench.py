@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from specheads.bench import decoders, environment, report
+from specheads.bench.limits import draw_numbers
 from specheads.bench.prompts import held_out_prompts, prompts_from
+from specheads.bench.queues import batch_by_batch, split
 from specheads.bench.runner import Output, race, repeated, timed
 from specheads.decoding.generation import prompt_batches
 from specheads.decoding.loop import part_timer
@@ -190,6 +192,53 @@ def test_batches_race_without_a_stopwatch_and_still_know_their_accepted_length(b
     assert result.parts("own") == {}
     depths = result.accepted_by_depth("own")
     assert result.accepted_length("own") == pytest.approx(1 + sum(depths), abs=0.35)  # but for what the end cut off
+
+
+RAGGED = {
+    "input_ids": torch.tensor([[0, 0, 1, 5], [0, 9, 11, 7], [1, 7, 3, 2], [0, 0, 0, 8], [0, 4, 4, 9]]),
+    "attention_mask": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1], [0, 1, 1, 1]]),
+}
+
+
+@pytest.mark.parametrize("limits", [None, [3, 14, 1, 9, 6]])
+def test_a_queue_gives_the_texts_of_its_prompts_alone_refilled_or_batch_by_batch(base, limits):
+    queue = RAGGED if limits is None else {**RAGGED, "limits": limits}
+    model = convert(base, "medusa", num_heads=2)
+    alone = decoders.transformers_generate(base, 12)
+    wanted = [alone({name: values[i : i + 1] for name, values in queue.items()}, None).tokens[0] for i in range(5)]
+    assert [len(row) for row in wanted] == (limits or [12] * 5)
+    unfilled = batch_by_batch(decoders.drafted(model, 12), 2)
+    refilled = decoders.drafted(model, 12, batch_size=2)
+    for decode in (
+        batch_by_batch(alone, 2),
+        unfilled,
+        refilled,
+        decoders.drafted(model, 12),
+        decoders.drafted(base, 12),
+    ):
+        assert decode(queue, None).tokens == wanted
+    steps = {}
+    for name, decode in (("unfilled", unfilled), ("refilled", refilled)):
+        output = decode(queue, None)
+        assert [sum(row) for row in output.gains] == [len(row) for row in wanted]
+        assert output.statistics["gained"] == sum(map(len, wanted)) - 5
+        assert output.parts["prefill"] > 0 < output.parts["verify"]
+        steps[name] = output.statistics["steps"]
+    if limits:  # of batches of 2 the longer one decides how many steps they take
+        assert steps["refilled"] < steps["unfilled"]
+
+
+def test_limits_are_drawn_by_the_seed_from_the_whole_range():
+    drawn = draw_numbers(300, 3, 7, seed=1)
+    assert drawn == draw_numbers(300, 3, 7, seed=1) != draw_numbers(300, 3, 7, seed=2) and set(drawn) == {3, 4, 5, 6, 7}
+
+
+def test_batches_of_a_queue_have_no_columns_of_padding_alone():
+    parts = list(split({**RAGGED, "limits": [1, 2, 3, 4, 5]}, 2))
+    assert [part["input_ids"].tolist() for part in parts] == [
+        [[0, 1, 5], [9, 11, 7]], [[1, 7, 3, 2], [0, 0, 0, 8]], [[4, 4, 9]],
+    ]  # fmt: skip
+    assert [part["limits"] for part in parts] == [[1, 2], [3, 4], [5]]
 
 
 class Letters:

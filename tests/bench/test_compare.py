@@ -13,6 +13,7 @@ from specheads.bench.compare.decoder_texts import Ours, TransformersLookup, expa
 from specheads.bench.compare.peer import Peer, PeerError
 from specheads.bench.compare.prompt_sets import PromptSet
 from specheads.bench.figures.results import RESULTS, Results
+from specheads.bench.limits import draw_numbers
 from specheads.bench.runner import Output
 from specheads.models.named import Models
 from specheads.models.spec_model import SpecModel
@@ -33,6 +34,7 @@ def test_a_text_names_a_decoder_or_what_drafts_with_its_tree_and_rule():
     assert parse_decoder("plain") == Ours(None)
     assert parse_decoder("eagle3 tree=chain:5 accept=fuzzy:js:0.2") == Ours("eagle3", "chain:5", "fuzzy:js:0.2")
     assert parse_decoder("model:a/b:c tree=dynamic:12,4,4") == Ours("model:a/b:c", "dynamic:12,4,4")
+    assert parse_decoder("plain refill") == Ours(None, refill=True)
     assert parse_decoder("openvino:16:out/head:4:2") == openvino.OpenVINO(16, "out/head", 4, 2)
 
 
@@ -43,7 +45,7 @@ def test_a_text_names_a_decoder_or_what_drafts_with_its_tree_and_rule():
         ("eagle3 tree=bush", "bush"),
         ("eagle3 accept=never", "never"),
         ("eagle3 trees=chain:5", "did you mean 'tree'"),
-        ("eagle3 fast", "'fast' is none of tree=…, accept=…, compile and auto"),
+        ("eagle3 fast", "'fast' is none of tree=…, accept=…, compile, auto and refill"),
         ("plain tree=chain:5", "plain drafts nothing"),
         ("eagle3 auto tree=chain:5", "auto chooses the tree"),
         ("transformer-static", "did you mean 'transformers-static'"),
@@ -112,7 +114,7 @@ def test_auto_asks_the_models_own_generate_for_it(monkeypatch, engine):
 class Scripted:
     """A decoder that gives the prompt's first token `count` times, and logs that it ran."""
 
-    drafters = ()
+    drafters, refill = (), False
 
     def __init__(self, name, log, count=3, dies_at=None, fails=None):
         self.name, self.log, self.count, self.dies_at, self.fails = name, log, count, dies_at, fails
@@ -227,6 +229,69 @@ def test_progress_never_goes_back_and_ends_at_1(monkeypatch, engine, tmp_path):
     assert told[0][1] == "p, batch 1, T = 0: warming up a"
 
 
+# -------------------------------------------------------------------------------------------------------------- queues
+
+MIXED = tuple([5 + i, *range(20, 20 + i)] for i in range(7))
+
+
+def run_queue(engine, folder, *texts, prompts=MIXED, **options):
+    engine.max_new_tokens = 11
+    given = {"batch": (2,), "temperature": (0.0,), "repeats": 1, "queue": 4, "lowest_limit": 2, **options}
+    asked = run.BenchOptions(texts, texts[0], max_new_tokens=11, **given)
+    return run.run(asked, engine, [PromptSet("p", list(prompts), [None] * len(prompts))], folder, quiet)
+
+
+def test_a_refilled_batch_is_measured_beside_an_unfilled_one(engine, tmp_path):
+    texts = ("transformers", "plain", "plain refill", "eagle3", "eagle3 tree=chain:2 refill", "eagle3 auto")
+    outcome = run_queue(engine, tmp_path, *texts)
+    assert outcome.complete and outcome.left_out == {}
+    assert [len(one["categories"]) for one in outcome.rounds] == [4, 3]  # queues, not batches
+    rows = {row["decoder"]: row for row in report.rows_of(outcome.rounds, "transformers", 11, 1.0)}
+    assert all(row["same_text"] == row["texts"] == 7 for row in rows.values())
+    lengths = [n for one in outcome.rounds for n in one["decoders"]["plain"]["tokens"]]
+    assert lengths == draw_numbers(7, 2, 11, 0) and len(set(lengths)) > 3
+    steps = {name: sum(one["decoders"][name]["steps"] for one in outcome.rounds) for name in texts[1:]}
+    assert steps["plain refill"] < steps["plain"] and rows["plain refill"]["accepted_length"] == 1
+    assert 0 < rows["plain refill"]["step_seconds"] < 1 > rows["plain"]["step_seconds"] > 0
+
+
+def test_sampled_texts_of_a_queue_are_measured_too(engine, tmp_path):
+    outcome = run_queue(engine, tmp_path, "plain", "plain refill", temperature=(0.8,))
+    one, two = (outcome.rounds[0]["decoders"][name]["tokens"] for name in ("plain", "plain refill"))
+    assert outcome.complete and one == two == draw_numbers(7, 2, 11, 0)[:4]
+
+
+def test_without_a_range_a_queue_has_one_limit(engine, tmp_path):
+    outcome = run_queue(engine, tmp_path, "plain", "lookup refill", lowest_limit=None, queue=7)
+    assert [one["decoders"]["lookup refill"]["tokens"] for one in outcome.rounds] == [[11] * 7]
+
+
+def test_refilling_asks_for_a_queue_and_for_what_can_be_refilled(engine, tmp_path):
+    with pytest.raises(ValueError, match="'plain refill' refills rows from a queue"):
+        run.BenchOptions(("plain refill",))
+    with pytest.raises(ValueError, match="at least a batch of 16"):
+        run.BenchOptions(("plain",), queue=8)
+    with pytest.raises(ValueError, match="the smaller first"):
+        run.BenchOptions(("plain",), max_new_tokens=8, lowest_limit=9)
+
+    class Rigid(type(engine.drafter("lookup"))):
+        refillable = False
+
+    engine.models.drafter = lambda name: Rigid(2)
+    outcome = run_queue(engine, tmp_path, "plain", "lookup refill")
+    (reason,) = set(outcome.left_out["lookup refill"].values())
+    assert reason == "its rows cannot be refilled: Rigid cannot change the prompt of one row"
+
+
+@pytest.mark.parametrize("change", [{"queue": 5}, {"lowest_limit": 3}])
+def test_another_queue_is_measured_anew(monkeypatch, engine, tmp_path, change):
+    for options in ({}, change):
+        log = []
+        given = {"queue": 4, "lowest_limit": 2, **options}
+        measured(monkeypatch, engine, tmp_path, {"a": Scripted("a", log)}, prompts=MIXED, repeats=1, **given)
+        assert len(log) > 4
+
+
 # --------------------------------------------------------------------------------------------------------------- peers
 
 
@@ -243,12 +308,13 @@ def test_a_peer_is_started_once_and_its_own_clock_counts(peer):
     batch = {"input_ids": torch.tensor([[1, 2], [3, 4]]), "attention_mask": torch.ones(2, 2)}
     output = decode(batch, None)
     assert output.tokens == [[2, 2], [4, 4]] and output.seconds == 0.25 and output.statistics["gained"] == 6
+    assert decode({**batch, "limits": [1, 3]}, None).tokens == [[2], [4, 4, 4]]
 
 
 def test_a_peer_that_refuses_or_ends_says_so(peer, tmp_path):
     batch = {"input_ids": torch.tensor([[1]]), "attention_mask": torch.ones(1, 1)}
     with pytest.raises(PeerError, match="fake: no such mode"):
-        peer.decoder("plain", {}, options={"fails": True})(batch, None)
+        peer.decoder("plain", {}, max_new_tokens=1, options={"fails": True})(batch, None)
     assert peer.opened == {}  # what failed is opened anew
     decode = peer.decoder("plain", {}, max_new_tokens=1)
     decode(batch, None)

@@ -88,6 +88,19 @@ def test_the_default_sets_are_held_out_files_and_third_party_code(shipped, tmp_p
     assert not (tmp_path / "bench.png").exists()
 
 
+def test_refilled_batches_of_mixed_lengths(shipped, tmp_path, capsys):
+    code, out, err = run(
+        capsys, "bench", "--checkpoints", shipped, "-d", "plain refill", "--reference", "plain", "--num-prompts", 3,
+        "--prompt-tokens", "3-12", "--batch", 2, "--queue", 3, "--temperature", 0, "--repeats", 1, "--no-plots",
+        "--max-new-tokens", "2-8", "--out", tmp_path,
+    )  # fmt: skip
+    assert code == 0, err
+    assert "a round is 3 prompts" in out and "plain refill" in out and "3 of 3" in out
+    assert "2 to 8 new tokens" in (tmp_path / "bench.md").read_text("utf8")
+    code, _, err = run(capsys, "bench", "--checkpoints", shipped, "--max-new-tokens", "8-2")
+    assert code == 2 and "--max-new-tokens" in err and "the smaller first" in err
+
+
 def test_ctrl_c_shows_what_is_done_and_the_same_command_resumes(shipped, questions, tmp_path, capsys, monkeypatch):
     ask = asked(
         shipped, questions, tmp_path, "--batch", 1, "--temperature", 0, "--repeats", 1, "--no-plots", texts=["plain"]
@@ -115,7 +128,7 @@ def test_ctrl_c_shows_what_is_done_and_the_same_command_resumes(shipped, questio
 
 def test_a_peer_takes_its_turn(shipped, questions, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(command.PEERS, "openvino", FAKE)
-    monkeypatch.setattr("specheads.bench.compare.openvino._once", lambda folder, make: None)
+    monkeypatch.setattr("specheads.bench.compare.openvino.write_once", lambda folder, make: None)
     code, out, _ = run(
         capsys, *asked(shipped, questions, tmp_path, "--batch", 2, "--temperature", 0, "--repeats", 1, "--no-plots",
                        "--peer", f"openvino={sys.executable}", "--json", texts=["openvino", "plain"]),

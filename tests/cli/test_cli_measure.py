@@ -26,6 +26,23 @@ def test_evaluate_reports_the_same_figures_as_a_table_and_as_json(shipped, tmp_p
     assert "eagle3 head" in out and "transformers generate" in out and torch.__version__ in out
 
 
+def test_evaluate_decodes_several_prompts_at_a_time(shipped, tmp_path, capsys):
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("def f(x):\nclass A\nimport os, sys\n", "utf8")
+    ask = ("evaluate", shipped / "eagle3", "--prompts", prompts, "--max-new-tokens", 9, "--repeats", 1)
+    records = {}
+    for size in (1, 2):
+        code, out, _ = run(capsys, *ask, "--batch-size", size, "--json")
+        records[size] = json.loads(out)
+        assert code == 0 and records[size]["batch_size"] == size
+    for name, row in records[2]["decoders"].items():
+        alone = records[1]["decoders"][name]
+        assert row["identical"] and row["accepted_length"] in (None, alone["accepted_length"])
+        assert row["accepted_by_depth"] == pytest.approx(alone["accepted_by_depth"]) and row["parts"] == {}
+    code, out, _ = run(capsys, *ask, "--batch-size", 2)
+    assert code == 0 and "2 at a time" in out and "New text" not in out
+
+
 def test_calibrate_counts_a_tree_and_saves_it_with_the_head(shipped, tmp_path, capsys):
     head = tmp_path / "medusa"
     shutil.copytree(shipped / "medusa", head)

@@ -95,6 +95,8 @@ def test_evaluate_races_the_drafter_that_is_named(pair, tmp_path, capsys):
     assert all(rows[name]["identical"] for name in list(rows)[:3]) and rows[small]["accepted_length"] > 1
     code, out, _ = run(capsys, *ask)
     assert code == 0 and "lookup" in out and not CONTROL.search(out)
+    code, out, _ = run(capsys, *ask, "--assistant", folder / "small", "--batch-size", 2, "--json")
+    assert code == 0 and all(row["identical"] for row in json.loads(out)["decoders"].values())
 
 
 def test_chat_answers_with_an_encoder_decoder_in_every_way_alike(pair, capsys, monkeypatch):

@@ -383,6 +383,19 @@ def test_texts_are_encoded_and_decoded():
     assert generate_many(BASE, [one.prompt], **GREEDY)[0].text is None
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_each_prompt_may_have_its_own_limit(sampled):
+    limits = [COIN.randrange(1, 30) for _ in PROMPTS]
+    options = {**(WARM if sampled else GREEDY), "eos_token_id": None, "draft": head("eagle3")}
+    given = {**options, "max_new_tokens": limits}
+    results = generate_many(BASE, PROMPTS, batch_size=3, **given)
+    assert [len(one.tokens) for one in results] == limits
+    for one, limit in zip(results, limits, strict=True):
+        assert_as_alone([one], **{**options, "max_new_tokens": limit})
+    with pytest.raises(ValueError, match=f"prompt {len(PROMPTS)}: max_new_tokens= has {len(PROMPTS)} numbers"):
+        list(generate_many(BASE, iter([*PROMPTS, [5]]), stream=True, **given))
+
+
 def test_without_a_seed_torchs_own_governs():
     options = {**WARM, "seed": None}
     texts = []
@@ -413,6 +426,8 @@ def test_without_a_seed_torchs_own_governs():
             "prompt 1 has 50 tokens, and max_length=50 leaves no room for more; give a shorter one",
         ),
         ([[3]] * 3, {"seed": [1, 2], "do_sample": True}, ValueError, "seed= has 2 numbers for 3 prompts"),
+        ([[3]] * 3, {"max_new_tokens": [1, 2]}, ValueError, "max_new_tokens= has 2 numbers for 3 prompts"),
+        ([[3]] * 2, {"max_new_tokens": [1, 0]}, ValueError, "prompt 1: max_new_tokens=0 must be at least 1"),
         ([[3]], {"seed": [1.5], "do_sample": True}, TypeError, r"seed=\[1.5\] must be a whole number"),
         ([[3]], {"batch_size": 0}, ValueError, "batch_size=0 must be at least 1 prompt"),
         ([[3]], {"num_beams": 2}, ValueError, "beam search does not combine with refilled batches"),

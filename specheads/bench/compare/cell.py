@@ -47,6 +47,12 @@ class Engine:
                 return str(head)
         return name
 
+    @property
+    def ends(self) -> list[int]:
+        """The ids that end a text."""
+        ends = self.models.target.generation_config.eos_token_id
+        return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
     def sampling(self, cell: Cell) -> dict[str, Any]:
         """How to sample, in generate()'s words. 0 and 1.0 override the base's own generation config."""
         if not cell.temperature:

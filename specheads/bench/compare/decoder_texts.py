@@ -13,24 +13,30 @@ from typing import Any, ClassVar, Protocol
 
 from specheads.bench import decoders
 from specheads.bench.compare.cell import Cell, Engine
+from specheads.bench.compare.llama import LlamaCpp, LlamaCppLookup
 from specheads.bench.compare.openvino import OpenVINO, OpenVINOLookup
 from specheads.bench.runner import Decoder
 from specheads.decoding.acceptance.named import rule_named
+from specheads.decoding.generation.many import why_unfilled
 from specheads.decoding.planner import as_plan, tree_named
 from specheads.decoding.registry import Registry
 from specheads.heads import DraftHead
 from specheads.models.config import SpecConfig
+from specheads.models.costs import auto_drafter
 from specheads.models.spec_model import SpecModel
 from specheads.options import nearest, refuse_unknown
 
-_SWITCHES = ("compile", "auto")  # words without a value
+_SWITCHES = ("compile", "auto", "refill")  # words without a value
 
 
 class DecoderSpec(Protocol):
-    """What a decoder's text stands for. drafters: the names of what it drafts with, if anything."""
+    """What a decoder's text stands for. drafters: the names of what it drafts with, if anything. refill: it takes a
+    round's prompts at once, and the next one takes the row of a text that has ended."""
 
     @property
     def drafters(self) -> tuple[str, ...]: ...
+    @property
+    def refill(self) -> bool: ...
 
     def refusal(self, cell: Cell) -> str | None:
         """Why it does not run in this cell; None if it does."""
@@ -40,6 +46,7 @@ class DecoderSpec(Protocol):
 
 class Everywhere:
     drafters: ClassVar[tuple[str, ...]] = ()
+    refill: ClassVar[bool] = False
 
     def refusal(self, cell: Cell) -> str | None:
         return None
@@ -47,6 +54,8 @@ class Everywhere:
 
 class OneRow:
     """transformers' assisted generation takes no batches."""
+
+    refill: ClassVar[bool] = False
 
     def refusal(self, cell: Cell) -> str | None:
         return None if cell.batch == 1 else "takes one row at a time"
@@ -104,6 +113,7 @@ DECODERS: Registry[Any] = Registry(
         "transformers": Transformers, "transformers-static": TransformersStatic,
         "transformers-lookup": TransformersLookup, "transformers-assisted": TransformersAssisted,
         "openvino": OpenVINO, "openvino-lookup": OpenVINOLookup,
+        "llama.cpp": LlamaCpp, "llama.cpp-lookup": LlamaCppLookup,
     },
 )  # fmt: skip
 
@@ -111,13 +121,15 @@ DECODERS: Registry[Any] = Registry(
 @dataclass(frozen=True)
 class Ours:
     """specheads.generate(). drafter None ("plain"): one token a step; tree and accept: texts, None for the defaults;
-    auto: the drafter is a head, and draft="auto" takes its draft, a copy or none by measured costs."""
+    auto: the drafter is a head, and draft="auto" takes its draft, a copy or none by measured costs; refill:
+    generate_many() over a queue of prompts."""
 
     drafter: str | None
     tree: str | None = None
     accept: str | None = None
     compile: bool = False
     auto: bool = False
+    refill: bool = False
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -132,10 +144,17 @@ class Ours:
         rule = None if self.accept is None else rule_named(self.accept)
         options = engine.sampling(cell) | ({"compile": True} if self.compile else {})
         base, length = engine.models.target, engine.max_new_tokens
+        chosen = drafter
         if self.auto:
             if not isinstance(drafter, DraftHead):
                 raise ValueError(f"auto takes a head, and {self.drafter!r} is none")
             model = SpecModel(SpecConfig.of(drafter.config, str(base.name_or_path), None, {}), base, drafter).eval()
+            chosen = auto_drafter(base, drafter)
+        if self.refill:
+            if reason := why_unfilled(base, chosen):
+                raise ValueError(f"its rows cannot be refilled: {reason}")
+            options["batch_size"] = cell.batch
+        if self.auto:
             return decoders.drafted(model, length, draft="auto", **options)
         return decoders.drafted(base, length, draft=drafter or False, plan=plan, accept=rule, **options)
 
@@ -181,7 +200,7 @@ def _option(word: str) -> tuple[str, str]:
         return word, ""
     key, equals, value = word.partition("=")
     if not equals or not value:
-        raise ValueError(f"{word!r} is none of tree=…, accept=…, compile and auto")
+        raise ValueError(f"{word!r} is none of tree=…, accept=…, compile, auto and refill")
     return key, value
 
 

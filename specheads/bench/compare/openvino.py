@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from specheads.bench.compare.cell import Cell, Engine
-from specheads.bench.compare.peer import Peer, PeerError
+from specheads.bench.compare.peer import Peer, PeerError, write_once
 from specheads.bench.figures.results import digest, weight_sums
 from specheads.bench.runner import Decoder
 from specheads.decoding.drafters import Drafter
@@ -34,6 +33,7 @@ class OpenVINO:
     """num_tokens: drafted in a step, 0 for plain decoding; head: that drafts them; depth and branching: of trees, 0 for
     chains."""
 
+    refill: ClassVar[bool] = False
     num_tokens: int = 0
     head: str = ""
     depth: int = 0
@@ -61,6 +61,7 @@ class OpenVINO:
 class OpenVINOLookup:
     """Its own prompt lookup."""
 
+    refill: ClassVar[bool] = False
     drafters: ClassVar[tuple[str, ...]] = ()
     num_tokens: int = 10
 
@@ -77,15 +78,14 @@ def _decoder(engine: Engine, cell: Cell, options: dict[str, int], *, head: str =
         raise PeerError("openvino decodes in an environment of its own: give --peer openvino=PYTHON")
     peer, base = engine.peers[NAME], engine.models.target
     folder = peer.folder / f"base-{digest(fingerprint_base(base))}"
-    _once(folder, lambda out: peer.ask("convert", model=str(base.name_or_path), out=str(out)))
+    write_once(folder, lambda out: peer.ask("convert", model=str(base.name_or_path), out=str(out)))
     loaded: dict[str, Any] = {"base": str(folder), "lookup": lookup, "num_threads": torch.get_num_threads()}
     if head:
         loaded["head"] = str(_converted_head(peer, engine, engine.drafter(head), head))
     key = f"{head or 'plain'}{' lookup' if lookup else ''}"
-    ends = base.generation_config.eos_token_id
     return peer.decoder(
         key, loaded, max_new_tokens=engine.max_new_tokens, temperature=cell.temperature, seed=engine.seed,
-        options=options, ends=ends if isinstance(ends, list) else [] if ends is None else [ends],
+        options=options, ends=engine.ends,
     )  # fmt: skip
 
 
@@ -108,16 +108,5 @@ def _converted_head(peer: Peer, engine: Engine, drafter: Drafter, name: str) -> 
         peer.ask("convert", model=str(published), out=str(out), layers=[layer - 1 for layer in drafter.layers])
         shutil.rmtree(published)
 
-    _once(folder, make)
+    write_once(folder, make)
     return folder
-
-
-def _once(folder: Path, make: Callable[[Path], Any]) -> None:
-    """Have `make` write the folder, unless it is there; whole or not at all."""
-    if folder.exists():
-        return
-    partial = folder.with_name(folder.name + "-partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    make(partial)
-    partial.rename(folder)

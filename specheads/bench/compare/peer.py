@@ -6,10 +6,13 @@ A request has `op` and its arguments; an answer holds what was asked for, or `er
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from specheads.bench.limits import cut, with_limits
 from specheads.bench.runner import Decoder, Output, Stopwatch
 
 Answer = dict[str, Any]
@@ -17,6 +20,19 @@ Answer = dict[str, Any]
 
 class PeerError(ValueError):
     """A peer refused a request, or its process ended."""
+
+
+def write_once(path: Path, make: Callable[[Path], Any]) -> None:
+    """Have `make` write this file or folder, unless it is there; whole or not at all."""
+    if path.exists():
+        return
+    partial = path.with_name(path.name + "-partial")
+    if partial.is_dir():
+        shutil.rmtree(partial)
+    partial.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    make(partial)
+    partial.rename(path)
 
 
 class Peer:
@@ -52,19 +68,22 @@ class Peer:
         if key not in self.opened:
             self.opened[key] = self.ask("open", key=key, **arguments)
 
-    def decoder(self, key: str, loaded: dict[str, Any], **arguments: Any) -> Decoder:
+    def decoder(self, key: str, loaded: dict[str, Any], *, max_new_tokens: int, **arguments: Any) -> Decoder:
         """Generates with what `loaded` has the peer load as `key`. The seconds are the peer's own, without the way
         there and back and without loading, which happens again after an error or a crash."""
 
         def run(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
-            ids, mask = batch["input_ids"].tolist(), batch["attention_mask"].tolist()
+            inputs, limits = with_limits(batch, max_new_tokens)
+            ids, mask = inputs["input_ids"].tolist(), inputs["attention_mask"].tolist()
             self.open(key, **loaded)
             try:
-                answer = self.ask("generate", key=key, ids=ids, mask=mask, **arguments)
+                asked = {**arguments, "max_new_tokens": max(limits)}
+                answer = self.ask("generate", key=key, ids=ids, mask=mask, **asked)
             except PeerError:
                 self.opened.pop(key, None)  # an engine may be left in the middle of a text: it is opened anew
                 raise
-            return Output(answer["tokens"], answer.get("statistics", {}), seconds=answer["seconds"])
+            tokens = cut(answer["tokens"], limits)
+            return Output(tokens, answer.get("statistics", {}), seconds=answer["seconds"])
 
         return run
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from specheads.bench.limits import draw_numbers
 from specheads.bench.prompts import Prompt, held_out_prompts, package_prompts, read_prompts
 from specheads.options import refuse_unknown
 
@@ -28,12 +29,19 @@ class PromptSet:
         return max(map(len, self.ids))
 
 
-def default_sets(tokenizer: Any, count: int, num_tokens: int, held_out: list[str] | None = None) -> list[PromptSet]:
-    """Both default sets, of `count` prompts each."""
+def default_sets(
+    tokenizer: Any, count: int, num_tokens: int, held_out: list[str] | None = None, *, fewest: int | None = None,
+    seed: int = 0,
+) -> list[PromptSet]:  # fmt: skip
+    """Both default sets, of `count` prompts of `num_tokens` tokens each; with `fewest` of a length drawn from there."""
     files = [Prompt(text) for text in held_out_prompts(tokenizer, count, num_tokens, held_out)]
     packages, missing = package_prompts(tokenizer, count, num_tokens)
     note = f"without {', '.join(missing)}, not installed here" if missing else ""
-    return [encode(HELD_OUT, files, tokenizer), encode(THIRD_PARTY, packages, tokenizer, note)]
+    sets = [encode(HELD_OUT, files, tokenizer), encode(THIRD_PARTY, packages, tokenizer, note)]
+    if fewest is None:
+        return sets
+    lengths = draw_numbers(count, fewest, num_tokens, seed)
+    return [replace(one, ids=[ids[:n] for ids, n in zip(one.ids, lengths, strict=True)]) for one in sets]
 
 
 def sets_from(

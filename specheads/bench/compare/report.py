@@ -123,6 +123,11 @@ def notes(record: dict[str, Any]) -> list[str]:
         f"floor: {1e3 * floor['seconds']:.2f} ms a pass ({floor['weight_bytes'] / 1e6:.1f} MB of weights read at "
         f"{floor['bandwidth'] / 1e9:.1f} GB/s); reference: {record['reference']}."
     ]
+    if record["queue"] is not None:
+        lines.append(
+            f"a round is {record['queue']} prompts: decoders with refill give a finished row the next one, the others "
+            "go batch by batch."
+        )
     for name, known in record["prompt_sets"].items():
         lines.append(f"{name}: {known['prompts']} prompts" + (f", {known['note']}" if known["note"] else "") + ".")
     for name, cells in record["left_out"].items():
@@ -140,7 +145,7 @@ def as_markdown(record: dict[str, Any], pictures: Sequence[str] = ()) -> str:
         "# Decoding speed\n", f"`{record['command']}`\n",
         f"{environment.line(record['environment'])}"
         + "".join(f", {name} {version}" for name, version in record["peers"].items()) + ".\n",
-        f"{record['max_new_tokens']} new tokens, {record['dtype']}; of {record['repeats']} interleaved repeats each "
+        f"{new_tokens(record)}, {record['dtype']}; of {record['repeats']} interleaved repeats each "
         "prompt batch counts with its median.\n",
         *(f"- {line}" for line in notes(record)), "", *(f"- {line}" for line in LEGEND), "",
     ]  # fmt: skip
@@ -148,6 +153,12 @@ def as_markdown(record: dict[str, Any], pictures: Sequence[str] = ()) -> str:
     for table in tables(record["rows"]):
         text += [f"## {table.title}\n", markdown(table.columns, table.lines)]
     return "\n".join(text)
+
+
+def new_tokens(record: dict[str, Any]) -> str:
+    """`96 new tokens`, `32 to 256 new tokens`."""
+    least = f"{record['lowest_limit']} to " if record["lowest_limit"] is not None else ""
+    return f"{least}{record['max_new_tokens']} new tokens"
 
 
 def as_json(record: dict[str, Any]) -> str:

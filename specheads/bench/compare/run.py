@@ -17,6 +17,8 @@ from specheads.bench.compare.peer import PeerError
 from specheads.bench.compare.prompt_sets import PromptSet
 from specheads.bench.figures.results import RESULTS, Results, digest, weight_sums
 from specheads.bench.figures.samples import Round, sample
+from specheads.bench.limits import draw_numbers
+from specheads.bench.queues import batch_by_batch
 from specheads.bench.runner import Decoder, timed, turns
 from specheads.decoding.generation import prompt_batches
 from specheads.models.base.fingerprint import fingerprint_base
@@ -27,7 +29,11 @@ from specheads.terminal import Report
 @dataclass(frozen=True)
 class BenchOptions:
     """decoders: texts, as decoder_texts parses them; reference: the one that the others are compared with. batch: rows;
-    temperature: 0 is greedy. seed: of the sampling."""
+    temperature: 0 is greedy. seed: of the sampling, and of the limits.
+
+    lowest_limit: each prompt has a limit of its own, drawn from here to max_new_tokens; None: the same for all. queue:
+    prompts of a round, which a decoder that refills takes as rows become free, and the others batch by batch; None: one
+    batch."""
 
     decoders: tuple[str, ...]
     reference: str = "transformers"
@@ -36,6 +42,8 @@ class BenchOptions:
     max_new_tokens: int = 96
     repeats: int = 3
     seed: int = 0
+    lowest_limit: int | None = None
+    queue: int | None = None
 
     def __post_init__(self) -> None:
         if self.reference not in self.decoders:
@@ -46,8 +54,19 @@ class BenchOptions:
                 raise OptionError(f"{{{name}}} must be at least {least}", **{name: ",".join(map(str, values))})
         for name in ("decoders", "batch", "temperature"):  # each once
             object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
-        for text in self.decoders:
-            parse_decoder(text)
+        refills = [text for text in self.decoders if parse_decoder(text).refill]
+        if self.queue is None and refills:
+            raise OptionError(
+                f"{refills[0]!r} refills rows from a queue of prompts; give {{queue}}, such as eight batches",
+                queue=None,
+            )
+        if self.queue is not None and self.queue < max(self.batch):
+            raise OptionError(f"{{queue}} must be at least a batch of {max(self.batch)}", queue=self.queue)
+        if self.lowest_limit is not None and not 1 <= self.lowest_limit <= self.max_new_tokens:
+            raise OptionError(
+                "{max_new_tokens}: expected two numbers of at least 1, the smaller first",
+                max_new_tokens=f"{self.lowest_limit}-{self.max_new_tokens}",
+            )
 
 
 @dataclass
@@ -96,7 +115,7 @@ def identity(options: BenchOptions, engine: Engine, specs: dict[str, DecoderSpec
     base = engine.models.target
     return digest(
         fingerprint_base(base), str(base.dtype), str(base.device), options.decoders, options.reference, drafters,
-        options.max_new_tokens, options.seed, where, _source_digest(),
+        options.max_new_tokens, options.lowest_limit, options.queue, options.seed, where, _source_digest(),
         {name: peer.command[0] for name, peer in engine.peers.items()},
     )  # fmt: skip
 
@@ -124,7 +143,12 @@ class _CellRun:
         self.specs = specs
         self.common = digest(common, str(cell), prompts.ids)
         tokenizer, device = engine.models.tokenizer, engine.models.target.device
-        self.batches = prompt_batches.batches(tokenizer, prompts.ids, device, cell.batch)
+        self.queue = options.queue or cell.batch
+        self.batches: list[dict[str, Any]] = [*prompt_batches.batches(tokenizer, prompts.ids, device, self.queue)]
+        if options.lowest_limit is not None:
+            limits = draw_numbers(len(prompts.ids), options.lowest_limit, options.max_new_tokens, options.seed)
+            for index, batch in enumerate(self.batches):
+                batch["limits"] = limits[index * self.queue : (index + 1) * self.queue]
         self.rounds: list[Round] = []
         self.left_out: dict[str, str] = {}
         self._decoders: dict[str, Decoder] = {}
@@ -160,6 +184,8 @@ class _CellRun:
             tell(f"warming up {name}")
             try:
                 decoder = self.specs[name].build(self.engine, self.cell)
+                if not self.specs[name].refill:
+                    decoder = batch_by_batch(decoder, self.cell.batch)
                 for batch in chosen:
                     decoder(batch, None)
             except (ValueError, NotImplementedError) as error:
@@ -183,11 +209,11 @@ class _CellRun:
             except PeerError as error:
                 self._leave_out(name, error)
         reference = None if self.cell.temperature else runs[self.options.reference]
-        first = index * self.cell.batch
+        first = index * self.queue
         return {
             "prompts": self.cell.prompts, "batch": self.cell.batch, "temperature": self.cell.temperature,
             "repeat": repeat, "index": index,
-            "categories": self.prompts.categories[first : first + self.cell.batch], "order": list(runs),
+            "categories": self.prompts.categories[first : first + self.queue], "order": list(runs),
             "decoders": {name: sample(runs[name], reference) for name in self.specs if name in runs},
             "left_out": dict(self.left_out),
         }  # fmt: skip

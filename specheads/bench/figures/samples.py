@@ -22,7 +22,7 @@ def sample(run: Run, reference: Run | None = None) -> Sample:
     """seconds of the whole run; tokens of each row; gains: per row the tokens of each step, the prefill first, [] if
     unknown; prefill: its seconds, None if unknown; parts: seconds of the steps by part of the loop; differs_at: per row
     the first token that is not the reference's, None where the texts are equal; gained, rows_stepped: tokens
-    after the prefill and the steps that gave them, where a decoder counts them.
+    after the prefill and the steps that gave them; steps: of the loop; where a decoder counts them.
 
     by_text, of a batch of one row: as split_by_text gives it. reference None: texts are not compared, and differs_at is
     None."""
@@ -33,7 +33,7 @@ def sample(run: Run, reference: Run | None = None) -> Sample:
         pairs = zip(run.output.tokens, reference.output.tokens, strict=True)
         differs = [first_difference(row, other) for row, other in pairs]
     known = run.output.statistics
-    counts: dict[str, Any] = {name: known[name] for name in ("gained", "rows_stepped") if name in known}
+    counts: dict[str, Any] = {name: known[name] for name in ("gained", "rows_stepped", "steps") if name in known}
     if run.steps:
         counts["by_text"] = split_by_text(run)
     return {
@@ -150,7 +150,7 @@ def time_split(samples: Sequence[Sample]) -> dict[str, Any]:
     if all(s["parts"] for s in samples):
         shares = {part: sum(s["parts"].get(part, 0.0) for s in samples) / seconds for part in samples[0]["parts"]}
         shares = {"prefill": sum(s["prefill"] or 0.0 for s in samples) / seconds, **shares}
-    steps = [max((len(row) - 1 for row in s["gains"]), default=0) for s in samples]
+    steps = [s.get("steps") or max((len(row) - 1 for row in s["gains"]), default=0) for s in samples]
     known = [
         ((s["seconds"] - s["prefill"]) / n, s["parts"].get("verify", 0.0) / n)
         for s, n in zip(samples, steps, strict=True)

@@ -205,6 +205,17 @@ def parse_numbers(text: str | None, name: str, kind: type) -> list[Any] | None:
     return None if text is None else [_parse_value(name, part.strip(), kind) for part in text.split(",")]
 
 
+def parse_range(text: str, name: str) -> tuple[int | None, int]:
+    """`32-256` → (32, 256), `96` → (None, 96). ValueError that names the option."""
+    low, dash, high = text.partition("-")
+    if not dash:
+        low, high = "", low
+    least, most = (_parse_value(name, part.strip(), int) if part else None for part in (low, high))
+    if most is None or most < 1 or (dash and (least is None or not 1 <= least <= most)):
+        raise OptionError(f"{{{name}}}: expected a number of at least 1, or two, the smaller first", **{name: text})
+    return least, most
+
+
 def _parse_matrices(given: tuple[Any, ...]) -> tuple[str, ...]:
     """Matrices as lists or JSON, or the rows of one → each as JSON."""
     try:

@@ -10,7 +10,7 @@ from transformers.utils import logging as hf_logging
 
 from specheads import terminal
 from specheads.bench import decoders, environment, shipped
-from specheads.bench.compare import openvino, prompt_sets, report
+from specheads.bench.compare import llama, openvino, prompt_sets, report
 from specheads.bench.compare.cell import Engine
 from specheads.bench.compare.peer import Peer
 from specheads.bench.compare.run import BenchOptions, run
@@ -19,7 +19,7 @@ from specheads.bench.sweep.plots import require_matplotlib
 from specheads.models.named import Models
 from specheads.options import refuse_unknown
 
-PEERS = {openvino.NAME: openvino.WORKER}
+PEERS = {openvino.NAME: openvino.WORKER, llama.NAME: llama.WORKER}
 
 
 def load(
@@ -40,7 +40,7 @@ def default_decoders(models: Models, checkpoints: Path | None, peers: Mapping[st
     if not heads and checkpoints is not None:
         heads = [name for name in shipped.LABELS if (checkpoints / name / "config.json").is_file()]
     theirs = ["transformers", "transformers-static", "transformers-lookup"]
-    theirs += ["openvino", "openvino-lookup"] if openvino.NAME in peers else []
+    theirs += [text for name in PEERS if name in peers for text in (name, f"{name}-lookup")]
     chosen = [f"{head} auto" for head in heads] if decoders.can_choose() else []
     return (*theirs, "plain", "lookup", *heads, *chosen)
 
@@ -84,6 +84,7 @@ def bench(
     record = {
         "command": command, "environment": where, "peers": versions, "reference": options.reference,
         "dtype": str(models.target.dtype).removeprefix("torch."), "max_new_tokens": options.max_new_tokens,
+        "lowest_limit": options.lowest_limit, "queue": options.queue,
         "repeats": options.repeats, "seed": options.seed, "floor": floor.record(), "complete": outcome.complete,
         "prompt_sets": {one.name: {"prompts": len(one.ids), "note": one.note} for one in sets},
         "left_out": outcome.left_out,

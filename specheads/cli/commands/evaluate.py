@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from specheads import terminal
 from specheads.bench import decoders, environment, report, runner
 from specheads.bench.decoders import REFERENCE
+from specheads.bench.queues import batch_by_batch
 from specheads.cli.commands.arguments import parse_tree
 from specheads.data.conversation import Conversation
 from specheads.decoding.acceptance import Acceptance
@@ -24,28 +26,32 @@ _LEGEND = (
 
 def measure(
     models: Models, name: str, drafter: Drafter, prompts: Sequence[str | Conversation], *, max_new_tokens: int,
-    repeats: int, tree: str | None, rule: Acceptance | None = None,
+    repeats: int, tree: str | None, rule: Acceptance | None = None, batch_size: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
-    """The settings, the environment, and the figures of each decoder. tree: as on the command line.
+    """The settings, the environment, and the figures of each decoder. tree: as on the command line. batch_size: prompts
+    at a time; where it is more than one, ours take the next prompt as a row ends, and generate() goes batch by batch.
 
     The drafter, named `name`, comes last, followed by itself under `rule` if that is given. Of a conversation only the
     first turn is used. Progress goes to stderr."""
     model, tokenizer = models.target, models.tokenizer
     asked = [prompt if isinstance(prompt, str) else prompt.prompt((), tokenizer) for prompt in prompts]
     plan = parse_tree(tree, drafter)
+    ours = partial(decoders.drafted, model, max_new_tokens, batch_size=batch_size if batch_size > 1 else None)
     racers = {
-        REFERENCE: decoders.transformers_generate(model, max_new_tokens),
-        "our loop, no drafts": decoders.drafted(model, max_new_tokens, draft=False),
-        name: decoders.drafted(model, max_new_tokens, draft=drafter, plan=plan),
+        REFERENCE: batch_by_batch(decoders.transformers_generate(model, max_new_tokens), batch_size),
+        "our loop, no drafts": ours(draft=False),
+        name: ours(draft=drafter, plan=plan),
     }
     if rule is not None:
-        own = decoders.drafted(model, max_new_tokens, draft=drafter, plan=plan, accept=rule)
-        racers[f"{name}, {RULES.write(rule)}"] = own
+        racers[f"{name}, {RULES.write(rule)}"] = ours(draft=drafter, plan=plan, accept=rule)
     with terminal.progress(terminal.make_console(stderr=True), "measuring") as report_progress:
-        batches = prompt_batches.batches(tokenizer, asked, model.device)
+        side = "right" if model.config.is_encoder_decoder else "left"
+        rows = 1 if batch_size == 1 else len(asked)  # a queue of all of them
+        batches = prompt_batches.batches(tokenizer, asked, model.device, rows, side=side)
         result = runner.race(racers, batches, repeats=repeats, report=report_progress)
     return {
-        "num_prompts": len(prompts), "max_new_tokens": max_new_tokens, "repeats": repeats, "tree": tree,
+        "num_prompts": len(prompts), "max_new_tokens": max_new_tokens, "batch_size": batch_size, "repeats": repeats,
+        "tree": tree,
         "dtype": str(model.dtype).removeprefix("torch."), "environment": environment.environment(),
         "decoders": report.summary(result, REFERENCE),
     }  # fmt: skip
@@ -55,12 +61,15 @@ def show(record: dict[str, Any]) -> None:
     """Print the record of measure() as tables on stdout."""
     out = terminal.make_console()
     rows = record["decoders"]
+    batch = f", {record['batch_size']} at a time" if record["batch_size"] > 1 else ""
     title = (
-        f"{record['num_prompts']} prompts × {record['max_new_tokens']} tokens, greedy, median of {record['repeats']}"
+        f"{record['num_prompts']} prompts × {record['max_new_tokens']} tokens{batch}, greedy, median of "
+        f"{record['repeats']}"
     )
     out.print(terminal.table(title, report.COLUMNS, [report.cells(name, row) for name, row in rows.items()]))
     parts = [report.part_cells(name, row) for name, row in rows.items()]
-    out.print(terminal.table("New text and text that repeats itself", report.PART_COLUMNS, parts))
+    if record["batch_size"] == 1:  # else a step's time is that of all rows
+        out.print(terminal.table("New text and text that repeats itself", report.PART_COLUMNS, parts))
     *_, head = rows.values()
     depths = [[f"depth {depth}", f"{share:.1%}"] for depth, share in enumerate(head["accepted_by_depth"], start=1)]
     if depths:

@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from specheads.decoding.acceptance import Acceptance
@@ -18,12 +18,15 @@ from specheads.decoding.acceptance.named import as_rule
 from specheads.decoding.compiled import CompiledSteps, compiled_steps
 from specheads.decoding.drafters.base import Drafter
 from specheads.decoding.drafters.named import either
-from specheads.decoding.generation.context_limits import base_length, warn_past_limits
-from specheads.decoding.generation.hf_options import (
-    check_divergences,
-    refuse_arguments,
-    stop_string_criteria,
-    without_stop_strings,
+from specheads.decoding.generation.context_limits import warn_past_limits
+from specheads.decoding.generation.hf_options import check_divergences
+from specheads.decoding.generation.many_arguments import (
+    check_limits,
+    encode_prompt,
+    options_of,
+    refuse_many_options,
+    require_list,
+    with_stop_strings,
 )
 from specheads.decoding.generation.outputs import Statistics
 from specheads.decoding.generation.single_prompt import SinglePrompt, prepare
@@ -34,15 +37,8 @@ from specheads.decoding.probs.processors import adapt, possibly_stateful
 from specheads.decoding.probs.randomness import row_seed, seeds_for
 from specheads.decoding.target.hf_base import text_config, unwrapped
 from specheads.decoding.target.rope_switch import rope_switch
-from specheads.options import shown
 
 logger = hf_logging.get_logger(__name__)
-
-# What says how one prompt's text is returned, or how many there are.
-REFUSED = (
-    "input_ids", "attention_mask", "streamer", "return_dict_in_generate", "output_scores", "output_logits",
-    "num_return_sequences",
-)  # fmt: skip
 
 
 @dataclass
@@ -87,11 +83,11 @@ def generate_many(
     seed of the result, and if its drafts are sampled, with the same tree.
 
     prompts: ids or, with a tokenizer, texts; a list is checked before anything runs, an iterator as it is read. draft,
-    drafter, tree, accept, output_divergences, compile and `options` (max_new_tokens, do_sample, eos_token_id …) are
-    generate()'s. A `prefix_allowed_tokens_fn` is called with the index of the prompt. seed: one number, from
-    which each prompt has its own, or one for each. stream: return an iterator over the results as they finish, not a
-    list in the order of the prompts. on_tokens(index, tokens) is called as tokens are gained, report(done, total) after
-    each prompt; the total of an iterator is None.
+    drafter, tree, accept, output_divergences, compile and `options` (do_sample, eos_token_id …) are generate()'s.
+    max_new_tokens: one number, or one for each prompt. A `prefix_allowed_tokens_fn` is called with the index of the
+    prompt. seed: one number, from which each prompt has its own, or one for each. stream: return an iterator over the
+    results as they finish, not a list in the order of the prompts. on_tokens(index, tokens) is called as tokens are
+    gained, report(done, total) after each prompt; the total of an iterator is None.
 
     Batches are not refilled with an encoder-decoder, or with a drafter that is not `refillable`. A prompt runs alone
     where its batch would change its text: if a logits processor may keep state, if its text may get to where the base's
@@ -108,13 +104,15 @@ def generate_many(
         raise ValueError(f"batch_size={batch_size} must be at least 1 prompt")
     if output_divergences:
         check_divergences(rule, True)
-    _refuse_options(base, options)
-    options = _with_stop_strings(base, options, tokenizer)
+    refuse_many_options(base, options)
+    options = with_stop_strings(base, options, tokenizer)
     encoded: Iterator[list[int]] = (
-        _encode(base, index, prompt, tokenizer, options) for index, prompt in enumerate(_listed(prompts))
+        encode_prompt(base, index, prompt, tokenizer, options_of(index, options))
+        for index, prompt in enumerate(require_list(prompts))
     )
     total = None
     if isinstance(prompts, Sequence):
+        check_limits(options, len(prompts))
         listed = list(encoded)
         total, encoded = len(listed), iter(listed)
     if isinstance(seed, Sequence) and total is not None and len(seed) != total:
@@ -153,7 +151,7 @@ class _Many:
         self, encoded: Iterator[list[int]], total: int | None, report: Callable[[int, int | None], None] | None
     ) -> Iterator[Continuation]:
         """The results in the order in which they finish."""
-        prompts = (prepare(self.base, i, ids, self.options) for i, ids in enumerate(encoded))
+        prompts = (prepare(self.base, i, ids, options_of(i, self.options)) for i, ids in enumerate(encoded))
         first = next(prompts, None)
         if first is None:
             return
@@ -171,8 +169,9 @@ class _Many:
         )  # fmt: skip
         size, reason = self._unfilled_batch(first)
         if reason is not None:
-            logger.warning("batches are not refilled but decoded %d prompts at a time: %s", size, reason)
-            while batch := list(islice(prompts, size)):
+            for number, batch in enumerate(iter(lambda: list(islice(prompts, size)), [])):
+                if number == 1:  # of a single batch there is nothing to refill
+                    logger.warning("batches are not refilled but decoded %d prompts at a time: %s", size, reason)
                 yield from decoder.run(batch)
             return
         alone: list[tuple[SinglePrompt, str]] = []
@@ -199,11 +198,7 @@ class _Many:
         """The size of batches that are not refilled, and why they are not; None if they are."""
         if stateful := possibly_stateful(adapt(first.processors)):
             return 1, f"{type(stateful[0]).__name__} may keep state from call to call, so it cannot know the rows apart"
-        if self.base.config.is_encoder_decoder:
-            return self.batch_size, f"{type(self.base).__name__} is an encoder-decoder"
-        if self.drafter is not None and not self.drafter.refillable:
-            return self.batch_size, f"{type(self.drafter).__name__} cannot change the prompt of one row"
-        return self.batch_size, None
+        return self.batch_size, why_unfilled(self.base, self.drafter)
 
     @cached_property
     def _boundary(self) -> int | None:
@@ -239,61 +234,10 @@ class _Many:
         )
 
 
-def _listed(prompts: Any) -> Iterable[Any]:
-    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts={shown(prompts)} must be a list of prompts, each a text or a list of ids")
-    return prompts
-
-
-def _refuse_options(base: PreTrainedModel, options: Mapping[str, Any]) -> None:
-    """ValueError for options that have no meaning for many prompts."""
-    refuse_arguments(options)
-    config = options.get("generation_config") or base.generation_config
-    for name in REFUSED:
-        if options.get(name) not in (None, False, 1):
-            raise ValueError(f"generate_many() takes no {name}=; call generate() for a batch of its own")
-    if (options.get("num_beams") or config.num_beams or 1) > 1:
-        raise ValueError("beam search does not combine with refilled batches; give num_beams=1, or call generate()")
-
-
-def _with_stop_strings(base: PreTrainedModel, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """The options with their stop strings as a criterion: it reads the whole vocabulary, so it is made once."""
-    config = options.get("generation_config") or base.generation_config
-    strings = options.get("stop_strings") or config.stop_strings
-    if not strings:
-        return options
-    criteria = stop_string_criteria(strings, tokenizer, options.get("stopping_criteria"))
-    config = without_stop_strings(config)
-    return {**options, "stop_strings": None, "stopping_criteria": criteria, "generation_config": config}
-
-
-def _encode(
-    base: PreTrainedModel, index: int, prompt: Any, tokenizer: Any, options: Mapping[str, Any]
-) -> list[int]:  # fmt: skip
-    """A prompt's ids. TypeError or ValueError, with its index, for one that cannot be continued."""
-    if isinstance(prompt, str) and tokenizer is None:
-        raise TypeError(f"prompt {index} is text, {shown(prompt)}; give tokenizer= too, or its ids")
-    ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-    ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
-    if not isinstance(ids, Sequence) or not all(isinstance(token, int) for token in ids):
-        raise TypeError(f"prompt {index} must be a text or a list of ids, not {shown(prompt)}")
-    if not ids:
-        raise ValueError(f"prompt {index} has no tokens; give at least one")
-    weight: Any = base.get_input_embeddings().weight
-    if not 0 <= min(ids) <= max(ids) < (len(weight) or max(ids) + 1):  # a sharded matrix may be empty here
-        wrong = min(ids) if min(ids) < 0 else max(ids)
-        raise ValueError(f"prompt {index} holds id {wrong}, and the model has embeddings for 0 to {len(weight) - 1}")
+def why_unfilled(base: PreTrainedModel, drafter: Drafter | None) -> str | None:
+    """Why no prompt can take the row of a finished one; None if it can."""
     if base.config.is_encoder_decoder:
-        return list(ids)
-    config = options.get("generation_config") or base.generation_config
-    most = options.get("max_length") or (
-        config.max_length if config.max_length != GenerationConfig().max_length else None
-    )
-    if options.get("max_new_tokens") or config.max_new_tokens:
-        most = None
-    for limit, what in ((most, "max_length"), (base_length(base), "the base's max_position_embeddings")):
-        if limit is not None and len(ids) >= limit:
-            raise ValueError(
-                f"prompt {index} has {len(ids)} tokens, and {what}={limit} leaves no room for more; give a shorter one"
-            )
-    return list(ids)
+        return f"{type(base).__name__} is an encoder-decoder"
+    if drafter is not None and not drafter.refillable:
+        return f"{type(drafter).__name__} cannot change the prompt of one row"
+    return None

@@ -1,0 +1,76 @@
+"""llama.cpp as a decoder, through llama-cpp-python: plain, or with that package's prompt lookup."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from specheads.bench.compare.cell import Cell, Engine
+from specheads.bench.compare.llama_source import write_source
+from specheads.bench.compare.peer import PeerError, write_once
+from specheads.bench.figures.results import digest
+from specheads.bench.runner import Decoder
+from specheads.models.base.fingerprint import fingerprint_base
+
+NAME = "llama.cpp"
+WORKER = Path(__file__).with_name("llama_worker.py")
+NGRAM = 3  # most tokens whose earlier occurrence its prompt lookup searches for
+
+
+class OneRow:
+    refill: ClassVar[bool] = False
+    drafters: ClassVar[tuple[str, ...]] = ()
+
+    def refusal(self, cell: Cell) -> str | None:
+        return None if cell.batch == 1 else "llama-cpp-python generates one row at a time"
+
+
+@dataclass(frozen=True)
+class LlamaCpp(OneRow):
+    """One token a step."""
+
+    def build(self, engine: Engine, cell: Cell) -> Decoder:
+        return _decoder(engine, cell)
+
+
+@dataclass(frozen=True)
+class LlamaCppLookup(OneRow):
+    """llama-cpp-python's prompt lookup, of at most num_tokens a step."""
+
+    num_tokens: int = 10
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 1:
+            raise ValueError(f"llama.cpp-lookup:{self.num_tokens} drafts nothing; give at least 1 token")
+
+    def build(self, engine: Engine, cell: Cell) -> Decoder:
+        return _decoder(engine, cell, lookup=self.num_tokens, ngram=NGRAM)
+
+
+def _decoder(engine: Engine, cell: Cell, *, lookup: int = 0, ngram: int = 0) -> Decoder:
+    if NAME not in engine.peers:
+        raise PeerError(f"{NAME} decodes in an environment of its own: give --peer {NAME}=PYTHON")
+    peer, base = engine.peers[NAME], engine.models.target
+    path = peer.folder / f"base-{digest(fingerprint_base(base), str(base.dtype))}.gguf"
+
+    def convert(out: Path) -> None:
+        source = out.with_name(out.name + "-source")
+        shutil.rmtree(source, ignore_errors=True)
+        write_source(base, engine.models.tokenizer, source)
+        peer.ask("convert", model=str(source), out=str(out))
+        shutil.rmtree(source)
+
+    write_once(path, convert)
+    loaded: dict[str, Any] = {
+        "base": str(path), "num_threads": torch.get_num_threads(), "exact_cache": base.dtype == torch.float32,
+        # One more than the text may have, and what a draft may add.
+        "num_positions": engine.longest + engine.max_new_tokens + lookup + 1, "lookup": lookup, "ngram": ngram,
+    }  # fmt: skip
+    return peer.decoder(
+        f"lookup {lookup}" if lookup else "plain", loaded, max_new_tokens=engine.max_new_tokens,
+        temperature=cell.temperature, seed=engine.seed, ends=engine.ends,
+    )  # fmt: skip

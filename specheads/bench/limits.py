@@ -1,0 +1,23 @@
+"""The most new tokens of each row of a batch, which holds them as `limits` where they are not one number for all."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+
+def draw_numbers(count: int, low: int, high: int, seed: int) -> list[int]:
+    """`count` whole numbers from low to high, both included; the same for the same seed."""
+    coin = random.Random(seed)
+    return [coin.randint(low, high) for _ in range(count)]
+
+
+def with_limits(batch: dict[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[int]]:
+    """The batch without its limits, and the most new tokens of each row."""
+    inputs = dict(batch)
+    return inputs, inputs.pop("limits", None) or [max_new_tokens] * len(inputs["input_ids"])
+
+
+def cut(tokens: list[list[int]], limits: list[int]) -> list[list[int]]:
+    """Each row's tokens up to its limit."""
+    return [row[:limit] for row, limit in zip(tokens, limits, strict=True)]

@@ -1,0 +1,102 @@
+"""What generate_many() is given: prompts as ids, the options of all and of each, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from specheads.decoding.generation.context_limits import base_length
+from specheads.decoding.generation.hf_options import refuse_arguments, stop_string_criteria, without_stop_strings
+from specheads.options import shown
+
+# What says how one prompt's text is returned, or how many there are.
+REFUSED = (
+    "input_ids", "attention_mask", "streamer", "return_dict_in_generate", "output_scores", "output_logits",
+    "num_return_sequences",
+)  # fmt: skip
+
+
+def require_list(prompts: Any) -> Iterable[Any]:
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts={shown(prompts)} must be a list of prompts, each a text or a list of ids")
+    return prompts
+
+
+def refuse_many_options(base: PreTrainedModel, options: Mapping[str, Any]) -> None:
+    """ValueError for options that have no meaning for many prompts."""
+    refuse_arguments(options)
+    config = options.get("generation_config") or base.generation_config
+    for name in REFUSED:
+        if options.get(name) not in (None, False, 1):
+            raise ValueError(f"generate_many() takes no {name}=; call generate() for a batch of its own")
+    if (options.get("num_beams") or config.num_beams or 1) > 1:
+        raise ValueError("beam search does not combine with refilled batches; give num_beams=1, or call generate()")
+
+
+def check_limits(options: Mapping[str, Any], count: int) -> None:
+    """ValueError where max_new_tokens is a list, but not of a number of at least 1 for each of `count` prompts."""
+    limits = options.get("max_new_tokens")
+    if not isinstance(limits, Sequence):
+        return
+    if len(limits) != count:
+        raise ValueError(
+            f"max_new_tokens= has {len(limits)} numbers for {count} prompts; give one for each, or a single one"
+        )
+    if low := [index for index, limit in enumerate(limits) if limit < 1]:
+        raise ValueError(f"prompt {low[0]}: max_new_tokens={limits[low[0]]} must be at least 1")
+
+
+def options_of(index: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options of the prompt of number `index`, with its own max_new_tokens where there is one for each."""
+    limits = options.get("max_new_tokens")
+    if not isinstance(limits, Sequence):
+        return options
+    if index >= len(limits):
+        raise ValueError(f"prompt {index}: max_new_tokens= has {len(limits)} numbers; give one for each prompt")
+    return {**options, "max_new_tokens": limits[index]}
+
+
+def with_stop_strings(base: PreTrainedModel, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """The options with their stop strings as a criterion: it reads the whole vocabulary, so it is made once."""
+    config = options.get("generation_config") or base.generation_config
+    strings = options.get("stop_strings") or config.stop_strings
+    if not strings:
+        return options
+    criteria = stop_string_criteria(strings, tokenizer, options.get("stopping_criteria"))
+    config = without_stop_strings(config)
+    return {**options, "stop_strings": None, "stopping_criteria": criteria, "generation_config": config}
+
+
+def encode_prompt(
+    base: PreTrainedModel, index: int, prompt: Any, tokenizer: Any, options: Mapping[str, Any]
+) -> list[int]:  # fmt: skip
+    """A prompt's ids. TypeError or ValueError, with its index, for one that cannot be continued."""
+    if isinstance(prompt, str) and tokenizer is None:
+        raise TypeError(f"prompt {index} is text, {shown(prompt)}; give tokenizer= too, or its ids")
+    ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+    ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
+    if not isinstance(ids, Sequence) or not all(isinstance(token, int) for token in ids):
+        raise TypeError(f"prompt {index} must be a text or a list of ids, not {shown(prompt)}")
+    if not ids:
+        raise ValueError(f"prompt {index} has no tokens; give at least one")
+    weight: Any = base.get_input_embeddings().weight
+    if not 0 <= min(ids) <= max(ids) < (len(weight) or max(ids) + 1):  # a sharded matrix may be empty here
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise ValueError(f"prompt {index} holds id {wrong}, and the model has embeddings for 0 to {len(weight) - 1}")
+    if base.config.is_encoder_decoder:
+        return list(ids)
+    config = options.get("generation_config") or base.generation_config
+    most = options.get("max_length") or (
+        config.max_length if config.max_length != GenerationConfig().max_length else None
+    )
+    if options.get("max_new_tokens") or config.max_new_tokens:
+        most = None
+    for limit, what in ((most, "max_length"), (base_length(base), "the base's max_position_embeddings")):
+        if limit is not None and len(ids) >= limit:
+            raise ValueError(
+                f"prompt {index} has {len(ids)} tokens, and {what}={limit} leaves no room for more; give a shorter one"
+            )
+    return list(ids)

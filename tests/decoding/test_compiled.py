@@ -104,8 +104,8 @@ def test_processors_that_read_the_prefix_stay_outside():
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": 0.7}, {"top_p": 0.8}, {"min_p": 0.1}, {"typical_p": 0.9}, {"epsilon_cutoff": 0.02},
-        {"top_k": 5, "temperature": 1.3}, {"renormalize_logits": True}, {"suppress_tokens": [3, 5]},
+        {"temperature": 0.7, "top_p": 0.8}, {"min_p": 0.1, "typical_p": 0.9, "epsilon_cutoff": 0.02},
+        {"top_k": 5, "temperature": 1.3, "renormalize_logits": True, "suppress_tokens": [3, 5]},
     ],
     ids=str,
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Fixtures: a tiny random base model, so that the claims are about the code and not about a checkpoint."""
 # ruff: noqa: E402 (shared modules are registered for asserts before they are imported)
 
+import functools
 import gc
 import json
 import logging
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from specheads import convert
+from specheads.data import corpus
 from tests.support.tiny_models import tiny_llama
 
 
@@ -34,6 +36,14 @@ def frozen_heap():
     """What is imported and collected stays, so the garbage collections of each Trainer need not go through it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def stdlib_listed_once():
+    """Listing the standard library's files takes most of a second, and they stay the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "stdlib_files", functools.cache(corpus.stdlib_files))
+        yield
 
 
 @pytest.fixture(scope="session")

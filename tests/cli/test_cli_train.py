@@ -16,6 +16,7 @@ def test_train_hands_the_recipe_and_its_overrides_on(shipped, tmp_path, capsys):
     data.write_text("".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(8)))
     recipe.write_text(
         f"base: {shipped / 'base'}\nhead: {{kind: medusa, num_heads: 3}}\ndata: {{train: {data}, max_length: 32}}\n"
+        "parity: {prompts: 0}\n"
         f"training: {{output_dir: {tmp_path / 'out'}, max_steps: 1, report_to: none, per_device_train_batch_size: 2}}\n"
     )
     code, out, _ = run(capsys, "train", recipe, "head.num_heads=1")
@@ -53,7 +54,7 @@ def test_train_prints_one_json_object_and_nothing_else(shipped, tmp_path, capsys
         "head.draft_vocab_size=60", f"data.train={data}", "data.split=train", "data.eval_fraction=0.25",
         "data.max_length=32", f"training.output_dir={tmp_path / 'out'}", "training.bf16=false", "training.max_steps=3",
         "training.logging_steps=1", "training.eval_steps=2", "training.save_steps=2",
-        "training.gradient_accumulation_steps=1", "--json",
+        "training.gradient_accumulation_steps=1", "parity.prompts=2", "--json",
     )  # fmt: skip
     assert code == 0 and json.loads(out)["eval_accepted_length"] >= 1
 

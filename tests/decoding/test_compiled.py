@@ -26,7 +26,8 @@ from specheads.decoding.compiled import compiled_steps, module_state
 from specheads.decoding.drafters import AutoDrafter, auto
 from specheads.decoding.planner.by_cost.choice import Choice
 from specheads.decoding.target.cache import static_size
-from tests.reference.slow_heads import KINDS, spec_model
+from tests.reference.slow_heads import KINDS
+from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.families import FAMILIES, build
 from tests.support.prompts import PROMPTS, padded
 from tests.support.tiny_models import near, tiny_llama, with_adapter
@@ -46,7 +47,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "sampling", [{}, {"do_sample": True, "temperature": 0.8, "seed": 5}], ids=["greedy", "sampled"]
 )
@@ -85,7 +86,7 @@ def test_every_family_compiles_with_every_way_of_drafting(family):
     ],
 )
 def test_what_the_host_has_a_part_in_is_left_out_of_the_graph(draft, tree, accept, functions):
-    base = tiny_llama(num_hidden_layers=2)
+    base = tiny_llama(num_hidden_layers=1)
     draft = DraftModel(near(base)) if draft == "small" else draft
     for sampling in ({}, {"do_sample": True, "top_k": 20, "seed": 4}):
         if accept or tree:
@@ -105,13 +106,13 @@ def test_processors_that_read_the_prefix_stay_outside():
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": 0.7}, {"top_p": 0.8}, {"min_p": 0.1}, {"typical_p": 0.9}, {"epsilon_cutoff": 0.02},
-        {"top_k": 5, "temperature": 1.3}, {"renormalize_logits": True}, {"suppress_tokens": [3, 5]},
+        {"temperature": 0.7, "top_p": 0.8}, {"min_p": 0.1, "typical_p": 0.9, "epsilon_cutoff": 0.02},
+        {"top_k": 5, "temperature": 1.3, "renormalize_logits": True, "suppress_tokens": [3, 5]},
     ],
     ids=str,
 )  # fmt: skip
 def test_processors_in_the_graph_give_the_text_they_give_outside(options):
-    base = tiny_llama(num_hidden_layers=2)
+    base = tiny_llama(num_hidden_layers=1)
     options = {"do_sample": True, "top_k": 0, "seed": 7, "max_new_tokens": 24} | options
     without, compiled = texts_of(base, padded(PROMPTS), draft=PromptLookup(2), **options)
     assert compiled == without
@@ -134,7 +135,7 @@ def test_after_the_first_text_nothing_is_compiled_for_other_lengths_limits_seeds
 
 
 def test_a_longer_text_meets_few_graphs():
-    base = build("LlamaConfig", {"max_position_embeddings": 1024, "num_hidden_layers": 2})
+    base = build("LlamaConfig", {"max_position_embeddings": 1024, "num_hidden_layers": 1})
     for new in (400, 700):
         without, compiled = texts_of(base, padded(PROMPTS), draft=PromptLookup(4), max_new_tokens=new)
         assert compiled == without
@@ -188,7 +189,7 @@ def test_hooks_attention_and_adapter_scales_are_part_of_what_is_compiled():
     base.set_attn_implementation("eager")
     before.add(module_state(base))
     assert len(before) == 3
-    adapted = with_adapter()
+    adapted = with_adapter(num_hidden_layers=2)
     texts_of(adapted, prompts)
     before = module_state(adapted.base_model.model)
     for module in adapted.modules():
@@ -210,7 +211,7 @@ def test_a_graph_is_not_made_again_for_processors_and_drafters_that_it_does_not_
 
 
 def test_adapters_are_part_of_what_is_compiled():
-    base = with_adapter()
+    base = with_adapter(num_hidden_layers=2)
     prompts = padded(PROMPTS)
     active, compiled = texts_of(base, prompts)
     assert compiled == active

@@ -49,7 +49,7 @@ def drafter_of(name, base, texts):
     model = convert(base, {"dflash": "parallel"}.get(name, name), **HEADS[name]).train()
     ids = torch.tensor(texts[2:])
     optimizer = torch.optim.AdamW(model.head.parameters(), lr=2e-2)
-    for _ in range(80):
+    for _ in range(50):
         optimizer.zero_grad()
         model(ids, labels=ids).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.head.parameters(), 1.0)
@@ -66,7 +66,7 @@ def padded_texts(rows, texts):
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("name", BASES)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 def test_every_drafter_writes_the_targets_greedy_text(name, drafter):
     base, rows, texts = target(name)
     own, plan = drafter_of(drafter, base, texts)
@@ -93,13 +93,13 @@ def test_every_drafter_writes_the_targets_greedy_text(name, drafter):
             accepted += [(i, index + n, step.tokens[0][n]) for n in range(step.accepted[0])]
             index += len(step.tokens[0])
     assert len(accepted) >= 3, "hardly a draft was accepted, so this shows little"
-    for i, index, _ in accepted[-3:]:
+    for i, index, _ in accepted[-2:]:
         _, *steps = steps_of([i], limit=index + 1)
         assert all(len(step.tokens[0]) == step.accepted[0] + 1 for step in steps), "the limit cut a draft"
         steps_of([i, 0], limit=index + 1)
     ends = [(i, index, end) for i, index, end in accepted if texts[i][len(rows[i]) :].index(end) == index]
     assert ends, "no token was drafted before it was written"
-    for i, _, end in ends[-3:]:
+    for i, _, end in ends[-2:]:
         last = steps_of([i], end=end)[-1]
         assert len(last.tokens[0]) == last.accepted[0] > 0, "the end cut no draft"
         steps_of([0, i], end=end)

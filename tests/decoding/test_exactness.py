@@ -1,5 +1,7 @@
 """Real models and heads: sampled text has exactly the base's distribution, greedy text is the base's own."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -33,7 +35,7 @@ PAD = 0
     ids=repr,
 )
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 def test_sampled_text_has_the_bases_own_distribution(head, vocab_size, plan, length, steps):
     base = small_base(vocab_size)
     torch.manual_seed(1)
@@ -98,28 +100,37 @@ def text(base):
     return base.generate(prompts, do_sample=False, max_new_tokens=123, min_new_tokens=123)
 
 
-@pytest.fixture(scope="module")
-def models(base, text):
-    """Heads trained until they know that text, so that drafts are accepted and cut at every depth."""
-    options = {
+class Taught(dict):
+    """Heads trained until they know the text, so that drafts are accepted and cut at every depth; each when it is first
+    asked for."""
+
+    OPTIONS: ClassVar[dict[str, dict]] = {
         "medusa": {"num_heads": 4},
         "hydra": {"prefix_layer": True},
         "eagle": {"token_loss_weight": 1.0, "noise": 0.0},
         "eagle3": {"steps": 3, "draft_vocab_size": 90},
         "parallel": {"draft_vocab_size": 90, "markov_rank": 16, "block_size": 6, "anchors": 24},
     }
-    taught = {}
-    for head in HEADS:
+
+    def __init__(self, base, text):
+        super().__init__()
+        self.base, self.text = base, text
+
+    def __missing__(self, head):
         torch.manual_seed(0)
-        model = taught[head] = convert(base, head, **options[head]).train()
+        model = self[head] = convert(self.base, head, **self.OPTIONS[head]).train()
         optimizer = torch.optim.AdamW(model.head.parameters(), lr=2e-2)
-        for _ in range(100):
+        for _ in range(60):
             optimizer.zero_grad()
-            model(text, labels=text).loss.backward()
+            model(self.text, labels=self.text).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.head.parameters(), 1.0)
             optimizer.step()
-        model.eval()
-    return taught
+        return model.eval()
+
+
+@pytest.fixture(scope="module")
+def models(base, text):
+    return Taught(base, text)
 
 
 PLANS = {
@@ -186,7 +197,7 @@ def test_a_head_of_two_layers_matches_greedy(base, prompts, greedy):
 
 @pytest.mark.parametrize("plan", ["chain of 4", "static", "dynamic", "sampled"])
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 def test_an_ending_inside_a_draft_matches_greedy(base, models, text, head, plan):
     """Every token of the continuation in turn as EOS, and every length limit, cut drafts at all their depths."""
     inputs = padded([text[3, :4].tolist(), text[4, :9].tolist()])

@@ -89,7 +89,7 @@ def family(request):
 
 
 @torch.no_grad()
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 def test_every_family_matches_greedy(family):
     base, inputs, sequences, texts = family
     model = convert(base, "medusa")

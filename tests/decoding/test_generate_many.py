@@ -38,7 +38,7 @@ LENGTHS = (5, 1, 30, 2, 9, 64, 17, 3, 1, 70, 8)
 PROMPTS = [[COIN.randrange(3, 97) for _ in range(length)] for length in LENGTHS]
 ENDS = {"eos_token_id": [10, 34, 37, 63, 76, 95], "pad_token_id": 0}
 GREEDY = {"max_new_tokens": 24, "do_sample": False, **ENDS}
-WARM = {"max_new_tokens": 24, "do_sample": True, "seed": 5, **ENDS}
+WARM = {"max_new_tokens": 16, "do_sample": True, "seed": 5, **ENDS}
 BASE = repetitive_model("Llama")
 HEADS = {
     "medusa": {"num_heads": 3}, "hydra": {"num_heads": 3, "prefix_layer": True}, "eagle": {}, "eagle3": {},
@@ -96,6 +96,7 @@ def assert_as_alone(results, base=BASE, *, steps=True, **options):
 # --- Every drafter ---
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_each_greedy_text_is_that_of_its_prompt_alone(name):
     draft = DRAFTERS[name]()
@@ -121,7 +122,7 @@ def test_each_sampled_text_is_that_of_its_prompt_alone_by_its_seed(name):
     ids=repr,
 )
 @pytest.mark.parametrize("name", ["draft model", *HEADS])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_drafts_drawn_in_a_refilled_row_are_those_drawn_alone(name, tree, rule):
     """The text depends on the distributions that were drafted, and so on all that the drafter remembers of a row."""
     options = {**WARM, "draft": DRAFTERS[name](), "tree": tree, "accept": rule}
@@ -156,7 +157,7 @@ def test_any_number_of_rows_gives_the_same_texts(batch_size):
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma-3", "DeepSeek-V3", "Llama-4", "GPT-2", "Qwen2-MoE"])
 @pytest.mark.parametrize("drafts", ["eagle3", "medusa", None])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_every_kind_of_attention_is_refilled(name, drafts):
     base = build(*FAMILIES[name])
     base.generation_config.eos_token_id = [*range(3, 12)]
@@ -217,8 +218,9 @@ PROCESSORS = {
 }
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("draft", [None, PromptLookup(4), "draft model"], ids=["plain", "lookup", "draft model"])
+@pytest.mark.parametrize("name", PROCESSORS)
 def test_processors_and_limits_are_those_of_each_prompt(name, draft):
     draft = small() if draft == "draft model" else draft
     options = {**WARM, **PROCESSORS[name], "draft": draft}
@@ -311,7 +313,7 @@ def test_a_drafter_that_cannot_be_refilled_drafts_batch_by_batch(hf_log):
 def test_a_text_that_a_draft_model_cannot_read_runs_alone(hf_log):
     short = near(BASE, 0.05)
     short.config.max_position_embeddings = 40
-    options = {**WARM, "draft": DraftModel(short), "tree": SampledTree((1, 1))}
+    options = {**WARM, "max_new_tokens": 24, "draft": DraftModel(short), "tree": SampledTree((1, 1))}
     assert_as_alone(generate_many(BASE, [p for p in PROMPTS if len(p) < 40], batch_size=3, **options), **options)
     assert "prompts decoded alone: 2, such as prompt 2: the drafter reads 40 tokens" in hf_log.text
 

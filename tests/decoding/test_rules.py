@@ -225,7 +225,7 @@ def greedy(base):
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 def test_every_rule_runs_on_every_tree_and_batch(model, greedy, name, tree):
     rule = RULES[name]
     assert rule.lossless == (name in LOSSLESS)

@@ -55,6 +55,7 @@ DRAFTERS = {
 @pytest.mark.parametrize(
     ("drafter", "batch"), [*((name, "ragged") for name in DRAFTERS), ("lookup", "one"), ("model, chain", "one")]
 )
+@pytest.mark.sampled(3)
 def test_every_drafter_matches_greedy(pair, drafter, batch):
     base, small = pair
     expected = base.generate(**BATCHES[batch], max_new_tokens=20, do_sample=False)

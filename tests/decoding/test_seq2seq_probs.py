@@ -76,7 +76,7 @@ CASES = {
     "t5, point mass, batch": ("t5", 2, chain(1), RAGGED, 3, Exact()),
     "bart, point mass, batch": ("bart", 2, chain(1), RAGGED, 3, Exact()),
     "t5, sampled chain, batch": ("t5", 2, SampledTree((1,)), RAGGED, 2, Exact()),
-    "t5, sampled chain": ("t5", 4, SampledTree((1,)), LONG, 3, Exact()),
+    "t5, sampled chain": ("t5", 3, SampledTree((1,)), LONG, 3, Exact()),
     "t5, sampled chain of two": ("t5", 3, SampledTree((1, 1)), LONG, 2, Exact()),
     "bart, block": ("bart", 2, SampledTree((1, 1)), LONG, 4, Block()),
 }

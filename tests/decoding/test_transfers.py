@@ -6,7 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specheads import BestFirstTree, DynamicTree, chain, comb
 from specheads.decoding import loop
-from tests.reference.slow_heads import KINDS, spec_model
+from tests.reference.slow_heads import KINDS
+from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.prompts import PROMPTS, padded
 
 TREES = {"chain": chain(3), "comb": comb(3, 2), "dynamic": DynamicTree(8, 3, 3), "best first": BestFirstTree(8, 3, 3)}
@@ -51,10 +52,11 @@ def reads_of_steps(monkeypatch, model, **options):
         patch.setattr(loop._Loop, "step", watched)
         for name in READS:
             patch.setattr(torch.Tensor, name, counting(name, getattr(torch.Tensor, name)))
-        model.generate(**options, max_new_tokens=24)
+        model.generate(**options, max_new_tokens=16)
     return steps
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "sampling", [{}, {"do_sample": True, "temperature": 0.9, "top_k": 40, "seed": 2}], ids=("0", "T")
 )

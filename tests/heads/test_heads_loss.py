@@ -69,7 +69,7 @@ def test_loss_and_gradients_equal_the_slow_implementation(kind, options, trainin
 @pytest.mark.parametrize(("kind", "options"), HEADS)
 def test_accepted_length_of_a_head_equals_brute_force(kind, options):
     model = spec_model(kind, **options).eval()
-    data = rows(10, 8)
+    data = rows(8, 6)
     for row in data:
         row["labels"] = [-100, *row["input_ids"][1:]]
     with torch.no_grad():

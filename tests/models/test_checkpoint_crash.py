@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from specheads import CheckpointError, SpecModel, load_head
 from specheads.models import checkpoint
-from tests.support.heads_on_disk import FILES, contents, in_new_process, same, trained
-from tests.support.paths import ROOT
+from tests.support.heads_on_disk import FILES, contents, same, trained
+from tests.support.killable_fork import fork
 from tests.support.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -49,21 +49,25 @@ def before_and_after(folder):
     return base, old, new
 
 
-def killed_at_every_step(folder: str) -> None:
-    """In a process of its own: for each step of a save, fork, die there, and say what is left of the checkpoint."""
-    base, old, new = before_and_after(Path(folder))
+def killed_at_every_step(folder):
+    """For each step of a save, fork, die there, and say what is left of the checkpoint: its start, whether the step was
+    half done, the exit status, what is left."""
+    base, old, new = before_and_after(folder)
     for half in (False, True):
         for start in ("old", "none"):
             step, status = 0, -1
             while status != 0:
-                target = Path(folder) / f"{start}-{half}-{step}"
+                target = folder / f"{start}-{half}-{step}"
                 if start == "old":
-                    shutil.copytree(Path(folder) / "old", target)
-                if (child := os.fork()) == 0:
-                    for owner, name, function in failing_at(step, lambda: os._exit(9), half):
-                        setattr(owner, name, function)
-                    new.save_pretrained(target)
-                    os._exit(0)
+                    shutil.copytree(folder / "old", target)
+                if (child := fork()) == 0:
+                    try:
+                        for owner, name, function in failing_at(step, lambda: os._exit(9), half):
+                            setattr(owner, name, function)
+                        new.save_pretrained(target)
+                        os._exit(0)
+                    finally:
+                        os._exit(1)
                 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
                 try:
                     model = load_head(base, target)
@@ -72,24 +76,19 @@ def killed_at_every_step(folder: str) -> None:
                     left = left if model.head.config == wanted.head.config else "mixed"
                 except CheckpointError as error:
                     left = "none" if "has no model.safetensors" in str(error) else f"refused: {error}"
-                print(start, half, step, status, left, flush=True)
+                yield start, half, status, left
                 step += 1
 
 
 def test_a_save_that_is_killed_leaves_the_old_checkpoint_or_none(tmp_path):
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from tests.models.test_checkpoint_crash import killed_at_every_step; killed_at_every_step(sys.argv[2])"
-    )
-    lines = in_new_process(script, str(ROOT), str(tmp_path))
-    seen = [line.split(maxsplit=4) for line in lines]
+    seen = list(killed_at_every_step(tmp_path))
     for start in ("old", "none"):
-        for half in ("False", "True"):
-            states = [left for s, h, _, status, left in seen if (s, h) == (start, half) and status == "9"]
+        for half in (False, True):
+            states = [left for s, h, status, left in seen if (s, h) == (start, half) and status == 9]
             assert len(states) == 10, "two files, each: made, written, given its mode, flushed, put in place"
             # up to the replacing of the weights file nothing has changed; from then on all of it has
             assert states == [start] * 5 + ["new"] * 5
-    assert sum(status == "0" and left == "new" for *_, status, left in seen) == 4
+    assert sum(status == 0 and left == "new" for *_, status, left in seen) == 4
 
 
 def test_a_save_that_fails_leaves_no_litter(tmp_path, monkeypatch):

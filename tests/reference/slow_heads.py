@@ -31,6 +31,11 @@ def spec_model(kind, base=None, **options):
     return model
 
 
+def shallow_spec_model(kind, base=None, **options):
+    """spec_model on three layers, for tests that trace or watch every operation of a step."""
+    return spec_model(kind, tiny_llama(num_hidden_layers=3).double() if base is None else base, **options)
+
+
 def rows(*lengths, seed=2):
     generator = torch.Generator().manual_seed(seed)
     texts = []

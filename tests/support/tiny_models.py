@@ -19,12 +19,13 @@ def tiny_llama(**options):
     return LlamaForCausalLM(LlamaConfig(**{**sizes, "initializer_range": 0.3, **options})).eval()
 
 
-def with_adapter():
-    """A peft model whose adapter changes the distribution (a fresh LoRA has B = 0 and does not)."""
+def with_adapter(**options):
+    """A peft model whose adapter changes the distribution (a fresh LoRA has B = 0 and does not). options: the base's
+    own."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
-    adapted = get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    adapted = get_peft_model(tiny_llama(**options), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.5)

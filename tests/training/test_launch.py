@@ -16,7 +16,7 @@ from specheads.training.distributed.launch import LaunchConfig, LaunchError
 from specheads.training.recipe.recipe import read_recipe
 from specheads.training.run import prepare
 from tests.support.paths import ROOT
-from tests.support.training_runs import RUNNING_UNDER, overrides, run_module
+from tests.support.training_runs import RUNNING_UNDER, forked, overrides, run_module
 
 ACCELERATE = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 
@@ -25,16 +25,21 @@ def history(output):
     return json.loads((output / "trainer_state.json").read_text())["log_history"]
 
 
-def test_two_gloo_processes_give_the_single_process_loss(material, tmp_path):
+@pytest.mark.parametrize("start", ["forks", pytest.param("accelerate launch", marks=pytest.mark.slow)])
+def test_two_gloo_processes_give_the_single_process_loss(start, material, tmp_path, monkeypatch):
     alone = prepare(read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path / "one", 2)))
     alone.train()
-    config = str(ROOT / "recipes" / "accelerate" / "cpu.yaml")
-    command = ["accelerate.commands.launch", "--config_file", config, "--main_process_port", "0"]
-    asked = ["launch.processes=2", "launch.distributed=ddp"]
-    done = run_module(
-        [*command, "train/heads.py", "recipes/eagle3.yaml", *overrides(material, tmp_path / "two", 1, *asked)]
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    asked = overrides(material, tmp_path / "two", 1, "launch.processes=2", "launch.distributed=ddp")
+    if start == "forks":
+        monkeypatch.syspath_prepend(str(ROOT / "train"))
+        import heads
+
+        forked(2, heads.main, [str(ROOT / "recipes" / "eagle3.yaml"), *asked])
+    else:
+        config = str(ROOT / "recipes" / "accelerate" / "cpu.yaml")
+        command = ["accelerate.commands.launch", "--config_file", config, "--main_process_port", "0"]
+        done = run_module([*command, "train/heads.py", "recipes/eagle3.yaml", *asked])
+        assert done.returncode == 0, done.stderr[-3000:]
     timed = ("runtime", "per_second", "flos", "preparation_time")
     one, two = history(tmp_path / "one"), history(tmp_path / "two")
     assert len(one) == len(two) and sum("loss" in entry for entry in one) == 4

@@ -7,16 +7,19 @@ import pytest
 from safetensors.torch import load_file
 
 from specheads.training.resume import ResumeError, Unlogged, Writers
-from tests.support.training_runs import assert_same_run, launched
-from tests.workers.runs_of_two import KINDS, SAVED, run
+from tests.support.training_runs import assert_same_run, forked
+from tests.workers.runs_of_two import KINDS, SAVED, run, run_by_two
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """By kind: the whole run of one process; and the folder with those of two."""
+def runs(request, tmp_path_factory):
+    """By kind that a selected test compares: the whole run of one process; and the folder with those of two."""
     folder = tmp_path_factory.mktemp("runs")
-    whole = {kind: run(folder / f"{kind}-by-one", kind, 1) for kind in KINDS}
-    launched(2, "runs_of_two.py", folder)
+    calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")
+             and item.path == request.path]  # fmt: skip
+    kinds = sorted({"medusa", *(params["kind"] for params in calls if "kind" in params)})
+    whole = {kind: run(folder / f"{kind}-by-one", kind, 1) for kind in kinds}
+    forked(2, run_by_two, folder, kinds)
     return whole, folder
 
 
@@ -35,9 +38,13 @@ def test_two_processes_resume_where_one_stopped(runs, kind):
     whole, folder = runs
     log = json.loads((folder / f"{kind}.json").read_text())
     assert_same_run(whole[kind], log, load_file(folder / f"{kind}-resumed-by-two" / "model.safetensors"))
+    alone = whole[kind].evaluate()
+    for name in ("eval_loss", "eval_accepted_length", "eval_accuracy_depth_1"):
+        assert log[-1][name] == pytest.approx(alone[name], rel=1e-3), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(2)
 def test_gradients_are_summed_over_processes_once_a_step_whatever_it_accumulates(runs, kind):
     assert json.loads((runs[1] / f"{kind}-reductions.json").read_text()) == list(range(6))
 

@@ -118,8 +118,9 @@ def test_long_prompts_keep_their_end(make, loaded):
     assert row["input_ids"] == greedy(loaded, loaded[1]("stuvwxyz")["input_ids"])
 
 
-@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cut", [0, 2, 3, "inside"])
+@pytest.mark.parametrize("temperature", [0, 1.5])
 def test_a_run_that_was_stopped_makes_the_same_file(temperature, cut, make, tmp_path):
     """Also after a cut inside a line or between the two turns of a conversation."""
     rows = [{"messages": messages(("user", f"{i}?"), ("assistant", ""), ("user", "so?"))} for i in range(4)]

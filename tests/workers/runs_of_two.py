@@ -1,8 +1,6 @@
-"""The runs that test_resume_world.py compares, by as many processes as start this: argument FOLDER."""
+"""The runs that test_resume_world.py compares, by as many processes as call this."""
 
 import json
-import sys
-from pathlib import Path
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -34,13 +32,14 @@ class Reductions(TrainerCallback):
 
 def run(folder, kind, processes, checkpoint=None, callback=None, **options):
     """4 rows a step, of 7: the last step of an epoch has 3, and checkpoint-3 is in the middle of the second epoch and
-    between two logs."""
+    between two logs. 5 rows to evaluate on: the last batch of two processes is filled up."""
     settings = {
         "max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED, "logging_steps": 2, "seed": 5,
         "per_device_train_batch_size": 2 // processes, "gradient_accumulation_steps": 2,
+        "per_device_eval_batch_size": 2,
     }  # fmt: skip
     model = model_of(kind, seed=9 if checkpoint else 0, **DRAWING[kind])
-    trainer = trainer_of(folder, model, data=rows(7), **{**settings, **options})
+    trainer = trainer_of(folder, model, data=rows(7), evaluation=rows(5, 1), **{**settings, **options})
     if callback is not None:
         callback.trainer = trainer
         trainer.add_callback(callback)
@@ -49,15 +48,16 @@ def run(folder, kind, processes, checkpoint=None, callback=None, **options):
     return trainer
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    for kind in KINDS:
+def run_by_two(folder, kinds):
+    """In each of two processes: whole runs, and runs that resume those of one process."""
+    for kind in kinds:
         reductions = Reductions()
         run(folder / f"{kind}-by-two", kind, 2, callback=reductions)
         (folder / f"{kind}-reductions.json").write_text(json.dumps(reductions.steps))
         resumed = run(
             folder / f"{kind}-resumed-by-two", kind, 2, str(folder / f"{kind}-by-one" / f"checkpoint-{SAVED}")
         )
+        resumed.evaluate()
         if resumed.is_world_process_zero():
             (folder / f"{kind}.json").write_text(json.dumps(resumed.state.log_history))
             resumed.save_model(str(folder / f"{kind}-resumed-by-two"))

@@ -22,6 +22,8 @@ from specheads import (
     comb,
     generate,
 )  # fmt: skip
+from specheads.decoding.acceptance import RULES
+from specheads.decoding.acceptance.named import rule_named
 from specheads.decoding.compiled import compiled_steps, module_state
 from specheads.decoding.target.cache import static_size
 from tests.reference.slow_heads import KINDS, spec_model
@@ -31,12 +33,27 @@ from tests.support.tiny_models import near, tiny_llama, with_adapter
 
 TREES = {"chain": chain(3), "comb": comb(3, 2), "dynamic": DynamicTree(8, 3, 3), "best first": BestFirstTree(8, 3, 3)}
 
+DRAWN = TREES | {"sampled": SampledTree((2, 2, 1)), "sampled chain": SampledTree((1, 1, 1))}
+LOSSY = [
+    "typical:0.3", "topn:5:margin=0.2", "margin:0.3", "cs_leniency:2", "lenient:0.5", "no_residual", "fuzzy:js:0.3",
+    "fuzzy:kl:0.3:mode=rescue", "fuzzy:top_k_kl:0.5:k=7", "fuzzy:top_p_tv:0.5", "fuzzy:tv:0.3:processed=true",
+    "ensemble:0.5", "block", "traversal", "exact",
+]  # fmt: skip
+DRAWING = {"do_sample": True, "temperature": 0.8, "seed": 5}
+
 
 def texts_of(model, prompts, **options):
     """The text without and with compiled steps."""
     options = {"max_new_tokens": 14, "do_sample": False} | options
     call = generate if not hasattr(model, "head") else type(model).generate
     return [call(model, **prompts, **options, compile=compile).tolist() for compile in (False, "eager")]
+
+
+def shallow(kind, num_layers):
+    """A head on a base of few layers, whose text does not end."""
+    model = spec_model(kind, tiny_llama(num_hidden_layers=num_layers).double())
+    model.base.generation_config.eos_token_id = None
+    return model
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +76,75 @@ def test_a_heads_whole_step_is_one_graph_and_gives_the_same_text(kind, tree, sam
     assert [function.__name__ for function, _ in steps._known] == ["whole_step"]
 
 
+@pytest.mark.sampled(89)
+@pytest.mark.parametrize("sampling", [DRAWING | {"top_k": 3}, {}, DRAWING], ids=["few tokens", "greedy", "sampled"])
+@pytest.mark.parametrize("tree", DRAWN)
+@pytest.mark.parametrize("rule", LOSSY)
+def test_every_rule_is_judged_in_the_graph_whatever_the_draft_was_drawn_from(rule, tree, sampling):
+    if rule == "block" and tree == "sampled":
+        pytest.skip("Block judges chains")
+    kind = KINDS[(LOSSY.index(rule) + list(DRAWN).index(tree)) % len(KINDS)]
+    model = shallow(kind, 3)
+    without, compiled = texts_of(model, padded(PROMPTS), tree=DRAWN[tree], accept=rule, **sampling)
+    assert compiled == without
+    assert [function.__name__ for function, _ in compiled_steps(model.base, "eager")._known] == ["whole_step"]
+
+
+def test_the_grid_of_rules_has_every_rule():
+    assert {rule.partition(":")[0] for rule in LOSSY} == set(RULES)
+    assert all(rule_named(rule).on_device for rule in LOSSY)
+
+
+@pytest.mark.parametrize("rule", ["typical:{}", "fuzzy:js:{}"])
+def test_one_graph_serves_all_thresholds_seeds_and_lengths_of_a_rule(rule):
+    model, texts = shallow("medusa", 2), set()
+    for length, threshold in ((5, 0.02), (9, 0.3), (40, 0.6)):
+        ids = (torch.arange(20) * length % 97).unsqueeze(0)[:, :length]
+        for temperature in (0.8, 1.2):
+            options = DRAWING | {"temperature": temperature, "seed": length, "max_new_tokens": 10 + length}
+            without, compiled = texts_of(model, {"inputs": ids}, accept=rule.format(threshold), **options)
+            assert compiled == without
+    for threshold, seed in ((0.01, None), (0.3, 4), (0.9, None)):
+        options = {"max_new_tokens": 40, "seed": seed}
+        without, compiled = texts_of(model, {"inputs": ids}, accept=rule.format(threshold), **options)
+        assert compiled == without
+        texts.add(str(compiled))
+    assert len(texts) > 1  # so that a threshold that a graph kept would be seen
+    assert len(compiled_steps(model.base, "eager")) == 2  # one that draws, one that does not
+    without, compiled = texts_of(model, {"inputs": ids}, accept="margin:0.9")
+    assert compiled == without
+    assert len(compiled_steps(model.base, "eager")) == 3
+
+
+def test_drafts_past_the_limit_have_no_part_in_the_text():
+    """Block judges a token by those after it."""
+    model = shallow("medusa", 2)
+    for new in range(4, 12):
+        options = DRAWING | {"max_new_tokens": new, "seed": new, "top_k": 4}
+        without, compiled = texts_of(model, padded(PROMPTS), tree=SampledTree((1, 1, 1)), accept="block", **options)
+        assert compiled == without
+    assert len(compiled_steps(model.base, "eager")) == 1
+
+
+def test_a_graph_serves_equal_plans_whatever_was_computed_of_them_before():
+    """The shape of a static tree is kept on the plan, and other rules compute more of it."""
+    model = shallow("medusa", 2)
+    used, ids = comb(3, 2), torch.tensor([PROMPTS[0]])
+    model.generate(ids, tree=used, accept="fuzzy:js:0.2", max_new_tokens=12, **DRAWING)
+    for tree in (used, comb(3, 2)):
+        without, compiled = texts_of(model, {"inputs": ids}, tree=tree, accept="typical")
+        assert compiled == without
+    assert len(compiled_steps(model.base, "eager")) == 1
+    base = build("LlamaConfig", {"max_position_embeddings": 512, "num_hidden_layers": 2})
+    for tree, length in ((comb(3, 2), 3), (comb(3, 2), 270)):  # the second graph of the first plan is the third's
+        prompts = {"inputs": (torch.arange(length) * 7 % 97).unsqueeze(0)}
+        for new in (250, 20) if length == 3 else (20,):
+            without, compiled = texts_of(
+                base, prompts, draft=DraftModel(near(base)), tree=tree, max_new_tokens=new + (length == 3) * 20
+            )
+            assert compiled == without
+
+
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_compiles_with_every_way_of_drafting(family):
@@ -77,15 +163,19 @@ def test_every_family_compiles_with_every_way_of_drafting(family):
         (PromptLookup(3, width=2), None, None, {"step_after_draft"}),
         (NGram(2), None, None, {"step_after_draft"}),
         ("small", AdaptiveChain(4), None, {"step_after_draft"}),
-        ("small", SampledTree((2, 1)), None, {"step_after_draft", "verify"}),
-        ("small", AdaptiveChain(4), Typical(), {"verify"}),
+        ("small", SampledTree((2, 1)), None, {"verify"}),
+        ("small", AdaptiveChain(4), Typical(), {"step_after_draft"}),
+        ("small", AdaptiveChain(4), "fuzzy:js:0.3", {"step_after_draft"}),
+        ("small", AdaptiveChain(4, sampled=True), "block", {"step_after_draft"}),
+        (PromptLookup(3), chain(3), "lenient:0.5", {"step_after_draft"}),
+        ("small", chain(3), "fuzzy:random:0.3", {"verify"}),
         (None, None, None, {"whole_step"}),
     ],
 )
 def test_what_the_host_has_a_part_in_is_left_out_of_the_graph(draft, tree, accept, functions):
     base = tiny_llama(num_hidden_layers=2)
     draft = DraftModel(near(base)) if draft == "small" else draft
-    for sampling in ({}, {"do_sample": True, "top_k": 20, "seed": 4}):
+    for sampling in ({"seed": 4}, {"do_sample": True, "top_k": 20, "seed": 4}):
         if accept or tree:
             sampling |= {"tree": tree, "accept": accept}
         without, compiled = texts_of(base, padded(PROMPTS), draft=draft, **sampling)
@@ -273,14 +363,33 @@ def test_automatic_drafts_take_few_graphs_and_give_the_same_text(sampling):
     assert {key[-3] for function, key in graphs if function.__name__ == "step_after_draft"} <= {1, 2, 4, 8, 16, 32}
 
 
-@pytest.mark.parametrize("draft", [True, "lookup", False])
-def test_a_refilled_batch_gives_each_prompt_its_own_text(draft):
+@pytest.mark.parametrize(
+    ("draft", "accept", "tree"),
+    [
+        (True, None, None), ("lookup", None, None), (False, None, None), (True, "typical:0.3", chain(3)),
+        (True, None, SampledTree((2, 2, 1))),
+    ],
+)  # fmt: skip
+def test_a_refilled_batch_gives_each_prompt_its_own_text(draft, accept, tree):
     model = spec_model("eagle3")
     prompts = [[*PROMPTS[i % 3], 3 + i] for i in range(7)]
     options = {"max_new_tokens": 12, "batch_size": 2, "draft": draft, "do_sample": True, "seed": 3}
+    options |= {"accept": accept, "tree": tree} if tree else {}
     without, compiled = (model.generate_many(prompts, **options, compile=compile) for compile in (False, "eager"))
     assert [one.tokens for one in compiled] == [one.tokens for one in without]
     assert len(compiled_steps(model.base, "eager")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tree", "accept"),
+    [(SampledTree((2, 2, 1)), "exact"), (SampledTree((2, 1)), "traversal"), (comb(3, 2), "fuzzy:js:0.2")],
+)
+def test_torchs_own_compiler_draws_the_numbers_of_a_seed(tree, accept):
+    model = shallow("eagle3", 3)
+    options = {**padded(PROMPTS), "tree": tree, "accept": accept, "max_new_tokens": 30, **DRAWING}
+    assert model.generate(**options, compile=True).tolist() == model.generate(**options).tolist()
+    assert [function.__name__ for function, _ in compiled_steps(model.base)._known] == ["whole_step"]
 
 
 @pytest.mark.slow

@@ -113,6 +113,10 @@ class StaticTree:
             cache[batch, device] = topology, torch.tensor(chosen, device=device), tables
         return cache[batch, device]
 
+    def topology(self, batch: int, device: torch.device) -> TreeTopology:
+        """The trees' topology, computed once per batch size and device."""
+        return self._tables(batch, device)[0]
+
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
         topology, chosen, tables = self._tables(root.shape[0], root.device)
         tokens, parents = root.unsqueeze(1), None

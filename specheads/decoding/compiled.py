@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,16 @@ class CompiledSteps:
             return result
         logger.warning("compiled %s in %.0f s", function.__name__, time.perf_counter() - began)
         self._known[function, key] = compiled
+        for module in inputs:  # the base has its own: when it is freed, so are its compiled steps
+            if isinstance(module, nn.Module):
+                finalize(module, forget, ref(self), (function, key)).atexit = False
         return result
+
+
+def forget(steps: ref[CompiledSteps], graph: Hashable) -> None:
+    """Drop the graph of a head that has been freed. The base, which may have been freed before, holds the steps."""
+    if (found := steps()) is not None:
+        found._known.pop(graph, None)
 
 
 _STEPS: WeakKeyDictionary[PreTrainedModel, dict[str, CompiledSteps]] = WeakKeyDictionary()

@@ -4,6 +4,9 @@ compiled.
 The backend "eager" traces as torch's own does, with no graph break allowed, and runs the operations as they are.
 """
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -305,6 +308,22 @@ def test_adapters_are_part_of_what_is_compiled():
     with base.disable_adapter():
         disabled, compiled = texts_of(base, prompts)
     assert compiled == disabled != active
+
+
+def test_graphs_are_freed_with_their_head_and_with_their_base():
+    model = shallow("medusa", 2)
+    other = spec_model("medusa", model.base)
+    for one in (model, other):
+        one.generate(**padded(PROMPTS), tree=chain(2), max_new_tokens=8, do_sample=False, compile="eager")
+    base, steps = ref(model.base), ref(compiled_steps(model.base, "eager"))
+    assert len(steps()) == 2
+    del other, one
+    gc.collect()
+    assert len(steps()) == 1
+    graph = ref(*steps()._known.values())
+    del model
+    gc.collect()
+    assert base() is steps() is graph() is None
 
 
 def test_what_cannot_be_compiled_is_decoded_without_after_one_warning(hf_log):

@@ -5,6 +5,8 @@ The backend "eager" traces as torch's own does, with no graph break allowed, and
 """
 
 import gc
+import re
+from types import SimpleNamespace
 from weakref import ref
 
 import pytest
@@ -27,10 +29,12 @@ from specheads import (
 )  # fmt: skip
 from specheads.decoding.acceptance import RULES
 from specheads.decoding.acceptance.named import rule_named
-from specheads.decoding.compiled import compiled_steps, module_state
+from specheads.decoding.compiled import compiled_steps, module_state, reason_not_compiled
 from specheads.decoding.target.cache import static_size
+from specheads.decoding.target.model_inputs import ModelInputs
 from tests.reference.slow_heads import KINDS, spec_model
 from tests.support.families import FAMILIES, build
+from tests.support.paths import ROOT
 from tests.support.prompts import PROMPTS, padded
 from tests.support.tiny_models import near, tiny_llama, with_adapter
 
@@ -157,6 +161,31 @@ def test_every_family_compiles_with_every_way_of_drafting(family):
         assert compiled == without
     assert compiled_steps(base, "eager").failure is None
     assert len(compiled_steps(base, "eager")) == 2
+
+
+def compatibility():
+    """What docs/compatibility.md says of compiled steps."""
+    text = (ROOT / "docs" / "compatibility.md").read_text()
+    return text.partition("## The compiled step\n")[2].partition("\n## ")[0]
+
+
+def test_the_documentation_lists_the_families_that_compile():
+    listed = compatibility().split("\n\n")[1]
+    assert " ".join(listed.split()) == "; ".join(FAMILIES) + "."
+
+
+def test_the_documentation_lists_the_reasons_why_others_do_not():
+    base = tiny_llama(num_hidden_layers=2)
+    without = {"source": None, "static": True, "switch": None, "base": base, "inputs": ModelInputs()}
+    spread = SimpleNamespace(hf_device_map={"model.layers.0": 0, "model.layers.1": 1})
+    cases = [
+        {"source": object()}, {"switch": object()}, {"inputs": ModelInputs(token_types=torch.zeros(1, 3))},
+        {"base": spread},
+    ]  # fmt: skip
+    rows = re.findall(r"^\| .* \| (.*) \|$", compatibility(), re.MULTILINE)[1:]
+    assert reason_not_compiled(SimpleNamespace(**without)) is None
+    for row, case in zip(rows, cases, strict=True):
+        assert reason_not_compiled(SimpleNamespace(**without | case)).partition(" (")[0] == row
 
 
 @pytest.mark.parametrize(
@@ -397,6 +426,21 @@ def test_a_refilled_batch_gives_each_prompt_its_own_text(draft, accept, tree):
     without, compiled = (model.generate_many(prompts, **options, compile=compile) for compile in (False, "eager"))
     assert [one.tokens for one in compiled] == [one.tokens for one in without]
     assert len(compiled_steps(model.base, "eager")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Llama", "GPT-2", "Qwen3", "Mixtral"])
+def test_torchs_own_compiler_serves_texts_of_all_lengths_of_a_family_with_two_graphs(family):
+    base, traced = build(*FAMILIES[family]), []
+    for length, new in ((3, 10), (17, 24), (50, 5), (80, 30)):
+        ids = (torch.arange(length) * 7 % 97).unsqueeze(0)
+        for draft in (None, PromptLookup(3)):
+            options = {"draft": draft, "max_new_tokens": new, "do_sample": False}
+            assert generate(base, ids, **options, compile=True).tolist() == generate(base, ids, **options).tolist()
+        traced.append(counters["stats"]["unique_graphs"])
+    assert compiled_steps(base).failure is None
+    assert len(compiled_steps(base)) == 2
+    assert set(traced) == {2}
 
 
 @pytest.mark.slow

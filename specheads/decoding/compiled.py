@@ -142,7 +142,9 @@ class StepCompiler:
         self.accept: Acceptance = Exact() if exact else options_as_tensors(accept, device, accept.tensor_options)
         self.by_target = exact and not isinstance(unwrapped_plan(plan), SampledTree)
         traced = all(type(processor) in TRACED for processor in sampler.processors)
-        self.judges = traced and self.accept.on_device and not details
+        # Code that torch's own compiler made of `probs.randomness` on a CPU corrupted memory (torch 2.13).
+        self.hashes = steps.backend != DEFAULT_BACKEND or not sampler.do_sample
+        self.judges = traced and self.accept.on_device and not details and (self.by_target or self.hashes)
         if self.judges:
             sampler.processors = [options_as_tensors(one, device, OPTIONS) for one in sampler.processors]
         self.whole = self.judges and (drafter is None or (drafter.on_device and grows_on_device(plan)))
@@ -210,10 +212,12 @@ class StepCompiler:
             return None
         if tree.num_nodes == 1 and self.accept.uses_draft_probs:
             return None  # it has none, and they have a part in the graph
+        by_target = tree.probs is None and isinstance(self.accept, Exact)
+        if not by_target and not self.hashes:
+            return None
         tree = self.pad(tree)
         # Cached values of a topology that other steps had computed would be part of what the graph reads.
         tree = replace(tree, topology=tree.topology.bare(tree.is_chain))
-        by_target = tree.probs is None and isinstance(self.accept, Exact)
         key = self.key(self.judging, draft_shapes(tree), tree.num_nodes, tree.max_depth, tree.is_chain)
         return self.steps.run(
             step_after_draft, key, self.target, self.accept, self.sampler, context.root, tree,

@@ -452,7 +452,7 @@ def test_torchs_own_compiler_draws_the_numbers_of_a_seed(tree, accept):
     model = shallow("eagle3", 3)
     options = {**padded(PROMPTS), "tree": tree, "accept": accept, "max_new_tokens": 30, **DRAWING}
     assert model.generate(**options, compile=True).tolist() == model.generate(**options).tolist()
-    assert [function.__name__ for function, _ in compiled_steps(model.base)._known] == ["whole_step"]
+    assert [function.__name__ for function, _ in compiled_steps(model.base)._known] == ["verify"]
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import time
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,10 @@ from transformers import PreTrainedModel
 from transformers.generation import logits_process as hf
 from transformers.utils import logging
 
-from specheads.decoding.acceptance import Acceptance
+from specheads.decoding.acceptance import Acceptance, Exact
 from specheads.decoding.drafters.base import Advance, Context, DeviceDraft, Drafter
-from specheads.decoding.planner import BestFirstTree, DynamicTree, Plan, StaticTree
+from specheads.decoding.planner import BestFirstTree, DynamicTree, Plan, SampledTree, StaticTree
+from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.step import step_after_draft, verify, whole_step
 from specheads.decoding.target.causal import Target, TargetOutput
@@ -64,9 +66,9 @@ class CompiledSteps:
             logger.warning("%s decodes without compiling: %s", type(target.base).__name__, reason)
         return reason is None
 
-    def run(self, function: Callable[..., T], key: Hashable, *inputs: Any) -> T:
+    def run(self, function: Callable[..., T], key: Hashable, *inputs: Any, module: nn.Module | None = None) -> T:
         """function(*inputs), compiled; as it is, after one warning, if it cannot be compiled. Then no other is tried
-        either if it was the first."""
+        either if it was the first. module: the graph is dropped when this head is freed."""
         if self.failure is not None or (function, key) in self._failed:
             return function(*inputs)
         if (compiled := self._known.get((function, key))) is not None:
@@ -87,7 +89,15 @@ class CompiledSteps:
             return result
         logger.warning("compiled %s in %.0f s", function.__name__, time.perf_counter() - began)
         self._known[function, key] = compiled
+        if module is not None:  # the base needs none: when it is freed, so are its compiled steps
+            finalize(module, forget, ref(self), (function, key)).atexit = False
         return result
+
+
+def forget(steps: ref[CompiledSteps], graph: Hashable) -> None:
+    """Drop the graph of a head that has been freed. The base, which may have been freed before, holds the steps."""
+    if (found := steps()) is not None:
+        found._known.pop(graph, None)
 
 
 _STEPS: WeakKeyDictionary[PreTrainedModel, dict[str, CompiledSteps]] = WeakKeyDictionary()
@@ -117,7 +127,7 @@ class StepCompiler:
     """Runs the steps of one call of decode() compiled: whole where the host has no part in them, else what can be.
 
     whole: the host has no part in drafting and judging, except that the first step reads the prompt. judges: nor in
-    judging a tree of point masses.
+    judging a tree of point masses, or a chain. by_target: drafts decide how fast the text comes, and not which.
     """
 
     def __init__(
@@ -126,14 +136,18 @@ class StepCompiler:
     ) -> None:  # fmt: skip
         """details: the caller wants scores or divergences, which leave a step only on the host's way."""
         self.steps, self.target, self.drafter, self.plan = steps, target, drafter, plan
-        self.accept, self.sampler, self.num_top = accept, sampler, num_top
+        self.sampler, self.num_top, device = sampler, num_top, target.cache.lengths.device
+        exact = drafter is None or accept.is_exact(sampler)
+        self.accept: Acceptance = Exact() if exact else options_as_tensors(accept, device, accept.tensor_options)
+        self.by_target = exact and not isinstance(unwrapped_plan(plan), SampledTree)
         traced = all(type(processor) in TRACED for processor in sampler.processors)
-        self.judges = traced and accept.is_exact(sampler) and not details
+        # Code that torch's own compiler made of `probs.randomness` on a CPU corrupted memory (torch 2.13).
+        self.hashes = steps.backend != DEFAULT_BACKEND or not sampler.do_sample
+        self.judges = traced and self.accept.on_device and not details and (self.by_target or self.hashes)
         if self.judges:
-            sampler.processors = [
-                options_as_tensors(processor, target.cache.lengths.device) for processor in sampler.processors
-            ]
+            sampler.processors = [options_as_tensors(one, device, OPTIONS) for one in sampler.processors]
         self.whole = self.judges and (drafter is None or (drafter.on_device and grows_on_device(plan)))
+        self.judges &= self.whole or not branches_at_random(plan)
         self._state: Hashable = None
         self._modules: dict[nn.Module, Hashable] = {}
 
@@ -173,10 +187,17 @@ class StepCompiler:
     @property
     def judging(self) -> Hashable:
         """What judging depends on, beside the tree."""
-        return self.num_top, self.sampler.do_sample, tuple(map(constants_of, self.sampler.processors))
+        processors = tuple(map(constants_of, self.sampler.processors))
+        return self.num_top, self.sampler.do_sample, constants_of(self.accept), processors
 
-    def whole_step(self, context: Context, numbers: Callable[[int], Tensor | None], active: Tensor) -> Advance | None:
-        """The step in one graph; None if it has to begin on the host."""
+    def whole_step(
+        self, context: Context, numbers: Callable[[int], Tensor | None], active: Tensor, count: Tensor, limits: Tensor,
+        shortened: bool,
+    ) -> Advance | None:  # fmt: skip
+        """The step in one graph; None if it has to begin on the host.
+
+        count, limits (B,): new tokens of each row, and the most of them. shortened: the text ends within a draft.
+        """
         if not self.judges:
             return None
         draft: DeviceDraft | None = None
@@ -184,38 +205,47 @@ class StepCompiler:
             draft = self.drafter.device_draft(context, self.plan)
             if draft is None or not grows_on_device(draft.plan):
                 return None
-        drafter, plan, depth = None, None, 0
-        key = self.key(self.judging)
+        drafter, plan, module, depth, key = None, None, None, 0, self.key(self.judging)
         if draft is not None:
-            drafter, context, plan, depth = draft.drafter, draft.context, draft.plan, draft.plan.depth
+            drafter, context, plan, module, depth = draft
+            grown = unwrapped_plan(plan)
+            if isinstance(grown, StaticTree | SampledTree):
+                grown.topology(len(active), active.device).complete()
+            elif shortened and not self.by_target:
+                return None  # the best tree of fewer levels is another tree
             caches = tuple((cache.attended, cache.size) for cache in context.caches)
-            key = self.key(
-                self.judging, type(drafter), self.state_of(draft.module), plan, context.features.shape[1], caches
-            )
+            key = self.key(self.judging, type(drafter), self.state_of(module), plan, context.features.shape[1], caches)
         return self.steps.run(
             whole_step, key, self.target, drafter, plan, self.accept, self.sampler, context, numbers(depth), active,
-            self.num_top,
+            self.num_top, *(() if self.by_target else (count, limits)), module=module,
         )  # fmt: skip
 
     def step_after_draft(
-        self, context: Context, tree: DraftTree, numbers: Callable[[int], Tensor | None], active: Tensor
+        self, context: Context, tree: DraftTree, numbers: Callable[[int], Tensor | None], active: Tensor, count: Tensor
     ) -> Advance | None:
         """What follows a draft in one graph; None if the host has a part in judging it, or if no other step needs such
         a graph."""
-        if self.whole or not self.judges or tree.probs is not None:
+        if self.whole or not self.judges or tree.siblings_drawn:
+            return None
+        if tree.num_nodes == 1 and self.accept.uses_draft_probs:
+            return None  # it has none, and they have a part in the graph
+        by_target = tree.probs is None and isinstance(self.accept, Exact)
+        if not by_target and not self.hashes:
             return None
         tree = self.pad(tree)
-        key = self.key(self.judging, tree.num_nodes, tree.max_depth, tree.is_chain)
+        # Cached values of a topology that other steps had computed would be part of what the graph reads.
+        tree = replace(tree, topology=tree.topology.bare(tree.is_chain))
+        key = self.key(self.judging, draft_shapes(tree), tree.num_nodes, tree.max_depth, tree.is_chain)
         return self.steps.run(
             step_after_draft, key, self.target, self.accept, self.sampler, context.root, tree,
-            numbers(tree.max_depth), active, self.num_top,
+            numbers(tree.max_depth), active, self.num_top, *(() if by_target else (count,)),
         )  # fmt: skip
 
     def verify(self, tree: DraftTree) -> TargetOutput:
         """The target's pass over the tree, in a graph if other steps need one for trees of this size."""
-        if self.whole:
+        if self.whole or (self.judges and tree.num_nodes == 1):
             return self.target.verify(tree)
-        num, padded = tree.num_nodes, self.pad(tree)
+        num, padded = tree.num_nodes, self.pad(replace(tree, probs=None, logits=None))
         out = self.steps.run(verify, self.key(padded.num_nodes), self.target, padded)
         return TargetOutput(out.logits[:, :num], out.features[:, :num])
 
@@ -225,7 +255,7 @@ class StepCompiler:
         sizes = () if self.drafter is None else self.drafter.tree_sizes
         if smaller := [size for size in sizes if tree.num_nodes <= size < nodes]:
             nodes, depth = smaller[0], min(depth, max(tree.max_depth, smaller[0] - 1))
-        return tree.padded(nodes, depth)
+        return tree.padded(nodes, depth, 0 if self.plan is None else self.plan.drafting_slots + 1)
 
     @property
     def depth(self) -> int:
@@ -234,15 +264,36 @@ class StepCompiler:
 
 
 def grows_on_device(plan: Plan | None) -> bool:
-    """Are its trees point masses of one shape, grown on the device?
+    """Are its trees of one size, grown on the device?
 
     A branching tree has more nodes than a chain of its depth; of another one the host would ask whether it branches.
     """
     if type(plan).__hash__ is None:  # no graph can be found by it again
         return False
-    if isinstance(plan, StaticTree):
+    plan = unwrapped_plan(plan)
+    if isinstance(plan, StaticTree | SampledTree):
         return True
     return isinstance(plan, BestFirstTree | DynamicTree) and plan.num_nodes > plan.depth + 1
+
+
+def branches_at_random(plan: Plan | None) -> bool:
+    """May the drawn children of a node be more or fewer from tree to tree?"""
+    plan = unwrapped_plan(plan)
+    return isinstance(plan, SampledTree) and plan.num_nodes > plan.depth + 1
+
+
+def unwrapped_plan(plan: Plan | None) -> Plan | None:
+    """The plan that grows the trees."""
+    return plan.plan if isinstance(plan, RecordDraftLogits) else plan
+
+
+def draft_shapes(tree: DraftTree) -> tuple:
+    """What a graph depends on of the draft's probabilities that a tree carries."""
+    probs, logits = tree.probs, tree.logits
+    return (
+        None if probs is None else (probs.shape, probs.dtype),
+        None if logits is None else (logits.logits.shape, logits.logits.dtype, logits.ids is None, logits.vocab_size),
+    )
 
 
 def reason_not_compiled(target: Target) -> str | None:
@@ -275,19 +326,20 @@ def module_state(module: nn.Module) -> tuple:
     return ref(module), hash(tuple(modules)), hash(tuple(tensors)), tuple(tables)
 
 
-def options_as_tensors(processor: Any, device: torch.device) -> Any:
-    """A copy of a logits processor whose options that are numbers are tensors, which a graph reads anew."""
-    result = copy.copy(processor)
-    for name in OPTIONS:
-        if isinstance(value := getattr(processor, name, None), float):
+def options_as_tensors(owner: Any, device: torch.device, names: Sequence[str]) -> Any:
+    """A copy of a logits processor or rule whose options of these names are tensors, which a graph reads anew."""
+    result = copy.copy(owner)
+    for name in names:
+        if isinstance(value := getattr(owner, name, None), float):
             dtype = torch.float32 if device.type == "mps" else torch.float64  # a number's own, where there is one
-            setattr(result, name, torch.tensor(value, dtype=dtype, device=device))
+            vars(result)[name] = torch.tensor(value, dtype=dtype, device=device)
     return result
 
 
-def constants_of(processor: Any) -> tuple:
-    """A logits processor's type and the values of its attributes; of tensors, which a graph reads anew, the shapes."""
-    return type(processor), tuple(
+def constants_of(owner: Any) -> tuple:
+    """The type of a logits processor or rule and the values of its attributes; of tensors, which a graph reads anew,
+    the shapes."""
+    return type(owner), tuple(
         (name, (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value))
-        for name, value in sorted(vars(processor).items())
+        for name, value in sorted(vars(owner).items())
     )

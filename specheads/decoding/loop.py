@@ -110,10 +110,11 @@ def decode(
 class _Loop:
     """One call of decode(): its parts as given there, and the state between its steps, which prefill() makes.
 
-    limits: the most new tokens of each row. running: the rows that have not stopped. active (B,), active_rows: those
-    that take part in the step, on the device and on the host. count (B,): tokens gained. uniforms (B, max(limits)): the
-    number in [0, 1) that draws each token of a row, None if nothing is sampled. end_ids: eos as a tensor, None if no
-    logits processor reads prefixes. watch: of processors that may keep state, None if nothing is drafted.
+    limits, row_limits (B,): the most new tokens of each row, on the host and on the device. running: the rows that have
+    not stopped. active (B,), active_rows: those that take part in the step, on the device and on the host. count (B,):
+    tokens gained. uniforms (B, max(limits)): the number in [0, 1) that draws each token of a row, None if nothing is
+    sampled. end_ids: eos as a tensor, None if no logits processor reads prefixes. watch: of processors that may keep
+    state, None if nothing is drafted.
     """
 
     target: Target
@@ -134,6 +135,7 @@ class _Loop:
     running: list[bool] = field(init=False)
     prompts: list[list[int]] = field(init=False)
     context: Context = field(init=False)
+    row_limits: Tensor = field(init=False)
     count: Tensor = field(init=False)
     uniforms: Tensor | None = field(init=False)
     end_ids: Tensor | None = field(init=False)
@@ -156,7 +158,7 @@ class _Loop:
             self.target, ids, lengths, out.features, root, top_tokens(out.logits, self.num_top)
         )
         require_finite(bool(sampler.finite))
-        self.count = torch.ones_like(root)
+        self.count, self.row_limits = torch.ones_like(root), root.new_tensor(self.limits)
         if self.plan and (self.accept.uses_draft_probs or self.keep_divergences):
             self.plan = RecordDraftLogits(self.plan)
         self.watch = StateWatch(sampler.processors) if self.plan else None
@@ -197,7 +199,7 @@ class _Loop:
             self.drafter.refill(self.context, new.rows, context, self.plan)
             context = only_last_position(context)
         self.context = replace_rows(self.context, new.rows, context)
-        self.count = self.count.index_fill(0, rows, 1)
+        self.count, self.row_limits = self.count.index_fill(0, rows, 1), root.new_tensor(self.limits)
         if self.compiler is not None:
             self.compiler.renew()
 
@@ -222,13 +224,16 @@ class _Loop:
         tree = verdict = advance = None
         end_part("other")
         if self.compiler is not None:
-            advance = self.compiler.whole_step(self.context, self.numbers, active)
+            shortened = schedule.plan is not self.plan
+            advance = self.compiler.whole_step(
+                self.context, self.numbers, active, self.count, self.row_limits, shortened
+            )
             end_part("step")
         if advance is None:
             tree = self.draft(schedule)
             end_part("draft")
             if self.compiler is not None:
-                advance = self.compiler.step_after_draft(self.context, tree, self.numbers, active)
+                advance = self.compiler.step_after_draft(self.context, tree, self.numbers, active, self.count)
                 end_part("verify")
             if advance is None:
                 out = (self.compiler or self.target).verify(tree)

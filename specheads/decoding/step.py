@@ -13,6 +13,7 @@ from torch import Tensor
 from specheads.decoding.acceptance import Acceptance, Verdict, walk
 from specheads.decoding.drafters.base import Advance, Context, Drafter
 from specheads.decoding.planner import Plan
+from specheads.decoding.probs.randomness import ACCEPT, DRAFT
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.cache import gather_nodes
 from specheads.decoding.target.causal import Target, TargetOutput
@@ -21,22 +22,33 @@ from specheads.decoding.tree import DraftTree
 
 def whole_step(
     target: Target, drafter: Drafter | None, plan: Plan | None, accept: Acceptance, sampler: Sampler, context: Context,
-    numbers: Tensor | None, active: Tensor, num_top: int,
+    numbers: Tensor | None, active: Tensor, num_top: int, count: Tensor | None = None, limits: Tensor | None = None,
 ) -> Advance:  # fmt: skip
-    """Draft, verify, judge and commit. numbers (B, P) as in `TargetProbs`, active (B,) bool."""
+    """Draft, verify, judge and commit. numbers (B, P) as in `TargetProbs`, active (B,) bool.
+
+    Where drafts decide the text: count (B,) as in `step_after_draft`, and limits (B,), the most tokens of each row. No
+    draft past them is judged.
+    """
     if drafter is None or plan is None:
         tree = DraftTree.root_only(context.root)
     else:
+        if count is not None and sampler.do_sample:
+            sampler.begin(DRAFT, count)
         tree = drafter.propose(context, sampler, plan)
-    return step_after_draft(target, accept, sampler, context.root, tree, numbers, active, num_top)
+    if count is not None and limits is not None:
+        tree = tree.within(limits - count - 1)
+    return step_after_draft(target, accept, sampler, context.root, tree, numbers, active, num_top, count)
 
 
 def step_after_draft(
     target: Target, accept: Acceptance, sampler: Sampler, root: Tensor, tree: DraftTree, numbers: Tensor | None,
-    active: Tensor, num_top: int,
+    active: Tensor, num_top: int, count: Tensor | None = None,
 ) -> Advance:  # fmt: skip
-    """Verify, judge and commit a drafted tree."""
+    """Verify, judge and commit a drafted tree. count (B,): each row's new tokens so far, where the rule draws numbers
+    by them."""
     out = target.verify(tree)
+    if count is not None and sampler.do_sample:
+        sampler.begin(ACCEPT, count)
     verdict = hold_inactive(walk(tree, out.logits, accept, sampler, numbers=numbers), root, active)
     return commit(target, sampler, tree, out, verdict, num_top)
 

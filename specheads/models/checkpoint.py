@@ -106,7 +106,8 @@ def load(
 ) -> LoadedParts:
     """Load config, base and head from a directory or hub id, in this library's format or one of formats/.
 
-    dtype: of both, or of the head alone if the base is in memory; by default each keeps the dtype it was saved in.
+    dtype: of both, or of the head alone if the base is in memory. None: the base as it was saved, and the head in the
+    base's dtype; "auto": each as it was saved.
     config: of the checkpoint, as Auto classes pass it; only its attention implementation is used, since the weights
     file has its own config. allow_pickle: read a foreign format's pickles too, tensors only. allow_nonfinite: accept
     NaN and Inf among the head's weights. Other arguments go to the loading of the base. CheckpointError says what is
@@ -119,7 +120,7 @@ def load(
         kwargs.pop(name, None)
     torch_dtype = kwargs.pop("torch_dtype", None)
     dtype = torch_dtype if dtype is None else dtype
-    wanted_dtype = as_dtype(dtype)
+    wanted_dtype, follows_base = as_dtype(dtype), dtype is None
     if config is not None and config._attn_implementation:
         kwargs.setdefault("attn_implementation", config._attn_implementation)
 
@@ -128,7 +129,7 @@ def load(
         recorded = SpecConfig(base_model_name_or_path=foreign.base_name)
         base = unwrapped(_base_beside(source, base, recorded, Path(), hub, options))
         recorded, head = foreign.read_head(base, allow_nonfinite)
-        return LoadedParts(recorded, base, head if wanted_dtype is None else head.to(wanted_dtype))
+        return LoadedParts(recorded, base, in_dtype(head, base.dtype if follows_base else wanted_dtype))
     saved = read(source, **hub)
     if allow_nonfinite:  # of the head alone: with such adapters the decoded model would write no text
         refuse_nonfinite(source, adapter_tensors(saved.tensors), allowable=False)
@@ -170,7 +171,12 @@ def load(
         for name, t in of_head.items()
     }
     head.load_state_dict(copies, strict=True, assign=True)
-    return LoadedParts(recorded, base, head if wanted_dtype is None else head.to(wanted_dtype))
+    return LoadedParts(recorded, base, in_dtype(head, base.dtype if follows_base else wanted_dtype))
+
+
+def in_dtype(head: DraftHead, dtype: torch.dtype | None) -> DraftHead:
+    """The head in this dtype; as it is for None, and for eight bits, of a quantised base, in which nothing computes."""
+    return head if dtype is None or dtype.itemsize < 2 else head.to(dtype)
 
 
 def check_options(saved: SavedHead, base: PreTrainedModel, source: Any) -> None:

@@ -66,5 +66,8 @@ def convert(
 
 
 def load_head(base: PreTrainedModel, directory: Any, **kwargs: Any) -> SpecModel:
-    """Load the head saved in `directory` (or on the hub) beside a base that is already in memory."""
+    """Load the head saved in `directory` (or on the hub) beside a base that is already in memory.
+
+    dtype: of the head; None: the base's; "auto": the one it was saved in. Others as in `SpecModel.from_pretrained`.
+    """
     return SpecModel.from_pretrained(directory, base=base, **kwargs)

@@ -95,7 +95,7 @@ def build_model(recipe: Recipe, train: Iterable[Any]) -> SpecModel:
     base = load_base(recipe)
     dtype = base.dtype if recipe.head_dtype == "auto" else as_dtype(recipe.head_dtype)
     if recipe.init_from is not None:
-        model = load_head(base, recipe.init_from)
+        model = load_head(base, recipe.init_from, dtype="auto")
         model.head.to(dtype)
     else:
         assert recipe.head is not None

@@ -4,6 +4,11 @@ compiled.
 The backend "eager" traces as torch's own does, with no graph break allowed, and runs the operations as they are.
 """
 
+import gc
+import re
+from types import SimpleNamespace
+from weakref import ref
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -22,17 +27,29 @@ from specheads import (
     comb,
     generate,
 )  # fmt: skip
-from specheads.decoding.compiled import compiled_steps, module_state
+from specheads.decoding.acceptance import RULES
+from specheads.decoding.acceptance.named import rule_named
+from specheads.decoding.compiled import compiled_steps, module_state, reason_not_compiled
 from specheads.decoding.drafters import AutoDrafter, auto
 from specheads.decoding.planner.by_cost.choice import Choice
 from specheads.decoding.target.cache import static_size
+from specheads.decoding.target.model_inputs import ModelInputs
 from tests.reference.slow_heads import KINDS
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.families import FAMILIES, build
+from tests.support.paths import ROOT
 from tests.support.prompts import PROMPTS, padded
 from tests.support.tiny_models import near, tiny_llama, with_adapter
 
 TREES = {"chain": chain(3), "comb": comb(3, 2), "dynamic": DynamicTree(8, 3, 3), "best first": BestFirstTree(8, 3, 3)}
+
+DRAWN = TREES | {"sampled": SampledTree((2, 2, 1)), "sampled chain": SampledTree((1, 1, 1))}
+LOSSY = [
+    "typical:0.3", "topn:5:margin=0.2", "margin:0.3", "cs_leniency:2", "lenient:0.5", "no_residual", "fuzzy:js:0.3",
+    "fuzzy:kl:0.3:mode=rescue", "fuzzy:top_k_kl:0.5:k=7", "fuzzy:top_p_tv:0.5", "fuzzy:tv:0.3:processed=true",
+    "ensemble:0.5", "block", "traversal", "exact",
+]  # fmt: skip
+DRAWING = {"do_sample": True, "temperature": 0.8, "seed": 5}
 
 
 def texts_of(model, prompts, **options):
@@ -40,6 +57,13 @@ def texts_of(model, prompts, **options):
     options = {"max_new_tokens": 14, "do_sample": False} | options
     call = generate if not hasattr(model, "head") else type(model).generate
     return [call(model, **prompts, **options, compile=compile).tolist() for compile in (False, "eager")]
+
+
+def shallow(kind, num_layers):
+    """A head on a base of few layers, whose text does not end."""
+    model = spec_model(kind, tiny_llama(num_hidden_layers=num_layers).double())
+    model.base.generation_config.eos_token_id = None
+    return model
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +86,75 @@ def test_a_heads_whole_step_is_one_graph_and_gives_the_same_text(kind, tree, sam
     assert [function.__name__ for function, _ in steps._known] == ["whole_step"]
 
 
+@pytest.mark.sampled(89)
+@pytest.mark.parametrize("sampling", [DRAWING | {"top_k": 3}, {}, DRAWING], ids=["few tokens", "greedy", "sampled"])
+@pytest.mark.parametrize("tree", DRAWN)
+@pytest.mark.parametrize("rule", LOSSY)
+def test_every_rule_is_judged_in_the_graph_whatever_the_draft_was_drawn_from(rule, tree, sampling):
+    if rule == "block" and tree == "sampled":
+        pytest.skip("Block judges chains")
+    kind = KINDS[(LOSSY.index(rule) + list(DRAWN).index(tree)) % len(KINDS)]
+    model = shallow(kind, 3)
+    without, compiled = texts_of(model, padded(PROMPTS), tree=DRAWN[tree], accept=rule, **sampling)
+    assert compiled == without
+    assert [function.__name__ for function, _ in compiled_steps(model.base, "eager")._known] == ["whole_step"]
+
+
+def test_the_grid_of_rules_has_every_rule():
+    assert {rule.partition(":")[0] for rule in LOSSY} == set(RULES)
+    assert all(rule_named(rule).on_device for rule in LOSSY)
+
+
+@pytest.mark.parametrize("rule", ["typical:{}", "fuzzy:js:{}"])
+def test_one_graph_serves_all_thresholds_seeds_and_lengths_of_a_rule(rule):
+    model, texts = shallow("medusa", 2), set()
+    for length, threshold in ((5, 0.02), (9, 0.3), (40, 0.6)):
+        ids = (torch.arange(20) * length % 97).unsqueeze(0)[:, :length]
+        for temperature in (0.8, 1.2):
+            options = DRAWING | {"temperature": temperature, "seed": length, "max_new_tokens": 10 + length}
+            without, compiled = texts_of(model, {"inputs": ids}, accept=rule.format(threshold), **options)
+            assert compiled == without
+    for threshold, seed in ((0.01, None), (0.3, 4), (0.9, None)):
+        options = {"max_new_tokens": 40, "seed": seed}
+        without, compiled = texts_of(model, {"inputs": ids}, accept=rule.format(threshold), **options)
+        assert compiled == without
+        texts.add(str(compiled))
+    assert len(texts) > 1  # so that a threshold that a graph kept would be seen
+    assert len(compiled_steps(model.base, "eager")) == 2  # one that draws, one that does not
+    without, compiled = texts_of(model, {"inputs": ids}, accept="margin:0.9")
+    assert compiled == without
+    assert len(compiled_steps(model.base, "eager")) == 3
+
+
+def test_drafts_past_the_limit_have_no_part_in_the_text():
+    """Block judges a token by those after it."""
+    model = shallow("medusa", 2)
+    for new in range(4, 12):
+        options = DRAWING | {"max_new_tokens": new, "seed": new, "top_k": 4}
+        without, compiled = texts_of(model, padded(PROMPTS), tree=SampledTree((1, 1, 1)), accept="block", **options)
+        assert compiled == without
+    assert len(compiled_steps(model.base, "eager")) == 1
+
+
+def test_a_graph_serves_equal_plans_whatever_was_computed_of_them_before():
+    """The shape of a static tree is kept on the plan, and other rules compute more of it."""
+    model = shallow("medusa", 2)
+    used, ids = comb(3, 2), torch.tensor([PROMPTS[0]])
+    model.generate(ids, tree=used, accept="fuzzy:js:0.2", max_new_tokens=12, **DRAWING)
+    for tree in (used, comb(3, 2)):
+        without, compiled = texts_of(model, {"inputs": ids}, tree=tree, accept="typical")
+        assert compiled == without
+    assert len(compiled_steps(model.base, "eager")) == 1
+    base = build("LlamaConfig", {"max_position_embeddings": 512, "num_hidden_layers": 2})
+    for tree, length in ((comb(3, 2), 3), (comb(3, 2), 270)):  # the second graph of the first plan is the third's
+        prompts = {"inputs": (torch.arange(length) * 7 % 97).unsqueeze(0)}
+        for new in (250, 20) if length == 3 else (20,):
+            without, compiled = texts_of(
+                base, prompts, draft=DraftModel(near(base)), tree=tree, max_new_tokens=new + (length == 3) * 20
+            )
+            assert compiled == without
+
+
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_compiles_with_every_way_of_drafting(family):
@@ -73,6 +166,31 @@ def test_every_family_compiles_with_every_way_of_drafting(family):
     assert len(compiled_steps(base, "eager")) == 2
 
 
+def compatibility():
+    """What docs/compatibility.md says of compiled steps."""
+    text = (ROOT / "docs" / "compatibility.md").read_text()
+    return text.partition("## The compiled step\n")[2].partition("\n## ")[0]
+
+
+def test_the_documentation_lists_the_families_that_compile():
+    listed = compatibility().split("\n\n")[1]
+    assert " ".join(listed.split()) == "; ".join(FAMILIES) + "."
+
+
+def test_the_documentation_lists_the_reasons_why_others_do_not():
+    base = tiny_llama(num_hidden_layers=2)
+    without = {"source": None, "static": True, "switch": None, "base": base, "inputs": ModelInputs()}
+    spread = SimpleNamespace(hf_device_map={"model.layers.0": 0, "model.layers.1": 1})
+    cases = [
+        {"source": object()}, {"switch": object()}, {"inputs": ModelInputs(token_types=torch.zeros(1, 3))},
+        {"base": spread},
+    ]  # fmt: skip
+    rows = re.findall(r"^\| .* \| (.*) \|$", compatibility(), re.MULTILINE)[1:]
+    assert reason_not_compiled(SimpleNamespace(**without)) is None
+    for row, case in zip(rows, cases, strict=True):
+        assert reason_not_compiled(SimpleNamespace(**without | case)).partition(" (")[0] == row
+
+
 @pytest.mark.parametrize(
     ("draft", "tree", "accept", "functions"),
     [
@@ -80,15 +198,19 @@ def test_every_family_compiles_with_every_way_of_drafting(family):
         (PromptLookup(3, width=2), None, None, {"step_after_draft"}),
         (NGram(2), None, None, {"step_after_draft"}),
         ("small", AdaptiveChain(4), None, {"step_after_draft"}),
-        ("small", SampledTree((2, 1)), None, {"step_after_draft", "verify"}),
-        ("small", AdaptiveChain(4), Typical(), {"verify"}),
+        ("small", SampledTree((2, 1)), None, {"verify"}),
+        ("small", AdaptiveChain(4), Typical(), {"step_after_draft"}),
+        ("small", AdaptiveChain(4), "fuzzy:js:0.3", {"step_after_draft"}),
+        ("small", AdaptiveChain(4, sampled=True), "block", {"step_after_draft"}),
+        (PromptLookup(3), chain(3), "lenient:0.5", {"step_after_draft"}),
+        ("small", chain(3), "fuzzy:random:0.3", {"verify"}),
         (None, None, None, {"whole_step"}),
     ],
 )
 def test_what_the_host_has_a_part_in_is_left_out_of_the_graph(draft, tree, accept, functions):
     base = tiny_llama(num_hidden_layers=1)
     draft = DraftModel(near(base)) if draft == "small" else draft
-    for sampling in ({}, {"do_sample": True, "top_k": 20, "seed": 4}):
+    for sampling in ({"seed": 4}, {"do_sample": True, "top_k": 20, "seed": 4}):
         if accept or tree:
             sampling |= {"tree": tree, "accept": accept}
         without, compiled = texts_of(base, padded(PROMPTS), draft=draft, **sampling)
@@ -220,6 +342,22 @@ def test_adapters_are_part_of_what_is_compiled():
     assert compiled == disabled != active
 
 
+def test_graphs_are_freed_with_their_head_and_with_their_base():
+    model = shallow("medusa", 2)
+    other = spec_model("medusa", model.base)
+    for one in (model, other):
+        one.generate(**padded(PROMPTS), tree=chain(2), max_new_tokens=8, do_sample=False, compile="eager")
+    base, steps = ref(model.base), ref(compiled_steps(model.base, "eager"))
+    assert len(steps()) == 2
+    del other, one
+    gc.collect()
+    assert len(steps()) == 1
+    graph = ref(*steps()._known.values())
+    del model
+    gc.collect()
+    assert base() is steps() is graph() is None
+
+
 def test_what_cannot_be_compiled_is_decoded_without_after_one_warning(hf_log):
     def broken(graph, inputs):
         raise OSError("no compiler")
@@ -294,7 +432,7 @@ def test_a_head_that_misses_steps_drafts_in_the_graph(kind, sampling, monkeypatc
     monkeypatch.setattr(auto, "choose", fickle)
     fickle.calls, model = 0, spec_model(kind)
     options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": 97} | sampling
-    prompts = padded(PROMPTS[:1] if sampling else PROMPTS)
+    prompts = padded(PROMPTS if sampling else PROMPTS[:1])
     plain = model.generate(**prompts, **options, draft=False)
     for compile in (False, "eager"):
         out = model.generate(**prompts, **options, draft=AutoDrafter(model.head), compile=compile)
@@ -305,14 +443,48 @@ def test_a_head_that_misses_steps_drafts_in_the_graph(kind, sampling, monkeypatc
     assert len(graphs) >= 3, "of the head's shapes, in both widths"
 
 
-@pytest.mark.parametrize("draft", [True, "lookup", False])
-def test_a_refilled_batch_gives_each_prompt_its_own_text(draft):
+@pytest.mark.parametrize(
+    ("draft", "accept", "tree"),
+    [
+        (True, None, None), ("lookup", None, None), (False, None, None), (True, "typical:0.3", chain(3)),
+        (True, None, SampledTree((2, 2, 1))),
+    ],
+)  # fmt: skip
+def test_a_refilled_batch_gives_each_prompt_its_own_text(draft, accept, tree):
     model = spec_model("eagle3")
     prompts = [[*PROMPTS[i % 3], 3 + i] for i in range(7)]
     options = {"max_new_tokens": 12, "batch_size": 2, "draft": draft, "do_sample": True, "seed": 3}
+    options |= {"accept": accept, "tree": tree} if tree else {}
     without, compiled = (model.generate_many(prompts, **options, compile=compile) for compile in (False, "eager"))
     assert [one.tokens for one in compiled] == [one.tokens for one in without]
     assert len(compiled_steps(model.base, "eager")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Llama", "GPT-2", "Qwen3", "Mixtral"])
+def test_torchs_own_compiler_serves_texts_of_all_lengths_of_a_family_with_two_graphs(family):
+    base, traced = build(*FAMILIES[family]), []
+    for length, new in ((3, 10), (17, 24), (50, 5), (80, 30)):
+        ids = (torch.arange(length) * 7 % 97).unsqueeze(0)
+        for draft in (None, PromptLookup(3)):
+            options = {"draft": draft, "max_new_tokens": new, "do_sample": False}
+            assert generate(base, ids, **options, compile=True).tolist() == generate(base, ids, **options).tolist()
+        traced.append(counters["stats"]["unique_graphs"])
+    assert compiled_steps(base).failure is None
+    assert len(compiled_steps(base)) == 2
+    assert set(traced) == {2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tree", "accept"),
+    [(SampledTree((2, 2, 1)), "exact"), (SampledTree((2, 1)), "traversal"), (comb(3, 2), "fuzzy:js:0.2")],
+)
+def test_torchs_own_compiler_draws_the_numbers_of_a_seed(tree, accept):
+    model = shallow("eagle3", 3)
+    options = {**padded(PROMPTS), "tree": tree, "accept": accept, "max_new_tokens": 30, **DRAWING}
+    assert model.generate(**options, compile=True).tolist() == model.generate(**options).tolist()
+    assert [function.__name__ for function, _ in compiled_steps(model.base)._known] == ["verify"]
 
 
 @pytest.mark.slow

@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from specheads.decoding.acceptance import Exact, Lenient, Traversal, walk
+from specheads.decoding.planner import SampledTree
+from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree, TreeTopology, ancestors
 
 
@@ -116,3 +119,66 @@ def test_tokens_and_parents_must_have_one_shape():
 def test_postorder_of_the_deepest_tree_needs_no_recursion():
     parents = torch.arange(-1, 1023).unsqueeze(0)
     assert TreeTopology.of(parents).postorder[0].tolist() == list(range(1023, -1, -1))
+
+
+FULL = SampledTree((2, 2, 1)).topology(1, torch.device("cpu"))
+
+
+def parts(count, seed=0):
+    """Random slots used of the full tree, (count, N): a slot only if its parent and its earlier siblings are."""
+    generator = torch.Generator().manual_seed(seed)
+    used = torch.rand(count, FULL.parents.shape[1], generator=generator) < 0.7
+    above = FULL.parents[0].tolist()
+    for node, parent in enumerate(above):
+        used[:, node] &= used[:, parent] if parent > 0 else parent == 0
+        if node > 1 and above[node - 1] == parent:
+            used[:, node] &= used[:, node - 1]
+    return used
+
+
+def test_a_part_of_a_tree_has_the_topology_of_its_own_parents():
+    used = parts(40)
+    whole = SampledTree((2, 2, 1)).topology(40, used.device)
+    whole.complete()
+    part = whole.masked(used)
+    own = TreeTopology.of(part.parents, 3)
+    assert (part.drafted == used).all()
+    for name in ("ancestors", "depth", "ranks", "first_siblings", "children", "num_drafted", "not_required"):
+        assert torch.equal(getattr(part, name), getattr(own, name)), name
+    table = own.child_table
+    assert torch.equal(part.child_table[:, : table.shape[1]], table)
+    assert not part.child_table[:, table.shape[1] :].any()
+    again = part.masked(used & (part.depth < 2))
+    assert torch.equal(again.ancestors, TreeTopology.of(again.parents, 3).ancestors) and again.whole is whole
+
+
+@pytest.mark.parametrize("rule", [Exact(), Lenient(0.5), Traversal()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("cut", [3, 1])
+def test_a_part_of_a_tree_is_judged_as_a_tree_of_its_own(rule, cut):
+    batch, generator = 400, torch.Generator().manual_seed(1)
+    used = parts(batch)
+    num = used.shape[1]
+    whole = SampledTree((2, 2, 1)).topology(batch, used.device)
+    whole.complete()
+    logits = torch.randn(batch, num, 5, generator=generator, dtype=torch.float64)
+    probs = torch.randn(batch, num, 5, generator=generator, dtype=torch.float64).softmax(-1)
+    probs = probs.gather(1, whole.parent_index.unsqueeze(2).expand_as(probs))  # siblings share theirs
+    tokens = torch.zeros(batch, num, dtype=torch.long)
+    for node in range(num):
+        earlier = [i for i in range(1, node) if whole.parents[0, i] == whole.parents[0, node]]
+        left = probs[:, node].scatter(1, tokens[:, earlier], 0) if earlier else probs[:, node]
+        tokens[:, node] = torch.multinomial(left, 1, generator=generator)[:, 0]
+    part = whole.masked(used)
+    trees = [DraftTree(tokens, part.parents, 3, probs, topology=topology) for topology in (part, None)]
+    depths = torch.full((batch,), cut)
+    trees = [trees[0].within(depths), trees[1].cut(depths.tolist())]
+    assert torch.equal(trees[0].parents, trees[1].parents)
+    verdicts = []
+    for tree in trees:
+        sampler = Sampler(do_sample=True, seeds=range(batch))
+        sampler.seed_rows(batch, 1, logits.device)
+        sampler.begin(3, depths)
+        verdicts.append(walk(tree, logits, rule, sampler))
+    for name in ("path", "length", "bonus"):
+        assert torch.equal(getattr(verdicts[0], name), getattr(verdicts[1], name)), name
+    assert verdicts[0].length.max() == min(cut, 3) + 1

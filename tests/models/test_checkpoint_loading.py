@@ -128,11 +128,23 @@ def test_a_draft_vocabulary_comes_back(named, tmp_path):
 
 
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_head_keeps_the_dtype_it_was_saved_in(named, tmp_path, saved):
+def test_a_head_keeps_the_dtype_it_was_saved_in_where_it_is_told_to(named, tmp_path, saved):
     model = trained(named, "eagle3", dtype=saved)
     model.save_pretrained(tmp_path)
-    assert same(load_head(named, tmp_path), model)
-    assert same(load_head(tiny_llama().to(torch.bfloat16), tmp_path), model)
+    assert same(load_head(named, tmp_path, dtype="auto"), model)
+    assert same(load_head(tiny_llama().to(torch.bfloat16), tmp_path, dtype="auto"), model)
+
+
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
+def test_a_head_takes_the_dtype_of_its_base(named, base_dir, tmp_path, saved):
+    model = trained(named, "eagle3", dtype=saved)
+    model.save_pretrained(tmp_path)
+    assert same(load_head(named, tmp_path), model.float())  # to the last bit
+    for dtype in (torch.bfloat16, torch.float64):
+        base = tiny_llama().to(dtype)
+        assert {p.dtype for p in load_head(base, tmp_path).head.parameters()} == {dtype} == {base.dtype}
+    by_name = SpecModel.from_pretrained(tmp_path, base=base_dir)
+    assert by_name.dtype == by_name.head.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

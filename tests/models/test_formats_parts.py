@@ -90,7 +90,7 @@ def test_an_eagle3_head_with_biases_in_its_attention_drafts_what_its_own_forward
     tensors = foreign.eagle3_tensors("layers.0.", draft=97) | foreign_modelopt.biases("layers.0.", output)
     tensors = {n: t.to(dtype) for n, t in tensors.items()}
     written(tmp_path, tensors, **flags)
-    model = SpecModel.from_pretrained(tmp_path, base=base)
+    model = SpecModel.from_pretrained(tmp_path, base=base, dtype="auto")
     assert model.head.dtype == dtype
     if dtype == torch.float32:
         assert_eagle3_drafts(model, tensors, base)

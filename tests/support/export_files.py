@@ -36,7 +36,7 @@ USUAL = {"eagle3": {"draft_vocab_size": 40}, "medusa": {"num_heads": 3}, "hydra"
 
 
 def imported(folder, base):
-    return SpecModel.from_pretrained(folder, base=base, allow_pickle=True)
+    return SpecModel.from_pretrained(folder, base=base, dtype="auto", allow_pickle=True)
 
 
 def tensors_in(folder):

@@ -23,7 +23,7 @@ def export(
     refuse_unknown([to], ENGINES, what="format for --to")
     _check_dtype(dtype)
     hf_logging.disable_progress_bar()
-    model: Any = SpecModel.from_pretrained(source, base=base)
+    model: Any = SpecModel.from_pretrained(source, base=base, dtype="auto")
     folder = model.export(out, to, dtype=dtype, embeddings=embeddings, gguf=gguf)
     form = form_for(model.config, model.base, model.head, to)
     record = {
@@ -42,7 +42,7 @@ def import_head(
         raise ValueError(f"{out} is the source itself; give another directory")
     hf_logging.disable_progress_bar()
     model: Any = SpecModel.from_pretrained(
-        source, base=base, allow_pickle=allow_pickle, allow_nonfinite=allow_nonfinite
+        source, base=base, dtype="auto", allow_pickle=allow_pickle, allow_nonfinite=allow_nonfinite
     )
     if dtype is not None:
         model.head.to(as_dtype(dtype))

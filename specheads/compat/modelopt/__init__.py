@@ -53,7 +53,7 @@ def save(model: SpecModel, f: str | Path) -> None:
 
 def restore(model: PreTrainedModel, f: str | Path) -> SpecModel:
     """Put the head saved in a folder beside `model`: the same object, changed as by convert()."""
-    return transform(model, lambda base: of_kind(load_head(base, _path(f))))
+    return transform(model, lambda base: of_kind(load_head(base, _path(f), dtype="auto")))
 
 
 def _path(f: Any) -> str | Path:

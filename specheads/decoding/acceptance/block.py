@@ -28,6 +28,10 @@ class Block(Acceptance):
     name = "block"
     lossless: ClassVar[bool] = True
 
+    @property
+    def on_device(self) -> bool:
+        return True
+
     def judge(self, target: TargetProbs) -> Verdict:
         tree, sampler = target.tree, target.sampler
         if tree.probs is None:

@@ -41,6 +41,10 @@ class Ensemble(Acceptance):
     def requires_draft_probs(self) -> bool:
         return not self.lossless
 
+    @property
+    def on_device(self) -> bool:
+        return True
+
     def is_exact(self, sampler: Sampler) -> bool:
         return self.lossless
 

@@ -30,6 +30,10 @@ class Exact(LevelRule):
     name = "exact"
     lossless: ClassVar[bool] = True
 
+    @property
+    def on_device(self) -> bool:
+        return True
+
     def is_exact(self, sampler: Sampler) -> bool:
         return True
 

@@ -84,6 +84,14 @@ class Fuzzy(LevelRule):
     def requires_draft_probs(self) -> bool:
         return self.divergence != "random" and not self.lossless
 
+    @property
+    def on_device(self) -> bool:
+        return self.divergence != "random"  # which draws numbers that no seed gives where nothing is sampled
+
+    @property
+    def tensor_options(self) -> tuple[str, ...]:
+        return ("threshold",) if self.mode == "divergence" else ()  # rescue is lossless at 0
+
     def is_exact(self, sampler: Sampler) -> bool:
         return self.lossless
 

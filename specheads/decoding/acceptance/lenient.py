@@ -33,6 +33,10 @@ class Lenient(LevelRule):
     def lossless(self) -> bool:
         return self.leniency == 1
 
+    @property
+    def on_device(self) -> bool:
+        return True
+
     def is_exact(self, sampler: Sampler) -> bool:
         return self.lossless or not sampler.do_sample
 

@@ -23,6 +23,10 @@ class NoResidual(LevelRule):
     name = "no_residual"
     lossless: ClassVar[bool] = False
 
+    @property
+    def on_device(self) -> bool:
+        return True
+
     def is_exact(self, sampler: Sampler) -> bool:
         return not sampler.do_sample
 

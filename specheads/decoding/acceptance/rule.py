@@ -236,6 +236,17 @@ class Acceptance(ABC):
         """Does it read q where there is one?"""
         return self.requires_draft_probs
 
+    @property
+    def on_device(self) -> bool:
+        """Does judge() read no number on the host, so that the step can be compiled with it?"""
+        return False
+
+    @property
+    def tensor_options(self) -> tuple[str, ...]:
+        """The options that may be tensors, which a compiled step reads anew: judge() computes with them, and nothing
+        asks for their value."""
+        return ()
+
     needs_draft_law, wants_draft_law = requires_draft_probs, uses_draft_probs
 
     def is_exact(self, sampler: Sampler) -> bool:

@@ -66,6 +66,14 @@ class Typical(TokenRule):
         if not self.delta > 0:
             raise ValueError(f"delta={self.delta} must be above 0")
 
+    @property
+    def on_device(self) -> bool:
+        return True
+
+    @property
+    def tensor_options(self) -> tuple[str, ...]:
+        return "epsilon", "delta"
+
     def accepts(self, target: TargetProbs, token_probs: Tensor) -> Tensor:
         # H = log Σ exp(s) − Σ p s, at a fraction of what p log p takes on a CPU.
         whole = target.scores.amax(-1) - target.soft.amax(-1).log()
@@ -93,6 +101,14 @@ class TopN(TokenRule):
         if not 0 <= self.margin <= 1:
             raise ValueError(f"margin={self.margin} must be a difference of probabilities, 0 to 1")
 
+    @property
+    def on_device(self) -> bool:
+        return True
+
+    @property
+    def tensor_options(self) -> tuple[str, ...]:
+        return ("margin",)
+
     def accepts(self, target: TargetProbs, token_probs: Tensor) -> Tensor:
         near = token_probs >= target.at_parent(target.soft.amax(-1)) - self.margin
         return near & (num_likelier(target, token_probs) < self.n)
@@ -113,6 +129,14 @@ class Margin(TokenRule):
     def __post_init__(self) -> None:
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"ratio={self.ratio} must be a ratio of probabilities p₂/p₁, 0 to 1 (1: only the first)")
+
+    @property
+    def on_device(self) -> bool:
+        return True
+
+    @property
+    def tensor_options(self) -> tuple[str, ...]:
+        return ("ratio",)
 
     def accepts(self, target: TargetProbs, token_probs: Tensor) -> Tensor:
         likelier = num_likelier(target, token_probs)
@@ -140,6 +164,10 @@ class CSLeniency(TokenRule):
     @property
     def uses_draft_probs(self) -> bool:
         return self.leniency > 1
+
+    @property
+    def on_device(self) -> bool:
+        return True
 
     def accepts(self, target: TargetProbs, token_probs: Tensor) -> Tensor:
         likeliest = token_probs >= target.at_parent(target.soft.amax(-1))

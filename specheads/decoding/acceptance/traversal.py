@@ -30,6 +30,10 @@ class Traversal(Acceptance):
     name = "traversal"
     lossless: ClassVar[bool] = True
 
+    @property
+    def on_device(self) -> bool:
+        return True
+
     def judge(self, target: TargetProbs) -> Verdict:
         tree = target.tree
         if tree.probs is None:
@@ -43,6 +47,7 @@ class Traversal(Acceptance):
         tokens, probs = tree.tokens, tree.probs.flatten(0, 1)
         left = sampler.probs_of(target.scores).flatten(0, 1)  # p until the node loses a child, then P p
         reached = torch.ones_like(left[:, :1])
+        drafted = None if topology.whole is None else topology.drafted.view(-1, 1)
         for parent, child, earlier in topology.rejection_order:
             q, left_p = probs.index_select(0, child), left.index_select(0, parent)
             reached_before = reached.index_select(0, parent)
@@ -52,6 +57,8 @@ class Traversal(Acceptance):
                 left_p.mul_(reached_before)
             x = tokens.take(child.unsqueeze(1))
             accept_prob = (left_p.gather(1, x) / q.gather(1, x).clamp_min(tiny(q))).clamp_(max=1)
+            if drafted is not None:  # a slot that is not used is not accepted, and takes nothing from its parent
+                q, accept_prob = q * drafted[child], accept_prob * drafted[child]
             reached.index_copy_(0, child, accept_prob.nan_to_num_(0))
             excess, total = positive_part(left_p, q)
             norm = stop_norm(total, reached_before).clamp_min(tiny(q))  # 0 where p = q and P = 1: never rejected

@@ -175,9 +175,10 @@ class _Run:
             return None
         self._begin_head()
         drafter = self._with_copies(context, choice) if self.rows > 1 else self.head
-        return self.unread.device_draft(
+        draft = self.unread.device_draft(
             drafter, self.head, context, choice.shape.tree, at_once=self._read_width(context), slots=self.slots
         )
+        return draft if self.rows == 1 else draft._replace(depth=choice.nodes - 1)  # a copy may be as long
 
     def refill(self, context: Context, rows: list[int], prompts: Context) -> None:
         """Forget these rows' texts, and let the head read the prompts."""

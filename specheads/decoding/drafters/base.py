@@ -118,13 +118,14 @@ class Context:
 class DeviceDraft(NamedTuple):
     """A draft that the device makes without the host: propose(context, sampler, plan) of `drafter`.
 
-    module: whose weights it drafts with, if any. The shapes in the context repeat from step to step.
+    module: whose weights it drafts with, if any. depth: of the tree. Shapes in the context repeat from step to step.
     """
 
     drafter: Drafter
     context: Context
     plan: Plan
     module: nn.Module | None
+    depth: int
 
 
 @runtime_checkable
@@ -169,7 +170,7 @@ class Drafter(Protocol):
         and where the text ends soon, steps draft less."""
         if not (self.on_device and context.ranks and context.features.shape[1] == plan.depth + 1):
             return None
-        return DeviceDraft(self, context, plan, self if isinstance(self, nn.Module) else None)
+        return DeviceDraft(self, context, plan, self if isinstance(self, nn.Module) else None, plan.depth)
 
     @property
     def gives_draft_probs(self) -> bool:

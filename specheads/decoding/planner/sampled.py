@@ -80,17 +80,24 @@ class SampledTree:
             start, level = start + width, drawn_ids.clamp_min(0)
             tokens.append(level)
         all_parents = torch.cat(parents, 1)
-        full = bool((all_parents[:, 1:] >= 0).all())
-        topology = self._full_topology(all_parents) if full else TreeTopology.of(all_parents, self.depth)
+        if torch.compiler.is_compiling():  # the host may not ask whether slots are empty
+            topology = self.topology(batch, device).masked(all_parents >= 0)
+        elif bool((all_parents[:, 1:] >= 0).all()):
+            topology = self.topology(batch, device)
+        else:
+            topology = TreeTopology.of(all_parents, self.depth)
         # The root's entry of probs is never read.
-        return DraftTree(
-            torch.cat(tokens, 1), all_parents, self.depth, torch.cat([probs[0][:, :1], *probs], 1), topology=topology
-        )
+        q = torch.cat([probs[0][:, :1], *probs], 1)
+        return DraftTree(torch.cat(tokens, 1), all_parents, self.depth, q, topology=topology)
 
-    def _full_topology(self, parents: Tensor) -> TreeTopology:
+    def topology(self, batch: int, device: torch.device) -> TreeTopology:
         """The topology of a tree without empty slots, computed once per batch size and device."""
         cache = self.__dict__.setdefault("_topologies", {})
-        key = len(parents), parents.device
-        if key not in cache:
-            cache[key] = TreeTopology.of(parents, self.depth)
-        return cache[key]
+        if (batch, device) not in cache:
+            parents, start, level = [-1], 0, [0]
+            for branch in self.branches:
+                parents += [node for node in level for _ in range(branch)]
+                start, level = start + len(level), list(range(start + len(level), len(parents)))
+            table = torch.tensor([parents], device=device).expand(batch, -1).contiguous()
+            cache[batch, device] = TreeTopology.of(table, self.depth)
+        return cache[batch, device]

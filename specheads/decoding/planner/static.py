@@ -114,9 +114,9 @@ class StaticTree:
             cache[batch, device] = topology, torch.tensor(chosen, device=device), tables
         return cache[batch, device]
 
-    def prepare(self, batch: int, device: torch.device) -> None:
-        """Compute what all its trees share, on the host, before a step with them is compiled."""
-        self._tables(batch, device)
+    def topology(self, batch: int, device: torch.device) -> TreeTopology:
+        """The trees' topology, computed once per batch size and device."""
+        return self._tables(batch, device)[0]
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
         topology, chosen, tables = self._tables(root.shape[0], root.device)

@@ -5,7 +5,7 @@ Shapes: B batch rows, N nodes, V vocabulary, Vd draft vocabulary, M distribution
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,12 @@ class DraftLogits:
     index: Tensor
     ids: Tensor | None
     vocab_size: int
+
+    def padded(self, missing: int, num_logits: int) -> DraftLogits:
+        """Those of a tree with so many more slots, all unused, and of at least num_logits distributions."""
+        more = max(0, num_logits - self.logits.shape[1])
+        logits = torch.cat([self.logits, self.logits[:, :1].expand(-1, more, -1)], 1)
+        return replace(self, logits=logits, index=torch.nn.functional.pad(self.index, (0, missing)))
 
     def at(self, nodes: Tensor) -> Tensor:
         """nodes (R,), where node i of row b is b · N + i → their logits (R, Vd)."""

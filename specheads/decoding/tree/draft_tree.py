@@ -56,14 +56,19 @@ class DraftTree:
         drafted = torch.tensor(tokens, dtype=root.dtype, device=root.device).view(len(drafts), depth)
         return cls(torch.cat([root.unsqueeze(1), drafted], 1), torch.tensor(parents, device=root.device), depth)
 
-    def padded(self, num_nodes: int, max_depth: int) -> DraftTree:
-        """The tree with unused slots up to `num_nodes`, and levels without nodes up to max_depth; without `probs`."""
+    def padded(self, num_nodes: int, max_depth: int, num_logits: int = 0) -> DraftTree:
+        """The tree with unused slots up to `num_nodes`, levels without nodes up to max_depth, and at least num_logits
+        distributions in its logits."""
         missing = num_nodes - self.num_nodes
         if not missing and max_depth == self.max_depth:
             return self
         tokens = torch.cat([self.tokens, self.tokens[:, :1].expand(-1, missing)], 1)
         parents = torch.nn.functional.pad(self.parents, (0, missing), value=-1)
-        return DraftTree(tokens, parents, max_depth)
+        probs, logits = self.probs, self.logits
+        if probs is not None:  # the root's entry is never read, nor are those of unused slots
+            probs = torch.cat([probs, probs[:, :1].expand(-1, missing, -1)], 1)
+        logits = None if logits is None else logits.padded(missing, num_logits)
+        return DraftTree(tokens, parents, max_depth, probs, logits)
 
     def cut(self, depths: Sequence[int]) -> DraftTree:
         """The tree without each row's nodes below its own depth: their slots are unused."""
@@ -72,6 +77,11 @@ class DraftTree:
         below = self.topology.depth > torch.tensor(depths, device=self.parents.device).unsqueeze(1)
         parents = self.parents.masked_fill(below, -1)
         return replace(self, parents=parents, topology=TreeTopology.of(parents, self.max_depth))
+
+    def within(self, depths: Tensor) -> DraftTree:
+        """`cut` by depths (B,) on the device, of which the host reads nothing."""
+        topology = self.topology.masked(self.topology.drafted & (self.topology.depth <= depths.unsqueeze(1)))
+        return DraftTree(self.tokens, topology.parents, self.max_depth, self.probs, self.logits, topology)
 
     @property
     def num_nodes(self) -> int:

@@ -38,6 +38,8 @@ class TreeTopology:
 
     parents (B, N) as DraftTree's; ancestors (B, N, N) bool, see `ancestors`; depth (B, N) int64, 0 at the root.
 
+    whole: the tree of which this one is a part (see `masked`), None otherwise.
+
     Properties whose shape depends on the tree make the host wait for the device, on first use; they say so. Nodes of
     all rows are numbered b · N + i where one index must name the row too.
     """
@@ -45,6 +47,7 @@ class TreeTopology:
     parents: Tensor
     ancestors: Tensor
     depth: Tensor
+    whole: TreeTopology | None = None
 
     @classmethod
     def of(cls, parents: Tensor, max_depth: int | None = None, *, in_line: bool | None = None) -> TreeTopology:
@@ -53,6 +56,29 @@ class TreeTopology:
         topology = cls(parents, mask, mask.sum(-1) - 1)
         if in_line is not None:
             topology.__dict__["in_line"] = in_line
+        return topology
+
+    def masked(self, used: Tensor) -> TreeTopology:
+        """The part of the tree in the slots used (B, N), which hold the parents of their nodes too.
+
+        The host reads nothing of it: it knows the whole tree, whose tables serve, with 0 for slots that are not used.
+        """
+        own = torch.eye(used.shape[1], dtype=torch.bool, device=used.device)
+        return TreeTopology(
+            torch.where(used, self.parents, -1), torch.where(used.unsqueeze(2), self.ancestors, own),
+            self.depth * used, self.whole or self,
+        )  # fmt: skip
+
+    def complete(self) -> None:
+        """Compute all that is cached, because a compiled graph must find the same of it at each call."""
+        for name, value in vars(TreeTopology).items():
+            if isinstance(value, cached_property):
+                getattr(self, name)
+
+    def bare(self, in_line: bool) -> TreeTopology:
+        """The same with nothing cached but `in_line`."""
+        topology = TreeTopology(self.parents, self.ancestors, self.depth, self.whole)
+        topology.__dict__["in_line"] = in_line
         return topology
 
     @cached_property
@@ -78,7 +104,9 @@ class TreeTopology:
 
     @cached_property
     def most_siblings(self) -> int:
-        """The most children any node has, on the host. Waits for the device."""
+        """The most children any node has, or more, on the host. Waits for the device."""
+        if self.whole is not None:
+            return self.whole.most_siblings
         return 1 if self.in_line else int(self.children.sum(2).max())
 
     @cached_property
@@ -86,6 +114,8 @@ class TreeTopology:
         """(B · N, most_siblings) the children of each node in order, as b · N + i; then 0, which is a root.
 
         Waits for the device."""
+        if self.whole is not None:
+            return self.whole.child_table * self.drafted.take(self.whole.child_table)
         batch, num = self.parents.shape
         node = torch.arange(batch * num, device=self.parents.device).view(batch, num)
         if self.in_line:
@@ -98,7 +128,10 @@ class TreeTopology:
     def sibling_groups(self) -> tuple[Tensor, list[Tensor]]:
         """The nodes (F,) with two or more children, as b · N + i, and the columns of `child_table` at them: their first
         children (F,), their second ones …, 0 for none. Waits for the device."""
-        above = ((self.child_table > 0).sum(1) > 1).nonzero().squeeze(1)
+        if self.whole is not None:
+            above = self.whole.sibling_groups[0]
+        else:
+            above = ((self.child_table > 0).sum(1) > 1).nonzero().squeeze(1)
         return above, list(self.child_table[above].T.contiguous())
 
     @cached_property
@@ -107,7 +140,9 @@ class TreeTopology:
         rejected. A node comes before its children, and these in draft order.
 
         A batch is (parents (F,), one child of each (F,), its earlier siblings (F, rank)), as b · N + i. Waits for the
-        device."""
+        device. Of a part of a tree it has the slots that are not used too."""
+        if self.whole is not None:
+            return self.whole.rejection_order
         num, depth, rank = self.parents.shape[1], self.depth.flatten(), self.ranks.flatten()
         child = self.drafted.flatten().nonzero().squeeze(1)
         above = child // num * num + self.parents.flatten()[child]
@@ -118,7 +153,10 @@ class TreeTopology:
     @cached_property
     def postorder(self) -> Tensor:
         """(B, N) the nodes of each row in post-order: each after its descendants, and after its earlier siblings and
-        theirs. Slots that the root does not reach come last. Waits for the device."""
+        theirs. Slots that the root does not reach come last; in a part of a tree, where the whole has them. Waits
+        for the device."""
+        if self.whole is not None:
+            return self.whole.postorder
         rows = []
         for parents in self.parent_lists:
             below: dict[int, list[int]] = {}
@@ -137,6 +175,8 @@ class TreeTopology:
     @cached_property
     def in_line(self) -> bool:
         """Is each drafted node the child of the one before it, in every row? Waits for the device."""
+        if self.whole is not None:
+            return self.whole.in_line
         before = torch.arange(-1, self.parents.shape[1] - 1, device=self.parents.device)
         return not bool((self.drafted & (self.parents != before)).any())
 
@@ -162,7 +202,7 @@ class TreeTopology:
 
     def row_starts(self, size: int) -> tuple[Tensor, Tensor]:
         """Where each node's row (N,) and its parent's (B, N) begin in a flat table of N rows of that size. Cached."""
-        cached = self.__dict__.setdefault("_row_starts", {})
+        cached = {} if torch.compiler.is_compiling() else self.__dict__.setdefault("_row_starts", {})
         if size not in cached:
             cached[size] = (
                 torch.arange(self.parents.shape[1], device=self.parents.device) * size,

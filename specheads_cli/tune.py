@@ -26,7 +26,10 @@ def tune(
         list[int] | None, typer.Option("--length", min=1, help="Tokens of context (repeatable; default: 128 and 1024).")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all measurements take turns.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Steps timed in each round; figures are medians.")] = 5,
+    steps: Annotated[
+        int,
+        typer.Option(min=1, help="Steps timed in each round; of each round the median counts, and of all the fastest."),
+    ] = 5,
     compile: Annotated[
         bool, typer.Option("--compile", help="Time compiled steps, for compile=True; compiling them takes minutes.")
     ] = False,

@@ -10,6 +10,7 @@ from huggingface_hub import constants
 import specheads
 from specheads.bench.tree_search import acceptance_of, search_head
 from specheads.bench.tune import TuneConfig, tune
+from specheads.cli.commands.tune import show
 from specheads.decoding.compiled import compiled_steps
 from specheads.decoding.planner.by_cost import CostTable, shipped_costs
 from specheads.models.calibration import expected_length
@@ -47,7 +48,7 @@ def test_tune_writes_one_file_that_generate_and_info_find(shipped, home, capsys)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", None])
-def test_compiled_steps_have_a_table_of_their_own(kind):
+def test_compiled_steps_have_a_table_of_their_own(kind, capsys):
     model = spec_model(kind or "eagle3")
     head = model.head if kind else None
     config = TuneConfig(nodes=(1, 6), lengths=(16,), rounds=1, steps=1, compile="eager")
@@ -58,9 +59,13 @@ def test_compiled_steps_have_a_table_of_their_own(kind):
     assert drafter.compiled_costs == CostTable.load(cost_path(found.key)) and drafter.costs is None
     assert 0 < costs.step(1, 1, 16) <= costs.step(1, 6, 16)
     assert (costs.read is None) == (kind is None) and costs.draft(1, (1, 1), 8) <= costs.draft(1, (1, 1), 32)
+    show([{"drafter": "a head", "file": "f", "batch": 1, "search": [], **costs.to_dict()}])
+    assert "verify after 16" in capsys.readouterr().out
     steps = compiled_steps(model.base, "eager")
     assert steps.failure is None and not steps._failed
     functions = [function.__name__ for function, _ in steps._known]
+    sizes = {key[-3] for function, key in steps._known if function.__name__ == "step_after_draft"}
+    assert sizes == {1, 6}, "a dummy is not filled up to the largest tree"
     assert functions.count("whole_step") >= 3 if kind else "whole_step" not in functions
 
 

@@ -1,7 +1,9 @@
 """draft="auto": the target's text whatever the costs, decisions by costs and tokens alone, and never slower than plain
 decoding on a clock that runs by the costs."""
 
+import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +12,12 @@ from transformers.utils import logging
 
 import specheads
 from specheads import Drafter, PromptLookup, chain
+from specheads.decoding.drafters import auto
 from specheads.decoding.drafters.auto import AutoDrafter
 from specheads.decoding.drafters.unread import UnreadPositions
 from specheads.decoding.planner import ChildLogits, NoDraft
 from specheads.decoding.planner.by_cost import CostTable, Curve, StepCosts
+from specheads.decoding.planner.by_cost.choice import Choice
 from specheads.decoding.planner.by_cost.shapes import ReserveSlots
 from specheads.models.costs import cost_key, cost_path
 from tests.support.prompts import padded
@@ -192,6 +196,32 @@ def test_a_head_that_was_idle_drafts_after_a_prompt_that_took_a_row_as_alone(hea
     for known in drafter.by_text:
         common = known.keys() & alone.keys()
         assert len(common) > 2 and all(known[text] == alone[text] for text in common)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("head", ["eagle3", "medusa"])
+def test_a_head_accepts_in_the_graph_what_it_does_without(heads, head, monkeypatch):
+    """Each step drafts otherwise, copies in some rows beside the head's trees: the steps are equal one by one."""
+    calls = itertools.count()
+
+    def fickle(menu, head_gains, copy_gains, step_ms, draft_ms):
+        number, rows = next(calls), len(copy_gains)
+        shape = menu.shapes[number // 3 % len(menu.shapes)]
+        if (kind := number % 3) == 0:
+            return Choice(None, menu.sizes[-1], (True,) * rows, rows, 1.0)
+        return Choice(shape, shape.nodes, tuple((b + kind) % 2 == 0 for b in range(rows)), rows, 1.0)
+
+    monkeypatch.setattr(auto, "choose", fickle)
+    monkeypatch.setattr(auto, "make_menu", partial(auto.make_menu, compiled=True))
+    monkeypatch.setattr(auto.Surplus, "pays", False)
+    monkeypatch.setattr(AutoDrafter, "menu", lambda self, table, rows, compiled: auto.make_menu(
+        table.for_rows(rows), rows, ((0.6, 0.2),), 3, head=True))  # fmt: skip
+    steps = []
+    for compile in (False, "eager"):
+        calls = itertools.count()
+        out = generate(heads[head], FREE, compile=compile)
+        steps.append([(step.drafted, step.accepted) for step in out.steps][:10])
+    assert steps[0] == steps[1] and sum(sum(accepted) for _, accepted in steps[0]) > 10
 
 
 class Clock(Drafter):

@@ -20,6 +20,7 @@ class Mutation:
 
 M = Mutation
 ROWS = "data/test_rows.py"
+AUTO = "decoding/test_auto_drafter.py"
 BLOCK = "decoding/test_block.py"
 CACHE = "decoding/test_cache.py"
 CACHED_MODEL = "decoding/test_cached_model.py"
@@ -217,8 +218,14 @@ MUTATIONS = (
       "limits - count - 1", "limits", COMPILED, "past_the_limit"),
     M("unused slot that takes from its parent", "decoding.acceptance.traversal:Traversal.judge",
       "q * drafted[child]", "q", TREE, "judged_as"),
-    M("first step of a head compiled", "decoding.compiled:StepCompiler.whole_step",
-      "self.whole and began", "self.whole", COMPILED, "begins_on_the_host"),
+    M("first step of a head compiled", "decoding.drafters.base:Drafter.device_draft",
+      "and context.ranks", "", COMPILED, "begins_on_the_host"),
+    M("copies over every row", "decoding.drafters.overlay:overlay",
+      "counts.unsqueeze(1) > 0", "counts.unsqueeze(1) >= 0", AUTO, "accepts_in_the_graph"),
+    M("missed positions of which the last are dropped", "decoding.drafters.unread:UnreadPositions.read_passes",
+      "end - width).clamp_min(0)", "end - width + 1).clamp_min(0)", AUTO, "idle"),
+    M("refilled row that keeps what the old text missed", "decoding.drafters.unread:UnreadPositions.refill",
+      "new.index_fill(0, index, 0)", "new", AUTO, "took_a_row"),
     # --- Random numbers ---
     M("numbers of one row for all", "decoding.probs.randomness:row_seeds",
       "row_seed(seed, row)", "row_seed(seed, 0)", "decoding/test_randomness.py"),

@@ -31,12 +31,15 @@ _SWITCHES = ("compile", "auto", "refill")  # words without a value
 
 class DecoderSpec(Protocol):
     """What a decoder's text stands for. drafters: the names of what it drafts with, if anything. refill: it takes a
-    round's prompts at once, and the next one takes the row of a text that has ended."""
+    round's prompts at once, and the next one takes the row of a text that has ended. compiles_as_needed: other texts
+    may need other graphs."""
 
     @property
     def drafters(self) -> tuple[str, ...]: ...
     @property
     def refill(self) -> bool: ...
+    @property
+    def compiles_as_needed(self) -> bool: ...
 
     def refusal(self, cell: Cell) -> str | None:
         """Why it does not run in this cell; None if it does."""
@@ -47,6 +50,7 @@ class DecoderSpec(Protocol):
 class Everywhere:
     drafters: ClassVar[tuple[str, ...]] = ()
     refill: ClassVar[bool] = False
+    compiles_as_needed: ClassVar[bool] = False
 
     def refusal(self, cell: Cell) -> str | None:
         return None
@@ -56,6 +60,7 @@ class OneRow:
     """transformers' assisted generation takes no batches."""
 
     refill: ClassVar[bool] = False
+    compiles_as_needed: ClassVar[bool] = False
 
     def refusal(self, cell: Cell) -> str | None:
         return None if cell.batch == 1 else "takes one row at a time"
@@ -134,6 +139,10 @@ class Ours:
     @property
     def drafters(self) -> tuple[str, ...]:
         return () if self.drafter is None else (self.drafter,)
+
+    @property
+    def compiles_as_needed(self) -> bool:
+        return self.compile and self.auto
 
     def refusal(self, cell: Cell) -> str | None:
         return None

@@ -23,6 +23,7 @@ NGRAM = 3  # most tokens whose earlier occurrence its prompt lookup searches for
 
 class OneRow:
     refill: ClassVar[bool] = False
+    compiles_as_needed: ClassVar[bool] = False
     drafters: ClassVar[tuple[str, ...]] = ()
 
     def refusal(self, cell: Cell) -> str | None:

@@ -34,6 +34,7 @@ class OpenVINO:
     chains."""
 
     refill: ClassVar[bool] = False
+    compiles_as_needed: ClassVar[bool] = False
     num_tokens: int = 0
     head: str = ""
     depth: int = 0
@@ -62,6 +63,7 @@ class OpenVINOLookup:
     """Its own prompt lookup."""
 
     refill: ClassVar[bool] = False
+    compiles_as_needed: ClassVar[bool] = False
     drafters: ClassVar[tuple[str, ...]] = ()
     num_tokens: int = 10
 

@@ -172,7 +172,9 @@ class _CellRun:
 
     def _warm_up(self, names: Sequence[str], tell: Callable[[str], None]) -> None:
         """Build each decoder, and run it untimed on the shortest and the longest batch of each number of rows, for
-        which a compiled one may compile. One that cannot serve the cell is left out, unless it is the reference."""
+        which a compiled one may compile, and on all where a text decides what is compiled.
+
+        One that cannot serve the cell is left out, unless it is the reference."""
         by_rows: dict[int, list[dict[str, Any]]] = {}
         for batch in self.batches:
             by_rows.setdefault(len(batch["input_ids"]), []).append(batch)
@@ -186,7 +188,7 @@ class _CellRun:
                 decoder = self.specs[name].build(self.engine, self.cell)
                 if not self.specs[name].refill:
                     decoder = batch_by_batch(decoder, self.cell.batch)
-                for batch in chosen:
+                for batch in self.batches if self.specs[name].compiles_as_needed else chosen:
                     decoder(batch, None)
             except (ValueError, NotImplementedError) as error:
                 self._leave_out(name, error)

@@ -5,13 +5,12 @@ Shapes: B batch rows.
 
 from __future__ import annotations
 
-from statistics import median
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from specheads.bench.tune.timing import Dummy, Report, TuneConfig, lookup_ms, random_prompts
+from specheads.bench.tune.timing import Dummy, Report, TuneConfig, fastest_round, lookup_ms, random_prompts
 from specheads.decoding.acceptance import Exact
 from specheads.decoding.compiled import compiled_steps
 from specheads.decoding.drafters.auto import READ_WIDTHS
@@ -20,7 +19,7 @@ from specheads.decoding.drafters.unread import UnreadPositions
 from specheads.decoding.loop import decode
 from specheads.decoding.planner import Plan, StaticTree, chain
 from specheads.decoding.planner.by_cost import Curve, StepCosts
-from specheads.decoding.planner.by_cost.shapes import COMPILED_CHAINS, LARGEST, ReserveSlots, parallel_chains
+from specheads.decoding.planner.by_cost.shapes import COMPILED_CHAINS, LARGEST, ReserveSlots, Shape, parallel_chains
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.causal import Target
 from specheads.decoding.tree import DraftTree
@@ -39,18 +38,18 @@ def tune_compiled(
     trees = [] if head is None or head.max_depth < 2 else [parallel_chains(4, 2)]
     drafted: list[Job] = [(lengths[0], 0, tree, READ_WIDTHS[0]) for tree in (*chains, *trees)]
     drafted += [(lengths[0], 0, tree, READ_WIDTHS[-1]) for tree in chains[:1]]
-    times: dict[Job, list[float]] = {job: [] for job in (*jobs, *drafted)}
+    times: dict[Job, list[list[float]]] = {job: [] for job in (*jobs, *drafted)}
     for number in range(config.rounds * len(times)):
         job = list(times)[number % len(times)]
         if report:
             what = f"{job[1]} nodes" if job[2] is None else f"the head's {job[2].num_nodes} nodes"
             report(number / len(times) / config.rounds, f"{what} after {job[0]} tokens")
-        times[job] += _timed(base, head, config, job)
+        times[job].append(_timed(base, head, config, job))
     if report:
         report(1.0, f"{len(times)} compiled steps, each {config.rounds * config.steps} times")
-    ms = {job: median(values) for job, values in times.items()}
+    ms = {job: fastest_round(rounds) for job, rounds in times.items()}
     verify = {length: Curve.fit((job[1], ms[job]) for job in jobs if job[0] == length) for length in lengths}
-    zero = Curve(((1, 0.0),))
+    zero = Curve(tuple((nodes, 0.0) for nodes in sorted({*config.nodes})))
     lookup = Curve.fit((length, lookup_ms(length, config.batch)) for length in lengths)
     if not chains:
         return StepCosts(config.batch, verify, zero, lookup)
@@ -67,7 +66,8 @@ def tune_compiled(
     wide = max(0.0, drafting(first, READ_WIDTHS[-1]) - (first.depth - 1) * one)
     levels = [(1, one), *((4, max(0.0, drafting(tree, READ_WIDTHS[0]) - read)) for tree in trees)]
     reads = Curve.fit(((READ_WIDTHS[0], read), (READ_WIDTHS[-1], wide)))
-    return StepCosts(config.batch, verify, zero, lookup, reads, Curve.fit(levels))
+    shapes = {Shape(tree).levels: drafting(tree, READ_WIDTHS[0]) for tree in (*chains, *trees)}
+    return StepCosts(config.batch, verify, zero, lookup, reads, Curve.fit(levels), shapes)
 
 
 def _timed(base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, job: Job) -> list[float]:

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specheads.bench.tune.timing import Dummy, Report, TimedTarget, TuneConfig, lookup_ms, random_prompts, wait_for
+from specheads.bench.tune.timing import (
+    Dummy,
+    Report,
+    TimedTarget,
+    TuneConfig,
+    fastest_round,
+    lookup_ms,
+    random_prompts,
+    wait_for,
+)
 from specheads.decoding.acceptance import Exact
 from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.drafters.unread import UnreadPositions
@@ -40,15 +49,18 @@ def tune_eager(
     reads, widths = (READS, WIDTHS) if head is not None else ((), ())
     jobs: list[tuple[str, int, int]] = [("verify", *one) for one in verified]
     jobs += [("read", lengths[0], count) for count in reads] + [("level", lengths[0], width) for width in widths]
-    times: dict[tuple[str, int, int], list[tuple[float, float]]] = {job: [] for job in jobs}
+    times: dict[tuple[str, int, int], list[list[tuple[float, float]]]] = {job: [] for job in jobs}
     for number in range(config.rounds * len(jobs)):
         job = jobs[number % len(jobs)]
         if report:
             report(number / len(jobs) / config.rounds, f"{job[0]} {job[2]} after {job[1]} tokens")
-        times[job] += _timed(base, head, config, *job)
+        times[job].append(_timed(base, head, config, *job))
     if report:
         report(1.0, f"{len(jobs)} measurements of {config.rounds * config.steps} steps")
-    first, last = ({job: median(pair[i] for pair in pairs) for job, pairs in times.items()} for i in (0, 1))
+    first, last = (
+        {job: fastest_round([[pair[i] for pair in pairs] for pairs in rounds]) for job, rounds in times.items()}
+        for i in (0, 1)
+    )
     verify = {
         length: Curve.fit((nodes, first["verify", length, nodes]) for at, nodes in verified if at == length)
         for length in lengths

@@ -6,7 +6,7 @@ Shapes: B batch rows.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -27,6 +27,11 @@ from specheads.decoding.tree import DraftTree
 Report = Callable[[float, str], None]
 NODES = (1, 2, 4, 8, 16, 32, 64)
 COMPILED_NODES = (1, *(1 + n for n in COMPILED_COPIES))
+
+
+def fastest_round(rounds: Sequence[Sequence[float]]) -> float:
+    """The least of the rounds' medians: what else runs on a machine makes it slower, and never faster."""
+    return min(map(median, rounds))
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,10 @@ class Dummy(Drafter):
     @property
     def layers(self) -> tuple[int, ...]:
         return self._layers
+
+    @property
+    def tree_sizes(self) -> tuple[int, ...]:
+        return (self.nodes,)
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
         return chain(max(2, self.nodes) - 1)

@@ -58,7 +58,8 @@ class StepCosts:
     verify: context length → curve over the nodes of each row's tree, root included; loop: the rest of the step over
     the same nodes. read: the drafter's pass over the positions committed since it last drafted, and its first level;
     level: each further level, over the nodes expanded in it; both None without a drafter that takes passes. lookup:
-    the search for a copy over the context length.
+    the search for a copy over the context length. shapes: drafting by the nodes expanded in each level, where it was
+    measured as a whole, as in a compiled step; `read` then says what more positions add.
     """
 
     batch: int
@@ -67,6 +68,7 @@ class StepCosts:
     lookup: Curve
     read: Curve | None = None
     level: Curve | None = None
+    shapes: Mapping[tuple[int, ...], float] = field(default_factory=dict)
     _steps: dict[tuple[int, int, int], float] = field(default_factory=dict, repr=False, compare=False)
     _levels: dict[tuple[int, ...], float] = field(default_factory=dict, repr=False, compare=False)
 
@@ -90,14 +92,17 @@ class StepCosts:
             return 0.0
         share, key = rows / self.batch, (rows, *levels)
         if key not in self._levels:
-            self._levels[key] = sum(self.level(nodes * share) for nodes in levels)
+            known = self.shapes.get(key[1:]) if share == 1 else None
+            sums = sum(self.level(nodes * share) for nodes in levels)
+            self._levels[key] = sums if known is None else known - self.read.points[0][1]
         return self.read(positions * share) + self._levels[key]
 
     def to_dict(self) -> dict[str, Any]:
         curves = {"loop": self.loop, "lookup": self.lookup, "read": self.read, "level": self.level}
         lists = {name: curve and [[x, round(y, 4)] for x, y in curve.points] for name, curve in curves.items()}
         verify = {str(n): [[x, round(y, 4)] for x, y in curve.points] for n, curve in self.verify.items()}
-        return {"verify": verify, **lists}
+        shapes = [[list(levels), round(ms, 4)] for levels, ms in self.shapes.items()]
+        return {"verify": verify, **lists, "shapes": shapes}
 
     @classmethod
     def from_dict(cls, batch: int, content: Mapping[str, Any]) -> StepCosts:
@@ -109,7 +114,8 @@ class StepCosts:
         if curves["loop"] is None or curves["lookup"] is None:
             raise ValueError("the curves 'loop' and 'lookup' are missing")
         verify = {int(length): _curve(points) for length, points in content["verify"].items()}
-        return cls(batch, verify, curves["loop"], curves["lookup"], curves["read"], curves["level"])
+        shapes = {tuple(map(int, levels)): float(ms) for levels, ms in content.get("shapes", [])}
+        return cls(batch, verify, curves["loop"], curves["lookup"], curves["read"], curves["level"], shapes)
 
 
 def _curve(points: Any) -> Curve:

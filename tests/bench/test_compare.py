@@ -114,7 +114,7 @@ def test_auto_asks_the_models_own_generate_for_it(monkeypatch, engine):
 class Scripted:
     """A decoder that gives the prompt's first token `count` times, and logs that it ran."""
 
-    drafters, refill = (), False
+    drafters, refill, compiles_as_needed = (), False, False
 
     def __init__(self, name, log, count=3, dies_at=None, fails=None):
         self.name, self.log, self.count, self.dies_at, self.fails = name, log, count, dies_at, fails

@@ -289,7 +289,7 @@ def test_the_targets_likeliest_ids_are_those_along_the_accepted_path():
     verdict = Verdict(path=torch.tensor([[0, 2, 3]]), length=torch.tensor([3]), bonus=torch.tensor([5]))
     logits = torch.eye(50)[torch.tensor([10, 20, 30, 40])] * 2 + torch.eye(50)[torch.tensor([11, 21, 31, 41])]
     out, target = TargetOutput(logits.unsqueeze(0), torch.zeros(1, 4, 0)), SimpleNamespace(commit=lambda *_: None)
-    extended = context([[9, 1]]).extend(commit(target, Sampler(), tree, out, verdict, 2), [[3, 4, 5]])
+    extended = context([[9, 1]]).extend(commit(target, Sampler(), tree, out, verdict, 2), [[3, 4, 5]], [[0, 0]])
     assert extended.history == [[9, 1, 3, 4, 5]]
     assert extended.top.tolist() == [[[10, 11], [30, 31], [40, 41]]]
 

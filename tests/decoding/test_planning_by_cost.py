@@ -251,8 +251,19 @@ def test_a_cost_file_comes_back_and_a_wrong_or_broken_one_is_refused(tmp_path):
             CostTable.load(path, KEY)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
-def test_curves_are_shipped_for_every_device(device):
-    shipped = shipped_costs(device).for_rows(1)
+def test_curves_are_shipped_for_every_device(device, compiled):
+    shipped = shipped_costs(device, compiled=compiled).for_rows(1)
     assert 1.2 * shipped.step(1, 1, 128) > shipped.step(1, 1, 64)
-    assert make_menu(shipped, 1, RANKS, 5, head=True).shapes
+    assert make_menu(shipped, 1, RANKS, 5, head=True, compiled=compiled).shapes
+
+
+def test_a_shape_that_was_timed_as_a_whole_costs_what_it_took(tmp_path):
+    """A chain of two may take longer than one of five; more unread positions add what they add to any shape."""
+    own = StepCosts(1, {64: Curve(((1, 4.0),))}, Curve(((1, 0.0),)), Curve(((1, 0.0),)), Curve(((8, 1.0), (32, 1.5))),
+                    Curve(((1, 0.2),)), {(1,): 3.0, (1, 1, 1, 1): 2.0})  # fmt: skip
+    assert [own.draft(1, levels, 8) for levels in ((1,), (1, 1, 1, 1), (1, 1))] == pytest.approx([3.0, 2.0, 1.4])
+    assert own.draft(1, (1,), 32) == pytest.approx(3.5)
+    CostTable(KEY, {1: own}).save(tmp_path / "a.json")
+    assert CostTable.load(tmp_path / "a.json").for_rows(1) == own

@@ -86,7 +86,7 @@ def test_the_shipped_head_under_megatron_names_drafts_the_same_tokens(tmp_path):
     )  # fmt: skip
     foreign.write(tmp_path, config, tensors)
     model = SpecModel.from_pretrained(shipped, dtype=torch.float32)
-    theirs = SpecModel.from_pretrained(tmp_path, base=model.base)
+    theirs = SpecModel.from_pretrained(tmp_path, base=model.base, dtype="auto")
     assert same({n: t.bfloat16() if t.is_floating_point() else t for n, t in model.head_state_dict().items()},
                 theirs.head_state_dict())  # fmt: skip
     theirs.head.to(torch.float32)

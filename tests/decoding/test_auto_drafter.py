@@ -11,9 +11,10 @@ from huggingface_hub import constants
 from transformers.utils import logging
 
 import specheads
-from specheads import Drafter, PromptLookup, chain
+from specheads import Drafter, DraftTree, PromptLookup, chain
 from specheads.decoding.drafters import auto
 from specheads.decoding.drafters.auto import AutoDrafter
+from specheads.decoding.drafters.overlay import overlay
 from specheads.decoding.drafters.unread import UnreadPositions
 from specheads.decoding.planner import ChildLogits, NoDraft
 from specheads.decoding.planner.by_cost import CostTable, Curve, StepCosts
@@ -196,6 +197,13 @@ def test_a_head_that_was_idle_drafts_after_a_prompt_that_took_a_row_as_alone(hea
     for known in drafter.by_text:
         common = known.keys() & alone.keys()
         assert len(common) > 2 and all(known[text] == alone[text] for text in common)
+
+
+def test_copies_take_the_place_of_a_tree_where_there_are_some():
+    tree = DraftTree(torch.tensor([[1, 2, 3], [1, 4, 5]]), torch.tensor([[-1, 0, 0], [-1, 0, 0]]), 1)
+    both = overlay(tree, torch.tensor([[1, 9, 8, 1], [1, 1, 1, 1]]), torch.tensor([2, 0]))
+    assert both.parents.tolist() == [[-1, 0, 1, -1], [-1, 0, 0, -1]]
+    assert both.tokens[:, :3].tolist() == [[1, 9, 8], [1, 4, 5]] and both.max_depth == 3 and not both.is_chain
 
 
 @pytest.mark.sampled(2)

@@ -221,7 +221,7 @@ MUTATIONS = (
     M("first step of a head compiled", "decoding.drafters.base:Drafter.device_draft",
       "and context.ranks", "", COMPILED, "begins_on_the_host"),
     M("copies over every row", "decoding.drafters.overlay:overlay",
-      "counts.unsqueeze(1) > 0", "counts.unsqueeze(1) >= 0", AUTO, "accepts_in_the_graph"),
+      "counts.unsqueeze(1) > 0", "counts.unsqueeze(1) >= 0", AUTO, "take_the_place"),
     M("missed positions of which the last are dropped", "decoding.drafters.unread:UnreadPositions.read_passes",
       "end - width).clamp_min(0)", "end - width + 1).clamp_min(0)", AUTO, "idle"),
     M("refilled row that keeps what the old text missed", "decoding.drafters.unread:UnreadPositions.refill",

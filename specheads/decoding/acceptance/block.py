@@ -25,12 +25,10 @@ class Block(Acceptance):
     point masses, being as good there. ValueError for a sampled tree that branches: see `Traversal`.
     """
 
+    on_device: ClassVar[bool] = True
+
     name = "block"
     lossless: ClassVar[bool] = True
-
-    @property
-    def on_device(self) -> bool:
-        return True
 
     def judge(self, target: TargetProbs) -> Verdict:
         tree, sampler = target.tree, target.sampler

@@ -6,6 +6,7 @@ p: target probabilities, q: draft probabilities. Shapes: B batch rows, N nodes, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ class Ensemble(Acceptance):
     and heads too. DIVERSE, arXiv:2604.07622.
     """
 
+    on_device: ClassVar[bool] = True
+
     name = "ensemble"
     threshold_field = "weight"
 
@@ -40,10 +43,6 @@ class Ensemble(Acceptance):
     @property
     def requires_draft_probs(self) -> bool:
         return not self.lossless
-
-    @property
-    def on_device(self) -> bool:
-        return True
 
     def is_exact(self, sampler: Sampler) -> bool:
         return self.lossless

@@ -27,12 +27,10 @@ class Exact(LevelRule):
     arXiv:2305.09781, Sequoia arXiv:2402.12374.
     """
 
+    on_device: ClassVar[bool] = True
+
     name = "exact"
     lossless: ClassVar[bool] = True
-
-    @property
-    def on_device(self) -> bool:
-        return True
 
     def is_exact(self, sampler: Sampler) -> bool:
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -20,6 +21,8 @@ class Lenient(LevelRule):
     draft order; after a rejection it goes as in `Exact`. Leviathan et al., arXiv:2211.17192.
     """
 
+    on_device: ClassVar[bool] = True
+
     name = "lenient"
     threshold_field = "leniency"
 
@@ -32,10 +35,6 @@ class Lenient(LevelRule):
     @property
     def lossless(self) -> bool:
         return self.leniency == 1
-
-    @property
-    def on_device(self) -> bool:
-        return True
 
     def is_exact(self, sampler: Sampler) -> bool:
         return self.lossless or not sampler.do_sample

@@ -20,12 +20,10 @@ class NoResidual(LevelRule):
     min(p, q) + (1 − Σ min(p, q)) p. The skip_sample_adjustment of https://github.com/romsto/Speculative-Decoding.
     """
 
+    on_device: ClassVar[bool] = True
+
     name = "no_residual"
     lossless: ClassVar[bool] = False
-
-    @property
-    def on_device(self) -> bool:
-        return True
 
     def is_exact(self, sampler: Sampler) -> bool:
         return not sampler.do_sample

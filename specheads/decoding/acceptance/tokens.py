@@ -54,6 +54,9 @@ def num_likelier(target: TargetProbs, token_probs: Tensor) -> Tensor:
 class Typical(TokenRule):
     """Accepts x where p(x) > min(epsilon, delta · exp(−H(p))), H in nats. Not lossless. Medusa, arXiv:2401.10774."""
 
+    on_device: ClassVar[bool] = True
+    tensor_options: ClassVar[tuple[str, ...]] = ("epsilon", "delta")
+
     name = "typical"
     threshold_field = "epsilon"
 
@@ -65,14 +68,6 @@ class Typical(TokenRule):
             raise ValueError(f"epsilon={self.epsilon} must be a probability above 0 and below 1")
         if not self.delta > 0:
             raise ValueError(f"delta={self.delta} must be above 0")
-
-    @property
-    def on_device(self) -> bool:
-        return True
-
-    @property
-    def tensor_options(self) -> tuple[str, ...]:
-        return "epsilon", "delta"
 
     def accepts(self, target: TargetProbs, token_probs: Tensor) -> Tensor:
         # H = log Σ exp(s) − Σ p s, at a fraction of what p log p takes on a CPU.
@@ -89,6 +84,9 @@ class TopN(TokenRule):
     The relaxed acceptance of TensorRT-LLM, whose values for thinking phases are the defaults; no paper.
     """
 
+    on_device: ClassVar[bool] = True
+    tensor_options: ClassVar[tuple[str, ...]] = ("margin",)
+
     name = "topn"
     threshold_field = "margin"
 
@@ -100,14 +98,6 @@ class TopN(TokenRule):
             raise ValueError(f"n={self.n} must be at least 1 token")
         if not 0 <= self.margin <= 1:
             raise ValueError(f"margin={self.margin} must be a difference of probabilities, 0 to 1")
-
-    @property
-    def on_device(self) -> bool:
-        return True
-
-    @property
-    def tensor_options(self) -> tuple[str, ...]:
-        return ("margin",)
 
     def accepts(self, target: TargetProbs, token_probs: Tensor) -> Tensor:
         near = token_probs >= target.at_parent(target.soft.amax(-1)) - self.margin
@@ -121,6 +111,9 @@ class Margin(TokenRule):
     After MARS, arXiv:2601.15498, which compares logits; a ratio of probabilities does not change when all logits shift.
     """
 
+    on_device: ClassVar[bool] = True
+    tensor_options: ClassVar[tuple[str, ...]] = ("ratio",)
+
     name = "margin"
     threshold_field = "ratio"
 
@@ -129,14 +122,6 @@ class Margin(TokenRule):
     def __post_init__(self) -> None:
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"ratio={self.ratio} must be a ratio of probabilities p₂/p₁, 0 to 1 (1: only the first)")
-
-    @property
-    def on_device(self) -> bool:
-        return True
-
-    @property
-    def tensor_options(self) -> tuple[str, ...]:
-        return ("ratio",)
 
     def accepts(self, target: TargetProbs, token_probs: Tensor) -> Tensor:
         likelier = num_likelier(target, token_probs)
@@ -152,6 +137,8 @@ class CSLeniency(TokenRule):
     Speculative Drafting, arXiv:2312.11462.
     """
 
+    on_device: ClassVar[bool] = True
+
     name = "cs_leniency"
     threshold_field = "leniency"
 
@@ -164,10 +151,6 @@ class CSLeniency(TokenRule):
     @property
     def uses_draft_probs(self) -> bool:
         return self.leniency > 1
-
-    @property
-    def on_device(self) -> bool:
-        return True
 
     def accepts(self, target: TargetProbs, token_probs: Tensor) -> Tensor:
         likeliest = token_probs >= target.at_parent(target.soft.amax(-1))

@@ -27,12 +27,10 @@ class Traversal(Acceptance):
     by `Exact`, which is as good there.
     """
 
+    on_device: ClassVar[bool] = True
+
     name = "traversal"
     lossless: ClassVar[bool] = True
-
-    @property
-    def on_device(self) -> bool:
-        return True
 
     def judge(self, target: TargetProbs) -> Verdict:
         tree = target.tree

@@ -114,6 +114,10 @@ def compile_without_guards(function: Callable[..., T], backend: str) -> Callable
     code = function.__code__.replace(co_name=f"{function.__name__}_")
     fresh = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    if backend == DEFAULT_BACKEND:
+        from specheads.decoding.few_rows import FewRows  # it imports torch's compiler
+
+        options["post_grad_custom_pre_pass"] = FewRows()
     return torch.compile(fresh, fullgraph=True, dynamic=False, backend=backend, options=options)
 
 

@@ -176,7 +176,7 @@ def test_two_workers_sweep_encoder_decoders_to_the_rows_of_one(t5, tmp_path, cac
         out = ("--workers", workers, "--out", tmp_path / f"{workers}")
         code, text, err = run(capsys, *sweep(t5, tmp_path, *words, *out))
         assert code == 0, err
-        timed = ("seconds", "tokens_per_second", "speed_up", "swi")  # swi: by costs measured here
+        timed = ("seconds", "step_seconds", "tokens_per_second", "speed_up", "swi")  # swi: by costs measured here
         rows = json.loads(text)["rows"]
         found.append([{k: v for k, v in r.items() if not k.startswith(timed)} for r in rows])
     assert found[0] == found[1] and len(found[0]) == 2

@@ -25,17 +25,15 @@ from specheads import (
     Typical,
     chain,
     comb,
-    generate,
 )  # fmt: skip
 from specheads.decoding.acceptance import RULES
 from specheads.decoding.acceptance.named import rule_named
 from specheads.decoding.compiled import compiled_steps, module_state, reason_not_compiled
-from specheads.decoding.drafters import AutoDrafter, auto
-from specheads.decoding.planner.by_cost.choice import Choice
 from specheads.decoding.target.cache import static_size
 from specheads.decoding.target.model_inputs import ModelInputs
 from tests.reference.slow_heads import KINDS
 from tests.reference.slow_heads import shallow_spec_model as spec_model
+from tests.support.compiled_texts import DRAWING, fresh_dynamo, shallow, texts_of  # noqa: F401
 from tests.support.families import FAMILIES, build
 from tests.support.paths import ROOT
 from tests.support.prompts import PROMPTS, padded
@@ -49,26 +47,6 @@ LOSSY = [
     "fuzzy:kl:0.3:mode=rescue", "fuzzy:top_k_kl:0.5:k=7", "fuzzy:top_p_tv:0.5", "fuzzy:tv:0.3:processed=true",
     "ensemble:0.5", "block", "traversal", "exact",
 ]  # fmt: skip
-DRAWING = {"do_sample": True, "temperature": 0.8, "seed": 5}
-
-
-def texts_of(model, prompts, **options):
-    """The text without and with compiled steps."""
-    options = {"max_new_tokens": 14, "do_sample": False} | options
-    call = generate if not hasattr(model, "head") else type(model).generate
-    return [call(model, **prompts, **options, compile=compile).tolist() for compile in (False, "eager")]
-
-
-def shallow(kind, num_layers):
-    """A head on a base of few layers, whose text does not end."""
-    model = spec_model(kind, tiny_llama(num_hidden_layers=num_layers).double())
-    model.base.generation_config.eos_token_id = None
-    return model
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
 
 
 @pytest.mark.sampled(9)
@@ -400,101 +378,6 @@ def test_scores_are_those_without_compiling():
     ids = torch.tensor([PROMPTS[0]])
     without, compiled = (model.generate(ids, **options, compile=compile) for compile in (False, "eager"))
     assert torch.stack(without.scores).equal(torch.stack(compiled.scores))
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 5}], ids=("greedy", "drawn"))
-def test_automatic_drafts_take_few_graphs_and_give_the_same_text(sampling):
-    model = spec_model("eagle3")
-    model.base.generation_config.eos_token_id = None
-    prompts, sampling = padded(PROMPTS), {"max_new_tokens": 40, **sampling}
-    without, compiled = texts_of(model, prompts, draft="auto", **sampling)
-    assert compiled == without == model.generate(**prompts, draft=False, **({"do_sample": False} | sampling)).tolist()
-    steps = compiled_steps(model.base, "eager")
-    assert steps.failure is None and not steps._failed
-    functions = [function.__name__ for function, _ in steps._known]
-    assert {"whole_step", "step_after_draft"} == set(functions) and len(functions) <= 8
-
-
-def fickle(menu, head_gains, copy_gains, step_ms, draft_ms):
-    """A choice that changes at each step: nothing, the longest copies, or one of the head's shapes, beside copies."""
-    fickle.calls += 1
-    rows, shape = len(copy_gains), menu.shapes[fickle.calls // 4 % len(menu.shapes)]
-    if (kind := fickle.calls % 4) < 2:
-        return Choice(None, menu.sizes[-1] if kind else 1, (bool(kind),) * rows, rows, 1.0)
-    return Choice(shape, shape.nodes, tuple(rows > 1 and (b + fickle.calls) % 3 == 0 for b in range(rows)), rows, 1.0)
-
-
-@pytest.mark.sampled(14)
-@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 5}], ids=("greedy", "drawn"))
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_head_that_misses_steps_drafts_in_the_graph(kind, sampling, monkeypatch):
-    monkeypatch.setattr(auto, "choose", fickle)
-    fickle.calls, model = 0, spec_model(kind)
-    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": 97} | sampling
-    prompts = padded(PROMPTS if sampling else PROMPTS[:1])
-    plain = model.generate(**prompts, **options, draft=False)
-    for compile in (False, "eager"):
-        out = model.generate(**prompts, **options, draft=AutoDrafter(model.head), compile=compile)
-        assert torch.equal(out, plain)
-    steps = compiled_steps(model.base, "eager")
-    assert steps.failure is None and not steps._failed
-    graphs = [key for function, key in steps._known if function.__name__ == "whole_step"]
-    assert len(graphs) >= 3, "of the head's shapes, in both widths"
-
-
-@pytest.mark.parametrize(
-    ("draft", "accept", "tree"),
-    [
-        (True, None, None), ("lookup", None, None), (False, None, None), (True, "typical:0.3", chain(3)),
-        (True, None, SampledTree((2, 2, 1))),
-    ],
-)  # fmt: skip
-def test_a_refilled_batch_gives_each_prompt_its_own_text(draft, accept, tree):
-    model = spec_model("eagle3")
-    prompts = [[*PROMPTS[i % 3], 3 + i] for i in range(7)]
-    options = {"max_new_tokens": 12, "batch_size": 2, "draft": draft, "do_sample": True, "seed": 3}
-    options |= {"accept": accept, "tree": tree} if tree else {}
-    without, compiled = (model.generate_many(prompts, **options, compile=compile) for compile in (False, "eager"))
-    assert [one.tokens for one in compiled] == [one.tokens for one in without]
-    assert len(compiled_steps(model.base, "eager")) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["Llama", "GPT-2", "Qwen3", "Mixtral"])
-def test_torchs_own_compiler_serves_texts_of_all_lengths_of_a_family_with_two_graphs(family):
-    base, traced = build(*FAMILIES[family]), []
-    for length, new in ((3, 10), (17, 24), (50, 5), (80, 30)):
-        ids = (torch.arange(length) * 7 % 97).unsqueeze(0)
-        for draft in (None, PromptLookup(3)):
-            options = {"draft": draft, "max_new_tokens": new, "do_sample": False}
-            assert generate(base, ids, **options, compile=True).tolist() == generate(base, ids, **options).tolist()
-        traced.append(counters["stats"]["unique_graphs"])
-    assert compiled_steps(base).failure is None
-    assert len(compiled_steps(base)) == 2
-    assert set(traced) == {2}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tree", "accept"),
-    [(SampledTree((2, 2, 1)), "exact"), (SampledTree((2, 1)), "traversal"), (comb(3, 2), "fuzzy:js:0.2")],
-)
-def test_torchs_own_compiler_draws_the_numbers_of_a_seed(tree, accept):
-    model = shallow("eagle3", 3)
-    options = {**padded(PROMPTS), "tree": tree, "accept": accept, "max_new_tokens": 30, **DRAWING}
-    assert model.generate(**options, compile=True).tolist() == model.generate(**options).tolist()
-    assert [function.__name__ for function, _ in compiled_steps(model.base)._known] == ["verify"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle3", "medusa", "parallel"])
-def test_torchs_own_compiler_gives_the_same_greedy_text(kind):
-    model = spec_model(kind)
-    for prompts in (padded(PROMPTS[:1]), padded(PROMPTS)):
-        options = {**prompts, "draft": "head", "max_new_tokens": 14, "do_sample": False}
-        assert model.generate(**options, compile=True).tolist() == model.generate(**options).tolist()
-    assert compiled_steps(model.base).failure is None
 
 
 def test_static_trees_deeper_than_their_rows_are_cut_to_the_limit():

@@ -120,7 +120,7 @@ class Taught(dict):
         torch.manual_seed(0)
         model = self[head] = convert(self.base, head, **self.OPTIONS[head]).train()
         optimizer = torch.optim.AdamW(model.head.parameters(), lr=2e-2)
-        for _ in range(60):
+        for _ in range(90):
             optimizer.zero_grad()
             model(self.text, labels=self.text).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.head.parameters(), 1.0)
@@ -166,7 +166,7 @@ def test_every_head_tree_and_batch_matches_greedy(models, prompts, greedy, head,
     gained = steps = 0
     for name, inputs in prompts.items():
         out = models[head].generate(
-            **inputs, do_sample=False, max_new_tokens=24, tree=PLANS[plan], return_dict_in_generate=True
+            **inputs, draft="head", do_sample=False, max_new_tokens=24, tree=PLANS[plan], return_dict_in_generate=True
         )
         assert torch.equal(out.sequences, greedy[name])
         assert out.lossless

@@ -26,6 +26,7 @@ CACHE = "decoding/test_cache.py"
 CACHED_MODEL = "decoding/test_cached_model.py"
 COMPILED = "decoding/test_compiled.py"
 DIVERGENCES = "decoding/test_divergences.py"
+FEW_ROWS = "decoding/test_few_rows.py"
 GROUPED = "decoding/test_grouped_attention.py"
 LOSSLESS = "decoding/test_lossless_rules.py"
 NGRAM = "decoding/test_ngram.py"
@@ -220,6 +221,8 @@ MUTATIONS = (
       "q * drafted[child]", "q", TREE, "judged_as"),
     M("first step of a head compiled", "decoding.drafters.base:Drafter.device_draft",
       "and context.ranks", "", COMPILED, "begins_on_the_host"),
+    M("product of few rows without its bias", "decoding.few_rows:_with_bias",
+      "bias + row_sums(rows, matrix)", "row_sums(rows, matrix)", FEW_ROWS, "same_value"),
     M("copies over every row", "decoding.drafters.overlay:overlay",
       "counts.unsqueeze(1) > 0", "counts.unsqueeze(1) >= 0", AUTO, "take_the_place"),
     M("missed positions of which the last are dropped", "decoding.drafters.unread:UnreadPositions.read_passes",

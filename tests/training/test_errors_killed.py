@@ -144,7 +144,7 @@ def test_ctrl_c_says_at_which_step_it_stopped_and_how_to_resume(folder, tmp_path
 @pytest.mark.slow
 def test_a_sigterm_says_so_too_and_that_nothing_was_saved_where_nothing_was(folder, tmp_path):
     code, said = stopped_by(*started(tmp_path, folder, ["train/heads.py"], save_strategy="no"), signal.SIGTERM)
-    assert code == 143
+    assert code == 143, said
     assert re.fullmatch(r"train/heads.py: stopped at step \d+; no checkpoint was saved yet \(.*\)", said[-1])
 
 

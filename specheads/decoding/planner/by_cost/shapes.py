@@ -22,7 +22,7 @@ TREES = (4, 8, 16, 32, 64)  # nodes, root included
 COMPILED_CHAINS, COMPILED_COPIES = (2, 5), (5, 15, 31)
 LARGEST = max(*TREES, *(1 + n for n in COPIES))
 COMPILED_SIZES = tuple(sorted({1, *TREES, *(1 + n for n in (*COMPILED_CHAINS, *COMPILED_COPIES))}))
-WORTH = 2.5  # trees that take longer than so many plain steps are left out
+WORTH = 4.0  # head's trees that take longer than so many plain steps are left out
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,16 @@ def make_menu(
     each is a graph that takes a while to compile."""
     chains, copies = (COMPILED_CHAINS, COMPILED_COPIES) if compiled else (CHAINS, COPIES)
     plain = costs.step(rows, 1, 0)
-    most = max((n for n in {1 + n for n in copies} | {*TREES} if costs.step(rows, n, 0) <= WORTH * plain), default=1)
+    most = max((n for n in {1 + n for n in chains} | {*TREES} if costs.step(rows, n, 0) <= WORTH * plain), default=1)
     shapes = [Shape(chain(n)) for n in sorted({min(n, depth) for n in chains}) if n < most] if head else []
     trees = [fastest_tree(acceptance, nodes, depth, costs, rows) for nodes in TREES if nodes <= most] if head else []
     if compiled and trees:
         row = HeadEstimate(acceptance, depth)
         trees = [max(trees, key=lambda tree: _rate(tree, row, costs, rows))]
     shapes += [Shape(tree) for tree in dict.fromkeys(trees) if tree not in [shape.tree for shape in shapes]]
-    sizes = {1, *(1 + n for n in copies if n < most), *(shape.nodes for shape in shapes)}
+    # A copy may be right to its end, whatever is known of it before: then its step gives a token a node.
+    pay_at_best = {1 + n for n in copies if costs.step(rows, 1 + n, 0) < (1 + n) * plain}
+    sizes = {1, *pay_at_best, *(shape.nodes for shape in shapes)}
     return Menu(tuple(shapes), tuple(sorted(sizes)), own_size=compiled)
 
 

@@ -1,0 +1,75 @@
+"""Automatic drafts and refilled batches in compiled steps: the text is the one without compiling.
+
+The backend "eager" traces as torch's own does, with no graph break allowed, and runs the operations as they are.
+"""
+
+import pytest
+import torch
+
+from specheads import SampledTree, chain
+from specheads.decoding.compiled import compiled_steps
+from specheads.decoding.drafters import AutoDrafter, auto
+from specheads.decoding.planner.by_cost.choice import Choice
+from tests.reference.slow_heads import KINDS
+from tests.reference.slow_heads import shallow_spec_model as spec_model
+from tests.support.compiled_texts import fresh_dynamo, texts_of  # noqa: F401
+from tests.support.prompts import PROMPTS, padded
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 5}], ids=("greedy", "drawn"))
+def test_automatic_drafts_take_few_graphs_and_give_the_same_text(sampling):
+    model = spec_model("eagle3")
+    model.base.generation_config.eos_token_id = None
+    prompts, sampling = padded(PROMPTS), {"max_new_tokens": 40, **sampling}
+    without, compiled = texts_of(model, prompts, draft="auto", **sampling)
+    assert compiled == without == model.generate(**prompts, draft=False, **({"do_sample": False} | sampling)).tolist()
+    steps = compiled_steps(model.base, "eager")
+    assert steps.failure is None and not steps._failed
+    functions = [function.__name__ for function, _ in steps._known]
+    assert {"whole_step", "step_after_draft"} == set(functions) and len(functions) <= 8
+
+
+def fickle(menu, head_gains, copy_gains, step_ms, draft_ms):
+    """A choice that changes at each step: nothing, the longest copies, or one of the head's shapes, beside copies."""
+    fickle.calls += 1
+    rows, shape = len(copy_gains), menu.shapes[fickle.calls // 4 % len(menu.shapes)]
+    if (kind := fickle.calls % 4) < 2:
+        return Choice(None, menu.sizes[-1] if kind else 1, (bool(kind),) * rows, rows, 1.0)
+    return Choice(shape, shape.nodes, tuple(rows > 1 and (b + fickle.calls) % 3 == 0 for b in range(rows)), rows, 1.0)
+
+
+@pytest.mark.sampled(14)
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 5}], ids=("greedy", "drawn"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_misses_steps_drafts_in_the_graph(kind, sampling, monkeypatch):
+    monkeypatch.setattr(auto, "choose", fickle)
+    fickle.calls, model = 0, spec_model(kind)
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": 97} | sampling
+    prompts = padded(PROMPTS if sampling else PROMPTS[:1])
+    plain = model.generate(**prompts, **options, draft=False)
+    for compile in (False, "eager"):
+        out = model.generate(**prompts, **options, draft=AutoDrafter(model.head), compile=compile)
+        assert torch.equal(out, plain)
+    steps = compiled_steps(model.base, "eager")
+    assert steps.failure is None and not steps._failed
+    graphs = [key for function, key in steps._known if function.__name__ == "whole_step"]
+    reads_what_it_missed = kind.startswith("eagle")
+    assert len(graphs) >= 2 + reads_what_it_missed, "of the head's shapes, and in both widths"
+
+
+@pytest.mark.parametrize(
+    ("draft", "accept", "tree"),
+    [
+        (True, None, None), ("lookup", None, None), (False, None, None), (True, "typical:0.3", chain(3)),
+        (True, None, SampledTree((2, 2, 1))),
+    ],
+)  # fmt: skip
+def test_a_refilled_batch_gives_each_prompt_its_own_text(draft, accept, tree):
+    model = spec_model("eagle3")
+    prompts = [[*PROMPTS[i % 3], 3 + i] for i in range(7)]
+    options = {"max_new_tokens": 12, "batch_size": 2, "draft": draft, "do_sample": True, "seed": 3}
+    options |= {"accept": accept, "tree": tree} if tree else {}
+    without, compiled = (model.generate_many(prompts, **options, compile=compile) for compile in (False, "eager"))
+    assert [one.tokens for one in compiled] == [one.tokens for one in without]
+    assert len(compiled_steps(model.base, "eager")) == 1

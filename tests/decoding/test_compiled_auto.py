@@ -9,11 +9,16 @@ import torch
 from specheads import SampledTree, chain
 from specheads.decoding.compiled import compiled_steps
 from specheads.decoding.drafters import AutoDrafter, auto
+from specheads.decoding.planner.by_cost import CostTable, Curve, StepCosts
 from specheads.decoding.planner.by_cost.choice import Choice
 from tests.reference.slow_heads import KINDS
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.compiled_texts import fresh_dynamo, texts_of  # noqa: F401
 from tests.support.prompts import PROMPTS, padded
+
+NOTHING = Curve(((1, 0.0),))
+CHEAP_HEAD = StepCosts(1, {64: Curve(((1, 4.0), (64, 12.0)))}, NOTHING, NOTHING, NOTHING, NOTHING)
+HEAD_IS_CHEAP = CostTable(None, {1: CHEAP_HEAD})
 
 
 @pytest.mark.sampled(2)
@@ -22,7 +27,7 @@ def test_automatic_drafts_take_few_graphs_and_give_the_same_text(sampling):
     model = spec_model("eagle3")
     model.base.generation_config.eos_token_id = None
     prompts, sampling = padded(PROMPTS), {"max_new_tokens": 40, **sampling}
-    without, compiled = texts_of(model, prompts, draft="auto", **sampling)
+    without, compiled = texts_of(model, prompts, draft=AutoDrafter(model.head, HEAD_IS_CHEAP), **sampling)
     assert compiled == without == model.generate(**prompts, draft=False, **({"do_sample": False} | sampling)).tolist()
     steps = compiled_steps(model.base, "eager")
     assert steps.failure is None and not steps._failed
@@ -49,7 +54,7 @@ def test_a_head_that_misses_steps_drafts_in_the_graph(kind, sampling, monkeypatc
     prompts = padded(PROMPTS if sampling else PROMPTS[:1])
     plain = model.generate(**prompts, **options, draft=False)
     for compile in (False, "eager"):
-        out = model.generate(**prompts, **options, draft=AutoDrafter(model.head), compile=compile)
+        out = model.generate(**prompts, **options, draft=AutoDrafter(model.head, HEAD_IS_CHEAP), compile=compile)
         assert torch.equal(out, plain)
     steps = compiled_steps(model.base, "eager")
     assert steps.failure is None and not steps._failed

@@ -22,6 +22,7 @@ from specheads.decoding.target.hf_base import (
     MASKED_ATTENTION,
     concat_taps,
     decoder_of,
+    has_state,
     kept_states,
     layer_reach,
     lm_head_gives_logits,
@@ -138,6 +139,11 @@ def packed_mask(base: PreTrainedModel, documents: Tensor, position_ids: Tensor) 
         raise ValueError(
             f"{attention} attention would let the documents of a packed row see one another; train with "
             "packing=false, or attn_implementation=sdpa"
+        )
+    if has_state(base):
+        raise ValueError(
+            f"the recurrent layers of {type(base).__name__} would carry their state from one document of a packed row "
+            "to the next; train with packing=false"
         )
     column = torch.arange(documents.shape[1], device=documents.device)
     seen = (documents.unsqueeze(2) == documents.unsqueeze(1)) & (column <= column.unsqueeze(1))

@@ -13,9 +13,11 @@ from transformers import AutoModelForSeq2SeqLM
 
 from specheads import DynamicTree, StaticTree, Target, UnsupportedModel, convert
 from specheads.decoding.planner import ChildLogits
-from specheads.decoding.target.hf_base import logits_of
+from specheads.decoding.target.hf_base import has_state, logits_of
 from specheads.heads.layers.block import decoder_layers, final_norm
-from tests.support.families import FAMILIES, LATENT, LENGTH_DEPENDENT, VOCAB, build
+from tests.support.families import FAMILIES, LATENT, LENGTH_DEPENDENT, RECURRENT, VOCAB, build
+
+ALL = FAMILIES | RECURRENT
 
 LENGTHS, NEW = (5, 17, 11), 32
 
@@ -79,10 +81,10 @@ def greedy(base, inputs, **kwargs):
     return sequences, [row[max(LENGTHS) - length :].tolist() for row, length in zip(sequences, LENGTHS, strict=True)]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=ALL)
 def family(request):
     """One family's model, its prompts, its greedy sequences and texts."""
-    base, inputs = build(*FAMILIES[request.param]), ragged_prompts()
+    base, inputs = build(*ALL[request.param]), ragged_prompts()
     sequences, texts = greedy(base, inputs)
     assert len({token for text in texts for token in text[-NEW:]}) >= 8, "the text repeats itself too much"
     return base, inputs, sequences, texts
@@ -112,11 +114,29 @@ def test_every_family_matches_greedy(family):
     for row, text in enumerate(texts):
         # What the drafter was given along the way is what one forward over the whole text gives.
         given = torch.cat(knowing.features[row])[: len(text)]
-        states = base(torch.tensor([text[: len(given)]]), output_hidden_states=True).hidden_states
-        whole = torch.cat([states[k] for k in knowing.layers], dim=-1)[0]
-        torch.testing.assert_close(given[: len(whole)], whole, rtol=1e-3, atol=1e-3)
+        passes = [text[: len(given)]]
+        if has_state(base):  # the two forms of some layers differ in more than rounding: as generate() feeds them
+            passes = [text[: LENGTHS[row]], *([token] for token in text[LENGTHS[row] : len(given)])]
+        whole = hidden_states(base, passes, knowing.layers)
+        close = 2e-2 if has_state(base) else 1e-3  # a state adds up what rounding there is, and these weights are large
+        torch.testing.assert_close(given[: len(whole)], whole, rtol=close, atol=close)
         assert len(given) >= len(text) - 6
         assert knowing.next_tokens[row][: len(text) - 1] == text[1 : 1 + len(knowing.next_tokens[row])]
+
+
+def hidden_states(base, passes, layers):
+    """(T, F) of the ids of all passes, each fed after the ones before."""
+    cache, rows, start = None, [], 0
+    for ids in passes:
+        position = torch.arange(start, start + len(ids)).unsqueeze(0)
+        out = base(
+            torch.tensor([ids]), position_ids=position, past_key_values=cache, use_cache=len(passes) > 1,
+            output_hidden_states=True,
+        )  # fmt: skip
+        start += len(ids)
+        cache = out.past_key_values
+        rows.append(torch.cat([out.hidden_states[k] for k in layers], dim=-1)[0])
+    return torch.cat(rows)
 
 
 @pytest.mark.parametrize("name", LENGTH_DEPENDENT)
@@ -182,9 +202,12 @@ def test_eager_attention_matches_greedy(family):
         ("BloomConfig", {}, "takes no position_ids"),
         ("MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "takes no position_ids"),
         ("FalconConfig", {"alibi": True}, "alibi=True"),
-        ("Mamba2Config", {"num_heads": 8, "state_size": 8, "n_groups": 1}, "linear_attention; .*recurrent state"),
-        ("Qwen3NextConfig", {}, "linear_attention; .*recurrent state"),
-        ("Lfm2Config", {"layer_types": ["conv", "full_attention"] * 2}, "conv; .*recurrent state"),
+        ("Mamba2Config", {"num_heads": 8, "state_size": 8, "n_groups": 1}, "takes no position_ids"),
+        ("RwkvConfig", {}, "takes no position_ids"),
+        ("MiniMaxConfig", {}, "not in transformers' own cache: MiniMax uses cache of its own"),
+        ("RecurrentGemmaConfig", {}, "keeps its recurrent state outside the cache"),
+        ("ZayaConfig", {"num_experts_per_tok": 1, "router_hidden_size": 8}, "ZayaCCA.* gives several tensors"),
+        ("DeepseekV4Config", {}, "compressed_sparse_attention, heavily_compressed_attention; only full"),
         ("OpenAIGPTConfig", {}, "takes no past_key_values"),
         ("DeepseekV32Config", LATENT, "indexed_attention; .*an indexer chooses which tokens"),
         ("GlmMoeDsaConfig", LATENT, "indexed_attention; .*an indexer chooses which tokens"),

@@ -21,6 +21,47 @@ LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 12, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 8,
 }  # fmt: skip
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA2 = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2,
+    "mamba_chunk_size": 32,
+}  # fmt: skip
+LINEAR = {"layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]}
+CONV = {"layer_types": ["conv", "full_attention"] * 2}
+SHARED = ["linear_attention", "hybrid"] * 2  # Zamba's attention layers share their weights
+# Family with recurrent layers → as below.
+RECURRENT = {
+    "Qwen3-Next": ("Qwen3NextConfig", DELTA),
+    "Qwen3.5": ("Qwen3_5TextConfig", DELTA),
+    "Qwen3.5-MoE": ("Qwen3_5MoeTextConfig", DELTA),
+    "LFM2": ("Lfm2Config", CONV),
+    "LFM2-MoE": ("Lfm2MoeConfig", CONV),
+    "LFM3": ("Lfm3Config", CONV),
+    "Falcon-H1": ("FalconH1Config", {**MAMBA2, "mamba_d_ssm": 64}),
+    "Granite-4": ("GraniteMoeHybridConfig", {**MAMBA2, **LINEAR, "shared_intermediate_size": 48}),
+    "Bamba": ("BambaConfig", {**MAMBA2, "attn_layer_indices": [1, 3]}),
+    "Nemotron-H": (
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["linear_attention", "full_attention", "linear_attention", "mlp"],
+            "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 32,
+        },
+    ),
+    "OLMo-hybrid": ("OlmoHybridConfig", {**DELTA, "linear_num_value_heads": 2}),
+    "Jamba": ("JambaConfig", {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}),
+    "Zamba": (
+        "ZambaConfig",
+        {"layers_block_type": SHARED, "n_mamba_heads": 2, "mamba_d_state": 8, "mamba_dt_rank": 4,
+         "tie_word_embeddings": True},
+    ),
+    "Zamba2": (
+        "Zamba2Config",
+        {"layers_block_type": SHARED, "n_mamba_heads": 8, "mamba_d_state": 8, "num_key_value_heads": 4,
+         "chunk_size": 32, "tie_word_embeddings": True},
+    ),
+    "Kimi-Linear": ("KimiLinearConfig", {**LATENT, **LINEAR, "linear_head_dim": 8, "linear_num_heads": 4}),
+    "Ling-3": ("BailingHybridConfig", {**LATENT, **LINEAR, "num_mtp_layers": 0}),
+}  # fmt: skip
 # Family → its config class and what it wants set otherwise. Untied where the embedding scale of a random model would
 # make it repeat its last token for ever.
 FAMILIES = {

@@ -9,11 +9,14 @@ and one scatter for all of them. Shapes: B batch rows, N tree nodes, P = depth o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from specheads.decoding.target.recurrent import RecurrentLayer, RecurrentModule, RecurrentStates, StateCell
 
 BUCKET = 64  # attended lengths are rounded up to a multiple of this, so that shapes repeat
 RESERVE = 1024  # slots allocated ahead of need: a high token limit costs memory only as text fills it
@@ -60,19 +63,36 @@ class TreeLayer(CacheLayerMixin):
         return -1
 
 
+class TreeStateLayer(StateCell, TreeLayer):  # type: ignore[override]
+    """A layer with a recurrent state, and in some models keys too."""
+
+    def __init__(self, cache: TreeCache, number_of_states: int) -> None:
+        TreeLayer.__init__(self, cache)
+        StateCell.__init__(self, number_of_states)
+
+
 class TreeCache(Cache):
     """KV of every layer for B rows. `scratch` tree slots, then up to `capacity` committed slots, `size` allocated.
 
     lengths (B,) int64 on the device: committed tokens per row. bound: a host integer that no row's length exceeded when
     `prepare` was last called. `prepare` is for the host; what a pass does is on the device alone.
     attended: how many slots a pass attends, scratch included. positions (attended,): the position in each of them; for
-    scratch slots one that no text reaches.
+    scratch slots one that no text reaches. recurrent: the states of layers that keep one, None without such layers.
     """
 
-    def __init__(self, num_layers: int, scratch: int, capacity: int, *, static: bool = False) -> None:
-        """static: allocate and attend few different sizes, so that a compiled step meets few shapes."""
+    def __init__(
+        self, num_layers: int, scratch: int, capacity: int, *, static: bool = False,
+        recurrent: Sequence[RecurrentModule] = (), number_of_states: int = 1,
+    ) -> None:  # fmt: skip
+        """static: allocate and attend few different sizes, so that a compiled step meets few shapes. recurrent: the
+        modules that keep states, number_of_states each."""
         self.static = static
         self.tree_layers = [TreeLayer(self) for _ in range(num_layers)]
+        states = []
+        for part in recurrent:
+            cell = self.tree_layers[part.index] = TreeStateLayer(self, number_of_states)
+            states.append(RecurrentLayer(part.module, cell, part.module.forward, part.one_by_one))
+        self.recurrent = RecurrentStates(states) if states else None
         super().__init__(layers=list(self.tree_layers))
         self.scratch, self.capacity, self.size = scratch, capacity, 0
         self.loaded = False
@@ -117,6 +137,8 @@ class TreeCache(Cache):
             text = source[:, :, :, other.scratch : other.scratch + other.bound]
             stack[:, rows.to(stack.device), :, self.scratch : self.scratch + other.bound] = text
         self.lengths = self.lengths.index_copy(0, rows, lengths)
+        if self.recurrent is not None and other.recurrent is not None:
+            self.recurrent.replace_rows(rows, other.recurrent)
 
     def prepare(self, bound: int) -> None:
         """Attend `bound` committed slots, and allocate as many and `scratch` more, the most that one pass commits.
@@ -174,6 +196,8 @@ class TreeCache(Cache):
             source, destination = (first.unsqueeze(0) + both.to(first.device).unsqueeze(1)).flatten(1)
             slots.index_copy_(0, destination, slots.index_select(0, source))
         self.lengths = self.lengths + length
+        if self.recurrent is not None:
+            self.recurrent.commit(path, length)
 
 
 def static_size(needed: int) -> int:

@@ -6,6 +6,7 @@ Shapes: B batch rows, T prompt columns, N tree nodes, V vocabulary, F = tapped l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,11 @@ from specheads.decoding.target.cache import Levels, Reach, TreeCache, additive, 
 from specheads.decoding.target.grouped_attention import grouped_heads
 from specheads.decoding.target.hf_base import (
     MASKED_ATTENTION,
+    RECURRENT,
     UnsupportedModel,
     concat_taps,
     forward_arguments,
+    has_state,
     kept_states,
     layer_reach,
     logits_of,
@@ -28,6 +31,7 @@ from specheads.decoding.target.hf_base import (
     text_config,
 )
 from specheads.decoding.target.model_inputs import ModelInputs
+from specheads.decoding.target.recurrent_modules import recurrent_modules
 from specheads.decoding.target.rope_switch import RopeSwitch, rope_switch
 from specheads.decoding.tree import DraftTree
 
@@ -77,6 +81,7 @@ class Target:
         self.embed: Any = base.get_input_embeddings()  # tokens (…) → (…, H)
         self.device = self.embed.weight.device
         self.mask_dict = takes_mask_dict(base)
+        self.recurrent = recurrent_modules(base) if has_state(base) else ()
         self.limit = 0
         self.offset: Tensor | None = None
         self._last_position: Tensor  # (B, 1) of each row, on the device, so that a compiled step serves every limit
@@ -121,7 +126,12 @@ class Target:
         # makes its own, or none if its attention kernel is causal; ours would be B × T × T numbers.
         batch, columns = ids.shape
         capacity = self.limit + self.scratch
-        self.cache = TreeCache(self.config.num_hidden_layers, self.scratch, capacity, static=self.static)
+        self.cache = TreeCache(
+            self.config.num_hidden_layers, self.scratch, capacity, static=self.static,
+            recurrent=self.recurrent, number_of_states=getattr(self.config, "number_of_conv_states", 1),
+        )  # fmt: skip
+        if self.cache.recurrent is not None:
+            self.cache.recurrent.begin_text(lengths.tolist())
         position = torch.arange(columns, device=ids.device).expand(batch, columns)
         mask = (position < lengths.unsqueeze(1)).long() if inputs.prompt and bool((lengths < columns).any()) else None
         if inputs.positions is not None:
@@ -192,6 +202,8 @@ class Target:
             raise ValueError(f"a tree of {tree.num_nodes} nodes needs scratch ≥ {tree.num_nodes}, not {self.scratch}")
         cache, topology = self.cache, tree.topology
         cache.open()
+        if cache.recurrent is not None:
+            cache.recurrent.begin_tree(topology)
         start = cache.lengths
         if self.switch is not None and self.active is not None:  # positions of inactive rows choose frequencies too
             start = torch.where(self.active, start, self.prompt_lengths + self.min_fed)
@@ -215,6 +227,8 @@ class Target:
 
     def levels(self) -> Any:
         """An empty tree after the committed text, to be grown by `forward_level`."""
+        if self.cache.recurrent is not None:
+            self.cache.recurrent.begin_levels()
         return Levels(self.cache, self.base.dtype)
 
     @torch.no_grad()
@@ -225,6 +239,8 @@ class Target:
         token, index 0. They fill the scratch slots in order, so that `commit` can keep some.
         """
         levels.next_level(parents)
+        if self.cache.recurrent is not None:
+            self.cache.recurrent.begin_level(parents)
         position = levels.position.clamp(max=self._last_position).expand(-1, tokens.shape[1])
         return TargetOutput(*self._forward_generated(tokens, position, self._masks(levels.mask)))
 
@@ -237,19 +253,23 @@ class Target:
 
     def _masks(self, mask: Callable[[Reach], Tensor]) -> Tensor | dict[str, Tensor]:
         """The masks of all layer types, as the model's forward() takes them."""
-        masks = {name: mask(reach) for name, reach in self.reach.items()}
+        masks: dict[str, Any] = {name: mask(reach) for name, reach in self.reach.items()}
+        if self.recurrent:
+            masks |= dict.fromkeys(RECURRENT, None)
         return masks if self.mask_dict else next(iter(masks.values()))
 
     def _forward(
         self, ids: Tensor, position: Tensor, mask: Tensor | dict[str, Tensor] | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        out = self.base(
-            input_ids=ids,
-            position_ids=position,
-            attention_mask=mask,
-            past_key_values=self.cache,
-            use_cache=True,
-            output_hidden_states=kept_states(self.layers),
-            **kwargs,
-        )
+        states = self.cache.recurrent
+        with nullcontext() if states is None else states.routed(*ids.shape):
+            out = self.base(
+                input_ids=ids,
+                position_ids=position,
+                attention_mask=mask,
+                past_key_values=self.cache,
+                use_cache=True,
+                output_hidden_states=kept_states(self.layers),
+                **kwargs,
+            )
         return out.logits, concat_taps(out.hidden_states, self.layers, ids)

@@ -15,7 +15,11 @@ from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from specheads.decoding.target.cache import Reach
+from specheads.decoding.target.recurrent_modules import UnsupportedState, recurrent_modules
 
+RECURRENT = ("linear_attention", "conv")  # types of layers with a state and no attention
+WITHOUT_EITHER = ("moe", "mlp")
+WITH_BOTH = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 MASKED_ATTENTION = (None, "sdpa", "eager")  # implementations that obey a 4-D mask
 
 
@@ -69,7 +73,9 @@ def layer_reach(config: Any) -> dict[str, Reach]:
     # A config keeps any key of its file; only a model whose config class declares a window has one.
     declared = "sliding_window" in inspect.signature(type(config)).parameters
     window = config.sliding_window if declared and getattr(config, "use_sliding_window", True) else None
-    types = set(getattr(config, "layer_types", None) or ())
+    types = {WITH_BOTH.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()}
+    recurrent = bool(types & set(RECURRENT))
+    types -= {*RECURRENT, *WITHOUT_EITHER}
     known = {
         "full_attention": Reach(),
         "sliding_attention": Reach("sliding", window or 0),
@@ -77,16 +83,14 @@ def layer_reach(config: Any) -> dict[str, Reach]:
     }
     if unknown := types - set(known):
         indexed = all("index" in name or "sparse" in name for name in unknown)
-        reason = (
-            "an indexer chooses which tokens each query sees, whatever its mask"
-            if indexed
-            else "recurrent state can neither hold a tree nor be rewound"
-        )
+        reason = " (an indexer chooses which tokens each query sees, whatever its mask)" if indexed else ""
         raise UnsupportedModel(
-            f"{config.model_type} has layers of type {', '.join(sorted(unknown))}; only full, sliding and chunked "
-            f"attention can verify a tree in one pass ({reason})"
+            f"{config.model_type} has layers of type {', '.join(sorted(unknown))}; only full, sliding, chunked and "
+            f"linear attention and convolutions can verify drafts{reason}"
         )
-    if types - {"full_attention"}:
+    if recurrent:
+        types.add("full_attention")
+    if recurrent or types - {"full_attention"}:
         return {name: known[name] for name in sorted(types)}
     return {"": Reach("sliding", window) if window and not types else Reach()}
 
@@ -99,8 +103,6 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
     if base.config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder model; draft heads need a decoder-only one")
     layer_reach(config)
-    if getattr(base, "_is_stateful", False):
-        raise UnsupportedModel(f"{name} keeps recurrent state, which cannot hold a tree of drafts nor be rewound")
     if "position_ids" not in arguments:
         raise UnsupportedModel(
             f"{name}.forward takes no position_ids (its positions follow the cache slots), so the nodes of a tree "
@@ -117,6 +119,17 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
         )
     if base.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")
+    if has_state(base) and not any(parameter.is_meta for parameter in base.parameters()):
+        try:
+            recurrent_modules(base)
+        except UnsupportedState as error:
+            raise UnsupportedModel(str(error)) from None
+
+
+def has_state(base: PreTrainedModel) -> bool:
+    """Do some layers carry a state from token to token?"""
+    types = set(getattr(text_config(base), "layer_types", None) or ())
+    return bool(getattr(base, "_is_stateful", False) or types & {*RECURRENT, *WITH_BOTH})
 
 
 _takes_dict: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
@@ -130,9 +143,10 @@ def takes_mask_dict(base: PreTrainedModel) -> bool:
         if taken:
             mask = torch.zeros(1, 1, 1, 1, dtype=base.dtype, device=base.device)
             ids = torch.zeros(1, 1, dtype=torch.long, device=base.device)
+            masks = dict.fromkeys(RECURRENT) | dict.fromkeys(reach, mask)
             try:
                 with torch.no_grad():
-                    base(input_ids=ids, attention_mask=dict.fromkeys(reach, mask), position_ids=ids, use_cache=False)
+                    base(input_ids=ids, attention_mask=masks, position_ids=ids, use_cache=False)
             except (AttributeError, TypeError):
                 taken = False
         if not taken and len(reach) > 1:

@@ -173,6 +173,24 @@ class TreeTopology:
         return torch.tensor(rows, device=self.parents.device)
 
     @cached_property
+    def paths(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The nodes from the root to each leaf, (B, P, D), the last repeated where a path is shorter; and where each
+        node is found there: its path (B, N) and its level (B, N). Waits for the device."""
+        if self.whole is not None:
+            return self.whole.paths
+        leaf = self.drafted & ~self.children.any(2)
+        count, node = int(leaf.sum(1).max()), torch.arange(leaf.shape[1], device=leaf.device)
+        last = node.new_zeros(len(leaf), count + 1)
+        last.scatter_(1, torch.where(leaf, leaf.cumsum(1) - 1, count), node.expand_as(leaf))
+        last = last[:, :count]
+        rows = torch.arange(len(leaf), device=leaf.device).unsqueeze(1)
+        on_path = self.ancestors[rows, last]  # (B, P, N)
+        level = torch.arange(int(self.depth.max()) + 1, device=leaf.device)
+        at_level = on_path.unsqueeze(2) & (self.depth.unsqueeze(1) == level.unsqueeze(1)).unsqueeze(1)  # (B, P, D, N)
+        nodes = torch.where(at_level.any(3), at_level.int().argmax(3), last.unsqueeze(2))
+        return nodes, on_path.int().argmax(1), self.depth
+
+    @cached_property
     def in_line(self) -> bool:
         """Is each drafted node the child of the one before it, in every row? Waits for the device."""
         if self.whole is not None:

@@ -10,6 +10,10 @@ class Options:
     output_dir: str = field(metadata={"help": "where the model, tokenizer, held_out.txt and training.json go"})
     init: str | None = field(default=None, metadata={"help": "continue from this saved model instead of from scratch"})
     teacher: str | None = field(default=None, metadata={"help": "learn this saved model's output (same tokenizer)"})
+    config: str | None = field(
+        default=None, metadata={"help": "config.json of what to train from scratch instead of a Llama, of any class"}
+    )
+    tokenizer: str | None = field(default=None, metadata={"help": "use this saved tokenizer instead of training one"})
     layers: int = field(default=8, metadata={"help": "number of layers; --init is deepened or thinned out to it"})
     hidden_size: int = 256
     intermediate_size: int = 704

@@ -7,7 +7,14 @@ import copy
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from specheads.training.base_model.options import Options
 
@@ -74,18 +81,29 @@ def with_layers(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
     return model
 
 
-def load_teacher(path: str, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def load_teacher(path: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """The model to learn from. Raises ValueError where it has other tokens."""
     vocabulary: dict[str, int] = PreTrainedTokenizerFast.from_pretrained(path).get_vocab()
     if vocabulary != tokenizer.get_vocab():
         raise ValueError(f"--teacher {path} has another tokenizer; start from it or from a model of its: --init {path}")
-    return LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
 
 
-def build_model(options: Options) -> LlamaForCausalLM:
-    """The model that --init names, with the layers asked for, or a new one."""
+def build_model(options: Options, vocab_size: int) -> PreTrainedModel:
+    """The model that --init names, with the layers asked for, or a new one: that of --config, or a Llama."""
     if options.init:
-        return with_layers(LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32), options.layers)
+        model = AutoModelForCausalLM.from_pretrained(options.init, dtype=torch.float32)
+        if model.config.num_hidden_layers == options.layers:
+            return model
+        if not isinstance(model, LlamaForCausalLM):
+            raise ValueError(
+                f"--layers {options.layers}: {options.init} is a {type(model).__name__} of "
+                f"{model.config.num_hidden_layers} layers, and only a Llama takes another number"
+            )
+        return with_layers(model, options.layers)
+    if options.config:
+        own = AutoConfig.from_pretrained(options.config, vocab_size=vocab_size)
+        return AutoModelForCausalLM.from_config(own, dtype=torch.float32)
     heads = options.hidden_size // options.head_dim
     config = LlamaConfig(
         hidden_size=options.hidden_size, num_hidden_layers=options.layers, head_dim=options.head_dim,
@@ -96,7 +114,7 @@ def build_model(options: Options) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def build_optimizers(model: LlamaForCausalLM, options: Options) -> list[tuple[torch.optim.Optimizer, float]]:
+def build_optimizers(model: PreTrainedModel, options: Options) -> list[tuple[torch.optim.Optimizer, float]]:
     """Muon for the matrices, AdamW for embeddings and norms, each with its peak learning rate."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
     chosen = {id(p) for p in matrices}

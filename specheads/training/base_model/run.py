@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from specheads.data import corpus
 from specheads.models.files import replacing
@@ -34,7 +34,7 @@ def batch(data: np.ndarray, rng: np.random.Generator, options: Options) -> torch
 
 
 @torch.no_grad()
-def held_out_loss(model: LlamaForCausalLM, data: np.ndarray, options: Options, num_batches: int = 16) -> float:
+def held_out_loss(model: PreTrainedModel, data: np.ndarray, options: Options, num_batches: int = 16) -> float:
     model.eval()
     rng = np.random.default_rng(1)
     losses = [
@@ -50,7 +50,7 @@ class Run:
     """A training run between two steps: all that the next step depends on, and what the log counts."""
 
     options: Options
-    model: LlamaForCausalLM
+    model: PreTrainedModel
     optimizers: list[tuple[torch.optim.Optimizer, float]]  # and the peak learning rate of each
     data: np.ndarray
     rng: np.random.Generator
@@ -77,7 +77,7 @@ class Run:
         for optimizer, peak in self.optimizers:
             optimizer.param_groups[0]["lr"] = peak * scale
 
-    def train_step(self, model: Any, teacher: LlamaForCausalLM | None) -> None:
+    def train_step(self, model: Any, teacher: PreTrainedModel | None) -> None:
         """One step of `model`: this run's, or what torch.compile made of it. teacher: whose distribution is learnt."""
         self.set_learning_rates()
         ids = batch(self.data, self.rng, self.options)
@@ -166,8 +166,8 @@ def load_corpus(options: Options, out: Path, unfinished: bool) -> Corpus:
     recorded = Path(options.init) / HELD_OUT if options.init else out / HELD_OUT
     held_out = recorded.read_text("utf8").split() if recorded.is_file() else corpus.default_held_out()
     train_texts, eval_texts = load_texts(options, held_out)
-    if options.init or unfinished:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(options.init or out)
+    if saved := options.init or (str(out) if unfinished else options.tokenizer):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(saved)
     else:
         tokenizer = train_tokenizer(train_texts, options.vocab_size)
     train_ids, eval_ids = encode(tokenizer, train_texts), encode(tokenizer, eval_texts)
@@ -176,7 +176,10 @@ def load_corpus(options: Options, out: Path, unfinished: bool) -> Corpus:
 
 
 def refuse_wrong_start(options: Options, out: Path) -> None:
-    """ValueError for an interrupted run that is not to be resumed, or a budget below one token."""
+    """ValueError for an interrupted run that is not to be resumed, options that contradict, or an empty budget."""
+    for name in ("config", "tokenizer"):
+        if options.init and getattr(options, name):
+            raise ValueError(f"--{name} {getattr(options, name)}: --init {options.init} has its own; leave one out")
     if (out / RESUME).is_file() and not options.resume:
         raise ValueError(f"{out} holds a run that was interrupted: continue it with --resume, or delete {out / RESUME}")
     if options.tokens is not None and options.tokens < 1:
@@ -186,7 +189,7 @@ def refuse_wrong_start(options: Options, out: Path) -> None:
 def save_model(run: Run, texts: Corpus, out: Path, loss: float | None) -> None:
     """The model in bfloat16, and its record. loss: held out; None before the end."""
     run.model.generation_config.pad_token_id = texts.tokenizer.pad_token_id
-    half: LlamaForCausalLM = copy.deepcopy(run.model).bfloat16()
+    half: PreTrainedModel = copy.deepcopy(run.model).bfloat16()
     half.save_pretrained(out)
     record = {
         "options": vars(run.options), "steps": run.step, "held_out_loss": loss, "tokens": run.tokens,
@@ -213,7 +216,7 @@ def train(
     refuse_wrong_start(options, out)
     unfinished = (out / RESUME).is_file()
     texts = load_corpus(options, out, unfinished)
-    model = build_model(options)
+    model = build_model(options, len(texts.tokenizer))
     say(
         f"{model.num_parameters() / 1e6:.2f}M parameters, {texts.num_files} files, {len(texts.train_ids) / 1e6:.2f}M "
         f"tokens to train on, {texts.num_held_out} files held out"

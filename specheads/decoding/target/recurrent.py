@@ -1,0 +1,298 @@
+"""Recurrent layers under draft trees: linear attention, Mamba, short convolutions.
+
+The state of such a layer can neither hold a tree nor be rewound. So it stays where the committed text ends: a pass over
+drafts runs on a copy, and before the next pass the layer is given its inputs at the accepted nodes once more. That is
+the layer alone and not the model: attention, MLP and output matrix see each token once.
+
+Padding is not a no-op for a state that decays, so rows that commit different numbers of tokens run in groups of equal
+length. A tree that branches runs as its paths from the root, side by side as rows.
+
+Shapes: B batch rows, R chosen rows, T columns of a pass, M chosen columns, N tree nodes, P paths, k nodes of a level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionLayer
+
+from specheads.decoding.tree import TreeTopology
+
+SHORTEST_CHUNK = 16  # of Mamba-2's kernel
+State = list[Tensor]  # (B, …) each: all that one layer carries from token to token
+
+
+class StateCell(LinearAttentionLayer):
+    """Where the code of one layer finds its state and leaves the next: its entry in the cache."""
+
+    def load(self, state: State | None) -> None:
+        """Begin with a copy of this state, or with none."""
+        self.has_previous_state = dict.fromkeys(self.has_previous_state, state is not None)
+        if state is None:
+            self.is_conv_states_initialized = dict.fromkeys(self.conv_states, False)
+            self.is_recurrent_states_initialized = dict.fromkeys(self.recurrent_states, False)
+            return
+        for (states, index), value in zip(self._entries(), state, strict=True):
+            states[index] = value.clone()  # the layer's code may write into it
+
+    def take(self) -> State:
+        """The state that the layer has left."""
+        return [states[index] for states, index in self._entries()]
+
+    def _entries(self) -> list[tuple[dict, int]]:
+        return [
+            *((self.conv_states, index) for index, used in self.is_conv_states_initialized.items() if used),
+            *((self.recurrent_states, index) for index, used in self.is_recurrent_states_initialized.items() if used),
+        ]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a layer was called with. Tensors of shape (B or 1, T, …) follow the tokens, the rest is constant."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch: int
+    columns: int
+
+    def select(self, rows: Tensor, columns: Tensor) -> Inputs:
+        """rows (R,), columns (R, M) of each."""
+        rows = rows.unsqueeze(1)
+        return self._map(lambda tensor: tensor[rows.to(tensor.device), columns.to(tensor.device)])
+
+    def append(self, other: Inputs) -> Inputs:
+        """These columns, and after them those of `other`."""
+        more: list[Tensor] = []
+        other._map(lambda tensor: more.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        following = iter(more)
+        return self._map(lambda tensor: torch.cat([tensor, next(following)], 1))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+        shape = [self.batch, self.columns]
+
+        def visit(value: Any) -> Any:
+            if isinstance(value, tuple | list):
+                return type(value)(map(visit, value))
+            if not (isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == self.columns):
+                return value
+            if value.shape[0] not in (1, self.batch):
+                return value
+            value = change(value.expand(self.batch, *value.shape[1:]))
+            shape[:] = value.shape[:2]
+            return value
+
+        args, kwargs = tuple(map(visit, self.args)), {name: visit(value) for name, value in self.kwargs.items()}
+        return Inputs(args, kwargs, *shape)
+
+
+@dataclass(frozen=True)
+class RecurrentModule:
+    """What carries the state of layer `index`.
+
+    one_by_one: for several tokens after a state its code gives other outputs than for one at a time (it forgets the
+    state, say), so it gets them one at a time.
+    """
+
+    index: int
+    module: nn.Module
+    one_by_one: bool = False
+
+
+@dataclass
+class RecurrentLayer:
+    """A layer, and its state for B rows.
+
+    cell: its entry in the cache. forward: the module's own. one_by_one: as in `RecurrentModule`.
+    committed: the state after the committed text. inputs: what the layer was given since. after: the state after all of
+    that, if each node was the child of the one before. level: that after each node of the newest level drafted,
+    (B · k, …).
+    """
+
+    module: nn.Module
+    cell: StateCell
+    forward: Callable[..., Tensor]
+    one_by_one: bool = False
+    committed: State | None = None
+    inputs: Inputs | None = None
+    after: State | None = None
+    level: State | None = None
+
+    def run(self, inputs: Inputs, state: State | None) -> tuple[Tensor, State]:
+        """The layer's output (R, M, …) from this state on, and the state it ends in."""
+        self.cell.load(state)
+        with short_chunks(self.module, inputs.columns):
+            if state is None or inputs.columns == 1 or not self.one_by_one:
+                return self.forward(*inputs.args, **inputs.kwargs), self.cell.take()
+            rows = torch.arange(inputs.batch)
+            each = [inputs.select(rows, torch.full((inputs.batch, 1), column)) for column in range(inputs.columns)]
+            return torch.cat([self.forward(*one.args, **one.kwargs) for one in each], 1), self.cell.take()
+
+    def advance(self, inputs: Inputs, columns: Tensor, lengths: Sequence[int]) -> Tensor | None:
+        """Commit the first lengths[b] of columns (B, M) of each row; the output (B, M, …) there, zeros past it, or None
+        if no row commits any."""
+        result: Tensor | None = None
+        start = self.committed
+        for length in sorted(set(lengths) - {0}):
+            rows = torch.tensor([row for row, other in enumerate(lengths) if other == length], device=columns.device)
+            before = None if start is None else take_rows(start, rows)
+            out, state = self.run(inputs.select(rows, columns[rows, :length]), before)
+            if self.committed is None:
+                self.committed = [each.new_zeros(len(lengths), *each.shape[1:]) for each in state]
+            self.committed = put_rows(self.committed, rows, state)
+            if result is None:
+                result = out.new_zeros(len(lengths), columns.shape[1], *out.shape[2:])
+            result[rows.to(out.device), :length] = out
+        return result
+
+
+class RecurrentStates:
+    """The recurrent layers of a base over one batch, and how the next pass runs them."""
+
+    def __init__(self, layers: Sequence[RecurrentLayer]) -> None:
+        self.layers = layers
+        self.lengths: list[int] | None = None  # how many tokens of each row the pass commits, if it does
+        self.topology: TreeTopology | None = None  # of the pass's nodes, if they are a tree after the text
+        self.parents: Tensor | None = None  # (B, k) of the pass's nodes in the level before, if they are a level
+        self.path: tuple[Tensor, Tensor] | None = None  # what was accepted of the last pass, and is not committed yet
+
+    @contextmanager
+    def routed(self, batch: int, columns: int) -> Iterator[None]:
+        """In the block, a forward over (B, T) tokens runs these layers as the pass wants it."""
+        replaced = [vars(layer.module).get("forward") for layer in self.layers]  # a hook's, where there is one
+        for layer in self.layers:
+            layer.module.forward = self._router(layer, batch, columns)
+        try:
+            yield
+        finally:
+            for layer, forward in zip(self.layers, replaced, strict=True):
+                if forward is None:
+                    del layer.module.forward
+                else:
+                    layer.module.forward = forward
+
+    def _router(self, layer: RecurrentLayer, batch: int, columns: int) -> Callable[..., Tensor]:
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            inputs = Inputs(args, kwargs, batch, columns)
+            if self.lengths is not None:
+                return self._read(layer, inputs, self.lengths)
+            return self._verify(layer, inputs) if self.parents is None else self._draft(layer, inputs, self.parents)
+
+        return forward
+
+    def begin_text(self, lengths: Sequence[int]) -> None:
+        """The next pass reads prompts of these lengths, packed left."""
+        self.lengths, self.topology, self.parents, self.path = list(lengths), None, None, None
+
+    def begin_tree(self, topology: TreeTopology) -> None:
+        """The next pass verifies a tree after the committed text."""
+        self.settle()
+        self.lengths, self.topology, self.parents = None, topology, None
+
+    def begin_levels(self) -> None:
+        """The next passes draft a tree after the committed text, level by level."""
+        self.settle()
+        for layer in self.layers:
+            layer.inputs = layer.after = layer.level = None
+
+    def begin_level(self, parents: Tensor) -> None:
+        """The next pass drafts nodes with these parents (B, k) in the level before."""
+        self.lengths, self.topology = None, None
+        self.parents = parents
+
+    def commit(self, path: Tensor, length: Tensor) -> None:
+        """The text continues with the first length (B,) nodes of path (B, P), indices into what was fed since."""
+        self.path = path, length
+
+    def settle(self) -> None:
+        """Bring the states to the end of the committed text. The host waits for how much was accepted."""
+        if self.path is None:
+            return
+        (path, length), self.path = self.path, None
+        lengths = length.tolist()
+        for layer in self.layers:
+            assert layer.inputs is not None and layer.committed is not None
+            rest = lengths
+            if layer.after is not None and (whole := [n == layer.inputs.columns for n in lengths]).count(True):
+                rows = torch.tensor([row for row, every in enumerate(whole) if every], device=path.device)
+                every = len(rows) == len(lengths)
+                layer.committed = (
+                    layer.after if every else put_rows(layer.committed, rows, take_rows(layer.after, rows))
+                )
+                rest = [0 if every else n for n, every in zip(lengths, whole, strict=True)]
+            layer.advance(layer.inputs, path, rest)
+            layer.inputs = layer.after = None
+
+    def replace_rows(self, rows: Tensor, other: RecurrentStates) -> None:
+        """Give these rows (R,) the text of `other`, states of R rows."""
+        self.settle()
+        other.settle()
+        for layer, source in zip(self.layers, other.layers, strict=True):
+            assert layer.committed is not None and source.committed is not None
+            layer.committed = put_rows(layer.committed, rows, source.committed)
+
+    def _read(self, layer: RecurrentLayer, inputs: Inputs, lengths: list[int]) -> Tensor:
+        """A pass that commits: the output (B, T, …), zeros in padding."""
+        columns = torch.arange(inputs.columns).expand(inputs.batch, -1)
+        out = layer.advance(inputs, columns, lengths)
+        assert out is not None
+        return out
+
+    def _verify(self, layer: RecurrentLayer, inputs: Inputs) -> Tensor:
+        """A pass over a tree: the output (B, N, …)."""
+        topology = self.topology
+        assert topology is not None and layer.committed is not None
+        layer.inputs, layer.after = inputs, None
+        if topology.in_line:
+            out, layer.after = layer.run(inputs, layer.committed)
+            return out
+        paths, leaf, depth = topology.paths
+        batch, count, levels = paths.shape
+        rows = torch.arange(batch, device=paths.device)
+        copies = rows.repeat_interleave(count)
+        out, _ = layer.run(inputs.select(copies, paths.flatten(0, 1)), take_rows(layer.committed, copies))
+        out = out.view(batch, count, levels, *out.shape[2:])
+        return out[rows.unsqueeze(1).to(out.device), leaf.to(out.device), depth.to(out.device)]
+
+    def _draft(self, layer: RecurrentLayer, inputs: Inputs, parents: Tensor) -> Tensor:
+        """A pass over one level: the output (B, k, …)."""
+        batch, count = parents.shape
+        first = layer.level is None
+        before = layer.committed if layer.level is None else layer.level
+        assert before is not None
+        rows = torch.arange(batch, device=parents.device)
+        above = (rows.unsqueeze(1) * (len(before[0]) // batch) + parents).flatten()
+        nodes = torch.arange(count, device=parents.device).repeat(batch).unsqueeze(1)
+        out, layer.level = layer.run(inputs.select(rows.repeat_interleave(count), nodes), take_rows(before, above))
+        in_line = count == 1 and (first or layer.after is not None)
+        layer.inputs = inputs if layer.inputs is None else layer.inputs.append(inputs)
+        layer.after = layer.level if in_line else None
+        return out.view(batch, count, *out.shape[2:])
+
+
+@contextmanager
+def short_chunks(module: nn.Module, columns: int) -> Iterator[None]:
+    """In the block a Mamba-2 layer computes in chunks no longer than its text needs. Without a kernel it fills up the
+    last chunk: a pass over six tokens would cost what 256 do."""
+    size = getattr(module, "chunk_size", None)
+    needed = max(SHORTEST_CHUNK, 1 << (columns - 1).bit_length())
+    if not isinstance(size, int) or size <= needed:
+        yield
+        return
+    module.chunk_size = needed  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.chunk_size = size  # type: ignore[assignment]
+
+
+def take_rows(state: State, rows: Tensor) -> State:
+    return [each.index_select(0, rows.to(each.device)) for each in state]
+
+
+def put_rows(state: State, rows: Tensor, values: State) -> State:
+    return [each.index_copy(0, rows.to(each.device), new) for each, new in zip(state, values, strict=True)]

@@ -13,10 +13,12 @@ from transformers import (
 import specheads
 from specheads import (
     AdaptiveChain,
+    Cascade,
     DraftModel,
     DraftTree,
     DynamicTree,
     Exact,
+    MaxGram,
     SampledTree,
     StaticTree,
     Target,
@@ -27,8 +29,10 @@ from specheads import (
 )
 from tests.reference.base_probs import BaseProbs, small_base
 from tests.reference.enumeration import distance, probs_of
+from tests.support.families import RECURRENT, build
 from tests.support.prompts import padded
 from tests.support.tiny_models import PAD, VOCAB, gpt2, llama, near, qwen3, tiny_llama
+from tests.support.two_vocabularies import OWN, TARGET
 
 PLANS = {
     "default": None,
@@ -262,3 +266,8 @@ def test_what_cannot_draft_is_refused():
         DraftModel(base, tokenizer=object())
     with pytest.raises(UnsupportedModel, match="takes no position_ids"):
         DraftModel(BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2)))
+    hybrid = build(*RECURRENT["LFM2"])
+    with pytest.raises(UnsupportedModel, match=r"drafting through text takes back .* layers of Lfm2ForCausalLM cannot"):
+        DraftModel(hybrid, tokenizer=OWN, target_tokenizer=TARGET)
+    with pytest.raises(UnsupportedModel, match=r"a cascade takes back .* layers of Lfm2ForCausalLM cannot"):
+        Cascade([DraftModel(hybrid), MaxGram()], [[1, 1], [0, 1]])

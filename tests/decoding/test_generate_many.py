@@ -29,7 +29,7 @@ from specheads.decoding.planner.by_cost import CostTable, Curve, StepCosts
 from specheads.decoding.probs.randomness import row_seeds
 from specheads.decoding.target.causal import Target
 from tests.support.chat_tokenizer import build_tokenizer
-from tests.support.families import FAMILIES, LENGTH_DEPENDENT, build
+from tests.support.families import FAMILIES, LENGTH_DEPENDENT, RECURRENT, build
 from tests.support.seq2seq_models import MODELS, SOURCES
 from tests.support.tiny_models import near, repetitive_model
 
@@ -155,11 +155,14 @@ def test_any_number_of_rows_gives_the_same_texts(batch_size):
 # --- Every kind of cache ---
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma-3", "DeepSeek-V3", "Llama-4", "GPT-2", "Qwen2-MoE"])
+KINDS = ["Llama", "Mistral", "Gemma-3", "DeepSeek-V3", "Llama-4", "GPT-2", "Qwen2-MoE"]
+
+
+@pytest.mark.parametrize("name", [*KINDS, "Qwen3.5", "LFM2", "Falcon-H1", "Jamba"])
 @pytest.mark.parametrize("drafts", ["eagle3", "medusa", None])
 @pytest.mark.sampled(3)
-def test_every_kind_of_attention_is_refilled(name, drafts):
-    base = build(*FAMILIES[name])
+def test_every_kind_of_layer_is_refilled(name, drafts):
+    base = build(*(FAMILIES | RECURRENT)[name])
     base.generation_config.eos_token_id = [*range(3, 12)]
     options = {"max_new_tokens": 20, "do_sample": True, "seed": 1, "draft": drafts and head(drafts, base)}
     if drafts:

@@ -6,11 +6,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
+from specheads import convert
 from specheads.data.datasets import Collator
 from specheads.losses.metrics import accepted_length
 from specheads.models.files import CheckpointError
 from specheads.models.spec_model import SpecModel
 from specheads.training.trainer.trainer import SpecTrainer
+from tests.support.families import RECURRENT, build
 from tests.support.tiny_models import tiny_llama
 from tests.support.trainers import OPTIONS, logged, model_of, rows, same, trainer_of, weights
 
@@ -188,6 +190,14 @@ def test_a_packed_batch_is_refused_where_attention_ignores_its_mask():
     model(ids, labels=ids, document_ids=documents)
     model.base.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match=r"flash_attention_2 .* packing=false, or attn_implementation=sdpa"):
+        model(ids, labels=ids, document_ids=documents)
+
+
+def test_a_packed_batch_is_refused_where_layers_carry_a_state():
+    model = convert(build(*RECURRENT["LFM2"]), "medusa")
+    ids, documents = torch.tensor([[5, 6, 7, 8, 9, 10]]), torch.tensor([[1, 1, 1, 2, 2, 2]])
+    model(ids, labels=ids)
+    with pytest.raises(ValueError, match=r"recurrent layers of Lfm2ForCausalLM .* packing=false"):
         model(ids, labels=ids, document_ids=documents)
 
 

@@ -76,7 +76,9 @@ class CachedModel:
         return torch.cat(logits, 1)
 
     def rewind(self, lengths: Tensor) -> None:
-        """Keep only the first lengths (B,) tokens of each row, and drop what was drafted after the others."""
+        """Keep only the first lengths (B,) tokens of each row, and drop what was drafted after the others.
+
+        The model has no recurrent layers: their state cannot be rewound."""
         cache = self.target.cache
         self.current = self.current & (lengths.to(self.device) >= cache.lengths)
         cache.lengths = torch.minimum(cache.lengths, lengths.to(self.device))

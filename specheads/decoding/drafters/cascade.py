@@ -246,6 +246,7 @@ def _refuse_misplaced(draft: Any, index: int, num_drafts: int) -> None:
                 f"draft {index} ({name}) drafts through text, but in a cascade all drafts share the target's "
                 "vocabulary; leave it out"
             )
+        draft.refuse_state("a cascade")
     elif not hasattr(draft, "propose") or not draft.layers:
         raise TypeError(
             f"draft {index} ({name}) cannot be part of a cascade; give DraftModel(model) for language models, a head "

@@ -17,7 +17,7 @@ from specheads.decoding.drafters.retokenize import RetokenizedText
 from specheads.decoding.planner import AdaptiveChain, ChildLogits, Expand, NoDraft, Plan, SampledTree
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.causal import Target
-from specheads.decoding.target.hf_base import text_config, unwrapped
+from specheads.decoding.target.hf_base import UnsupportedModel, has_state, text_config, unwrapped
 from specheads.decoding.target.seq2seq import refuse_unsupported
 from specheads.decoding.tree import DraftTree
 
@@ -37,7 +37,6 @@ class DraftModel(Drafter):
 
     layers: tuple[int, ...] = ()
     longest: int = NO_LIMIT
-    refillable = True
 
     def __init__(self, small: PreTrainedModel, *, tokenizer: Any = None, target_tokenizer: Any = None) -> None:
         """Raises UnsupportedModel, with the reason, for a small model whose cache cannot hold a tree."""
@@ -57,7 +56,22 @@ class DraftModel(Drafter):
             raise ValueError(
                 "an encoder-decoder drafts only for targets of its own vocabulary; leave out the tokenizers"
             )
+        self.rewinds = self.reads_source or not has_state(small)
+        if self.through_text:
+            self.refuse_state("drafting through text")
         self.longest = getattr(text_config(small), "max_position_embeddings", None) or NO_LIMIT
+
+    @property
+    def refillable(self) -> bool:
+        return self.rewinds
+
+    def refuse_state(self, purpose: str) -> None:
+        """UnsupportedModel for a small model with recurrent layers, which cannot take text back."""
+        if not self.rewinds:
+            raise UnsupportedModel(
+                f"{purpose} takes back what the draft model has read, and the recurrent layers of "
+                f"{type(self.small).__name__} cannot; take a draft model without such layers"
+            )
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
         return SampledTree((1,) * 5) if do_sample and not self.through_text else AdaptiveChain()

@@ -87,7 +87,7 @@ def _trace(base: PreTrainedModel) -> tuple[DynamicCache, dict, dict, dict]:
         hooks.append(module.register_forward_hook(leave))
     try:
         weight: Any = base.get_input_embeddings().weight
-        ids = torch.arange(TOKENS, device=weight.device).unsqueeze(0)
+        ids = torch.arange(TOKENS, device=weight.device).unsqueeze(0) % len(weight)
         base(input_ids=ids, past_key_values=cache, use_cache=True)
     except (ValueError, TypeError, AttributeError) as error:
         raise UnsupportedState(

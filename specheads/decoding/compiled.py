@@ -305,6 +305,8 @@ def reason_not_compiled(target: Target) -> str | None:
     devices = {str(device) for device in (getattr(target.base, "hf_device_map", None) or {}).values()}
     if target.source is not None:
         return "the passes of an encoder-decoder have many shapes"
+    if target.recurrent:
+        return "its recurrent layers run apart from the rest of a pass"
     if not target.static:
         return "it was not made with static=True"
     if target.switch is not None:

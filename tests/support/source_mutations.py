@@ -195,6 +195,15 @@ MUTATIONS = (
       "(documents.unsqueeze(2) == documents.unsqueeze(1)) &", "", LOSS, "packed"),
     M("mask rows repeated node by node", "decoding.target.grouped_attention:grouped_attention",
       "mask.repeat(1, 1, shared, 1)", "mask.repeat_interleave(shared, 2)", GROUPED, "over_copied_keys"),
+    # --- Recurrent layers ---
+    M("accepted nodes not given to recurrent layers again", "decoding.target.recurrent:RecurrentStates.settle",
+      "layer.advance(layer.inputs, path, rest)", "pass", "decoding/test_cache.py", "commit_equals"),
+    M("rejected drafts stay in a state", "decoding.target.recurrent:RecurrentStates.settle",
+      "n == layer.inputs.columns for", "n > 0 for", "decoding/test_cache.py", "commit_equals"),
+    M("a node's state is its sibling's", "decoding.tree.topology:TreeTopology.paths",
+      "on_path.int().argmax(1)", "on_path.int().argmax(1) * 0", "decoding/test_cache.py", "tree_logits"),
+    M("padding goes into a state", "decoding.target.recurrent:RecurrentLayer.advance",
+      "columns[rows, :length]", "columns[rows]", "decoding/test_cache.py", "commit_equals"),
     # --- Stopping ---
     M("one token past the limit", "decoding.generation.hf_options:Stopping.__call__",
       ">= self.limit", "> self.limit", "decoding/test_generate_stopping.py", "every_limit"),

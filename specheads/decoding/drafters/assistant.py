@@ -94,7 +94,7 @@ class Assistant(DraftModel):
         self.options = options
 
     @property
-    def refillable(self) -> bool:  # type: ignore[override]
+    def refillable(self) -> bool:
         return self.options.num_assistant_tokens_schedule == "constant"  # the others look at the whole batch
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:

@@ -31,6 +31,7 @@ from specheads.decoding.target.hf_base import (
     text_config,
 )
 from specheads.decoding.target.model_inputs import ModelInputs
+from specheads.decoding.target.recurrent import RecurrentModule
 from specheads.decoding.target.recurrent_modules import recurrent_modules
 from specheads.decoding.target.rope_switch import RopeSwitch, rope_switch
 from specheads.decoding.tree import DraftTree
@@ -50,7 +51,8 @@ class Target:
     active (B,): the rows whose outputs matter, None for all. Here one pass serves all rows anyway.
     source: what an encoder made of the rows (`seq2seq.Source`), None without an encoder.
     switch: for a base whose positions depend on the length, else None. min_fed: the fewest tokens that a running row
-    has been fed after its prompt; inactive rows take positions as if they had been fed as many.
+    has been fed after its prompt; inactive rows take positions as if they had been fed as many. recurrent: the base's
+    modules that carry a state from token to token.
     """
 
     active: Tensor | None = None
@@ -58,6 +60,7 @@ class Target:
     source: Any = None
     switch: RopeSwitch | None = None
     min_fed: int = 0
+    recurrent: Sequence[RecurrentModule] = ()
 
     def __init__(
         self, base: PreTrainedModel, layers: tuple[int, ...] = (), *, scratch: int = 1, static: bool = False
@@ -203,7 +206,7 @@ class Target:
         cache, topology = self.cache, tree.topology
         cache.open()
         if cache.recurrent is not None:
-            cache.recurrent.begin_tree(topology)
+            cache.recurrent.begin_tree(tree)
         start = cache.lengths
         if self.switch is not None and self.active is not None:  # positions of inactive rows choose frequencies too
             start = torch.where(self.active, start, self.prompt_lengths + self.min_fed)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
-from specheads.decoding.tree import TreeTopology
+from specheads.decoding.tree import DraftTree
 
 SHORTEST_CHUNK = 16  # of Mamba-2's kernel
 State = list[Tensor]  # (B, …) each: all that one layer carries from token to token
@@ -156,7 +156,7 @@ class RecurrentStates:
     def __init__(self, layers: Sequence[RecurrentLayer]) -> None:
         self.layers = layers
         self.lengths: list[int] | None = None  # how many tokens of each row the pass commits, if it does
-        self.topology: TreeTopology | None = None  # of the pass's nodes, if they are a tree after the text
+        self.tree: DraftTree | None = None  # the pass's nodes, if they are a tree after the text
         self.parents: Tensor | None = None  # (B, k) of the pass's nodes in the level before, if they are a level
         self.path: tuple[Tensor, Tensor] | None = None  # what was accepted of the last pass, and is not committed yet
 
@@ -186,12 +186,12 @@ class RecurrentStates:
 
     def begin_text(self, lengths: Sequence[int]) -> None:
         """The next pass reads prompts of these lengths, packed left."""
-        self.lengths, self.topology, self.parents, self.path = list(lengths), None, None, None
+        self.lengths, self.tree, self.parents, self.path = list(lengths), None, None, None
 
-    def begin_tree(self, topology: TreeTopology) -> None:
+    def begin_tree(self, tree: DraftTree) -> None:
         """The next pass verifies a tree after the committed text."""
         self.settle()
-        self.lengths, self.topology, self.parents = None, topology, None
+        self.lengths, self.tree, self.parents = None, tree, None
 
     def begin_levels(self) -> None:
         """The next passes draft a tree after the committed text, level by level."""
@@ -201,8 +201,7 @@ class RecurrentStates:
 
     def begin_level(self, parents: Tensor) -> None:
         """The next pass drafts nodes with these parents (B, k) in the level before."""
-        self.lengths, self.topology = None, None
-        self.parents = parents
+        self.lengths, self.tree, self.parents = None, None, parents
 
     def commit(self, path: Tensor, length: Tensor) -> None:
         """The text continues with the first length (B,) nodes of path (B, P), indices into what was fed since."""
@@ -244,19 +243,18 @@ class RecurrentStates:
 
     def _verify(self, layer: RecurrentLayer, inputs: Inputs) -> Tensor:
         """A pass over a tree: the output (B, N, …)."""
-        topology = self.topology
-        assert topology is not None and layer.committed is not None
+        assert self.tree is not None and layer.committed is not None
         layer.inputs, layer.after = inputs, None
-        if topology.in_line:
+        if self.tree.is_chain:
             out, layer.after = layer.run(inputs, layer.committed)
             return out
-        paths, leaf, depth = topology.paths
+        paths, path, level = self.tree.topology.paths
         batch, count, levels = paths.shape
         rows = torch.arange(batch, device=paths.device)
         copies = rows.repeat_interleave(count)
         out, _ = layer.run(inputs.select(copies, paths.flatten(0, 1)), take_rows(layer.committed, copies))
         out = out.view(batch, count, levels, *out.shape[2:])
-        return out[rows.unsqueeze(1).to(out.device), leaf.to(out.device), depth.to(out.device)]
+        return out[rows.unsqueeze(1).to(out.device), path.to(out.device), level.to(out.device)]
 
     def _draft(self, layer: RecurrentLayer, inputs: Inputs, parents: Tensor) -> Tensor:
         """A pass over one level: the output (B, k, …)."""

@@ -95,7 +95,8 @@ class Assistant(DraftModel):
 
     @property
     def refillable(self) -> bool:
-        return self.options.num_assistant_tokens_schedule == "constant"  # the others look at the whole batch
+        constant = self.options.num_assistant_tokens_schedule == "constant"  # the others look at the whole batch
+        return constant and super().refillable
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
         return self.options.plan(do_sample and not self.through_text)

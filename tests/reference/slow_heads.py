@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from specheads.models.convert import convert
 from tests.support.tiny_models import tiny_llama
 
-KINDS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
+KINDS = ("medusa", "hydra", "eagle", "eagle3", "mtp", "parallel")
 DEFAULTS = {
     "medusa": {"num_heads": 3, "num_layers": 2},
     "hydra": {"num_heads": 3, "num_layers": 2},
     "eagle": {"metric_steps": 3, "noise": 0.0},
     "eagle3": {"steps": 3, "draft_vocab_size": 40},
+    "mtp": {"steps": 3},
     "parallel": {"block_size": 3, "markov_rank": 4},
 }
 
@@ -245,6 +246,68 @@ def slow_eagle3(model, row):
     return total, ranks
 
 
+def slow_mtp_outputs(model, ids, features, steps):
+    """{(i, s): (fed, normed)}: from each position i the modules run over the true tokens before, then the drafted ones.
+
+    Module k reads at position j the token j + 1, and what module k − 1 gave at j − 1; the first reads the target's
+    hidden state, or where that is not known yet, what drafted token j.
+    """
+    config, state = model.head.config, model.head.state_dict(keep_vars=True)
+    embedded, n = model.base.get_input_embeddings().weight, model.head.config.num_modules
+    weights = [{name.removeprefix(f"mtp.{k}."): p for name, p in state.items()} for k in range(n)]
+    inner = [
+        {".".join(name.split(".")[-2:]): p for name, p in w.items() if name.startswith("layers.0.")} for w in weights
+    ]
+    eps, outputs = model.base.config.rms_norm_eps, {}
+
+    def given(k, output):
+        normed = rms_norm(output, weights[k]["norm.weight"], eps) if config.final_norm else output
+        return (normed if config.norm_output else output), normed
+
+    for i in range(len(ids) - 1):
+        entered, before = [[] for _ in range(n)], None  # before: what the modules gave at position j − 1
+        for j in range(min(i + steps, len(ids) - 1)):
+            now = []
+            for k in range(n):
+                if j < k:
+                    now.append(None)
+                    continue
+                if k:
+                    hidden = before[k - 1]
+                else:
+                    hidden = features[j] if j <= i else outputs[i, j - 1 - i][0]
+                own = embedded[ids[j + 1]]
+                if config.zero_first_embedding and j == 0:
+                    own = torch.zeros_like(own)
+                parts = [
+                    rms_norm(own, weights[k]["enorm.weight"], eps),
+                    rms_norm(hidden, weights[k]["hnorm.weight"], eps),
+                ]
+                x = weights[k]["eh_proj.weight"] @ torch.cat(parts[::-1] if config.hidden_first else parts)
+                if config.fc_bias:
+                    x = x + weights[k]["eh_proj.bias"]
+                entered[k].append((j, x))
+                residuals = [x for _, x in entered[k]]
+                inputs = [rms_norm(x, inner[k]["input_layernorm.weight"], eps) for x in residuals]
+                now.append(given(k, block_output(inner[k], inputs, residuals, [j for j, _ in entered[k]])))
+            if j >= i:
+                outputs[i, j - i] = now[(j - i) % n]
+            before = [None if each is None else each[0] for each in now]
+    return outputs
+
+
+def slow_mtp(model, row):
+    ids, labels, config = row["input_ids"], row["labels"], model.head.config
+    features, out = taps(model, ids)
+    total, ranks = 0.0, {}
+    for (i, s), (_, normed) in slow_mtp_outputs(model, ids, features, config.steps).items():
+        if i + 2 + s < len(ids) and labels[i + 2 + s] != -100:
+            teacher, logits = out.logits[0, i + 1 + s], model.base.lm_head.weight @ normed
+            total = total + config.step_decay**s * soft_ce(logits, teacher)
+            ranks[i, s] = int((logits > logits[teacher.argmax()]).sum())
+    return total, ranks
+
+
 def slow_block(model, ids, features, anchor, count):
     """The outputs of the slots of a block after ids[:anchor + 1], before the bias: `count` vectors (H,)."""
     w, config = model.head.state_dict(keep_vars=True), model.head.config
@@ -318,5 +381,6 @@ SLOW = {
     "hydra": slow_hydra,
     "eagle": slow_eagle,
     "eagle3": slow_eagle3,
+    "mtp": slow_mtp,
     "parallel": slow_parallel,
 }

@@ -12,7 +12,7 @@ from torch import nn
 from specheads import Eagle3Config, EagleConfig, HydraConfig, MedusaConfig, UnsupportedModel, convert
 from tests.support.tiny_models import tiny_llama, with_adapter
 
-HEADS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
+HEADS = ("medusa", "hydra", "eagle", "eagle3", "mtp", "parallel")
 IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))
 
 

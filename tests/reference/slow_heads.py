@@ -246,61 +246,63 @@ def slow_eagle3(model, row):
     return total, ranks
 
 
-def slow_mtp_outputs(model, ids, features, steps):
+def mtp_outputs(modules, embedded, ids, features, steps, norm_output=True, zero_first=False):
     """{(i, s): (fed, normed)}: from each position i the modules run over the true tokens before, then the drafted ones.
 
+    modules: dicts of enter(embedding, hidden) → x (H,), layer([(position, x)]) → the last one's output, and norm.
     Module k reads at position j the token j + 1, and what module k − 1 gave at j − 1; the first reads the target's
     hidden state, or where that is not known yet, what drafted token j.
     """
-    config, state = model.head.config, model.head.state_dict(keep_vars=True)
-    embedded, n = model.base.get_input_embeddings().weight, model.head.config.num_modules
-    weights = [{name.removeprefix(f"mtp.{k}."): p for name, p in state.items()} for k in range(n)]
-    inner = [
-        {".".join(name.split(".")[-2:]): p for name, p in w.items() if name.startswith("layers.0.")} for w in weights
-    ]
-    eps, outputs = model.base.config.rms_norm_eps, {}
-
-    def given(k, output):
-        normed = rms_norm(output, weights[k]["norm.weight"], eps) if config.final_norm else output
-        return (normed if config.norm_output else output), normed
-
+    n, outputs = len(modules), {}
     for i in range(len(ids) - 1):
         entered, before = [[] for _ in range(n)], None  # before: what the modules gave at position j − 1
         for j in range(min(i + steps, len(ids) - 1)):
             now = []
-            for k in range(n):
+            for k, module in enumerate(modules):
                 if j < k:
                     now.append(None)
                     continue
-                if k:
-                    hidden = before[k - 1]
-                else:
-                    hidden = features[j] if j <= i else outputs[i, j - 1 - i][0]
-                own = embedded[ids[j + 1]]
-                if config.zero_first_embedding and j == 0:
-                    own = torch.zeros_like(own)
-                parts = [
-                    rms_norm(own, weights[k]["enorm.weight"], eps),
-                    rms_norm(hidden, weights[k]["hnorm.weight"], eps),
-                ]
-                x = weights[k]["eh_proj.weight"] @ torch.cat(parts[::-1] if config.hidden_first else parts)
-                if config.fc_bias:
-                    x = x + weights[k]["eh_proj.bias"]
-                entered[k].append((j, x))
-                residuals = [x for _, x in entered[k]]
-                inputs = [rms_norm(x, inner[k]["input_layernorm.weight"], eps) for x in residuals]
-                now.append(given(k, block_output(inner[k], inputs, residuals, [j for j, _ in entered[k]])))
+                hidden = before[k - 1] if k else features[j] if j <= i else outputs[i, j - 1 - i][0]
+                own = embedded[ids[j + 1]] * (0 if zero_first and j == 0 else 1)
+                entered[k].append((j, module["enter"](own, hidden)))
+                output = module["layer"](entered[k])
+                normed = module["norm"](output)
+                now.append((normed if norm_output else output, normed))
             if j >= i:
                 outputs[i, j - i] = now[(j - i) % n]
             before = [None if each is None else each[0] for each in now]
     return outputs
 
 
+def slow_mtp_module(model, k):
+    """Module k of a head over a Llama, from its weights alone."""
+    config, eps = model.head.config, model.base.config.rms_norm_eps
+    w = {name.removeprefix(f"mtp.{k}."): p for name, p in model.head.state_dict(keep_vars=True).items()}
+    inner = {".".join(name.split(".")[-2:]): p for name, p in w.items() if name.startswith("layers.0.")}
+
+    def enter(own, hidden):
+        parts = [rms_norm(own, w["enorm.weight"], eps), rms_norm(hidden, w["hnorm.weight"], eps)]
+        return w["eh_proj.weight"] @ torch.cat(parts[:: -1 if config.hidden_first else 1]) + w.get("eh_proj.bias", 0)
+
+    def layer(entered):
+        positions, residuals = zip(*entered, strict=True)
+        inputs = [rms_norm(x, inner["input_layernorm.weight"], eps) for x in residuals]
+        return block_output(inner, inputs, residuals, positions)
+
+    norm = (lambda x: rms_norm(x, w["norm.weight"], eps)) if config.final_norm else (lambda x: x)
+    return {"enter": enter, "layer": layer, "norm": norm}
+
+
 def slow_mtp(model, row):
     ids, labels, config = row["input_ids"], row["labels"], model.head.config
     features, out = taps(model, ids)
     total, ranks = 0.0, {}
-    for (i, s), (_, normed) in slow_mtp_outputs(model, ids, features, config.steps).items():
+    modules = [slow_mtp_module(model, k) for k in range(config.num_modules)]
+    embedded = model.base.get_input_embeddings().weight
+    outputs = mtp_outputs(
+        modules, embedded, ids, features, config.steps, config.norm_output, config.zero_first_embedding
+    )
+    for (i, s), (_, normed) in outputs.items():
         if i + 2 + s < len(ids) and labels[i + 2 + s] != -100:
             teacher, logits = out.logits[0, i + 1 + s], model.base.lm_head.weight @ normed
             total = total + config.step_decay**s * soft_ce(logits, teacher)

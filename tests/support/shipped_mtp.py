@@ -12,7 +12,7 @@ V, H, L = 97, 32, 3
 SIZES = {
     "vocab_size": V, "hidden_size": H, "intermediate_size": 48, "num_hidden_layers": L, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "initializer_range": 0.3,
-    "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "moe_num_experts": 4,
+    "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
     "tie_word_embeddings": False, "sliding_window": 8,
 }  # fmt: skip

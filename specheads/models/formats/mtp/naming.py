@@ -19,8 +19,9 @@ class Naming:
     title: in messages. model_types: the targets that are written with these names. count: the config's number of
     modules. own: our name → theirs, formats with {k} and {n} = L + k. layers: their prefix of each layer of a module.
     norm: their names of the final norm, the first of which is written; () for none. copies: of the base's embeddings
-    and output matrix. options: of the head, where they differ from its defaults. most: modules that the names allow. shared: one projection and one
-    norm, whatever the number of layers. prefixes: before all names, the first of which is written.
+    and output matrix. options: of the head, where they differ from its defaults. most: modules that the names allow.
+    shared: one projection and one norm, whatever the number of layers. prefixes: before all names, the first of which
+    is written.
     """
 
     title: str

@@ -21,7 +21,7 @@ from specheads.heads.mtp.target_layers import TargetLayers, config_table
 from specheads.hub import commit_of
 from specheads.models.files import CONFIG, WEIGHTS, CheckpointError, read_header, read_table
 from specheads.models.formats.files import Files, table
-from specheads.models.formats.format import ExportFiles, Format, check_embeddings, output_matrix
+from specheads.models.formats.format import ExportFiles, Format, check_embeddings, meta_tensors, output_matrix
 from specheads.models.formats.mtp.layer_tensors import LayerTensors
 from specheads.models.formats.mtp.naming import NAMINGS, Naming, refused
 from specheads.models.formats.shards import INDEX
@@ -168,6 +168,11 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
                 if isinstance(converted, str):
                     raise CheckpointError(f"{files}: layer {j} of MTP module {k} is not as in module 0: {converted}")
                 tensors |= {f"mtp.{k}.layers.{j}.{name}": tensor for name, tensor in converted.items()}
+        for name, wanted in meta_tensors(head).items():
+            if tensors[name].shape != wanted.shape:
+                raise CheckpointError(
+                    f"{files}: {name} has shape {tuple(tensors[name].shape)}, not {tuple(wanted.shape)}"
+                )
         return tensors, set(files.shapes)
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:

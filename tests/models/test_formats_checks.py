@@ -43,8 +43,9 @@ def installed(monkeypatch, *names):
 
 @pytest.mark.parametrize("to", sorted(ENGINES))
 def test_where_its_program_is_missing_that_is_said_in_one_line(to, tmp_path, monkeypatch, base):
-    kind = {"medusa": "medusa", "hydra": "hydra", "mtp": "mtp", **dict.fromkeys(BLOCKS, "parallel")}.get(to, "eagle3")
-    model = trained(build(*FAMILIES["Qwen2"]) if kind == "mtp" else base, kind, **BLOCKS.get(to, {}))
+    kind = {"medusa": "medusa", "hydra": "hydra", **dict.fromkeys(BLOCKS, "parallel"), "mtp": "mtp"}.get(to, "eagle3")
+    target = build(*FAMILIES["DeepSeek-V3"]) if kind == "mtp" else base
+    model = trained(target, kind, **BLOCKS.get(to, {}))
     model.export(tmp_path / "out", to)
     installed(monkeypatch)
     found = export_checks.check(tmp_path / "out", to, model)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -28,6 +28,28 @@ from specheads.models.formats.shards import INDEX
 
 FILE = "mtp.safetensors"  # sorts after model*.safetensors, so that readers of all files take its tensors
 _NESTED = "text_config"
+
+
+class Modules(NamedTuple):
+    """The modules found in a checkpoint: the family's naming, the prefix of all names, and how many there are."""
+
+    naming: Naming
+    prefix: str
+    number: int
+
+
+def find_modules(files: Files, num_layers: int) -> Modules | None:
+    """The MTP modules that a checkpoint of a target with so many layers holds, by its names; None if none."""
+    for naming in NAMINGS:
+        prefix, count = naming.modules(files.names, num_layers)
+        if count:
+            return Modules(naming, prefix, count)
+    return None
+
+
+def naming_of(model_type: str) -> Naming | None:
+    """The names that modules of such a target are written with; None if no program reads any."""
+    return next((naming for naming in NAMINGS if model_type in naming.model_types), None)
 
 
 class ModuleFiles(Files):
@@ -58,10 +80,11 @@ class ModuleFiles(Files):
 
 
 class Shipped(Format):
-    """The modules of one family, under its names."""
+    """Modules under the names of their family (`naming.NAMINGS`)."""
 
     kind = MtpConfig.kind
-    engine, versions = "mtp", "vLLM 0.33, SGLang 0.5.23 and transformers 5.23, whose loaders were read"
+    engine, title = "mtp", "the MTP modules of a model's own checkpoint"
+    versions = "vLLM 0.33, SGLang 0.5.23 and transformers 5.23, whose loaders were read"
     embeds = None
     serving = """\
 This folder is the model itself: its index names the modules in mtp.safetensors, and its other files are links to the
@@ -69,63 +92,67 @@ model's own. If the model was not in a folder, copy its files here first.
 
 ```bash
 vllm serve $folder_arg --speculative-config '{"method": "mtp", "num_speculative_tokens": $depth}'
-python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm NEXTN \\\\
+python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm NEXTN \\
   --speculative-num-steps $depth --speculative-eagle-topk 1 --speculative-num-draft-tokens $nodes
 ```
 """
 
-    def __init__(self, naming: Naming) -> None:
-        self.naming, self.title = naming, naming.title
-
     def recognises(self, files: Files) -> bool:
-        return not files.pickled and self.naming.modules(files.names, _num_layers(files.config or {}))[1] > 0
+        if files.pickled:
+            return False
+        return refused(files.names) is not None or find_modules(files, _num_layers(files.config or {})) is not None
 
     def base_of(self, files: Files) -> str | None:
         named = (files.config or {}).get("base_model_name_or_path")
         return named if isinstance(named, str) and named else str(files.source)
 
     def part_of(self, files: Files) -> Files:
+        if (why := refused(files.names)) is not None:
+            raise CheckpointError(f"{files} holds MTP modules that no head here can hold: {why}")
         layers = _num_layers(files.config or {})
-        prefix, count = self.naming.modules(files.names, layers)
+        modules = find_modules(files, layers)
+        assert modules is not None
+        naming, prefix, count = modules
         wanted: set[str] = set()
         for k in range(count):
-            wanted |= set(self.naming.own_names(k, layers, files.names, prefix, bias=True).values())
-            wanted |= set(self.naming.copied(k, layers, prefix))
-            starts = tuple(self.naming.layer_prefixes(k, layers, prefix))
+            wanted |= set(naming.own_names(k, layers, files.names, prefix, bias=True).values())
+            wanted |= set(naming.copied(k, layers, prefix))
+            starts = tuple(naming.layer_prefixes(k, layers, prefix))
             wanted |= {name for name in files.names if name.startswith(starts)}
-        further = self.naming.layer_prefixes(count, layers, prefix)[0]
-        if self.naming.shared and any(name.startswith(further) for name in files.names):
+        further = naming.layer_prefixes(count, layers, prefix)[0]
+        if naming.shared and any(name.startswith(further) for name in files.names):
             raise CheckpointError(f"{files}: its MTP layers share one projection, and heads here have one each")
         return ModuleFiles(files, wanted & set(files.names))
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config, layers = files.config or {}, text_config(base).num_hidden_layers
-        prefix, count = self.naming.modules(files.names, layers)
-        if not count:
+        if (modules := find_modules(files, layers)) is None:
             raise CheckpointError(f"{files} holds MTP modules of a target with another number of layers than {layers}")
+        naming = modules.naming
         if coarse := [name for name, t in files.shapes.items() if t.is_floating_point() and t.element_size() < 2]:
             raise CheckpointError(f"{files}: {coarse[0]} is quantised, and heads here are not; take a copy in bfloat16")
         table_ = config_table(text_config(base))
-        own = self.naming.own_names(0, layers, files.names, prefix, bias=True)
+        own = naming.own_names(0, layers, files.names, modules.prefix, bias=True)
         return {
-            "num_modules": count, "target_config": table_, "steps": max(5, count),
-            "layer_indices": self._indices(files, table_, layers, prefix),
-            "fc_bias": own["eh_proj.bias"] in files.names, **self.naming.options,
+            "num_modules": modules.number, "target_config": table_, "steps": max(5, modules.number),
+            "layer_indices": self._indices(files, table_, layers, modules),
+            "fc_bias": own["eh_proj.bias"] in files.names, **naming.options,
             "zero_first_embedding": bool(config.get("specheads_zero_first_embedding", False)),
         }  # fmt: skip
 
-    def _layer(self, files: Files, k: int, j: int, layers: int, prefix: str) -> dict[str, Tensor]:
+    def _layer(self, files: Files, k: int, j: int, layers: int, modules: Modules) -> dict[str, Tensor]:
         """The tensors of layer j of module k by the checkpoint's names, as it stores them."""
-        start = self.naming.layer_prefixes(k, layers, prefix)[j]
-        apart = {*self.naming.own_names(k, layers, files.names, prefix, bias=True).values()}
-        apart |= set(self.naming.copied(k, layers, prefix))
+        naming, prefix, _ = modules
+        start = naming.layer_prefixes(k, layers, prefix)[j]
+        apart = {*naming.own_names(k, layers, files.names, prefix, bias=True).values()}
+        apart |= set(naming.copied(k, layers, prefix))
         return {
             name.removeprefix(start): files.tensor(name)
             for name in files.shapes
             if name.startswith(start) and name not in apart
         }  # fmt: skip
 
-    def _indices(self, files: Files, config: dict[str, Any], layers: int, prefix: str) -> tuple[int, ...]:
+    def _indices(self, files: Files, config: dict[str, Any], layers: int, modules: Modules) -> tuple[int, ...]:
         """The target's layers that those of the modules are like, by their tensors. CheckpointError if none is."""
         convert, usual = LayerTensors(config), TargetLayers(config).usual_indices()[0]
         order = [usual, *(i for i in reversed(range(convert.count)) if i != usual)]
@@ -134,8 +161,8 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
         for i in order:  # one of each form
             form = tuple((n, t.shape) for n, t in TargetLayers(config).layers[i].state_dict().items())
             forms.setdefault(form, i)
-        for j in range(len(self.naming.layers)):
-            tensors, why = self._layer(files, 0, j, layers, prefix), ""
+        for j in range(len(modules.naming.layers)):
+            tensors, why = self._layer(files, 0, j, layers, modules), ""
             for i in forms.values():
                 converted = convert.from_checkpoint(tensors, i)
                 if isinstance(converted, dict):
@@ -152,19 +179,21 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
     def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         assert isinstance(head, MtpConfig) and head.target_config and head.layer_indices
         layers = text_config(base).num_hidden_layers
-        prefix, _ = self.naming.modules(files.names, layers)
+        modules = find_modules(files, layers)
+        assert modules is not None
+        naming, prefix, _ = modules
         convert = LayerTensors(head.target_config)
         tensors: dict[str, Tensor] = {}
         for k in range(head.num_modules):
-            for name, what in self.naming.copied(k, layers, prefix).items():
+            for name, what in naming.copied(k, layers, prefix).items():
                 if name in files.shapes:
                     check_embeddings(files, name, base, None if what == "embeddings" else output_matrix(files, base))
-            own = self.naming.own_names(k, layers, files.names, prefix, bias=head.fc_bias)
+            own = naming.own_names(k, layers, files.names, prefix, bias=head.fc_bias)
             if missing := [theirs for theirs in own.values() if theirs not in files.shapes]:
                 raise CheckpointError(f"{files}: its MTP module lacks {missing[0]}")
             tensors |= {f"mtp.{k}.{ours}": files.tensor(theirs) for ours, theirs in own.items()}
             for j, index in enumerate(head.layer_indices):
-                converted = convert.from_checkpoint(self._layer(files, k, j, layers, prefix), index)
+                converted = convert.from_checkpoint(self._layer(files, k, j, layers, modules), index)
                 if isinstance(converted, str):
                     raise CheckpointError(f"{files}: layer {j} of MTP module {k} is not as in module 0: {converted}")
                 tensors |= {f"mtp.{k}.layers.{j}.{name}": tensor for name, tensor in converted.items()}
@@ -177,8 +206,8 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, MtpConfig) and head.layer_indices
-        naming, kind = self.naming, text_config(base).model_type
-        if kind not in naming.model_types:
+        kind = text_config(base).model_type
+        if (naming := naming_of(kind)) is None:
             return [f"models of type {kind} have no such modules in the programs that read them"]
         wanted = {"hidden_first": False, "final_norm": True, "norm_output": True, **naming.options}
         own = {name: getattr(head, name) for name in wanted}
@@ -194,13 +223,15 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, MtpConfig) and head.target_config and head.layer_indices
         layers, convert = text_config(base).num_hidden_layers, LayerTensors(head.target_config)
-        prefix = self.naming.prefixes[0]
+        naming = naming_of(text_config(base).model_type)
+        assert naming is not None
+        prefix = naming.prefixes[0]
         named: dict[str, Tensor] = {}
         for k in range(head.num_modules):
-            own = self.naming.own_names(k, layers, (), prefix, bias=head.fc_bias)
+            own = naming.own_names(k, layers, (), prefix, bias=head.fc_bias)
             named |= {theirs: tensors[f"mtp.{k}.{ours}"] for ours, theirs in own.items()}
             for j, (start, index) in enumerate(
-                zip(self.naming.layer_prefixes(k, layers, prefix), head.layer_indices, strict=True)
+                zip(naming.layer_prefixes(k, layers, prefix), head.layer_indices, strict=True)
             ):
                 inner = f"mtp.{k}.layers.{j}."
                 layer = {n.removeprefix(inner): t for n, t in tensors.items() if n.startswith(inner)}
@@ -208,7 +239,7 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
         folder = _folder_of(base)
         config = None if folder is None else read_table(folder / CONFIG)
         config = json.loads(base.config.to_json_string()) if config is None else config
-        (table(config, _NESTED) or config)[self.naming.count] = head.num_modules
+        (table(config, _NESTED) or config)[naming.count] = head.num_modules
         if head.zero_first_embedding:
             config["specheads_zero_first_embedding"] = True
         if folder is None:
@@ -226,34 +257,6 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
             if path.is_file() and path.name not in (CONFIG, INDEX, FILE, "README.md")
         }  # fmt: skip
         return ExportFiles(config, named, FILE, {INDEX: _index(named, weights, metadata)}, links)
-
-
-class Unreadable(Format):
-    """Modules that no head here can hold."""
-
-    kind, engine, title = MtpConfig.kind, "mtp", "MTP modules that no head here can hold"
-    versions = serving = ""
-
-    def recognises(self, files: Files) -> bool:
-        return not files.pickled and refused(files.names) is not None
-
-    def base_of(self, files: Files) -> str | None:
-        return str(files.source)
-
-    def part_of(self, files: Files) -> Files:
-        raise CheckpointError(f"{files} holds MTP modules that no head here can hold: {refused(files.names)}")
-
-    def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
-        raise NotImplementedError
-
-    def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
-        return ["it is read, and never written"]
-
-    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
-        raise NotImplementedError
 
 
 def _num_layers(config: dict[str, Any]) -> int:
@@ -284,4 +287,4 @@ def _index(own: dict[str, Tensor], weights: dict[str, str], metadata: dict[str, 
     return json.dumps({"metadata": metadata, "weight_map": dict(sorted(named.items()))}, indent=2) + "\n"
 
 
-FORMATS: list[Format] = [Unreadable(), *map(Shipped, NAMINGS)]
+FORMATS: list[Format] = [Shipped()]

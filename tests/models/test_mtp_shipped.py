@@ -153,16 +153,18 @@ def trained(model, steps=12):
     return losses
 
 
-@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize(("sharded", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
 @pytest.mark.parametrize("family", SERVED)
-def test_what_is_written_back_is_what_was_read(tmp_path, family, sharded):
-    modules = write(tmp_path, family, sharded)
-    model = SpecModel.from_pretrained(tmp_path)
+def test_what_is_written_back_is_what_was_read(tmp_path, family, sharded, dtype):
+    modules = write(tmp_path, family, sharded, dtype)
+    model = SpecModel.from_pretrained(tmp_path, dtype=None if sharded else "auto")
     out = model.export(tmp_path / "out", "mtp")
     written = load_file(out / "mtp.safetensors")
     copies = {name for name in modules if name.endswith(("embed_tokens.weight", "shared_head.head.weight"))}
     assert written.keys() == modules.keys() - copies
-    assert all(torch.equal(tensor, modules[name]) for name, tensor in written.items())
+    assert all(
+        torch.equal(tensor, modules[name]) and tensor.dtype == modules[name].dtype for name, tensor in written.items()
+    )
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     assert {name for name, file in index.items() if file == "mtp.safetensors"} == written.keys()
     assert all((out / file).is_file() for file in index.values())

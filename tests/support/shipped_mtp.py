@@ -70,8 +70,10 @@ def config_of(family):
     return config_class(**{**sizes, **options})
 
 
-def write(folder, family, sharded=True):
-    """A target with its modules in `folder`, in two files and an index, or in one. Returns the modules' tensors."""
+def write(folder, family, sharded=True, dtype=torch.float32):
+    """A target with its modules in `folder`, in two files and an index, or in one. Returns the modules' tensors.
+
+    dtype: of all but the biases that choose experts, which stay in float32, as published."""
     _, options, form, naming, count = FAMILIES[family]
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(config_of(family)).eval()
@@ -100,6 +102,12 @@ def write(folder, family, sharded=True):
         if naming == "deepseek":  # with copies of the target's matrices, as published
             modules[f"{prefix}embed_tokens.weight"] = own["model.embed_tokens.weight"].clone()
             modules[f"{prefix}shared_head.head.weight"] = own["lm_head.weight"].clone()
+    own, modules = (
+        {name: t if "correction_bias" in name else t.to(dtype) for name, t in tensors.items()}
+        for tensors in (own, modules)
+    )
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config))
     if not sharded:
         save_file(own | modules, folder / "model.safetensors", metadata={"format": "pt"})
         return modules

@@ -97,6 +97,22 @@ class MtpHead(UnrolledHead):
         self.rotary = target.rotary(config.layer_indices[0])
         self.reach = target.reach(config.layer_indices[0])
         self.is_causal = target.is_causal and self.reach.kind == "full"  # without a mask
+        self.float32_names = target.float32_names
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MtpHead:
+        """Buffers that the target keeps in float32, such as the biases that choose experts, keep it here too."""
+        wide = {
+            name: buffer
+            for name, buffer in self.named_buffers()
+            if any(part in name for part in self.float32_names) and buffer.dtype == torch.float32
+        }
+        super()._apply(fn, recurse)
+        for name, before in wide.items():
+            path, _, own = name.rpartition(".")
+            module, after = self.get_submodule(path), self.get_buffer(name)
+            if after.element_size() < before.element_size():
+                module._buffers[own] = before.to(after.device)
+        return self
 
     @property
     def scored_depths(self) -> int:

@@ -105,6 +105,8 @@ class TargetLayers:
         by_name = self.decoder._supports_sdpa and self.decoder._supports_attention_backend
         self.config._attn_implementation_internal = GROUPED if by_name else "eager"
         self.is_causal = by_name  # without a mask, attention is causal
+        wide = (getattr(self.decoder, f"_keep_in_fp32_modules{strict}", None) or () for strict in ("", "_strict"))
+        self.float32_names = tuple(name for names in wide for name in names)  # parts of names of tensors
 
     def usual_indices(self) -> tuple[int, ...]:
         """The last layer with full attention, or the last one."""

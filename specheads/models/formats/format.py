@@ -44,6 +44,7 @@ class Format(ABC):
     engine: its name for `--to`. kind: of the head. title: its name in messages. versions: the versions it was written
     for. serving: Markdown with the commands, a template (serving.py). embeds: whether the base's embeddings are part of
     an export; None if the format cannot hold them. Embeddings in a file that is read are compared with the base's.
+    wide: ends of the names of tensors that keep a dtype of their own.
     """
 
     kind: ClassVar[str]
@@ -52,6 +53,7 @@ class Format(ABC):
     versions: str
     serving: str
     embeds: bool | None = False
+    wide: tuple[str, ...] = ()
 
     def recognises(self, files: Files) -> bool:
         """Are these files in this format? A format that several engines share is recognised by one of them."""
@@ -121,8 +123,9 @@ def read(
     if not allow_nonfinite:
         refuse_nonfinite(files, {names.get(ours, ours): t for ours, t in tensors.items()})
     # One dtype for all, which layers need: the widest, which holds every value exactly.
-    dtype = widest_dtype(tensors.values())
-    return head, {name: tensors[name].to(dtype) if own[name].is_floating_point() else tensors[name] for name in own}
+    apart = {name for name in own if not own[name].is_floating_point() or name.endswith(form.wide)}
+    dtype = widest_dtype(tensor for name, tensor in tensors.items() if name not in apart)
+    return head, {name: tensors[name] if name in apart else tensors[name].to(dtype) for name in own}
 
 
 def meta_tensors(head: HeadConfig) -> dict[str, Tensor]:

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from specheads.heads.layers.block import decoder_layers
-from specheads.models.files import CheckpointError
+from specheads.models.files import CheckpointError, widest_dtype
 
 try:
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -23,6 +23,9 @@ try:
     from transformers.modeling_utils import LoadStateDictConfig
 except ImportError:  # before transformers converted by rules
     get_model_conversion_mapping = None  # type: ignore[assignment]
+
+
+WIDE = ("e_score_correction_bias",)  # ends of the names of tensors that keep a dtype of their own
 
 
 class LayerTensors:
@@ -42,6 +45,9 @@ class LayerTensors:
         """The tensors of a layer like the target's at `index`, by transformers' names; or why they are not such a
         layer."""
         model = copy.deepcopy(self._empty)
+        layers = decoder_layers(model)
+        assert layers is not None
+        set_dtype(layers[index], tensors)  # transformers casts to what the model has
         renamed = {f"{self.prefix}.{index}.{name}": tensor for name, tensor in tensors.items()}
         rules: Any = get_model_conversion_mapping(model)
         config = LoadStateDictConfig(weight_mapping=rules, device_map={"": "cpu"})
@@ -56,8 +62,6 @@ class LayerTensors:
             logging.set_verbosity(level)
             if shown:
                 logging.enable_progress_bar()
-        layers = decoder_layers(model)
-        assert layers is not None
         found = layers[index].state_dict()
         missing = sorted(name for name, tensor in found.items() if tensor.is_meta)
         wrong = [f"unknown {name}" for name in sorted(info.unexpected_keys)]
@@ -71,6 +75,18 @@ class LayerTensors:
         prefix = f"{self.prefix}.{index}."
         written = revert_weight_conversion(self._empty, {prefix + name: tensor for name, tensor in tensors.items()})
         return {name.partition(f"layers.{index}.")[2]: tensor for name, tensor in written.items()}
+
+
+def set_dtype(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give a layer without values the dtype of a checkpoint's tensors, and the tensors that keep their own that one."""
+    found = [tensor for name, tensor in tensors.items() if not name.endswith(WIDE) and tensor.is_floating_point()]
+    if found:
+        layer.to(widest_dtype(found))
+    for name, buffer in list(layer.named_buffers()):
+        if name.endswith(WIDE):
+            path, _, own = name.rpartition(".")
+            kept = [tensor.dtype for theirs, tensor in tensors.items() if theirs.endswith(own)]
+            layer.get_submodule(path)._buffers[own] = buffer.to(kept[0] if kept else buffer.dtype)
 
 
 def _empty_model(table: dict[str, Any]) -> PreTrainedModel:

@@ -22,7 +22,7 @@ from specheads.hub import commit_of
 from specheads.models.files import CONFIG, WEIGHTS, CheckpointError, read_header, read_table
 from specheads.models.formats.files import Files, table
 from specheads.models.formats.format import ExportFiles, Format, check_embeddings, meta_tensors, output_matrix
-from specheads.models.formats.mtp.layer_tensors import LayerTensors
+from specheads.models.formats.mtp.layer_tensors import WIDE, LayerTensors
 from specheads.models.formats.mtp.naming import NAMINGS, Naming, refused
 from specheads.models.formats.shards import INDEX
 
@@ -86,6 +86,7 @@ class Shipped(Format):
     engine, title = "mtp", "the MTP modules of a model's own checkpoint"
     versions = "vLLM 0.33, SGLang 0.5.23 and transformers 5.23, whose loaders were read"
     embeds = None
+    wide = WIDE
     serving = """\
 This folder is the model itself: its index names the modules in mtp.safetensors, and its other files are links to the
 model's own. If the model was not in a folder, copy its files here first.

@@ -1,6 +1,7 @@
 """MTP modules that a model's own checkpoint holds: read, decoded with, trained, and written back."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -285,3 +286,37 @@ def test_the_module_of_a_hybrid_target_has_a_layer_with_full_attention(shipped):
     recurrent = MtpConfig(layer_indices=(0,)).with_base_defaults(base.config)
     with pytest.raises(UnsupportedModel, match=r"layer 0 .* 'linear_attention'"):
         MtpHead(recurrent)
+
+
+def test_nemotrons_module_has_a_layer_of_attention_and_one_of_experts(shipped, tmp_path):
+    folder, modules = shipped("nemotron_h")
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    files = Files(folder)
+    form = next(form for form in FORMATS if form.recognises(files))
+    config, tensors = read(form, form.part_of(files), base)
+    assert config.layer_indices == (2, 3) == MtpConfig().with_base_defaults(base.config).layer_indices
+    written = form.write(config, tensors, base).tensors
+    assert written.keys() == modules.keys()
+    assert all(torch.equal(tensor, modules[name]) for name, tensor in written.items())
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+def test_the_head_of_a_hybrid_target_sees_no_later_token(family):
+    base_config = config_of(family)
+    torch.manual_seed(0)
+    head = MtpHead(MtpConfig(num_modules=2, steps=3).with_base_defaults(base_config)).eval()
+    embed, ids = torch.nn.Embedding(97, 32), torch.randint(3, 97, (1, 12))
+    changed = ids.clone()
+    changed[0, 7] = 3 if ids[0, 7] != 3 else 4
+    features, ones = torch.randn(1, 12, 32), torch.ones(1, 12, dtype=torch.long)
+    outputs = []
+    for tokens in (ids, changed):
+        batch = SimpleNamespace(
+            tokens=tokens, features=features, documents=ones, position_ids=torch.arange(12).unsqueeze(0), embed=embed
+        )
+        with torch.no_grad():
+            outputs.append(head.unroll(batch, 3))
+    for s, (one, other) in enumerate(zip(*outputs, strict=True)):
+        last = 7 - s - 1  # the step s of a position reads the tokens up to position + 1 + s
+        torch.testing.assert_close(one[:, :last], other[:, :last], rtol=1e-5, atol=1e-5)
+        assert (one[:, last] - other[:, last]).abs().max() > 1e-3

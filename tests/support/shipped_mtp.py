@@ -40,6 +40,16 @@ FAMILIES = {
         },
         3, "qwen", 1,
     ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "mamba_num_heads": 4,
+            "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "moe_shared_expert_intermediate_size": 24,
+            "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1,
+            "mtp_layers_block_type": ["full_attention", "moe"],
+        },
+        (2, 3), "nemotron", 1,
+    ),
 }  # fmt: skip
 SERVED = ("deepseek_v3", "deepseek_v3, three modules", "glm4_moe", "exaone_moe", "mimo", "ernie4_5")
 
@@ -57,6 +67,10 @@ def names_of(naming, k, layers):
         "ernie": (
             f"model.mtp_emb_norm.{k}", f"model.mtp_hidden_norm.{k}", f"model.mtp_linear_proj.{k}",
             f"model.mtp_block.{k}.", None,
+        ),
+        "nemotron": (
+            "mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.0.eh_proj", ("mtp.layers.0.", "mtp.layers.1."),
+            "mtp.layers.1.final_layernorm",
         ),
     }[naming]  # fmt: skip
 
@@ -83,7 +97,7 @@ def write(folder, family, sharded=True, dtype=torch.float32):
     config |= {name: value for name, value in options.items() if "nextn" in name}
     (folder / "config.json").write_text(json.dumps(config))
     own = load_file(folder / "model.safetensors")
-    layers = config["num_hidden_layers"]
+    layers = target.config.num_hidden_layers
     modules = {}
     generator = torch.Generator().manual_seed(7)
 
@@ -95,10 +109,13 @@ def write(folder, family, sharded=True, dtype=torch.float32):
         for name in filter(None, (enorm, hnorm, norm)):
             modules[f"{name}.weight"] = 1 + random((H,), 0.3)
         modules[f"{projection}.weight"] = random((H, 2 * H), 0.2)
-        for name, tensor in own.items():  # of a layer's form, with values of its own
-            if name.startswith(start := f"model.layers.{form}."):
-                values = random(tensor.shape, 0.3) + (1 if tensor.ndim == 1 and "norm" in name else 0)
-                modules[prefix + name.removeprefix(start)] = values.to(tensor.dtype)
+        forms, prefixes = (form, prefix) if isinstance(form, tuple) else ((form,), (prefix,))
+        for one, start in zip(forms, prefixes, strict=True):  # of a layer's form, with values of its own
+            for name, tensor in own.items():
+                _, layer, part = name.partition(f".layers.{one}.")
+                if layer:
+                    values = random(tensor.shape, 0.3) + (1 if tensor.ndim == 1 and "norm" in name else 0)
+                    modules[start + part] = values.to(tensor.dtype)
         if naming == "deepseek":  # with copies of the target's matrices, as published
             modules[f"{prefix}embed_tokens.weight"] = own["model.embed_tokens.weight"].clone()
             modules[f"{prefix}shared_head.head.weight"] = own["lm_head.weight"].clone()

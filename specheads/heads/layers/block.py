@@ -172,7 +172,8 @@ def copy_norm(norm: nn.RMSNorm, source: nn.Module | None) -> None:
 
 def final_norm(base: Any) -> nn.Module | None:
     """The norm after the base's last layer, under the names that models give it."""
-    names = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
+    # embedding_norm: of LFM2, which applies it after its layers
+    names = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "norm_f", "embedding_norm")
     return next((norm for name in names if (norm := getattr(decoder_of(base), name, None)) is not None), None)
 
 

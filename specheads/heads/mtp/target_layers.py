@@ -33,6 +33,8 @@ _BY_LENGTH = ("dynamic", "longrope")  # frequencies that change with the length 
 _MOST_NUMBER = 2**31
 _MOST_COUNT = 2**12  # layers, attention heads or experts
 _COUNTS = ("num_", "n_layer", "n_head", "n_routed", "n_shared")
+_FULL = ("full_attention", "attention")
+_PARTS = ("mlp", "moe")  # layers that are a feed-forward part alone
 _CACHE_NAMES = ("past_key_values", "layer_past")
 _GIVEN = {"self", "hidden_states", "position_embeddings", "attention_mask", "position_ids", "use_cache", *_CACHE_NAMES}
 
@@ -109,13 +111,15 @@ class TargetLayers:
         self.float32_names = tuple(name for names in wide for name in names)  # parts of names of tensors
 
     def usual_indices(self) -> tuple[int, ...]:
-        """The last layer with full attention, or the last one."""
+        """The last layer with full attention, or the last one; and where layers hold one part each, the last of the
+        others that keeps no state."""
         types = self._types()
-        full = [i for i, kind in enumerate(types) if kind == "full_attention"]
-        return (full[-1] if full else len(self.layers) - 1,)
+        full = [i for i, kind in enumerate(types) if kind in _FULL]
+        parts = [i for i, kind in enumerate(types) if kind in _PARTS]
+        return (full[-1] if full else len(self.layers) - 1, *parts[-1:])
 
     def _types(self) -> list[str]:
-        return list(getattr(self.config, "layer_types", None) or ())
+        return list(getattr(self.config, "layer_types", None) or getattr(self.config, "layers_block_type", None) or ())
 
     def type_of(self, index: int) -> str:
         """The type of a layer in the config, "" if it has none."""
@@ -125,7 +129,7 @@ class TargetLayers:
     def reach(self, index: int) -> Reach:
         """How far back a layer looks. UnsupportedModel for one that keeps a state."""
         kind = self.type_of(index)
-        if kind == "full_attention":
+        if kind in _FULL:
             return Reach()
         if kind not in ("", "sliding_attention", "chunked_attention"):
             raise UnsupportedModel(
@@ -165,15 +169,21 @@ class TargetLayers:
         return None if like is None else TargetRotary(type(like), self.config, self.type_of(index))
 
 
+def read_table(table: Mapping[str, Any]) -> PreTrainedConfig:
+    """The config of `config_table`."""
+    decode = getattr(PreTrainedConfig, "_decode_special_floats", dict)  # infinity, which JSON lacks
+    values = decode(dict(table))
+    return CONFIG_MAPPING[values.pop("model_type")].from_dict(values)
+
+
 @lru_cache(maxsize=8)
 def _decoder(text: str) -> PreTrainedModel:
     """The target's decoder on the meta device. ValueError if the config describes none."""
     table = json.loads(text)
-    kind = table.pop("model_type")
+    kind = table["model_type"]
     try:
-        config = CONFIG_MAPPING[kind].from_dict(table)
         with torch.device("meta"):
-            return AutoModel.from_config(config)
+            return AutoModel.from_config(read_table(table))
     except UnsupportedModel:
         raise
     except Exception as error:  # a stranger's config can fail in any way

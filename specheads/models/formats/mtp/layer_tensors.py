@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from specheads.heads.layers.block import decoder_layers
+from specheads.heads.mtp.target_layers import read_table
 from specheads.models.files import CheckpointError, widest_dtype
 
 try:
@@ -90,6 +91,5 @@ def set_dtype(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _empty_model(table: dict[str, Any]) -> PreTrainedModel:
-    values = dict(table)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[values.pop("model_type")].from_dict(values))
+        return AutoModelForCausalLM.from_config(read_table(table))

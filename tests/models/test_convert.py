@@ -64,7 +64,7 @@ def test_sizes_left_out_come_from_the_base():
         ("eagle3", {"zzz": 1}, "unknown eagle3 head option 'zzz'; known: .*taps"),
         ("medusa", {"num_heads": 2, "medusa_num_heads": 2}, "'num_heads' is given twice"),
         ("medusa", {"num_heads": 0}, "num_heads=0 "),
-        ("medussa", {}, "unknown head 'medussa'; known: medusa, hydra, eagle, eagle3, parallel"),
+        ("medussa", {}, "unknown head 'medussa'; known: medusa, hydra, eagle, eagle3, mtp, parallel"),
         (MedusaConfig(), {"num_heads": 2}, r"options \['num_heads'\] next to a head config"),
         ([("medusa", {}), ("eagle", {})], {}, "one entry"),
         (["medusa"], {}, r"\[\(name, options\)\]"),

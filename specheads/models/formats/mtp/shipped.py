@@ -83,7 +83,7 @@ class Shipped(Format):
     """Modules under the names of their family (`naming.NAMINGS`)."""
 
     kind = MtpConfig.kind
-    engine, title = "mtp", "the MTP modules of a model's own checkpoint"
+    engine, title = "mtp", "MTP modules of a model's own checkpoint"
     versions = "vLLM 0.33, SGLang 0.5.23 and transformers 5.23, whose loaders were read"
     embeds = None
     wide = WIDE

@@ -359,7 +359,7 @@ MUTATIONS = (
       "[-right, left]", "[right, -left]", LOSS, "slow_implementation"),
     M("rope: frequencies of another width", "heads.layers.rope:frequencies",
       "/ head_dim", "/ (head_dim + 2)", "heads/test_rope.py", "table"),
-    M("rope: YaRN without its factor", "heads.layers.rope:RotaryTable.ensure",
+    M("rope: YaRN without its factor", "heads.layers.rope:RotaryTable.compute",
       "* factor", "", "heads/test_rope.py", "table"),
     # --- Targets of a batch, teacher probabilities, losses, chunks ---
     M("drafts that start one position late", "losses.targets:DraftTargets.from_batch",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from specheads.heads.limits import DEEPEST, MOST_LAYERS
-from specheads.heads.mtp.target_layers import TargetLayers, check_table, config_table
+from specheads.heads.mtp.target_layers import TargetLayers, check_table, config_table, read_table
 from specheads.heads.unrolled import UnrolledConfig
 
 
@@ -60,6 +60,12 @@ class MtpConfig(UnrolledConfig):
     @classmethod
     def default_taps(cls, num_layers: int) -> tuple[int, ...]:
         return (num_layers,)
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Of the target's layers, by which training estimates its memory."""
+        assert self.target_config is not None
+        return read_table(self.target_config).num_attention_heads
 
     def with_base_defaults(self, base_config: Any) -> Self:
         config = super().with_base_defaults(base_config)

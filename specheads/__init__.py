@@ -55,6 +55,7 @@ from specheads.heads import (
     HeadConfig,
     HydraConfig,
     MedusaConfig,
+    MtpConfig,
     ParallelConfig,
 )
 from specheads.models.config import SpecConfig
@@ -86,8 +87,9 @@ __all__ = [
     "Acceptance", "AdaptiveChain", "BestFirstTree", "Block", "CSLeniency", "Cascade", "CheckpointError", "Collator",
     "Context", "Continuation", "DataConfig", "DraftHead", "DraftModel", "DraftTree", "Drafter", "DynamicTree",
     "Eagle3Config", "EagleConfig", "Ensemble", "Exact", "Fuzzy", "HeadConfig", "HydraConfig", "Lenient", "Margin",
-    "MaxGram", "MedusaConfig", "NGram", "NGramStorage", "NoResidual", "OneLevelNGramStorage", "ParallelConfig", "Plan",
-    "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel", "SpecSeq2SeqOutput",
+    "MaxGram", "MedusaConfig", "MtpConfig", "NGram", "NGramStorage", "NoResidual", "OneLevelNGramStorage",
+    "ParallelConfig", "Plan", "PromptLookup", "SampledTree", "Sampler", "SpecConfig", "SpecGenerateOutput", "SpecModel",
+    "SpecSeq2SeqOutput",
     "SpecTrainer", "SpecTrainingArguments", "StaticTree", "Step", "Target", "TopN", "Traversal", "Typical",
     "Unadjusted", "UnsupportedModel", "build_datasets", "chain", "comb", "convert", "decode", "fuzzy_from", "generate",
     "generate_many", "load_head", "patch", "token_counts", "unpatch",

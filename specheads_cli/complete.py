@@ -22,7 +22,7 @@ TREES = (
 )  # fmt: skip
 DRAFTERS = ("lookup[:NUM_TOKENS]", "ngram[:N]", "maxgram[:BIGRAMS]")
 ENGINES = (
-    "deepspec", "dflash", "eagle", "hydra", "jetspec", "llamacpp", "medusa", "modelopt", "openvino", "sglang",
+    "deepspec", "dflash", "eagle", "hydra", "jetspec", "llamacpp", "medusa", "modelopt", "mtp", "openvino", "sglang",
     "speculators", "trtllm", "vllm",
 )  # fmt: skip
 DTYPES = ("auto", "float32", "bfloat16", "float16")

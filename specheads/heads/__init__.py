@@ -7,13 +7,15 @@ from specheads.heads.eagle import EagleConfig, EagleHead
 from specheads.heads.eagle3 import Eagle3Config, Eagle3Head
 from specheads.heads.hydra import HydraConfig, HydraHead
 from specheads.heads.medusa import MedusaConfig, MedusaHead
+from specheads.heads.mtp.config import MtpConfig
+from specheads.heads.mtp.head import MtpHead
 from specheads.heads.parallel.config import ParallelConfig
 from specheads.heads.parallel.head import ParallelHead
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.options import shown
 
 HEADS: dict[str, type[DraftHead]] = {
-    head.Config.kind: head for head in (MedusaHead, HydraHead, EagleHead, Eagle3Head, ParallelHead)
+    head.Config.kind: head for head in (MedusaHead, HydraHead, EagleHead, Eagle3Head, MtpHead, ParallelHead)
 }
 
 
@@ -42,6 +44,6 @@ def head_config(head: str | HeadConfig | list[Any], options: dict[str, Any]) -> 
 
 __all__ = [
     "HEADS", "DraftHead", "DraftVocabulary", "Eagle3Config", "Eagle3Head", "EagleConfig", "EagleHead", "HeadConfig",
-    "HydraConfig", "HydraHead", "MedusaConfig", "MedusaHead", "ParallelConfig", "ParallelHead", "TapBatch",
-    "head_config", "head_kind",
+    "HydraConfig", "HydraHead", "MedusaConfig", "MedusaHead", "MtpConfig", "MtpHead", "ParallelConfig", "ParallelHead",
+    "TapBatch", "head_config", "head_kind",
 ]  # fmt: skip

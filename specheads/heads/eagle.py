@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from specheads.decoding.target.hf_base import refuse_more_than_lm_head
 from specheads.heads import draws
 from specheads.heads.base import TapBatch
-from specheads.heads.feature import FeatureHead, UnrolledConfig
+from specheads.heads.feature import FeatureHead, UnrolledFeatureConfig
 from specheads.heads.limits import DEEPEST
 from specheads.losses.functions import feature_distance
 
 
 @dataclass(frozen=True)
-class EagleConfig(UnrolledConfig):
+class EagleConfig(UnrolledFeatureConfig):
     """feature_weight, token_loss_weight: of the two losses. noise: half-width of the uniform feature noise. fc_bias:
     of the fusing layer. steps: 1 as published, more as in HASS (arXiv:2408.15766). metric_steps: unrolled by
     evaluation, for the joint accepted length."""
 
     kind: ClassVar[str] = "eagle"
-    aliases: ClassVar[dict[str, str]] = {**UnrolledConfig.aliases, "law_weight": "token_loss_weight"}
+    aliases: ClassVar[dict[str, str]] = {**UnrolledFeatureConfig.aliases, "law_weight": "token_loss_weight"}
     bounds: ClassVar[dict[str, tuple[float, float]]] = {
         "feature_weight": (0, 2**20), "token_loss_weight": (0, 2**20), "noise": (0, 2**20),
         "metric_steps": (1, DEEPEST),

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from specheads.heads.base import TapBatch
-from specheads.heads.feature import FeatureHead, UnrolledConfig
+from specheads.heads.feature import FeatureHead, UnrolledFeatureConfig
 from specheads.heads.layers.block import copy_norm, final_norm
 from specheads.heads.vocabulary import DraftVocabulary, DraftVocabularyConfig
 
 
 @dataclass(frozen=True)
-class Eagle3Config(UnrolledConfig, DraftVocabularyConfig):
+class Eagle3Config(UnrolledFeatureConfig, DraftVocabularyConfig):
     """steps: of training-time test. step_decay: the loss of step s has weight step_decay^s.
 
     norm_features: a norm on each tapped layer before they are fused. norm_before_fc: one norm on all of them together.

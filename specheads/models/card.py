@@ -21,7 +21,7 @@ from specheads.models.run_files import CURVES, RECIPE, history, results
 from specheads.options import read_yaml
 from specheads.version import __version__
 
-_TITLES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "medusa": "Medusa", "hydra": "Hydra"}
+_TITLES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "medusa": "Medusa", "hydra": "Hydra", "mtp": "MTP"}
 _SHOWN = 8  # evaluations listed at most
 
 

@@ -30,8 +30,8 @@ ONE = padded([[5, 5, 60, 61, 5, 5, 60]])
 OPTIONS = {"max_new_tokens": 48, "pad_token_id": 0, "eos_token_id": 96, "return_dict_in_generate": True}
 HEADS = {
     "medusa": {"num_heads": 3}, "hydra": {"prefix_layer": True}, "eagle": {}, "eagle3": {"steps": 3},
-    "parallel": {"block_size": 4, "markov_rank": 16}, "parallel, not causal": {"block_size": 5, "causal": False,
-    "sample_from_anchor": False},
+    "mtp": {"steps": 3}, "parallel": {"block_size": 4, "markov_rank": 16},
+    "parallel, not causal": {"block_size": 5, "causal": False, "sample_from_anchor": False},
 }  # fmt: skip
 
 

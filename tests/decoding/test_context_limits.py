@@ -16,7 +16,14 @@ from tests.support.seq2seq_models import tiny_t5
 from tests.support.tiny_models import tiny_llama
 from tests.support.trainers import model_of, rows, trainer_of
 
-HEADS = {"eagle3": True, "eagle": True, "parallel": True, "medusa": False, "hydra": True}  # those that attend
+HEADS = {
+    "eagle3": True,
+    "eagle": True,
+    "mtp": True,
+    "parallel": True,
+    "medusa": False,
+    "hydra": True,
+}  # those that attend
 
 
 @pytest.fixture(autouse=True)

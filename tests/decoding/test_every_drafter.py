@@ -16,7 +16,8 @@ V, PAD, NEW, NEVER = 97, 0, 64, 97
 BASES = ("Llama", "Qwen3", "GPT-2")
 HEADS = {
     "medusa": {"num_heads": 4}, "hydra": {"prefix_layer": True}, "eagle": {"token_loss_weight": 1.0, "noise": 0.0},
-    "eagle3": {"steps": 3}, "parallel": {"block_size": 4, "markov_rank": 16, "anchors": 32},
+    "eagle3": {"steps": 3}, "mtp": {"steps": 3, "num_modules": 2},
+    "parallel": {"block_size": 4, "markov_rank": 16, "anchors": 32},
     "dflash": {"sample_from_anchor": False, "block_size": 5, "causal": False, "markov_rank": 0, "anchors": 32},
 }  # fmt: skip
 COPYING = {

@@ -12,7 +12,7 @@ from tests.reference.base_probs import BaseProbs, small_base
 from tests.reference.enumeration import distance, probs_of
 from tests.support.prompts import padded
 
-HEADS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
+HEADS = ("medusa", "hydra", "eagle", "eagle3", "mtp", "parallel")
 PAD = 0
 
 
@@ -109,6 +109,7 @@ class Taught(dict):
         "hydra": {"prefix_layer": True},
         "eagle": {"token_loss_weight": 1.0, "noise": 0.0},
         "eagle3": {"steps": 3, "draft_vocab_size": 90},
+        "mtp": {"steps": 3, "num_modules": 2},
         "parallel": {"draft_vocab_size": 90, "markov_rank": 16, "block_size": 6, "anchors": 24},
     }
 

@@ -42,6 +42,7 @@ WARM = {"max_new_tokens": 16, "do_sample": True, "seed": 5, **ENDS}
 BASE = repetitive_model("Llama")
 HEADS = {
     "medusa": {"num_heads": 3}, "hydra": {"num_heads": 3, "prefix_layer": True}, "eagle": {}, "eagle3": {},
+    "mtp": {"num_modules": 2},
     "parallel": {"block_size": 4}, "dflash": {"sample_from_anchor": False, "block_size": 5, "causal": False},
 }  # fmt: skip
 

@@ -14,6 +14,8 @@ HEADS = [
     ("eagle3", {"draft_vocab_size": 60, "norm_output": True}),
     ("eagle", {"steps": 3}),
     ("eagle3", {"num_layers": 2}),
+    ("mtp", {}),
+    ("mtp", {"num_modules": 2}),
     ("medusa", {"draft_vocab_size": 60}),
     ("hydra", {"prefix_layer": True}),
 ]

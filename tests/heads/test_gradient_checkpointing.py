@@ -13,6 +13,7 @@ HEADS = [
     *((kind, {}) for kind in KINDS),
     ("hydra", {"prefix_layer": True}),
     ("eagle3", {"num_layers": 2, "anchors": 4}),
+    ("mtp", {"num_modules": 2, "anchors": 4}),
 ]
 
 

@@ -54,6 +54,8 @@ class Forced:
         *((kind, {}) for kind in KINDS), ("hydra", {"prefix_layer": True}), ("eagle", {"num_layers": 2}),
         ("eagle3", {"num_layers": 2}), ("eagle3", {"norm_features": True, "norm_output": True}),
         ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
+        ("mtp", {"num_modules": 2}), ("mtp", {"num_modules": 3, "hidden_first": True}),
+        ("mtp", {"norm_output": False, "zero_first_embedding": True}),
         ("parallel", {"causal": False, "mask_token_id": 5, "draft_vocab_size": 40, "block_size": 4}),
         ("eagle3", {"rope_parameters": SCALED["yarn"]}), ("eagle", {"rope_parameters": SCALED["linear"]}),
         ("hydra", {"prefix_layer": True, "rope_parameters": SCALED["llama3"]}),
@@ -180,7 +182,10 @@ class Recorded:
     ],
     ids=lambda plan: type(plan).__name__,
 )  # fmt: skip
-@pytest.mark.parametrize(("kind", "options"), [("hydra", {"prefix_layer": True}), ("eagle3", {"num_layers": 2})])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("hydra", {"prefix_layer": True}), ("eagle3", {"num_layers": 2}), ("mtp", {}), ("mtp", {"num_modules": 2})],
+)
 def test_every_node_of_a_tree_is_scored_after_its_own_path(kind, options, plan):
     model = spec_model(kind, **options).eval()
     recorded = Recorded(plan)

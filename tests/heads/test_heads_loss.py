@@ -20,6 +20,11 @@ HEADS = [
     ("eagle3", {}),
     ("eagle3", {"norm_features": True, "norm_output": True}),
     ("eagle3", {"norm_before_fc": True, "norm_before_residual": True, "num_layers": 2}),
+    ("mtp", {}),
+    ("mtp", {"num_modules": 3}),
+    ("mtp", {"num_modules": 2, "hidden_first": True, "norm_output": False}),
+    ("mtp", {"fc_bias": True, "zero_first_embedding": True}),
+    ("mtp", {"final_norm": False}),
     ("parallel", {}),
     ("parallel", {"causal": False, "markov_rank": 0, "num_layers": 1, "mask_token_id": 5}),
     ("parallel", {"confidence": True, "draft_vocab_size": 40}),
@@ -102,8 +107,12 @@ def test_the_loss_mask_is_indexed_by_the_predicted_token(kind):
 @pytest.mark.parametrize(
     ("kind", "family"),
     # Each way of reaching back: to the start, to a window, and by layer to the start, a window or a chunk.
-    [*((kind, "Llama") for kind in KINDS), ("medusa", "Mistral"), ("medusa", "Gemma-2"), ("medusa", "Llama-4")],
-)
+    [
+        *((kind, "Llama") for kind in KINDS),
+        ("mtp", "Ministral"), ("mtp", "DeepSeek-V3"),
+        ("medusa", "Mistral"), ("medusa", "Gemma-2"), ("medusa", "Llama-4"),
+    ],
+)  # fmt: skip
 def test_packed_documents_give_the_loss_of_separate_ones(kind, family):
     options = {"prefix_layer": True} if kind == "hydra" else {}
     model = spec_model(kind, build(*FAMILIES[family]), **options).eval()
@@ -123,7 +132,8 @@ def test_packed_documents_give_the_loss_of_separate_ones(kind, family):
 def test_a_row_shorter_than_what_is_unrolled_gives_the_loss_it_can(kind, length):
     options = {
         "medusa": {"num_heads": 7}, "hydra": {"num_heads": 7, "prefix_layer": True}, "eagle": {"metric_steps": 7},
-        "eagle3": {"draft_vocab_size": 97, "steps": 7}, "parallel": {"block_size": 7},
+        "eagle3": {"draft_vocab_size": 97, "steps": 7}, "mtp": {"steps": 7, "num_modules": 2},
+        "parallel": {"block_size": 7},
     }  # fmt: skip
     model, data = spec_model(kind, **options[kind]).eval(), rows(length)
     data[0]["labels"] = [-100, *data[0]["input_ids"][1:]]

@@ -104,7 +104,9 @@ def test_of_equally_likely_drafts_the_first_is_the_one_argmax_takes():
 @pytest.mark.parametrize("kind", KINDS)
 def test_under_autocast_losses_and_gradients_are_those_of_float32_to_its_rounding(kind, monkeypatch):
     monkeypatch.setattr(objective, "rows_of_chunk", lambda *_: 3)  # several chunks share autocast's cast weights
-    model = convert(tiny_llama(), kind, **DEFAULTS[kind]).train()
+    # The layers of an MTP head are as random as the base's, and errors grow with each step through them.
+    base = tiny_llama(initializer_range=0.1) if kind == "mtp" else tiny_llama()
+    model = convert(base, kind, **DEFAULTS[kind]).train()
     batch, found = Collator(0)(rows(9, 7)), []
     for enabled in (False, True):
         torch.manual_seed(0)  # of drawn anchors

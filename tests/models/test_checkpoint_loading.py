@@ -90,7 +90,12 @@ def changed_options(head: str) -> dict:
         "hidden_size": 32, "vocab_size": 97, "tap": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
         "head_dim": 6, "intermediate_size": 24, "rms_norm_eps": 1e-3, "draft_vocab_size": 19,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 77.0, "factor": 2.0},
-        "taps": (4,) if head == "eagle" else (1, 4, 6), "tree": ((0,), (1,), (0, 0)), "loss": "lk",
+        "taps": (4,) if head in ("eagle", "mtp") else (1, 4, 6), "layer_indices": (1,),
+        "target_config": {
+            "model_type": "qwen3", "hidden_size": 32, "vocab_size": 97, "intermediate_size": 24, "head_dim": 6,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        },
+        "tree": ((0,), (1,), (0, 0)), "loss": "lk",
         "decay": 0.5, "mask_token_id": 7, "anchors": 3,
         "dpace": 0.5 if head == "parallel" else None, "norm_before_fc": False,  # which do not go with others here
     }  # fmt: skip

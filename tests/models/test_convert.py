@@ -12,7 +12,7 @@ from torch import nn
 from specheads import Eagle3Config, EagleConfig, HydraConfig, MedusaConfig, UnsupportedModel, convert
 from tests.support.tiny_models import tiny_llama, with_adapter
 
-HEADS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
+HEADS = ("medusa", "hydra", "eagle", "eagle3", "mtp", "parallel")
 IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
@@ -64,7 +64,7 @@ def test_sizes_left_out_come_from_the_base():
         ("eagle3", {"zzz": 1}, "unknown eagle3 head option 'zzz'; known: .*taps"),
         ("medusa", {"num_heads": 2, "medusa_num_heads": 2}, "'num_heads' is given twice"),
         ("medusa", {"num_heads": 0}, "num_heads=0 "),
-        ("medussa", {}, "unknown head 'medussa'; known: medusa, hydra, eagle, eagle3, parallel"),
+        ("medussa", {}, "unknown head 'medussa'; known: medusa, hydra, eagle, eagle3, mtp, parallel"),
         (MedusaConfig(), {"num_heads": 2}, r"options \['num_heads'\] next to a head config"),
         ([("medusa", {}), ("eagle", {})], {}, "one entry"),
         (["medusa"], {}, r"\[\(name, options\)\]"),

@@ -19,6 +19,7 @@ from specheads.models import export_checks
 from specheads.models.export_checks import by_gguf, comparison
 from specheads.models.formats import ENGINES
 from tests.reference.foreign_rope import SCALED
+from tests.support.families import FAMILIES, build
 from tests.support.heads_on_disk import trained
 
 LLAMA3 = SCALED["llama3"]
@@ -42,12 +43,13 @@ def installed(monkeypatch, *names):
 
 @pytest.mark.parametrize("to", sorted(ENGINES))
 def test_where_its_program_is_missing_that_is_said_in_one_line(to, tmp_path, monkeypatch, base):
-    kind = {"medusa": "medusa", "hydra": "hydra", **dict.fromkeys(BLOCKS, "parallel")}.get(to, "eagle3")
-    model = trained(base, kind, **BLOCKS.get(to, {}))
+    kind = {"medusa": "medusa", "hydra": "hydra", **dict.fromkeys(BLOCKS, "parallel"), "mtp": "mtp"}.get(to, "eagle3")
+    target = build(*FAMILIES["DeepSeek-V3"]) if kind == "mtp" else base
+    model = trained(target, kind, **BLOCKS.get(to, {}))
     model.export(tmp_path / "out", to)
     installed(monkeypatch)
     found = export_checks.check(tmp_path / "out", to, model)
-    module = {"trtllm": "tensorrt_llm", "llamacpp": "gguf", "openvino": "openvino_genai"}.get(to, to)
+    module = {"trtllm": "tensorrt_llm", "llamacpp": "gguf", "openvino": "openvino_genai", "mtp": "vllm"}.get(to, to)
     assert found.startswith(f"not checked: {module} is not installed here") and "\n" not in found
     assert (f"transformers {transformers.__version__} reads its config" in found) == (
         kind == "eagle3" and to != "speculators"

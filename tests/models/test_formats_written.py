@@ -110,7 +110,7 @@ def test_a_head_with_adapters_on_its_base_is_not_exported_without_them(tmp_path)
 def test_an_unknown_engine_is_refused_by_name(base, tmp_path):
     with pytest.raises(ValueError, match="unknown format to export to 'vlm'; did you mean 'vllm'"):
         made(base, "eagle3").export(tmp_path / "out", "vlm")
-    assert len(ENGINES) == 13
+    assert len(ENGINES) == 14
 
 
 def test_an_export_is_whole_or_not_there(base, tmp_path, monkeypatch):

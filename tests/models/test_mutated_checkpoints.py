@@ -30,6 +30,6 @@ def test_every_kind_of_head_and_every_form_that_is_read_is_mutated():
         "eagle3": "eagle3, vllm", "modelopt": "eagle3, modelopt", "speculators": "eagle3, speculators",
         "eagle1": "eagle", "fasterdecoding": "medusa, v2", "vllm_medusa": "medusa, vllm", "hydra": "hydra++",
         "dspark": "dspark", "speculators_dflash": "dflash, speculators", "dflash": "dflash, z-lab",
-        "deepspec": "deepspec",
+        "deepspec": "deepspec", "shipped": "mtp",
     }  # fmt: skip
     assert readable == set(said) and set(said.values()) <= set(MAKERS)

@@ -22,7 +22,7 @@ import specheads
 from specheads import SpecModel, convert
 from tests.support.tiny_models import tiny_llama
 
-HEADS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
+HEADS = ("medusa", "hydra", "eagle", "eagle3", "mtp", "parallel")
 IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))
 
 

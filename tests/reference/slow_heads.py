@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from specheads.models.convert import convert
 from tests.support.tiny_models import tiny_llama
 
-KINDS = ("medusa", "hydra", "eagle", "eagle3", "parallel")
+KINDS = ("medusa", "hydra", "eagle", "eagle3", "mtp", "parallel")
 DEFAULTS = {
     "medusa": {"num_heads": 3, "num_layers": 2},
     "hydra": {"num_heads": 3, "num_layers": 2},
     "eagle": {"metric_steps": 3, "noise": 0.0},
     "eagle3": {"steps": 3, "draft_vocab_size": 40},
+    "mtp": {"steps": 3},
     "parallel": {"block_size": 3, "markov_rank": 4},
 }
 
@@ -245,6 +246,70 @@ def slow_eagle3(model, row):
     return total, ranks
 
 
+def mtp_outputs(modules, embedded, ids, features, steps, norm_output=True, zero_first=False):
+    """{(i, s): (fed, normed)}: from each position i the modules run over the true tokens before, then the drafted ones.
+
+    modules: dicts of enter(embedding, hidden) → x (H,), layer([(position, x)]) → the last one's output, and norm.
+    Module k reads at position j the token j + 1, and what module k − 1 gave at j − 1; the first reads the target's
+    hidden state, or where that is not known yet, what drafted token j.
+    """
+    n, outputs = len(modules), {}
+    for i in range(len(ids) - 1):
+        entered, before = [[] for _ in range(n)], None  # before: what the modules gave at position j − 1
+        for j in range(min(i + steps, len(ids) - 1)):
+            now = []
+            for k, module in enumerate(modules):
+                if j < k:
+                    now.append(None)
+                    continue
+                hidden = before[k - 1] if k else features[j] if j <= i else outputs[i, j - 1 - i][0]
+                own = embedded[ids[j + 1]] * (0 if zero_first and j == 0 else 1)
+                entered[k].append((j, module["enter"](own, hidden)))
+                output = module["layer"](entered[k])
+                normed = module["norm"](output)
+                now.append((normed if norm_output else output, normed))
+            if j >= i:
+                outputs[i, j - i] = now[(j - i) % n]
+            before = [None if each is None else each[0] for each in now]
+    return outputs
+
+
+def slow_mtp_module(model, k):
+    """Module k of a head over a Llama, from its weights alone."""
+    config, eps = model.head.config, model.base.config.rms_norm_eps
+    w = {name.removeprefix(f"mtp.{k}."): p for name, p in model.head.state_dict(keep_vars=True).items()}
+    inner = {".".join(name.split(".")[-2:]): p for name, p in w.items() if name.startswith("layers.0.")}
+
+    def enter(own, hidden):
+        parts = [rms_norm(own, w["enorm.weight"], eps), rms_norm(hidden, w["hnorm.weight"], eps)]
+        return w["eh_proj.weight"] @ torch.cat(parts[:: -1 if config.hidden_first else 1]) + w.get("eh_proj.bias", 0)
+
+    def layer(entered):
+        positions, residuals = zip(*entered, strict=True)
+        inputs = [rms_norm(x, inner["input_layernorm.weight"], eps) for x in residuals]
+        return block_output(inner, inputs, residuals, positions)
+
+    norm = (lambda x: rms_norm(x, w["norm.weight"], eps)) if config.final_norm else (lambda x: x)
+    return {"enter": enter, "layer": layer, "norm": norm}
+
+
+def slow_mtp(model, row):
+    ids, labels, config = row["input_ids"], row["labels"], model.head.config
+    features, out = taps(model, ids)
+    total, ranks = 0.0, {}
+    modules = [slow_mtp_module(model, k) for k in range(config.num_modules)]
+    embedded = model.base.get_input_embeddings().weight
+    outputs = mtp_outputs(
+        modules, embedded, ids, features, config.steps, config.norm_output, config.zero_first_embedding
+    )
+    for (i, s), (_, normed) in outputs.items():
+        if i + 2 + s < len(ids) and labels[i + 2 + s] != -100:
+            teacher, logits = out.logits[0, i + 1 + s], model.base.lm_head.weight @ normed
+            total = total + config.step_decay**s * soft_ce(logits, teacher)
+            ranks[i, s] = int((logits > logits[teacher.argmax()]).sum())
+    return total, ranks
+
+
 def slow_block(model, ids, features, anchor, count):
     """The outputs of the slots of a block after ids[:anchor + 1], before the bias: `count` vectors (H,)."""
     w, config = model.head.state_dict(keep_vars=True), model.head.config
@@ -318,5 +383,6 @@ SLOW = {
     "hydra": slow_hydra,
     "eagle": slow_eagle,
     "eagle3": slow_eagle3,
+    "mtp": slow_mtp,
     "parallel": slow_parallel,
 }

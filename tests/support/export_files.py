@@ -17,7 +17,8 @@ SIZES = {
     "num_attention_heads": foreign.HEADS, "num_key_value_heads": foreign.KV_HEADS, "head_dim": foreign.HEAD_DIM,
     "intermediate_size": foreign.INNER, "rms_norm_eps": foreign.EPS, "rope_theta": foreign.THETA,
 }  # fmt: skip
-FORMS = [(form.engine, form.kind) for form in FORMATS if form.kind != "parallel"]  # those: test_formats_blocks.py
+# Of the others test_formats_blocks.py and test_mtp_shipped.py say the same.
+FORMS = [(form.engine, form.kind) for form in FORMATS if form.kind not in ("parallel", "mtp")]
 EAGLE3 = [engine for engine, kind in FORMS if kind == "eagle3"]
 CUSTOM = (1, 3, 6)  # layers other than the usual 2, 4, 5 of a base with 8
 

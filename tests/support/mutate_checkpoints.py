@@ -72,12 +72,24 @@ def safe_hydra(folder, base):
     foreign.write(folder, None, tensors)
 
 
+def modules_of_a_model(folder, base):
+    """MTP modules under DeepSeek's names, of a model of the base's class."""
+    head = trained(base, "mtp", num_modules=2)
+    layers, tensors = base.config.num_hidden_layers, {}
+    for name, tensor in head.head.state_dict().items():
+        _, k, part = name.split(".", 2)
+        theirs = "shared_head.norm.weight" if part == "norm.weight" else part.removeprefix("layers.0.")
+        tensors[f"model.layers.{layers + int(k)}.{theirs}"] = tensor
+    foreign.write(folder, base.config.to_dict(), tensors)
+
+
 MAKERS = {
     "ours: medusa": ours("medusa", num_heads=3, draft_vocab_size=40, tree=((0,), (1,), (0, 0))),
     "ours: hydra": ours("hydra", num_heads=2),
     "ours: hydra++": ours("hydra", num_heads=2, prefix_layer=True),
     "ours: eagle": ours("eagle", num_layers=2),
     "ours: eagle3": ours("eagle3", draft_vocab_size=40, norm_features=True, norm_output=True),
+    "ours: mtp": ours("mtp", num_modules=2),
     "ours: parallel": ours("parallel", draft_vocab_size=40, confidence=True, block_size=4, markov_rank=6),
     "ours: adapters": adapted,
     "eagle3, pickle": lambda folder, base: foreign.eagle3(folder, "eagle"),
@@ -97,6 +109,7 @@ MAKERS = {
     "dflash, modelopt": lambda folder, base: foreign_blocks.head(folder, "modelopt"),
     "jetspec": lambda folder, base: foreign_blocks.head(folder, "jetspec"),
     "deepspec": lambda folder, base: foreign_blocks.head(folder, "deepspec", base=base),
+    "mtp": modules_of_a_model,
 }
 
 

@@ -14,6 +14,7 @@ HEADS = {
     "eagle": {"metric_steps": 2, "noise": 0.0},
     "eagle3": {"steps": 2, "draft_vocab_size": 40},
     "hydra": {"num_heads": 2, "num_layers": 1, "prefix_layer": True},
+    "mtp": {"steps": 2},
     "parallel": {"block_size": 2, "num_layers": 1, "markov_rank": 4, "draft_vocab_size": 40, "taps": (1, 2, 4)},
 }
 TAPS = (1, 2, 4)  # what all of them read of a base of four layers

@@ -11,6 +11,7 @@ from tests.support.tiny_models import tiny_llama
 OPTIONS = {
     "medusa": {"num_heads": 2}, "hydra": {"num_heads": 2, "prefix_layer": True}, "eagle": {"metric_steps": 2},
     "eagle3": {"steps": 2, "draft_vocab_size": 60},
+    "mtp": {"steps": 2},
     "parallel": {"block_size": 2, "markov_rank": 4, "anchors": 3, "confidence": True, "draft_vocab_size": 60},
 }  # fmt: skip
 

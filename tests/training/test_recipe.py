@@ -22,7 +22,15 @@ LEAST = {"base": "b", "head": {"kind": "medusa"}, "data": {"train": "d"}, "train
 def test_every_shipped_recipe_is_valid_and_short(path, tmp_path):
     recipe = read_recipe(path, [f"training.output_dir={tmp_path}", "training.bf16=false"])
     assert recipe.head is not None and recipe.head.kind == path.stem.removesuffix("2")
-    rates = {"medusa": 1e-3, "medusa2": 5e-4, "hydra": 5e-4, "eagle": 3e-5, "eagle3": 1e-4, "parallel": 6e-4}
+    rates = {
+        "medusa": 1e-3,
+        "medusa2": 5e-4,
+        "hydra": 5e-4,
+        "eagle": 3e-5,
+        "eagle3": 1e-4,
+        "mtp": 1e-4,
+        "parallel": 6e-4,
+    }
     assert training_arguments(recipe).learning_rate == rates[path.stem]
     assert len(path.read_text().splitlines()) <= 30
 

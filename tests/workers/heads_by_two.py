@@ -18,6 +18,7 @@ HEADS = {
     "hydra": ("hydra", {"num_heads": 2, "prefix_layer": True}),
     "eagle": ("eagle", {"metric_steps": 2, "noise": 0.0}),
     "eagle3": ("eagle3", {"steps": 2, "dpace": 0.5}),
+    "mtp": ("mtp", {"steps": 2}),
     "parallel": ("parallel", {"block_size": 2, "markov_rank": 4, "confidence": True, "draft_vocab_size": 60}),
 }
 ZERO = {

@@ -121,7 +121,7 @@ def attend_with(cache: TreeCache, mask: Tensor | None) -> Attend:
 
 
 def keep_committed(
-    context: Context, scratch: int, hidden: Tensor, num_layers: int, rotary: RotaryTable,
+    context: Context, scratch: int, hidden: Tensor, num_layers: int, rotary: RotaryTable | None,
     write: Callable[[TreeCache, Tensor, bool], T],
 ) -> tuple[T, TreeCache]:  # fmt: skip
     """Write the positions committed since the last proposal, hidden (B, P, H), into the head's own cache.
@@ -136,7 +136,8 @@ def keep_committed(
         return write(cache, cache.append(columns, context.new), False), cache
     cache = memory["cache"] = TreeCache(num_layers, scratch, target.cache.capacity, static=target.cache.static)
     # A row that ends may exceed the limit by one path, and is then fed a path of padding along with the other rows.
-    rotary.ensure(target.limit + 2 * scratch, hidden)
+    if rotary is not None:
+        rotary.ensure(target.limit + 2 * scratch, hidden)
     result = write(cache, torch.arange(columns, device=hidden.device).expand(batch, columns), True)
     cache.load_prompt(context.new, columns)
     context.caches.append(cache)

@@ -165,10 +165,14 @@ class RotaryTable(nn.Module):
         table = self._table
         if table is None or table.shape[1] < positions or table.device != like.device or table.dtype != like.dtype:
             size = max(2048, 1 << (positions - 1).bit_length())  # few sizes, which compiled steps depend on
-            angles, factor = frequencies(self.head_dim, self.rope)
-            angle = torch.outer(torch.arange(size, dtype=torch.float32, device=like.device), angles.to(like.device))
-            both = torch.cat([angle, angle], -1)
-            self._table = (torch.stack([both.cos(), both.sin()]) * factor).to(like.dtype)
+            self._table = self.compute(size, like)
+
+    def compute(self, size: int, like: Tensor) -> Tensor:
+        """cos and sin of the first `size` positions, (2, size, d)."""
+        angles, factor = frequencies(self.head_dim, self.rope)
+        angle = torch.outer(torch.arange(size, dtype=torch.float32, device=like.device), angles.to(like.device))
+        both = torch.cat([angle, angle], -1)
+        return (torch.stack([both.cos(), both.sin()]) * factor).to(like.dtype)
 
     def forward(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T) positions → cos and sin (B, 1, T, d). Call `ensure` first."""

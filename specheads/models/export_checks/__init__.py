@@ -20,7 +20,7 @@ _CHECKS: dict[str, tuple[str, Check | None]] = {
     "speculators": ("speculators", by_speculators.check), "eagle": ("eagle", None), "medusa": ("medusa", None),
     "hydra": ("hydra", None), "modelopt": ("modelopt", by_modelopt.check), "llamacpp": ("gguf", by_gguf.check),
     "dflash": ("dflash", None), "jetspec": ("jetspec", None), "deepspec": ("deepspec", None),
-    "openvino": ("openvino_genai", None),
+    "openvino": ("openvino_genai", None), "mtp": ("vllm", None),
 }  # fmt: skip
 
 

@@ -133,6 +133,8 @@ class Files:
     @cached_property
     def _shards(self) -> dict[str, Path]:
         """Every file that the index names. CheckpointError if one is missing."""
+        assert self.weights is not None
+        shards.refuse_many(self.weights, self._index or {})
         found = {name: self.find(name) for name in sorted(set((self._index or {}).values()))}
         if missing := [name for name, path in found.items() if path is None]:
             raise CheckpointError(f"{self.weights} names {missing[0]}, which is not beside it; copy it there too")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HEADS, HeadConfig
 from specheads.models.files import WEIGHTS, CheckpointError, refuse_nonfinite, widest_dtype
-from specheads.models.formats.files import Files
+from specheads.models.formats.files import Files, table
 from specheads.models.formats.serving import fill_template
 from specheads.options import listing, reason, shortened
 
@@ -34,6 +35,7 @@ class ExportFiles:
     tensors: dict[str, Tensor]
     weights: str = WEIGHTS
     texts: dict[str, str] = field(default_factory=dict)  # by file name; {folder} in a .yml is the export's path
+    links: dict[str, Path] = field(default_factory=dict)  # symbolic links to other files, by name
 
 
 class Format(ABC):
@@ -42,6 +44,7 @@ class Format(ABC):
     engine: its name for `--to`. kind: of the head. title: its name in messages. versions: the versions it was written
     for. serving: Markdown with the commands, a template (serving.py). embeds: whether the base's embeddings are part of
     an export; None if the format cannot hold them. Embeddings in a file that is read are compared with the base's.
+    wide: ends of the names of tensors that keep a dtype of their own.
     """
 
     kind: ClassVar[str]
@@ -50,10 +53,23 @@ class Format(ABC):
     versions: str
     serving: str
     embeds: bool | None = False
+    wide: tuple[str, ...] = ()
 
     def recognises(self, files: Files) -> bool:
         """Are these files in this format? A format that several engines share is recognised by one of them."""
         return False
+
+    def base_of(self, files: Files) -> str | None:
+        """The base that the files name, if any."""
+        config = files.config or {}
+        named = config.get("base_model_name_or_path")
+        if "speculators_config" in config:
+            named = table(table(config, "speculators_config"), "verifier").get("name_or_path")
+        return named if isinstance(named, str) and named else None
+
+    def part_of(self, files: Files) -> Files:
+        """The files with the head's tensors alone, for a format that is a part of a larger checkpoint."""
+        return files
 
     @abstractmethod
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
@@ -107,8 +123,9 @@ def read(
     if not allow_nonfinite:
         refuse_nonfinite(files, {names.get(ours, ours): t for ours, t in tensors.items()})
     # One dtype for all, which layers need: the widest, which holds every value exactly.
-    dtype = widest_dtype(tensors.values())
-    return head, {name: tensors[name].to(dtype) if own[name].is_floating_point() else tensors[name] for name in own}
+    apart = {name for name in own if not own[name].is_floating_point() or name.endswith(form.wide)}
+    dtype = widest_dtype(tensor for name, tensor in tensors.items() if name not in apart)
+    return head, {name: tensors[name] if name in apart else tensors[name].to(dtype) for name in own}
 
 
 def meta_tensors(head: HeadConfig) -> dict[str, Tensor]:

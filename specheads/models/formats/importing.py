@@ -13,7 +13,7 @@ from specheads.heads import DraftHead
 from specheads.models.build import build_head, build_spec_config
 from specheads.models.config import SpecConfig
 from specheads.models.formats import FORMATS
-from specheads.models.formats.files import Files, architectures, table
+from specheads.models.formats.files import Files, architectures
 from specheads.models.formats.format import Format, read
 
 logger = hf_logging.get_logger(__name__)
@@ -30,16 +30,12 @@ class ForeignCheckpoint:
     @property
     def base_name(self) -> str | None:
         """The base that it names, if any."""
-        config = self.files.config or {}
-        named = config.get("base_model_name_or_path")
-        if "speculators_config" in config:
-            named = table(table(config, "speculators_config"), "verifier").get("name_or_path")
-        return named if isinstance(named, str) and named else None
+        return self.form.base_of(self.files)
 
     def read_head(self, base: PreTrainedModel, allow_nonfinite: bool = False) -> tuple[SpecConfig, DraftHead]:
         """The config and the head, for that base. CheckpointError says what is wrong, or what no head here can hold."""
         refuse_unsupported(base)
-        config, tensors = read(self.form, self.files, base, allow_nonfinite)
+        config, tensors = read(self.form, self.form.part_of(self.files), base, allow_nonfinite)
         logger.warning(
             "%s holds %s: read as a head of kind %s, in %s",
             self.files, self.form.title, config.kind, next(t.dtype for t in tensors.values() if t.is_floating_point()),

@@ -27,9 +27,13 @@ def read_index(path: Path, table: dict[str, Any] | None) -> dict[str, str]:
                 f"{path} has {shortened(tensor)} in {shown(str(name))}; "
                 "expected the name of a .safetensors file beside it"
             )
-    if (count := len(set(found.values()))) > _MOST:
-        raise CheckpointError(f"{path} names {count} files; a head has at most {_MOST}")
     return found
+
+
+def refuse_many(path: Path, index: dict[str, str]) -> None:
+    """CheckpointError if an index names more files than a head has."""
+    if (count := len(set(index.values()))) > _MOST:
+        raise CheckpointError(f"{path} names {count} files; a head has at most {_MOST}")
 
 
 def check_shard(index: Path, name: str, claimed: Collection[str], held: Collection[str]) -> None:

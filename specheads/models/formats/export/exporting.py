@@ -137,13 +137,17 @@ def _write(
             save_file(tensors, temporary / written.weights, metadata={"format": "pt"})
         else:
             torch.save(tensors, temporary / written.weights)
+        for name, path in written.links.items():
+            (temporary / name).symlink_to(path)
         for name, text in texts.items():
             (temporary / name).parent.mkdir(exist_ok=True)
             (temporary / name).write_text(text, "utf8")
         if more is not None:
             more(temporary)
         mode = (temporary / CONFIG).stat().st_mode
-        for path in filter(Path.is_file, temporary.rglob("*")):
+        for path in temporary.rglob("*"):
+            if path.is_symlink() or not path.is_file():
+                continue
             path.chmod(mode)  # as the umask allows; safetensors would make the file private to its owner
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())

@@ -1,0 +1,77 @@
+"""Options of the MTP head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from specheads.heads.limits import DEEPEST, MOST_LAYERS
+from specheads.heads.mtp.target_layers import TargetLayers, check_table, config_table, read_table
+from specheads.heads.unrolled import UnrolledConfig
+
+
+@dataclass(frozen=True)
+class MtpConfig(UnrolledConfig):
+    """num_modules: one a depth; the draft at depth j is of module j mod num_modules.
+    target_config: the target's text config, from which the modules' layers are made (default: the base's).
+    layer_indices: the target's layers that a module's are like (default: the last with full attention).
+    steps: of training-time test, at least one a module. step_decay: the loss of step s has weight step_decay^s.
+    hidden_first: the projection reads the hidden state before the embedding. fc_bias: of the projection.
+    final_norm: a norm after the layers. norm_output: what is fed on is the output after that norm.
+    zero_first_embedding: the embedding at a text's first position is zero, as vLLM has it for some families.
+    """
+
+    kind: ClassVar[str] = "mtp"
+    aliases: ClassVar[dict[str, str]] = {
+        "num_nextn_predict_layers": "num_modules", "num_mtp_layers": "num_modules",
+        "mtp_num_hidden_layers": "num_modules",
+    }  # fmt: skip
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {
+        "num_modules": (1, MOST_LAYERS), "layer_indices": (0, DEEPEST),
+    }  # fmt: skip
+
+    num_modules: int = 1
+    target_config: dict[str, Any] | None = None
+    layer_indices: tuple[int, ...] | None = None
+    steps: int = 5
+    step_decay: float = 0.8
+    hidden_first: bool = False
+    fc_bias: bool = False
+    final_norm: bool = True
+    norm_output: bool = True
+    zero_first_embedding: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.step_decay <= 1:
+            raise ValueError(f"mtp head option step_decay={self.step_decay} must be above 0 and at most 1")
+        if self.steps < self.num_modules:
+            raise ValueError(
+                f"mtp head options steps={self.steps} and num_modules={self.num_modules}: modules past the last step "
+                "would learn nothing; give at least as many steps"
+            )
+        if self.taps is not None and len(self.taps) != 1:
+            raise ValueError(f"an mtp head reads one layer, not taps={self.taps}")
+        if self.layer_indices is not None and not self.layer_indices:
+            raise ValueError("mtp head option layer_indices names no layer")
+        if self.target_config is not None:
+            check_table(self.target_config)
+
+    @classmethod
+    def default_taps(cls, num_layers: int) -> tuple[int, ...]:
+        return (num_layers,)
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Of the target's layers, by which training estimates its memory."""
+        assert self.target_config is not None
+        return read_table(self.target_config).num_attention_heads
+
+    def with_base_defaults(self, base_config: Any) -> Self:
+        config = super().with_base_defaults(base_config)
+        if config.target_config is None:
+            config = replace(config, target_config=config_table(base_config))
+        if config.layer_indices is None:
+            assert config.target_config is not None
+            config = replace(config, layer_indices=TargetLayers(config.target_config).usual_indices())
+        return config

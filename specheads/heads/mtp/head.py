@@ -1,0 +1,302 @@
+"""Multi-token prediction: modules of the target's own decoder layer. DeepSeek-V3, arXiv:2412.19437.
+
+A module reads, at position t, the token x[t+1] and a hidden state: norms of both side by side, a projection, layers of
+the target's class, a norm. The first module's hidden state is the target's after its final norm, h[t]; that of module
+k is the output of module k − 1 at position t − 1, so it predicts x[t+2] from x up to t + 1, as the first does, but has
+seen h up to t − k alone. At position t the draft of depth j is of module j mod n, at position t + j. Where the target's
+hidden state is not known, the first module reads the output that predicted the token. One module is fed with itself.
+
+Shapes: B batch rows, T positions, P new positions, F tapped features, H hidden, S unrolled steps, A anchors of a row,
+k nodes of a level, K attended slots, n modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from specheads.decoding.drafters.base import Context
+from specheads.decoding.planner import ChildLogits, Plan
+from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.target.cache import Levels, TreeCache, additive, gather_nodes
+from specheads.decoding.target.hf_base import refuse_more_than_lm_head
+from specheads.decoding.tree import DraftTree
+from specheads.heads.base import TapBatch
+from specheads.heads.layers.block import final_norm
+from specheads.heads.layers.decoder import keep_committed
+from specheads.heads.mtp.config import MtpConfig
+from specheads.heads.mtp.target_layers import LayerCall, TargetLayers
+from specheads.heads.unrolled import UnrolledHead
+
+Keys = dict[int, tuple[Tensor, Tensor]]  # slot of a layer → its keys and values (B, heads, positions, d)
+
+
+class MtpModule(nn.Module):
+    """One module. `index`: which of the head's. Its names are DeepSeek's."""
+
+    def __init__(self, config: MtpConfig, target: TargetLayers, index: int) -> None:
+        super().__init__()
+        assert config.hidden_size and config.layer_indices
+        self.index, self.hidden_first = index, config.hidden_first
+        self.enorm, self.hnorm = target.norm(), target.norm()
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
+        first = index * len(config.layer_indices)
+        self.layers = nn.ModuleList(target.layer(i, first + j) for j, i in enumerate(config.layer_indices))
+        self.norm = target.norm() if config.final_norm else nn.Identity()
+        self.calls = [LayerCall(layer) for layer in self.layers]
+
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, mask: Tensor | None, position: Tensor, rotary: Any, cache: Any
+    ) -> Tensor:
+        """Embedded tokens and hidden states (B, T, H) → the output (B, T, H), before the norm."""
+        parts = [self.enorm(embedded), self.hnorm(hidden)]
+        x = self.eh_proj(torch.cat(parts[::-1] if self.hidden_first else parts, -1))
+        for call, layer in zip(self.calls, self.layers, strict=True):
+            x = call(layer, x, mask, position, rotary, cache)
+        return x
+
+    def unrolled(
+        self, embedded: Tensor, hidden: Tensor, mask: Tensor, position: Tensor, rotary: Any, earlier: list[Keys]
+    ) -> tuple[Tensor, Keys]:
+        """The output, and this step's keys and values. earlier: those of the steps before, which come first."""
+        cache = StepCache(earlier)
+        return self(embedded, hidden, mask, position, rotary, cache), cache.added
+
+
+class StepCache(Cache):
+    """What layers attend in a step of training: the keys of earlier steps, then their own, gradients included."""
+
+    def __init__(self, earlier: list[Keys]) -> None:
+        super().__init__(layers=[])
+        self.earlier = earlier
+        self.added: Keys = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.added[layer_idx] = key_states, value_states
+        both = [*(keys[layer_idx] for keys in self.earlier), self.added[layer_idx]]
+        keys, values = zip(*both, strict=True)
+        return torch.cat(keys, 2), torch.cat(values, 2)
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        return 0
+
+
+class MtpHead(UnrolledHead):
+    Config = MtpConfig
+    config: MtpConfig
+
+    def __init__(self, config: MtpConfig) -> None:
+        assert config.target_config is not None and config.layer_indices
+        super().__init__(config)
+        target = TargetLayers(config.target_config)
+        self.mtp: Any = nn.ModuleList(MtpModule(config, target, k) for k in range(config.num_modules))
+        self.rotary = target.rotary(config.layer_indices[0])
+        self.reach = target.reach(config.layer_indices[0])
+        self.is_causal = target.is_causal and self.reach.kind == "full"  # without a mask
+        self.float32_names = target.float32_names
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MtpHead:
+        """Buffers that the target keeps in float32, such as the biases that choose experts, keep it here too."""
+        wide = {
+            name: buffer
+            for name, buffer in self.named_buffers()
+            if any(part in name for part in self.float32_names) and buffer.dtype == torch.float32
+        }
+        super()._apply(fn, recurse)
+        for name, before in wide.items():
+            path, _, own = name.rpartition(".")
+            module, after = self.get_submodule(path), self.get_buffer(name)
+            if after.element_size() < before.element_size():
+                module._buffers[own] = before.to(after.device)
+        return self
+
+    @property
+    def scored_depths(self) -> int:
+        return self.config.steps
+
+    def refuse_unfit(self, base: Any) -> None:
+        refuse_more_than_lm_head(base, self.config.kind)
+
+    def initialise(self, base: Any) -> None:
+        """Copy the base's final norm: its lm_head reads what comes out of it. The rest starts at random."""
+        norm = final_norm(base)
+        assert norm is not None
+        for module in self.mtp:
+            weights = {n: t for n, t in norm.state_dict().items() if not t.is_meta}
+            if self.config.final_norm and weights:
+                module.norm.load_state_dict(weights, strict=False)
+
+    def passes(self, length: int) -> float:
+        n, steps = self.config.num_modules, self.config.steps
+        later = sum(len(self.active(s, steps)) for s in range(1, steps))
+        return 1 + later / n * self.config.anchored_share(length)
+
+    def active(self, depth: int, depths: int) -> range:
+        """The modules that read a token drafted at `depth` (from 1 on), in drafts of `depths` tokens.
+
+        Those that draft deeper: they see the tokens before. Past the last module all are needed again."""
+        n = self.config.num_modules
+        return range(depth, depths) if depths <= n else range(n)
+
+    def draft_logits(self, hidden: Tensor, depth: int, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
+        return lm_head(hidden)
+
+    def output_parameters(self) -> list[Tensor]:
+        return []
+
+    def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        config = self.config
+        targets, rows = self.drafts(batch, config.steps)
+        scores = self.score(batch, targets, rows, tuple(config.step_decay**s for s in range(config.steps)))
+        return scores.total / batch.denominator, scores.terms(batch.denominator)
+
+    def fed(self, k: int, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Module k's output → what is fed on, and what lm_head reads."""
+        normed = self.mtp[k].norm(output)
+        return (normed if self.config.norm_output else output), normed
+
+    def embedded(self, embed: Callable[[Tensor], Tensor], tokens: Tensor, position: Tensor) -> Tensor:
+        """The embeddings (B, T, H) of the tokens that are read at positions (B, T)."""
+        found = embed(tokens).to(self.dtype)
+        return found * (position > 0).unsqueeze(-1) if self.config.zero_first_embedding else found
+
+    def unroll(
+        self, batch: TapBatch, steps: int, features: Tensor | None = None, anchored: Tensor | None = None
+    ) -> list[Tensor]:
+        hidden = (batch.features if features is None else features).to(self.dtype)
+        position, length = batch.position_ids, batch.tokens.shape[1]
+        if self.rotary is not None:
+            self.rotary.ensure(int(position.max()) + steps + 1, hidden)
+        column = torch.arange(length, device=hidden.device).expand_as(position)
+        keys: list[list[Keys]] = [[] for _ in self.mtp]
+        causal = (column[:, None] <= column[:, :, None]) & (batch.documents[:, None] == batch.documents[:, :, None])
+        index = causal.sum(2) - 1  # (B, T) of each token in its document
+        start, begun = position, index  # (B, T or A) of what step 0 reads
+
+        def run(k: int, s: int, hidden: Tensor) -> Tensor:
+            # Keys of step 0, and of each later step the own one; none at a document's first k, where there is no input.
+            seen = causal & (index >= k).unsqueeze(1)
+            first = seen & self.reach((start + s).unsqueeze(2), position.unsqueeze(1))
+            same = torch.eye(start.shape[1], dtype=torch.bool, device=seen.device)
+            later = [
+                same & self.reach(start + s, start + j).unsqueeze(-1) & (begun + j >= k).unsqueeze(1)
+                for j in range(1, s + 1)
+            ]  # fmt: skip
+            mask = additive(torch.cat([first, *later], 2), hidden.dtype)
+            rotary = None if self.rotary is None else self.rotary(start + s)
+            out, added = self.maybe_checkpoint(
+                self.mtp[k].unrolled, embedded, hidden, mask, start + s, rotary, list(keys[k])
+            )
+            keys[k].append(added)
+            return out
+
+        tokens = batch.tokens.gather(1, (column + 1) % length)
+        embedded = self.embedded(batch.embed, tokens, position)
+        fed, outputs = [hidden] * len(self.mtp), []
+        for k in range(len(self.mtp)):
+            fed[k], normed = self.fed(k, run(k, 0, hidden))
+            outputs += [normed] if k == 0 else []
+            hidden = fed[k].roll(1, 1)  # a document's first k positions get what they never show
+        for s in range(1, steps):
+            if s == 1 and anchored is not None:
+                column, start = anchored, position.gather(1, anchored)
+                fed = [gather_nodes(each, anchored) for each in fed]
+                begun, rows = index.gather(1, anchored), anchored.unsqueeze(2).expand(-1, -1, length)
+                causal = causal.gather(1, rows)
+            tokens = batch.tokens.gather(1, (column + s + 1) % length)
+            embedded, before = self.embedded(batch.embed, tokens, start + s), list(fed)
+            for k in self.active(s, steps):
+                fed[k], normed = self.fed(k, run(k, s, before[self.source(k, s)]))
+                if k == s % len(self.mtp):
+                    outputs.append(normed)
+        return outputs
+
+    def source(self, k: int, depth: int) -> int:
+        """The module whose output module k reads for a token drafted at `depth`: the one before, and for the first the
+        one that drafted the token."""
+        return k - 1 if k else (depth - 1) % self.config.num_modules
+
+    def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
+        target, n, depths = context.target, len(self.mtp), plan.depth
+        dtype = context.once("head", lambda: self.dtype)
+        features = context.features.to(dtype)
+        # First the positions committed since the last proposal, with the target's features.
+        (fed, drafted), cache = keep_committed(
+            context, max(depths + 1, plan.drafting_slots), features, n * len(self.mtp[0].layers), self.rotary,
+            lambda cache, position, fresh: self.read_committed(context, features, cache, position, fresh),
+        )  # fmt: skip
+        # Then the tree, level by level, in the scratch slots.
+        levels, depth = Levels(cache, dtype), 0
+        slots: list[Tensor] = []  # (B, width) the positions in the slots of each level
+        fed, drafted = [each.unsqueeze(1) for each in fed], drafted.unsqueeze(1)  # (B, k, H)
+
+        def expand(tokens: Tensor, parents: Tensor | None) -> ChildLogits:
+            nonlocal depth, fed, drafted
+            if parents is not None:
+                depth += 1
+                levels.next_level(parents)
+                position = levels.position.expand(-1, tokens.shape[1])
+                embedded, before = self.embedded(target.embed, tokens, position), fed
+                rotary = None if self.rotary is None else self.rotary(position)
+                seen, fed = levels.mask(self.reach), list(fed)
+                slots.append(position)
+                rest = cache.positions[levels.written :].expand(len(position), -1)
+                key = torch.cat([*slots, rest], 1)[:, None, None] if n > 1 else rest
+                for k in self.active(depth, depths):
+                    mask = seen.masked_fill(key < k, torch.finfo(dtype).min) if k else seen
+                    hidden = gather_nodes(before[self.source(k, depth)], parents)
+                    fed[k], normed = self.fed(k, self.mtp[k](embedded, hidden, mask, position, rotary, cache))
+                    if k == depth % n:
+                        drafted = normed
+            return ChildLogits(self.draft_logits(drafted, depth, target.lm_head), None)
+
+        assert self.config.vocab_size is not None
+        return plan.grow(context.root, expand, sampler, self.config.vocab_size)
+
+    def read_committed(
+        self, context: Context, hidden: Tensor, cache: TreeCache, position: Tensor, fresh: bool
+    ) -> tuple[list[Tensor], Tensor]:
+        """Run all modules on the new positions (B, P), with the target's hidden states (B, P, H).
+
+        Returns the outputs (B, H) at each row's newest position: what each module feeds on, and what the first
+        drafts with. context.memory keeps the outputs that modules read at the first position of the next call."""
+        embedded = self.embedded(context.target.embed, context.following, position)
+        rotary = None if self.rotary is None else self.rotary(position)
+        query = position.unsqueeze(-1)
+        key = position[:, None, :] if fresh else cache.positions
+        seen = (key <= query) & self.reach(query, key)
+        newest, drafted = [], hidden
+        for k, module in enumerate(self.mtp):
+            mask = None if fresh and not k and self.is_causal else additive(seen & (key >= k), hidden.dtype)
+            output, normed = self.fed(k, module(embedded, hidden, mask, position, rotary, cache))
+            newest.append(context.newest(output))
+            drafted = drafted if k else context.newest(normed)
+            if k + 1 < len(self.mtp):
+                hidden = torch.cat([self.carry(context, k, output), output[:, :-1]], 1)
+        return newest, drafted
+
+    def carry(self, context: Context, k: int, output: Tensor) -> Tensor:
+        """(B, 1, H) module k's output at the position before the new ones; the newest of `output` (B, P, H) is kept in
+        its place, and that before it for `refill`."""
+        name, rows = f"carried {k}", torch.arange(len(output), device=output.device)
+        newest, before = context.newest(output), output[rows, (context.last - 1).clamp_min(0)]
+        if name not in context.memory:
+            context.memory[name] = torch.stack([newest, before])
+            return torch.zeros_like(output[:, :1])
+        kept = context.memory[name]
+        earlier = kept[0].unsqueeze(1).clone()
+        gained = (context.new > 0).unsqueeze(1)
+        before = torch.where((context.last > 0).unsqueeze(1), before, earlier[:, 0])
+        kept.copy_(torch.where(gained, torch.stack([newest, before]), kept))
+        return earlier
+
+    def refill(self, context: Context, rows: list[int], prompts: Context, plan: Plan) -> None:
+        super().refill(context, rows, prompts, plan)
+        for k in range(len(self.mtp) - 1) if "cache" in context.memory else ():
+            # The next proposal reads the prompt's last position again.
+            name = f"carried {k}"
+            context.memory[name][0, rows] = prompts.memory[name][1]

@@ -1,0 +1,101 @@
+"""What heads share that draft level by level from tapped features, and are unrolled over their own outputs in training.
+
+Shapes: B batch rows, T positions, F tapped features, H hidden, S unrolled steps, R_s drafts of step s, A anchors of a
+row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from specheads.decoding.planner import DynamicTree, Plan, chain
+from specheads.heads.base import DraftHead, HeadConfig, TapBatch
+from specheads.heads.limits import ANY_LAYER, DEEPEST
+from specheads.heads.starts.anchors import AnchoredStarts, AnchoredStartsConfig
+from specheads.losses.targets import DraftTargets
+
+
+@dataclass(frozen=True)
+class TappedConfig(HeadConfig, ABC):
+    """taps: the layers read. draft_depth: of the default chain on a CPU, where each level costs time."""
+
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {"draft_depth": (1, DEEPEST), "taps": ANY_LAYER}
+
+    taps: tuple[int, ...] | None = None
+    draft_depth: int = 5
+
+    @property
+    def served_depth(self) -> int:
+        return self.draft_depth
+
+    @classmethod
+    @abstractmethod
+    def default_taps(cls, num_layers: int) -> tuple[int, ...]:
+        """The layers read by default, of a base of `num_layers`."""
+
+    def with_base_defaults(self, base_config: Any) -> Self:
+        config, layers = super().with_base_defaults(base_config), base_config.num_hidden_layers
+        filled = replace(config, taps=config.taps or config.default_taps(layers))
+        for tap in filled.taps or ():
+            if not 0 <= tap <= layers:
+                raise ValueError(
+                    f"tapped layer {tap} does not exist: the base has {layers} layers, so hidden_states 0 to {layers}"
+                )
+        return filled
+
+
+@dataclass(frozen=True)
+class UnrolledConfig(AnchoredStartsConfig, TappedConfig, ABC):
+    """steps: how many drafted steps training unrolls."""
+
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {"steps": (1, DEEPEST)}
+
+    steps: int = 1
+
+
+class UnrolledHead(DraftHead):
+    """A subclass implements `unroll` for training; its `propose` feeds each level the outputs of the one before."""
+
+    config: UnrolledConfig
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        assert self.config.taps is not None
+        return self.config.taps
+
+    def passes(self, length: int) -> float:
+        return 1 + (self.config.steps - 1) * self.config.anchored_share(length)
+
+    def unrolled_starts(self, length: int) -> int:
+        return (self.config.steps - 1) * min(self.config.anchors or length, length)
+
+    def usual_plan(self, device: torch.device) -> Plan:
+        # On a CPU each node costs time, and chains won (docs/LOG.md); on a GPU up to some 60 nodes are nearly free.
+        return DynamicTree() if device.type == "cuda" else chain(self.config.draft_depth)
+
+    def drafts(self, batch: TapBatch, steps: int, features: Tensor | None = None) -> tuple[DraftTargets, list[Tensor]]:
+        """The targets of so many steps, in training those of the anchors, and the outputs (R_s, H) of each step."""
+        targets, anchors = batch.targets(steps), self.config.anchors
+        if anchors is None or steps == 1 or not self.training:
+            return targets, [targets.gather_starts(out, s) for s, out in enumerate(self.unroll(batch, steps, features))]
+        anchored = AnchoredStarts.sample(targets, batch.keys(), anchors)
+        targets, slots = anchored.select(targets), anchored.slots(targets)
+        first, *later = self.unroll(batch, steps, features, anchored.columns)
+        rows = [out.flatten(0, 1)[slots[targets.starts_of(s)]] for s, out in enumerate(later, 1)]
+        return targets, [targets.gather_starts(first, 0), *rows]
+
+    @abstractmethod
+    def unroll(
+        self, batch: TapBatch, steps: int, features: Tensor | None = None, anchored: Tensor | None = None
+    ) -> list[Tensor]:
+        """Training-time test: the outputs (B, T, H) of S steps, each fed by the one before.
+
+        anchored (B, A): the columns of the later steps, whose outputs are then (B, A, H). At step s, position t has
+        read f[t] and x[t+1] … x[t+1+s], and predicts x[t+2+s]. Positions whose tokens run past the end hold garbage,
+        which no target uses.
+        """

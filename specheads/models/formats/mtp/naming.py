@@ -1,0 +1,146 @@
+"""What each family calls the tensors of its MTP modules, and what sets its modules apart. None are loaded here.
+
+L is the number of the target's layers, k the index of a module. The names are those that the loaders of vLLM, SGLang
+and transformers (MtpModel) read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Naming:
+    """One family of names.
+
+    title: in messages. model_types: the targets that are written with these names. count: the config's number of
+    modules. own: our name → theirs, formats with {k} and {n} = L + k. layers: their prefix of each layer of a module.
+    norm: their names of the final norm, the first of which is written; () for none. copies: of the base's embeddings
+    and output matrix. options: of the head, where they differ from its defaults. most: modules that the names allow.
+    shared: one projection and one norm, whatever the number of layers. prefixes: before all names, the first of which
+    is written.
+    """
+
+    title: str
+    model_types: Collection[str]
+    count: str
+    own: Mapping[str, str]
+    layers: tuple[str, ...]
+    norm: tuple[str, ...]
+    copies: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    most: int = 64
+    shared: bool = False
+    prefixes: tuple[str, ...] = ("",)
+
+    def modules(self, names: Collection[str], num_layers: int) -> tuple[str, int]:
+        """The prefix of all names, and how many modules `names` hold under it; 0 if none."""
+        for prefix in self.prefixes:
+            count = 0
+            while count < self.most and self._has(prefix, count, num_layers, names):
+                count += 1
+            if count:
+                return prefix, count
+        return self.prefixes[0], 0
+
+    def _has(self, prefix: str, k: int, num_layers: int, names: Collection[str]) -> bool:
+        norms = [prefix + self._fill(name, k, num_layers) for name in self.norm]
+        projection = prefix + self._fill(self.own["eh_proj.weight"], k, num_layers)
+        return projection in names and (not norms or any(name in names for name in norms))
+
+    def _fill(self, name: str, k: int, num_layers: int) -> str:
+        return name.format(k=k, n=num_layers + k)
+
+    def own_names(self, k: int, num_layers: int, found: Collection[str], prefix: str, *, bias: bool) -> dict[str, str]:
+        """Our name in module k → theirs, the layers' apart. found: the names in a file, or () for one to be written."""
+        names = {ours: theirs for ours, theirs in self.own.items() if bias or not ours.endswith(".bias")}
+        filled = {ours: prefix + self._fill(theirs, k, num_layers) for ours, theirs in names.items()}
+        norms = [prefix + self._fill(name, k, num_layers) for name in self.norm]
+        if norms:
+            filled["norm.weight"] = next((name for name in norms if name in found), norms[0])
+        return filled
+
+    def layer_prefixes(self, k: int, num_layers: int, prefix: str) -> list[str]:
+        return [prefix + self._fill(each, k, num_layers) for each in self.layers]
+
+    def copied(self, k: int, num_layers: int, prefix: str) -> dict[str, str]:
+        """Their copies of the base's matrices → "embeddings" or "output"."""
+        return {prefix + self._fill(name, k, num_layers): what for name, what in self.copies.items()}
+
+
+def _own(enorm: str, hnorm: str, projection: str) -> dict[str, str]:
+    return {
+        "enorm.weight": f"{enorm}.weight", "hnorm.weight": f"{hnorm}.weight", "eh_proj.weight": f"{projection}.weight",
+        "eh_proj.bias": f"{projection}.bias",
+    }  # fmt: skip
+
+
+_BY_NUMBER = "model.layers.{n}."
+DEEPSEEK = Naming(
+    "DeepSeek's and GLM's MTP modules",
+    ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+    "num_nextn_predict_layers",
+    _own(f"{_BY_NUMBER}enorm", f"{_BY_NUMBER}hnorm", f"{_BY_NUMBER}eh_proj"),
+    (_BY_NUMBER,),
+    (f"{_BY_NUMBER}shared_head.norm.weight",),
+    {f"{_BY_NUMBER}embed_tokens.weight": "embeddings", f"{_BY_NUMBER}shared_head.head.weight": "output"},
+)
+LING = Naming(
+    "Ling's MTP modules", ("bailing_hybrid", "bailing_moe_v2"), "num_nextn_predict_layers",
+    DEEPSEEK.own, DEEPSEEK.layers, (f"{_BY_NUMBER}final_layernorm.weight",),
+)  # fmt: skip
+QWEN = Naming(
+    "Qwen's MTP module",
+    (
+        "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "exaone_moe", "exaone4_5",
+        "mellum",
+    ),
+    "mtp_num_hidden_layers",
+    _own("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc"),
+    ("mtp.layers.{k}.",),
+    ("mtp.norm.weight",),
+    most=1, shared=True,
+)  # fmt: skip
+MIMO = Naming(
+    "MiMo-7B's MTP modules", ("mimo", "qwen2"), "num_nextn_predict_layers",
+    _own("model.mtp_layers.{k}.token_layernorm", "model.mtp_layers.{k}.hidden_layernorm",
+         "model.mtp_layers.{k}.input_proj"),
+    ("model.mtp_layers.{k}.",), ("model.mtp_layers.{k}.final_layernorm.weight",),
+    options={"hidden_first": True},
+)  # fmt: skip
+ERNIE = Naming(
+    "ERNIE 4.5's MTP modules", ("ernie4_5", "ernie4_5_moe"), "num_nextn_predict_layers",
+    _own("model.mtp_emb_norm.{k}", "model.mtp_hidden_norm.{k}", "model.mtp_linear_proj.{k}"),
+    ("model.mtp_block.{k}.",), (), options={"final_norm": False},
+)  # fmt: skip
+NEMOTRON = Naming(
+    "Nemotron-H's MTP module", ("nemotron_h",), "num_nextn_predict_layers",
+    _own("mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.0.eh_proj"),
+    ("mtp.layers.0.", "mtp.layers.1."), ("mtp.layers.1.final_layernorm.weight",), most=1,
+    prefixes=("", "language_model."),
+)  # fmt: skip
+NAMINGS = (DEEPSEEK, LING, QWEN, MIMO, ERNIE, NEMOTRON)
+
+# A name that only these modules have → why no head here can hold them.
+REFUSED = {
+    r"model\.layers\.\d+\.transformer\.shared_head\.": "Step's modules read the target's hidden state before its "
+    "final norm, which transformers does not give, and have output matrices of their own",
+    r"(model\.)?mtp\.\d+\.(e_proj|h_proj|hc_head_fn)": "DeepSeek-V4's modules add two projections and read the "
+    "target's residual streams, which transformers does not give",
+    r"model\.mtp\.layers\.\d+\.transformer_layer\.": "LongCat's module has embeddings of its own",
+    r"model\.mtp\.layers\.\d+\.pre_mlp_layernorm": "of MiMo-V2's modules, readers disagree on whether they read the "
+    "target's hidden state before or after its final norm",
+    r"mtp\.layers\.\d+\.transformer_block\.": "Inkling's modules have a block of another form than transformers' layer",
+}  # fmt: skip
+
+
+def refused(names: Collection[str]) -> str | None:
+    """Why MTP modules among the names of a checkpoint cannot be read; None if nothing says so."""
+    for pattern, why in REFUSED.items():
+        compiled = re.compile(pattern)
+        if any(compiled.match(name) for name in names):
+            return why
+    return None

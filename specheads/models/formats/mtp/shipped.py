@@ -1,0 +1,291 @@
+"""MTP modules in a model's own checkpoint: read from its files, and written into a copy of its index.
+
+transformers drops these tensors when it loads the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+from specheads.decoding.target.hf_base import text_config
+from specheads.heads import HeadConfig, MtpConfig
+from specheads.heads.mtp.target_layers import TargetLayers, config_table
+from specheads.hub import commit_of
+from specheads.models.files import CONFIG, WEIGHTS, CheckpointError, read_header, read_table
+from specheads.models.formats.files import Files, table
+from specheads.models.formats.format import ExportFiles, Format, check_embeddings, meta_tensors, output_matrix
+from specheads.models.formats.mtp.layer_tensors import WIDE, LayerTensors
+from specheads.models.formats.mtp.naming import NAMINGS, Naming, refused
+from specheads.models.formats.shards import INDEX
+
+FILE = "mtp.safetensors"  # sorts after model*.safetensors, so that readers of all files take its tensors
+_NESTED = "text_config"
+
+
+class Modules(NamedTuple):
+    """The modules found in a checkpoint: the family's naming, the prefix of all names, and how many there are."""
+
+    naming: Naming
+    prefix: str
+    number: int
+
+
+def find_modules(files: Files, num_layers: int) -> Modules | None:
+    """The MTP modules that a checkpoint of a target with so many layers holds, by its names; None if none."""
+    for naming in NAMINGS:
+        prefix, count = naming.modules(files.names, num_layers)
+        if count:
+            return Modules(naming, prefix, count)
+    return None
+
+
+def naming_of(model_type: str) -> Naming | None:
+    """The names that modules of such a target are written with; None if no program reads any."""
+    return next((naming for naming in NAMINGS if model_type in naming.model_types), None)
+
+
+class ModuleFiles(Files):
+    """Of a checkpoint, the files that hold some tensors, and those tensors alone."""
+
+    def __init__(self, files: Files, names: Collection[str]) -> None:
+        super().__init__(files.source, files._hub, files.allow_pickle)
+        self._wanted = set(names)
+
+    @cached_property
+    def shapes(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        paths = {self.weights} if self._index is None else {self._shards[self._index[name]] for name in self._wanted}
+        for path in paths:
+            assert path is not None
+            found |= read_header(path)[0]
+        if missing := self._wanted - found.keys():
+            raise CheckpointError(f"{self} has no {min(missing)}, which its index names; copy it again")
+        return {name: found[name] for name in sorted(self._wanted)}
+
+    @cached_property
+    def _shards(self) -> dict[str, Path]:
+        assert self._index is not None
+        found = {name: self.find(name) for name in sorted({self._index[name] for name in self._wanted})}
+        if missing := [name for name, path in found.items() if path is None]:
+            raise CheckpointError(f"{self.weights} names {missing[0]}, which is not beside it; copy it there too")
+        return {name: path for name, path in found.items() if path is not None}
+
+
+class Shipped(Format):
+    """Modules under the names of their family (`naming.NAMINGS`)."""
+
+    kind = MtpConfig.kind
+    engine, title = "mtp", "MTP modules of a model's own checkpoint"
+    versions = "vLLM 0.33, SGLang 0.5.23 and transformers 5.23, whose loaders were read"
+    embeds = None
+    wide = WIDE
+    serving = """\
+This folder is the model itself: its index names the modules in mtp.safetensors, and its other files are links to the
+model's own. If the model was not in a folder, copy its files here first.
+
+```bash
+vllm serve $folder_arg --speculative-config '{"method": "mtp", "num_speculative_tokens": $depth}'
+python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm NEXTN \\
+  --speculative-num-steps $depth --speculative-eagle-topk 1 --speculative-num-draft-tokens $nodes
+```
+"""
+
+    def recognises(self, files: Files) -> bool:
+        if files.pickled:
+            return False
+        return refused(files.names) is not None or find_modules(files, _num_layers(files.config or {})) is not None
+
+    def base_of(self, files: Files) -> str | None:
+        named = (files.config or {}).get("base_model_name_or_path")
+        return named if isinstance(named, str) and named else str(files.source)
+
+    def part_of(self, files: Files) -> Files:
+        if (why := refused(files.names)) is not None:
+            raise CheckpointError(f"{files} holds MTP modules that no head here can hold: {why}")
+        layers = _num_layers(files.config or {})
+        modules = find_modules(files, layers)
+        assert modules is not None
+        naming, prefix, count = modules
+        wanted: set[str] = set()
+        for k in range(count):
+            wanted |= set(naming.own_names(k, layers, files.names, prefix, bias=True).values())
+            wanted |= set(naming.copied(k, layers, prefix))
+            starts = tuple(naming.layer_prefixes(k, layers, prefix))
+            wanted |= {name for name in files.names if name.startswith(starts)}
+        further = naming.layer_prefixes(count, layers, prefix)[0]
+        if naming.shared and any(name.startswith(further) for name in files.names):
+            raise CheckpointError(f"{files}: its MTP layers share one projection, and heads here have one each")
+        return ModuleFiles(files, wanted & set(files.names))
+
+    def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
+        config, layers = files.config or {}, text_config(base).num_hidden_layers
+        if (modules := find_modules(files, layers)) is None:
+            raise CheckpointError(f"{files} holds MTP modules of a target with another number of layers than {layers}")
+        naming = modules.naming
+        if coarse := [name for name, t in files.shapes.items() if t.is_floating_point() and t.element_size() < 2]:
+            raise CheckpointError(f"{files}: {coarse[0]} is quantised, and heads here are not; take a copy in bfloat16")
+        table_ = config_table(text_config(base))
+        own = naming.own_names(0, layers, files.names, modules.prefix, bias=True)
+        return {
+            "num_modules": modules.number, "target_config": table_, "steps": max(5, modules.number),
+            "layer_indices": self._indices(files, table_, layers, modules),
+            "fc_bias": own["eh_proj.bias"] in files.names, **naming.options,
+            "zero_first_embedding": bool(config.get("specheads_zero_first_embedding", False)),
+        }  # fmt: skip
+
+    def _layer(self, files: Files, k: int, j: int, layers: int, modules: Modules) -> dict[str, Tensor]:
+        """The tensors of layer j of module k by the checkpoint's names, as it stores them."""
+        naming, prefix, _ = modules
+        start = naming.layer_prefixes(k, layers, prefix)[j]
+        apart = {*naming.own_names(k, layers, files.names, prefix, bias=True).values()}
+        apart |= set(naming.copied(k, layers, prefix))
+        return {
+            name.removeprefix(start): files.tensor(name)
+            for name in files.shapes
+            if name.startswith(start) and name not in apart
+        }  # fmt: skip
+
+    def _indices(self, files: Files, config: dict[str, Any], layers: int, modules: Modules) -> tuple[int, ...]:
+        """The target's layers that those of the modules are like, by their tensors. CheckpointError if none is."""
+        convert, usual = LayerTensors(config), TargetLayers(config).usual_indices()[0]
+        order = [usual, *(i for i in reversed(range(convert.count)) if i != usual)]
+        found: list[int] = []
+        forms: dict[tuple, int] = {}
+        for i in order:  # one of each form
+            form = tuple((n, t.shape) for n, t in TargetLayers(config).layers[i].state_dict().items())
+            forms.setdefault(form, i)
+        for j in range(len(modules.naming.layers)):
+            tensors, why = self._layer(files, 0, j, layers, modules), ""
+            for i in forms.values():
+                converted = convert.from_checkpoint(tensors, i)
+                if isinstance(converted, dict):
+                    found.append(i)
+                    break
+                why = why or converted
+            else:
+                raise CheckpointError(f"{files}: layer {j} of its MTP module is like none of the target's: {why}")
+        return tuple(found)
+
+    def names(self, head: HeadConfig, found: Collection[str] = ()) -> dict[str, str]:
+        return {}  # all are translated
+
+    def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+        assert isinstance(head, MtpConfig) and head.target_config and head.layer_indices
+        layers = text_config(base).num_hidden_layers
+        modules = find_modules(files, layers)
+        assert modules is not None
+        naming, prefix, _ = modules
+        convert = LayerTensors(head.target_config)
+        tensors: dict[str, Tensor] = {}
+        for k in range(head.num_modules):
+            for name, what in naming.copied(k, layers, prefix).items():
+                if name in files.shapes:
+                    check_embeddings(files, name, base, None if what == "embeddings" else output_matrix(files, base))
+            own = naming.own_names(k, layers, files.names, prefix, bias=head.fc_bias)
+            if missing := [theirs for theirs in own.values() if theirs not in files.shapes]:
+                raise CheckpointError(f"{files}: its MTP module lacks {missing[0]}")
+            tensors |= {f"mtp.{k}.{ours}": files.tensor(theirs) for ours, theirs in own.items()}
+            for j, index in enumerate(head.layer_indices):
+                converted = convert.from_checkpoint(self._layer(files, k, j, layers, modules), index)
+                if isinstance(converted, str):
+                    raise CheckpointError(f"{files}: layer {j} of MTP module {k} is not as in module 0: {converted}")
+                tensors |= {f"mtp.{k}.layers.{j}.{name}": tensor for name, tensor in converted.items()}
+        for name, wanted in meta_tensors(head).items():
+            if tensors[name].shape != wanted.shape:
+                raise CheckpointError(
+                    f"{files}: {name} has shape {tuple(tensors[name].shape)}, not {tuple(wanted.shape)}"
+                )
+        return tensors, set(files.shapes)
+
+    def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
+        assert isinstance(head, MtpConfig) and head.layer_indices
+        kind = text_config(base).model_type
+        if (naming := naming_of(kind)) is None:
+            return [f"models of type {kind} have no such modules in the programs that read them"]
+        wanted = {"hidden_first": False, "final_norm": True, "norm_output": True, **naming.options}
+        own = {name: getattr(head, name) for name in wanted}
+        wrong = [f"it has {name}={value}" for name, value in own.items() if value != wanted[name]]
+        if head.taps != (text_config(base).num_hidden_layers,):
+            wrong.append("it does not read the output of the final norm")
+        if head.num_modules > naming.most:
+            wrong.append(f"it has {head.num_modules} modules, and {naming.most} can be named")
+        if len(head.layer_indices) != len(naming.layers):
+            wrong.append(f"its modules have {len(head.layer_indices)} layers, and theirs have {len(naming.layers)}")
+        return wrong
+
+    def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
+        assert isinstance(head, MtpConfig) and head.target_config and head.layer_indices
+        layers, convert = text_config(base).num_hidden_layers, LayerTensors(head.target_config)
+        naming = naming_of(text_config(base).model_type)
+        assert naming is not None
+        prefix = naming.prefixes[0]
+        named: dict[str, Tensor] = {}
+        for k in range(head.num_modules):
+            own = naming.own_names(k, layers, (), prefix, bias=head.fc_bias)
+            named |= {theirs: tensors[f"mtp.{k}.{ours}"] for ours, theirs in own.items()}
+            for j, (start, index) in enumerate(
+                zip(naming.layer_prefixes(k, layers, prefix), head.layer_indices, strict=True)
+            ):
+                inner = f"mtp.{k}.layers.{j}."
+                layer = {n.removeprefix(inner): t for n, t in tensors.items() if n.startswith(inner)}
+                named |= {start + name: tensor for name, tensor in convert.to_checkpoint(layer, index).items()}
+        folder = _folder_of(base)
+        config = None if folder is None else read_table(folder / CONFIG)
+        config = json.loads(base.config.to_json_string()) if config is None else config
+        (table(config, _NESTED) or config)[naming.count] = head.num_modules
+        if head.zero_first_embedding:
+            config["specheads_zero_first_embedding"] = True
+        if folder is None:
+            return ExportFiles(config, named, FILE, {INDEX: _index(named, {}, {})})
+        if (folder / INDEX).is_file():
+            known = read_table(folder / INDEX, most=None) or {}
+            weights, metadata = dict(known.get("weight_map", {})), dict(known.get("metadata", {}))
+        elif (folder / WEIGHTS).is_file():
+            weights, metadata = dict.fromkeys(read_header(folder / WEIGHTS)[0], WEIGHTS), {}
+        else:
+            raise CheckpointError(f"{folder} has no safetensors; save the base again, and export beside that")
+        links = {
+            path.name: path.resolve()
+            for path in folder.iterdir()
+            if path.is_file() and path.name not in (CONFIG, INDEX, FILE, "README.md")
+        }  # fmt: skip
+        return ExportFiles(config, named, FILE, {INDEX: _index(named, weights, metadata)}, links)
+
+
+def _num_layers(config: dict[str, Any]) -> int:
+    """The number of the target's layers, by a config that may nest it; −1 if it does not say."""
+    nested = table(config, _NESTED) or config
+    value = nested.get("num_hidden_layers", nested.get("n_layer"))
+    return value if type(value) is int else -1
+
+
+def _folder_of(base: PreTrainedModel) -> Path | None:
+    """The folder of the base's files, which may be the hub's cache; None if it has none."""
+    name = getattr(base, "name_or_path", None)
+    if not name:
+        return None
+    if (Path(name) / CONFIG).is_file():
+        return Path(name)
+    options: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    try:
+        found = cached_file(name, CONFIG, revision=commit_of(base), **options)
+    except OSError:
+        return None
+    return None if found is None else Path(found).parent
+
+
+def _index(own: dict[str, Tensor], weights: dict[str, str], metadata: dict[str, Any]) -> str:
+    """The index of a model whose MTP modules are in FILE."""
+    named = {**weights, **dict.fromkeys(own, FILE)}
+    return json.dumps({"metadata": metadata, "weight_map": dict(sorted(named.items()))}, indent=2) + "\n"
+
+
+FORMATS: list[Format] = [Shipped()]

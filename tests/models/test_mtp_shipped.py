@@ -1,0 +1,322 @@
+"""MTP modules that a model's own checkpoint holds: read, decoded with, trained, and written back."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, modeling_layers
+
+from specheads import SpecModel, chain, convert
+from specheads.data.datasets import Collator
+from specheads.decoding.target.hf_base import UnsupportedModel
+from specheads.heads import MtpConfig, MtpHead
+from specheads.models.files import CheckpointError
+from specheads.models.formats.files import Files
+from specheads.models.formats.format import read
+from specheads.models.formats.mtp.shipped import FORMATS
+from tests.reference.plain_mtp import plain_module
+from tests.reference.slow_heads import mtp_outputs, rows
+from tests.support.prompts import PROMPTS, padded
+from tests.support.shipped_mtp import FAMILIES, SERVED, config_of, write
+
+BY_TRANSFORMERS = ("deepseek_v3", "deepseek_v3, three modules", "glm4_moe")
+WINDOW = 8
+# Family → how its plain implementation differs from a Llama's.
+PLAIN = {"exaone_moe": {"window": WINDOW}, "mimo": {"hidden_first": True}, "ernie4_5": {"interleaved": True}}
+needs_mtp_model = pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="older transformers")
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory):
+    """Family → its folder and the tensors of its modules, each written once."""
+    written = {}
+
+    def get(family):
+        if family not in written:
+            folder = tmp_path_factory.mktemp("target")
+            written[family] = folder, write(folder, family)
+        return written[family]
+
+    return get
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_a_target_with_modules_writes_its_own_greedy_text(shipped, family):
+    model = SpecModel.from_pretrained(shipped(family)[0])
+    assert model.head.config.kind == "mtp" and model.head.config.num_modules == FAMILIES[family][4]
+    inputs, options = padded(PROMPTS), {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    for i, prompt in enumerate(PROMPTS):
+        wanted = model.base.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
+        for tree in ("chain:3", "static:8", "dynamic:9"):
+            out = model.generate(**inputs, tree=tree, **options)
+            assert torch.equal(out[i, inputs["input_ids"].shape[1] :], wanted), tree
+    again = [model.generate(**inputs, max_new_tokens=8, do_sample=True, accept="typical", seed=3) for _ in range(2)]
+    assert torch.equal(*again)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_a_saved_head_comes_back(shipped, tmp_path, family):
+    model = SpecModel.from_pretrained(shipped(family)[0])
+    model.save_pretrained(tmp_path)
+    again = SpecModel.from_pretrained(tmp_path)
+    assert again.head.config == model.head.config
+    assert all(map(torch.equal, again.head.state_dict().values(), model.head.state_dict().values()))
+
+
+# --- The same drafts as others make of the files ---
+
+
+def drafts_of_transformers(base, ids, new, monkeypatch):
+    """{text: the drafts after it} of transformers' own generate(use_mtp=True)."""
+    found, forward, layers = {}, modeling_layers.MtpModel.forward, base.config.num_hidden_layers
+    # The published models' layers, by number, are what it looks for.
+    patterns = [rf"model\.layers\.{layers + k}\." for k in range(base.config.num_mtp_layers)]
+    monkeypatch.setattr(base, "_keys_to_ignore_on_load_unexpected", patterns)
+
+    def spy(self, *args, full_input_ids, **kwargs):
+        drafted = forward(self, *args, full_input_ids=full_input_ids, **kwargs)
+        found[tuple(full_input_ids[0].tolist())] = drafted[0][0].tolist()
+        return drafted
+
+    monkeypatch.setattr(modeling_layers.MtpModel, "forward", spy)
+    text = base.generate(ids, use_mtp=True, max_new_tokens=new, do_sample=False)
+    monkeypatch.undo()
+    return found, text
+
+
+def drafts_of(model, ids, new, monkeypatch):
+    """The same of ours, a chain of as many tokens as there are modules."""
+    found, propose = {}, model.head.propose
+
+    def spy(context, sampler, plan):
+        tree = propose(context, sampler, plan)
+        found[tuple(context.history[0])] = tree.tokens[0, 1:].tolist()
+        return tree
+
+    monkeypatch.setattr(model.head, "propose", spy)
+    plan = chain(model.head.config.num_modules)
+    text = model.generate(ids, max_new_tokens=new, do_sample=False, tree=plan)
+    monkeypatch.undo()
+    return found, text
+
+
+@needs_mtp_model
+@pytest.mark.parametrize("family", BY_TRANSFORMERS)
+def test_drafts_are_those_of_transformers(shipped, family, monkeypatch):
+    model = SpecModel.from_pretrained(shipped(family)[0])
+    ids = torch.tensor([PROMPTS[2]])
+    theirs, text = drafts_of_transformers(model.base, ids, 40, monkeypatch)
+    ours, same = drafts_of(model, ids, 40, monkeypatch)
+    assert torch.equal(text, same)
+    whole = {prefix: drafts for prefix, drafts in ours.items() if len(drafts) == model.head.config.num_modules}
+    common = whole.keys() & theirs.keys()
+    assert len(common) >= 10 and {p: ours[p] for p in common} == {p: theirs[p] for p in common}
+    assert len({draft[0] for draft in theirs.values()}) > 5, "the drafts hardly vary"
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_outputs_are_those_of_a_plain_implementation(shipped, family):
+    folder, tensors = shipped(family)
+    model = SpecModel.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    naming, count = FAMILIES[family][3:]
+    config, ids, steps = model.base.config, rows(14)[0]["input_ids"], count + 2
+    modules = [
+        plain_module(tensors, naming, k, config.num_hidden_layers, config, **PLAIN[family]) for k in range(count)
+    ]
+    with torch.no_grad():
+        features = model.base(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
+        slow = mtp_outputs(modules, model.base.get_input_embeddings().weight, ids, features, steps)
+        unrolled = []
+        unroll = model.head.unroll
+        model.head.unroll = lambda batch, *more: unrolled.append(unroll(batch, steps)) or unroll(batch, *more)
+        model(torch.tensor([ids]), labels=torch.tensor([ids]))
+    for (i, s), (_, normed) in slow.items():
+        torch.testing.assert_close(unrolled[0][s][0, i], normed, rtol=1e-5, atol=1e-5)
+
+
+# --- Training, and writing back ---
+
+
+def trained(model, steps=12):
+    """Its losses while it learns a few rows."""
+    batch, losses = Collator(0)(rows(24, 20)), []
+    optimizer = torch.optim.AdamW(model.head.parameters(), lr=3e-3)
+    model.train()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    model.eval()
+    return losses
+
+
+@pytest.mark.parametrize(("sharded", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+@pytest.mark.parametrize("family", SERVED)
+def test_what_is_written_back_is_what_was_read(tmp_path, family, sharded, dtype):
+    modules = write(tmp_path, family, sharded, dtype)
+    model = SpecModel.from_pretrained(tmp_path, dtype=None if sharded else "auto")
+    out = model.export(tmp_path / "out", "mtp")
+    written = load_file(out / "mtp.safetensors")
+    copies = {name for name in modules if name.endswith(("embed_tokens.weight", "shared_head.head.weight"))}
+    assert written.keys() == modules.keys() - copies
+    assert all(
+        torch.equal(tensor, modules[name]) and tensor.dtype == modules[name].dtype for name, tensor in written.items()
+    )
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert {name for name, file in index.items() if file == "mtp.safetensors"} == written.keys()
+    assert all((out / file).is_file() for file in index.values())
+    base = AutoModelForCausalLM.from_pretrained(out)
+    assert all(map(torch.equal, base.state_dict().values(), model.base.state_dict().values()))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3, three modules", "exaone_moe", "mimo", "ernie4_5"])
+def test_trained_modules_are_written_and_read_again(shipped, tmp_path, family, monkeypatch):
+    model = SpecModel.from_pretrained(shipped(family)[0])
+    before = {name: tensor.clone() for name, tensor in model.head.state_dict().items()}
+    losses = trained(model)
+    assert losses[-1] < losses[0] - 0.1
+    again = SpecModel.from_pretrained(model.export(tmp_path / "out", "mtp"))
+    state = model.head.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in again.head.state_dict().items())
+    assert any(not torch.equal(tensor, state[name]) for name, tensor in before.items())
+    if family in BY_TRANSFORMERS and hasattr(modeling_layers, "MtpModel"):
+        ids = torch.tensor([PROMPTS[2]])
+        theirs, _ = drafts_of_transformers(again.base, ids, 12, monkeypatch)
+        ours, _ = drafts_of(model, ids, 12, monkeypatch)
+        first = tuple(next(iter(theirs)))
+        assert ours[first] == theirs[first]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden_first": True}, "hidden_first=True"),
+        ({"final_norm": False}, "final_norm=False"),
+        ({"norm_output": False}, "norm_output=False"),
+    ],
+)
+def test_a_head_of_another_form_is_not_written_under_the_familys_names(shipped, tmp_path, options, message):
+    base = AutoModelForCausalLM.from_pretrained(shipped("deepseek_v3")[0])
+    with pytest.raises(CheckpointError, match=message):
+        convert(base, "mtp", **options).export(tmp_path / "out", "mtp")
+    convert(base, "mtp", num_modules=2).export(tmp_path / "out", "mtp")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 2
+    assert SpecModel.from_pretrained(tmp_path / "out").head.config.num_modules == 2
+
+
+# --- What is refused ---
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.layers.3.transformer.shared_head.norm.weight", "Step's modules"),
+        ("mtp.0.e_proj.weight", "DeepSeek-V4's modules"),
+        ("model.mtp.layers.0.transformer_layer.mlp.down_proj.weight", "LongCat's module has embeddings of its own"),
+        ("model.mtp.layers.0.pre_mlp_layernorm.weight", "MiMo-V2"),
+        ("mtp.layers.0.transformer_block.mlp.weight", "Inkling"),
+    ],
+)
+def test_modules_that_no_head_can_hold_are_refused_with_the_reason(tmp_path, name, message):
+    write(tmp_path, "mimo", sharded=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {other: tensor for other, tensor in tensors.items() if "mtp" not in other}
+    save_file({**kept, name: torch.zeros(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        SpecModel.from_pretrained(tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update({"model.layers.3.embed_tokens.weight": torch.zeros(97, 32)}), "is not the base's matrix"),
+        (lambda t: t.pop("model.layers.3.enorm.weight"), "lacks model.layers.3.enorm.weight"),
+        (lambda t: t.pop("model.layers.3.self_attn.o_proj.weight"), "missing self_attn.o_proj.weight"),
+        (lambda t: t.update({"model.layers.3.self_attn.extra.weight": torch.zeros(2)}), "like none of the target's"),
+        (
+            lambda t: t.update({"model.layers.3.eh_proj.weight": torch.zeros(32, 65)}),
+            r"eh_proj.weight has shape \(32, 65\), not \(32, 64\)",
+        ),
+        (
+            lambda t: t.update({"model.layers.3.eh_proj.weight": torch.zeros(32, 64, dtype=torch.float8_e4m3fn)}),
+            "F8_E4M3|quantised",
+        ),
+    ],
+)
+def test_damaged_modules_are_refused(tmp_path, change, message):
+    modules = write(tmp_path, "deepseek_v3")
+    change(modules)
+    save_file(modules, tmp_path / "model-00002-of-00002.safetensors", metadata={"format": "pt"})
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    first = {name: file for name, file in index["weight_map"].items() if "00001" in file}
+    index["weight_map"] = first | dict.fromkeys(modules, "model-00002-of-00002.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        SpecModel.from_pretrained(tmp_path)
+
+
+def test_qwens_layers_that_share_a_projection_are_refused(tmp_path):
+    modules = write(tmp_path, "exaone_moe", sharded=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    second = {name.replace("layers.0.", "layers.1."): t.clone() for name, t in modules.items() if "mtp.layers" in name}
+    save_file(tensors | second, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="share one projection"):
+        SpecModel.from_pretrained(tmp_path)
+
+
+# --- Hybrid targets ---
+
+
+def test_the_module_of_a_hybrid_target_has_a_layer_with_full_attention(shipped):
+    """Gated, as the target's own, and with the tensors of the file."""
+    folder, modules = shipped("qwen3_next")
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    files = Files(folder)
+    form = next(form for form in FORMATS if form.recognises(files))
+    config, tensors = read(form, form.part_of(files), base)
+    assert config.layer_indices == (3,) and base.config.layer_types[3] == "full_attention"
+    queries = tensors["mtp.0.layers.0.self_attn.q_proj.weight"]  # and their gates
+    assert torch.equal(queries, modules["mtp.layers.0.self_attn.q_proj.weight"]) and queries.shape == (64, 32)
+    assert tensors["mtp.0.layers.0.mlp.experts.gate_up_proj"].shape[0] == config_of("qwen3_next").num_experts
+    recurrent = MtpConfig(layer_indices=(0,)).with_base_defaults(base.config)
+    with pytest.raises(UnsupportedModel, match=r"layer 0 .* 'linear_attention'"):
+        MtpHead(recurrent)
+
+
+def test_nemotrons_module_has_a_layer_of_attention_and_one_of_experts(shipped, tmp_path):
+    folder, modules = shipped("nemotron_h")
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    files = Files(folder)
+    form = next(form for form in FORMATS if form.recognises(files))
+    config, tensors = read(form, form.part_of(files), base)
+    assert config.layer_indices == (2, 3) == MtpConfig().with_base_defaults(base.config).layer_indices
+    written = form.write(config, tensors, base).tensors
+    assert written.keys() == modules.keys()
+    assert all(torch.equal(tensor, modules[name]) for name, tensor in written.items())
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+def test_the_head_of_a_hybrid_target_sees_no_later_token(family):
+    base_config = config_of(family)
+    torch.manual_seed(0)
+    head = MtpHead(MtpConfig(num_modules=2, steps=3).with_base_defaults(base_config)).eval()
+    embed, ids = torch.nn.Embedding(97, 32), torch.randint(3, 97, (1, 12))
+    changed = ids.clone()
+    changed[0, 7] = 3 if ids[0, 7] != 3 else 4
+    features, ones = torch.randn(1, 12, 32), torch.ones(1, 12, dtype=torch.long)
+    outputs = []
+    for tokens in (ids, changed):
+        batch = SimpleNamespace(
+            tokens=tokens, features=features, documents=ones, position_ids=torch.arange(12).unsqueeze(0), embed=embed
+        )
+        with torch.no_grad():
+            outputs.append(head.unroll(batch, 3))
+    for s, (one, other) in enumerate(zip(*outputs, strict=True)):
+        last = 7 - s - 1  # the step s of a position reads the tokens up to position + 1 + s
+        torch.testing.assert_close(one[:, :last], other[:, :last], rtol=1e-5, atol=1e-5)
+        assert (one[:, last] - other[:, last]).abs().max() > 1e-3

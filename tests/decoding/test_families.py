@@ -124,6 +124,25 @@ def test_every_family_matches_greedy(family):
         assert knowing.next_tokens[row][: len(text) - 1] == text[1 : 1 + len(knowing.next_tokens[row])]
 
 
+WITHOUT_MTP = {
+    "falcon": "needs .* of its own model", "falcon_h1": "of type 'hybrid'", "zamba": "of type 'hybrid'",
+    "zamba2": "of type 'hybrid'",
+}  # fmt: skip
+
+
+@pytest.mark.sampled(7)
+def test_mtp_heads_of_every_family_match_greedy(family):
+    base, inputs, sequences, _ = family
+    if (reason := WITHOUT_MTP.get(base.config.model_type)) is not None:
+        with pytest.raises(UnsupportedModel, match=reason):
+            convert(base, "mtp")
+        return
+    model = convert(base, "mtp", num_modules=2)
+    for tree in (None, DynamicTree(budget=8, depth=3, top_k=3)):
+        drafted = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, draft=True, tree=tree)
+        assert torch.equal(drafted, sequences)
+
+
 def hidden_states(base, passes, layers):
     """(T, F) of the ids of all passes, each fed after the ones before."""
     cache, rows, start = None, [], 0

@@ -142,8 +142,11 @@ class TargetLayers:
         """A new layer like the target's at `index`, on torch's default device. slot: its index in the head's cache."""
         if not 0 <= index < len(self.layers):
             raise ValueError(f"layer_indices has {index}, and the target has {len(self.layers)} layers, from 0 on")
-        like: Any = self.layers[index]
-        layer: nn.Module = type(like)(self.config, index)
+        if self.type_of(index) not in _PARTS:
+            self.reach(index)
+        kind: Any = type(self.layers[index])
+        typed = "layer_type" in inspect.signature(kind.__init__).parameters
+        layer: nn.Module = kind(self.config, index, **({"layer_type": self.type_of(index)} if typed else {}))
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = slot  # type: ignore[assignment]
@@ -165,7 +168,8 @@ class TargetLayers:
 
     def rotary(self, index: int) -> TargetRotary | None:
         """The target's rotary positions for a layer; None if its layers get no positions, or make their own."""
-        like = getattr(self.decoder, "rotary_emb", None)
+        names = ("rotary_emb", "pos_emb")  # pos_emb: of LFM2-MoE
+        like = next((part for name in names if (part := getattr(self.decoder, name, None)) is not None), None)
         return None if like is None else TargetRotary(type(like), self.config, self.type_of(index))
 
 

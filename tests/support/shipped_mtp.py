@@ -40,6 +40,14 @@ FAMILIES = {
         },
         3, "qwen", 1,
     ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {
+            "num_hidden_layers": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+        3, "qwen", 1,
+    ),
     "nemotron_h": (
         "NemotronHConfig",
         {
@@ -51,7 +59,6 @@ FAMILIES = {
         (2, 3), "nemotron", 1,
     ),
 }  # fmt: skip
-SERVED = ("deepseek_v3", "deepseek_v3, three modules", "glm4_moe", "exaone_moe", "mimo", "ernie4_5")
 
 
 def names_of(naming, k, layers):

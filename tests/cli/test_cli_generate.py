@@ -80,5 +80,6 @@ def test_info_alone_gives_versions_and_heads(capsys):
         "hydra",
         "eagle",
         "eagle3",
+        "mtp",
         "parallel",
     ]

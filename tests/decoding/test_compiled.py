@@ -157,11 +157,11 @@ def test_the_documentation_lists_the_families_that_compile():
 
 def test_the_documentation_lists_the_reasons_why_others_do_not():
     base = tiny_llama(num_hidden_layers=2)
-    without = {"source": None, "static": True, "switch": None, "base": base, "inputs": ModelInputs()}
+    without = {"source": None, "static": True, "switch": None, "base": base, "inputs": ModelInputs(), "recurrent": ()}
     spread = SimpleNamespace(hf_device_map={"model.layers.0": 0, "model.layers.1": 1})
     cases = [
-        {"source": object()}, {"switch": object()}, {"inputs": ModelInputs(token_types=torch.zeros(1, 3))},
-        {"base": spread},
+        {"source": object()}, {"switch": object()}, {"recurrent": (object(),)},
+        {"inputs": ModelInputs(token_types=torch.zeros(1, 3))}, {"base": spread},
     ]  # fmt: skip
     rows = re.findall(r"^\| .* \| (.*) \|$", compatibility(), re.MULTILINE)[1:]
     assert reason_not_compiled(SimpleNamespace(**without)) is None

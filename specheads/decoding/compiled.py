@@ -150,7 +150,7 @@ class StepCompiler:
         self.judges = traced and self.accept.on_device and not details and (self.by_target or self.hashes)
         if self.judges:
             sampler.processors = [options_as_tensors(one, device, OPTIONS) for one in sampler.processors]
-        self.whole = self.judges and (drafter is None or (drafter.on_device and grows_on_device(plan)))
+        self.whole = self.judges and (drafter is None or (drafter.on_device and self.grows(plan)))
         self.judges &= self.whole or not branches_at_random(plan)
         self._state: Hashable = None
         self._modules: dict[nn.Module, Hashable] = {}
@@ -207,7 +207,7 @@ class StepCompiler:
         draft: DeviceDraft | None = None
         if self.drafter is not None and self.plan is not None:
             draft = self.drafter.device_draft(context, self.plan)
-            if draft is None or not grows_on_device(draft.plan):
+            if draft is None or not self.grows(draft.plan):
                 return None
         drafter, plan, module, depth, key = None, None, None, 0, self.key(self.judging)
         if draft is not None:
@@ -219,7 +219,7 @@ class StepCompiler:
                 return None  # the best tree of fewer levels is another tree
             caches = tuple((cache.attended, cache.size) for cache in context.caches)
             key = self.key(self.judging, type(drafter), self.state_of(module), plan, context.features.shape[1], caches)
-        return self.steps.run(
+        return self._run(
             whole_step, key, self.target, drafter, plan, self.accept, self.sampler, context, numbers(depth), active,
             self.num_top, *(() if self.by_target else (count, limits)), module=module,
         )  # fmt: skip
@@ -237,21 +237,36 @@ class StepCompiler:
         if not by_target and not self.hashes:
             return None
         tree = self.pad(tree)
+        if self.by_paths(tree):
+            return None
         # Cached values of a topology that other steps had computed would be part of what the graph reads.
         tree = replace(tree, topology=tree.topology.bare(tree.is_chain))
         key = self.key(self.judging, draft_shapes(tree), tree.num_nodes, tree.max_depth, tree.is_chain)
-        return self.steps.run(
+        return self._run(
             step_after_draft, key, self.target, self.accept, self.sampler, context.root, tree,
             numbers(tree.max_depth), active, self.num_top, *(() if by_target else (count,)),
         )  # fmt: skip
 
+    def grows(self, plan: Plan | None) -> bool:
+        """Do the plan's trees grow in the graph? Not those that choose their nodes where the target takes paths."""
+        chooses = isinstance(unwrapped_plan(plan), BestFirstTree | DynamicTree)
+        return grows_on_device(plan) and not (chooses and self.target.recurrent)
+
+    def by_paths(self, tree: DraftTree) -> bool:
+        """Does the target's pass take the tree as paths, which the host counts?"""
+        return bool(self.target.recurrent) and not tree.is_chain
+
     def verify(self, tree: DraftTree) -> TargetOutput:
         """The target's pass over the tree, in a graph if other steps need one for trees of this size."""
-        if self.whole or (self.judges and tree.num_nodes == 1):
-            return self.target.verify(tree)
         num, padded = tree.num_nodes, self.pad(replace(tree, probs=None, logits=None))
-        out = self.steps.run(verify, self.key(padded.num_nodes), self.target, padded)
+        if self.whole or (self.judges and num == 1) or self.by_paths(padded):
+            return self.target.verify(tree)
+        out = self._run(verify, self.key(padded.num_nodes), self.target, padded)
         return TargetOutput(out.logits[:, :num], out.features[:, :num])
+
+    def _run(self, function: Callable[..., T], key: Hashable, *inputs: Any, module: nn.Module | None = None) -> T:
+        with self.target.routed():
+            return self.steps.run(function, key, *inputs, module=module)
 
     def pad(self, tree: DraftTree) -> DraftTree:
         """The tree in the next of the drafter's sizes."""
@@ -305,8 +320,6 @@ def reason_not_compiled(target: Target) -> str | None:
     devices = {str(device) for device in (getattr(target.base, "hf_device_map", None) or {}).values()}
     if target.source is not None:
         return "the passes of an encoder-decoder have many shapes"
-    if target.recurrent:
-        return "its recurrent layers run apart from the rest of a pass"
     if not target.static:
         return "it was not made with static=True"
     if target.switch is not None:

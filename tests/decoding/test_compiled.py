@@ -25,16 +25,19 @@ from specheads import (
     Typical,
     chain,
     comb,
+    convert,
+    generate_many,
 )  # fmt: skip
 from specheads.decoding.acceptance import RULES
 from specheads.decoding.acceptance.named import rule_named
 from specheads.decoding.compiled import compiled_steps, module_state, reason_not_compiled
 from specheads.decoding.target.cache import static_size
+from specheads.decoding.target.causal import Target
 from specheads.decoding.target.model_inputs import ModelInputs
 from tests.reference.slow_heads import KINDS
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.compiled_texts import DRAWING, fresh_dynamo, shallow, texts_of  # noqa: F401
-from tests.support.families import FAMILIES, build
+from tests.support.families import FAMILIES, RECURRENT, build
 from tests.support.paths import ROOT
 from tests.support.prompts import PROMPTS, padded
 from tests.support.tiny_models import near, tiny_llama, with_adapter
@@ -133,15 +136,67 @@ def test_a_graph_serves_equal_plans_whatever_was_computed_of_them_before():
             assert compiled == without
 
 
-@pytest.mark.sampled(16)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sampled(20)
+@pytest.mark.parametrize("family", FAMILIES | RECURRENT)
 def test_every_family_compiles_with_every_way_of_drafting(family):
-    base = build(*FAMILIES[family])
+    base = build(*(FAMILIES | RECURRENT)[family])
     for draft in (None, PromptLookup(3)):
         without, compiled = texts_of(base, padded(PROMPTS), draft=draft, max_new_tokens=8)
         assert compiled == without
     assert compiled_steps(base, "eager").failure is None
     assert len(compiled_steps(base, "eager")) == 2
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("family", ["LFM2", "Qwen3.5", "Falcon-H1", "Jamba"])
+@pytest.mark.parametrize(
+    ("tree", "functions"),
+    [
+        (chain(3), {"whole_step"}), (comb(3, 2), {"whole_step"}), (SampledTree((2, 1)), {"whole_step"}),
+        (DynamicTree(8, 3, 3), set()),
+    ],
+    ids=["chain", "comb", "sampled", "dynamic"],
+)  # fmt: skip
+def test_a_hybrid_targets_step_is_one_graph_for_chains_and_fixed_trees(family, tree, functions):
+    model = convert(build(*RECURRENT[family]), "eagle3")
+    model.base.generation_config.eos_token_id = None
+    line = (torch.arange(20) * 7 % 97).unsqueeze(0)
+    for prompts in (padded(PROMPTS), {"inputs": line}, {"inputs": line.flip(1)}):  # the third meets the second's graph
+        for sampling in ({}, DRAWING):
+            without, compiled = texts_of(model, prompts, draft="head", tree=tree, **sampling)
+            assert compiled == without
+    steps = compiled_steps(model.base, "eager")
+    assert steps.failure is None
+    assert {function.__name__ for function, _ in steps._known} == functions
+    assert len(steps) == 4 * len(functions)  # two batch sizes, greedy and sampled
+    assert not steps._failed
+    assert all("forward" not in vars(part.module) for part in Target(model.base).recurrent)
+
+
+@pytest.mark.parametrize("draft", [DraftModel, PromptLookup(3, width=2), NGram(2), AdaptiveChain(4)], ids=str)
+def test_a_hybrid_target_compiles_what_the_drafter_leaves_to_the_graph(draft):
+    base = build(*RECURRENT["LFM2"])
+    base.generation_config.eos_token_id = None
+    tree = draft if isinstance(draft, AdaptiveChain) else None
+    draft = DraftModel(near(base)) if tree or draft is DraftModel else draft  # which is a hybrid itself
+    without, compiled = texts_of(base, padded(PROMPTS), draft=draft, tree=tree, max_new_tokens=24)
+    assert compiled == without
+    steps = compiled_steps(base, "eager")
+    assert steps.failure is None
+    assert not steps._failed
+
+
+def test_a_refilled_batch_of_a_hybrid_target_compiles():
+    base = build(*RECURRENT["Qwen3.5"])
+    prompts = [[(7 * i + k) % 97 for i in range(3 + k)] for k in range(7)]
+    texts = [
+        [text.tokens for text in generate_many(base, prompts, batch_size=3, max_new_tokens=[5, 20, 9, 3, 17, 8, 12],
+         do_sample=False, draft=PromptLookup(3), compile=compile)]
+        for compile in (False, "eager")
+    ]  # fmt: skip
+    assert texts[0] == texts[1]
+    assert compiled_steps(base, "eager").failure is None
+    assert len(compiled_steps(base, "eager"))
 
 
 def compatibility():
@@ -152,15 +207,15 @@ def compatibility():
 
 def test_the_documentation_lists_the_families_that_compile():
     listed = compatibility().split("\n\n")[1]
-    assert " ".join(listed.split()) == "; ".join(FAMILIES) + "."
+    assert " ".join(listed.split()) == "; ".join(FAMILIES | RECURRENT) + "."
 
 
 def test_the_documentation_lists_the_reasons_why_others_do_not():
     base = tiny_llama(num_hidden_layers=2)
-    without = {"source": None, "static": True, "switch": None, "base": base, "inputs": ModelInputs(), "recurrent": ()}
+    without = {"source": None, "static": True, "switch": None, "base": base, "inputs": ModelInputs()}
     spread = SimpleNamespace(hf_device_map={"model.layers.0": 0, "model.layers.1": 1})
     cases = [
-        {"source": object()}, {"switch": object()}, {"recurrent": (object(),)},
+        {"source": object()}, {"switch": object()},
         {"inputs": ModelInputs(token_types=torch.zeros(1, 3))}, {"base": spread},
     ]  # fmt: skip
     rows = re.findall(r"^\| .* \| (.*) \|$", compatibility(), re.MULTILINE)[1:]

@@ -8,15 +8,15 @@ from specheads import PromptLookup, SampledTree, comb, generate
 from specheads.decoding.compiled import compiled_steps
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.compiled_texts import DRAWING, fresh_dynamo, shallow  # noqa: F401
-from tests.support.families import FAMILIES, build
+from tests.support.families import FAMILIES, RECURRENT, build
 from tests.support.prompts import PROMPTS, padded
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT-2", "Qwen3", "Mixtral"])
+@pytest.mark.parametrize("family", ["Llama", "GPT-2", "Qwen3", "Mixtral", "LFM2", "Qwen3.5"])
 def test_torchs_own_compiler_serves_texts_of_all_lengths_of_a_family_with_two_graphs(family):
-    base, traced, before = build(*FAMILIES[family]), [], counters["stats"]["unique_graphs"]
+    base, traced, before = build(*(FAMILIES | RECURRENT)[family]), [], counters["stats"]["unique_graphs"]
     for length, new in ((3, 10), (17, 24), (50, 5), (80, 30)):
         ids = (torch.arange(length) * 7 % 97).unsqueeze(0)
         for draft in (None, PromptLookup(3)):

@@ -148,6 +148,8 @@ class TreeCache(Cache):
         if bound > self.capacity:
             raise ValueError(f"{bound} tokens do not fit a cache made for {self.capacity}; ask for more at prefill")
         self.bound = bound
+        if self.recurrent is not None:
+            self.recurrent.settle()
         if self.static:
             attended = needed = static_size(bound + self.scratch)
         else:

@@ -6,7 +6,7 @@ Shapes: B batch rows, T prompt columns, N tree nodes, V vocabulary, F = tapped l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,11 +261,17 @@ class Target:
             masks |= dict.fromkeys(RECURRENT, None)
         return masks if self.mask_dict else next(iter(masks.values()))
 
+    def routed(self) -> AbstractContextManager[None]:
+        """In the block, passes leave recurrent layers to `RecurrentStates`. A compiled step begins within it."""
+        states = self.cache.recurrent
+        return nullcontext() if states is None or states.routes else states.routed()
+
     def _forward(
         self, ids: Tensor, position: Tensor, mask: Tensor | dict[str, Tensor] | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        states = self.cache.recurrent
-        with nullcontext() if states is None else states.routed(*ids.shape):
+        if (states := self.cache.recurrent) is not None:
+            states.shape = ids.shape
+        with self.routed():
             out = self.base(
                 input_ids=ids,
                 position_ids=position,

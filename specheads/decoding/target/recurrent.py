@@ -51,7 +51,7 @@ class StateCell(LinearAttentionLayer):
         ]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Inputs:
     """What a layer was called with. Tensors of shape (B or 1, T, …) follow the tokens, the rest is constant."""
 
@@ -107,7 +107,8 @@ class RecurrentModule:
 class RecurrentLayer:
     """A layer, and its state for B rows.
 
-    cell: its entry in the cache. forward: the module's own. one_by_one: as in `RecurrentModule`.
+    cell: its entry in the cache. forward: the module's own. one_by_one: as in `RecurrentModule`. states: of all layers,
+    itself among them.
     committed: the state after the committed text. inputs: what the layer was given since. after: the state after all of
     that, if each node was the child of the one before. level: that after each node of the newest level drafted,
     (B · k, …).
@@ -117,10 +118,16 @@ class RecurrentLayer:
     cell: StateCell
     forward: Callable[..., Tensor]
     one_by_one: bool = False
+    states: RecurrentStates | None = None
     committed: State | None = None
     inputs: Inputs | None = None
     after: State | None = None
     level: State | None = None
+
+    def route(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The module's forward in a pass of `states`."""
+        assert self.states is not None
+        return self.states.forward(self, Inputs(args, kwargs, *self.states.shape))
 
     def run(self, inputs: Inputs, state: State | None) -> tuple[Tensor, State]:
         """The layer's output (R, M, …) from this state on, and the state it ends in."""
@@ -155,43 +162,46 @@ class RecurrentStates:
 
     def __init__(self, layers: Sequence[RecurrentLayer]) -> None:
         self.layers = layers
+        for layer in layers:
+            layer.states = self
+        self.shape: Sequence[int] = (0, 0)  # of the pass's tokens
+        self.routes = False  # are we in `routed`?
         self.lengths: list[int] | None = None  # how many tokens of each row the pass commits, if it does
-        self.tree: DraftTree | None = None  # the pass's nodes, if they are a tree after the text
+        self.paths: tuple[Tensor, Tensor, Tensor] | None = None  # the topology's, if the pass's nodes branch
         self.parents: Tensor | None = None  # (B, k) of the pass's nodes in the level before, if they are a level
         self.path: tuple[Tensor, Tensor] | None = None  # what was accepted of the last pass, and is not committed yet
 
     @contextmanager
-    def routed(self, batch: int, columns: int) -> Iterator[None]:
-        """In the block, a forward over (B, T) tokens runs these layers as the pass wants it."""
+    def routed(self) -> Iterator[None]:
+        """In the block, a forward over (B, T) = `shape` tokens runs these layers as the pass wants it."""
         replaced = [vars(layer.module).get("forward") for layer in self.layers]  # a hook's, where there is one
         for layer in self.layers:
-            layer.module.forward = self._router(layer, batch, columns)
+            layer.module.forward = layer.route
+        self.routes = True
         try:
             yield
         finally:
+            self.routes = False
             for layer, forward in zip(self.layers, replaced, strict=True):
                 if forward is None:
                     del layer.module.forward
                 else:
                     layer.module.forward = forward
 
-    def _router(self, layer: RecurrentLayer, batch: int, columns: int) -> Callable[..., Tensor]:
-        def forward(*args: Any, **kwargs: Any) -> Tensor:
-            inputs = Inputs(args, kwargs, batch, columns)
-            if self.lengths is not None:
-                return self._read(layer, inputs, self.lengths)
-            return self._verify(layer, inputs) if self.parents is None else self._draft(layer, inputs, self.parents)
-
-        return forward
+    def forward(self, layer: RecurrentLayer, inputs: Inputs) -> Tensor:
+        """What a layer gives in the pass."""
+        if self.lengths is not None:
+            return self._read(layer, inputs, self.lengths)
+        return self._verify(layer, inputs) if self.parents is None else self._draft(layer, inputs, self.parents)
 
     def begin_text(self, lengths: Sequence[int]) -> None:
         """The next pass reads prompts of these lengths, packed left."""
-        self.lengths, self.tree, self.parents, self.path = list(lengths), None, None, None
+        self.lengths, self.paths, self.parents, self.path = list(lengths), None, None, None
 
     def begin_tree(self, tree: DraftTree) -> None:
         """The next pass verifies a tree after the committed text."""
         self.settle()
-        self.lengths, self.tree, self.parents = None, tree, None
+        self.lengths, self.paths, self.parents = None, None if tree.is_chain else tree.topology.paths, None
 
     def begin_levels(self) -> None:
         """The next passes draft a tree after the committed text, level by level."""
@@ -201,7 +211,7 @@ class RecurrentStates:
 
     def begin_level(self, parents: Tensor) -> None:
         """The next pass drafts nodes with these parents (B, k) in the level before."""
-        self.lengths, self.tree, self.parents = None, None, parents
+        self.lengths, self.paths, self.parents = None, None, parents
 
     def commit(self, path: Tensor, length: Tensor) -> None:
         """The text continues with the first length (B,) nodes of path (B, P), indices into what was fed since."""
@@ -243,12 +253,12 @@ class RecurrentStates:
 
     def _verify(self, layer: RecurrentLayer, inputs: Inputs) -> Tensor:
         """A pass over a tree: the output (B, N, …)."""
-        assert self.tree is not None and layer.committed is not None
+        assert layer.committed is not None
         layer.inputs, layer.after = inputs, None
-        if self.tree.is_chain:
+        if self.paths is None:
             out, layer.after = layer.run(inputs, layer.committed)
             return out
-        paths, path, level = self.tree.topology.paths
+        paths, path, level = self.paths
         batch, count, levels = paths.shape
         rows = torch.arange(batch, device=paths.device)
         copies = rows.repeat_interleave(count)

@@ -178,8 +178,9 @@ class TreeTopology:
         node is found there: its path (B, N) and its level (B, N). Waits for the device."""
         if self.whole is not None:
             return self.whole.paths
-        leaf = self.drafted & ~self.children.any(2)
-        count, node = int(leaf.sum(1).max()), torch.arange(leaf.shape[1], device=leaf.device)
+        node = torch.arange(self.parents.shape[1], device=self.parents.device)
+        leaf = (self.drafted | (node == 0)) & ~self.children.any(2)
+        count = int(leaf.sum(1).max())
         last = node.new_zeros(len(leaf), count + 1)
         last.scatter_(1, torch.where(leaf, leaf.cumsum(1) - 1, count), node.expand_as(leaf))
         last = last[:, :count]

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.target.state_size import state_size
 from specheads.heads import DraftHead
 from specheads.heads.layers.block import decoder_layers
 from specheads.hub import options as hub_options
@@ -36,7 +37,8 @@ PEAKS = {  # dense bf16 operations a second, from the vendor's data sheets
 @dataclass(frozen=True)
 class Estimate:
     """Counts of parameters; GiB of each process by part; GB of disk and seconds of one process a million tokens;
-    loading: GiB of host memory that each process fills before the model is sharded or moved."""
+    loading: GiB of host memory that each process fills before the model is sharded or moved; recurrent_states: what
+    those of a hybrid base take while it generates, which training does not."""
 
     base_parameters: int
     trained_parameters: int
@@ -47,6 +49,7 @@ class Estimate:
     processes: int
     distributed: str
     loading: float
+    recurrent_states: str | None = None
 
     def record(self) -> dict[str, Any]:
         return {**vars(self), "memory_total": sum(self.memory.values())}
@@ -55,6 +58,7 @@ class Estimate:
         """For a person."""
         parts = ", ".join(f"{name} {size:.2f}" for name, size in self.memory.items())
         disk = ", ".join(f"{size:.1f} GB as {name}" for name, size in self.disk_gb.items())
+        states = [f"recurrent states while generating: {self.recurrent_states}"] if self.recurrent_states else []
         return [
             f"base: {self.base_parameters:,} parameters, frozen; trained: {self.trained_parameters:,}",
             f"memory of each of {self.processes} processes ({self.distributed}): {sum(self.memory.values()):.2f} GiB "
@@ -62,6 +66,7 @@ class Estimate:
             f"memory of the machine while the base is loaded, whole in each process: {self.loading:.2f} GiB a process",
             f"features on disk, a million tokens: {disk}",
             f"time, a million tokens: {self.seconds / self.processes:,.0f} s on {self.processes} × {self.device}",
+            *states,
         ]
 
 
@@ -79,6 +84,7 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
         memory["gathered"] = _gathered(model, sizes.base_bytes, sizes.trained * sizes.head_bytes, distributed)
     name, speed = _device(device)
     width = (sizes.taps + 1) * sizes.hidden
+    states = state_size(config, None if recipe.base_dtype == "auto" else recipe.base_dtype)
     return Estimate(
         base_parameters=sizes.frozen,
         trained_parameters=sizes.trained,
@@ -89,6 +95,7 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
         processes=processes,
         distributed=distributed,
         loading=base / GIB,
+        recurrent_states=None if states is None else states.line(),
     )
 
 

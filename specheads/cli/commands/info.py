@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from specheads.decoding.planner.by_cost import CostTable, costs_dir
+from specheads.decoding.target.state_size import state_size
 from specheads.hub import did_you_mean
 from specheads.models import saved_head
 from specheads.models.costs import cost_files
@@ -38,7 +41,20 @@ def checkpoint_record(path: Path) -> dict[str, Any]:
         "draft_vocabulary": options.get("draft_vocab_size") or options.get("vocab_size"),
         "options": options,
         "step_costs": _cost_lines(saved.config.base_fingerprint, saved.head.to_dict()),
+        **_recurrent_states(path, saved.config.base_model_name_or_path, saved.config.base_revision),
     }
+
+
+def _recurrent_states(path: Path, base: str | None, revision: str | None) -> dict[str, str]:
+    """What those of a hybrid base take while it generates, if its config is on this machine."""
+    if not base:
+        return {}
+    source = path / base if base.startswith(".") else base  # a local name is relative to the checkpoint
+    try:
+        size = state_size(AutoConfig.from_pretrained(source, revision=revision, local_files_only=True))
+    except (OSError, ValueError):  # not here, or of a model that this transformers does not know
+        return {}
+    return {} if size is None else {"recurrent_states": size.line()}
 
 
 def _cost_lines(base_fingerprint: dict[str, Any], head: dict[str, Any]) -> list[str]:

@@ -1,0 +1,59 @@
+"""What the states of recurrent layers take in memory while text is generated, by the base's config alone."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from specheads.decoding.target.hf_base import has_state
+
+TOKENS = 6  # of the pass that writes the states; their size does not depend on it
+
+
+@dataclass(frozen=True)
+class StateSize:
+    """bytes_per_row: of one snapshot, the states of all recurrent layers after one row's text."""
+
+    bytes_per_row: int
+
+    def held(self, paths: int = 1) -> int:
+        """Snapshots of each row that are held while a tree with so many root-to-leaf paths is verified: one after the
+        committed text, and one at the end of each path. A chain has one path."""
+        return 1 + paths
+
+    def line(self) -> str:
+        """For a person."""
+        return (
+            f"{self.bytes_per_row / 1e6:,.2f} MB a row and snapshot; {self.held()} snapshots held in a step with a "
+            "chain, 1 + paths with a tree"
+        )
+
+
+def state_size(config: Any, dtype: torch.dtype | str | None = None) -> StateSize | None:
+    """Of a base with this config, whose weights have this dtype (None: the config's own). None without recurrent
+    layers, and where the states are kept outside transformers' own cache: such a base is refused."""
+    options = {} if dtype is None else {"dtype": dtype}
+    with torch.device("meta"):  # sizes only: nothing is allocated, and no number may be read
+        base = AutoModelForCausalLM.from_config(deepcopy(config), **options)
+        if not has_state(base):
+            return None
+        if hasattr(base, "set_experts_implementation"):
+            base.set_experts_implementation("batched_mm")  # the others read which experts were chosen
+        cache = DynamicCache(config=base.config.get_text_config(decoder=True))
+        try:
+            with torch.no_grad():
+                base(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), past_key_values=cache, use_cache=True)
+        except (ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError):
+            return None
+    states = [
+        state
+        for layer in cache.layers
+        for kind in ("conv_states", "recurrent_states")
+        for state in getattr(layer, kind, {}).values()
+        if state is not None
+    ]
+    return StateSize(sum(state.numel() * state.element_size() for state in states)) if states else None

@@ -222,7 +222,7 @@ def test_a_head_accepts_in_the_graph_what_it_does_without(heads, head, monkeypat
     monkeypatch.setattr(auto, "choose", fickle)
     monkeypatch.setattr(auto, "make_menu", partial(auto.make_menu, compiled=True))
     monkeypatch.setattr(auto.Surplus, "pays", False)
-    monkeypatch.setattr(AutoDrafter, "menu", lambda self, table, rows, compiled: auto.make_menu(
+    monkeypatch.setattr(AutoDrafter, "menu", lambda self, table, rows, **_: auto.make_menu(
         table.for_rows(rows), rows, ((0.6, 0.2),), 3, head=True))  # fmt: skip
     steps = []
     for compile in (False, "eager"):

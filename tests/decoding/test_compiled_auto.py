@@ -6,7 +6,7 @@ The backend "eager" traces as torch's own does, with no graph break allowed, and
 import pytest
 import torch
 
-from specheads import SampledTree, chain
+from specheads import SampledTree, chain, convert
 from specheads.decoding.compiled import compiled_steps
 from specheads.decoding.drafters import AutoDrafter, auto
 from specheads.decoding.planner.by_cost import CostTable, Curve, StepCosts
@@ -14,6 +14,7 @@ from specheads.decoding.planner.by_cost.choice import Choice
 from tests.reference.slow_heads import KINDS
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.compiled_texts import fresh_dynamo, texts_of  # noqa: F401
+from tests.support.families import RECURRENT, build
 from tests.support.prompts import PROMPTS, padded
 
 NOTHING = Curve(((1, 0.0),))
@@ -33,6 +34,24 @@ def test_automatic_drafts_take_few_graphs_and_give_the_same_text(sampling):
     assert steps.failure is None and not steps._failed
     functions = [function.__name__ for function, _ in steps._known]
     assert {"whole_step", "step_after_draft"} == set(functions) and len(functions) <= 8
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=("three rows", "one"))
+def test_automatic_drafts_of_a_hybrid_target_are_chains_in_the_graph(prompts, monkeypatch):
+    monkeypatch.setattr(auto, "choose", fickle)
+    fickle.calls, shapes = 0, []
+    model = convert(build(*RECURRENT["LFM2"]), "eagle3")
+    model.base.generation_config.eos_token_id = None
+    make_menu = auto.make_menu
+    monkeypatch.setattr(
+        auto, "make_menu", lambda *args, **kw: [menu := make_menu(*args, **kw), shapes.extend(menu.shapes)][0]
+    )
+    drafter, options = AutoDrafter(model.head, HEAD_IS_CHEAP), {"max_new_tokens": 40, "do_sample": False}
+    without, compiled = texts_of(model, padded(prompts), draft=drafter, **options)
+    assert compiled == without == model.generate(**padded(prompts), **options, draft=False).tolist()
+    assert shapes and all(shape.is_chain for shape in shapes)
+    steps = compiled_steps(model.base, "eager")
+    assert steps.failure is None and not steps._failed and len(steps) > 2
 
 
 def fickle(menu, head_gains, copy_gains, step_ms, draft_ms):

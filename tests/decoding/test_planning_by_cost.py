@@ -150,6 +150,8 @@ def test_the_menu_holds_what_can_pay_and_fits_limits():
     assert all(shape.nodes <= 5 and shape.depth <= 2 for shape in wide.within(5, 2).shapes)
     assert wide.within(1, 0).sizes == (1,) and not wide.within(1, 0).shapes
     assert not make_menu(costs(), 1, RANKS, 4, head=False).shapes
+    chains = make_menu(costs(per_node=0.01), 1, RANKS, 4, head=True, branching=False).shapes
+    assert chains == tuple(shape for shape in wide.shapes if shape.is_chain) != wide.shapes
     shape = Shape(StaticTree(((0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0))))
     assert shape.levels == (2, 1) and not shape.is_chain
     assert shape.children == {(): [(0,), (1,), (2,)], (0,): [(0, 0)], (1,): [(1, 0)], (0, 0): [(0, 0, 0)]}

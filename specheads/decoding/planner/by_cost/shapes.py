@@ -99,14 +99,18 @@ def make_menu(
     *,
     head: bool,
     compiled: bool = False,
+    branching: bool = True,
 ) -> Menu:
     """The shapes worth having where a step costs so much. depth: the most levels the head drafts. compiled: few, since
-    each is a graph that takes a while to compile."""
+    each is a graph that takes a while to compile. branching: False for a target with recurrent layers, which are fed
+    every path of a tree from its root, where the costs count nodes."""
     chains, copies = (COMPILED_CHAINS, COMPILED_COPIES) if compiled else (CHAINS, COPIES)
     plain = costs.step(rows, 1, 0)
     most = max((n for n in {1 + n for n in chains} | {*TREES} if costs.step(rows, n, 0) <= WORTH * plain), default=1)
     shapes = [Shape(chain(n)) for n in sorted({min(n, depth) for n in chains}) if n < most] if head else []
-    trees = [fastest_tree(acceptance, nodes, depth, costs, rows) for nodes in TREES if nodes <= most] if head else []
+    trees: list[StaticTree] = []
+    if head and branching:
+        trees = [fastest_tree(acceptance, nodes, depth, costs, rows) for nodes in TREES if nodes <= most]
     if compiled and trees:
         row = HeadEstimate(acceptance, depth)
         trees = [max(trees, key=lambda tree: _rate(tree, row, costs, rows))]

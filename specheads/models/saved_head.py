@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as hf_logging
 
@@ -84,6 +85,17 @@ def read(source: Any, **hub: Any) -> SavedHead:
             f"{source} holds {foreign.form.title}, which can only be read beside its base; import it first: "
             f"`specheads import {source} OUT`"
         ) from error
+
+
+def read_configs(source: Any, base_config: PreTrainedConfig) -> tuple[HeadConfig, JointConfig | None]:
+    """The options of the head at `source`, and of its adapters, without its weights: of a checkpoint here, or in a
+    foreign format, as a target's own MTP modules are, beside a base of that config."""
+    if (foreign := find_foreign(source)) is None:
+        saved = read(source)
+        return saved.head, None if saved.config.joint is None else JointConfig.of(saved.config.joint)
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(base_config)
+    return foreign.head_config(base), None
 
 
 def _read(source: Any, hub: dict[str, Any]) -> SavedHead:

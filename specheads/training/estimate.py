@@ -101,12 +101,12 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
 
 def _build_without_weights(recipe: Recipe) -> tuple[Any, SpecModel]:
     config = AutoConfig.from_pretrained(recipe.base, **hub_options(recipe.base))
-    saved = None if recipe.init_from is None else saved_head.read(recipe.init_from)
+    options, joint = recipe.head, recipe.lora
+    if recipe.init_from is not None:
+        options, joint = saved_head.read_configs(recipe.init_from, config)
+    assert options is not None
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config)
-        options = recipe.head if saved is None else saved.head
-        assert options is not None
-        joint = recipe.lora if saved is None else saved.config.joint
         return config, convert(base, options, init=False, lora=joint)
 
 

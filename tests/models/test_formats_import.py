@@ -153,7 +153,7 @@ def test_an_imported_head_is_one_of_ours(base_dir, tmp_path):
     assert all(torch.equal(t, model.head_state_dict()[name]) for name, t in again.head_state_dict().items())
 
 
-def test_what_reads_a_head_without_its_base_says_how_a_foreign_one_becomes_ours(tmp_path):
+def test_a_foreign_head_is_read_beside_its_base_or_the_bases_config(base, tmp_path):
     foreign.eagle3(tmp_path / "theirs", "specforge")
     recipe = Recipe.from_dict(
         {
@@ -161,9 +161,10 @@ def test_what_reads_a_head_without_its_base_says_how_a_foreign_one_becomes_ours(
             "training": {"output_dir": str(tmp_path)},
         }
     )  # fmt: skip
-    for read in (saved_head.read, lambda head: tapped_layers(recipe, SaveOptions(tmp_path), None)):
-        with pytest.raises(CheckpointError, match="can only be read beside its base; import it first"):
-            read(tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match="can only be read beside its base; import it first"):
+        saved_head.read(tmp_path / "theirs")
+    taps = SpecModel.from_pretrained(tmp_path / "theirs", base=base).head.layers
+    assert tapped_layers(recipe, SaveOptions(tmp_path), base.config) == tuple(sorted(taps))
 
 
 # --- What no head here can hold ---

@@ -1,18 +1,21 @@
-"""`specheads info PATH`: what a head checkpoint holds."""
+"""`specheads info PATH`: what a head checkpoint holds, or the draft modules of a model's own."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specheads.decoding.planner.by_cost import CostTable, costs_dir
 from specheads.decoding.target.state_size import state_size
+from specheads.heads import HEADS
 from specheads.hub import did_you_mean
 from specheads.models import saved_head
 from specheads.models.costs import cost_files
 from specheads.models.files import CheckpointError
+from specheads.models.formats.importing import ForeignCheckpoint, find_foreign
 
 _UNITS = {
     "parameters": ("parameters", ",d"), "megabytes": ("size (MB)", ".2f"),
@@ -25,6 +28,9 @@ def checkpoint_record(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         hint = did_you_mean(str(path))
         raise CheckpointError(f"{path} is not a directory{hint}; give one that save_pretrained() wrote")
+    foreign = find_foreign(path)
+    if foreign is not None and foreign.within_base:
+        return _shipped_record(path, foreign)
     saved = saved_head.read(path)
     options = {name: value for name, value in saved.head.to_dict().items() if name != "kind"}
     weights = [t for t in saved.tensors.values() if t.is_floating_point()]
@@ -45,7 +51,29 @@ def checkpoint_record(path: Path) -> dict[str, Any]:
     }
 
 
-def _recurrent_states(path: Path, base: str | None, revision: str | None) -> dict[str, str]:
+def _shipped_record(path: Path, foreign: ForeignCheckpoint) -> dict[str, Any]:
+    """What the draft modules are that a target's own checkpoint in the directory `path` holds."""
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config)
+        head = foreign.head_config(base)
+        taps = HEADS[head.kind](head).layers
+    options = {name: value for name, value in head.to_dict().items() if name != "kind"}
+    weights = [t for t in foreign.part.shapes.values() if t.is_floating_point()]
+    return {
+        "kind": head.kind,
+        "base": f"the model in this directory ({config.model_type}), whose checkpoint holds the modules",
+        "parameters": sum(t.numel() for t in weights),
+        "dtype": sorted({str(t.dtype).removeprefix("torch.") for t in weights}),
+        "megabytes": round(sum(t.numel() * t.element_size() for t in weights) / 1e6, 2),
+        "tapped_layers": list(taps),
+        "draft_vocabulary": options.get("vocab_size"),
+        "options": options,
+        **_recurrent_states(path, "."),
+    }
+
+
+def _recurrent_states(path: Path, base: str | None, revision: str | None = None) -> dict[str, str]:
     """What those of a hybrid base take while it generates, if its config is on this machine."""
     if not base:
         return {}
@@ -93,6 +121,8 @@ def show(record: dict[str, Any]) -> None:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{len(value)} values, which --json shows"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 

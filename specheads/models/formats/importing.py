@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from specheads.decoding.target.hf_base import refuse_unsupported
-from specheads.heads import DraftHead
+from specheads.decoding.target.hf_base import refuse_unsupported, text_config
+from specheads.heads import HEADS, DraftHead, HeadConfig
 from specheads.models.build import build_head, build_spec_config
 from specheads.models.config import SpecConfig
 from specheads.models.formats import FORMATS
@@ -32,10 +33,25 @@ class ForeignCheckpoint:
         """The base that it names, if any."""
         return self.form.base_of(self.files)
 
+    @cached_property
+    def part(self) -> Files:
+        """The files with the head's tensors alone."""
+        return self.form.part_of(self.files)
+
+    @property
+    def within_base(self) -> bool:
+        """Is the head a part of its base's own checkpoint?"""
+        return self.part is not self.files
+
+    def head_config(self, base: PreTrainedModel) -> HeadConfig:
+        """The config of the head alone, for that base, of which no weight is read: it may be on the meta device."""
+        options = self.form.options(self.part, base)
+        return HEADS[self.form.kind].Config.from_options(options).with_base_defaults(text_config(base))
+
     def read_head(self, base: PreTrainedModel, allow_nonfinite: bool = False) -> tuple[SpecConfig, DraftHead]:
         """The config and the head, for that base. CheckpointError says what is wrong, or what no head here can hold."""
         refuse_unsupported(base)
-        config, tensors = read(self.form, self.form.part_of(self.files), base, allow_nonfinite)
+        config, tensors = read(self.form, self.part, base, allow_nonfinite)
         logger.warning(
             "%s holds %s: read as a head of kind %s, in %s",
             self.files, self.form.title, config.kind, next(t.dtype for t in tensors.values() if t.is_floating_point()),

@@ -50,7 +50,7 @@ class SaveOptions:
 def tapped_layers(recipe: Recipe, options: SaveOptions, config: Any) -> tuple[int, ...]:
     taps = options.taps
     if taps is None:
-        head = recipe.head if recipe.init_from is None else saved_head.read(recipe.init_from).head
+        head = recipe.head if recipe.init_from is None else saved_head.read_configs(recipe.init_from, config)[0]
         assert head is not None
         with torch.device("meta"):
             taps = HEADS[head.kind](head.with_base_defaults(config)).layers

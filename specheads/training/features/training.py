@@ -12,6 +12,7 @@ from specheads.decoding.target.hf_base import UnsupportedModel, text_config
 from specheads.heads import HEADS, DraftHead, DraftVocabulary, HeadConfig
 from specheads.losses.functions import HARD, parse_loss
 from specheads.models import checkpoint, saved_head
+from specheads.models.formats.importing import find_foreign
 from specheads.training.features.dataset import FeatureCollator, FeatureDataset
 from specheads.training.features.frozen_weights import skeleton
 from specheads.training.features.index import Index, read_finished_index
@@ -29,8 +30,13 @@ def from_disk(folder: Path, head: HeadConfig | None, init_from: Any = None, dtyp
     head cannot learn from that base; CheckpointError where init_from is a head of another base.
     """
     index = read_finished_index(folder)
-    if init_from is not None:
+    trained_length = None
+    if init_from is not None and (foreign := find_foreign(init_from)) is not None:
+        _, module = foreign.read_head(skeleton(folder))
+        refuse_unfit(folder, index, module.config)
+    elif init_from is not None:
         saved = saved_head.read(init_from)
+        trained_length = saved.config.trained_length
         if saved.config.joint:
             raise FeatureError(f"{init_from} was trained with adapters on its base, which {folder} was saved without")
         checkpoint.check_base(saved.config, index.base["fingerprint"], init_from)
@@ -43,7 +49,7 @@ def from_disk(folder: Path, head: HeadConfig | None, init_from: Any = None, dtyp
     module.to(getattr(torch, index.base["dtype"] if dtype == "auto" else dtype))
     train, *held_out = (FeatureDataset(folder, module.layers, split, index) for split in index.rows)
     model = build_feature_model(folder, index, module)
-    model.note_trained_length(saved.config.trained_length if init_from is not None else None)
+    model.note_trained_length(trained_length)
     return model, train, held_out[0] if held_out else None, FeatureCollator(index.pad_token_id)
 
 

@@ -190,6 +190,24 @@ def test_damage_is_an_error_that_names_the_file(damage, saved):
     assert contents(saved) == before
 
 
+@pytest.mark.parametrize("at", [-1, -700])
+def test_a_bit_that_changed_among_the_features_is_found_when_they_are_read(at, saved):
+    flip(saved / "train-00001.safetensors", at)
+    rows = FeatureDataset(saved, TAPS)
+    assert len(list(rows.labels())) == len(rows)  # the header, the sizes and the other files are whole
+    with pytest.raises(FeatureError, match=r"train-00001\.safetensors is damaged: its contents have checksum .*again"):
+        [rows[i] for i in range(len(rows))]
+    assert rows[0]["features"].shape[1] > 0
+    flip(saved / "train-00001.safetensors", at)
+    assert [rows[i] for i in range(len(rows))]
+
+
+def test_a_bit_that_changed_among_the_bases_weights_is_found(saved):
+    flip(saved / "base" / "kept.safetensors", -1)
+    with pytest.raises(FeatureError, match=r"kept\.safetensors is damaged: its contents have checksum"):
+        frozen_weights.skeleton(saved)
+
+
 def test_a_damaged_file_is_made_again_once_it_is_deleted(folder, whole):
     output = shutil.copytree(whole, folder / "again")
     cut(output / "train-00001.safetensors")

@@ -53,6 +53,7 @@ class FeatureDataset(Dataset):
         elif self.index.teacher_probs != "none":
             self.teacher = ("topk_ids", "topk_log_p", "topk_tail")
         self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._checked: set[int] = set()
 
     def __len__(self) -> int:
         return self.index.rows[self.split]
@@ -62,7 +63,11 @@ class FeatureDataset(Dataset):
             raise IndexError(f"row {i} of {len(self)}")
         number = bisect_right(self.firsts, i) - 1
         names = dict.fromkeys([*_TOKENS, *self.taps.values(), *self.teacher])
-        found = self._shard(number).row(i - self.firsts[number], tuple(names))
+        shard = self._shard(number)
+        if number not in self._checked:
+            shard.check()
+            self._checked.add(number)
+        found = shard.row(i - self.firsts[number], tuple(names))
         row = {name: found[name].long() for name in _TOKENS}
         row["labels"] = _labels(row["input_ids"], row.pop("supervised").bool())
         row["features"] = torch.cat([found[self.taps[layer]] for layer in self.layers], -1)

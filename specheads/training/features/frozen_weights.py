@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from specheads.heads.layers.block import decoder_layers, final_norm
-from specheads.training.features.shards import FeatureError, write_tensors
+from specheads.training.features.shards import CHECKSUM, FeatureError, check_contents, write_tensors
 
 FOLDER, WEIGHTS = "base", "kept.safetensors"
 
@@ -65,7 +64,9 @@ def _same(matrix: Tensor, embedded: Tensor, embed: nn.Embedding) -> bool:
 def _read(folder: Path) -> dict[str, Tensor]:
     path = folder / FOLDER / WEIGHTS
     try:
-        tensors = load_file(path)
+        with safe_open(path, framework="pt") as file:
+            tensors, expected = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        check_contents(path, tensors, (expected or {}).get(CHECKSUM))
         return {"lm_head.weight": tensors["embed"], **tensors}
     except FileNotFoundError as error:
         raise FeatureError(f"{path} is missing: {folder} is no folder of saved features, or one cut short") from error

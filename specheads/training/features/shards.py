@@ -23,6 +23,7 @@ from specheads.options import OptionError
 
 FLOAT8 = torch.float8_e4m3fn
 SCALE = ".scale"
+CHECKSUM = "crc32"
 _NUMBERS = ("input_ids", "document_ids", "position_ids", "topk_ids")
 # Names in files of format 1, which are read as well.
 _OLD_NAMES = {"topk_ids": "law_ids", "topk_log_p": "law_log_p", "topk_tail": "law_tail"}
@@ -53,21 +54,35 @@ def write(path: Path, rows: Sequence[Mapping[str, Tensor]]) -> None:
     lengths = torch.tensor([0, *(len(row["input_ids"]) for row in rows)])
     tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
     tensors = {name: t.int() if name in _NUMBERS else t for name, t in tensors.items()}
-    # In the header, whose checksum the index keeps: it distinguishes files of as many rows and tokens.
-    text = f"{zlib.crc32(tensors['input_ids'].numpy().tobytes()):08x}"
-    write_tensors(path, {**tensors, "starts": lengths.cumsum(0)}, {"text": text})
+    write_tensors(path, {**tensors, "starts": lengths.cumsum(0)})
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """metadata: one entry at most, since the order of several is drawn anew in each process."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """The tensors, with their checksum in the header, whose own the index keeps."""
     try:
         with replacing(path) as temporary:
-            save_file(dict(tensors), temporary, metadata=metadata)
+            save_file(dict(tensors), temporary, metadata={CHECKSUM: checksum(tensors)})  # of several the order varies
     except (OSError, SafetensorError) as error:
         raise FeatureError(
             f"{path} could not be written ({error}); the files before it are whole: make room and run the same "
             "command again: it resumes there"
         ) from error
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """CRC-32 of their bytes, in the order of their names."""
+    crc = 0
+    for name in sorted(tensors):
+        crc = zlib.crc32(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data, crc)
+    return f"{crc:08x}"
+
+
+def check_contents(path: Path, tensors: Mapping[str, Tensor], expected: str | None) -> None:
+    """FeatureError unless the tensors of a file have its checksum; older files have none."""
+    if expected is not None and (actual := checksum(tensors)) != expected:
+        raise FeatureError(
+            f"{path} is damaged: its contents have checksum {actual}, and {expected} was written; delete it and {AGAIN}"
+        )
 
 
 class Shard:
@@ -78,6 +93,7 @@ class Shard:
         try:
             self.file = safe_open(path, framework="pt")
             self.names = tuple(self.file.keys())
+            self.checksum = (self.file.metadata() or {}).get(CHECKSUM)
             self.starts = self.file.get_tensor("starts").tolist()
             lines = {name: self.file.get_slice(name).get_shape()[0] for name in self.names if name != "starts"}
         except FileNotFoundError as error:
@@ -89,6 +105,10 @@ class Shard:
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    def check(self) -> None:
+        """Read the file once, and refuse it if a bit of it has changed."""
+        check_contents(self.path, {name: self.file.get_tensor(name) for name in self.names}, self.checksum)
 
     def row(self, i: int, names: Sequence[str]) -> dict[str, Tensor]:
         """The tensors named, of row i; hidden states as `decode_states`."""

@@ -1,6 +1,7 @@
 """Making rows of the base's own answers: what is asked, what is supervised, resuming, and what is refused."""
 
 import json
+import re
 from itertools import islice
 
 import pytest
@@ -135,6 +136,28 @@ def test_a_run_that_was_stopped_makes_the_same_file(temperature, cut, make, tmp_
     make(*ask, output="cut.jsonl")
     assert (tmp_path / "cut.jsonl").read_bytes() == whole
     assert make(*ask, "--num_rows", 3, output="three.jsonl") == [json.loads(line) for line in lines[:3]]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--seed", 4, "seed: 3, not 4"), ("--temperature", 0.5, r"temperature: \[1.0\], not \[0.5\]"),
+        ("--max_new_tokens", 3, "max_new_tokens"), ("--top_k", 5, "top_k: None, not 5"),
+    ],
+)  # fmt: skip
+def test_a_file_is_not_resumed_with_options_that_give_other_rows(option, value, message, make, tmp_path, capsys):
+    rows = [{"prompt": f"{i}"} for i in range(6)]
+    ask = ("--temperature", 1, "--seed", 3)
+    make(rows, *ask, "--num_rows", 4)
+    before = (tmp_path / "own.jsonl").read_bytes()
+    with pytest.raises((AssertionError, SystemExit)):
+        make(rows, *ask, option, value)
+    assert re.search(rf"own\.jsonl was begun with other options \(.*{message}", (error := capsys.readouterr().err))
+    assert "resume it with the same, or give another --output" in error
+    assert (tmp_path / "own.jsonl").read_bytes() == before
+    assert len(make(rows, *ask, "--batch_size", 2)) == 6  # which goes on
+    (tmp_path / "own.jsonl.options").unlink()  # as an older version left it
+    assert len(make(rows, "--temperature", 1, "--seed", 4)) == 6
 
 
 @pytest.mark.parametrize("seed", range(4))

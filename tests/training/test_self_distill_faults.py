@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from specheads.training.self_distill import served
 from tests.support.chat_base import messages
 from tests.support.distill_from_server import ask, echo, folder, left_out, prompts, quick
 from tests.support.killable_fork import fork
@@ -39,6 +40,52 @@ def test_faults_that_pass_change_nothing(concurrency, ask, tmp_path):
         code, _, err = ask(rows, "--server", url, "--concurrency", concurrency, "--retries", 30)
     assert code == 0 and len(seen) > 30 and "24 lines" in err
     assert (tmp_path / "own.jsonl").read_bytes() == (tmp_path / "calm.jsonl").read_bytes()
+
+
+def test_answers_are_not_held_up_by_a_slow_one_and_are_written_in_order(ask, tmp_path, monkeypatch):
+    rows = [{"messages": messages(("user", f"{i}?"))} for i in range(40)]
+    with serving(echo) as url:
+        ask(rows, "--server", url, "--concurrency", 1, output="calm.jsonl")
+    lock, running, most, answered, first = threading.Lock(), 0, 0, 0, threading.Event()
+
+    def slow_at_first(route, body, headers):
+        """The first request is answered when thirty others have been."""
+        nonlocal running, most, answered
+        with lock:
+            slow = not most
+            running += 1
+            most = max(most, running)
+        assert not slow or first.wait(60)
+        reply = echo(route, body, headers)
+        with lock:
+            running, answered = running - 1, answered + 1
+            if answered == 30:
+                first.set()
+        return reply
+
+    with serving(slow_at_first) as url:
+        assert ask(rows, "--server", url, "--concurrency", 4)[0] == 0
+    assert first.is_set() and 1 < most <= 4
+    assert (tmp_path / "own.jsonl").read_bytes() == (tmp_path / "calm.jsonl").read_bytes()
+
+
+def test_no_more_questions_are_asked_ahead_than_the_limit(ask, monkeypatch):
+    monkeypatch.setattr(served, "AHEAD", 8)
+    lock, asked, others = threading.Lock(), [], threading.Event()
+
+    def slow_at_first(route, body, headers):
+        with lock:
+            asked.append(body)
+            slow = len(asked) == 1
+        if slow:
+            time.sleep(0.5)
+            with lock:
+                others.behind = len(asked) - 1
+        return echo(route, body, headers)
+
+    with serving(slow_at_first) as url:
+        ask([{"messages": messages(("user", f"{i}?"))} for i in range(30)], "--server", url, "--concurrency", 2)
+    assert 1 < others.behind <= 7 and len(asked) == 30
 
 
 @pytest.mark.parametrize("end", [DROP, (500, "oh no"), (200, "<html>"), (401, "no key"), (404, "no model m"), "hangs"])

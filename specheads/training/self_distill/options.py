@@ -15,6 +15,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 WINDOWS = 4000  # rows of text, unless --num_rows is given
 _SAMPLING = ("top_p", "top_k", "min_p")
 _SERVER_ONLY = ("model", "extra_body")
+# What decides the rows of a file, so that a run can resume only with the same. num_rows may grow.
+DECIDING = (
+    "base", "source", "split", "chat", "chat_template_kwargs", "prompt_tokens", "max_new_tokens", "max_length",
+    "temperature", *_SAMPLING, "seed", *_SERVER_ONLY,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,11 @@ class Options:
 
     def _given(self, names: tuple[str, ...]) -> list[str]:
         return [name for name in names if getattr(self, name) is not None]
+
+    @property
+    def deciding(self) -> dict[str, Any]:
+        """The options that decide the rows."""
+        return {name: getattr(self, name) for name in DECIDING}
 
     @property
     def greedy(self) -> bool:

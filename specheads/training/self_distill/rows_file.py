@@ -7,11 +7,13 @@ import json
 import os
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
+from typing import Any
 
 from specheads.data.rows import Row
+from specheads.models.files import replacing
 from specheads.training.self_distill.questions import Ask, Stream
 
 SAME = "the same line is there already"
@@ -23,12 +25,13 @@ class RowsFile:
     An answer without a line of its own has a record in `path`.left_out: {"answer": its number among all, from 0,
     "why": …}. Each answer is in one of the two files, so together they count the answers. The record is written first:
     without it, later lines would be taken for other answers. A killed process leaves whole rounds and at most a part of
-    one.
+    one. `path`.options holds the options that decide the rows.
     """
 
     def __init__(self, path: Path, stream: Stream) -> None:
         self.path, self.stream = path, stream
         self.left_out_path = path.with_name(path.name + ".left_out")
+        self.options_path = path.with_name(path.name + ".options")
         self.lines = self.answers = 0
         self.idle = 0  # questions in a row without a new line
         self.asked_all = False
@@ -38,6 +41,24 @@ class RowsFile:
     @property
     def finished(self) -> bool:
         return self.asked_all or self.lines >= self.stream.wanted or self.idle >= self.stream.cycle
+
+    def require_same(self, options: Mapping[str, Any]) -> None:
+        """ValueError if the rows there were made with other options than these; else keep these beside the rows."""
+        if self.options_path.exists() and self.path.exists() and self.path.stat().st_size:
+            before = json.loads(self.options_path.read_bytes())
+            differing = [
+                f"{name}: {before[name]!r}, not {value!r}"
+                for name, value in options.items()
+                if name in before and before[name] != value  # an older version may have had fewer
+            ]
+            if differing:
+                raise ValueError(
+                    f"{self.path} was begun with other options ({'; '.join(differing)}): resume it with the same, or "
+                    "give another --output"
+                )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(self.options_path) as temporary:
+            temporary.write_text(json.dumps(options, indent=2) + "\n", "utf8")
 
     def resume(self, round_size: Callable[[int], int]) -> Iterator[Ask]:
         """The questions still to ask. A round that was cut short is removed and asked again.

@@ -28,6 +28,7 @@ def run(options: Options) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(options.base, **hub_options(options.base))
     file = RowsFile(Path(options.output), stream(options, tokenizer))
+    file.require_same(options.deciding)
     # A round holds several batches of each temperature, so that a row that has finished finds another question.
     largest = 1 if options.server else BATCHES * options.batch_size * len(options.temperature)
 

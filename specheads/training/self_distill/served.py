@@ -23,6 +23,7 @@ from specheads.training.self_distill.rows_file import RowsFile
 from specheads.training.self_distill.server import Refused, ServerError, Servers
 
 KEY = "OPENAI_API_KEY"
+AHEAD = 1024  # questions asked after the oldest unanswered one, at most: a killed run asks them again
 REFUSED_IN_A_ROW = 16  # then the questions are not the cause
 
 
@@ -56,33 +57,42 @@ def _write(file: RowsFile, answered: list[tuple[Ask, list[Row | str]]]) -> None:
 async def _in_order(
     servers: Servers, file: RowsFile, asks: Iterator[Ask], options: Options, replies: Replies
 ) -> AsyncGenerator[tuple[Ask, list[Row | str]], None]:
-    """The questions in their order, each with its results. Up to options.concurrency are in flight, and no more than
-    could fill the file."""
-    in_flight: deque[tuple[Ask, asyncio.Task[list[Row | str]]]] = deque()
+    """The questions in their order, each with its results. Up to options.concurrency run, and no more than could fill
+    the file; those that have finished behind a slow one wait for it, within AHEAD."""
+    asked: deque[tuple[Ask, asyncio.Task[list[Row | str]]]] = deque()
+    running: set[asyncio.Task[list[Row | str]]] = set()
+    failed = False  # what failed is raised in its turn, and no other is asked meanwhile
     answer = file.answers  # the number of the next question's first answer, which seeds its sampling
     try:
         while not file.finished:
-            while len(in_flight) < options.concurrency and _possible_lines(file, in_flight) < file.stream.wanted:
+            while (
+                len(running) < options.concurrency and len(asked) < max(AHEAD, options.concurrency) and not failed
+                and _possible_lines(file, asked) < file.stream.wanted
+            ):  # fmt: skip
                 if (ask := next(asks, None)) is None:
                     break
                 seed = random.Random(f"{options.seed} {answer}").getrandbits(31)
-                in_flight.append((ask, asyncio.create_task(_ask_turns(servers, ask, seed, options, replies))))
+                task = asyncio.create_task(_ask_turns(servers, ask, seed, options, replies))
+                asked.append((ask, task))
+                running.add(task)
                 answer += ask.num_turns
-            if not in_flight:
+            if not asked:
                 return
-            ask, task = in_flight[0]
-            results = await task
-            in_flight.popleft()
-            yield ask, results
+            if asked[0][1].done():
+                ask, task = asked.popleft()
+                yield ask, task.result()
+            else:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                failed |= any(task.exception() is not None for task in done)
     finally:
-        for _, task in in_flight:
+        for _, task in asked:
             task.cancel()
-        await asyncio.gather(*(task for _, task in in_flight), return_exceptions=True)
+        await asyncio.gather(*(task for _, task in asked), return_exceptions=True)
 
 
-def _possible_lines(file: RowsFile, in_flight: deque[tuple[Ask, Any]]) -> int:
-    """Lines there would be if every answer in flight gave ask."""
-    return file.lines + sum(ask.num_turns for ask, _ in in_flight)
+def _possible_lines(file: RowsFile, asked: deque[tuple[Ask, Any]]) -> int:
+    """Lines there would be if every answer that was asked for gave one."""
+    return file.lines + sum(ask.num_turns for ask, _ in asked)
 
 
 async def _ask_turns(servers: Servers, ask: Ask, seed: int, options: Options, replies: Replies) -> list[Row | str]:

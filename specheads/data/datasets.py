@@ -16,7 +16,7 @@ from specheads.data import row_forms
 from specheads.data.batches import Collator, pack
 from specheads.data.config import DataConfig
 from specheads.data.rows import IGNORED, Row, chunk, tokenize, truncate
-from specheads.data.sources import load_dataset_rows
+from specheads.data.sources import load_dataset_rows, undecodable_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -30,11 +30,13 @@ _log = logging.getLogger(__name__)
 _PACK_ROWS = 1000  # rows packed together: enough that little is wasted, few enough that the order stays
 
 
-def build_datasets(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
+def build_datasets(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None
+) -> tuple[Dataset, Dataset | None]:
     """(train, eval or None), tokenized, cut and, with packing, packed. The same for a seed, whatever num_proc is.
 
-    A held-out row is held out whole. Rows with nothing to learn are dropped with a warning that counts them; raises
-    ValueError if all are.
+    vocab_size: of the base. A held-out row is held out whole. Rows with nothing to learn are dropped with a warning
+    that counts them; raises ValueError if all are, and for a row that is malformed or holds tokens the base lacks.
     """
     names = ("subset", "text_column", "messages_column")
     columns = {name: getattr(config, name) for name in names}
@@ -58,28 +60,29 @@ def build_datasets(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tu
         held_out = [row for i, row in enumerate(chosen) if i in indices]
         chosen = [row for i, row in enumerate(chosen) if i not in indices]
         evaluation = train
-    return _prepare(train, chosen, "train", config, tokenizer), (
-        None if evaluation is None else _prepare(evaluation, held_out, "eval", config, tokenizer)
+    known = {"tokenizer": tokenizer, "config": config, "vocab_size": vocab_size}
+    return _prepare(train, chosen, "train", config, known), (
+        None if evaluation is None else _prepare(evaluation, held_out, "eval", config, known)
     )
 
 
-def _prepare(
-    rows: Dataset, chosen: Sequence[int], name: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> Dataset:
-    """The chosen rows, ready to train on. ValueError names a malformed row by its number, from 1."""
+def _prepare(rows: Dataset, chosen: Sequence[int], name: str, config: DataConfig, known: dict[str, Any]) -> Dataset:
+    """The chosen rows, ready to train on. known: arguments of `_tokenize_rows`. ValueError names a malformed row by its
+    number, from 1."""
     known_columns = (config.text_column, config.messages_column, "tools", "input_ids", "labels", *row_forms.COLUMNS)
     rows = rows.select_columns([c for c in known_columns if c in rows.column_names])
     if len(chosen) < len(rows):
         rows = rows.select(chosen)
     options: dict[str, Any] = {"batched": True, "remove_columns": rows.column_names, "num_proc": config.num_proc}
-    known = {"tokenizer": tokenizer, "config": config}
+    source = config.train if name == "train" or config.eval is None else config.eval
     try:
         done = rows.map(_tokenize_rows, with_indices=True, fn_kwargs=known, desc=f"tokenize {name}", **options)
     except _BadRow as error:
         index, reason = error.args
-        source = config.train if name == "train" or config.eval is None else config.eval
         where = f" of {source}" if isinstance(source, (str, os.PathLike)) else f" of {name}"
         raise ValueError(f"row {chosen[index] + 1}{where}: {reason}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(undecodable_line(source) or f"{source} is not UTF-8 text: {error}") from error
     kept = done.filter(_supervised, input_columns="labels", num_proc=config.num_proc, desc=f"check {name}")
     if len(kept) == 0:
         raise ValueError(
@@ -91,8 +94,8 @@ def _prepare(
     if not config.packing:
         return kept
     # One process: packing is a list copy, and the sequences then do not depend on num_proc
-    known = {"max_length": config.max_length}
-    return kept.map(_pack_rows, fn_kwargs=known, batched=True, batch_size=_PACK_ROWS, desc=f"pack {name}")
+    length = {"max_length": config.max_length}
+    return kept.map(_pack_rows, fn_kwargs=length, batched=True, batch_size=_PACK_ROWS, desc=f"pack {name}")
 
 
 class _BadRow(ValueError):
@@ -109,17 +112,32 @@ def _columns_of(rows: Sequence[Row]) -> dict[str, list]:
 
 
 def _tokenize_rows(
-    columns: Mapping[str, list[Any]], indices: Sequence[int], tokenizer: PreTrainedTokenizerBase, config: DataConfig
-) -> dict[str, list]:
+    columns: Mapping[str, list[Any]], indices: Sequence[int], tokenizer: PreTrainedTokenizerBase, config: DataConfig,
+    vocab_size: int | None,
+) -> dict[str, list]:  # fmt: skip
     tokenized: list[Row] = []
     for index, row in zip(indices, _rows_of(columns), strict=True):
         try:
-            tokenized += chunk(tokenize(row, tokenizer, config), config.max_length, tokenizer)
+            tokens = tokenize(row, tokenizer, config)
+            _refuse_unknown_ids(tokens["input_ids"], vocab_size)
+            tokenized += chunk(tokens, config.max_length, tokenizer)
         except row_forms.MissingTemplate:
             raise
         except ValueError as error:
             raise _BadRow(index, str(error)) from error
     return _columns_of(tokenized)
+
+
+def _refuse_unknown_ids(ids: Sequence[int], vocab_size: int | None) -> None:
+    """ValueError for a token that the base has no embedding of."""
+    if vocab_size is None or not ids:
+        return
+    for worst in (min(ids), max(ids)):
+        if not 0 <= worst < vocab_size:
+            raise ValueError(
+                f"token {worst} is outside the base's vocabulary of {vocab_size}: give the tokens of this base, or its "
+                "tokenizer"
+            )
 
 
 def _pack_rows(columns: Mapping[str, list[Any]], max_length: int) -> dict[str, list]:

@@ -56,6 +56,8 @@ def tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config:
 
 def _check_tokens(input_ids: Any, labels: Any) -> Row:
     ids = list(input_ids)
+    if odd := [token for token in ids if not isinstance(token, int)]:
+        raise ValueError(f"a row has {odd[0]!r:.60} among its input_ids: expected whole numbers")
     targets = ids if labels is None else list(labels)
     if len(targets) != len(ids) or any(
         label not in (IGNORED, token) for token, label in zip(ids, targets, strict=False)

@@ -108,12 +108,29 @@ def _load_named(names: list[str], split: str, subset: str | None, text_column: s
     try:
         rows = datasets.load_dataset(kind, data_files=files, split="train", **options)
     except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
-        reason = broken_line(files) if kind == "json" else None
+        reason = undecodable_line(files) or (broken_line(files) if kind == "json" else None)
         reason = reason or f"{names[0]} holds no rows that read as {kind}: {error.__cause__ or error}"
         raise ValueError(reason) from error
     finally:
         datasets.logging.set_verbosity(verbosity)
     return rows.rename_column("text", text_column) if kind == "text" and text_column != "text" else rows
+
+
+def undecodable_line(source: Any) -> str | None:
+    """The first line of JSON or text files that is no UTF-8, by file and line number; None where there is none."""
+    names = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+    for name in map(os.path.expanduser, names):
+        for file in [name] if os.path.isfile(name) else sorted(glob.glob(name, recursive=True)):
+            if _FORMATS.get(Path(file).suffix.lower()) not in ("json", "text"):
+                continue
+            with open(file, "rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    try:
+                        line.decode("utf8")
+                    except UnicodeDecodeError as error:
+                        byte = f"byte {line[error.start]:#04x} at column {error.start + 1}"
+                        return f"{file}, line {number}: {byte} is not UTF-8; save the file as UTF-8"
+    return None
 
 
 def broken_line(files: Sequence[str]) -> str | None:
@@ -122,10 +139,7 @@ def broken_line(files: Sequence[str]) -> str | None:
     A .json file may be one value over many lines instead.
     """
     for file in files:
-        try:
-            text = Path(file).read_text("utf8")
-        except UnicodeDecodeError as error:
-            return f"{file} is not UTF-8 text: {error}"
+        text = Path(file).read_text("utf8")
         whole = Path(file).suffix.lower() == ".json" and text.lstrip()[:1] == "["
         for number, line in [(1, text)] if whole else enumerate(text.split("\n"), start=1):
             try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.integrations.deepspeed import (
     is_deepspeed_zero3_enabled,
     set_hf_deepspeed_config,
@@ -32,9 +32,11 @@ from specheads.training.recipe.recipe import Recipe, RecipeError
 def live_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecModel, Any, Any, Any]:
     """Model, rows to train on, rows held out and collator, with the base in memory."""
     assert recipe.data is not None
-    tokenizer = AutoTokenizer.from_pretrained(recipe.base, **hub_options(recipe.base))
+    hub = hub_options(recipe.base)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.base, **hub)
+    vocab_size = AutoConfig.from_pretrained(recipe.base, **hub).get_text_config(decoder=True).vocab_size
     with arguments.main_process_first(desc="reading the data"):
-        train, held_out = build_datasets(recipe.data, tokenizer)
+        train, held_out = build_datasets(recipe.data, tokenizer, vocab_size)
     return build_model(recipe, train), train, held_out, Collator(padding_id(tokenizer))
 
 

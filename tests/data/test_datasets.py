@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 
 import pytest
 import torch
@@ -107,6 +108,45 @@ def test_a_row_that_makes_no_sense_is_named_by_its_number_in_the_file(split, tok
         )
     assert all(message is None or message.startswith(expected) for expected, message in told.items())
     assert None not in told.values() or (split == {"max_samples": 6} and any(told.values()))  # some are not drawn
+
+
+ROWS = {"text": '{"text": "plain words"}', "ids": '{"input_ids": [5, 6, 7]}'}
+MALFORMED = {
+    "null text": ("text", b'{"text": null}', "row 2 of {file}: a row with columns ['text'] has text=None"),
+    "no messages": ("text", b'{"messages": []}', "row 2 of {file}: messages=[]: expected a list"),
+    "not UTF-8": ("text", b'{"text": "caf\xe9"}', "{file}, line 2: byte 0xe9 at column 14 is not UTF-8; save the file"),
+    "unknown id": (
+        "ids",
+        b'{"input_ids": [1, 97]}',
+        "row 2 of {file}: token 97 is outside the base's vocabulary of 97",
+    ),
+    "negative id": ("ids", b'{"input_ids": [1, -2]}', "row 2 of {file}: token -2 is outside"),
+    "half an id": ("ids", b'{"input_ids": [1, 2.5]}', "expected whole numbers"),
+}
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_a_malformed_row_is_one_line_that_names_it(fault, tokenizer, tmp_path):
+    kind, bad, message = MALFORMED[fault]
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"\n".join([ROWS[kind].encode(), bad, ROWS[kind].encode(), b""]))
+    with pytest.raises(ValueError, match=re.escape(message.format(file=file))) as caught:
+        build_datasets(config(train=str(file)), tokenizer, 97 if kind == "ids" else None)
+    assert "\n" not in str(caught.value)
+    file.write_bytes(b"\n".join([ROWS[kind].encode()] * 2))
+    assert len(build_datasets(config(train=str(file)), tokenizer, 97 if kind == "ids" else None)[0]) == 2
+
+
+def test_a_text_file_that_is_not_utf8_is_named_with_its_line(tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"fine\ncaf\xe9\n")
+    with pytest.raises(ValueError, match=r"a\.txt, line 2: byte 0xe9 at column 4 is not UTF-8"):
+        build_datasets(config(train=str(tmp_path / "*.txt")), tokenizer)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_base_is_refused(tokenizer):
+    rows = [{"text": "plain words"}]
+    with pytest.raises(ValueError, match=r"row 1 of train: token \d+ is outside the base's vocabulary of 3"):
+        build_datasets(config(train=rows), tokenizer, 3)
 
 
 def said(config, tokenizer):

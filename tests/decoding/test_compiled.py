@@ -173,7 +173,11 @@ def test_a_hybrid_targets_step_is_one_graph_for_chains_and_fixed_trees(family, t
     assert all("forward" not in vars(part.module) for part in Target(model.base).recurrent)
 
 
-@pytest.mark.parametrize("draft", [DraftModel, PromptLookup(3, width=2), NGram(2), AdaptiveChain(4)], ids=str)
+@pytest.mark.parametrize(
+    "draft",
+    [DraftModel, PromptLookup(3, width=2), NGram(2), AdaptiveChain(4)],
+    ids=["model", "lookup", "ngram", "chain"],
+)
 def test_a_hybrid_target_compiles_what_the_drafter_leaves_to_the_graph(draft):
     base = build(*RECURRENT["LFM2"])
     base.generation_config.eos_token_id = None

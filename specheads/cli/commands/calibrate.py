@@ -8,6 +8,7 @@ from typing import Any
 from specheads import terminal
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets
+from specheads.decoding.target.hf_base import text_config
 from specheads.models import saved_head
 from specheads.models.calibration import calibrate_tree, expected_length, measure_ranks
 from specheads.models.spec_model import SpecModel
@@ -21,7 +22,7 @@ def calibrate(
 ) -> dict[str, Any]:  # fmt: skip
     """The best tree of `num_nodes`, and the accepted lengths of it and of the best trees of other sizes on the data."""
     config = DataConfig(train=data, max_samples=max_rows, max_length=max_length)
-    rows, _ = build_datasets(config, tokenizer)
+    rows, _ = build_datasets(config, tokenizer, text_config(model.base).vocab_size)
     with terminal.progress(terminal.make_console(stderr=True), "measuring ranks") as report:
         ranks = measure_ranks(model, rows, report=lambda done: report(done, f"{len(rows)} rows"))
     tree = calibrate_tree(ranks, num_nodes, max_depth)

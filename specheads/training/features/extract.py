@@ -73,7 +73,7 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Ask | None = None) 
     taps = tapped_layers(recipe, options, config)
     tokenizer = AutoTokenizer.from_pretrained(recipe.base, **hub)
     with state.main_process_first():
-        datasets = build_datasets(recipe.data, tokenizer)
+        datasets = build_datasets(recipe.data, tokenizer, config.vocab_size)
     splits = {name: rows for name, rows in zip(("train", "eval"), datasets, strict=True) if rows is not None}
     rows, tokens = sum(map(len, splits.values())), sum(map(num_tokens, splits.values()))
     token_bytes = bytes_per_token(config, taps, options, recipe)

@@ -114,9 +114,19 @@ def refuse_not_finite(value: Any, what: str, step: int, output_dir: Any) -> None
         )
 
 
-def is_unwritten(error: BaseException) -> bool:
-    """Whether a file could not be written. (torch.save raises a RuntimeError.)"""
-    return isinstance(error, OSError | SafetensorError) or "failed writing file" in str(error)
+@contextlib.contextmanager
+def writing(path: Path, output_dir: Any) -> Iterator[None]:
+    """In the block a file that cannot be written, a full disk, is a TrainingError; path: what was to be written."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # torch.save raises a RuntimeError, whose words change with its version.
+        if isinstance(error, TrainingError) or is_lost_process(error):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise TrainingError(
+            f"{path} could not be written ({reason}); {resume_hint(output_dir)}, once there is room"
+        ) from error
 
 
 def is_lost_process(error: BaseException) -> bool:

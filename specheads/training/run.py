@@ -26,6 +26,7 @@ from specheads.training.errors import (
     resume_hint,
     stop_message,
     stop_signals,
+    writing,
 )
 from specheads.training.parity import Parity, ParityConfig, compare, prompts_of
 from specheads.training.recipe.recipe import Recipe
@@ -88,9 +89,10 @@ class Run:
         metrics = self._metrics_if_finished() or trainer.train(resume_from_checkpoint=self.checkpoint).metrics
         assert trainer.args.output_dir is not None
         output = Path(trainer.args.output_dir)
-        trainer.save_model(str(output))
-        self.head_saved = True
-        trainer.save_state()
+        with writing(output, output):
+            trainer.save_model(str(output))
+            self.head_saved = True
+            trainer.save_state()
         if trainer.eval_dataset is not None:
             metrics |= trainer.evaluate()
         self._record(output, metrics)
@@ -102,7 +104,9 @@ class Run:
         return metrics, parity
 
     def _record(self, output: Path, metrics: dict[str, float]) -> None:
-        if self.trainer.is_world_process_zero():
+        if not self.trainer.is_world_process_zero():
+            return
+        with writing(output, output):
             self.trainer.save_state()
             (output / RECIPE).write_text(self.recipe.to_yaml(), "utf8")
             (output / RESULTS).write_text(json.dumps(metrics, indent=2, sort_keys=True) + "\n", "utf8")

@@ -1,8 +1,12 @@
 """A run that cannot continue says why in one line, keeps what it had saved, and resumes from there unchanged."""
 
+import contextlib
+import resource
+
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from specheads.models import checkpoint
 from specheads.training import errors as faults
@@ -91,9 +95,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_no_half_of_a_new_one(
         def call(*args, **kwargs):
             if only(*args) and next(calls) == 1:  # at the second checkpoint
                 if what == "optimizer":
-                    raise RuntimeError(
-                        "[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file"
-                    )
+                    raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
                 raise OSError(28, "No space left on device")
             return real(*args, **kwargs)
 
@@ -112,6 +114,54 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_no_half_of_a_new_one(
     assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-2"]
     prepare(options(tmp_path / "out", folder)).train()
     assert losses(tmp_path / "out") == losses(uninterrupted)
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """In the block no file can grow above so many bytes, as on a disk that fills."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+class FullFrom(TrainerCallback):
+    """The disk is full from the end of a step on; `step` None: once training has ended."""
+
+    def __init__(self, size, step, stack):
+        self.size, self.step, self.stack = size, step, stack
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.step:
+            self.stack.enter_context(files_of_at_most(self.size))
+
+    def on_train_end(self, args, state, control, **_):
+        if self.step is None:
+            self.stack.enter_context(files_of_at_most(self.size))
+
+
+@pytest.mark.parametrize(("what", "step"), [("optimizer.pt", 3), ("model.safetensors", 3), ("model.safetensors", None)])
+def test_a_disk_that_fills_ends_the_run_in_one_line_and_loses_nothing(what, step, folder, tmp_path, uninterrupted):
+    """As by a full disk, in the words of whatever version of torch writes."""
+    sizes = {path.name: path.stat().st_size for path in (uninterrupted / "checkpoint-4").iterdir()}
+    assert sizes["optimizer.pt"] > sizes["model.safetensors"] + 100
+    run = prepare(options(tmp_path / "out", folder))
+    with contextlib.ExitStack() as stack:
+        run.trainer.add_callback(FullFrom(sizes[what] - 50, step, stack))
+        with pytest.raises(
+            TrainingError, match=r"could not be written \(.*is whole: resume .*once there is room"
+        ) as told:
+            run.train()
+    assert "\n" not in str(told.value)
+    left = sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*"))
+    assert left == ["checkpoint-2"] if step else len(left) > 1
+    assert not list((tmp_path / "out").glob("*.safetensors*")), "no part of a head"
+    prepare(options(tmp_path / "out", folder)).train()
+    assert losses(tmp_path / "out") == losses(uninterrupted)
+    heads = [load_file(output / "model.safetensors") for output in (tmp_path / "out", uninterrupted)]
+    assert all(torch.equal(heads[0][name], tensor) for name, tensor in heads[1].items())
 
 
 # --- killed ---

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, get_last_checkpoint
@@ -28,7 +27,7 @@ from specheads.models.spec_model import SpecModel, SpecOutput
 from specheads.training.distributed import deepspeed as zero
 from specheads.training.distributed.fsdp import trained_weights_only
 from specheads.training.distributed.launch import kind_of
-from specheads.training.errors import STATE, TrainingError, is_unwritten, refuse_not_finite, resume_hint
+from specheads.training.errors import STATE, TrainingError, refuse_not_finite, writing
 from specheads.training.recipe.arguments import SpecTrainingArguments as SpecTrainingArguments
 from specheads.training.report import card as run_card
 from specheads.training.report.log import AcceptanceProgress as AcceptanceProgress
@@ -183,16 +182,12 @@ class SpecTrainer(Trainer):
         if self.args.should_save:
             (folder / STATE).unlink(missing_ok=True)  # of an earlier run: a checkpoint is finished once all is written
         try:
-            super()._save_checkpoint(model, trial)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            if not is_unwritten(error):
-                raise
+            with writing(folder, self.args.output_dir):
+                super()._save_checkpoint(model, trial)
+        except TrainingError:
             if self.args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)
-            reason = " ".join(str(error).split())[:200]
-            raise TrainingError(
-                f"{folder} could not be written ({reason}); {resume_hint(self.args.output_dir)}, once there is room"
-            ) from error
+            raise
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with trained_weights_only(self.accelerator):

@@ -42,9 +42,11 @@ def live_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecMo
 
 def saved_parts(recipe: Recipe) -> tuple[SpecModel, Any, Any, Any]:
     """The same from saved features. FeatureError, a ValueError, says what is wrong with them."""
+    from specheads.training.features.plan import autocast_of
     from specheads.training.features.training import from_disk
 
-    return from_disk(Path(str(recipe.features)), recipe.head, recipe.init_from, recipe.head_dtype)
+    folder, autocast = Path(str(recipe.features)), autocast_of(recipe.training)
+    return from_disk(folder, recipe.head, recipe.init_from, recipe.head_dtype, autocast)
 
 
 def training_arguments(recipe: Recipe) -> SpecTrainingArguments:

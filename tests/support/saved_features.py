@@ -52,7 +52,9 @@ def recipe(folder, output, kind="medusa", head=None, data=None, features=None, *
     )  # fmt: skip
 
 
-def dump(folder, output, data=None, ask=None, **options):
+def dump(folder, output, data=None, ask=None, training=None, **options):
     """Features of folder's base, in files of a few rows."""
     chosen = {"taps": TAPS, "batch_size": 2, "shard_mb": 0.012, **options}
-    return save_features(recipe(folder, folder / "unused", data=data), SaveOptions(output, **chosen), ask)
+    return save_features(
+        recipe(folder, folder / "unused", data=data, **(training or {})), SaveOptions(output, **chosen), ask
+    )

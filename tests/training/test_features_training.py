@@ -102,6 +102,18 @@ def test_narrower_features_give_nearly_the_same_loss(kind, options, rel, folder,
 
 
 @pytest.mark.parametrize("kind", HEADS)
+def test_a_run_in_bf16_has_the_same_loss_from_features_saved_in_it_and_refuses_others(kind, folder, tmp_path):
+    dump(folder, tmp_path / "saved", training={"bf16": True})
+    runs = [prepare(recipe(folder, tmp_path, kind, features=features, bf16=True)).trainer
+            for features in (None, tmp_path / "saved")]  # fmt: skip
+    live, disk = (trainer.evaluate()["eval_loss"] for trainer in runs)
+    exact = prepare(recipe(folder, tmp_path, kind)).trainer.evaluate()["eval_loss"]
+    assert disk == pytest.approx(live, rel=2e-4) and live != exact  # to rounding in bfloat16
+    with pytest.raises(FeatureError, match="was saved under autocast 'bf16', and this run computes under 'no'"):
+        prepare(recipe(folder, tmp_path, kind, features=tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("kind", HEADS)
 def test_as_many_likeliest_tokens_as_there_are_give_the_whole_distribution(kind, folder, tmp_path):
     dump(folder, tmp_path / "saved", teacher_probs=9999)
     runs = [prepare(recipe(folder, tmp_path, kind, {"loss": "kl:0.5,lk:1"}, features=f)).trainer.evaluate()

@@ -28,8 +28,10 @@ from specheads.training.features import frozen_weights
 from specheads.training.features.index import INDEX, Index, parse_teacher_probs, read_index
 from specheads.training.features.passes import Writer
 from specheads.training.features.plan import (
+    AUTOCAST,
     Ask,
     SaveOptions,
+    autocast_of,
     base_dtype,
     bytes_per_token,
     confirm_size,
@@ -87,8 +89,8 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Ask | None = None) 
         taps=taps, dtype=_dtype_name(options.dtype, base), teacher_probs=parse_teacher_probs(options.teacher_probs),
         last_tap=_last_tap(base, taps), batch_size=options.batch_size,
         shard_rows=max(1, round(options.shard_mb * 2**20 * rows / (tokens * token_bytes))),
-        pad_token_id=padding_id(tokenizer), base=_record(base), rows={name: len(data) for name, data in splits.items()},
-        files={}, kept={},
+        pad_token_id=padding_id(tokenizer), base=_record(base, recipe),
+        rows={name: len(data) for name, data in splits.items()}, files={}, kept={},
     )  # fmt: skip
     if state.is_main_process:
         _open(folder, index, base)
@@ -107,7 +109,11 @@ def _write_shards(folder: Path, splits: Mapping[str, Any], writer: Writer, state
     """This process's share of the files that are missing; how many it wrote."""
     work = [(name, *shard) for name in splits for shard in writer.index.shards(name)]
     work, made = work[state.process_index :: state.num_processes], 0
-    with tqdm(total=sum(len(rows) for *_, rows in work), unit="row", disable=not state.is_local_main_process) as bar:
+    dtype = AUTOCAST[writer.index.base["autocast"]]
+    with (
+        torch.autocast(state.device.type, dtype, enabled=dtype is not None),
+        tqdm(total=sum(len(rows) for *_, rows in work), unit="row", disable=not state.is_local_main_process) as bar,
+    ):
         for name, file, rows in work:
             for litter in folder.glob(f".{file}.*"):
                 litter.unlink()
@@ -144,12 +150,12 @@ def _last_tap(base: PreTrainedModel, taps: Sequence[int]) -> int | None:
     return last if same else None
 
 
-def _record(base: PreTrainedModel) -> dict[str, Any]:
+def _record(base: PreTrainedModel, recipe: Recipe) -> dict[str, Any]:
     name = base.name_or_path or ""
     return {
         "name": str(Path(name).resolve()) if Path(name).is_dir() else name, "revision": commit_of(base),
         "fingerprint": fingerprint_base(base), "dtype": str(base.dtype).removeprefix("torch."), "unfit": _unfit(base),
-        "quantization": quantization_of(base),
+        "quantization": quantization_of(base), "autocast": autocast_of(recipe.training),
     }  # fmt: skip
 
 

@@ -41,7 +41,8 @@ class Index:
     base's distribution, "hidden", "none" or a number of likeliest tokens; last_tap: the tap
     that is the last hidden state too, if one is. batch_size and shard_rows: rows of a pass, and of a file.
 
-    base: its name, revision, fingerprint, and `unfit`, kind of head → why it cannot learn from this base.
+    base: its name, revision, fingerprint, the `autocast` it ran under, and `unfit`, kind of head → why it cannot learn
+    from this base.
     rows: of each split; files: of each split what `facts` says of each, none until all are written; kept: the same of
     the base's file.
     """
@@ -106,6 +107,7 @@ def read_index(folder: Path) -> Index:
         raise
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise FeatureError(f"{path} is damaged, or no index of saved features ({error}); {AGAIN}") from error
+    record["base"] = {"autocast": "no", **record["base"]}  # older folders do not say so
     name = record["base"]["name"]
     if name and name.startswith("."):
         record["base"] = {**record["base"], "name": str((folder / name).resolve())}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,14 @@ def tapped_layers(recipe: Recipe, options: SaveOptions, config: Any) -> tuple[in
             f"{{taps}}: expected some of 0 to {layers}, the hidden states of a base of {layers} layers", taps=taps
         )
     return tuple(sorted(set(taps)))
+
+
+AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast_of(training: Mapping[str, Any]) -> str:
+    """The precision in which a recipe's run computes, base included: a key of AUTOCAST."""
+    return next((name for name in ("bf16", "fp16") if training.get(name)), "no")
 
 
 def num_tokens(rows: Any) -> int:

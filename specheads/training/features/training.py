@@ -22,14 +22,22 @@ from specheads.training.features.shards import FeatureError
 Parts = tuple[FeatureModel, FeatureDataset, FeatureDataset | None, FeatureCollator]
 
 
-def from_disk(folder: Path, head: HeadConfig | None, init_from: Any = None, dtype: str = "float32") -> Parts:
+def from_disk(
+    folder: Path, head: HeadConfig | None, init_from: Any = None, dtype: str = "float32", autocast: str = "no"
+) -> Parts:
     """Model, rows to train on, rows held out and collator. head: of a new head; init_from: a checkpoint to start from;
-    dtype: of the head, "auto" for the base's.
+    dtype: of the head, "auto" for the base's; autocast: of the run, as `plan.autocast_of` has it.
 
     FeatureError where the folder is damaged or does not hold what the head needs; UnsupportedModel where that kind of
     head cannot learn from that base; CheckpointError where init_from is a head of another base.
     """
     index = read_finished_index(folder)
+    if (saved_under := index.base["autocast"]) != autocast:
+        raise FeatureError(
+            f"{folder} was saved under autocast {saved_under!r}, and this run computes under {autocast!r}, where the "
+            "base gives other outputs: save the features with this run's training.bf16 and training.fp16, or train "
+            "with theirs"
+        )
     trained_length = None
     if init_from is not None and (foreign := find_foreign(init_from)) is not None:
         _, module = foreign.read_head(skeleton(folder))

@@ -223,6 +223,7 @@ def test_eager_attention_matches_greedy(family):
         ("FalconConfig", {"alibi": True}, "alibi=True"),
         ("Mamba2Config", {"num_heads": 8, "state_size": 8, "n_groups": 1}, "takes no position_ids"),
         ("RwkvConfig", {}, "takes no position_ids"),
+        ("xLSTMConfig", {"num_heads": 2}, "takes no position_ids"),
         ("MiniMaxConfig", {}, "not in transformers' own cache: MiniMax uses cache of its own"),
         ("RecurrentGemmaConfig", {}, "keeps its recurrent state outside the cache"),
         ("ZayaConfig", {"num_experts_per_tok": 1, "router_hidden_size": 8}, "ZayaCCA.* gives several tensors"),

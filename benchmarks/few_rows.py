@@ -61,7 +61,7 @@ def milliseconds(function: Callable[[], object]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the folder for few_rows.md and .json")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 6, 8, 9, 16])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 6, 8, 11, 16, 24, 32])
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
 

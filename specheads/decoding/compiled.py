@@ -75,8 +75,8 @@ class CompiledSteps:
             return compiled(*inputs)
         began = time.perf_counter()
         logger.warning("compiling %s for new shapes; torch keeps the code on disk", function.__name__)
-        compiled = compile_without_guards(function, self.backend)
         try:
+            compiled = compile_without_guards(function, self.backend)
             result = compiled(*inputs)
         except Exception as error:
             result = function(*inputs)  # which raises what is wrong with the inputs, if that is what it was

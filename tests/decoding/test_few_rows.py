@@ -1,4 +1,6 @@
-"""Products of few rows: the pass of torch's compiler replaces those it should, by sums of the same value."""
+"""Products of few rows: the pass of torch's compiler replaces those it should, by products of the same value."""
+
+import shutil
 
 import pytest
 import torch
@@ -6,15 +8,18 @@ import torch.nn.functional as F
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from specheads.decoding.few_rows import LONGEST, MOST_LONG_ROWS, MOST_ROWS, FewRows
+from specheads.decoding.few_rows import MOST_ROWS, FewRows, product
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+COMPILER = shutil.which("c++") or shutil.which("g++")
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
-def linear(num_rows, length, *, bias=False, dtype=torch.float32):
+def linear(num_rows, length, width=5, *, bias=False, dtype=torch.float32):
     """Rows (M, K), a weight (N, K), a bias (N,) or None."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(num_rows, length), (5, length), (5,)]
+    shapes = [(num_rows, length), (width, length), (width,)]
     rows, weight, offset = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     return rows, weight, offset if bias else None
 
@@ -29,20 +34,45 @@ def after_the_pass(function, *inputs):
     return traced, [node for node in traced.graph.nodes if node.target in PRODUCTS]
 
 
+def assert_product(found, rows, weight, bias=None):
+    exact = F.linear(*(None if tensor is None else tensor.double() for tensor in (rows, weight, bias)))
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    ("num_rows", "length", "replaced"),
-    [
-        (1, 6, True), (MOST_ROWS, 6, True), (MOST_ROWS + 1, 6, False), (MOST_ROWS, LONGEST, True),
-        (MOST_LONG_ROWS, LONGEST + 1, True), (MOST_LONG_ROWS + 1, LONGEST + 1, False),
-    ],
-)  # fmt: skip
-def test_products_of_few_rows_become_sums_of_the_same_value(num_rows, length, bias, replaced):
-    inputs = linear(num_rows, length, bias=bias)
+@pytest.mark.parametrize(("num_rows", "replaced"), [(1, True), (MOST_ROWS, True), (MOST_ROWS + 1, False)])
+def test_products_of_few_rows_become_ours_of_the_same_value(num_rows, bias, replaced):
+    inputs = linear(num_rows, 70, bias=bias)
     graph, products = after_the_pass(F.linear, *inputs)
     assert bool(products) is not replaced
-    exact = F.linear(*(None if tensor is None else tensor.double() for tensor in inputs))
-    torch.testing.assert_close(graph(*inputs).double(), exact, rtol=1e-4, atol=1e-4)
+    assert_product(graph(*inputs), *inputs)
+
+
+@pytest.mark.parametrize("num_rows", [0, *range(1, 8), 11, 12, 13])
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 33, 128])
+@pytest.mark.parametrize("width", [1, 3, 4, 5, 9])
+def test_products_of_all_sizes(num_rows, length, width):
+    FewRows()
+    rows, weight, _ = linear(num_rows, length, width)
+    assert_product(product(rows, weight.t()), rows, weight)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_products_of_matrices_worth_several_threads(num_threads):
+    FewRows()
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        rows, weight, _ = linear(3, 301, 1003)
+        assert_product(product(rows, weight.t()), rows, weight)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_rows_that_are_part_of_others():
+    FewRows()
+    rows, weight, _ = linear(6, 40)
+    assert_product(product(rows[::2, 3:20], weight[:, 3:20].t()), rows[::2, 3:20], weight[:, 3:20])
 
 
 def test_other_types_and_matrices_that_lie_otherwise_are_left_alone():
@@ -53,8 +83,12 @@ def test_other_types_and_matrices_that_lie_otherwise_are_left_alone():
         assert after_the_pass(function, *inputs)[1]
 
 
-def test_code_on_disk_is_made_anew_for_other_bounds(monkeypatch):
+def test_code_on_disk_is_made_anew_for_other_bounds_and_other_source(monkeypatch, tmp_path):
     before = FewRows().uuid()
     assert FewRows().uuid() == before
     monkeypatch.setattr("specheads.decoding.few_rows.MOST_ROWS", MOST_ROWS + 1)
-    assert FewRows().uuid() != before
+    others = FewRows().uuid()
+    assert others != before
+    (tmp_path / "few_rows.cpp").write_text("// other")
+    monkeypatch.setattr("specheads.decoding.few_rows.SOURCE", tmp_path / "few_rows.cpp")
+    assert FewRows().uuid() not in {before, others}

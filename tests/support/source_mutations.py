@@ -231,7 +231,7 @@ MUTATIONS = (
     M("first step of a head compiled", "decoding.drafters.base:Drafter.device_draft",
       "and context.ranks", "", COMPILED, "begins_on_the_host"),
     M("product of few rows without its bias", "decoding.few_rows:_with_bias",
-      "bias + row_sums(rows, matrix)", "row_sums(rows, matrix)", FEW_ROWS, "same_value"),
+      "bias + product(rows, matrix)", "product(rows, matrix)", FEW_ROWS, "ours_of_the_same_value"),
     M("copies over every row", "decoding.drafters.overlay:overlay",
       "counts.unsqueeze(1) > 0", "counts.unsqueeze(1) >= 0", AUTO, "take_the_place"),
     M("missed positions of which the last are dropped", "decoding.drafters.unread:UnreadPositions.read_passes",

@@ -42,22 +42,21 @@ from specheads.models.files import replacing
 
 DEPTH, NODES, VOCAB = 5, 16, 2048
 EAGLE3 = {"steps": DEPTH, "draft_vocab_size": VOCAB}
-NORMED = {**EAGLE3, "norm_before_residual": True}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("medusa", {"num_heads": DEPTH, "draft_vocab_size": VOCAB}),
     "eagle, as published": ("eagle", {"steps": 1, "noise": 0.1}),
     "eagle": ("eagle", {"steps": 3, "noise": 0.0}),
     "hydra": ("hydra", {"num_heads": DEPTH, "draft_vocab_size": VOCAB}),
     "hydra++": ("hydra", {"num_heads": DEPTH, "draft_vocab_size": VOCAB, "prefix_layer": True}),
-    "eagle3, as published": ("eagle3", EAGLE3),
-    "eagle3": ("eagle3", NORMED),
+    "eagle3, as published": ("eagle3", {**EAGLE3, "norm_before_residual": False}),
+    "eagle3": ("eagle3", EAGLE3),
     "parallel": ("parallel", {"block_size": DEPTH, "draft_vocab_size": VOCAB, "anchors": 64}),
     "parallel, every anchor": ("parallel", {"block_size": DEPTH, "draft_vocab_size": VOCAB}),
     **{
-        f"eagle3, {name}": ("eagle3", {**NORMED, "loss": name})
+        f"eagle3, {name}": ("eagle3", {**EAGLE3, "loss": name})
         for name in DISTRIBUTION_LOSSES if name not in ("ce", "kl")  # whose gradients are the same
     },
-    "eagle3, D-PACE": ("eagle3", {**NORMED, "dpace": 0.5}),
+    "eagle3, D-PACE": ("eagle3", {**EAGLE3, "dpace": 0.5}),
 }  # fmt: skip
 
 

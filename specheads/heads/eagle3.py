@@ -19,8 +19,8 @@ class Eagle3Config(UnrolledFeatureConfig, DraftVocabularyConfig):
     """steps: of training-time test. step_decay: the loss of step s has weight step_decay^s.
 
     norm_features: a norm on each tapped layer before they are fused. norm_before_fc: one norm on all of them together.
-    norm_before_residual: the block adds to the normed hidden state. As published it adds to the hidden state itself,
-      beside which its output is negligible if the base's residual stream is large (docs/training.md).
+    norm_before_residual: the block adds to the normed hidden state. False, as published: to the hidden state itself,
+      beside which its output is negligible if the base's residual stream is large (docs/training-reference.md).
     norm_output: the next step reads the output after the final norm.
     norm_features and norm_output are EAGLE-3.1.
     """
@@ -32,7 +32,7 @@ class Eagle3Config(UnrolledFeatureConfig, DraftVocabularyConfig):
     step_decay: float = 0.8
     norm_features: bool = False
     norm_before_fc: bool = False
-    norm_before_residual: bool = False
+    norm_before_residual: bool = True
     norm_output: bool = False
 
     def __post_init__(self) -> None:

@@ -53,7 +53,7 @@ class Forced:
     [
         *((kind, {}) for kind in KINDS), ("hydra", {"prefix_layer": True}), ("eagle", {"num_layers": 2}),
         ("eagle3", {"num_layers": 2}), ("eagle3", {"norm_features": True, "norm_output": True}),
-        ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
+        ("eagle3", {"norm_before_fc": True, "norm_before_residual": False}),
         ("mtp", {"num_modules": 2}), ("mtp", {"num_modules": 3, "hidden_first": True}),
         ("mtp", {"norm_output": False, "zero_first_embedding": True}),
         ("parallel", {"causal": False, "mask_token_id": 5, "draft_vocab_size": 40, "block_size": 4}),

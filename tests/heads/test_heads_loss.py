@@ -19,7 +19,7 @@ HEADS = [
     ("eagle", {"steps": 2, "num_layers": 2}),
     ("eagle3", {}),
     ("eagle3", {"norm_features": True, "norm_output": True}),
-    ("eagle3", {"norm_before_fc": True, "norm_before_residual": True, "num_layers": 2}),
+    ("eagle3", {"norm_before_fc": True, "norm_before_residual": False, "num_layers": 2}),
     ("mtp", {}),
     ("mtp", {"num_modules": 3}),
     ("mtp", {"num_modules": 2, "hidden_first": True, "norm_output": False}),

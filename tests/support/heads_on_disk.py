@@ -20,7 +20,9 @@ FILES = {"model.safetensors", "config.json"}
 
 
 def trained(base, head, seed=5, **options) -> SpecModel:
-    """A head with random weights everywhere, so that nothing agrees by being at its start."""
+    """A head with random weights everywhere, so that nothing agrees by being at its start; EAGLE-3 as published."""
+    if head == "eagle3":
+        options = {"norm_before_residual": False, **options}
     model = convert(base, head, **options)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -65,9 +65,7 @@ def run(options: DemoOptions, out: Console) -> dict[str, Any]:
 
     heading(out, "1  A frozen base model gets a draft head")
     draft_vocab = min(DRAFT_VOCAB, base.config.vocab_size)
-    model = convert(
-        base, "eagle3", steps=STEPS, draft_vocab_size=draft_vocab, norm_before_residual=True, tree=chain(4).choices
-    )
+    model = convert(base, "eagle3", steps=STEPS, draft_vocab_size=draft_vocab, tree=chain(4).choices)
     describe(model, out)
 
     heading(out, f"2  {options.minutes:g} minutes of training on the standard library's source")

@@ -110,7 +110,7 @@ def _eagle(mode: str, config: dict[str, Any], base: Any) -> tuple[str, dict[str,
         _refuse_other(f"eagle_architecture_config.{name}", shape.get(name, wanted), wanted)
     drafted = shape.get("draft_vocab_size", base.vocab_size)
     if three:
-        options = {"steps": 3, "step_decay": 0.9, "draft_vocab_size": drafted} | options
+        options = {"steps": 3, "step_decay": 0.9, "draft_vocab_size": drafted, "norm_before_residual": False} | options
         if ids := shape.get(_LAYERS):
             options = {"taps": tuple(i + 1 for i in ids)} | options  # by the layer's output, where here by its index
     elif drafted != base.vocab_size:

@@ -6,7 +6,7 @@ they support beyond one plain block, and in how they are started.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -54,6 +54,11 @@ def tensor_names(head: Eagle3Config, first: str, found: Collection[str] = ()) ->
         other = f"{later}hidden_norm.weight" in found and f"{later}input_layernorm.weight" not in found
         names |= block_names(head, i, later, "hidden_norm" if other else "input_layernorm")
     return names
+
+
+def _retrain(norms: Sequence[str]) -> str:
+    """What trains a head without these options."""
+    return f"train one without: recipes/eagle3.yaml with {' '.join(f'head.{name}=false' for name in norms)}"
 
 
 def common_refusals(head: Eagle3Config, base: PreTrainedModel) -> list[str]:
@@ -107,7 +112,7 @@ class Eagle3(Format):
         if (head.attention_bias or head.mlp_bias) and not self.takes_biases:
             wrong.append("its decoder has biases, which are dropped")
         if norms := [ours for ours in NORMS.values() if getattr(head, ours) and ours not in self.norms]:
-            wrong.append(f"it has {' and '.join(norms)}, which its readers do not have")
+            wrong.append(f"it has {' and '.join(norms)}, which its readers do not have; {_retrain(norms)}")
         if not self.takes_taps and head.taps != layer_ids.usual_taps(layers):
             wrong.append(
                 f"it reads hidden_states {list(head.taps)}, and {list(layer_ids.usual_taps(layers))} are hard-coded"

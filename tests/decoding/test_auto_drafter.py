@@ -96,6 +96,15 @@ def test_the_same_costs_give_the_same_drafts_and_others_do_not(heads):
     assert drafts(FREE) == drafts(FREE) != drafts(DEAR)
 
 
+def test_reading_the_prompt_is_no_cost_of_the_first_draft(heads):
+    free = FREE.batches[1]
+    slow_reader = CostTable(None, {1: replace(free, read=Curve(((1, 0.3), (8, 0.3), (16, 90.0))))})
+    prompt = padded([list(range(72, 96))])  # what is written after it does not occur in it
+    for compiled in (False, "eager"):
+        steps = generate(heads["eagle3"], slow_reader, prompt, do_sample=False, compile=compiled).steps
+        assert sum(sum(step.drafted) for step in steps[:2]) > 0, "the first step is the prompt's own"
+
+
 def test_it_is_the_default_and_a_tree_or_a_rule_asks_for_the_head(heads, hf_log, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     logging.warning_once.cache_clear()

@@ -81,7 +81,7 @@ REFUSED = [
     ("llamacpp", "eagle3", {"taps": (1, 2, 3, 4)}, "reads 4 layers, and its readers take 3; .*: modelopt, s.*vllm$"),
     ("llamacpp", "eagle3", {"mlp_bias": True}, "has biases, which are dropped; formats that can: speculators, vllm$"),
     *[
-        (to, "eagle3", {option: True}, f"it has {option}, which its readers .*; train .* head.{option}=false; formats .*vllm$")
+        (to, "eagle3", {option: True}, f"it has {option}, which .*; train .* head.{option}=false; formats .*vllm$")
         for to in EAGLE3
         for option in ("norm_features", "norm_before_fc", "norm_before_residual", "norm_output")
         if option not in NORMS_OF.get(to, ())

@@ -232,6 +232,8 @@ MUTATIONS = (
       "and context.ranks", "", COMPILED, "begins_on_the_host"),
     M("product of few rows without its bias", "decoding.few_rows:_with_bias",
       "bias + product(rows, matrix)", "product(rows, matrix)", FEW_ROWS, "ours_of_the_same_value"),
+    M("prompt read at the cost of the first draft", "decoding.drafters.auto:_Run._positions_read",
+      "self.unread.count(context) if self.unread.has_read else 1", "self.unread.count(context)", AUTO, "is_no_cost"),
     M("copies over every row", "decoding.drafters.overlay:overlay",
       "counts.unsqueeze(1) > 0", "counts.unsqueeze(1) >= 0", AUTO, "take_the_place"),
     M("missed positions of which the last are dropped", "decoding.drafters.unread:UnreadPositions.read_passes",

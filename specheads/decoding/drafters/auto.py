@@ -239,8 +239,9 @@ class _Run:
         return next((width for width in READ_WIDTHS if unread <= width), READ_WIDTHS[-1])
 
     def _positions_read(self, context: Context) -> int:
-        """What reading costs goes by: the positions missed, or the columns they are read in."""
-        unread = self.unread.count(context)
+        """What reading costs goes by: the positions missed, or the columns they are read in. The prompt, which a head
+        reads once whenever it first drafts, is no cost of that step."""
+        unread = self.unread.count(context) if self.unread.has_read else 1
         return unread if not self.compiled else max(unread, self._read_width(context))
 
     def _propose_with_head(self, context: Context, sampler: Sampler, shape: Shape, choice: Choice) -> DraftTree:

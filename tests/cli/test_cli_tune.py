@@ -95,10 +95,10 @@ def test_tune_searches_a_record_that_it_writes_first(shipped, tmp_path, capsys):
     assert code == 0 and {row["drafter"] for row in result["search"]} == {"none", "lookup", "eagle3 head"}
     assert all(row["tokens_per_second"] > 0 and row["accepted_length"] >= 1 for row in result["search"])
     assert result["acceptance"] and all(sum(shares) <= 1 for shares in result["acceptance"])
-    code, out, _ = run(capsys, *ask)
+    code, out, _ = run(capsys, *ask)  # which measures anew, so that other trees may be the best of their size
     lines = [line.split() for line in out.partition("Expected from the record")[2].splitlines()]
     speeds = [float(words[-1]) for words in lines if words and words[0] in ("none", "lookup", "eagle3")]
-    assert code == 0 and len(speeds) == len(result["search"]) and speeds == sorted(speeds, reverse=True)
+    assert code == 0 and len(speeds) >= 3 and speeds == sorted(speeds, reverse=True)
 
 
 def test_the_search_finds_the_fastest_tree_of_recorded_ranks():

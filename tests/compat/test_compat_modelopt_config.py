@@ -24,6 +24,7 @@ def test_the_default_eagle_is_modelopts():
             "num_layers": 1, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
             "head_dim": 128, "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False, "steps": 3,
             "step_decay": 0.9, "draft_vocab_size": 97, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "norm_before_residual": False,
         }  # fmt: skip
     assert options_of(mtsp.EAGLE1_DEFAULT_CFG)[0] == options_of("eagle1")[0] == "eagle"
     assert options_of("medusa") == ("medusa", {"num_heads": 2})

@@ -31,7 +31,7 @@ def ship(folder, **options):
     (folder / "base" / "held_out.txt").write_text("argparse.py\nast.py\nbase64.py\n", "utf8")
     base.name_or_path = str(folder / "base")
     convert(base, "medusa", num_heads=2).save_pretrained(folder / "medusa")
-    convert(base, "eagle3", steps=2).save_pretrained(folder / "eagle3")
+    convert(base, "eagle3", steps=2, norm_before_residual=False).save_pretrained(folder / "eagle3")
     return folder
 
 

@@ -3,17 +3,19 @@
     python train/base_model.py --output_dir out/base --minutes 90
     python train/base_model.py --output_dir out/deeper --init out/base --layers 12 --minutes 80
     python train/base_model.py --output_dir out/small --init out/base --layers 2 --teacher out/base --minutes 30
-    python train/base_model.py --output_dir out/longer --init out/base --layers 12 --data src/ --tokens 40e6 --resume
+    python train/base_model.py --output_dir out/longer --init out/base --layers 12 --data src/ --tokens 40e6 --resume \\
+        --packages numpy networkx
     python train/base_model.py --output_dir out/hybrid --config recipes/hybrid_base.json --tokenizer checkpoints/base
 
 The second form continues from a saved model and, with more --layers, deepens it: each new layer is a copy of the
 one below it whose two output projections start at zero, so that the deeper model starts as the same function.
 The third makes a small model that drafts for the first: fewer --layers are taken evenly from those it has, and it
 learns the teacher's distribution at each token and not the token alone (DistillSpec, arXiv:2310.08461).
-The fourth adds source of one's own and takes a budget of tokens, which also paces the learning rate. Every 200 steps
-resume.pt is written beside the model; after an interruption, a crash or kill -9 the same command with --resume
-continues, with the losses that an undisturbed run has. The fifth trains another kind of model, here one of short
-convolutions and few attention layers (LFM2), with the tokenizer of another.
+The fourth adds source of one's own and of installed packages, whose licences are yours to check, and takes a budget of
+tokens, which also paces the learning rate. Every 200 steps resume.pt is written beside the model; after an
+interruption, a crash or kill -9 the same command with --resume continues, with the losses that an undisturbed run has.
+The fifth trains another kind of model, here one of short convolutions and few attention layers (LFM2), with the
+tokenizer of another.
 """
 
 from __future__ import annotations

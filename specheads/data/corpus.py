@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,6 +11,8 @@ from typing import Literal
 
 _MIN_CHARS, _MAX_CHARS = 200, 400_000
 _HELD_OUT_EVERY = 20
+_GENERATED = re.compile(r"automatically generated|auto-?generated|generated (automatically |by |from )", re.IGNORECASE)
+_NOT_THE_PACKAGES_OWN = {"tests", "test", "testing", "_vendor", "vendor", "vendored"}  # folders
 
 Split = Literal["train", "held_out"]
 
@@ -84,4 +88,26 @@ def texts_of(paths: Iterable[str | Path]) -> Iterator[tuple[str, str]]:
                 f"--data {source}: no {'.py file in it' if source.is_dir() else 'file'} of {_MIN_CHARS} to "
                 f"{_MAX_CHARS} characters in UTF-8; name files or folders of Python source"
             )
+        yield from usable
+
+
+def texts_of_packages(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(name, text) of each .py file that an installed package wrote itself, in path order.
+
+    Left out: its tests, copies of other packages (`_vendor`), and files that say in their first lines that a program
+    generated them. Raises ValueError for a package that is not installed or gives no text to learn from.
+    """
+    for package in names:
+        try:
+            files = importlib.metadata.files(package) or []
+        except importlib.metadata.PackageNotFoundError:
+            raise ValueError(f"--packages {package}: not installed here; install it, or leave it out") from None
+        usable = []
+        for file in sorted(files):
+            if file.suffix == ".py" and ".." not in file.parts and not _NOT_THE_PACKAGES_OWN.intersection(file.parts):
+                text = read_text(Path(str(file.locate())))
+                if text is not None and not _GENERATED.search(text[:1000]):
+                    usable.append((file.as_posix(), text))
+        if not usable:
+            raise ValueError(f"--packages {package}: no .py file of its own; name packages of Python source")
         yield from usable

@@ -180,6 +180,33 @@ def test_files_and_folders_of_ones_own_are_trained_on_but_for_those_held_out(lib
             train(library, tmp_path / "out", init=made[0], layers=2, data=[wrong])
 
 
+def test_packages_give_the_source_they_wrote_themselves(library, made, tmp_path, monkeypatch):
+    """Neither their tests, nor copies of other packages, nor what a program wrote, nor a file that is held out."""
+    texts = {
+        "zq/code.py": "def zqzz(more):\n    return more\n\n\n" * 12,
+        "zq/tests/test_code.py": "def zqyy(more):\n    return more\n\n\n" * 12,
+        "zq/_vendor/other.py": "def zqxx(more):\n    return more\n\n\n" * 12,
+        "zq/tables.py": "# This file was automatically generated from zq/grammar.txt\nzqww = (1, 2, 3)\n"
+        + "pass\n" * 60,
+        "zq/held.py": (library / "m20.py").read_text("utf8"),
+        "zq/notes.txt": "zqvv is in no .py file of the package\n" * 12,
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, "utf8")
+    (tmp_path / "zq-1.2.dist-info").mkdir()
+    (tmp_path / "zq-1.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: zq\nVersion: 1.2\n")
+    (tmp_path / "zq-1.2.dist-info" / "RECORD").write_text("".join(f"{name},,\n" for name in texts))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(corpus, "stdlib_files", lambda: {path.name: path for path in sorted(library.glob("*.py"))})
+    train_texts, _ = run.load_texts(Options("out", packages=["zq"]), ["m00.py", "m20.py", "m40.py"])
+    text = "".join(train_texts)
+    assert {word for word in ("zqzz", "zqyy", "zqxx", "zqww", "zqvv") if word in text} == {"zqzz"}
+    assert words_of(text) == set(range(41)) - HELD_OUT
+    with pytest.raises(SystemExit, match="--packages absent: not installed here"):
+        train(library, tmp_path / "out", init=made[0], layers=2, packages=["absent"])
+
+
 def test_so_many_files_of_the_library_are_drawn_by_the_seed(library):
     def drawn(**options):
         with pytest.MonkeyPatch.context() as patch:

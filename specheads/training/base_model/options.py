@@ -22,6 +22,10 @@ class Options:
     data: list[str] = field(
         default_factory=list, metadata={"help": "files, and folders of .py files, to train on beside the library"}
     )
+    packages: list[str] = field(
+        default_factory=list,
+        metadata={"help": "installed packages whose own .py files to train on too (their tests and copies left out)"},
+    )
     files: int | None = field(
         default=None, metadata={"help": "train on so many files of the library, drawn at random (default: all)"}
     )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import importlib.metadata
 import json
 import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +150,14 @@ class Corpus:
 
 
 def load_texts(options: Options, held_out: list[str]) -> tuple[list[str], list[str]]:
-    """Texts to train on and texts held out. A file under --data that is one of the latter is left out."""
+    """Texts to train on and texts held out. A file of --data or --packages that is one of
+    the latter is left out."""
     eval_texts = [text for _, text in corpus.texts("held_out", held_out)]
     train_texts = [text for _, text in corpus.texts("train", held_out)]
     seen = {*eval_texts, *train_texts}
     if options.files is not None:
         train_texts = random.Random(options.seed).sample(train_texts, min(options.files, len(train_texts)))
-    for _, text in corpus.texts_of(options.data):
+    for _, text in chain(corpus.texts_of(options.data), corpus.texts_of_packages(options.packages)):
         if text not in seen:
             seen.add(text)
             train_texts.append(text)
@@ -195,6 +198,7 @@ def save_model(run: Run, texts: Corpus, out: Path, loss: float | None) -> None:
         "options": vars(run.options), "steps": run.step, "held_out_loss": loss, "tokens": run.tokens,
         "bits_per_byte": None if loss is None else loss / np.log(2) / texts.bytes_per_token,
         "parameters": run.model.num_parameters(), "minutes": round(run.seconds / 60, 1),
+        "package_versions": {name: importlib.metadata.version(name) for name in run.options.packages},
     }  # fmt: skip
     (out / RECORD).write_text(json.dumps(record, indent=2) + "\n", "utf8")
 

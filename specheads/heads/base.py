@@ -47,6 +47,7 @@ class HeadConfig:
 
     kind: ClassVar[str] = ""
     aliases: ClassVar[dict[str, str]] = {}  # other spellings of options → their names here
+    unrecorded: ClassVar[dict[str, Any]] = {}  # what a checkpoint from before an option means, where not its default
     bounds: ClassVar[dict[str, tuple[float, float]]] = {  # least and greatest value; those of base classes hold too
         "hidden_size": (1, 2**20), "vocab_size": (1, 2**24), "dpace": (0, 1),
     }  # fmt: skip

@@ -27,6 +27,7 @@ class Eagle3Config(UnrolledFeatureConfig, DraftVocabularyConfig):
 
     kind: ClassVar[str] = "eagle3"
     default_limit: ClassVar[int | None] = 32_000
+    unrecorded: ClassVar[dict[str, Any]] = {"norm_before_residual": False}
 
     steps: int = 7
     step_decay: float = 0.8

@@ -50,7 +50,8 @@ class SpecConfig(PreTrainedConfig):
 
     def head_config(self) -> HeadConfig:
         options = dict(self.head)
-        return HEADS[head_kind(options.pop("kind", None))].Config.from_options(options)
+        config = HEADS[head_kind(options.pop("kind", None))].Config
+        return config.from_options(config.unrecorded | options)
 
 
 AutoConfig.register(SpecConfig.model_type, SpecConfig)

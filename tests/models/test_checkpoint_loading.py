@@ -123,6 +123,17 @@ def test_every_option_of_a_head_comes_back(named, tmp_path, head):
     assert load_head(named, tmp_path).head.config == model.head.config
 
 
+def test_a_checkpoint_from_before_an_option_keeps_its_meaning(named, tmp_path):
+    """EAGLE-3 heads were as published before norm_before_residual was an option, and it is now on in new ones."""
+    model = trained(named, "eagle3", draft_vocab_size=40, norm_before_residual=False)
+    model.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text("utf8"))
+    assert content["head"].pop("norm_before_residual") is False
+    (tmp_path / "config.json").write_text(json.dumps(content), "utf8")
+    assert SpecModel.from_pretrained(tmp_path).head.config == model.head.config
+    assert specheads.convert(named, "eagle3").head.config.norm_before_residual
+
+
 def test_a_draft_vocabulary_comes_back(named, tmp_path):
     model = trained(named, "eagle3", draft_vocab_size=40)
     model.save_pretrained(tmp_path)

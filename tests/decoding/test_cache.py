@@ -102,6 +102,7 @@ def test_tree_logits_equal_path_logits(base):
             close(logits[row, node], plain_logits(base, prompt + tree.tokens[row, path].tolist()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reserve", [8, cache.RESERVE], ids=["buffers grow", "buffers suffice"])
 def test_commit_equals_fresh_prefill(base, reserve, monkeypatch):
     """Ragged commits from trees of changing size, over lengths past two buckets; one row gains nothing at times."""

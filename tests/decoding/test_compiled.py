@@ -147,7 +147,7 @@ def test_every_family_compiles_with_every_way_of_drafting(family):
     assert len(compiled_steps(base, "eager")) == 2
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("family", ["LFM2", "Qwen3.5", "Falcon-H1", "Jamba"])
 @pytest.mark.parametrize(
     ("tree", "functions"),
@@ -228,6 +228,7 @@ def test_the_documentation_lists_the_reasons_why_others_do_not():
         assert reason_not_compiled(SimpleNamespace(**without | case)).partition(" (")[0] == row
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("draft", "tree", "accept", "functions"),
     [

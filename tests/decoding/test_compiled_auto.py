@@ -36,6 +36,7 @@ def test_automatic_drafts_take_few_graphs_and_give_the_same_text(sampling):
     assert {"whole_step", "step_after_draft"} == set(functions) and len(functions) <= 8
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=("three rows", "one"))
 def test_automatic_drafts_of_a_hybrid_target_are_chains_in_the_graph(prompts, monkeypatch):
     monkeypatch.setattr(auto, "choose", fickle)
@@ -82,6 +83,7 @@ def test_a_head_that_misses_steps_drafts_in_the_graph(kind, sampling, monkeypatc
     assert len(graphs) >= 2 + reads_what_it_missed, "of the head's shapes, and in both widths"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("draft", "accept", "tree"),
     [

@@ -162,7 +162,7 @@ def greedy(base, prompts):
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 def test_every_head_tree_and_batch_matches_greedy(models, prompts, greedy, head, plan):
     gained = steps = 0
     for name, inputs in prompts.items():

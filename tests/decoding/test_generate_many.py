@@ -109,6 +109,7 @@ def test_each_greedy_text_is_that_of_its_prompt_alone(name):
     assert_as_alone(results, steps=name not in SHARED, draft=draft, **GREEDY)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_each_sampled_text_is_that_of_its_prompt_alone_by_its_seed(name):
     draft = DRAFTERS[name]()
@@ -161,7 +162,7 @@ KINDS = ["Llama", "Mistral", "Gemma-3", "DeepSeek-V3", "Llama-4", "GPT-2", "Qwen
 
 @pytest.mark.parametrize("name", [*KINDS, "Qwen3.5", "LFM2", "Falcon-H1", "Jamba"])
 @pytest.mark.parametrize("drafts", ["eagle3", "medusa", None])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_every_kind_of_layer_is_refilled(name, drafts):
     base = build(*(FAMILIES | RECURRENT)[name])
     base.generation_config.eos_token_id = [*range(3, 12)]

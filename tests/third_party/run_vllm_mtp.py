@@ -37,16 +37,11 @@ from tests.third_party.taught import taught
 NUM_PROMPTS, PROMPT, DRAFTED = 8, 12, 3
 # Heads of attention as vLLM's kernels for CPUs take them.
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
-MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 64}
 # Family → sizes, keys of the published models' configs, and how vLLM reads the modules otherwise than heads here:
 # zero_first_embedding and norm_output are options of the head, before_norm is whether the target's hidden state is read
 # before its final norm.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, bool]]] = {
     "exaone_moe": ({}, {}, {}),
-    "deepseek_v3": (MLA, {"topk_method": "noaux_tc"}, {"zero_first_embedding": True}),
-    "deepseek_v3, three modules": (
-        {**MLA, "num_nextn_predict_layers": 3}, {"topk_method": "noaux_tc"}, {"zero_first_embedding": True},
-    ),
     "glm4_moe": ({"n_shared_experts": 1}, {}, {"zero_first_embedding": True, "norm_output": False}),
     "mimo": (
         {"num_nextn_predict_layers": 2}, {"architectures": ["MiMoForCausalLM"]},
@@ -62,13 +57,10 @@ def served(folder: Path, prompts: list[list[int]], drafted: int) -> dict[str, An
     }  # fmt: skip
     from vllm import LLM, SamplingParams
 
-    speculative: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": drafted}
-    attention = {}
-    if json.loads((folder / "config.json").read_text())["model_type"] == "deepseek_v3":
-        attention, speculative["attention_backend"] = {"backend": "CPU_MLA"}, "CPU_MLA"  # AMX's takes no float32
+    speculative = {"method": "mtp", "num_speculative_tokens": drafted}
     llm = LLM(
         str(folder), dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=1, disable_log_stats=False,
-        skip_tokenizer_init=True, attention_config=attention, speculative_config=speculative,
+        skip_tokenizer_init=True, speculative_config=speculative,
     )  # fmt: skip
     asked = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     out = llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)

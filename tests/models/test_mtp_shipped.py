@@ -191,6 +191,24 @@ def test_trained_modules_are_written_and_read_again(shipped, tmp_path, family, m
         assert ours[first] == theirs[first]
 
 
+@pytest.mark.parametrize("holds", ["modules", "none"])
+def test_modules_of_a_target_in_one_file_are_written_and_read_again(tmp_path, holds):
+    """Readers of model.safetensors pass an index by, and would find the old modules, or none."""
+    modules = write(tmp_path / "target", "mimo", sharded=False)
+    if holds == "none":
+        path = tmp_path / "target" / "model.safetensors"
+        base = {name: tensor for name, tensor in load_file(path).items() if name not in modules}
+        save_file(base, path, metadata={"format": "pt"})
+        model = convert(AutoModelForCausalLM.from_pretrained(tmp_path / "target"), "mtp", hidden_first=True)
+    else:
+        model = SpecModel.from_pretrained(tmp_path / "target")
+    trained(model, steps=2)
+    again = SpecModel.from_pretrained(model.export(tmp_path / "out", "mtp"))
+    state = model.head.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in again.head.state_dict().items())
+    assert all(map(torch.equal, again.base.state_dict().values(), model.base.state_dict().values()))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

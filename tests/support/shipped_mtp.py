@@ -82,29 +82,30 @@ def names_of(naming, k, layers):
     }[naming]  # fmt: skip
 
 
-def config_of(family):
+def config_of(family, **other_sizes):
     name, options, *_ = FAMILIES[family]
     config_class = getattr(transformers, name)
     declared = {*inspect.signature(config_class).parameters, *config_class.attribute_map}
     declared -= {key for key in declared if isinstance(getattr(config_class, key, None), property)}
     sizes = {key: value for key, value in SIZES.items() if key in declared}
-    return config_class(**{**sizes, **options})
+    return config_class(**{**sizes, **options, **other_sizes})
 
 
-def write(folder, family, sharded=True, dtype=torch.float32):
+def write(folder, family, sharded=True, dtype=torch.float32, **sizes):
     """A target with its modules in `folder`, in two files and an index, or in one. Returns the modules' tensors.
 
-    dtype: of all but the biases that choose experts, which stay in float32, as published."""
+    dtype: of all but the biases that choose experts, which stay in float32, as published. sizes: in place of those
+    of this file."""
     _, options, form, naming, count = FAMILIES[family]
     torch.manual_seed(0)
-    target = AutoModelForCausalLM.from_config(config_of(family)).eval()
+    target = AutoModelForCausalLM.from_config(config_of(family, **sizes)).eval()
     target.generation_config.eos_token_id = None
     target.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {name: value for name, value in options.items() if "nextn" in name}
     (folder / "config.json").write_text(json.dumps(config))
     own = load_file(folder / "model.safetensors")
-    layers = target.config.num_hidden_layers
+    layers, hidden = target.config.num_hidden_layers, target.config.hidden_size
     modules = {}
     generator = torch.Generator().manual_seed(7)
 
@@ -114,8 +115,8 @@ def write(folder, family, sharded=True, dtype=torch.float32):
     for k in range(count):
         enorm, hnorm, projection, prefix, norm = names_of(naming, k, layers)
         for name in filter(None, (enorm, hnorm, norm)):
-            modules[f"{name}.weight"] = 1 + random((H,), 0.3)
-        modules[f"{projection}.weight"] = random((H, 2 * H), 0.2)
+            modules[f"{name}.weight"] = 1 + random((hidden,), 0.3)
+        modules[f"{projection}.weight"] = random((hidden, 2 * hidden), 0.2)
         forms, prefixes = (form, prefix) if isinstance(form, tuple) else ((form,), (prefix,))
         for one, start in zip(forms, prefixes, strict=True):  # of a layer's form, with values of its own
             for name, tensor in own.items():

@@ -27,6 +27,7 @@ from specheads.models.formats.mtp.naming import NAMINGS, Naming, refused
 from specheads.models.formats.shards import INDEX
 
 FILE = "mtp.safetensors"  # sorts after model*.safetensors, so that readers of all files take its tensors
+_SOLE = "model-00001-of-00002.safetensors"  # WEIGHTS in an export: readers of WEIGHTS pass an index by
 _NESTED = "text_config"
 
 
@@ -84,12 +85,13 @@ class Shipped(Format):
 
     kind = MtpConfig.kind
     engine, title = "mtp", "MTP modules of a model's own checkpoint"
-    versions = "vLLM 0.33, SGLang 0.5.23 and transformers 5.23, whose loaders were read"
+    versions = "vLLM 0.32, SGLang 0.5.23 and transformers 5.23"
     embeds = None
     wide = WIDE
     serving = """\
 This folder is the model itself: its index names the modules in mtp.safetensors, and its other files are links to the
-model's own. If the model was not in a folder, copy its files here first.
+model's own. If the model was not in a folder, copy its files here first. vLLM drafts with the first module alone, fed
+with its own output, and refuses more tokens than there are modules unless they are a multiple of that number.
 
 ```bash
 vllm serve $folder_arg --speculative-config '{"method": "mtp", "num_speculative_tokens": $depth}'
@@ -245,17 +247,18 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
             config["specheads_zero_first_embedding"] = True
         if folder is None:
             return ExportFiles(config, named, FILE, {INDEX: _index(named, {}, {})})
-        if (folder / INDEX).is_file():
+        renamed = {}
+        if (folder / WEIGHTS).is_file():
+            weights, metadata, renamed = dict.fromkeys(read_header(folder / WEIGHTS)[0], _SOLE), {}, {WEIGHTS: _SOLE}
+        elif (folder / INDEX).is_file():
             known = read_table(folder / INDEX, most=None) or {}
             weights, metadata = dict(known.get("weight_map", {})), dict(known.get("metadata", {}))
-        elif (folder / WEIGHTS).is_file():
-            weights, metadata = dict.fromkeys(read_header(folder / WEIGHTS)[0], WEIGHTS), {}
         else:
             raise CheckpointError(f"{folder} has no safetensors; save the base again, and export beside that")
         links = {
-            path.name: path.resolve()
+            renamed.get(path.name, path.name): path.resolve()
             for path in folder.iterdir()
-            if path.is_file() and path.name not in (CONFIG, INDEX, FILE, "README.md")
+            if path.is_file() and path.name not in (CONFIG, INDEX, FILE, "README.md", *renamed.values())
         }  # fmt: skip
         return ExportFiles(config, named, FILE, {INDEX: _index(named, weights, metadata)}, links)
 

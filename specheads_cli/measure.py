@@ -120,13 +120,15 @@ def parity(
     """
     from specheads.data.config import DataConfig
     from specheads.data.datasets import build_datasets
+    from specheads.decoding.target.hf_base import text_config
     from specheads.models.named import load_with_tokenizer
     from specheads.terminal import make_console, table
     from specheads.training.parity import ParityConfig, compare, prompts_of
 
     config = ParityConfig(prompts, max_new_tokens=max_new_tokens, tolerance=tolerance)
     loaded, tokenizer = load_with_tokenizer(model, base, dtype, device)
-    rows, _ = build_datasets(DataConfig(train=data, max_length=max_length, max_samples=prompts), tokenizer)
+    wanted = DataConfig(train=data, max_length=max_length, max_samples=prompts)
+    rows, _ = build_datasets(wanted, tokenizer, text_config(loaded.base).vocab_size)
     found = compare(loaded, prompts_of(rows, config), config)
     if found is None:
         raise ValueError("no text is as long as a draft: give longer rows or more --max-new-tokens")

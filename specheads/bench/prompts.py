@@ -13,6 +13,7 @@ from typing import Any
 from specheads.data import corpus
 from specheads.data.conversation import Conversation
 from specheads.data.row_forms import messages_of
+from specheads.data.sources import undecodable_line
 
 PACKAGES = ("rich", "click", "markdown_it", "pygments", "typer", "httpx2")  # nothing here is ever trained on these
 
@@ -97,7 +98,7 @@ def read_prompts(path: Path, count: int | None = None, *, chat: bool = False) ->
         whole = path.read_bytes()
         text = (gzip.decompress(whole) if path.suffix == ".gz" else whole).decode("utf8")
     except (UnicodeDecodeError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+        raise ValueError(undecodable_line(path) or f"{path} is not UTF-8 text: {error}") from error
     is_json = path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):  # and not at U+2028, as in JSON
         if not line.strip():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from specheads.data import row_forms
 from specheads.data.batches import Collator, pack
 from specheads.data.config import DataConfig
 from specheads.data.rows import IGNORED, Row, chunk, tokenize, truncate
-from specheads.data.sources import load_dataset_rows, undecodable_line
+from specheads.data.sources import load_dataset_rows, naming_undecodable_lines, source_name
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -76,13 +75,11 @@ def _prepare(rows: Dataset, chosen: Sequence[int], name: str, config: DataConfig
     options: dict[str, Any] = {"batched": True, "remove_columns": rows.column_names, "num_proc": config.num_proc}
     source = config.train if name == "train" or config.eval is None else config.eval
     try:
-        done = rows.map(_tokenize_rows, with_indices=True, fn_kwargs=known, desc=f"tokenize {name}", **options)
+        with naming_undecodable_lines(source):
+            done = rows.map(_tokenize_rows, with_indices=True, fn_kwargs=known, desc=f"tokenize {name}", **options)
     except _BadRow as error:
         index, reason = error.args
-        where = f" of {source}" if isinstance(source, (str, os.PathLike)) else f" of {name}"
-        raise ValueError(f"row {chosen[index] + 1}{where}: {reason}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(undecodable_line(source) or f"{source} is not UTF-8 text: {error}") from error
+        raise ValueError(f"row {chosen[index] + 1} of {source_name(source) or name}: {reason}") from error
     kept = done.filter(_supervised, input_columns="labels", num_proc=config.num_proc, desc=f"check {name}")
     if len(kept) == 0:
         raise ValueError(
@@ -119,7 +116,7 @@ def _tokenize_rows(
     for index, row in zip(indices, _rows_of(columns), strict=True):
         try:
             tokens = tokenize(row, tokenizer, config)
-            _refuse_unknown_ids(tokens["input_ids"], vocab_size)
+            refuse_unknown_ids(tokens["input_ids"], vocab_size)
             tokenized += chunk(tokens, config.max_length, tokenizer)
         except row_forms.MissingTemplate:
             raise
@@ -128,7 +125,7 @@ def _tokenize_rows(
     return _columns_of(tokenized)
 
 
-def _refuse_unknown_ids(ids: Sequence[int], vocab_size: int | None) -> None:
+def refuse_unknown_ids(ids: Sequence[int], vocab_size: int | None) -> None:
     """ValueError for a token that the base has no embedding of."""
     if vocab_size is None or not ids:
         return

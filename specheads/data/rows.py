@@ -73,6 +73,9 @@ def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase
     tools = without_none(json.loads(tools) if isinstance(tools, str) else tools) or None
     template = template_of(tokenizer, tools)
     messages = parse_messages(without_none(messages), (*ROLES, *_COMPARED.findall(template)))
+    for number, message in enumerate(messages, start=1):
+        if message.keys() <= {"role"}:  # which a template would write as an empty turn
+            raise ValueError(f"message {number}, {message!r:.80}, says nothing: expected a dict with 'content'")
     try:
         if _GENERATION_MARK.search(template):
             known: dict[str, Any] = {**tokenizer.special_tokens_map, "tools": tools, "chat_template": template}

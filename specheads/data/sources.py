@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +37,11 @@ def load_dataset_rows(
     """
     import datasets
 
-    name = f"the {type(source).__name__} given"
+    files = source_name(source)
+    name = files or f"the {type(source).__name__} given"
     if isinstance(source, (str, os.PathLike)):
         source = [source]
-    if isinstance(source, (list, tuple)) and source and all(isinstance(s, (str, os.PathLike)) for s in source):
-        name = ", ".join(map(str, source[:3])) + (", …" if len(source) > 3 else "")
+    if files is not None:
         rows = _load_named([os.path.expanduser(s) for s in source], split, subset, text_column)
     elif isinstance(source, (datasets.Dataset, datasets.DatasetDict)):
         rows = _pick_split(source, split, name)
@@ -114,6 +115,24 @@ def _load_named(names: list[str], split: str, subset: str | None, text_column: s
     finally:
         datasets.logging.set_verbosity(verbosity)
     return rows.rename_column("text", text_column) if kind == "text" and text_column != "text" else rows
+
+
+def source_name(source: Any) -> str | None:
+    """Files as an error names them; None for rows in memory."""
+    if isinstance(source, (str, os.PathLike)):
+        return str(source)
+    if isinstance(source, (list, tuple)) and source and all(isinstance(s, (str, os.PathLike)) for s in source):
+        return ", ".join(map(str, source[:3])) + (", …" if len(source) > 3 else "")
+    return None
+
+
+@contextlib.contextmanager
+def naming_undecodable_lines(source: Any) -> Iterator[None]:
+    """In the block, a byte of `source` that is not UTF-8 is a ValueError that names its file and line."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(undecodable_line(source) or f"{source_name(source)} is not UTF-8 text: {error}") from error
 
 
 def undecodable_line(source: Any) -> str | None:

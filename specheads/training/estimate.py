@@ -1,7 +1,8 @@
-"""What a training run will take, by its configs alone: parameters, memory of each GPU, time, disk for features.
+"""What a training run will take, by its configs alone: parameters, memory of each process, time, disk for features.
 
-Nothing is loaded: base and head are built without weights. Memory is what stays (weights, gradients, AdamW's moments)
-plus a rough peak of activations. Time is a count of operations over a share of the device's peak speed.
+Nothing is loaded: base and head are built without weights. Memory is what stays (weights, gradients, AdamW's moments),
+a rough peak of activations, and what the process takes without a model: on a CPU its libraries, as they are in this
+one; on a GPU a context. Time is a count of operations over a share of the device's peak speed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import psutil  # accelerate's own dependency
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -28,6 +30,7 @@ from specheads.training.recipe.recipe import Recipe
 
 GIB = 1 << 30
 _UNSHARDED_BASE = ("no", "ddp", "zero1", "zero2")  # each process holds the base whole
+GPU_CONTEXT = 0.5 * GIB  # of CUDA, its kernels and workspaces; not measured
 UTILISATION = 0.4  # of a GPU's dense bf16 peak, which frozen forward passes and a small head reach
 PEAKS = {  # dense bf16 operations a second, from the vendor's data sheets
     "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12, "MI300X": 1307e12,
@@ -37,8 +40,9 @@ PEAKS = {  # dense bf16 operations a second, from the vendor's data sheets
 @dataclass(frozen=True)
 class Estimate:
     """Counts of parameters; GiB of each process by part; GB of disk and seconds of one process a million tokens;
-    loading: GiB of host memory that each process fills before the model is sharded or moved; recurrent_states: what
-    those of a hybrid base take while it generates, which training does not."""
+    loading: GiB of host memory that each process fills before the model is sharded or moved; sharded_loading: of a
+    machine if one process alone loaded and the others received their shards, which is not built; recurrent_states:
+    what those of a hybrid base take while it generates, which training does not."""
 
     base_parameters: int
     trained_parameters: int
@@ -49,6 +53,7 @@ class Estimate:
     processes: int
     distributed: str
     loading: float
+    sharded_loading: float | None = None
     recurrent_states: str | None = None
 
     def record(self) -> dict[str, Any]:
@@ -58,12 +63,20 @@ class Estimate:
         """For a person."""
         parts = ", ".join(f"{name} {size:.2f}" for name, size in self.memory.items())
         disk = ", ".join(f"{size:.1f} GB as {name}" for name, size in self.disk_gb.items())
+        plan, together = [], min(self.processes, 8)
+        if self.sharded_loading is not None:
+            plan = [
+                "the same if one process of the machine alone loaded and sent the others their shards (by formula, not "
+                f"built): {self.sharded_loading:.2f} GiB a machine"
+            ]
         states = [f"recurrent states while generating: {self.recurrent_states}"] if self.recurrent_states else []
         return [
             f"base: {self.base_parameters:,} parameters, frozen; trained: {self.trained_parameters:,}",
             f"memory of each of {self.processes} processes ({self.distributed}): {sum(self.memory.values()):.2f} GiB "
             f"({parts})",
-            f"memory of the machine while the base is loaded, whole in each process: {self.loading:.2f} GiB a process",
+            f"memory of the machine while the base is loaded, whole in each process: {self.loading:.2f} GiB a process, "
+            f"{self.loading * together:.2f} GiB for {together} on one machine",
+            *plan,
             f"features on disk, a million tokens: {disk}",
             f"time, a million tokens: {self.seconds / self.processes:,.0f} s on {self.processes} × {self.device}",
             *states,
@@ -80,6 +93,12 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
     sizes = _Sizes.of_model(model, recipe, getattr(config, "dtype", None))
     base = _base_bytes(model.base, recipe.bits, sizes.base_bytes)
     memory = _memory(sizes, base, processes, distributed)
+    if recipe.training.get("bf16") or recipe.training.get("fp16"):
+        memory["autocast"] = _autocast(model, sizes)
+    if distributed == "ddp" and processes > 1:
+        memory["buckets"] = sizes.trained * sizes.head_bytes  # DDP's copies of the gradients, which it sums in place
+    on_cpu = device is None and not torch.cuda.is_available()
+    memory["runtime"] = psutil.Process().memory_info().rss if on_cpu else GPU_CONTEXT
     if distributed not in _UNSHARDED_BASE:
         memory["gathered"] = _gathered(model, sizes.base_bytes, sizes.trained * sizes.head_bytes, distributed)
     name, speed = _device(device)
@@ -95,6 +114,7 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
         processes=processes,
         distributed=distributed,
         loading=base / GIB,
+        sharded_loading=None if distributed in _UNSHARDED_BASE else _sharded_loading(model, base, sizes) / GIB,
         recurrent_states=None if states is None else states.line(),
     )
 
@@ -204,6 +224,21 @@ def _gathered(model: SpecModel, base_bytes: int, head: float, distributed: str) 
     largest = max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0)
     output = sum(p.numel() for p in model.get_output_embeddings().parameters())
     return head + (output + 2 * largest) * base_bytes
+
+
+def _autocast(model: SpecModel, sizes: _Sizes) -> float:
+    """Bytes of the 16-bit copies that autocast makes of float32 weights: of the trained ones, which it keeps through a
+    step, and of the largest frozen one, which it does not."""
+    frozen = max((p.numel() for p in model.base.parameters() if not p.requires_grad), default=0)
+    return 2 * (sizes.trained * (sizes.head_bytes == 4) + frozen * (sizes.base_bytes == 4))
+
+
+def _sharded_loading(model: SpecModel, base: float, sizes: _Sizes) -> float:
+    """Bytes of host memory of a machine whose first process reads the files, starts the head and sends each layer to
+    the process that keeps it: the base once, the head twice (beside its gathered copy), and a layer on its way."""
+    layers = decoder_layers(model.base) or ()
+    largest = max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0)
+    return base + 2 * sizes.trained * sizes.head_bytes + largest * sizes.base_bytes
 
 
 def _unrolled_attention(head: Any, tokens: int, length: int) -> float:

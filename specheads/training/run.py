@@ -100,7 +100,8 @@ class Run:
         if parity is not None:
             metrics |= parity.metrics
             self._record(output, metrics)
-            _log.warning("parity: %s", parity)
+            if trainer.is_world_process_zero():
+                _log.warning("parity: %s", parity)
         return metrics, parity
 
     def _record(self, output: Path, metrics: dict[str, float]) -> None:

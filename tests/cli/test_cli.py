@@ -84,6 +84,9 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
         ("chat {base} --base {base}", "--base"),
         ("evaluate {head} --prompts {tmp}/absent.jsonl", "absent.jsonl"),
         ("evaluate {head} --prompts {tmp}/empty.jsonl", "empty.jsonl holds no prompts"),
+        ("evaluate {head} --prompts {tmp}/latin.txt", "latin.txt, line 1: byte 0xe9 at column 4 is not UTF-8"),
+        ("calibrate {head} --data {tmp}/ids.jsonl", "row 2 of {tmp}/ids.jsonl: token 258 is outside the base's"),
+        ("parity {head} --data {tmp}/ids.jsonl", "row 2 of {tmp}/ids.jsonl: token 258 is outside the base's"),
         ("calibrate {head} --data {tmp}/absent.jsonl", "absent.jsonl"),
         ("calibrate {head} --data {tmp}/emty.jsonl", "emty.jsonl' (did you mean {tmp}/empty.jsonl?)"),
         ("parity {head} --data {tmp}/empty.jsonl", "empty.jsonl is empty"),
@@ -102,6 +105,7 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(line, said, shipped, tmp_path, capsys, monkeypatch):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "ids.jsonl").write_text('{"input_ids": [5, 6]}\n{"input_ids": [5, 258]}\n')
     paths = {"head": shipped / "medusa", "base": shipped / "base", "tmp": tmp_path, "shipped": shipped}
     monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115
     code, out, err = run(capsys, *shlex.split(line.format(**paths)))

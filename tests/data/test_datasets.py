@@ -130,9 +130,10 @@ def test_a_malformed_row_is_one_line_that_names_it(fault, tokenizer, tmp_path):
     kind, bad, message = MALFORMED[fault]
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b"\n".join([ROWS[kind].encode(), bad, ROWS[kind].encode(), b""]))
-    with pytest.raises(ValueError, match=re.escape(message.format(file=file))) as caught:
-        build_datasets(config(train=str(file)), tokenizer, 97 if kind == "ids" else None)
-    assert "\n" not in str(caught.value)
+    for source in (str(file), [str(file)]):
+        with pytest.raises(ValueError, match=re.escape(message.format(file=file))) as caught:
+            build_datasets(config(train=source), tokenizer, 97 if kind == "ids" else None)
+        assert "\n" not in str(caught.value)
     file.write_bytes(b"\n".join([ROWS[kind].encode()] * 2))
     assert len(build_datasets(config(train=str(file)), tokenizer, 97 if kind == "ids" else None)[0]) == 2
 

@@ -223,6 +223,14 @@ def test_tools_reach_the_template():
         ({"messages": "hello"}, "expected a list"),
         ({"messages": []}, "expected a list"),
         ({"messages": [{"speaker": "human", "value": "x"}]}, "speaker"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]},
+            "message 2, .*nothing",
+        ),
+        (
+            {"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "a"}]},
+            "message 1, .*nothing",
+        ),
     ],
 )
 def test_malformed_rows_are_refused(tokenizer, row, message):

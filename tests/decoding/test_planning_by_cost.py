@@ -15,6 +15,7 @@ from specheads.decoding.planner.by_cost.cost_aware import CostAwareTree
 from specheads.decoding.planner.by_cost.estimates import Calibration, CopyEstimate, HeadEstimate
 from specheads.decoding.planner.by_cost.shapes import Menu, Shape, fastest_tree, likeliest_tree, make_menu
 from specheads.decoding.probs.sampler import Sampler
+from specheads.models.costs import _loaded
 
 RANKS = ((0.6, 0.2, 0.1), (0.5, 0.25, 0.05), (0.3, 0.3, 0.2))
 KEY = CostKey("base", "head", "CPU, 2 threads", "float32")
@@ -253,6 +254,21 @@ def test_a_cost_file_comes_back_and_a_wrong_or_broken_one_is_refused(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"a\.json is no file of `specheads tune` \(.*\); tune again$"):
             CostTable.load(path, KEY)
+
+
+def test_costs_of_other_versions_are_used_with_one_line_that_says_so(tmp_path, caplog, monkeypatch):
+    path, table = tmp_path / "a.json", CostTable(KEY, {1: costs()}, RANKS, "measured")
+    table.save(path)
+    assert _loaded(path, KEY, modified=1) == table and not caplog.messages
+    content = json.loads(path.read_text())
+    for modified, versions in ((2, {**content["versions"], "torch": "2.1.0"}), (3, None)):
+        path.write_text(json.dumps({**content, "versions": versions}))
+        caplog.clear()
+        assert _loaded(path, KEY, modified=modified) == _loaded(path, KEY, modified=modified) == table
+        (line,) = caplog.messages
+        assert "\n" not in line and line.endswith("run `specheads tune` again")
+        assert f"torch {'2.1.0' if versions else '?'}, specheads" in line
+    assert CostTable.load(path) == table and len(caplog.messages) == 1  # of any version
 
 
 @pytest.mark.parametrize("compiled", [False, True])

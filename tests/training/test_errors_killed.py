@@ -1,5 +1,6 @@
 """A run that is killed, stopped or left alone says so, keeps what it had saved, and resumes from there unchanged."""
 
+import json
 import os
 import random
 import re
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,6 +24,7 @@ from tests.support.killable_fork import fork
 from tests.support.paths import ROOT
 from tests.support.resumable_runs import losses, options
 from tests.support.saved_features import dump, material
+from tests.support.training_runs import RUNNING_UNDER
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
 
@@ -96,6 +99,57 @@ def test_a_run_killed_at_random_moments_ends_as_the_uninterrupted_one(folder):
     assert losses(output) == losses(folder / "warm")
     whole, resumed = (load_file(path / "model.safetensors") for path in (folder / "warm", output))
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+def two_processes(recipe, file):
+    """A launcher that has started them, as a user's shell does."""
+    file.write_text(recipe.to_yaml())
+    clean = {name: value for name, value in os.environ.items() if name not in RUNNING_UNDER}
+    command = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train/heads.py", str(file)]
+    return subprocess.Popen(
+        [sys.executable, "-m", *command], cwd=ROOT, text=True, stdout=subprocess.DEVNULL,
+        stderr=file.with_suffix(".err").open("a"),
+        env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def kill_after(launcher, output, step, seconds, whom):
+    """kill -9, so many seconds after checkpoint `step` was begun: every process, launcher included, or one rank."""
+    while not (output / f"checkpoint-{step}").exists():
+        assert launcher.poll() is None, "ended before it could be killed"
+        time.sleep(0.005)
+    time.sleep(seconds)
+    workers = {process.environ()["RANK"]: process for process in psutil.Process(launcher.pid).children()}
+    assert set(workers) == {"0", "1"}
+    for process in [psutil.Process(launcher.pid), *workers.values()] if whom == "all" else [workers[whom]]:
+        process.kill()
+    assert launcher.wait(timeout=90) != 0
+    psutil.wait_procs(list(workers.values()), timeout=30)
+    assert not any(worker.is_running() for worker in workers.values())
+
+
+def logs_of(output):
+    """What it logged of its steps: sums over both processes, of which a resumed run has a part from before."""
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    return [entry for entry in history if "loss" in entry]
+
+
+@pytest.mark.slow
+def test_two_processes_killed_at_random_moments_end_as_the_uninterrupted_ones(folder):
+    whole, output = folder / "two-whole", folder / "two-killed"
+    ddp = {"save_steps": 1, "max_steps": 12, "per_device_train_batch_size": 1, "logging_steps": 2}
+    assert two_processes(options(whole, folder, **ddp), folder / "whole.yaml").wait(timeout=300) == 0
+    draw, left = random.Random(3), []
+    for step, whom in ((2, "all"), (5, "1"), (8, "0")):
+        launcher = two_processes(options(output, folder, **ddp), folder / "killed.yaml")
+        kill_after(launcher, output, step, draw.uniform(0, 0.15), whom)
+        left.append(int(last_finished(output).name.removeprefix("checkpoint-")))
+    assert 1 <= left[0] < left[1] < left[2] < 12
+    assert two_processes(options(output, folder, **ddp), folder / "killed.yaml").wait(timeout=300) == 0
+    logs = [logs_of(path) for path in (whole, output)]
+    assert logs[0] == logs[1] and len(logs[0]) == 6
+    expected, resumed = (load_file(path / "model.safetensors") for path in (whole, output))
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in expected.items())
 
 
 # --- asked to stop ---

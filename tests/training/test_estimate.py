@@ -1,8 +1,13 @@
 """What a run is said to take before it starts is what its model and launcher come to."""
 
 import json
+import os
+import subprocess
+import sys
 
+import psutil
 import pytest
+import torch
 
 from specheads.training.build import build_model
 from specheads.training.estimate import GIB, PEAKS, estimate
@@ -52,8 +57,46 @@ def test_what_a_launcher_shards_is_divided(material, tmp_path):
     assert gathered["ddp"] is None and gathered["zero3"] * GIB == pytest.approx(4 * every)
     assert gathered["fsdp2"] == pytest.approx(alone["head"] + 4 * (97 * 32 + 2 * layer) / GIB)
     assert estimate(recipe, 4, "fsdp2", "H200").loading == pytest.approx(alone["base"])
+    assert estimate(recipe, 4, "ddp", "H200").memory["buckets"] == pytest.approx(alone["gradients"])
+    planned = estimate(recipe, 4, "zero3", "H200").sharded_loading
+    assert planned == pytest.approx(alone["base"] + 2 * alone["head"] + 4 * layer / GIB)
+    assert estimate(recipe, 4, "ddp", "H200").sharded_loading is None
     with pytest.raises(ValueError, match="'TPU' is not known; give one of H200"):
         estimate(recipe, device="TPU")
+
+
+def test_what_autocast_copies_and_what_a_process_takes_without_a_model(material, tmp_path):
+    def memory(*more, device="H200"):
+        recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2, *more))
+        return {name: size * GIB for name, size in estimate(recipe, device=device).memory.items()}
+
+    trained, embedding = memory()["head"] / 4, 97 * 32
+    assert "autocast" not in memory()
+    assert memory("training.bf16=true")["autocast"] == pytest.approx(2 * (trained + embedding))
+    assert memory("training.bf16=true", "base_dtype=bfloat16")["autocast"] == pytest.approx(2 * trained)
+    here = memory(device=None)["runtime"]
+    if not torch.cuda.is_available():
+        assert here == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
+    assert memory()["runtime"] == pytest.approx(0.5 * GIB)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compares the memory of a process on a CPU")
+def test_the_memory_of_a_run_on_the_shipped_base_is_within_a_quarter_of_what_was_said(kind, tmp_path):
+    ids = torch.randint(5, 4000, (40, 192), generator=torch.Generator().manual_seed(0)).tolist()
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids))
+    command = [
+        sys.executable, "-m", "specheads_cli", "train", str(ROOT / "recipes" / "embedded" / f"{kind}.yaml"),
+        f"base={ROOT / 'checkpoints' / 'base'}", f"data.train={tmp_path / 'rows.jsonl'}", "training.max_steps=4",
+        f"training.output_dir={tmp_path / 'out'}", "training.eval_strategy=no", "parity.prompts=0",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    dry = subprocess.run([*command, "--dry-run", "--json"], capture_output=True, text=True, env=environment, check=True)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    _, status, used = os.wait4(process.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert json.loads(dry.stdout)["memory_total"] == pytest.approx(used.ru_maxrss * 1024 / GIB, rel=0.25)
 
 
 def test_a_quantised_base_takes_its_bits_and_a_scale_for_64_weights(material, tmp_path):
@@ -85,6 +128,7 @@ def test_a_dry_run_prints_and_starts_nothing(material, tmp_path, capsys):
         == 0
     )
     said = capsys.readouterr().out
+    assert "whole in each process" in said and "by formula, not built" in said
     assert "memory of each of 8 processes (fsdp2)" in said and "on 8 × H100" in said and not (tmp_path / "out").exists()
     code, out, _ = run(capsys, "train", recipe, *options, "--dry-run", "--json", "--device", "H200")
     assert code == 0

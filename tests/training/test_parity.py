@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import logging
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from specheads.training.report.curves import series
 from tests.reference.slow_heads import DEFAULTS, KINDS
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_llama
-from tests.support.training_runs import overrides
+from tests.support.training_runs import forked, overrides
 from train import heads
 
 PROMPTS = [[5, 6, 7, 8], [50, 9], [33, 34, 35, 36, 37, 38, 39]]
@@ -119,6 +120,26 @@ def test_a_run_ends_with_the_comparison_and_fails_loudly_with_the_head_saved(mat
     assert "1.100 in decoding, 2.200 by training" in capsys.readouterr().err
     assert (tmp_path / "bad" / "model.safetensors").is_file()
     assert json.loads((tmp_path / "bad" / "results.json").read_text())["parity_measured"] == 1.1
+
+
+def test_of_two_processes_one_says_that_decoding_differs_and_both_exit_with_3(material, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(training, "compare", lambda *_: Parity(1.1, 2.2, 1.5, 30, 0.02))
+    log = logging.FileHandler(tmp_path / "log")  # pytest's own handlers stay silent in a fork
+    logging.getLogger(training.__name__).addHandler(log)
+    options = overrides(material, tmp_path / "two", 1, "launch.processes=2", "training.max_steps=1")
+
+    def run():
+        assert heads.main([str(ROOT / "recipes" / "eagle3.yaml"), *options]) == 3
+        # A launcher stops the other process as soon as one has failed, so by then all is told and written.
+        assert "in decoding, 2.200 by training" in (tmp_path / "log").read_text()
+        assert "parity_measured" in (tmp_path / "two" / "results.json").read_text()
+
+    try:
+        forked(2, run)
+    finally:
+        logging.getLogger(training.__name__).removeHandler(log)
+    assert (tmp_path / "log").read_text().count("parity: accepted length 1.100 in decoding") == 1
+    assert capfd.readouterr().err.count("train/heads.py: accepted length 1.100 in decoding, 2.200 by training") == 1
 
 
 @pytest.mark.parametrize("option", ["parity.prompts=-1", "parity.tolerance=2", "parity.prompt=3", "parity.prompts=x"])

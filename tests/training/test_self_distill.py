@@ -276,6 +276,9 @@ def test_evaluate_runs_on_the_same_files(loaded, tmp_path, folder, capsys):
         ([{"messages": [{"role": "user", "content": "refuse"}]}], "", "not that"),
         ([{"other": "a"}], "", "'prompt'"),
         ([{"text": "a"}], "", "lower --prompt_tokens"),
+        ([{"text": "a"}, {"text": None}], "", "row 2 of {tmp}/rows.jsonl: a row with columns ['text'] has text=None"),
+        ([{"input_ids": [5, 257]}, {"input_ids": [5, 258]}], "", "row 2 of {tmp}/rows.jsonl: token 258 is outside"),
+        ([{"input_ids": [5]}, {"input_ids": [-1]}], "", "row 2 of {tmp}/rows.jsonl: token -1 is outside"),
         ([{"text": "a"}], "--chat", "--chat"),
         ([{"prompt": "a"}], "--num_rows 2", "a greedy answer"),
         ([{"prompt": "a"}], "--num_rows 0", "--num_rows 0"),
@@ -314,7 +317,15 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
     out, err = capsys.readouterr()
     own = [line for line in err.splitlines() if line.startswith("train/self_distill.py: ")]
     assert code == 2 and not out and "Traceback" not in err
-    assert len(own) == 1 and said in own[0]
+    assert len(own) == 1 and said.replace("{tmp}", str(tmp_path)) in own[0]
+
+
+@pytest.mark.parametrize("row", [b'{"text": "caf\xe9"}', b'{"prompt": "caf\xe9"}'])
+def test_a_byte_that_is_not_utf8_is_named_by_its_line(row, folder, tmp_path, capsys, cache_in_tmp):
+    (tmp_path / "rows.jsonl").write_bytes(row.replace(b"\xe9", b"e") + b"\n" + row + b"\n")
+    known = ("--base", folder, "--source", tmp_path / "rows.jsonl", "--output", tmp_path / "own.jsonl")
+    assert self_distill.main(list(map(str, known))) == 2
+    assert f"{tmp_path}/rows.jsonl, line 2: byte 0xe9 at column" in capsys.readouterr().err
 
 
 def test_a_chat_without_a_template_is_refused(folder, tmp_path, capsys, cache_in_tmp):

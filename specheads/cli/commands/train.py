@@ -50,9 +50,14 @@ def run(recipe: Path, overrides: Sequence[str], program: str, as_json: bool = Fa
             if str(stopped):  # on the first process
                 print(f"{program}: {stopped}", file=sys.stderr)
             return stopped.exit_code
-        except (TrainingError, ParityError) as error:
+        except ParityError as error:  # in every process
+            if prepared.trainer.is_world_process_zero():
+                print(f"{program}: {error}", file=sys.stderr)
+            wait_for_all(prepared.trainer.accelerator)  # a launcher stops the others as soon as one has failed
+            return 3
+        except TrainingError as error:  # perhaps in this process alone
             print(f"{program}: {error}", file=sys.stderr)
-            return 3 if isinstance(error, ParityError) else 1
+            return 1
     if prepared.trainer.is_world_process_zero():
         print(_json(metrics) if as_json else prepared.summary(metrics))
     wait_for_all(prepared.trainer.accelerator)

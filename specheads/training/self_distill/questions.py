@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, ClassVar, cast
@@ -12,9 +12,10 @@ from typing import Any, ClassVar, cast
 from specheads.data import corpus
 from specheads.data.config import DataConfig
 from specheads.data.conversation import Conversation
+from specheads.data.datasets import refuse_unknown_ids
 from specheads.data.row_forms import is_chat, messages_of
 from specheads.data.rows import IGNORED, Row, tokenize
-from specheads.data.sources import load_dataset_rows
+from specheads.data.sources import load_dataset_rows, naming_undecodable_lines
 from specheads.training.self_distill.options import WINDOWS, Options
 
 
@@ -70,6 +71,11 @@ class Stream:
 def stream(options: Options, tokenizer: Any) -> Stream:
     """The questions that the options ask for. Raises ValueError for malformed rows, and for more lines than they can
     give."""
+    with naming_undecodable_lines(options.source):
+        return _stream(options, tokenizer)
+
+
+def _stream(options: Options, tokenizer: Any) -> Stream:
     if options.source is None:
         encoded = [tokenizer(text, verbose=False)["input_ids"] for _, text in corpus.texts(cast(Any, options.split))]
     else:
@@ -85,8 +91,7 @@ def stream(options: Options, tokenizer: Any) -> Stream:
                 )
             cycle = len(asked) * len(options.temperature)
             return Stream(passes(asked, options.seed, options.temperature), wanted, cycle)
-        config = DataConfig(train=options.source)
-        encoded = [tokenize(row, tokenizer, config)["input_ids"] for row in cast(Any, rows)]
+        encoded = _texts(options, cast(Any, rows), tokenizer)
     if options.chat:
         raise ValueError("--chat: text is continued without a template; give rows with `prompt`, or with `messages`")
     if options.prompt_tokens + options.max_new_tokens > options.max_length:
@@ -103,6 +108,19 @@ def stream(options: Options, tokenizer: Any) -> Stream:
     cycle = len(options.temperature) * sum(len(ids) - options.prompt_tokens + 1 for ids in long_enough)
     asks = windows(long_enough, options.prompt_tokens, options.seed, options.temperature)
     return Stream(asks, options.num_rows or WINDOWS, cycle)
+
+
+def _texts(options: Options, rows: Iterable[dict[str, Any]], tokenizer: Any) -> list[list[int]]:
+    """The rows of text as ids. Raises ValueError that names a malformed row, or one with ids the tokenizer lacks."""
+    config, vocab_size = DataConfig(train=options.source), 1 + max(tokenizer.get_vocab().values())
+    encoded = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            encoded.append(tokenize(row, tokenizer, config)["input_ids"])
+            refuse_unknown_ids(encoded[-1], vocab_size)
+        except ValueError as error:
+            raise ValueError(f"row {number} of {options.source}: {error}") from error
+    return encoded
 
 
 def questions(options: Options, rows: Sequence[dict[str, Any]], tokenizer: Any) -> list[Question]:

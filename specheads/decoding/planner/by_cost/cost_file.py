@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,13 +12,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import constants
 
 from specheads.decoding.planner.by_cost.curves import StepCosts
+from specheads.version import __version__
 
 FORMAT = 1
 SHIPPED = {"cpu": "small CPU", "cuda": "GPU"}  # device type → whose curves are shipped
 _MOST_BYTES = 2**20
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class CostTable:
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
         content = {
-            "format": FORMAT, "key": None if self.key is None else asdict(self.key), "names": dict(self.names),
+            "format": FORMAT, "versions": _versions(), "key": None if self.key is None else asdict(self.key), "names": dict(self.names),
             "title": self.title, "acceptance": [[round(share, 4) for share in row] for row in self.acceptance],
             "batches": {str(batch): costs.to_dict() for batch, costs in sorted(self.batches.items())},
         }  # fmt: skip
@@ -76,7 +80,8 @@ class CostTable:
 
     @classmethod
     def load(cls, path: Path, *keys: CostKey) -> CostTable:
-        """keys: the costs must hold for one of them; none: whatever they hold for.
+        """keys: the costs must hold for one of them, and those of other versions are warned of; none: whatever they hold
+        for, of any version.
 
         OSError if the file cannot be read; ValueError, in one line, if it is no table of costs or has another key.
         """
@@ -98,7 +103,18 @@ class CostTable:
             raise ValueError(
                 f"{path} holds costs for {name} {held.get(name)!r}, not {value!r}; run `specheads tune` here"
             )
+        if keys and content.get("versions") != _versions():
+            written = content.get("versions") if isinstance(content.get("versions"), dict) else {}
+            then, now = (
+                ", ".join(f"{name} {v.get(name, '?')}" for name in _versions()) for v in (written, _versions())
+            )
+            _log.warning("%s was measured with %s, and this is %s: run `specheads tune` again", path, then, now)
         return table
+
+
+def _versions() -> dict[str, str]:
+    """Of what decides how long a step takes, besides the model and the machine."""
+    return {"torch": str(torch.__version__), "specheads": __version__}
 
 
 def digest(value: Any) -> str:

@@ -147,7 +147,7 @@ def test_every_family_compiles_with_every_way_of_drafting(family):
     assert len(compiled_steps(base, "eager")) == 2
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("family", ["LFM2", "Qwen3.5", "Falcon-H1", "Jamba"])
 @pytest.mark.parametrize(
     ("tree", "functions"),
@@ -173,6 +173,7 @@ def test_a_hybrid_targets_step_is_one_graph_for_chains_and_fixed_trees(family, t
     assert all("forward" not in vars(part.module) for part in Target(model.base).recurrent)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "draft",
     [DraftModel, PromptLookup(3, width=2), NGram(2), AdaptiveChain(4)],

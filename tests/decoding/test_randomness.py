@@ -107,6 +107,7 @@ def new_tokens(inputs, row, **options):
     return tokens, sum(step.accepted[row] for step in out.steps)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_a_rows_text_in_a_batch_is_its_text_alone(name):
     """With ends and limits that cut rows at different steps, and trees that only longer rows have room for."""

@@ -143,6 +143,7 @@ def root(
       specheads generate checkpoints/eagle3 --prompt "def fibonacci(n):" --color-depth
       specheads chat checkpoints/eagle3
       specheads train eagle3 base=my/model data.train=my.jsonl
+      specheads curves runs/a runs/b --out compare.png
       specheads features eagle3 --output features/llama
       specheads evaluate checkpoints/eagle3 --num-prompts 8
       specheads bench --batch 1 --temperature 0

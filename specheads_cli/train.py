@@ -1,4 +1,4 @@
-"""specheads demo, train."""
+"""specheads demo, train, curves."""
 
 from __future__ import annotations
 
@@ -80,3 +80,29 @@ def train(
         command.show_estimate(file, overrides or [], processes, distributed, device, as_json)
     elif code := command.run(file, overrides or [], "specheads", as_json):
         raise typer.Exit(code)
+
+
+@app.command()
+def curves(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of training runs.")],
+    out: Annotated[Path, typer.Option(help="Picture to write.")] = Path("curves.png"),
+    as_json: Json = False,
+) -> None:
+    """Draw the accepted length of training runs in one figure, by supervised tokens seen and by CPU time.
+
+    Bands are 95 % intervals over the batches that were counted: of the held-out rows where a run was evaluated, else of
+    the training batches. Runs are named at the ends of their lines.
+
+    \b
+    Examples:
+      specheads curves runs/eagle3 runs/medusa --out compare.png
+      specheads curves runs/* --json > figures.json
+    """
+    from specheads.cli.commands import curves as command
+
+    found = command.compare_runs(runs, out)
+    if as_json:
+        emit({"picture": str(out), "runs": found})
+    else:
+        command.show(found)
+        print(f"drawn: {out}")

@@ -7,6 +7,7 @@ probability that the exact rule accepts a token sampled from the draft.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -48,12 +49,14 @@ class AcceptanceMeter:
 
     tree: a static tree to count too. counts (2 + 2S,) int64, on the device of the ranks: positions; first choices at
     each depth; leading runs that include each depth; accepted tokens of the tree. chances (1 + 2S,) float64: positions
-    with overlaps; Σ α at each depth; Σ of the products of α up to each depth. None before the first ranks or overlaps.
+    with overlaps; Σ α at each depth; Σ of the products of α up to each depth. batches (4,) float64: their number; Σ s²,
+    Σ s·n and Σ n² over them, of s accepted tokens at n positions. None before the first ranks or overlaps.
     """
 
     tree: StaticTree | None = None
     counts: Tensor | None = None
     chances: Tensor | None = None
+    batches: Tensor | None = None
 
     def add(self, ranks: Tensor | None, overlaps: Tensor | None = None) -> None:
         """Count ranks and overlaps (R, S); None, from a batch too short to score, counts nothing. ValueError for
@@ -68,6 +71,9 @@ class AcceptanceMeter:
         if self.tree is not None:
             in_tree += depths_reached(self.tree, ranks).sum()
         self.counts = _sum(self.counts, torch.cat([_rows(hits, torch.long), hits.sum(0), runs.sum(0), in_tree]))
+        accepted, scored = runs.sum().double(), _rows(runs, torch.float64)[0]
+        moments = [(scored > 0).double(), accepted * accepted, accepted * scored, scored * scored]
+        self.batches = _sum(self.batches, torch.stack(moments))
         if overlaps is not None:
             alphas = overlaps.detach().double()
             chances = torch.cat([_rows(alphas, torch.float64), alphas.sum(0), alphas.cumprod(1).sum(0)])
@@ -78,11 +84,26 @@ class AcceptanceMeter:
             self.counts = _sum(self.counts, other.counts)
         if other.chances is not None:
             self.chances = _sum(self.chances, other.chances)
+        if other.batches is not None:
+            self.batches = _sum(self.batches, other.batches)
+
+    def error(self) -> float | None:
+        """The standard error of the accepted length, from how batches differ, since neighbouring positions are alike:
+        that of a ratio of two sums over batches (linearised). None for fewer than two batches."""
+        if self.counts is None or self.batches is None:
+            return None
+        positions, *rest, _ = self.counts.tolist()
+        number, squares, products, sizes = self.batches.tolist()
+        if number < 2 or not positions:
+            return None
+        mean = sum(rest[len(rest) // 2 :]) / positions
+        spread = max(0.0, squares - 2 * mean * products + mean * mean * sizes)
+        return math.sqrt(spread * number / (number - 1)) / positions
 
     def compute(self) -> dict[str, float]:
         """The report, by name, for depths k = 1 … S:
 
-        accepted_length: of a greedy chain.
+        accepted_length: of a greedy chain. accepted_length_error: its standard error, with two batches or more.
         accuracy_depth_k: the share of first choices. conditional_accuracy_depth_k: that share among positions where
           every earlier depth was a first choice; left out if there are none.
         accepted_length_tree: of the tree, if it has at most S depths.
@@ -98,6 +119,8 @@ class AcceptanceMeter:
             )
         hits, runs = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         result = {"accepted_length": 1 + sum(runs) / positions}
+        if (error := self.error()) is not None:
+            result["accepted_length_error"] = error
         if self.tree is not None and self.tree.depth <= len(hits):
             result["accepted_length_tree"] = 1 + in_tree / positions
         result |= {f"accuracy_depth_{k}": hit / positions for k, hit in enumerate(hits, 1)}
@@ -155,6 +178,7 @@ class TrainingMeter:
         return {
             "counts": [] if counts is None else counts.tolist(),
             "chances": [] if chances is None else chances.tolist(),
+            "batches": [] if self.acceptance.batches is None else self.acceptance.batches.tolist(),
             "tokens": [0 if self.tokens is None else int(self.tokens)],
             **{f"term {name}": [value] for name, value in zip(names, values, strict=True)},
         }
@@ -185,8 +209,9 @@ class TrainingMeter:
 
 
 def _acceptance(state: dict[str, list[float]], device: torch.device) -> AcceptanceMeter:
-    counts, chances = state["counts"], state["chances"]
+    counts, chances, batches = state["counts"], state["chances"], state.get("batches")  # older states have none
     return AcceptanceMeter(
         counts=torch.tensor(counts, dtype=torch.long, device=device) if counts else None,
         chances=torch.tensor(chances, dtype=torch.float64, device=device) if chances else None,
+        batches=torch.tensor(batches, dtype=torch.float64, device=device) if batches else None,
     )

@@ -354,9 +354,10 @@ class SpecModel(PreTrainedModel):
         by its files and logged.
 
         base: another base model for the head, or its name. revision, subfolder, token …: where the head is. dtype: of
-        both, or of the head alone beside a base in memory; None: the head takes the base's; "auto": each has the one it
-        was saved in. allow_pickle: read a foreign format's pickles, as tensors. allow_nonfinite: accept NaN and Inf
-        among the weights. Other arguments (device_map, attn_implementation …) go to the loading of the base."""
+        both, or of the head alone beside a base in memory; None: the head takes the base's, so that a float32 head is
+        narrowed beside a bfloat16 base; "auto": each has the one it was saved in. allow_pickle: read a foreign format's
+        pickles, as tensors. allow_nonfinite: accept NaN and Inf among the weights. Other arguments (device_map,
+        attn_implementation …) go to the loading of the base."""
         config, base, head = checkpoint.load(pretrained_model_name_or_path, **kwargs)
         return cls(config, base, head).eval()
 

@@ -69,7 +69,9 @@ def test_meters_of_any_parts_add_up_to_the_whole():
         piece.add(None)
         parts.merge(piece)
     parts.merge(AcceptanceMeter())
-    assert parts.compute() == pytest.approx(whole.compute(), rel=1e-12)
+    found = parts.compute()
+    assert found.pop("accepted_length_error") > 0  # of three batches; the whole is one
+    assert found == pytest.approx(whole.compute(), rel=1e-12)
 
 
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 0)))

@@ -48,7 +48,8 @@ def trainer_of(folder, model=None, evaluation=None, callbacks=None, data=None, *
 def logged(trainer, *names):
     """What was logged in training: a dict for each log, without times."""
     kept = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return [{k: v for k, v in entry.items() if not names or k in names} for entry in kept]
+    timed = ("cpu_seconds",)
+    return [{k: v for k, v in entry.items() if (k in names if names else k not in timed)} for entry in kept]
 
 
 def weights(model):

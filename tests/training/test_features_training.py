@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 
 def history(run):
-    timed = ("runtime", "per_second", "flos", "preparation_time")
+    timed = ("runtime", "cpu_seconds", "per_second", "flos", "preparation_time")
     return [
         {name: value for name, value in entry.items() if not any(part in name for part in timed)}
         for entry in run.trainer.state.log_history

@@ -40,7 +40,7 @@ def test_two_gloo_processes_give_the_single_process_loss(start, material, tmp_pa
         command = ["accelerate.commands.launch", "--config_file", config, "--main_process_port", "0"]
         done = run_module([*command, "train/heads.py", "recipes/eagle3.yaml", *asked])
         assert done.returncode == 0, done.stderr[-3000:]
-    timed = ("runtime", "per_second", "flos", "preparation_time")
+    timed = ("runtime", "cpu_seconds", "length_error", "per_second", "flos", "preparation_time")
     one, two = history(tmp_path / "one"), history(tmp_path / "two")
     assert len(one) == len(two) and sum("loss" in entry for entry in one) == 4
     for expected, got in zip(one, two, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,11 @@ from specheads.training.trainer.optim import MuonAdamW, parameter_groups
 class SpecTrainer(Trainer):
     """Trains the head of a SpecModel.
 
-    Logs accepted_length, accuracy_depth_k and the head's loss terms, over everything since the last log; evaluations
-    report them as eval_…, exact over the whole evaluation set, with AcceptanceMeter's figures for the head's tree and
-    for sampling. The loss of a step is that of its global batch: a mean over all supervised tokens, however many
-    micro-batches and processes share it.
+    Logs accepted_length, accuracy_depth_k and the head's loss terms, over everything since the last log, and of the
+    whole run tokens_seen (supervised) and cpu_seconds (of all processes; what one that was killed had not logged is
+    lost). Evaluations report them as eval_…, exact over the whole evaluation set, with AcceptanceMeter's figures for
+    the head's tree and for sampling. The loss of a step is that of its global batch: a mean over all supervised tokens,
+    however many micro-batches and processes share it.
     """
 
     args: SpecTrainingArguments
@@ -60,6 +62,7 @@ class SpecTrainer(Trainer):
             )
         self._training_meter, self._evaluation_meter = TrainingMeter(), TrainingMeter()
         self._pace = Pace()
+        self._cpu_logged = time.process_time()
         self._longest: Tensor | None = None  # () tokens of the longest text since the head last noted it
         super().__init__(model, args, **kwargs)
         if args.muon and self.is_deepspeed_enabled:
@@ -104,8 +107,14 @@ class SpecTrainer(Trainer):
         if "loss" in logs:
             states = gather_object([self._training_meter.state()])
             logs.update(TrainingMeter.combined(states))
-            self._pace.tokens += sum(int(state["tokens"][0]) for state in states)
+            tokens, cpu_seconds = sum(int(state["tokens"][0]) for state in states), time.process_time()
+            self._pace.tokens += tokens
             self._training_meter = TrainingMeter()
+            spent = sum(gather_object([cpu_seconds - self._cpu_logged]))
+            before = next((entry for entry in reversed(self.state.log_history) if "tokens_seen" in entry), {})
+            logs["tokens_seen"] = before.get("tokens_seen", 0) + tokens
+            logs["cpu_seconds"] = before.get("cpu_seconds", 0.0) + spent
+            self._cpu_logged = cpu_seconds
         super().log(logs, *args, **kwargs)
 
     def _report(self, meter: TrainingMeter) -> dict[str, float]:
@@ -244,6 +253,7 @@ class SpecTrainer(Trainer):
             )
             if found is not None and (written := writers_of(found, self.args.process_index)) is not None:
                 self._writers().refuse(written, Path(found), other_rows=self.args.ignore_data_skip)
+        self._cpu_logged = time.process_time()
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._note_trained_length()
         return output

@@ -69,8 +69,9 @@ class CostTable:
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
         content = {
-            "format": FORMAT, "versions": _versions(), "key": None if self.key is None else asdict(self.key), "names": dict(self.names),
-            "title": self.title, "acceptance": [[round(share, 4) for share in row] for row in self.acceptance],
+            "format": FORMAT, "versions": _versions(), "key": None if self.key is None else asdict(self.key),
+            "names": dict(self.names), "title": self.title,
+            "acceptance": [[round(share, 4) for share in row] for row in self.acceptance],
             "batches": {str(batch): costs.to_dict() for batch, costs in sorted(self.batches.items())},
         }  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,8 +81,8 @@ class CostTable:
 
     @classmethod
     def load(cls, path: Path, *keys: CostKey) -> CostTable:
-        """keys: the costs must hold for one of them, and those of other versions are warned of; none: whatever they hold
-        for, of any version.
+        """keys: the costs must hold for one of them, with a warning where other versions measured them; none: whatever
+        they hold for.
 
         OSError if the file cannot be read; ValueError, in one line, if it is no table of costs or has another key.
         """

@@ -1,0 +1,31 @@
+"""`specheads curves`: the accepted length of training runs, beside one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specheads import terminal
+from specheads.training.report import compare
+from specheads.training.report.log import clock_time
+
+
+def compare_runs(folders: Sequence[Path], output: Path) -> list[dict[str, Any]]:
+    """Draw the runs into `output`, and return their curves as plain values."""
+    curves = [compare.read_curve(folder) for folder in folders]
+    compare.draw(curves, output)
+    return [curve.record() for curve in curves]
+
+
+def show(curves: Sequence[dict[str, Any]]) -> None:
+    """Where each run ended."""
+    rows = []
+    for curve in curves:
+        last = curve["points"][-1]
+        interval = "–" if last["low"] is None else f"{last['low']:.2f} to {last['high']:.2f}"
+        counted = "held-out rows" if curve["held_out"] else "training batches"
+        length, tokens = f"{last['length']:.2f}", f"{last['tokens']:,.0f}"
+        rows.append([curve["run"], counted, tokens, clock_time(last["cpu_seconds"]), length, interval])
+    columns = ("run", "counted on", "tokens seen", "CPU time", "accepted length", "95 % interval")
+    terminal.make_console().print(terminal.table("At the end of each run", columns, rows))

@@ -1,0 +1,114 @@
+"""Several runs in one figure: accepted length, with its 95 % interval, by tokens seen and by CPU time."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specheads.models.run_files import STATE
+from specheads.training.report.line_labels import label_ends
+
+Z = 1.959964  # of a 95 % interval of a normal distribution
+AXES = {"tokens": "supervised tokens seen", "cpu_seconds": "CPU time, minutes (all processes, with evaluations)"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """Accepted length after so many supervised tokens and CPU seconds; low and high: its 95 % interval, None where too
+    few batches were counted."""
+
+    step: int
+    tokens: float
+    cpu_seconds: float
+    length: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """held_out: of evaluations; else of the training batches."""
+
+    run: str
+    held_out: bool
+    points: list[Point]
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_curve(folder: Path) -> Curve:
+    """The curve of a run's folder: of its evaluations where it has any, else of its training batches.
+
+    OSError where there is no trainer_state.json; ValueError for one that is none, or that has no accepted length by
+    tokens.
+    """
+    file = folder / STATE
+    try:
+        history = json.loads(file.read_text("utf8"))["log_history"]
+        logs = [(0, 0.0, 0.0)]
+        logs += [(e["step"], e["tokens_seen"], e["cpu_seconds"]) for e in history if "tokens_seen" in e]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no record of a training run ({error})") from error
+    if len(logs) == 1:
+        raise ValueError(f"{file} says of no step how many tokens it had seen: an older version wrote it; train again")
+    held_out = any("eval_accepted_length" in entry for entry in history)
+    name = "eval_accepted_length" if held_out else "accepted_length"
+    found = {e["step"]: e for e in history if name in e and e["step"] > 0}  # a step evaluated twice keeps its last
+    if not found:
+        raise ValueError(f"{file} has no {name}: every row was shorter than the drafted depth")
+    points = [_point(step, found[step], name, logs) for step in sorted(found)]
+    return Curve(str(folder), held_out, points)
+
+
+def _point(step: int, entry: Mapping[str, Any], name: str, logs: Sequence[tuple[int, float, float]]) -> Point:
+    """logs: step, tokens and CPU seconds; between two of them, in proportion to the steps."""
+    after = min(bisect_left([log[0] for log in logs], step), len(logs) - 1)
+    (first, *before), (last, *then) = logs[max(0, after - 1)], logs[after]
+    share = min(1.0, (step - first) / (last - first)) if last > first else 1.0
+    tokens, seconds = (a + share * (b - a) for a, b in zip(before, then, strict=True))
+    length, error = entry[name], entry.get(f"{name}_error")
+    low, high = (None, None) if error is None else (max(1.0, length - Z * error), length + Z * error)
+    return Point(step, tokens, seconds, length, low, high)
+
+
+def draw(curves: Sequence[Curve], path: Path) -> None:
+    """The figure: a panel for each of AXES, a line for each run, named at its end, in a band that is its interval.
+
+    ImportError without matplotlib.
+    """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14.4, 4.8), layout="constrained")
+    names = distinct_names([curve.run for curve in curves])
+    for panel, (axis, title) in zip(figure.subplots(1, 2, sharey=True), AXES.items(), strict=True):
+        for i, (curve, name) in enumerate(zip(curves, names, strict=True)):
+            x = [getattr(point, axis) / (60 if axis == "cpu_seconds" else 1) for point in curve.points]
+            color = colormaps["tab10"](i % 10)
+            label = name if curve.held_out else f"{name} (training batches)"
+            lengths = [point.length for point in curve.points]
+            style = "-" if curve.held_out else "--"
+            panel.plot(x, lengths, style, label=label, color=color, linewidth=1.6, marker="o", markersize=3)
+            known = [(at, p.low, p.high) for at, p in zip(x, curve.points, strict=True) if p.low is not None]
+            if known:
+                panel.fill_between(*zip(*known, strict=True), color=color, alpha=0.18, linewidth=0)
+        panel.set_xlim(left=0)
+        panel.set_xlabel(title)
+        panel.grid(alpha=0.3)
+        panel.set_title("accepted length (tokens a step), 95 % interval over batches", fontsize=10)
+        label_ends(panel, panel.get_lines())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def distinct_names(folders: Sequence[str]) -> list[str]:
+    """Each folder by as few of its last parts as tell all of them apart."""
+    parts = [Path(folder).resolve().parts for folder in folders]
+    longest = max(map(len, parts))
+    count = next((n for n in range(1, longest) if len({part[-n:] for part in parts}) == len(set(parts))), longest)
+    return ["/".join(part[-count:]) for part in parts]

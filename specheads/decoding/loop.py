@@ -154,6 +154,7 @@ class _Loop:
         # One number a row and token, whatever is drafted: a seed gives the same text with and without drafts.
         self.uniforms = sampler.seed_rows(batch, max(self.limits), logits.device)
         root = sampler.draw(sampler.probs_of(scores), None if self.uniforms is None else self.uniforms[:, 0])
+        sampler.note_finite(~logits.gather(1, root.unsqueeze(1)).isnan())
         self.context = Context.start(
             self.target, ids, lengths, out.features, root, top_tokens(out.logits, self.num_top)
         )
@@ -192,6 +193,7 @@ class _Loop:
         self.uniforms = self.sampler.reseed_rows(rows, new.seeds, max(self.limits))
         first = None if self.uniforms is None else self.uniforms[:, 0]
         root = self.sampler.draw(self.sampler.probs_of(scores), first).index_select(0, rows)
+        self.sampler.note_finite(~out.logits[:, 0].gather(1, root.unsqueeze(1)).isnan())
         require_finite(bool(self.sampler.finite))
         top = top_tokens(out.logits, self.num_top)
         context = Context.start(self.target, new.ids, new.lengths, out.features, root, top)
@@ -344,7 +346,7 @@ def no_timer(part: str) -> None:
 
 
 def require_finite(finite: bool) -> None:
-    """ValueError unless every distribution that was drawn from had a finite sum."""
+    """ValueError unless every distribution that was drawn from had a finite sum, and no token's logit was NaN."""
     if not finite:
         raise ValueError(
             "the distribution of a token has no finite sum: the model's logits hold NaN or infinity; check its "

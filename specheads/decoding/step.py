@@ -69,7 +69,11 @@ def commit(
     """Add the accepted tokens to the target's cache; what the next step and the host need of this one."""
     path, topology, following = verdict.path, tree.topology, verdict.following(tree)
     target.commit(path, verdict.length)
-    finite = sampler.finite.to(following.device).expand(len(following), 1)
+    # Of a row of logits with a NaN the argmax is a NaN too, so what is emitted shows it without reading the row.
+    emitted = out.logits.flatten(1).gather(1, path * out.logits.shape[-1] + following)
+    unread = torch.arange(path.shape[1], device=path.device) >= verdict.length.unsqueeze(1)
+    valid = sampler.finite.to(path.device) & (unread | ~emitted.isnan()).all()
+    finite = valid.expand(len(following), 1)
     ranks, length = topology.ranks.gather(1, path), verdict.length.unsqueeze(1)
     top = top_tokens(out.logits, num_top)
     return Advance(

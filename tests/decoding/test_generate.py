@@ -330,3 +330,22 @@ def test_a_draft_model_may_be_a_peft_model(base):
     expected = adapted.generate(input_ids=ids, **options)
     assert not torch.equal(expected, out)
     assert torch.equal(specheads.generate(adapted, ids, drafter=specheads.DraftModel(adapted), **options), expected)
+
+
+@pytest.mark.parametrize("compile", [False, "eager"])
+@pytest.mark.parametrize("draft", [False, "lookup"])
+def test_logits_that_are_no_numbers_end_greedy_text_in_an_error(draft, compile):
+    """From the token on whose embedding is NaN; none is written as token 0."""
+    broken = tiny_llama(num_hidden_layers=2)
+    options = {"do_sample": False, "eos_token_id": None, "draft": draft, "compile": compile}
+    ids = torch.tensor([[5, 9, 11], [9, 11, 60]])
+    text = specheads.generate(broken, ids, max_new_tokens=12, **options)
+    place = next(i for i in range(5, 15) if text[0, i] not in text[:, :i] and text[0, i] not in text[1])
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[text[0, place]] = torch.nan
+    same = specheads.generate(broken, ids, max_new_tokens=place - 2, **options)  # it is written, and not yet read
+    assert torch.equal(same, text[:, : place + 1])
+    with pytest.raises(ValueError, match="NaN"):
+        specheads.generate(broken, ids, max_new_tokens=12, **options)
+    with pytest.raises(ValueError, match="NaN"):
+        specheads.generate(broken, text[:1, : place + 1], max_new_tokens=1, **options)

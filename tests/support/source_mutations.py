@@ -158,6 +158,11 @@ MUTATIONS = (
       "order.reverse()", "pass", TREE),
     M("rejection order of the first row for all", "decoding.tree.topology:TreeTopology.rejection_order",
       "child // num * num", "0 * child", TREE),
+    M("emitted logits that are no numbers pass", "decoding.step:commit",
+      "(unread | ~emitted.isnan()).all()", "True", "decoding/test_generate.py", "no_numbers"),
+    M("first token of no number passes", "decoding.loop:_Loop.prefill",
+      "sampler.note_finite(~logits.gather(1, root.unsqueeze(1)).isnan())", "pass", "decoding/test_generate.py",
+      "no_numbers"),
     # --- Cache, masks and positions ---
     M("commit one slot too early", "decoding.target.cache:TreeCache.commit",
       "self.scratch + self.lengths", "self.scratch - 1 + self.lengths", CACHE, "commit"),

@@ -214,7 +214,7 @@ def accepted_length(work: Tensor) -> Tensor:
 
 
 def show(folder: Path, options: argparse.Namespace, rows: int) -> None:
-    """heads.md and heads.json of the variants that have every seed."""
+    """heads.md and heads.json of the variants that have two seeds or more, which is what an interval takes."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
     for path in sorted(folder.glob("*/figures.json")):
         record = json.loads(path.read_text("utf8"))
@@ -222,8 +222,9 @@ def show(folder: Path, options: argparse.Namespace, rows: int) -> None:
             found[record["variant"]].append(record)
     if len({json.dumps(record["budget"]) for records in found.values() for record in records}) > 1:
         raise SystemExit(f"{folder} holds variants of several budgets: empty it, or ask for the same one again")
-    finished = {name: summary(records) for name, records in found.items() if len(records) == options.seeds}
-    unfinished = [f"{name} ({len(records)})" for name, records in found.items() if 0 < len(records) < options.seeds]
+    least = min(2, options.seeds)
+    finished = {name: summary(records) for name, records in found.items() if len(records) >= least}
+    unfinished = [f"{name} ({len(records)})" for name, records in found.items() if 0 < len(records) < least]
     if not finished:
         return
     if REFERENCE in finished:
@@ -238,12 +239,12 @@ def show(folder: Path, options: argparse.Namespace, rows: int) -> None:
     command += f" --seeds {options.seeds} --steps {spent['steps']}" + " --bf16" * spent["bf16"]
     text = "\n".join([
         "# Every head and every loss after the same training\n", f"`{command}`\n", f"{environment.line(where)}.\n",
-        f"{options.seeds} seeds; {spent['steps']} steps of {spent['batch_size']} rows of at most {spent['max_length']} "
+        f"{spent['steps']} steps of {spent['batch_size']} rows of at most {spent['max_length']} "
         f"tokens, of {rows} that the base wrote itself, "
         + ("under bfloat16 autocast" if spent["bf16"] else "in float32")
         + f", learning rate {spent['learning_rate']:g} for all. Accepted length (tokens a step) in float32 on "
         f"{spent['num_prompts']} prompts of held-out files and {spent['num_prompts']} of installed packages × "
-        f"{spent['max_new_tokens']} tokens, with 95 % intervals over seeds and prompts. {options.seeds} seeds are few: "
+        f"{spent['max_new_tokens']} tokens, with 95 % intervals over seeds and prompts. Seeds are few, so "
         "these intervals are somewhat too narrow.\n",
         table(finished),
         *(["Not in the table, with the seeds done: " + ", ".join(unfinished) + ".\n"] if unfinished else []),
@@ -261,16 +262,18 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     mean = {key: sum(r[key] for r in records) / len(records) for key in ("tokens_per_second", "peak_mib")}
     return {
         **{key: records[0][key] for key in ("variant", "budget", "parameters")}, **mean,
+        "seeds": [r["seed"] for r in records],
         "accepted_length": {shape: float(accepted_length(w)) for shape, w in work.items()},
         "interval": {shape: crossed_interval(w) for shape, w in work.items()},
         "by_seed": {shape: [float(accepted_length(one)) for one in w] for shape, w in work.items()},
-        "work": {shape: w.long().tolist() for shape, w in work.items()},
     }  # fmt: skip
 
 
 def difference(records: list[dict[str, Any]], reference: list[dict[str, Any]], shape: str) -> dict[str, Any]:
-    """Accepted length minus the reference's, with its interval over the same seeds and prompts."""
-    own, other = (torch.tensor([r["work"][shape] for r in each]).double() for each in (records, reference))
+    """Accepted length minus the reference's, with its interval, over the seeds that both have and the same prompts."""
+    own, other = ({r["seed"]: r["work"][shape] for r in each} for each in (records, reference))
+    shared = sorted(own.keys() & other.keys())
+    own, other = (torch.tensor([each[seed] for seed in shared]).double() for each in (own, other))
     return {
         "accepted_length": float(accepted_length(own) - accepted_length(other)),
         "interval": crossed_interval(own, other),
@@ -281,13 +284,13 @@ def table(finished: dict[str, dict[str, Any]]) -> str:
     shapes = [shape for shape in SHAPES if any(shape in one["accepted_length"] for one in finished.values())]
     rows = [
         [
-            one["variant"], f"{one['parameters'] / 1e6:.2f} M",
+            one["variant"], f"{one['parameters'] / 1e6:.2f} M", str(len(one["seeds"])),
             *(shown(one["accepted_length"].get(shape), one["interval"].get(shape)) for shape in shapes),
             f"{one['tokens_per_second']:,.0f}", f"{one['peak_mib']:,.0f} MiB",
         ]
         for one in finished.values()
     ]  # fmt: skip
-    return report.markdown(("head", "parameters", *shapes, "training tokens/s", "peak memory"), rows)
+    return report.markdown(("head", "parameters", "seeds", *shapes, "training tokens/s", "peak memory"), rows)
 
 
 def differences(finished: dict[str, dict[str, Any]]) -> list[str]:

@@ -108,13 +108,15 @@ def test_a_run_resumes_by_variant_seed_and_shape(folder, tmp_path, capsys, monke
     assert set(record["work"]) == {"greedy chain", "sampled chain"} and len(record["work"]["sampled chain"]) == 4
     found = json.loads((tmp_path / "heads.json").read_text())["variants"]
     assert [one["variant"] for one in found] == ["mtp", "eagle3"]
-    tokens, steps = torch.tensor(found[1]["work"]["greedy chain"]).sum((0, 1)).tolist()
+    figures = [tmp_path / "heads" / f"eagle3-{seed}" / "figures.json" for seed in range(2)]
+    work = [json.loads(path.read_text())["work"]["greedy chain"] for path in figures]
+    tokens, steps = (sum(one[i] for each in work for one in each) for i in range(2))
     assert found[1]["accepted_length"]["greedy chain"] == pytest.approx(tokens / steps)
     text = (tmp_path / "heads.md").read_text()
-    assert "| mtp | 0.01 M |" in text and "minus that of eagle3" in text and "2 seeds; 2 steps of 3 rows" in text
+    assert "| mtp | 0.01 M | 2 |" in text and "minus that of eagle3" in text and "\n2 steps of 3 rows" in text
 
 
-def test_a_variant_without_every_seed_is_named_and_has_no_row(folder, tmp_path):
+def test_a_variant_of_a_single_seed_is_named_and_has_no_row(folder, tmp_path):
     run(folder, tmp_path, "--bf16")
     shutil.rmtree(tmp_path / "heads" / "mtp-1")
     options = ["--base", folder / "base", "--data", folder / "own.jsonl", "--out", tmp_path, "--seeds", 2, "--steps", 2]
@@ -122,6 +124,19 @@ def test_a_variant_without_every_seed_is_named_and_has_no_row(folder, tmp_path):
     assert heads.main([str(o) for o in [*options, "--only", "eagle3"]]) == 0
     text = (tmp_path / "heads.md").read_text()
     assert "| mtp |" not in text and "with the seeds done: mtp (1)" in text and "under bfloat16 autocast" in text
+
+
+def test_a_difference_is_between_the_seeds_that_both_have():
+    """Seeds differ tenfold; a head gains one token on every prompt of two steps."""
+
+    def records(gains, gained):
+        return [
+            {"seed": seed, "work": {"greedy chain": [(gain + gained, 2), (3 * gain + gained, 2)]}}
+            for seed, gain in gains.items()
+        ]
+
+    found = heads.difference(records({0: 2, 2: 20}, 1), records({2: 20, 1: 7, 0: 2}, 0), "greedy chain")
+    assert found["accepted_length"] == pytest.approx(0.5) and found["interval"] == pytest.approx((0.5, 0.5))
 
 
 def test_figures_of_another_budget_are_not_mixed_in(folder, tmp_path):

@@ -1,17 +1,21 @@
 """Every head, and every loss on EAGLE-3, after the same training: how many tokens a step they yield, and their cost.
 
 Where they are not called as published, EAGLE-3 has `norm_before_residual`, and EAGLE-1 learns without noise from three
-steps of its own drafts, as in HASS (arXiv:2408.15766).
+steps of its own drafts, as in HASS (arXiv:2408.15766). "mtp, wide" has as many parameters as EAGLE-3: the MLP of its
+layer is wider than the base's.
 
-    python train/self_distill.py --base checkpoints/base --output runs/own.jsonl --num_rows 864 --batch_size 96 \\
+    python train/self_distill.py --base checkpoints/base --output runs/own.jsonl --num_rows 1440 --batch_size 96 \\
         --max_new_tokens 112 --dtype float32
-    python benchmarks/heads.py --data runs/own.jsonl --out docs/benchmarks
+    python benchmarks/heads.py --data runs/own.jsonl --out docs/benchmarks --bf16
 
-Each variant sees the same rows in the same order, for the same steps, with the same optimizer. Then it decodes held-out
-files with the real loop: greedily and sampled at temperature 1, by a chain of five drafts and by a tree of 16 nodes.
-Training speed is in tokens a second of CPU time (of wall time on a GPU); peak memory is of one training step, beyond
-base and head, counted tensor by tensor. Each variant's figures are kept in OUT/heads/, and a variant that is there
-already is not run again: several processes can share the work with --only.
+Of one seed, each variant sees the same rows in the same order, for the same steps, with the same optimizer. Then it
+decodes prompts of held-out files and as many of installed packages with the real loop, in float32 and many at a time:
+by a chain of five drafts and a tree of 16 nodes, greedily and sampled at temperature 1. Intervals are 95 %, by
+resampling seeds and prompts; differences are of the same seed and prompt. Training speed is in tokens a second of CPU
+time (of wall time on a GPU); peak memory is of one training step, beyond base and head, counted tensor by tensor.
+
+OUT/heads/ keeps each head and its figures, variant by variant and seed by seed, and what is there is not done again.
+Several processes can share the work with --only, and more --shapes can be decoded later.
 """
 
 from __future__ import annotations
@@ -25,39 +29,48 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.utils import logging as hf_logging
 
 import specheads
 from specheads import BestFirstTree, Collator, DynamicTree, SampledTree, chain
 from specheads.bench import decoders, environment, report
+from specheads.bench.figures.intervals import crossed_interval
 from specheads.bench.memory import LiveMemory
-from specheads.bench.prompts import held_out_prompts
+from specheads.bench.prompts import held_out_prompts, package_prompts
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets, token_counts
 from specheads.decoding.generation import prompt_batches
+from specheads.heads.mtp.target_layers import config_table
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.functions import DISTRIBUTION_LOSSES
 from specheads.models.files import replacing
 
 DEPTH, NODES, VOCAB = 5, 16, 2048
 EAGLE3 = {"steps": DEPTH, "draft_vocab_size": VOCAB}
+WIDE = "mtp, wide"
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "medusa": ("medusa", {"num_heads": DEPTH, "draft_vocab_size": VOCAB}),
-    "eagle, as published": ("eagle", {"steps": 1, "noise": 0.1}),
-    "eagle": ("eagle", {"steps": 3, "noise": 0.0}),
-    "hydra": ("hydra", {"num_heads": DEPTH, "draft_vocab_size": VOCAB}),
-    "hydra++": ("hydra", {"num_heads": DEPTH, "draft_vocab_size": VOCAB, "prefix_layer": True}),
-    "eagle3, as published": ("eagle3", {**EAGLE3, "norm_before_residual": False}),
+    "mtp": ("mtp", {"steps": DEPTH}),
     "eagle3": ("eagle3", EAGLE3),
-    "parallel": ("parallel", {"block_size": DEPTH, "draft_vocab_size": VOCAB, "anchors": 64}),
-    "parallel, every anchor": ("parallel", {"block_size": DEPTH, "draft_vocab_size": VOCAB}),
+    WIDE: ("mtp", {"steps": DEPTH}),
     **{
         f"eagle3, {name}": ("eagle3", {**EAGLE3, "loss": name})
         for name in DISTRIBUTION_LOSSES if name not in ("ce", "kl")  # whose gradients are the same
     },
     "eagle3, D-PACE": ("eagle3", {**EAGLE3, "dpace": 0.5}),
+    "eagle3, as published": ("eagle3", {**EAGLE3, "norm_before_residual": False}),
+    "medusa": ("medusa", {"num_heads": DEPTH, "draft_vocab_size": VOCAB}),
+    "eagle, as published": ("eagle", {"steps": 1, "noise": 0.1}),
+    "eagle": ("eagle", {"steps": 3, "noise": 0.0}),
+    "hydra": ("hydra", {"num_heads": DEPTH, "draft_vocab_size": VOCAB}),
+    "hydra++": ("hydra", {"num_heads": DEPTH, "draft_vocab_size": VOCAB, "prefix_layer": True}),
+    "parallel": ("parallel", {"block_size": DEPTH, "draft_vocab_size": VOCAB, "anchors": 64}),
+    "parallel, every anchor": ("parallel", {"block_size": DEPTH, "draft_vocab_size": VOCAB}),
 }  # fmt: skip
+REFERENCE = "eagle3"  # with which the others are compared
+SHAPES = ("greedy chain", "greedy tree", "sampled chain", "sampled tree")
+BUDGET = ("steps", "batch_size", "max_length", "learning_rate", "bf16", "num_prompts", "max_new_tokens")
 
 
 class Clock(TrainerCallback):
@@ -71,19 +84,36 @@ class Clock(TrainerCallback):
         self.marks.append(self.now())
 
 
-def trained(kind: str, head: dict[str, Any], rows: Any, options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """The model of a variant, and what its training took."""
-    torch.manual_seed(options.seed)
-    base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32).to(options.device)
-    model = specheads.convert(base, kind, **head).to(options.device)
+def untrained(name: str, base: Any) -> Any:
+    """The model of a variant before training."""
+    kind, head = VARIANTS[name]
+    if name == WIDE:
+        missing = size_of(specheads.convert(base, "eagle3", **EAGLE3))
+        missing -= size_of(specheads.convert(base, kind, **head))
+        table = config_table(base.config)
+        width = table["intermediate_size"] + missing // (3 * table["hidden_size"])  # gate, up and down
+        head = {**head, "target_config": {**table, "intermediate_size": width}}
+    return specheads.convert(base, kind, **head)
+
+
+def size_of(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.head.parameters())
+
+
+def train(name: str, seed: int, rows: Any, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Train a variant and save its head in `folder`; what it took."""
+    torch.manual_seed(seed)
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
+    base = AutoModelForCausalLM.from_pretrained(options.base, dtype=dtype).to(options.device)
+    model = untrained(name, base).to(options.device)
     if isinstance(model.head, DraftVocabulary) and model.head.target_ids is not None:
         model.head.set_draft_vocabulary(token_counts(rows, len(model.head.t2d)), base)
     clock = Clock(torch.device(options.device))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as scratch:
         arguments = specheads.SpecTrainingArguments(
-            output_dir=folder, max_steps=options.steps, per_device_train_batch_size=options.batch_size,
+            output_dir=scratch, max_steps=options.steps, per_device_train_batch_size=options.batch_size,
             learning_rate=options.learning_rate, muon=True, lr_scheduler_type="linear", warmup_steps=0.03,
-            max_grad_norm=1.0, adam_beta2=0.95, seed=options.seed, report_to=[], save_strategy="no",
+            max_grad_norm=1.0, adam_beta2=0.95, seed=seed, report_to=[], save_strategy="no", bf16=options.bf16,
             use_cpu=options.device == "cpu", disable_tqdm=True, logging_steps=50,
         )  # fmt: skip
         trainer = specheads.SpecTrainer(
@@ -91,107 +121,196 @@ def trained(kind: str, head: dict[str, Any], rows: Any, options: argparse.Namesp
         )
         trainer.train()
     batch = Collator(0)([rows[i] for i in range(options.batch_size)])
-    batch = {name: value.to(options.device) for name, value in batch.items()}
+    batch = {key: value.to(options.device) for key, value in batch.items()}
     tokens = options.batch_size * options.max_length
     seconds = (clock.marks[-1] - clock.marks[0]) / (len(clock.marks) - 1)
+    autocast = torch.autocast(torch.device(options.device).type, torch.bfloat16, enabled=options.bf16)
     with LiveMemory() as memory:
-        model(**batch).loss.backward()
-    model.zero_grad()
-    parameters = sum(p.numel() for p in model.head.parameters())
-    return model.eval(), {
-        "parameters": parameters, "tokens_per_second": tokens / seconds, "peak_mib": memory.peak / 2**20,
-    }  # fmt: skip
+        with autocast:
+            loss = model(**batch).loss
+        loss.backward()
+    model.save_pretrained(folder)
+    return {"parameters": size_of(model), "tokens_per_second": tokens / seconds, "peak_mib": memory.peak / 2**20}
 
 
-def measured(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, float]:
-    """Accepted length of real decoding, by temperature and shape."""
-    prompts = held_out_prompts(tokenizer, options.num_prompts)
-    batches = prompt_batches.batches(tokenizer, prompts, model.device)
+def prompts(tokenizer: Any, count: int) -> list[str]:
+    """So many of held-out files, then as many of installed packages."""
+    packaged, _ = package_prompts(tokenizer, count)
+    return [*held_out_prompts(tokenizer, count), *(str(prompt.asked) for prompt in packaged)]
+
+
+def decode(model: Any, shape: str, batches: list[dict[str, Tensor]], max_new_tokens: int) -> list[tuple[int, int]]:
+    """Of each prompt: the tokens after the first, which the prefill gives, and the steps that they took."""
     tree = BestFirstTree(NODES, DEPTH, 4) if model.head.config.kind == "parallel" else DynamicTree(NODES, DEPTH, 4)
-    asked = {
-        "greedy chain": {"do_sample": False, "tree": chain(DEPTH)},
-        "greedy tree": {"do_sample": False, "tree": tree},
-        "sampled chain": {"do_sample": True, "tree": SampledTree((1,) * DEPTH), "seed": 0},
-        "sampled tree": {"do_sample": True, "tree": SampledTree((3, 2, 1)), "seed": 0},
-    }
-    return {
-        name: decoders.accepted_length(model, batches, max_new_tokens=options.max_new_tokens, **given)
-        for name, given in asked.items()
-    }
+    plan, sampling = {
+        "greedy chain": (chain(DEPTH), {}),
+        "greedy tree": (tree, {}),
+        "sampled chain": (SampledTree((1,) * DEPTH), {"do_sample": True, "seed": 0}),
+        "sampled tree": (SampledTree((3, 2, 1)), {"do_sample": True, "seed": 0}),
+    }[shape]
+    run = decoders.drafted(model, max_new_tokens, plan=plan, **sampling)
+    gains = [row[1:] for batch in batches for row in run(batch, None).gains]
+    return [(sum(row), len(row)) for row in gains]
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="checkpoints/base")
     parser.add_argument("--data", nargs="+", required=True, help="rows the base wrote itself")
     parser.add_argument("--out", type=Path, required=True, help="the folder for heads.md, heads.json and heads/")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="run these alone")
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="decode these alone")
+    parser.add_argument("--seeds", type=int, default=3, help="of a head's weights and the order of the rows")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--batch-size", type=int, default=3)
     parser.add_argument("--max-length", type=int, default=176)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
-    parser.add_argument("--num-prompts", type=int, default=12)
+    parser.add_argument("--bf16", action="store_true", help="train under bfloat16 autocast, the base in bfloat16")
+    parser.add_argument("--num-prompts", type=int, default=50, help="of held-out files, and of installed packages")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     hf_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     rows, _ = build_datasets(DataConfig(train=options.data, max_length=options.max_length), tokenizer)
+    asked = prompts(tokenizer, options.num_prompts)
+    batches = prompt_batches.batches(tokenizer, asked, torch.device(options.device), options.num_prompts)
+    base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32).to(options.device)
     folder = options.out / "heads"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in options.only:
-        path = folder / f"{name.replace(', ', '_').replace('+', 'p')}.json"
-        if path.exists():
-            continue
-        kind, head = VARIANTS[name]
-        model, cost = trained(kind, head, rows, options)
-        record = {
-            "variant": name,
-            "budget": budget(options),
-            **cost,
-            "accepted_length": measured(model, tokenizer, options),
-        }
-        with replacing(path) as partial:
-            partial.write_text(json.dumps(record, indent=2) + "\n", "utf8")
-        print(json.dumps(record), flush=True)
+    for seed in range(options.seeds):
+        for name in options.only:
+            own = folder / f"{name.replace(', ', '_').replace(' ', '_').replace('+', 'p')}-{seed}"
+            path = own / "figures.json"
+            if not path.exists():
+                own.mkdir(parents=True, exist_ok=True)
+                cost = train(name, seed, rows, own, options)
+                write(path, {"variant": name, "seed": seed, "budget": budget(options), **cost, "work": {}})
+            record = json.loads(path.read_text("utf8"))
+            for shape in options.shapes:
+                if shape not in record["work"]:
+                    model = specheads.load_head(base, own).eval()
+                    record["work"][shape] = decode(model, shape, batches, options.max_new_tokens)
+                    write(path, record)
+                    length = float(accepted_length(torch.tensor(record["work"][shape]).double()))
+                    print(f"{name}, seed {seed}, {shape}: {length:.3f} tokens a step", flush=True)
     show(folder, options, len(rows))
     return 0
 
 
+def write(path: Path, record: dict[str, Any]) -> None:
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(record) + "\n", "utf8")
+
+
 def budget(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("steps", "batch_size", "max_length", "learning_rate", "num_prompts", "max_new_tokens", "seed")
-    return {name: getattr(options, name) for name in names}
+    return {name: getattr(options, name) for name in BUDGET}
+
+
+def accepted_length(work: Tensor) -> Tensor:
+    """Tokens and steps (..., prompts, 2) → tokens a step over all prompts, and where there are seeds, over these."""
+    tokens, steps = work.flatten(0, -2).sum(0)
+    return tokens / steps
 
 
 def show(folder: Path, options: argparse.Namespace, rows: int) -> None:
-    """heads.md and heads.json of all variants that are there."""
-    found = {
-        record["variant"]: record for path in folder.glob("*.json") for record in [json.loads(path.read_text("utf8"))]
-    }
-    records = [found[name] for name in VARIANTS if name in found]
-    if len({json.dumps(record["budget"]) for record in records}) > 1:
+    """heads.md and heads.json of the variants that have two seeds or more, which is what an interval takes."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
+    for path in sorted(folder.glob("*/figures.json")):
+        record = json.loads(path.read_text("utf8"))
+        if record["seed"] < options.seeds:
+            found[record["variant"]].append(record)
+    if len({json.dumps(record["budget"]) for records in found.values() for record in records}) > 1:
         raise SystemExit(f"{folder} holds variants of several budgets: empty it, or ask for the same one again")
-    shapes = list(records[0]["accepted_length"])
-    table = [
-        [
-            r["variant"], f"{r['parameters'] / 1e6:.2f} M", *(f"{r['accepted_length'][shape]:.2f}" for shape in shapes),
-            f"{r['tokens_per_second']:,.0f}", f"{r['peak_mib']:,.0f} MiB",
-        ]
-        for r in records
-    ]  # fmt: skip
-    where, spent = environment.environment(), records[0]["budget"]
-    command = f"python benchmarks/heads.py --data {' '.join(options.data)} --out {options.out} --steps {spent['steps']}"
+    least = min(2, options.seeds)
+    finished = {name: summary(records) for name, records in found.items() if len(records) >= least}
+    unfinished = [f"{name} ({len(records)})" for name, records in found.items() if 0 < len(records) < least]
+    if not finished:
+        return
+    if REFERENCE in finished:
+        for name, one in finished.items():
+            one["difference"] = {
+                shape: difference(found[name], found[REFERENCE], shape)
+                for shape in one["accepted_length"]
+                if name != REFERENCE and shape in finished[REFERENCE]["accepted_length"]
+            }
+    where, spent = environment.environment(), next(iter(finished.values()))["budget"]
+    command = f"python benchmarks/heads.py --data {' '.join(options.data)} --out {options.out}"
+    command += f" --seeds {options.seeds} --steps {spent['steps']}" + " --bf16" * spent["bf16"]
     text = "\n".join([
         "# Every head and every loss after the same training\n", f"`{command}`\n", f"{environment.line(where)}.\n",
-        f"{spent['steps']} steps of {spent['batch_size']} rows of at most {spent['max_length']} tokens, of {rows} that "
-        f"the base wrote itself; accepted length (tokens a step) on {spent['num_prompts']} prompts of held-out files × "
-        f"{spent['max_new_tokens']} tokens.\n",
-        report.markdown(("head", "parameters", *shapes, "training tokens/s", "peak memory"), table),
+        f"{spent['steps']} steps of {spent['batch_size']} rows of at most {spent['max_length']} "
+        f"tokens, of {rows} that the base wrote itself, "
+        + ("under bfloat16 autocast" if spent["bf16"] else "in float32")
+        + f", learning rate {spent['learning_rate']:g} for all. Accepted length (tokens a step) in float32 on "
+        f"{spent['num_prompts']} prompts of held-out files and {spent['num_prompts']} of installed packages × "
+        f"{spent['max_new_tokens']} tokens, with 95 % intervals over seeds and prompts. Seeds are few, so "
+        "these intervals are somewhat too narrow.\n",
+        table(finished),
+        *(["Not in the table, with the seeds done: " + ", ".join(unfinished) + ".\n"] if unfinished else []),
+        *differences(finished),
     ])  # fmt: skip
-    report.write(options.out, "heads", text, {"command": command, "environment": where, "variants": records})
+    record = {"command": command, "environment": where, "variants": list(finished.values())}
+    report.write(options.out, "heads", text, record)
     print(text)
+
+
+def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """One variant's figures over its seeds."""
+    shapes = [shape for shape in SHAPES if all(shape in record["work"] for record in records)]
+    work = {shape: torch.tensor([r["work"][shape] for r in records]).double() for shape in shapes}
+    mean = {key: sum(r[key] for r in records) / len(records) for key in ("tokens_per_second", "peak_mib")}
+    return {
+        **{key: records[0][key] for key in ("variant", "budget", "parameters")}, **mean,
+        "seeds": [r["seed"] for r in records],
+        "accepted_length": {shape: float(accepted_length(w)) for shape, w in work.items()},
+        "interval": {shape: crossed_interval(w) for shape, w in work.items()},
+        "by_seed": {shape: [float(accepted_length(one)) for one in w] for shape, w in work.items()},
+    }  # fmt: skip
+
+
+def difference(records: list[dict[str, Any]], reference: list[dict[str, Any]], shape: str) -> dict[str, Any]:
+    """Accepted length minus the reference's, with its interval, over the seeds that both have and the same prompts."""
+    own, other = ({r["seed"]: r["work"][shape] for r in each} for each in (records, reference))
+    shared = sorted(own.keys() & other.keys())
+    own, other = (torch.tensor([each[seed] for seed in shared]).double() for each in (own, other))
+    return {
+        "accepted_length": float(accepted_length(own) - accepted_length(other)),
+        "interval": crossed_interval(own, other),
+    }
+
+
+def table(finished: dict[str, dict[str, Any]]) -> str:
+    shapes = [shape for shape in SHAPES if any(shape in one["accepted_length"] for one in finished.values())]
+    rows = [
+        [
+            one["variant"], f"{one['parameters'] / 1e6:.2f} M", str(len(one["seeds"])),
+            *(shown(one["accepted_length"].get(shape), one["interval"].get(shape)) for shape in shapes),
+            f"{one['tokens_per_second']:,.0f}", f"{one['peak_mib']:,.0f} MiB",
+        ]
+        for one in finished.values()
+    ]  # fmt: skip
+    return report.markdown(("head", "parameters", "seeds", *shapes, "training tokens/s", "peak memory"), rows)
+
+
+def differences(finished: dict[str, dict[str, Any]]) -> list[str]:
+    compared = {name: one["difference"] for name, one in finished.items() if one.get("difference")}
+    if not compared:
+        return []
+    shapes = [shape for shape in SHAPES if any(shape in each for each in compared.values())]
+    rows = [
+        [name, *(shown(**each[shape], sign="+") if shape in each else "–" for shape in shapes)]
+        for name, each in compared.items()
+    ]
+    text = f"Accepted length minus that of {REFERENCE}, of the same seeds and prompts:\n"
+    return [text, report.markdown(("head", *shapes), rows)]
+
+
+def shown(accepted_length: float | None, interval: tuple[float, float] | None, sign: str = "") -> str:
+    if accepted_length is None:
+        return "–"
+    between = "" if interval is None else f" ({interval[0]:{sign}.2f} to {interval[1]:{sign}.2f})"
+    return f"{accepted_length:{sign}.2f}{between}"
 
 
 if __name__ == "__main__":

@@ -83,6 +83,35 @@ def test_95_percent_intervals_of_a_median_hold_it_about_as_often():
     assert intervals.median_interval([3.0]) is None and intervals.median_interval([3.0] * 5) == (3.0, 3.0)
 
 
+def crossed_work(coin, seeds=12, prompts=30, gain=0.0):
+    """(seeds, prompts, 2): steps, and tokens of which each step has 3 and what is particular to the seed and prompt."""
+    of_seed, of_prompt = (
+        0.3 * torch.randn(shape, generator=coin, dtype=torch.float64) for shape in ((seeds, 1), (1, prompts))
+    )
+    steps = torch.full((seeds, prompts), 20.0, dtype=torch.float64)
+    return torch.stack([(3 + gain + of_seed + of_prompt) * steps, steps], -1)
+
+
+def test_95_percent_intervals_over_seeds_and_prompts_hold_the_true_length_about_as_often():
+    """Of 200 samples of 12 seeds and 30 prompts. Intervals hold the length in 92.4 % (of 2,000 samples); at
+    that coverage a false alarm has a probability below 1e-4."""
+    coin, held = torch.Generator().manual_seed(4), 0
+    for seed in range(200):
+        low, high = intervals.crossed_interval(crossed_work(coin), resamples=400, seed=seed)
+        held += low <= 3 <= high
+    assert 0.84 * 200 < held <= 0.985 * 200
+
+
+def test_a_difference_is_of_the_same_seeds_and_prompts():
+    """Prompts and seeds differ, the gain does not: an interval without pairs would be wide."""
+    reference = crossed_work(torch.Generator().manual_seed(0), seeds=3)
+    own = crossed_work(torch.Generator().manual_seed(0), seeds=3, gain=0.25)
+    assert intervals.crossed_interval(own, reference) == pytest.approx((0.25, 0.25))
+    assert intervals.crossed_interval(own[:1], reference[:1]) is None
+    with pytest.raises(ValueError, match="beside"):
+        intervals.crossed_interval(own, reference[:2])
+
+
 # ------------------------------------------------------------------------------------------------------------- figures
 
 

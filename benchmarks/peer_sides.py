@@ -2,8 +2,9 @@
 
     python benchmarks/peer_sides.py JOB.json
 
-Every side sees the same batches in the same order and takes the same steps of the same optimizer, in float32. What a
-side leaves: its head in `out`, as the program itself saves it, and `out`/figures.json.
+Every side sees the same batches in the same order and takes the same steps of the same optimizer, in float32. It takes
+as many as each line of standard input says, and answers with their CPU seconds in a file. When its input ends it leaves
+its head in `out`, as the program itself saves it, and `out`/figures.json.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -89,7 +89,8 @@ def modelopt_side(job: Job, counts: Tensor) -> tuple[Any, Loss, Callable[[Path],
     }  # fmt: skip
     config = {
         "eagle_architecture_config": eagle3_default_config | block, "eagle_ttt_steps": job["depth"],
-        "eagle_use_torch_compile": job["compile"], "eagle_export_rope_scaling": {},
+        "eagle_use_torch_compile": job["compile"], "eagle_mix_hidden_states": job["mixed"],
+        "eagle_export_rope_scaling": {},
     }  # fmt: skip
     mtsp.convert(model, [("eagle", config)])
     model.eagle_module.d2t.copy_(most_frequent(counts, job) - torch.arange(job["draft_vocab_size"]))
@@ -166,35 +167,45 @@ def run(job: Job) -> dict[str, Any]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=job["learning_rate"], betas=(0.9, 0.95), weight_decay=0.0)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds, losses = [], []
-    for step, ids in enumerate(given["ids"]):
+    losses: list[float] = []
+
+    def step() -> float:
+        ids, done = given["ids"][len(losses)], len(losses)
         for group in optimizer.param_groups:
-            group["lr"] = job["learning_rate"] * min(1.0, (step + 1) / 5) * (1 - step / len(given["ids"]))
+            group["lr"] = job["learning_rate"] * min(1.0, (done + 1) / 5) * (1 - done / len(given["ids"]))
         begun = time.process_time()
         loss = loss_of(ids)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append(time.process_time() - begun)
+        seconds = time.process_time() - begun
         losses.append(loss.item())
+        return seconds
+
+    for line in sys.stdin:
+        answer([step() for _ in range(int(line))], Path(job["answer"]))
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     with live_memory(job)() as memory:
         loss_of(given["ids"][0]).backward()
-    out = Path(job["out"])
-    save(out)
-    tokens = given["ids"][0].numel()
+    save(Path(job["out"]))
     return {
         "versions": {
             name: version(name) for name in (DISTRIBUTIONS[job["side"]], "torch", "transformers")
         },
         "parameters": sum(parameter.numel() for parameter in trained),
-        "tokens_per_second": tokens / statistics.median(seconds[min(2, len(seconds) - 1) :]),
         "step_mib": memory.peak / 2**20,
         "resident_mib": resident / 2**10,
         "first_loss": losses[0],
         "last_loss": losses[-1],
     }  # fmt: skip
+
+
+def answer(seconds: list[float], path: Path) -> None:
+    """Leave seconds in a file, whole as soon as it is there. Programs print to standard output as they like."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(seconds))
+    part.rename(path)
 
 
 def live_memory(job: Job) -> Any:

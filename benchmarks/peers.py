@@ -18,19 +18,27 @@ and the rows come from the base itself:
 
 All sides: the same base, head size, draft vocabulary, batches, steps, AdamW and schedule, float32, one thread; loss,
 its decay by depth and initial weights are each program's own. "specheads anchored" makes the drafts behind the first
-at one position in eight; "normed" is norm_before_residual, which ModelOpt has not. The trained heads are read here by
-`specheads import` and decode held-out prompts through the same loop. A second base of random weights with --wide-vocab
-tokens shows speed and memory at a vocabulary of today's size. Speed is tokens a second of CPU time, median of the
-steps, the base's forward included; memory is the peak of one step beyond all weights, counted tensor by tensor.
+at one position in eight, which is less work: rows of its own. "normed" is norm_before_residual, which ModelOpt has not;
+"modelopt mixed" is its eagle_mix_hidden_states, "compiled" its eagle_use_torch_compile. The trained heads are read here
+by `specheads import` and decode held-out prompts through the same loop (not with --num-prompts 0). A second base of
+random weights with --wide-vocab tokens shows speed and memory at a vocabulary of today's size.
+
+All sides of a head are in memory at once and take turns, a block of steps each, in an order that rotates. Speed is
+tokens a second of CPU time, the base's forward included, over all blocks but the first; the interval of a ratio is a
+bootstrap over blocks. Memory is the peak of one step beyond all weights, counted tensor by tensor, and beside it by how
+much training raised the peak of the process's resident memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +50,7 @@ from transformers.utils import logging as hf_logging
 
 from specheads import SpecModel, chain
 from specheads.bench import decoders, environment, memory, report
+from specheads.bench.figures.intervals import ratio_interval, speed
 from specheads.bench.prompts import held_out_prompts
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets, token_counts
@@ -54,6 +63,7 @@ SIDES = {
         "specheads",
         "specheads anchored",
         "modelopt",
+        "modelopt mixed",
         "modelopt compiled",
         "speculators",
         "specheads normed",
@@ -87,21 +97,58 @@ def wide_base(folder: Path, source: str, vocab_size: int) -> None:
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
-def trained(side: str, head: str, base: str, given: Path, out: Path, options: argparse.Namespace) -> dict[str, Any]:
-    program, _, variant = side.partition(" ")
-    python = {"specheads": sys.executable, "modelopt": options.modelopt, "speculators": options.speculators}[program]
-    out.mkdir(parents=True)
-    job = {
-        "side": program, "head": head, "base": base, "batches": str(given), "out": str(out), "depth": DEPTHS[head],
-        "draft_vocab_size": options.draft_vocab_size, "learning_rate": options.learning_rate, "seed": options.seed,
-        "threads": 1, "compile": variant == "compiled", "memory": memory.__file__, "normed": "normed" in variant,
-        "anchors": options.max_length // 8 if "anchored" in variant else None,
-    }  # fmt: skip
-    path = out / "job.json"
-    path.write_text(json.dumps(job))
-    subprocess.run([python, str(HERE / "peer_sides.py"), str(path)], check=True)
-    found: dict[str, Any] = json.loads((out / "figures.json").read_text())
-    return found
+class Side:
+    """One program training one head, in a process that waits for its turn."""
+
+    def __init__(self, side: str, head: str, base: str, given: Path, out: Path, options: argparse.Namespace) -> None:
+        program, _, variant = side.partition(" ")
+        python = {"specheads": sys.executable, "modelopt": options.modelopt, "speculators": options.speculators}
+        out.mkdir(parents=True)
+        self.name, self.out, self.blocks = side, out, []
+        self.answer = out / "seconds.json"
+        job = {
+            "side": program, "head": head, "base": base, "batches": str(given), "out": str(out), "depth": DEPTHS[head],
+            "draft_vocab_size": options.draft_vocab_size, "learning_rate": options.learning_rate, "seed": options.seed,
+            "threads": 1, "compile": variant == "compiled", "mixed": variant == "mixed", "memory": memory.__file__,
+            "normed": "normed" in variant, "anchors": options.max_length // 8 if "anchored" in variant else None,
+            "answer": str(self.answer),
+        }  # fmt: skip
+        (out / "job.json").write_text(json.dumps(job))
+        command = [python[program], str(HERE / "peer_sides.py"), str(out / "job.json")]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+
+    def take(self, steps: int) -> None:
+        """Train on the next steps, and note the CPU seconds of each."""
+        assert self.process.stdin
+        self.process.stdin.write(f"{steps}\n")
+        self.process.stdin.flush()
+        while not self.answer.exists():
+            if self.process.poll() is not None:
+                raise SystemExit(f"{self.name} ended with exit code {self.process.returncode}; see its error above")
+            time.sleep(0.05)
+        self.blocks.append(json.loads(self.answer.read_text()))
+        self.answer.unlink()
+
+    def finish(self) -> dict[str, Any]:
+        self.process.communicate()
+        if self.process.returncode:
+            raise SystemExit(f"{self.name} ended with exit code {self.process.returncode}; see its error above")
+        found: dict[str, Any] = json.loads((self.out / "figures.json").read_text())
+        return found | {"block_seconds": self.blocks}
+
+
+def trained(sides: list[Side], steps: int, block: int, tokens: int) -> list[dict[str, Any]]:
+    """Each side's figures, after its steps in blocks that take turns. tokens: of a step."""
+    for turn, begun in enumerate(range(0, steps, block)):
+        for i in range(len(sides)):
+            sides[(turn + i) % len(sides)].take(min(block, steps - begun))
+    records = []
+    for side in sides:
+        figures = side.finish()
+        # The first block is the warm-up. Of the others the median step: the machine may have other work.
+        work = [(tokens, statistics.median(seconds)) for seconds in side.blocks[1:]]
+        records.append({"side": side.name, **figures, "work": work, "tokens_per_second": speed(work)})
+    return records
 
 
 def accepted_length(folder: Path, options: argparse.Namespace, depth: int) -> float:
@@ -121,8 +168,12 @@ def main() -> int:
     parser.add_argument("--data", nargs="+", required=True, help="rows the base wrote itself")
     parser.add_argument("--out", type=Path, required=True, help="the folder for peers.md and peers.json")
     parser.add_argument("--compiled", action="store_true", help="ModelOpt with its torch.compile too")
+    parser.add_argument("--sides", nargs="+", help="these alone, as the table names them")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--block", type=int, default=10, help="steps of a turn; the first block is a warm-up")
     parser.add_argument("--wide-steps", type=int, default=12)
+    parser.add_argument("--wide-block", type=int, default=2)
+    parser.add_argument("--heads", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument("--wide-vocab", type=int, nargs="*", default=[32768])
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-length", type=int, default=176)
@@ -135,7 +186,11 @@ def main() -> int:
     hf_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     ids, counts = batches(options.data, tokenizer, options)
-    left_out = {name for name in ("modelopt", "speculators") if not getattr(options, name)}
+    programs = ("modelopt", "speculators")
+    without = [name for name in programs if not getattr(options, name)]
+    left_out = {side for sides in SIDES.values() for side in sides if side.partition(" ")[0] in without}
+    left_out |= {side for side in SIDES["eagle3"] if "normed" in side and "speculators" in without}
+    left_out |= {side for sides in SIDES.values() for side in sides if options.sides and side not in options.sides}
     left_out |= set() if options.compiled else {"modelopt compiled"}
     records = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -149,15 +204,15 @@ def main() -> int:
             given = work / f"batches{vocab_size}.safetensors"
             padded = torch.nn.functional.pad(counts, (0, vocab_size - len(counts)))
             save_file({"ids": seen.contiguous(), "counts": padded}, given)
-            for head, sides in SIDES.items():
-                for side in sides:
-                    if side in left_out:
-                        continue
-                    out = work / f"{vocab_size}-{head}-{side.replace(' ', '-')}"
-                    figures = trained(side, head, base, given, out, options)
-                    if base == options.base:
+            block = options.block if base == options.base else options.wide_block
+            for head in options.heads:
+                names = [side for side in SIDES[head] if side not in left_out]
+                folders = [work / f"{vocab_size}-{head}-{side.replace(' ', '-')}" for side in names]
+                sides = [Side(side, head, base, given, out, options) for side, out in zip(names, folders, strict=True)]
+                for out, figures in zip(folders, trained(sides, len(seen), block, seen[0].numel()), strict=True):
+                    if base == options.base and options.num_prompts:
                         figures["accepted_length"] = accepted_length(out, options, DEPTHS[head])
-                    records.append({"head": head, "vocab_size": vocab_size, "side": side, **figures})
+                    records.append({"head": head, "vocab_size": vocab_size, **figures})
                     print(json.dumps(records[-1]), flush=True)
     show(records, options)
     return 0
@@ -166,42 +221,56 @@ def main() -> int:
 def show(records: list[dict[str, Any]], options: argparse.Namespace) -> None:
     ours = {(r["head"], r["vocab_size"], r["side"]): r for r in records if r["side"].startswith("specheads")}
 
-    def by_theirs(r: dict[str, Any], figure: str, mark: str) -> str:
+    def by_theirs(r: dict[str, Any], figure: str) -> str:
         """Of one of ours, and of the anchored one where there is one."""
         if r["side"].startswith("specheads"):
             return ""
         alike = "specheads normed" if "normed" in r["side"] else "specheads"
         own = [ours.get((r["head"], r["vocab_size"], side)) for side in (alike, f"{alike} anchored")]
-        return ", ".join(f"{one[figure] / r[figure]:.2f}{mark}" for one in own if one)
+        return ", ".join(ratio(one, r, figure) for one in own if one)
+
+    def ratio(one: dict[str, Any], r: dict[str, Any], figure: str) -> str:
+        value = f"{one[figure] / r[figure]:.2f}"
+        if figure != "tokens_per_second":
+            return value
+        interval = ratio_interval(one["work"], r["work"])
+        return f"{value}×" + (f" ({interval[0]:.2f}–{interval[1]:.2f})" if interval else "")
 
     table = [
         [
             f"{r['head']}, V = {r['vocab_size']:,}", r["side"], f"{r['parameters'] / 1e6:.2f} M",
-            f"{r['tokens_per_second']:,.0f}", by_theirs(r, "tokens_per_second", "×"),
-            f"{r['step_mib']:,.0f} MiB", by_theirs(r, "step_mib", ""),
+            f"{r['tokens_per_second']:,.0f}", by_theirs(r, "tokens_per_second"),
+            f"{r['step_mib']:,.0f} MiB", by_theirs(r, "step_mib"), f"{r['resident_mib']:,.0f} MiB",
             f"{r['accepted_length']:.2f}" if "accepted_length" in r else "",
         ]
         for r in records
     ]  # fmt: skip
     versions = sorted({f"{name} {number}" for r in records for name, number in r["versions"].items()})
-    command = (
-        "python benchmarks/peers.py --modelopt mo/bin/python --speculators spec/bin/python "
-        f"--data {' '.join(options.data)} --out {options.out} --steps {options.steps}"
-        + (" --compiled" if options.compiled else "")
-    )  # fmt: skip
+    environments = {options.modelopt: "mo/bin/python", options.speculators: "spec/bin/python"}  # as in the docstring
+    command = "python benchmarks/peers.py " + shlex.join(environments.get(word, word) for word in sys.argv[1:])
+    lengths = (
+        f" Accepted length: tokens a step of greedy chains on {options.num_prompts} held-out prompts × 64 tokens."
+        if options.num_prompts
+        else ""
+    )
+    wide = (
+        f" ({options.wide_steps} in blocks of {options.wide_block} where the vocabulary is a wide one of random "
+        "weights, whose random tokens are mostly outside the draft vocabulary, which saves nobody work)"
+        if options.wide_vocab
+        else ""
+    )
     text = "\n".join([
         "# Training the same heads with ModelOpt and with speculators\n", f"`{command}`\n",
         f"{environment.line(environment.environment())}; {', '.join(versions)}. One thread, float32.\n",
-        f"{options.steps} steps of {options.batch_size} × {options.max_length} tokens ({options.wide_steps} where the "
-        f"vocabulary is a wide one of random weights), AdamW at {options.learning_rate:g}; {DEPTHS['eagle3']} steps of "
+        f"{options.steps} steps of {options.batch_size} × {options.max_length} tokens in blocks of {options.block} "
+        f"that take turns{wide}, AdamW at {options.learning_rate:g}; {DEPTHS['eagle3']} steps of "
         f"training-time test over a draft vocabulary of {options.draft_vocab_size:,}, and {DEPTHS['medusa']} Medusa "
-        "heads over all tokens. Speed is of CPU time with the base's forward in it; memory is the peak of one step "
-        "beyond all weights. “Ours by theirs” is of specheads and, behind the comma, anchored: above 1 for speed and "
-        "below 1 for memory is in our favour; normed with normed. The wide base's random tokens are mostly outside the "
-        "draft vocabulary, which saves nobody work. Accepted "
-        f"length: tokens a step of greedy chains on {options.num_prompts} held-out prompts × 64 tokens.\n",
+        "heads over all tokens. Speed is of CPU time with the base's forward in it, its ratio with a 95 % interval "
+        "over blocks; memory is the peak of one step beyond all weights, resident what training added to the peak of "
+        "the process. “Ours by theirs” is of specheads and, behind the comma, anchored, which is less work: above 1 "
+        f"for speed and below 1 for memory is in our favour; normed with normed.{lengths}\n",
         report.markdown(
-            ("head", "program", "trained", "tokens/s", "ours by theirs", "peak memory", "ours by theirs",
+            ("head", "program", "trained", "tokens/s", "ours by theirs", "peak memory", "ours by theirs", "resident",
              "accepted length"), table,
         ),
     ])  # fmt: skip

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import tempfile
 import time
@@ -235,8 +236,10 @@ def show(folder: Path, options: argparse.Namespace, rows: int) -> None:
                 if name != REFERENCE and shape in finished[REFERENCE]["accepted_length"]
             }
     where, spent = environment.environment(), next(iter(finished.values()))["budget"]
-    command = f"python benchmarks/heads.py --data {' '.join(options.data)} --out {options.out}"
-    command += f" --seeds {options.seeds} --steps {spent['steps']}" + " --bf16" * spent["bf16"]
+    decoded = [shape for shape in SHAPES if any(shape in one["accepted_length"] for one in finished.values())]
+    given = ["--data", *options.data, "--out", str(options.out), "--seeds", str(options.seeds)]
+    given += ["--steps", str(spent["steps"]), *["--bf16"] * spent["bf16"], "--only", *finished, "--shapes", *decoded]
+    command = f"python benchmarks/heads.py {shlex.join(given)}"
     text = "\n".join([
         "# Every head and every loss after the same training\n", f"`{command}`\n", f"{environment.line(where)}.\n",
         f"{spent['steps']} steps of {spent['batch_size']} rows of at most {spent['max_length']} "

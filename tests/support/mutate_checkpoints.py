@@ -191,6 +191,8 @@ class Mutants:
                 text = model.generate(IDS, **OPTIONS)
                 right = self.text if model.joint is None else model.base.generate(IDS, **OPTIONS)
         except Exception as error:
+            if model.joint is not None and "NaN" in str(error) and model.base(IDS).logits.isnan().any():
+                return "refused", str(error)  # with these adapters the base's own logits are no numbers
             return "broken", f"loads, and dies in decoding: {type(error).__name__}: {str(error)[:300]}"
         except OutOfTime:
             return "broken", f"decoding takes more than {SECONDS} s"

@@ -71,4 +71,5 @@ def _refuse_other(files: Files, name: str, value: object, ours: object = None) -
     if value is None or (type(value) is type(ours) and value == ours):
         return
     text = str(value).lower() if isinstance(value, bool) else shown(value)
+    name = name if name.isprintable() else ascii(name)
     raise CheckpointError(f"{files}: its head has {name}={text}, which is not supported yet")

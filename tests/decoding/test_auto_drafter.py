@@ -190,7 +190,7 @@ def test_a_head_that_was_idle_drafts_as_one_that_never_was(heads, head, every):
     assert len(drafter.drafts) > 2 and all(torch.equal(one, other) for one, other in drafter.drafts)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("every", [2, 5, 30])
 @pytest.mark.parametrize("head", HEADS)
 def test_a_head_that_was_idle_drafts_after_a_prompt_that_took_a_row_as_alone(heads, head, every):

@@ -60,7 +60,7 @@ class Checked(DraftModel):
                 self.checked += len(row)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("plan", ["chain of 4", "static", "dynamic", "sampled"])
 @pytest.mark.parametrize("kind", BASES)
 def test_the_small_models_logits_are_those_of_an_uncached_forward(kind, plan):

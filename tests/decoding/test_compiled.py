@@ -52,7 +52,7 @@ LOSSY = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(
     "sampling", [{}, {"do_sample": True, "temperature": 0.8, "seed": 5}], ids=["greedy", "sampled"]
 )
@@ -86,6 +86,7 @@ def test_the_grid_of_rules_has_every_rule():
     assert all(rule_named(rule).on_device for rule in LOSSY)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", ["typical:{}", "fuzzy:js:{}"])
 def test_one_graph_serves_all_thresholds_seeds_and_lengths_of_a_rule(rule):
     model, texts = shallow("medusa", 2), set()
@@ -136,7 +137,7 @@ def test_a_graph_serves_equal_plans_whatever_was_computed_of_them_before():
             assert compiled == without
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(37)
 @pytest.mark.parametrize("family", FAMILIES | RECURRENT)
 def test_every_family_compiles_with_every_way_of_drafting(family):
     base = build(*(FAMILIES | RECURRENT)[family])
@@ -173,7 +174,7 @@ def test_a_hybrid_targets_step_is_one_graph_for_chains_and_fixed_trees(family, t
     assert all("forward" not in vars(part.module) for part in Target(model.base).recurrent)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "draft",
     [DraftModel, PromptLookup(3, width=2), NGram(2), AdaptiveChain(4)],
@@ -229,7 +230,7 @@ def test_the_documentation_lists_the_reasons_why_others_do_not():
         assert reason_not_compiled(SimpleNamespace(**without | case)).partition(" (")[0] == row
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("draft", "tree", "accept", "functions"),
     [
@@ -264,6 +265,7 @@ def test_processors_that_read_the_prefix_stay_outside():
     assert [function.__name__ for function, _ in compiled_steps(model.base, "eager")._known] == ["verify"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -306,7 +308,7 @@ def test_a_longer_text_meets_few_graphs():
 
 
 def test_a_graph_serves_only_the_weights_and_modes_it_was_traced_with():
-    base = tiny_llama(num_hidden_layers=2)
+    base = tiny_llama(num_hidden_layers=1)
     prompts = padded(PROMPTS)
     texts_of(base, prompts)
     before = module_state(base)
@@ -340,7 +342,7 @@ def test_a_prompt_as_long_as_a_draft_begins_on_the_host_too():
 
 
 def test_hooks_attention_and_adapter_scales_are_part_of_what_is_compiled():
-    base, prompts = tiny_llama(num_hidden_layers=2), padded(PROMPTS)
+    base, prompts = tiny_llama(num_hidden_layers=1), padded(PROMPTS)
     texts_of(base, prompts)
     before = {module_state(base)}
     with base.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: -output):
@@ -350,7 +352,7 @@ def test_hooks_attention_and_adapter_scales_are_part_of_what_is_compiled():
     base.set_attn_implementation("eager")
     before.add(module_state(base))
     assert len(before) == 3
-    adapted = with_adapter(num_hidden_layers=2)
+    adapted = with_adapter(num_hidden_layers=1)
     texts_of(adapted, prompts)
     before = module_state(adapted.base_model.model)
     for module in adapted.modules():
@@ -362,7 +364,7 @@ def test_hooks_attention_and_adapter_scales_are_part_of_what_is_compiled():
 
 
 def test_a_graph_is_not_made_again_for_processors_and_drafters_that_it_does_not_hold():
-    base, prompts = tiny_llama(num_hidden_layers=2), padded(PROMPTS)
+    base, prompts = tiny_llama(num_hidden_layers=1), padded(PROMPTS)
     for draft in (PromptLookup(3), NGram(3, filler_top_k=1)):
         texts_of(base, prompts, draft=draft)
     assert len(compiled_steps(base, "eager")) == 1
@@ -372,7 +374,7 @@ def test_a_graph_is_not_made_again_for_processors_and_drafters_that_it_does_not_
 
 
 def test_adapters_are_part_of_what_is_compiled():
-    base = with_adapter(num_hidden_layers=2)
+    base = with_adapter(num_hidden_layers=1)
     prompts = padded(PROMPTS)
     active, compiled = texts_of(base, prompts)
     assert compiled == active
@@ -401,7 +403,7 @@ def test_what_cannot_be_compiled_is_decoded_without_after_one_warning(hf_log):
     def broken(graph, inputs):
         raise OSError("no compiler")
 
-    base = tiny_llama(num_hidden_layers=2)
+    base = tiny_llama(num_hidden_layers=1)
     steps = compiled_steps(base, "eager")
     steps.backend = broken
     for draft in (None, PromptLookup(3)):
@@ -434,7 +436,7 @@ def test_a_wrong_call_fails_as_it_does_without():
 
 def test_a_model_whose_positions_change_with_the_length_is_decoded_without(hf_log):
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    base = tiny_llama(num_hidden_layers=2, rope_parameters=rope, max_position_embeddings=24)
+    base = tiny_llama(num_hidden_layers=1, rope_parameters=rope, max_position_embeddings=24)
     without, compiled = texts_of(base, padded(PROMPTS), draft=PromptLookup(3), max_new_tokens=30)
     assert compiled == without
     assert "positions change with the length" in hf_log.text

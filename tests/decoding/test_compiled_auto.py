@@ -83,7 +83,7 @@ def test_a_head_that_misses_steps_drafts_in_the_graph(kind, sampling, monkeypatc
     assert len(graphs) >= 2 + reads_what_it_missed, "of the head's shapes, and in both widths"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("draft", "accept", "tree"),
     [

@@ -196,9 +196,9 @@ def test_a_head_of_two_layers_matches_greedy(base, prompts, greedy):
             assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=24, draft=True), greedy[name])
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("plan", ["chain of 4", "static", "dynamic", "sampled"])
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.sampled(7)
 def test_an_ending_inside_a_draft_matches_greedy(base, models, text, head, plan):
     """Every token of the continuation in turn as EOS, and every length limit, cut drafts at all their depths."""
     inputs = padded([text[3, :4].tolist(), text[4, :9].tolist()])

@@ -157,10 +157,10 @@ def test_every_way_of_reading_one_number_is_seen(read, monkeypatch):
     assert 1 in itertools.chain.from_iterable(reads.sizes.values())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("tree", [None, SampledTree((3, 2, 1))], ids=["default", "sampled"])
 @pytest.mark.parametrize("accept", RULES, ids=repr)
-@pytest.mark.sampled(3)
 def test_no_vocabulary_wide_tensor_goes_to_the_host(model, monkeypatch, do_sample, tree, accept):
     """Of what is copied, nothing is as large as one row's probabilities; each step copies once."""
     with monkeypatch.context() as patch, Reads(patch) as reads:

@@ -57,6 +57,7 @@ def test_three_rows_have_the_bases_joint_distribution(drafter, plan, rule):
     check_joint_distribution(small_base(2), drafter, plan, rule, 1e-12)
 
 
+@pytest.mark.sampled(2)
 # All but convolutions compute in float32 whatever the model's dtype.
 @pytest.mark.parametrize(("base", "close"), [("LFM2", 1e-12), ("Qwen3.5", 1e-5), ("Falcon-H1", 1e-5)])
 def test_three_rows_of_a_recurrent_base_have_its_joint_distribution(base, close):

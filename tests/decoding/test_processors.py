@@ -265,6 +265,7 @@ def test_a_grammar_is_rolled_back_from_its_end(compiled):
         assert torch.equal(masked(tree, text), masked(path, text))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_a_grammar_library_judges_trees_of_drafts(model, compiled, batch, ends):

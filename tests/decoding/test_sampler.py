@@ -266,9 +266,9 @@ def pairs(probs, start):
     return marginal
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("head", ["medusa", "hydra", "eagle", "eagle3", "parallel"])
 @pytest.mark.parametrize("plan", [None, SampledTree((2, 1)), SampledTree((1, 1, 1))], ids=["default", "tree", "chain"])
-@pytest.mark.sampled(3)
 def test_generate_draws_pairs_with_the_bases_chances(tiny, head, plan):
     """8,000 texts of 3 tokens. False-alarm probability 1e-6 over all 30 marginals (Bonferroni), were seeds free."""
     torch.manual_seed(5)

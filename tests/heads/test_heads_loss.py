@@ -50,9 +50,9 @@ def test_over_large_features_eagle3s_block_is_heard_only_with_norm_before_residu
             assert large == pytest.approx(silent, abs=1e-4) and abs(large - usual) > 5e-3
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "options"), HEADS)
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.sampled(2)
 def test_loss_and_gradients_equal_the_slow_implementation(kind, options, training):
     model = spec_model(kind, **options).train(training)
     data = rows(9, 7)

@@ -42,7 +42,7 @@ def shipped(tmp_path_factory):
     return get
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_target_with_modules_writes_its_own_greedy_text(shipped, family):
     model = SpecModel.from_pretrained(shipped(family)[0])

@@ -90,6 +90,7 @@ def test_training_from_saved_features_equals_training_beside_the_base(kind, pack
     assert torch.equal(model.generate(prompt, max_new_tokens=8), reference.base.generate(prompt, max_new_tokens=8))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("options", "rel"), [({"dtype": "bfloat16"}, 2e-3), ({"dtype": "float8_e4m3fn"}, 2e-2)])
 @pytest.mark.parametrize("kind", HEADS)
 def test_narrower_features_give_nearly_the_same_loss(kind, options, rel, folder, tmp_path):

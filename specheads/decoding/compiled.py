@@ -21,10 +21,11 @@ from transformers.generation import logits_process as hf
 from transformers.utils import logging
 
 from specheads.decoding.acceptance import Acceptance, Exact
-from specheads.decoding.drafters.base import Advance, Context, DeviceDraft, Drafter
-from specheads.decoding.planner import BestFirstTree, DynamicTree, Plan, SampledTree, StaticTree
+from specheads.decoding.drafters.base import Advance, Context, Drafter
+from specheads.decoding.planner import BestFirstTree, DynamicTree, NoDraft, Plan, SampledTree, StaticTree
 from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.probs.sampler import Sampler
+from specheads.decoding.refill import split_prompt
 from specheads.decoding.step import step_after_draft, verify, whole_step
 from specheads.decoding.target.causal import Target, TargetOutput
 from specheads.decoding.tree import DraftTree
@@ -130,7 +131,7 @@ def first_lines(error: Exception, count: int = 2) -> str:
 class StepCompiler:
     """Runs the steps of one call of decode() compiled: whole where the host has no part in them, else what can be.
 
-    whole: the host has no part in drafting and judging, except that the first step reads the prompt. judges: nor in
+    whole: the host has no part in drafting and judging, but reads the prompt before the first step. judges: nor in
     judging a tree of point masses, or a chain. by_target: drafts decide how fast the text comes, and not which.
     """
 
@@ -157,7 +158,7 @@ class StepCompiler:
 
     @property
     def state(self) -> Hashable:
-        """What graphs depend on until the next `renew`: read after a first step, which may enlarge a head's tables."""
+        """What graphs depend on of the target until the next `renew`."""
         if self._state is None:
             offset, weight = self.target.offset, self.target.embed.weight
             autocast = torch.is_autocast_enabled(weight.device.type) and torch.get_autocast_dtype(weight.device.type)
@@ -204,8 +205,10 @@ class StepCompiler:
         """
         if not self.judges:
             return None
-        draft: DeviceDraft | None = None
+        draft, unread = None, None
         if self.drafter is not None and self.plan is not None:
+            if self.whole and not context.ranks:  # the first step, which reads the prompt before
+                unread, context = split_prompt(context, self.plan.depth + 1)
             draft = self.drafter.device_draft(context, self.plan)
             if draft is None or not self.grows(draft.plan):
                 return None
@@ -217,6 +220,8 @@ class StepCompiler:
                 grown.topology(len(active), active.device).complete()
             elif shortened and not self.by_target:
                 return None  # the best tree of fewer levels is another tree
+            if unread is not None:
+                drafter.propose(unread, Sampler(), NoDraft(plan))
             caches = tuple((cache.attended, cache.size) for cache in context.caches)
             key = self.key(self.judging, type(drafter), self.state_of(module), plan, context.features.shape[1], caches)
         return self._run(
@@ -332,14 +337,12 @@ def reason_not_compiled(target: Target) -> str | None:
 def module_state(module: nn.Module) -> tuple:
     """The module, and what of it may change: modes, hooks, adapters, attention, the kind and shape of each tensor."""
     adapters = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
-    modules = [
-        (
-            m.training, id(vars(m).get("forward")), *m._forward_hooks, *m._forward_pre_hooks,
-            *(str(getattr(m, name, None)) for name in adapters),
-            getattr(getattr(m, "config", None), "_attn_implementation", None),
-        )
-        for m in module.modules()
-    ]  # fmt: skip
+    modules = []
+    for own in map(vars, module.modules()):  # getattr() of what a module lacks would take most of the time
+        named = [str(own[name]) for name in adapters if name in own]
+        attention = getattr(own.get("config"), "_attn_implementation", None)
+        hooks = *own["_forward_hooks"], *own["_forward_pre_hooks"]
+        modules.append((own["training"], id(own.get("forward")), *hooks, *named, attention))
     tensors = [(type(t), t.shape, t.dtype, t.device) for t in (*module.parameters(), *module.buffers())]
     tables = [t.shape for m in module.modules() if isinstance(t := getattr(m, "_table", None), Tensor)]
     return ref(module), hash(tuple(modules)), hash(tuple(tensors)), tuple(tables)

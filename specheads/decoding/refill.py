@@ -44,6 +44,14 @@ def only_last_position(context: Context) -> Context:
     )
 
 
+def split_prompt(context: Context, columns: int) -> tuple[Context, Context]:
+    """The context of prompts in two: of all but each row's last position, and of the last alone, in so many columns."""
+    others = replace(context, new=context.new - 1, last=(context.last - 1).clamp(min=0))
+    last = only_last_position(context)
+    features, following = (_pad_columns(values, columns) for values in (last.features, last.following))
+    return others, replace(last, features=features, following=following)
+
+
 def replace_rows(context: Context, rows: Sequence[int], prompts: Context) -> Context:
     """The context in which the rows of `prompts` have taken the place of `rows`; its history changes in place."""
     for row, ids in zip(rows, prompts.history, strict=True):

@@ -30,7 +30,7 @@ from specheads import (
 )  # fmt: skip
 from specheads.decoding.acceptance import RULES
 from specheads.decoding.acceptance.named import rule_named
-from specheads.decoding.compiled import compiled_steps, module_state, reason_not_compiled
+from specheads.decoding.compiled import StepCompiler, compiled_steps, module_state, reason_not_compiled
 from specheads.decoding.target.cache import static_size
 from specheads.decoding.target.causal import Target
 from specheads.decoding.target.model_inputs import ModelInputs
@@ -334,11 +334,16 @@ def test_a_model_told_to_compile_does_so_unless_a_call_says_otherwise():
     assert len(compiled_steps(model.base, "eager")) == 1
 
 
-def test_a_prompt_as_long_as_a_draft_begins_on_the_host_too():
-    model = spec_model("eagle3")
-    without, compiled = texts_of(model, {"inputs": torch.tensor([[5, 9, 11]])}, tree=chain(2))
-    assert compiled == without
-    assert len(compiled_steps(model.base, "eager")) == 1
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_step_is_in_the_graph_after_prompts_of_any_length(kind, monkeypatch):
+    """Under this rule a wrong draft is another text."""
+    monkeypatch.setattr(StepCompiler, "verify", None)
+    model = shallow(kind, 3)
+    for prompts in ([[5]], [[5, 9, 11]], [[7], [5, 9, 11], [3, 1, 4, 1, 5, 9, 2, 6]]):
+        without, compiled = texts_of(model, padded(prompts), tree=chain(2), accept="topn:60")
+        assert compiled == without
+    assert len(compiled_steps(model.base, "eager")) == 2  # of one row and of three
 
 
 def test_hooks_attention_and_adapter_scales_are_part_of_what_is_compiled():

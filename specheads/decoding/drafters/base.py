@@ -166,9 +166,10 @@ class Drafter(Protocol):
     def device_draft(self, context: Context, plan: Plan) -> DeviceDraft | None:
         """Asked before propose() where a step is compiled: what the device drafts instead; None if propose() must.
 
-        A drafter that is `on_device` drafts there after every step of the same depth. The first step reads the prompt,
-        and where the text ends soon, steps draft less."""
-        if not (self.on_device and context.ranks and context.features.shape[1] == plan.depth + 1):
+        A drafter that is `on_device` drafts there after every step of the same depth, but not where the text ends soon
+        and steps draft less. Before the first step it is asked to read the prompt without drafting, all but the last
+        position."""
+        if not (self.on_device and context.features.shape[1] == plan.depth + 1):
             return None
         return DeviceDraft(self, context, plan, self if isinstance(self, nn.Module) else None, plan.depth)
 

@@ -45,11 +45,11 @@ OPTIONS = ("temperature", "top_p", "min_p")
 class CompiledSteps:
     """The compiled steps of one base model.
 
-    backend: of torch.compile. `failure`: why nothing is compiled, None while all is well.
+    backend: of torch.compile. device: the model's. `failure`: why nothing is compiled, None while all is well.
     """
 
-    def __init__(self, backend: str = DEFAULT_BACKEND) -> None:
-        self.backend = backend
+    def __init__(self, backend: str, device: torch.device) -> None:
+        self.backend, self.device = backend, device
         self.failure: str | None = None
         self._known: dict[Hashable, Callable[..., Any]] = {}
         self._failed: set[Hashable] = set()
@@ -77,7 +77,7 @@ class CompiledSteps:
         began = time.perf_counter()
         logger.warning("compiling %s for new shapes; torch keeps the code on disk", function.__name__)
         try:
-            compiled = compile_without_guards(function, self.backend)
+            compiled = compile_without_guards(function, self.backend, self.device)
             result = compiled(*inputs)
         except Exception as error:
             result = function(*inputs)  # which raises what is wrong with the inputs, if that is what it was
@@ -107,18 +107,19 @@ _STEPS: WeakKeyDictionary[PreTrainedModel, dict[str, CompiledSteps]] = WeakKeyDi
 def compiled_steps(base: PreTrainedModel, backend: str | bool = True) -> CompiledSteps:
     """The compiled steps of this base, which live as long as it does. backend: True for torch's own."""
     backend = DEFAULT_BACKEND if backend is True else str(backend)
-    return _STEPS.setdefault(base, {}).setdefault(backend, CompiledSteps(backend))
+    return _STEPS.setdefault(base, {}).setdefault(backend, CompiledSteps(backend, base.device))
 
 
-def compile_without_guards(function: Callable[..., T], backend: str) -> Callable[..., T]:
+def compile_without_guards(function: Callable[..., T], backend: str, device: torch.device) -> Callable[..., T]:
     """torch.compile of a copy of the function, whose code torch knows nothing of yet."""
     code = function.__code__.replace(co_name=f"{function.__name__}_")
     fresh = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-    if backend == DEFAULT_BACKEND:
+    if backend == DEFAULT_BACKEND and device.type == "cpu":
         from specheads.decoding.few_rows import FewRows  # it imports torch's compiler
 
-        options["post_grad_custom_pre_pass"] = FewRows()
+        # A step is some 200 short calls, each of which costs more from Python.
+        options |= {"post_grad_custom_pre_pass": FewRows(), "cpp_wrapper": True}
     return torch.compile(fresh, fullgraph=True, dynamic=False, backend=backend, options=options)
 
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from gpu_sections.sizes import Sizes
 from specheads.decoding.drafters.base import Context, Drafter
-from specheads.decoding.planner import Plan, chain
+from specheads.decoding.planner import Plan, StaticTree, chain
 from specheads.decoding.probs.sampler import Sampler
-from specheads.decoding.tree import DraftTree, TreeTopology
+from specheads.decoding.tree import DraftTree
 
 
 @torch.no_grad()
@@ -62,16 +62,10 @@ class SuccessorDrafter(nn.Module, Drafter):
         return chain(7)
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
-        root, depth = context.root.unsqueeze(1), plan.depth  # (B, 1)
-        if depth == 0:
+        if not isinstance(plan, StaticTree):  # it drafts nothing
             return DraftTree.root_only(context.root)
-
-        def topology() -> TreeTopology:
-            like = DraftTree.chains(context.root, [[0] * depth] * len(root))
-            assert like.is_chain  # it is asked here, because no step that is compiled can ask
-            return like.topology
-
-        made = context.once(f"chain of {depth}", topology)
+        root, depth = context.root.unsqueeze(1), plan.depth  # (B, 1)
+        made = plan.topology(len(root), root.device)
         node = torch.arange(depth + 1, device=root.device)  # (D + 1,)
         wrong = (node > self.right) * (self.vocab_size // 2)
         return DraftTree((root + node + wrong) % self.vocab_size, made.parents, depth, topology=made)

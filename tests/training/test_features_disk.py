@@ -141,7 +141,7 @@ def test_two_processes_write_the_files_of_one(folder, whole):
         [*command, "train/features.py", "recipes/medusa.yaml", "--output", str(output), "--taps", "1,2,4", "--yes",
          "--batch_size", "2", "--shard_mb", "0.012", f"base={folder / 'base'}", "base_dtype=float32",
          f"data.train={folder / 'train.jsonl'}", f"data.eval={folder / 'eval.jsonl'}", "data.eval_fraction=0",
-         "data.split=train", "data.max_length=24", "launch.processes=2"]
+         "data.split=train", "data.max_length=24", "training.bf16=false", "launch.processes=2"]
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("saved ") == 1

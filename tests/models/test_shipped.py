@@ -12,7 +12,7 @@ from tests.support.paths import ROOT
 
 REPOSITORY = ROOT
 CHECKPOINTS = REPOSITORY / "checkpoints"
-HEADS = ("medusa", "eagle", "eagle3", "next/medusa", "next/hydra", "next/eagle3")
+HEADS = ("medusa", "eagle", "eagle3", "next/medusa", "next/hydra", "next/eagle", "next/eagle3")
 MEGABYTE = 10**6
 
 

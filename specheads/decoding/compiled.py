@@ -339,8 +339,10 @@ def module_state(module: nn.Module) -> tuple:
     """The module, and what of it may change: modes, hooks, adapters, attention, the kind and shape of each tensor."""
     adapters = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
     modules = []
-    for own in map(vars, module.modules()):  # getattr() of what a module lacks would take most of the time
-        named = [str(own[name]) for name in adapters if name in own]
+    for part in module.modules():
+        own = vars(part)
+        # Asking a module for what it lacks would take most of the time.
+        named = [str(getattr(part, name)) for name in adapters if name in own or hasattr(type(part), name)]
         attention = getattr(own.get("config"), "_attn_implementation", None)
         hooks = *own["_forward_hooks"], *own["_forward_pre_hooks"]
         modules.append((own["training"], id(own.get("forward")), *hooks, *named, attention))

@@ -386,6 +386,9 @@ def test_adapters_are_part_of_what_is_compiled():
     with base.disable_adapter():
         disabled, compiled = texts_of(base, prompts)
     assert compiled == disabled != active
+    again, compiled = texts_of(base, prompts)
+    assert compiled == again == active
+    assert len(compiled_steps(base.base_model.model, "eager")) == 2
 
 
 def test_graphs_are_freed_with_their_head_and_with_their_base():

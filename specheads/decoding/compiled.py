@@ -188,7 +188,7 @@ class StepCompiler:
     def key(self, *others: Any) -> Hashable:
         """That of a graph which depends on the target and on others."""
         cache = self.target.cache
-        return self.state, len(cache.lengths), cache.scratch, cache.attended, cache.size, *others
+        return self.state, len(cache.lengths), cache.scratch, cache.end, cache.size, *others
 
     @property
     def judging(self) -> Hashable:
@@ -223,7 +223,7 @@ class StepCompiler:
                 return None  # the best tree of fewer levels is another tree
             if unread is not None:
                 drafter.propose(unread, Sampler(), NoDraft(plan))
-            caches = tuple((cache.attended, cache.size) for cache in context.caches)
+            caches = tuple((cache.end, cache.size) for cache in context.caches)
             key = self.key(self.judging, type(drafter), self.state_of(module), plan, context.features.shape[1], caches)
         return self._run(
             whole_step, key, self.target, drafter, plan, self.accept, self.sampler, context, numbers(depth), active,

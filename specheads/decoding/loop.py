@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ def decode(
         if refill is not None and finished and (new := refill(finished)) is not None:
             yield loop.refill(new)
         elif len(finished) < len(loop.running):
-            yield loop.step()
+            yield loop.step(others_wait=refill is not None and not finished)
         else:
             return
 
@@ -213,10 +213,11 @@ class _Loop:
             kept_scores if self.keep_scores else [],
         )  # fmt: skip
 
-    def step(self) -> Step:
-        """One step of all rows that run."""
+    def step(self, *, others_wait: bool) -> Step:
+        """One step of all rows that run. others_wait: may a new prompt take the place of the next row to finish?"""
         began, end_part = time.perf_counter(), part_timer.get() or no_timer
         schedule = schedule_step(self.target, self.plan, self.running, self.context.history, self.prompts, self.limits)
+        self.context = replace(self.context, remaining=schedule.remaining, others_wait=others_wait)
         self.context.prepare()
         if schedule.active != self.active_rows:  # it changes when a row ends, and a copy from the host makes it wait
             self.active_rows = schedule.active

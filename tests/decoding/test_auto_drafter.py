@@ -222,7 +222,7 @@ def test_a_head_accepts_in_the_graph_what_it_does_without(heads, head, monkeypat
     """Each step drafts otherwise, copies in some rows beside the head's trees: the steps are equal one by one."""
     calls = itertools.count()
 
-    def fickle(menu, head_gains, copy_gains, step_ms, draft_ms):
+    def fickle(menu, head_gains, copy_gains, step_ms, draft_ms, worth):
         number, rows = next(calls), len(copy_gains)
         shape = menu.shapes[number // 3 % len(menu.shapes)]
         if (kind := number % 3) == 0:
@@ -240,6 +240,33 @@ def test_a_head_accepts_in_the_graph_what_it_does_without(heads, head, monkeypat
         out = generate(heads[head], FREE, compile=compile)
         steps.append([(step.drafted, step.accepted) for step in out.steps][:10])
     assert steps[0] == steps[1] and sum(sum(accepted) for _, accepted in steps[0]) > 10
+
+
+def test_what_a_row_gains_counts_by_what_the_others_still_need(heads, monkeypatch):
+    worths = []
+
+    class Spy(auto.Worth):
+        def __init__(self, rows, remaining=(), pace=()):
+            super().__init__(rows, remaining, pace)
+            worths.append((rows, list(remaining), list(pace)))
+
+    monkeypatch.setattr(auto, "Worth", Spy)
+    base, head = heads["eagle3"].base, heads["eagle3"].head
+    out = generate(heads["eagle3"], FREE)
+    worths = [worth for worth in worths if worth[1]]
+    pace, left = [1.0] * len(PROMPTS["input_ids"]), [47] * len(PROMPTS["input_ids"])
+    for step, worth in zip(out.steps[1:], worths, strict=True):
+        running = [b for b, n in enumerate(left) if n]
+        assert worth == (len(running), [left[b] for b in running], pytest.approx([pace[b] for b in running]))
+        pace = [have + (len(new) - have) / 16 for have, new in zip(pace, step.tokens, strict=True)]
+        left = [0 if 96 in new else n - len(new) for n, new in zip(left, step.tokens, strict=True)]
+    assert max(pace) > 1.1
+    worths.clear()
+    prompts, limits = [[5, 5, 60], [60, 61, 5, 5], [5, 60, 60], [5, 5]], [40, 8, 40, 8]
+    many = {"batch_size": 3, "max_new_tokens": limits, "do_sample": False, "eos_token_id": 96}
+    list(specheads.generate_many(base, prompts, draft=AutoDrafter(head, FREE), **many))
+    others_wait = [(rows, not remaining) for rows, remaining, _ in worths]
+    assert (3, True) in others_wait and (2, False) in others_wait and not {(3, False), (2, True)} & {*others_wait}
 
 
 class Clock(Drafter):

@@ -130,7 +130,7 @@ def test_commit_equals_fresh_prefill(base, reserve, monkeypatch):
                 roots[row] = int(torch.randint(3, VOCAB, (), generator=coin))
         target.commit(path, lengths)
         assert target.cache.lengths.tolist() == list(map(len, rows))
-        passed.add(target.cache.attended - target.cache.scratch)
+        passed.add(target.cache.end - target.cache.scratch)
     assert {64, 128} <= passed
     fresh = Target(base, scratch=10)
     logits = fresh.prefill(*packed(rows), room=11).logits
@@ -195,16 +195,16 @@ def test_capacity_errors_say_what_does_not_fit():
 @pytest.mark.parametrize(
     ("reach", "slots"),
     [
-        (Reach(), [0, 2, 3, 6, 7, 8, 9, 10]),
-        (Reach("sliding", 4), [0, 2, 3, 10]),
+        (Reach(), [0, 2, 3, 4, 5, 6, 7, 8]),
+        (Reach("sliding", 4), [0, 2, 3, 8]),
         (Reach("sliding", 2), [2, 3]),
-        (Reach("chunked", 4), [0, 2, 3, 10]),
+        (Reach("chunked", 4), [0, 2, 3, 8]),
         (Reach("chunked", 6), [2, 3]),
     ],
     ids=str,
 )
 def test_reach_is_measured_by_position_not_by_slot(reach, slots):
-    """Six scratch slots, then five committed tokens; the root at position 5, children at 6, a grandchild at 7."""
+    """Four nodes, then five committed tokens; the root at position 5, children at 6, a grandchild at 7."""
     tree = DraftTree(torch.zeros(1, 4, dtype=torch.long), torch.tensor([[-1, 0, 0, 2]]), 2)
-    mask = visible(tree.topology.ancestors, tree.topology.depth, torch.tensor([5]), 6, 6 + 8, reach)
+    mask = visible(tree.topology.ancestors, tree.topology.depth, torch.tensor([5]), 4 + 8, reach)
     assert mask[0, 3].nonzero().flatten().tolist() == slots

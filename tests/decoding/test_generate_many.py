@@ -200,7 +200,7 @@ def test_a_short_text_after_a_long_one_attends_few_slots(monkeypatch):
 
     def verify(self, tree, plain=Target.verify):
         out = plain(self, tree)
-        attended.append(self.cache.attended - self.scratch)
+        attended.append(self.cache.end - self.cache.scratch)
         caches.append(self.cache)
         return out
 

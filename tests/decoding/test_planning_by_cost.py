@@ -10,7 +10,7 @@ import torch
 
 from specheads.decoding.planner import ChildLogits, StaticTree, chain
 from specheads.decoding.planner.by_cost import CostKey, CostTable, Curve, StepCosts, shipped_costs
-from specheads.decoding.planner.by_cost.choice import choose, probe_is_due
+from specheads.decoding.planner.by_cost.choice import LUCK, Worth, choose, probe_is_due
 from specheads.decoding.planner.by_cost.cost_aware import CostAwareTree
 from specheads.decoding.planner.by_cost.estimates import Calibration, CopyEstimate, HeadEstimate
 from specheads.decoding.planner.by_cost.shapes import Menu, Shape, fastest_tree, likeliest_tree, make_menu
@@ -122,9 +122,68 @@ def test_the_choice_is_the_best_of_the_menu(seed):
         return own.step(rows, nodes, 64) + (own.draft(rows, shape.levels, 1) if shape else 0)
 
     step_ms = [time(nodes, None) for nodes in menu.sizes]
-    best = choose(menu, head_gains, copies, step_ms, [own.draft(rows, s.levels, 1) for s in menu.shapes])
+    best = choose(menu, head_gains, copies, step_ms, [own.draft(rows, s.levels, 1) for s in menu.shapes], Worth(rows))
     assert best.rate == pytest.approx(brute_force(menu, head_gains, copies, time))
     assert best.ms == pytest.approx(time(best.nodes, best.shape))
+
+
+def test_drafts_of_rows_that_others_wait_for_are_worth_nothing():
+    alone, together = Worth(1, [40], [1.5]), Worth(3)
+    assert alone([2.5]) == 3.5 and together([1.0, 0.0, 2.0]) == 6.0
+    worth = Worth(3, [60, 60, 20], [1.0, 1.0, 1.0])
+    assert worth([0.0] * 3) == pytest.approx(3)
+    assert worth([1.0] * 3) == pytest.approx(6, rel=0.01)
+    assert worth([0.0, 0.0, 10.0]) == pytest.approx(3, abs=0.01)  # it ends long before the others
+    assert 3.5 < worth([1.0, 0.0, 0.0]) < 4.5 and worth([1.0, 0.0, 0.0]) == pytest.approx(worth([0.0, 1.0, 0.0]))
+    assert worth([9.0, 0.0, 0.0]) < 0.7 * worth([4.5, 4.5, 0.0])  # a lead is soon worth no more
+    fast = Worth(2, [60, 60], [3.0, 1.0])  # the first needs 20 steps, the second 60
+    assert fast([5.0, 0.0]) == pytest.approx(2, abs=0.01) and fast([0.0, 1.0]) > 3.5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_gains_are_worth_is_what_they_take_off_the_time(seed):
+    coin = random.Random(seed)
+    rows = coin.randint(2, 6)
+    remaining = [coin.randint(1, 90) for _ in range(rows)]
+    pace, gains = ([coin.uniform(low, 3) for _ in range(rows)] for low in (1, 0))
+    steps = [left / tokens for left, tokens in zip(remaining, pace, strict=True)]
+    scale = LUCK * max(steps) ** 0.5
+
+    def time(gains):
+        left = [(n - 1 - gain) / tokens for n, gain, tokens in zip(remaining, gains, pace, strict=True)]
+        return scale * math.log(sum(math.exp(n / scale) for n in left))
+
+    now = scale * math.log(sum(math.exp(n / scale) for n in steps))
+    expected = rows * (now - time(gains)) / (now - time([0.0] * rows))
+    assert Worth(rows, remaining, pace)(gains) == pytest.approx(expected)
+
+
+def batch_ms(own, menu, right, waiting, tokens=96):
+    """Milliseconds until every row of a batch has gained its tokens, by one choice a step: in row b the share right[b]
+    of copied tokens is accepted. waiting: do other texts wait?"""
+    coin, rows = random.Random(0), len(right)
+    left, pace, total = [tokens] * rows, [1.0] * rows, 0.0
+    while any(left):
+        runs = [b for b in range(rows) if left[b]]
+        gains = [[0.0, *itertools.accumulate(right[b] ** n for n in range(1, 8))] for b in runs]
+        worth = Worth(len(runs)) if waiting else Worth(len(runs), [left[b] for b in runs], [pace[b] for b in runs])
+        best = choose(menu, [], gains, [own.step(rows, nodes, 64) for nodes in menu.sizes], [], worth)
+        total += best.ms
+        for b, copies in zip(runs, best.copies, strict=True):
+            most = min(best.nodes - 1, 7) if copies else 0
+            gained = 1 + next((n for n in range(most) if coin.random() >= right[b]), most)
+            pace[b] += (gained - pace[b]) / 16
+            left[b] = max(0, left[b] - gained)
+    return total
+
+
+def test_a_batch_is_not_slowed_down_for_rows_that_end_before_the_others():
+    own = costs(per_node=0.5)
+    menu = make_menu(own, 4, RANKS, 5, head=False)
+    plain = 96 * own.step(4, 1, 64)
+    assert batch_ms(own, menu, [0.9, 0.9, 0.9, 0.0], waiting=True) > 1.2 * plain  # where others wait, it pays
+    assert batch_ms(own, menu, [0.9, 0.9, 0.9, 0.0], waiting=False) < 1.1 * plain
+    assert batch_ms(own, menu, [0.9] * 4, waiting=False) < 0.7 * plain
 
 
 def test_nothing_is_drafted_where_nothing_pays_and_the_head_is_tried_now_and_then():
@@ -135,7 +194,7 @@ def test_nothing_is_drafted_where_nothing_pays_and_the_head_is_tried_now_and_the
         return own.step(1, nodes, 64) + (own.draft(1, shape.levels, 1) if shape else 0)
 
     step_ms, draft_ms = [time(n, None) for n in menu.sizes], [own.draft(1, s.levels, 1) for s in menu.shapes]
-    best = choose(menu, [[0.1] for _ in menu.shapes], [[0.0]], step_ms, draft_ms)
+    best = choose(menu, [[0.1] for _ in menu.shapes], [[0.0]], step_ms, draft_ms, Worth(1))
     assert best.shape is None and best.nodes == 1
     probe = time(2, menu.shapes[0])
     waits = next(idle for idle in itertools.count() if probe_is_due(best, probe, 1, idle))
@@ -204,7 +263,7 @@ def grown(per_node, level, width, depth=4, q=(0.7, 0.2, 0.1)):
 
     plan = CostAwareTree(
         tuple(range(1, 16)), depth, width, width, lambda n, levels: own.step(1, n, 0) + own.draft(1, levels, 1),
-        lambda share: share, (0.7,) * depth, (1.0,),
+        lambda share: share, (0.7,) * depth, lambda gains: 1 + sum(gains),
     )  # fmt: skip
     tree = plan.grow(torch.tensor([1]), expand, Sampler(), len(q))
     return tree, calls, plan

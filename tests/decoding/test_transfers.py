@@ -34,10 +34,10 @@ def reads_of_steps(monkeypatch, model, **options):
     """What the host read in each step of a text, by name."""
     watch, steps, step = Watch(), [], loop._Loop.step
 
-    def watched(self):
+    def watched(self, **options):
         watch.seen.clear()
         with watch:
-            result = step(self)
+            result = step(self, **options)
         steps.append(list(watch.seen))
         return result
 

@@ -22,6 +22,7 @@ M = Mutation
 ROWS = "data/test_rows.py"
 AUTO = "decoding/test_auto_drafter.py"
 BLOCK = "decoding/test_block.py"
+BY_COST = "decoding/test_planning_by_cost.py"
 CACHE = "decoding/test_cache.py"
 CACHED_MODEL = "decoding/test_cached_model.py"
 COMPILED = "decoding/test_compiled.py"
@@ -222,7 +223,7 @@ MUTATIONS = (
       "verdict.length * active", "verdict.length", LOSSLESS, "row_that_ended"),
     # --- Compiled steps ---
     M("graph of another cache size", "decoding.compiled:StepCompiler.key",
-      "cache.attended, cache.size, *others", "*others", COMPILED, "longer_text"),
+      "cache.end, cache.size, *others", "*others", COMPILED, "longer_text"),
     M("graph of another adapter scale", "decoding.compiled:module_state",
       '"scaling"', '"rank"', COMPILED, "adapter_scales"),
     M("temperature baked into a graph", "decoding.compiled:options_as_tensors",
@@ -239,6 +240,10 @@ MUTATIONS = (
       "bias + product(rows, matrix)", "product(rows, matrix)", FEW_ROWS, "ours_of_the_same_value"),
     M("prompt read at the cost of the first draft", "decoding.drafters.auto:_Run._positions_read",
       "self.unread.count(context) if self.unread.has_read else 1", "self.unread.count(context)", AUTO, "is_no_cost"),
+    M("rows that others wait for as if more texts came", "decoding.drafters.auto:_Run._choose",
+      "if context.others_wait", "if True", AUTO, "still_need"),
+    M("gains counted however slow a row is", "decoding.planner.by_cost.choice:Worth._saved",
+      "(tokens * self.scale)", "self.scale", BY_COST, "take_off"),
     M("copies over every row", "decoding.drafters.overlay:overlay",
       "counts.unsqueeze(1) > 0", "counts.unsqueeze(1) >= 0", AUTO, "take_the_place"),
     M("missed positions of which the last are dropped", "decoding.drafters.unread:UnreadPositions.read_passes",

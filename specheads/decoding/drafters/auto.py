@@ -19,7 +19,7 @@ from specheads.decoding.drafters.path_drafter import build_tree
 from specheads.decoding.drafters.suffix_search import copy_ids, longest_match, row_texts
 from specheads.decoding.drafters.unread import UnreadPositions
 from specheads.decoding.planner import NoDraft, Plan, chain
-from specheads.decoding.planner.by_cost.choice import Choice, choose, probe_is_due
+from specheads.decoding.planner.by_cost.choice import Choice, Worth, choose, probe_is_due
 from specheads.decoding.planner.by_cost.cost_aware import CostAwareTree
 from specheads.decoding.planner.by_cost.cost_file import SHIPPED, CostTable, shipped_costs
 from specheads.decoding.planner.by_cost.estimates import ASSUMED_RANKS, Calibration, CopyEstimate, HeadEstimate
@@ -39,6 +39,7 @@ from specheads.decoding.tree import DraftTree
 LONGEST_MATCH = 32  # tokens
 MOST_UNREAD = 512  # columns of features held for an idle head; it reads them then, without drafting
 TREE_DEPTH, TREE_WIDTH = 6, 4  # of a cost-aware tree, as wide as its beams, where trees pay; else it is a chain
+PACE = 1 / 16  # the weight of the newest step in the tokens that a row gains a step
 READ_WIDTHS = (8, 32)  # columns in which a compiled step reads what was missed: each is a graph
 _cached_chain = cache(chain)
 logger = logging.get_logger(__name__)
@@ -128,9 +129,9 @@ class _Run:
     """What AutoDrafter knows of the texts of one call of decode().
 
     choice: of the step for which the texts have `lengths`, from `limited`, the part of the menu within its limits, for
-    the rows that are `active`. copies: by row, the length of the match and the ids that
-    followed it. grown: the last tree if it was cost-aware, with the tokens that a static one promised for its time.
-    idle: steps since the head drafted.
+    the rows that are `active`. copies: by row, the length of the match and the ids that followed it. worth: of the
+    tokens of this step. pace: by row, the tokens it gained a step lately. grown: the last tree if it was cost-aware,
+    with what a static one promised for its time. idle: steps since the head drafted.
     """
 
     def __init__(self, auto: AutoDrafter, context: Context) -> None:
@@ -152,6 +153,8 @@ class _Run:
         self.copies: list[tuple[int, list[int]]] = []
         self.grown: tuple[CostAwareTree, float] | None = None
         self.choice: Choice | None = None
+        self.worth = Worth(self.rows)
+        self.pace = [1.0] * self.rows
 
     def _head_estimate(self) -> HeadEstimate:
         return HeadEstimate(self.assumed, max([CHAINS[-1], *(shape.depth for shape in self.menu.shapes)]))
@@ -197,7 +200,8 @@ class _Run:
         lengths = [len(row) for row in context.history]
         if self.choice is not None and lengths == self.lengths:
             return self.choice
-        active = self._learn(context)
+        self._learn(context)
+        active = [left > 0 for left in context.remaining]
         self.lengths, self.grown, self.active = lengths, None, active
         self.limited = self.menu.within(plan.num_nodes, plan.depth)
         self.copies = self._find_copies(context, active, min(self.limited.sizes[-1] - 1, plan.depth))
@@ -224,12 +228,16 @@ class _Run:
 
         step_ms = [self.costs.step(self.rows, nodes, context.bound) for nodes in menu.sizes]
         draft_ms = [self.costs.draft(self.rows, shape.levels, unread) for shape in menu.shapes]
-        best = choose(menu, gains, copy_gains, step_ms, draft_ms)
+        if context.others_wait:
+            self.worth = Worth(len(rows))
+        else:
+            self.worth = Worth(len(rows), [context.remaining[b] for b in rows], [self.pace[b] for b in rows])
+        best = choose(menu, gains, copy_gains, step_ms, draft_ms, self.worth)
         if best.shape is None and menu.shapes:
             probe = menu.shapes[0]
             ms = self.costs.step(self.rows, probe.nodes, context.bound) + draft_ms[0]
             if probe_is_due(best, ms, len(rows), self.idle):
-                best = Choice(probe, probe.nodes, (False,) * len(rows), len(rows) + sum(gains[0]), ms)
+                best = Choice(probe, probe.nodes, (False,) * len(rows), self.worth(gains[0]), ms)
         taken = iter(best.copies)
         return Choice(best.shape, best.nodes, tuple(runs and next(taken) for runs in active), best.tokens, best.ms)
 
@@ -275,7 +283,7 @@ class _Run:
         return CostAwareTree(
             self.limited.sizes, depth, width=width, beams=width, time=time, calibrate=self.calibration,
             next_share=[sum(means) / len(running) for means in zip(*running, strict=True)],
-            weights=[float(runs) for runs in self.active],
+            worth=lambda gains: self.worth([gain for gain, runs in zip(gains, self.active, strict=True) if runs]),
         )  # fmt: skip
 
     def _chosen_copies(self, choice: Choice) -> list[list[int]]:
@@ -288,10 +296,10 @@ class _Run:
         put_copies(self.unread.memory, context, self._chosen_copies(choice), choice.nodes)
         return OrCopy(self.head)
 
-    def _learn(self, context: Context) -> list[bool]:
-        """Compare the last drafts with the text that followed; which rows still run."""
+    def _learn(self, context: Context) -> None:
+        """Compare the last drafts with the text that followed."""
         if not self.lengths:
-            return [True] * len(context.history)
+            return
         gained = [row[before:] for row, before in zip(context.history, self.lengths, strict=True)]
         for b, tokens in enumerate(gained):
             match, copy = self.copies[b]
@@ -299,13 +307,13 @@ class _Run:
                 self.copied[b].add(match + i, copied == token)
                 if copied != token:
                     break
+            self.pace[b] += PACE * (len(tokens) - self.pace[b])
         if self.grown is not None:
             tree, expected = self.grown
             learn_grown(self.heads, self.calibration, tree, gained)
-            self.surplus.add(sum(map(len, gained)), expected)
+            ran = [len(tokens) - 1 for tokens, runs in zip(gained, self.active, strict=True) if runs]
+            self.surplus.add(self.worth(ran), expected)
         elif self.choice is not None and self.choice.shape is not None:
             self.surplus.fade()
             own = [bool(tokens) and not taken for tokens, taken in zip(gained, self.choice.copies, strict=True)]
             learn_static(self.heads, self.choice.shape, context.ranks, own)
-        active = [bool(tokens) for tokens in gained]
-        return active if any(active) else [True] * len(active)

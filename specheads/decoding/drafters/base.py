@@ -54,6 +54,8 @@ class Context:
       its last position. None unless the drafter has a `wants_target_top` = K above 0.
     source: each row's source ids if the target has an encoder, unpadded, on the host; None without one or if unknown.
     ranks: of each row's last accepted drafts, the rank among their siblings, on the host; empty before the first step.
+    remaining: how many tokens each row may gain after its root, 0 once it has finished. others_wait: may another text
+      take the place of the next row to finish?
     """
 
     target: Target
@@ -69,6 +71,8 @@ class Context:
     top: Tensor | None = None
     source: list[list[int]] | None = None
     ranks: list[list[int]] = field(default_factory=list)
+    remaining: list[int] = field(default_factory=list)
+    others_wait: bool = False
 
     def prepare(self) -> None:
         """Make room for a step in the caches of the target and of the drafter, on the host."""

@@ -1,9 +1,10 @@
 """The key-value cache of tree verification: preallocated, per-row lengths, compaction in place.
 
-Per layer one buffer (B, heads, N + capacity, d): first N scratch slots, where a verify pass writes the tree, then the
-committed slots; slot N + t holds position t. A pass attends the slice 0 … N + bucket under one additive mask, so there
-are no ragged writes and no per-row loop. Layers of one shape share one stack, so that committing a path is one gather
-and one scatter for all of them. Shapes: B batch rows, N tree nodes, P = depth of the tree + 1.
+Per layer one buffer (B, heads, S + capacity, d): first S scratch slots, of which a verify pass writes the tree into
+the last N, then the committed slots; slot S + t holds position t. A pass attends the slice S − N … S + bucket under
+one additive mask, so there are no ragged writes and no per-row loop. Layers of one shape share one stack: committing
+a path is one gather and one scatter for all of them. Shapes: B batch rows, S scratch slots, N tree nodes, P = depth
+of the tree + 1.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class TreeLayer(CacheLayerMixin):
         if not self.cache.loaded:
             self.keys, self.values, self.is_initialized = key_states, value_states, True
             return key_states, value_states
-        end = self.cache.attended
+        seen = slice(self.cache.first, self.cache.end)
         assert self.keys is not None and self.values is not None
         if (slots := self.cache.write_slots) is not None:
             slots = slots.to(key_states.device)
@@ -50,7 +51,7 @@ class TreeLayer(CacheLayerMixin):
             start, stop = self.cache.write_start, self.cache.write_start + key_states.shape[2]
             self.keys[:, :, start:stop] = key_states
             self.values[:, :, start:stop] = value_states
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.keys[:, :, seen], self.values[:, :, seen]
 
     # The mask and the positions come from outside, so the model must not derive either from the cache.
     def get_seq_length(self) -> int:
@@ -76,8 +77,8 @@ class TreeCache(Cache):
 
     lengths (B,) int64 on the device: committed tokens per row. bound: a host integer that no row's length exceeded when
     `prepare` was last called. `prepare` is for the host; what a pass does is on the device alone.
-    attended: how many slots a pass attends, scratch included. positions (attended,): the position in each of them; for
-    scratch slots one that no text reaches. recurrent: the states of layers that keep one, None without such layers.
+    first, end: a pass attends the slots from `first` to before `end`; scratch slots before `first` hold nothing that it
+    could see. recurrent: the states of layers that keep one, None without such layers.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class TreeCache(Cache):
         self.loaded = False
         self.write_start = 0  # the first slot a pass writes, if all rows write the same slots
         self.write_slots: Tensor | None = None  # (B, 1, P, 1) the slots a pass writes, if rows differ
-        self.attended = 0
-        self.positions: Tensor
+        self.first = self.end = 0
+        self._positions: Tensor  # (end,)
         self.stacks: list[Tensor] = []  # (layers, B, heads, scratch + size, d), one for all layers of one shape
         self.first_slots: list[Tensor] = []  # (layers, B, heads, 1) per stack: the index of slot 0, in slots
         self.views: list[list[tuple[TreeLayer, str]]] = []  # per stack: whose keys or values each entry is
@@ -155,22 +156,34 @@ class TreeCache(Cache):
         else:
             attended = min(self.capacity, -(-bound // BUCKET) * BUCKET)
             needed = min(self.capacity, max(attended, bound + self.scratch))
-        if self.attended != self.scratch + attended:
-            self.attended = self.scratch + attended
-            self.positions = torch.arange(-self.scratch, attended, device=self.lengths.device)
-            self.positions[: self.scratch] = torch.iinfo(torch.long).max
+        if self.end != self.scratch + attended:
+            self.end = self.scratch + attended
+            self._positions = torch.arange(-self.scratch, attended, device=self.lengths.device)
+            self._positions[: self.scratch] = torch.iinfo(torch.long).max
         if needed > self.size:
             self._grow(needed if self.static else min(self.capacity, max(needed, 2 * self.size)))
 
-    def open(self) -> None:
-        """Begin a pass that writes the scratch slots from the first."""
-        self.write_start, self.write_slots = 0, None
+    @property
+    def attended(self) -> int:
+        """How many slots a pass attends, those for a tree included."""
+        return self.end - self.first
+
+    @property
+    def positions(self) -> Tensor:
+        """(attended,) the position in each slot that a pass attends; in one for a tree, a position no text reaches."""
+        return self._positions[self.first :]
+
+    def open(self, nodes: int) -> None:
+        """Begin a tree of at most so many nodes, in the last scratch slots. It is written from the first of them on."""
+        self.first = self.write_start = self.scratch - nodes
+        self.write_slots = None
 
     def append(self, columns: int, length: Tensor) -> Tensor:
         """Begin a pass that writes the next `columns` tokens of each row straight into committed slots; returns their
         positions (B, columns). Only the first length (B,) of a row are committed; the next pass overwrites the others.
         """
         position = self.lengths.unsqueeze(1) + torch.arange(columns, device=self.lengths.device)
+        self.first = self.scratch
         self.write_slots = (position + self.scratch).clamp(max=self.scratch + self.size - 1)[:, None, :, None]
         self.lengths = self.lengths + length
         return position
@@ -185,13 +198,13 @@ class TreeCache(Cache):
         self.size = size
 
     def commit(self, path: Tensor, length: Tensor) -> None:
-        """Move the scratch slots path (B, P) to the next committed slots; the first length (B,) of a row count.
+        """Move the nodes path (B, P) of the tree to the next committed slots; the first length (B,) of a row count.
 
         All P are moved; those past `length` are masked, and the next commit overwrites them.
         """
         target = self.scratch + self.lengths.unsqueeze(1) + torch.arange(path.shape[1], device=path.device)
         target = target.clamp(max=self.scratch + self.size - 1)
-        both = torch.stack([path, target]).unsqueeze(2)  # (2, B, 1, P)
+        both = torch.stack([self.first + path, target]).unsqueeze(2)  # (2, B, 1, P)
         for stack, first in zip(self.stacks, self.first_slots, strict=True):
             # By rows of one matrix: on a CPU indexing two dimensions of the stack takes twice the time and more.
             slots = stack.view(-1, stack.shape[-1])
@@ -230,22 +243,21 @@ class Reach:
         return torch.ones((), dtype=torch.bool, device=query.device)
 
 
-def visible(ancestors: Tensor, depth: Tensor, lengths: Tensor, scratch: int, attended: int, reach: Reach) -> Tensor:
-    """Which cache slots each node of a pass attends: (B, N, attended) bool.
+def visible(ancestors: Tensor, depth: Tensor, lengths: Tensor, attended: int, reach: Reach) -> Tensor:
+    """Which of the attended cache slots each node of a pass sees: (B, N, attended) bool.
 
-    ancestors (B, N, S) over the first S ≤ scratch slots, of which this pass writes the last N; depth (B, S) of those
-    slots; lengths (B,) committed tokens.
+    ancestors (B, N, S) over the first S of these slots, of which this pass writes the last N; depth (B, S) of those
+    slots; after them the committed ones. lengths (B,) committed tokens.
     """
     batch, num, seen = ancestors.shape
-    slot = torch.arange(attended - scratch, device=lengths.device)
+    slot = torch.arange(attended - seen, device=lengths.device)
     committed = (slot < lengths.unsqueeze(1)).unsqueeze(1).expand(batch, num, -1)
     if reach.kind != "full":
         position = lengths.unsqueeze(1) + depth  # (B, S)
         query = position[:, -num:].unsqueeze(2)
         committed = committed & reach(query, slot)
         ancestors = ancestors & reach(query, position.unsqueeze(1))
-    unused = [ancestors.new_zeros(batch, num, scratch - seen)] if seen < scratch else []
-    return torch.cat([ancestors, *unused, committed], dim=2)
+    return torch.cat([ancestors, committed], dim=2)
 
 
 class Levels:
@@ -256,7 +268,7 @@ class Levels:
     """
 
     def __init__(self, cache: TreeCache, dtype: torch.dtype) -> None:
-        cache.open()
+        cache.open(cache.scratch)
         self.cache = cache
         lengths = cache.lengths.unsqueeze(1)
         # (B, 1, k, attended) the additive mask of the newest level in layers that see everything
@@ -276,7 +288,7 @@ class Levels:
         start, stop = self.written, self.written + parents.shape[1]
         if stop > self.cache.scratch:
             raise ValueError(f"a tree of {stop} nodes below the root needs as many scratch slots: {self.cache.scratch}")
-        self.cache.write_start, self.written = start, stop
+        self.cache.write_start, self.written = self.cache.first + start, stop
         self.widths.append(stop - start)
         if stop == len(self.widths):  # in a chain the one row serves again
             self.columns[start].zero_()

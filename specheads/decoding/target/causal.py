@@ -204,7 +204,7 @@ class Target:
         if tree.num_nodes > self.scratch:
             raise ValueError(f"a tree of {tree.num_nodes} nodes needs scratch ≥ {tree.num_nodes}, not {self.scratch}")
         cache, topology = self.cache, tree.topology
-        cache.open()
+        cache.open(tree.num_nodes)
         if cache.recurrent is not None:
             cache.recurrent.begin_tree(tree)
         start = cache.lengths
@@ -213,7 +213,7 @@ class Target:
         position = (start.unsqueeze(1) + topology.depth).clamp(max=self._last_position)
 
         def mask(reach: Reach) -> Tensor:
-            seen = visible(topology.ancestors, topology.depth, cache.lengths, cache.scratch, cache.attended, reach)
+            seen = visible(topology.ancestors, topology.depth, cache.lengths, cache.attended, reach)
             return additive(seen, self.base.dtype)
 
         return TargetOutput(*self._forward_generated(tree.tokens, position, self._masks(mask)))

@@ -243,12 +243,11 @@ class ParallelHead(DraftVocabulary):
         cache = self.read_context(context, max(max(plan.depth + 1, plan.drafting_slots) + config.silent_slots, count))
         if plan.depth == 0:
             return DraftTree.root_only(context.root)
-        cache.open()
+        cache.open(count)
         slot = torch.arange(count, device=cache.lengths.device).expand(len(cache.lengths), -1)
         inside = torch.ones(len(slot), count, count, dtype=torch.bool, device=slot.device)
-        seen = visible(
-            inside.tril() if config.causal else inside, slot, cache.lengths, cache.scratch, cache.attended, Reach()
-        )
+        inside = inside.tril() if config.causal else inside
+        seen = visible(inside, slot, cache.lengths, cache.attended, Reach())
         mask = additive(seen, self.dtype)
 
         def attend(i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,8 +42,8 @@ class CostAwareTree:
 
     sizes: what the tree may count, root included. time(nodes, levels): milliseconds of a step that verifies `nodes` and
     expanded `levels` nodes of each level. calibrate: the draft's confidence → a chance. next_share: by depth, the usual
-    chance of the likeliest child. weights: 0 for rows that have ended. width: children per node; beams: nodes expanded
-    per level. grown: every candidate of each row, once it has grown.
+    chance of the likeliest child. worth: of the accepted tokens of each row, see `choice.Worth`. width: children per
+    node; beams: nodes expanded per level. grown: every candidate of each row, once it has grown.
     """
 
     sizes: tuple[int, ...]
@@ -53,7 +53,7 @@ class CostAwareTree:
     time: Callable[[int, tuple[int, ...]], float]
     calibrate: Callable[[float], float]
     next_share: Sequence[float]
-    weights: Sequence[float]
+    worth: Callable[[Sequence[float]], float]
     grown: list[Grown] = field(default_factory=list)
     levels: tuple[int, ...] = ()
 
@@ -114,8 +114,7 @@ class CostAwareTree:
         for size in self.sizes:
             if size > 1 + len(rows[0]):
                 break
-            tokens = sum(weight * (1 + sum(row[: size - 1])) for weight, row in zip(self.weights, rows, strict=True))
-            rate = tokens / self.time(size, levels)
+            rate = self.worth([sum(row[: size - 1]) for row in rows]) / self.time(size, levels)
             if rate > best[0]:
                 best = rate, size
         return best

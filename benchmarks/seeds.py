@@ -5,10 +5,8 @@
     git clone https://github.com/maxholsman/fsd fsd
     python -m venv old && old/bin/pip install torch==2.13.0
     old/bin/pip install transformers==4.44.2 torch==2.13.0 numpy termcolor
-    python train/base_model.py --output_dir runs/draft --init checkpoints/base --layers 2 --teacher checkpoints/base \\
-        --minutes 30
-    python benchmarks/seeds.py --romsto romsto --csd csd --fsd fsd --old old/bin/python --draft runs/draft --notebook \\
-        --out docs/benchmarks
+    python benchmarks/seeds.py --romsto romsto --csd csd --fsd fsd --old old/bin/python --draft checkpoints/draft \\
+        --notebook --out docs/benchmarks
 
 --old runs FSD, and the caches of the first two, which transformers 5 no longer has. --modelopt mo/bin/python races the
 EAGLE-3 head of --modelopt-head in ModelOpt, in an environment as in benchmarks/peers.py. The notebook has no
@@ -239,7 +237,7 @@ def named_paths(options: argparse.Namespace) -> str:
     """The options as they were given, each path by the name that it has in the description above."""
     paths = {
         "romsto": "romsto", "csd": "csd", "fsd": "fsd", "old": "old/bin/python", "modelopt": "mo/bin/python",
-        "draft": "runs/draft", "notebook": "", "out": "docs/benchmarks",
+        "draft": "checkpoints/draft", "notebook": "", "out": "docs/benchmarks",
     }  # fmt: skip
     parts = [f"--{name} {path}".strip() for name, path in paths.items() if getattr(options, name)]
     numbers = (

@@ -13,7 +13,8 @@ from specheads.data import corpus
 from specheads.models.convert import load_head
 from specheads.models.spec_model import SpecModel
 
-LABELS = {"medusa": "Medusa", "eagle": "EAGLE-1", "eagle3": "EAGLE-3"}  # of the heads that come with the repository
+# Of the shipped heads that `bench` and the demo compare.
+LABELS = {"medusa": "Medusa", "eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
 
 
 def find_base(checkpoints: Path | None) -> Path:

@@ -58,6 +58,7 @@ def measured(checkpoint: Any, depth: int) -> list[tuple[str, str, float]]:
     for run in found.get("decoded") or ():
         temperature = run["temperature"]
         text = f"sampled, T = {temperature:g}" if temperature else "greedy"
-        how = f"decoded by specheads, {run['prompts']} held-out prompts × {run['new_tokens']} tokens, {run['tree']}"
+        prompts = f"{run['prompts']} prompts of {run.get('set', 'held-out files')}"
+        how = f"decoded by specheads, {prompts} × {run['new_tokens']} tokens, {run['tree']}"
         known.append((text, how, run["accepted_length"]))
     return [(text, how, float(length)) for text, how, length in known if isinstance(length, int | float)]

@@ -189,7 +189,7 @@ class _Run:
         """Forget these rows' texts, and let the head read the prompts."""
         for row, history in zip(rows, prompts.history, strict=True):
             self.heads[row], self.copied[row], self.copies[row] = self._head_estimate(), CopyEstimate(), (0, [])
-            self.lengths[row] = len(history) - 1
+            self.pace[row], self.lengths[row] = 1.0, len(history) - 1
             context.memory["texts"][row] = ""
         self.choice = self.grown = None  # the last drafts were of other texts
         if self.head is not None:
@@ -307,7 +307,8 @@ class _Run:
                 self.copied[b].add(match + i, copied == token)
                 if copied != token:
                     break
-            self.pace[b] += PACE * (len(tokens) - self.pace[b])
+            if tokens:
+                self.pace[b] += PACE * (len(tokens) - self.pace[b])
         if self.grown is not None:
             tree, expected = self.grown
             learn_grown(self.heads, self.calibration, tree, gained)

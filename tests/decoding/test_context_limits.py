@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import specheads
 from specheads import CheckpointError, DraftModel, SpecModel, convert
@@ -127,9 +129,15 @@ def test_it_is_restored_with_the_head_and_not_known_of_older_files(named, tmp_pa
     model.note_trained_length(64)
     model.save_pretrained(tmp_path / "new")
     assert SpecModel.from_pretrained(tmp_path / "new").head.trained_length == 64
-    older = tmp_path / "untrained" / "config.json"
-    older.write_text(json.dumps({k: v for k, v in json.loads(older.read_text()).items() if k != "trained_length"}))
-    assert SpecModel.from_pretrained(older.parent).head.trained_length is None
+    weights = tmp_path / "new" / "model.safetensors"  # its header counts, not config.json
+    with safe_open(weights, "pt") as file:
+        metadata = file.metadata()
+    stored = json.loads(metadata["specheads_config"])
+    assert stored.pop("trained_length") == 64
+    save_file(load_file(weights), weights, metadata={**metadata, "specheads_config": json.dumps(stored)})
+    config = weights.with_name("config.json")
+    config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "trained_length"}))
+    assert SpecModel.from_pretrained(weights.parent).head.trained_length is None
 
 
 @pytest.mark.parametrize("value", [0, -1, "64", 1.5, True, 2**70, [3]])

@@ -299,7 +299,7 @@ def test_after_the_first_text_nothing_is_compiled_for_other_lengths_limits_seeds
 
 def test_a_longer_text_meets_few_graphs():
     base = build("LlamaConfig", {"max_position_embeddings": 1024, "num_hidden_layers": 1})
-    for new in (400, 700):
+    for new in (100, 700):
         without, compiled = texts_of(base, padded(PROMPTS), draft=PromptLookup(4), max_new_tokens=new)
         assert compiled == without
     assert len(compiled_steps(base, "eager")) == 4  # of 256, 384, 512 and 768 slots

@@ -14,8 +14,8 @@ from specheads.decoding.drafters.suffix_search import copy_ids, longest_match, r
 class PromptLookup(PathDrafter):
     """Copies what followed the longest suffix of min_ngram to max_ngram ids that occurred earlier in the row.
 
-    Of several occurrences the latest counts. A copy that reaches the end of the row continues with itself. On the
-    shipped model's greedy text this takes 6 % fewer steps than the first occurrence, and 32 % fewer than a copy that
+    Of several occurrences the latest counts. A copy that reaches the end of the row continues with itself. On a
+    small model's greedy text this takes 6 % fewer steps than the first occurrence, and 32 % fewer than a copy that
     stops at the end.
     width > 1: a tree of distinct followers, those of the longest suffix first, and of these the latest first.
     After an encoder the source counts as earlier text, which helps summaries and corrections; transformers' prompt

@@ -55,7 +55,7 @@ def test_automatic_drafts_of_a_hybrid_target_are_chains_in_the_graph(prompts, mo
     assert steps.failure is None and not steps._failed and len(steps) > 2
 
 
-def fickle(menu, head_gains, copy_gains, step_ms, draft_ms):
+def fickle(menu, head_gains, copy_gains, step_ms, draft_ms, worth):
     """A choice that changes at each step: nothing, the longest copies, or one of the head's shapes, beside copies."""
     fickle.calls += 1
     rows, shape = len(copy_gains), menu.shapes[fickle.calls // 4 % len(menu.shapes)]

@@ -167,6 +167,10 @@ MUTATIONS = (
     # --- Cache, masks and positions ---
     M("commit one slot too early", "decoding.target.cache:TreeCache.commit",
       "self.scratch + self.lengths", "self.scratch - 1 + self.lengths", CACHE, "commit"),
+    M("tree committed from the first scratch slots", "decoding.target.cache:TreeCache.commit",
+      "self.first + path", "path", CACHE, "commit"),
+    M("scratch slots of no tree attended", "decoding.target.cache:TreeCache.open",
+      "self.first = self.write_start = self.scratch - nodes", "self.first = self.write_start = 0", CACHE),
     M("commit of rejected nodes", "decoding.target.cache:TreeCache.commit",
       "self.lengths + length", "self.lengths + path.shape[1]", CACHE, "commit"),
     M("slot past the committed text is seen", "decoding.target.cache:visible",

@@ -38,11 +38,3 @@ def line(record: dict[str, Any]) -> str:
     where += "".join(f", {gpu}" for gpu in record["gpus"])
     versions = ", ".join(f"{name} {record[name]}" for name in ("torch", "transformers", "specheads"))
     return f"{where}; {record['system']}, Python {record['python']}, {versions}"
-
-
-def bfloat16_is_fast() -> bool:
-    """Does this processor multiply bfloat16 matrices faster than float32?"""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, name, lambda: False)() for name in checks)

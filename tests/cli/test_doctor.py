@@ -124,7 +124,7 @@ def test_the_hub_is_asked_if_it_is_asked_for_and_may_be_out_of_reach(capsys, mon
 
 
 def test_the_lines_on_speed_say_what_to_do(monkeypatch):
-    monkeypatch.setattr(machine, "bfloat16_is_fast", lambda: False)
+    monkeypatch.setattr(machine, "bfloat16_is_fast", lambda device: False)
     assert "training.bf16=false" in machine._bfloat16()
     assert "OMP_NUM_THREADS=2" in machine._threads({"torch_threads": 8, "cores": 2, "load_average": 0.0})
     assert "other programs" in machine._threads({"torch_threads": 2, "cores": 2, "load_average": 6.0})

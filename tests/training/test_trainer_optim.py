@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch.optim import AdamW
 
+from specheads.training.trainer import muon
+from specheads.training.trainer.muon import Muon, orthogonalize
 from specheads.training.trainer.optim import MuonAdamW, parameter_groups
 from tests.support.trainers import model_of, trainer_of, weights
 
@@ -56,13 +58,14 @@ def grouped(module):
     )  # fmt: skip
 
 
-def test_muon_and_adamw_step_as_they_do_apart():
+def test_muon_and_adamw_step_as_torchs_do_apart(monkeypatch):
+    monkeypatch.setattr(muon, "bfloat16_is_fast", lambda device: True)  # torch's has no other precision
     ours, apart = two_layers(), two_layers()
     optimizer = MuonAdamW(grouped(ours))
-    muon = torch.optim.Muon([apart["hidden"].weight], lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    theirs = torch.optim.Muon([apart["hidden"].weight], lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     decayed = {"params": [apart["lm_head"].weight], "weight_decay": 0.01}
     adamw = AdamW([decayed, {"params": [apart["hidden"].bias], "weight_decay": 0.0}], lr=0.1)
-    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (optimizer, muon, adamw)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (optimizer, theirs, adamw)]
     for step in range(5):
         if step == 2:  # the state goes through a file, as in a resumed run
             kept = optimizer.state_dict()
@@ -77,7 +80,36 @@ def test_muon_and_adamw_step_as_they_do_apart():
         for module in (ours, apart):
             module.zero_grad()
             module["lm_head"](module["hidden"](x)).square().sum().backward()
-        for each in (optimizer, muon, adamw, *schedulers):
+        for each in (optimizer, theirs, adamw, *schedulers):
             each.step()
-    for (name, mine), theirs in zip(ours.named_parameters(), apart.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
+    for (name, mine), other in zip(ours.named_parameters(), apart.parameters(), strict=True):
+        assert torch.equal(mine, other), name
+
+
+@pytest.mark.parametrize("shape", [(4, 9), (9, 4), (5, 5)])
+def test_muon_scales_its_steps_as_torchs_does(shape, monkeypatch):
+    monkeypatch.setattr(muon, "bfloat16_is_fast", lambda device: True)
+    for like_adamw, name in ((True, "match_rms_adamw"), (False, "original")):
+        start, gradient = torch.randn(shape), torch.randn(shape)
+        ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+        for optimizer in (
+            Muon([ours], lr=0.3, like_adamw=like_adamw),
+            torch.optim.Muon([theirs], 0.3, adjust_lr_fn=name),
+        ):
+            for _ in range(3):
+                ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+                optimizer.step()
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(6, 11), (11, 6)])
+def test_muons_update_has_the_singular_vectors_of_the_gradient_and_is_float32_without_fast_bfloat16(shape, monkeypatch):
+    monkeypatch.setattr(muon, "bfloat16_is_fast", lambda device: False)
+    matrix = torch.randn(shape)
+    u, values, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / values.norm()
+    for _ in range(5):
+        values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
+    update = orthogonalize(matrix)
+    assert update.dtype == torch.float32
+    assert torch.allclose(update.double(), u * values @ v, atol=1e-5)

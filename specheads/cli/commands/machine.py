@@ -14,8 +14,9 @@ import psutil  # accelerate's own dependency
 import torch
 from huggingface_hub import constants
 
-from specheads.bench.environment import bfloat16_is_fast, environment
+from specheads.bench.environment import environment
 from specheads.data import corpus
+from specheads.decoding.probs.precision import bfloat16_is_fast
 from specheads.heads import HEADS
 
 _SECONDS = 5.0  # timeout of the hub
@@ -61,8 +62,8 @@ def _compiler() -> str:
 
 
 def _bfloat16() -> str:
-    device = "GPU" if torch.cuda.is_available() else "processor"
-    if bfloat16_is_fast():
+    device, kind = ("GPU", "cuda") if torch.cuda.is_available() else ("processor", "cpu")
+    if bfloat16_is_fast(torch.device(kind)):
         return f"fast on this {device}"
     return f"slow on this {device}, which has no instructions for it: train with training.bf16=false"
 

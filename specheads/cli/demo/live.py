@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
 from specheads import terminal
-from specheads.bench.environment import bfloat16_is_fast
 from specheads.data import corpus
+from specheads.decoding.probs.precision import bfloat16_is_fast
 from specheads.heads import Eagle3Head
 from specheads.models.spec_model import SpecModel
 from specheads.training.trainer.trainer import SpecTrainer, SpecTrainingArguments
@@ -117,8 +117,9 @@ def train_live(
         arguments = SpecTrainingArguments(
             output_dir=scratch, max_steps=10**6, per_device_train_batch_size=options.rows, logging_steps=5,
             learning_rate=options.learning_rate, muon=True, head_lr_groups={"lm_head": 0.25}, adam_beta2=0.95,
-            weight_decay=0.0, max_grad_norm=1.0, bf16=bfloat16_is_fast(), use_cpu=model.device.type == "cpu",
-            save_strategy="no", report_to="none", disable_tqdm=True, seed=options.seed, dataloader_pin_memory=False,
+            weight_decay=0.0, max_grad_norm=1.0, bf16=bfloat16_is_fast(model.device), report_to="none",
+            use_cpu=model.device.type == "cpu", save_strategy="no", disable_tqdm=True, seed=options.seed,
+            dataloader_pin_memory=False,
         )  # fmt: skip
         left = max(seconds / 2, seconds - (time.monotonic() - began))
         trainer = TimedTrainer(model, arguments, train_dataset=Rows(ids, own, options), seconds=left, tell=tell)

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from specheads.training.base_model.options import Options
+from specheads.training.trainer.muon import Muon
 
 SPECIAL = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|pad|>"]
 CHAT_TEMPLATE = (
@@ -119,6 +120,6 @@ def build_optimizers(model: PreTrainedModel, options: Options) -> list[tuple[tor
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
-    muon = torch.optim.Muon(matrices, lr=options.muon_lr, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original")
+    muon = Muon(matrices, lr=options.muon_lr, weight_decay=0.01, like_adamw=False)
     adam = torch.optim.AdamW(others, lr=options.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
     return [(muon, options.muon_lr), (adam, options.adam_lr)]

@@ -28,7 +28,7 @@ class SpecTrainingArguments(TrainingArguments):
     )
     muon: bool = field(
         default=False,
-        metadata={"help": "torch.optim.Muon on the head's hidden matrices, AdamW on the rest."},
+        metadata={"help": "Muon on the head's hidden matrices, AdamW on the rest."},
     )
 
     def __post_init__(self) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from specheads.training.trainer.muon import Muon
+
 Group = dict[str, Any]
 
 
@@ -48,18 +50,13 @@ def parameter_groups(
 
 
 class MuonAdamW(Optimizer):
-    """torch.optim.Muon on the 2-D matrices inside the head, AdamW on everything else, as one optimizer.
+    """Muon on the 2-D matrices inside the head, AdamW on everything else, as one optimizer.
 
-    groups: from parameter_groups. Embeddings and output matrices (a name with "lm_head" or "embed") go to
-    AdamW. Muon's step is scaled to AdamW's root mean square, so both take the same learning rate. Muon: Jordan 2024;
-    the scaling: arXiv:2502.16982.
+    groups: from parameter_groups. Embeddings and output matrices (a name with "lm_head" or "embed") go to AdamW. Both
+    take the same learning rate.
     """
 
     def __init__(self, groups: list[Group], *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
-        if not hasattr(torch.optim, "Muon"):
-            raise ValueError(
-                f"torch {torch.__version__} has no torch.optim.Muon: install torch 2.9 or later, or muon=false"
-            )
         matrices: list[Group] = []
         others: list[Group] = []
         for group in groups:
@@ -71,7 +68,7 @@ class MuonAdamW(Optimizer):
                     into.append({"params": params, **rates, "muon": is_matrix})
         if not matrices or not others:
             raise ValueError(f"muon=true needs matrices and other parameters to train: {len(matrices)}, {len(others)}")
-        self._muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw")
+        self._muon = Muon(matrices)
         self._adamw = AdamW(others, betas=betas, eps=eps)
         # The groups are the same dicts in all three, so that a scheduler's new rate reaches the one that steps.
         super().__init__(self._muon.param_groups + self._adamw.param_groups, {})

@@ -1,5 +1,4 @@
-"""draft="auto": the target's text whatever the costs, decisions by costs and tokens alone, and never slower than plain
-decoding on a clock that runs by the costs."""
+"""draft="auto": the target's text whatever the costs, and decisions by costs and tokens alone."""
 
 import itertools
 from dataclasses import replace
@@ -16,54 +15,16 @@ from specheads.decoding.drafters import auto
 from specheads.decoding.drafters.auto import AutoDrafter
 from specheads.decoding.drafters.overlay import overlay
 from specheads.decoding.drafters.unread import UnreadPositions
-from specheads.decoding.planner import ChildLogits, NoDraft
-from specheads.decoding.planner.by_cost import CostTable, Curve, StepCosts
+from specheads.decoding.planner import NoDraft
+from specheads.decoding.planner.by_cost import CostTable, Curve
 from specheads.decoding.planner.by_cost.choice import Choice
 from specheads.decoding.planner.by_cost.shapes import ReserveSlots
 from specheads.models.costs import cost_key, cost_path
+from tests.support.auto_costs import DEAR, FREE, HEADS, ONE, OPTIONS, Trained
 from tests.support.prompts import padded
 from tests.support.seq2seq_models import tiny_t5
-from tests.support.tiny_models import repetitive_model
 
 PROMPTS = padded([[7, 8, 9, 7, 8], [31], [5, 5, 60, 61, 5, 5, 60]])
-ONE = padded([[5, 5, 60, 61, 5, 5, 60]])
-OPTIONS = {"max_new_tokens": 48, "pad_token_id": 0, "eos_token_id": 96, "return_dict_in_generate": True}
-HEADS = {
-    "medusa": {"num_heads": 3}, "hydra": {"prefix_layer": True}, "eagle": {}, "eagle3": {"steps": 3},
-    "mtp": {"steps": 3}, "parallel": {"block_size": 4, "markov_rank": 16},
-    "parallel, not causal": {"block_size": 5, "causal": False, "sample_from_anchor": False},
-}  # fmt: skip
-
-
-def table(per_node, level=0.3, plain=4.0, acceptance=()):
-    verify = {64: Curve(((1, plain), (64, plain + 63 * per_node))), 512: Curve(((1, 2 * plain),))}
-    flat = Curve(((1, 0.0),))
-    costs = StepCosts(1, verify, flat, flat, Curve(((1, level), (64, 3 * level))), Curve(((1, level), (8, 2 * level))))
-    return CostTable(None, {1: costs}, acceptance)
-
-
-FREE, DEAR = table(0.001, 0.001), table(1.5, 1.0)  # drafts cost next to nothing; a node costs a third of a plain step
-
-
-class Trained(dict):
-    """By kind, heads of one base whose text repeats itself, each trained a little on it when it is first asked for."""
-
-    def __init__(self):
-        super().__init__()
-        self.base = repetitive_model("Llama")
-        options = {"max_new_tokens": 100, "do_sample": False, "eos_token_id": 97, "pad_token_id": 0}
-        self.ids = self.base.generate(torch.tensor([[7]]), **options)
-
-    def __missing__(self, name):
-        torch.manual_seed(0)
-        model = specheads.convert(self.base, name.partition(",")[0], **HEADS[name]).train()
-        optimizer = torch.optim.AdamW(model.head.parameters(), lr=2e-2)
-        for _ in range(25):
-            optimizer.zero_grad()
-            model(self.ids, labels=self.ids).loss.backward()
-            optimizer.step()
-        self[name] = model.eval()
-        return model
 
 
 @pytest.fixture(scope="module")
@@ -267,117 +228,6 @@ def test_what_a_row_gains_counts_by_what_the_others_still_need(heads, monkeypatc
     list(specheads.generate_many(base, prompts, draft=AutoDrafter(head, FREE), **many))
     others_wait = [(rows, not remaining) for rows, remaining, _ in worths]
     assert (3, True) in others_wait and (2, False) in others_wait and not {(3, False), (2, True)} & {*others_wait}
-
-
-class Clock(Drafter):
-    """An automatic drafter on a clock that runs by its costs; ms: of all steps."""
-
-    def __init__(self, head, costs):
-        self.costs, self.calls, self.levels, self.ms = costs.for_rows(1), 0, 0, 0.0
-        self.auto = AutoDrafter(None if head is None else Counting(head, self), costs)
-
-    layers = property(lambda self: self.auto.layers)
-
-    def default_plan(self, device, do_sample):
-        return self.auto.default_plan(device, do_sample)
-
-    def propose(self, context, sampler, plan):
-        calls, levels = self.calls, self.levels
-        tree = self.auto.propose(context, sampler, plan)
-        self.ms += self.costs.step(1, tree.num_nodes, context.bound)
-        if self.calls > calls:
-            self.ms += self.costs.draft(1, (1,) * max(0, self.levels - levels - 1), 1)
-        return tree
-
-
-class Counting(Drafter):
-    """A head that counts its calls and the levels it drafted; wrong: it drafts one token, whatever the text."""
-
-    max_depth = 8
-
-    def __init__(self, head, clock):
-        self.head, self.clock = head, clock
-
-    layers = property(lambda self: self.head.layers)
-
-    def default_plan(self, device, do_sample):
-        return chain(2)
-
-    def propose(self, context, sampler, plan):
-        tree = self.head.propose(context, sampler, plan)
-        self.clock.calls += 1
-        self.clock.levels += max(tree.max_depth, 1 + len(getattr(plan.plan, "levels", ())))
-        return tree
-
-
-def ms_per_token(base, head, costs, tokens=200, **options):
-    clock = Clock(head, costs)
-    out = specheads.generate(
-        base, **ONE, **{**OPTIONS, "max_new_tokens": tokens, "eos_token_id": 97}, draft=clock, **options
-    )
-    return clock.ms / (sum(len(step.tokens[0]) for step in out.steps[1:]))
-
-
-RANDOM_TEXT = {"do_sample": True, "temperature": 6.0, "seed": 2}
-
-
-@pytest.fixture(scope="module")
-def plain_ms():
-    """A plain step's, as no draft pays."""
-    return ms_per_token(repetitive_model("Llama"), None, table(100.0), **RANDOM_TEXT)
-
-
-@pytest.mark.parametrize("costs", [FREE, table(0.5, 0.5), DEAR], ids=["free", "middling", "dear"])
-def test_it_is_hardly_slower_than_plain_decoding_where_drafts_are_wrong(costs, plain_ms):
-    torch.manual_seed(1)
-    model = specheads.convert(repetitive_model("Llama"), "eagle3")
-    assert ms_per_token(model.base, model.head, costs, **RANDOM_TEXT) < 1.06 * plain_ms
-
-
-def test_it_is_faster_where_copies_are_right(heads):
-    base = heads["eagle3"].base
-    slow = ms_per_token(base, None, table(100.0))
-    assert ms_per_token(base, None, table(0.3)) < 0.7 * slow
-    assert ms_per_token(base, heads["eagle3"].head, table(0.3)) < 0.7 * slow
-
-
-class Sometimes(Drafter):
-    """Knows the text, and drafts it right from its index `start` on, wrong before."""
-
-    layers = ()
-    max_depth = 8
-
-    def __init__(self, text, start):
-        self.text, self.start, self.steps = text, start, []
-
-    def default_plan(self, device, do_sample):
-        return chain(3)
-
-    def propose(self, context, sampler, plan):
-        done, level = len(context.history[0]), 0
-        self.steps.append(done)
-
-        def expand(tokens, parents):
-            nonlocal level
-            index, level = done + level, level + 1
-            token = self.text[index] if self.start <= index < len(self.text) else 0
-            logits = torch.zeros(97)
-            logits[token] = 4.0  # a probability of 0.36
-            return ChildLogits(logits.expand(*tokens.shape, -1))
-
-        return plan.grow(context.root, expand, sampler, 97)
-
-
-def test_a_head_that_did_not_pay_is_tried_again_and_used_once_it_does():
-    base = repetitive_model("Llama")
-    options = {**OPTIONS, "max_new_tokens": 400, "eos_token_id": 97, "do_sample": True, "temperature": 6.0, "seed": 2}
-    text = specheads.generate(base, **ONE, **options).sequences[0].tolist()
-    head = Sometimes(text, 250)
-    out = specheads.generate(base, **ONE, **options, draft=AutoDrafter(head, table(0.5, 0.5)))
-    assert out.sequences[0].tolist() == text
-    early, late = ([n for n in head.steps if low <= n < high] for low, high in ((60, 250), (300, 400)))
-    assert 1 <= len(early) <= 20, "tried now and then"
-    assert len(late) >= 5 and len(late) * 3 < 100, "several tokens a step once it is right"
 
 
 def test_a_drafter_that_must_see_every_step_is_refused():

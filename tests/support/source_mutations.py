@@ -26,6 +26,7 @@ BY_COST = "decoding/test_planning_by_cost.py"
 CACHE = "decoding/test_cache.py"
 CACHED_MODEL = "decoding/test_cached_model.py"
 COMPILED = "decoding/test_compiled.py"
+GRAPHS = "decoding/test_compiled_graphs.py"
 DIVERGENCES = "decoding/test_divergences.py"
 FEW_ROWS = "decoding/test_few_rows.py"
 GROUPED = "decoding/test_grouped_attention.py"
@@ -227,13 +228,13 @@ MUTATIONS = (
       "verdict.length * active", "verdict.length", LOSSLESS, "row_that_ended"),
     # --- Compiled steps ---
     M("graph of another cache size", "decoding.compiled:StepCompiler.key",
-      "cache.end, cache.size, *others", "*others", COMPILED, "longer_text"),
+      "cache.end, cache.size, *others", "*others", GRAPHS, "longer_text"),
     M("graph of another adapter scale", "decoding.compiled:module_state",
-      '"scaling"', '"rank"', COMPILED, "adapter_scales"),
+      '"scaling"', '"rank"', GRAPHS, "adapter_scales"),
     M("temperature baked into a graph", "decoding.compiled:options_as_tensors",
-      "for name in names", "for name in ()", COMPILED, "after_the_first_text"),
+      "for name in names", "for name in ()", GRAPHS, "after_the_first_text"),
     M("graph of another rule", "decoding.compiled:StepCompiler.judging",
-      "constants_of(self.accept), ", "", COMPILED, "thresholds and typical"),
+      "constants_of(self.accept), ", "", GRAPHS, "thresholds and typical"),
     M("drafts past the limit judged in a graph", "decoding.step:whole_step",
       "limits - count - 1", "limits", COMPILED, "past_the_limit"),
     M("unused slot that takes from its parent", "decoding.acceptance.traversal:Traversal.judge",
@@ -263,7 +264,7 @@ MUTATIONS = (
     M("refilled row with the limit of the old text", "decoding.target.causal:Target.refill",
       "self._last_position.index_copy(0, rows, last)", "self._last_position", "decoding/test_generate_many.py"),
     M("limit of the first prompt for all", "decoding.generation.many_arguments:options_of",
-      "limits[index]", "limits[0]", "decoding/test_generate_many.py", "own_limit"),
+      "limits[index]", "limits[0]", "decoding/test_generate_many_options.py", "own_limit"),
     M("batch of a queue without its last row", "bench.queues:split",
       "start : start + size", "start : start + size - 1", "bench/test_bench.py", "queue"),
     M("llama.cpp given halves where it pairs neighbours", "bench.compare.llama_source:interleave",

@@ -1,0 +1,164 @@
+"""Compiled steps: how few graphs serve many texts, what they depend on, and how long they live.
+
+The backend "eager" traces as torch's own does, with no graph break allowed, and runs the operations as they are.
+"""
+
+import gc
+from weakref import ref
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from specheads import DraftModel, NGram, PromptLookup, chain, comb
+from specheads.decoding.compiled import compiled_steps, module_state
+from specheads.decoding.target.cache import static_size
+from tests.reference.slow_heads import shallow_spec_model as spec_model
+from tests.support.compiled_texts import DRAWING, fresh_dynamo, shallow, texts_of  # noqa: F401
+from tests.support.families import build
+from tests.support.prompts import PROMPTS, padded
+from tests.support.tiny_models import near, tiny_llama, with_adapter
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("rule", ["typical:{}", "fuzzy:js:{}"])
+def test_one_graph_serves_all_thresholds_seeds_and_lengths_of_a_rule(rule):
+    model, texts = shallow("medusa", 2), set()
+    for length, threshold in ((5, 0.02), (9, 0.3), (40, 0.6)):
+        ids = (torch.arange(20) * length % 97).unsqueeze(0)[:, :length]
+        for temperature in (0.8, 1.2):
+            options = DRAWING | {"temperature": temperature, "seed": length, "max_new_tokens": 10 + length}
+            without, compiled = texts_of(model, {"inputs": ids}, accept=rule.format(threshold), **options)
+            assert compiled == without
+    for threshold, seed in ((0.01, None), (0.3, 4), (0.9, None)):
+        options = {"max_new_tokens": 40, "seed": seed}
+        without, compiled = texts_of(model, {"inputs": ids}, accept=rule.format(threshold), **options)
+        assert compiled == without
+        texts.add(str(compiled))
+    assert len(texts) > 1  # so that a threshold that a graph kept would be seen
+    assert len(compiled_steps(model.base, "eager")) == 2  # one that draws, one that does not
+    without, compiled = texts_of(model, {"inputs": ids}, accept="margin:0.9")
+    assert compiled == without
+    assert len(compiled_steps(model.base, "eager")) == 3
+
+
+def test_a_graph_serves_equal_plans_whatever_was_computed_of_them_before():
+    """The shape of a static tree is kept on the plan, and other rules compute more of it."""
+    model = shallow("medusa", 2)
+    used, ids = comb(3, 2), torch.tensor([PROMPTS[0]])
+    model.generate(ids, tree=used, accept="fuzzy:js:0.2", max_new_tokens=12, **DRAWING)
+    for tree in (used, comb(3, 2)):
+        without, compiled = texts_of(model, {"inputs": ids}, tree=tree, accept="typical")
+        assert compiled == without
+    assert len(compiled_steps(model.base, "eager")) == 1
+    base = build("LlamaConfig", {"max_position_embeddings": 512, "num_hidden_layers": 2})
+    for tree, length in ((comb(3, 2), 3), (comb(3, 2), 270)):  # the second graph of the first plan is the third's
+        prompts = {"inputs": (torch.arange(length) * 7 % 97).unsqueeze(0)}
+        for new in (250, 20) if length == 3 else (20,):
+            without, compiled = texts_of(
+                base, prompts, draft=DraftModel(near(base)), tree=tree, max_new_tokens=new + (length == 3) * 20
+            )
+            assert compiled == without
+
+
+def test_after_the_first_text_nothing_is_compiled_for_other_lengths_limits_seeds_and_temperatures():
+    model = spec_model("eagle3")
+    model.base.generation_config.eos_token_id = None
+    ids = torch.arange(20).unsqueeze(0)
+    model.generate(ids, draft="head", max_new_tokens=8, do_sample=True, temperature=0.5, compile="eager")
+    steps, traced = compiled_steps(model.base, "eager"), counters["stats"]["unique_graphs"]
+    assert len(steps) == 1
+    for length, new, temperature in ((3, 9, 0.9), (31, 40, 1.4), (60, 5, 0.9), (100, 20, 0.2)):
+        ids = (torch.arange(length) * length % 97).unsqueeze(0)
+        options = {"max_new_tokens": new, "do_sample": True, "temperature": temperature, "seed": length, "draft": True}
+        assert model.generate(ids, **options, compile="eager").tolist() == model.generate(ids, **options).tolist()
+    assert len(steps) == 1
+    assert counters["stats"]["unique_graphs"] == traced
+
+
+def test_a_longer_text_meets_few_graphs():
+    base = build("LlamaConfig", {"max_position_embeddings": 1024, "num_hidden_layers": 1})
+    for new in (100, 700):
+        without, compiled = texts_of(base, padded(PROMPTS), draft=PromptLookup(4), max_new_tokens=new)
+        assert compiled == without
+    assert len(compiled_steps(base, "eager")) == 4  # of 256, 384, 512 and 768 slots
+    assert [static_size(n) for n in (1, 256, 257, 385, 513, 769, 1025)] == [256, 256, 384, 512, 768, 1024, 1536]
+    assert all(n <= static_size(n) <= max(256, 1.5 * n) for n in range(1, 5000))
+
+
+def test_a_graph_serves_only_the_weights_and_modes_it_was_traced_with():
+    base = tiny_llama(num_hidden_layers=1)
+    prompts = padded(PROMPTS)
+    texts_of(base, prompts)
+    before = module_state(base)
+    with torch.no_grad():
+        base.lm_head.weight.mul_(-1)
+    assert module_state(base) == before  # a graph reads weights anew
+    without, compiled = texts_of(base, prompts)
+    assert compiled == without
+    base.double()
+    without, compiled = texts_of(base, prompts)
+    assert compiled == without
+    assert module_state(base) != before
+    assert len(compiled_steps(base, "eager")) == 2
+
+
+def test_hooks_attention_and_adapter_scales_are_part_of_what_is_compiled():
+    base, prompts = tiny_llama(num_hidden_layers=1), padded(PROMPTS)
+    texts_of(base, prompts)
+    before = {module_state(base)}
+    with base.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: -output):
+        before.add(module_state(base))
+        without, compiled = texts_of(base, prompts)
+        assert compiled == without
+    base.set_attn_implementation("eager")
+    before.add(module_state(base))
+    assert len(before) == 3
+    adapted = with_adapter(num_hidden_layers=1)
+    texts_of(adapted, prompts)
+    before = module_state(adapted.base_model.model)
+    for module in adapted.modules():
+        if hasattr(module, "scale_layer"):
+            module.scale_layer(0.05)
+    assert module_state(adapted.base_model.model) != before
+    without, compiled = texts_of(adapted, prompts)
+    assert compiled == without
+
+
+def test_a_graph_is_not_made_again_for_processors_and_drafters_that_it_does_not_hold():
+    base, prompts = tiny_llama(num_hidden_layers=1), padded(PROMPTS)
+    for draft in (PromptLookup(3), NGram(3, filler_top_k=1)):
+        texts_of(base, prompts, draft=draft)
+    assert len(compiled_steps(base, "eager")) == 1
+    for minimum in (4, 5):
+        texts_of(base, prompts, draft=PromptLookup(3), min_new_tokens=minimum)
+    assert len(compiled_steps(base, "eager")) == 2
+
+
+def test_adapters_are_part_of_what_is_compiled():
+    base = with_adapter(num_hidden_layers=1)
+    prompts = padded(PROMPTS)
+    active, compiled = texts_of(base, prompts)
+    assert compiled == active
+    with base.disable_adapter():
+        disabled, compiled = texts_of(base, prompts)
+    assert compiled == disabled != active
+    again, compiled = texts_of(base, prompts)
+    assert compiled == again == active
+    assert len(compiled_steps(base.base_model.model, "eager")) == 2
+
+
+def test_graphs_are_freed_with_their_head_and_with_their_base():
+    model = shallow("medusa", 2)
+    other = spec_model("medusa", model.base)
+    for one in (model, other):
+        one.generate(**padded(PROMPTS), tree=chain(2), max_new_tokens=8, do_sample=False, compile="eager")
+    base, steps = ref(model.base), ref(compiled_steps(model.base, "eager"))
+    assert len(steps()) == 2
+    del other, one
+    gc.collect()
+    assert len(steps()) == 1
+    graph = ref(*steps()._known.values())
+    del model
+    gc.collect()
+    assert base() is steps() is graph() is None

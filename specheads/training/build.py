@@ -19,6 +19,7 @@ from specheads.data.batches import Collator
 from specheads.data.datasets import build_datasets, token_counts
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.hub import options as hub_options
+from specheads.models.base.fingerprint import fingerprint_base
 from specheads.models.base.loading import as_dtype
 from specheads.models.convert import convert, load_head
 from specheads.models.spec_model import SpecModel
@@ -37,7 +38,27 @@ def live_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecMo
     vocab_size = AutoConfig.from_pretrained(recipe.base, **hub).get_text_config(decoder=True).vocab_size
     with arguments.main_process_first(desc="reading the data"):
         train, held_out = build_datasets(recipe.data, tokenizer, vocab_size)
-    return build_model(recipe, train), train, held_out, Collator(padding_id(tokenizer))
+    model, collator = build_model(recipe, train), Collator(padding_id(tokenizer))
+    return model, train, held_out, collator
+
+
+def cached_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecModel, Any, Any, Any]:
+    """The live parts, with what the base sees kept in recipe.feature_cache."""
+    from specheads.training.features.cache import (
+        CachingModel,
+        FeatureCache,
+        NumberedCollator,
+        NumberedRows,
+        Origin,
+        text_of,
+    )  # fmt: skip
+    from specheads.training.features.plan import autocast_of
+
+    model, train, held_out, collator = live_parts(recipe, arguments)
+    lengths, text = text_of(train)
+    origin = Origin(fingerprint_base(model.base), model.head.layers, autocast_of(recipe.training), text)
+    cache = FeatureCache(str(recipe.feature_cache), origin, lengths)
+    return CachingModel.of(model, cache), NumberedRows(train), held_out, NumberedCollator(collator)
 
 
 def saved_parts(recipe: Recipe) -> tuple[SpecModel, Any, Any, Any]:

@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, s
 
 from specheads.models.card import Record
 from specheads.models.run_files import RECIPE, RESULTS
-from specheads.training.build import live_parts, resume_point, saved_parts, training_arguments, unsharded
+from specheads.training.build import cached_parts, live_parts, resume_point, saved_parts, training_arguments, unsharded
 from specheads.training.distributed import launch
 from specheads.training.distributed.launch import LaunchError
 from specheads.training.errors import (
@@ -168,8 +168,11 @@ def prepare(recipe: Recipe) -> Run:
     checkpoint = resume_point(recipe)
     set_seed(arguments.seed)
     with unsharded(arguments):
-        model, train, held_out, collator = saved_parts(recipe) if recipe.features else live_parts(recipe, arguments)
-    if recipe.features:
+        if recipe.features:
+            model, train, held_out, collator = saved_parts(recipe)
+        else:
+            model, train, held_out, collator = (cached_parts if recipe.feature_cache else live_parts)(recipe, arguments)
+    if recipe.features or recipe.feature_cache:
         arguments.remove_unused_columns = False  # by forward()'s signature, which does not name what was saved
     callbacks: list[TrainerCallback] = []
     if recipe.early_stopping is not None:
@@ -180,6 +183,11 @@ def prepare(recipe: Recipe) -> Run:
     trainer.recipe = recipe.to_yaml()
     kind = launch.kind_of(trainer.accelerator)
     launch.check(recipe.launch, trainer.accelerator.num_processes, kind)
+    if kind in SHARDED and recipe.feature_cache:
+        raise LaunchError(
+            f"feature_cache skips the base where its rows are saved, and {kind} runs it in all processes at once: use "
+            "ddp, zero1 or zero2, or save the features first, with `specheads features`"
+        )
     if kind in SHARDED and getattr(model.base, "is_quantized", False):
         raise LaunchError(
             f"{kind} would shard a quantised base, whose weights are no matrices: use ddp, zero1 or zero2"

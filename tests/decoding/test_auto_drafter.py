@@ -228,6 +228,24 @@ def test_what_a_row_gains_counts_by_what_the_others_still_need(heads, monkeypatc
     list(specheads.generate_many(base, prompts, draft=AutoDrafter(head, FREE), **many))
     others_wait = [(rows, not remaining) for rows, remaining, _ in worths]
     assert (3, True) in others_wait and (2, False) in others_wait and not {(3, False), (2, True)} & {*others_wait}
+    worths.clear()
+    many |= {"max_new_tokens": [60, 8, 16, 60], "eos_token_id": 97}  # the last prompt takes the row of the second
+    texts = specheads.generate_many(base, prompts, draft=AutoDrafter(head, FREE), **many)
+    shared = [worth for worth in worths if len(worth[1]) == 2]
+    for _, remaining, pace in shared:
+        assert pace == pytest.approx([pace_after(texts[i], 60 - n) for i, n in zip((0, 3), remaining, strict=True)])
+    assert len(shared) > 2 and shared[0][2][0] > 1
+
+
+def pace_after(text, tokens):
+    """The pace of a row that has gained so many tokens since its prompt, whoever was in it before."""
+    gains, pace = iter(text.steps), 1.0
+    tokens -= len(next(gains).tokens[0])  # of the prompt
+    while tokens > 0:
+        gained = len(next(gains).tokens[0])
+        tokens, pace = tokens - gained, pace + (gained - pace) / 16
+    assert tokens == 0
+    return pace
 
 
 def test_a_drafter_that_must_see_every_step_is_refused():

@@ -25,6 +25,7 @@ from tests.support.paths import ROOT
 from tests.support.resumable_runs import losses, options
 from tests.support.saved_features import dump, material
 from tests.support.training_runs import RUNNING_UNDER
+from tests.workers.heads_by_two import ZERO
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
 
@@ -135,17 +136,22 @@ def logs_of(output):
 
 
 @pytest.mark.slow
-def test_two_processes_killed_at_random_moments_end_as_the_uninterrupted_ones(folder):
-    whole, output = folder / "two-whole", folder / "two-killed"
-    ddp = {"save_steps": 1, "max_steps": 12, "per_device_train_batch_size": 1, "logging_steps": 2}
-    assert two_processes(options(whole, folder, **ddp), folder / "whole.yaml").wait(timeout=300) == 0
+@pytest.mark.parametrize("zero", [None, 1, 2, 3], ids=["ddp", "zero1", "zero2", "zero3"])
+def test_two_processes_killed_at_random_moments_end_as_the_uninterrupted_ones(zero, folder, tmp_path):
+    more = {}
+    if zero is not None:
+        pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
+        more["deepspeed"] = {**ZERO, "zero_optimization": {**ZERO["zero_optimization"], "stage": zero}}
+    whole, output = tmp_path / "whole", tmp_path / "killed"
+    saving = {"save_steps": 1, "max_steps": 12, "per_device_train_batch_size": 1, "logging_steps": 2, **more}
+    assert two_processes(options(whole, folder, **saving), tmp_path / "whole.yaml").wait(timeout=300) == 0
     draw, left = random.Random(3), []
     for step, whom in ((2, "all"), (5, "1"), (8, "0")):
-        launcher = two_processes(options(output, folder, **ddp), folder / "killed.yaml")
+        launcher = two_processes(options(output, folder, **saving), tmp_path / "killed.yaml")
         kill_after(launcher, output, step, draw.uniform(0, 0.15), whom)
         left.append(int(last_finished(output).name.removeprefix("checkpoint-")))
     assert 1 <= left[0] < left[1] < left[2] < 12
-    assert two_processes(options(output, folder, **ddp), folder / "killed.yaml").wait(timeout=300) == 0
+    assert two_processes(options(output, folder, **saving), tmp_path / "killed.yaml").wait(timeout=300) == 0
     logs = [logs_of(path) for path in (whole, output)]
     assert logs[0] == logs[1] and len(logs[0]) == 6
     expected, resumed = (load_file(path / "model.safetensors") for path in (whole, output))

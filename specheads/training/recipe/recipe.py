@@ -33,7 +33,8 @@ class Recipe:
     base: path or hub id; base_dtype and head_dtype: "auto", "float32", "bfloat16" or "float16" ("auto" is what the
     base was saved in); load_in_4bit, load_in_8bit: the base quantised by bitsandbytes (with lora: QLoRA);
     attn_implementation: of the base. features: a folder of saved features, which replaces base, data and
-    their options: those are not read then. head: {kind: …, options}. init_from: a head checkpoint to continue
+    their options: those are not read then. feature_cache: a folder in which the first epoch keeps what the base sees,
+    and from which later ones read it. head: {kind: …, options}. init_from: a head checkpoint to continue
     from, instead of a new head. training: SpecTrainingArguments by name; resume_from_checkpoint: auto is the last
     one in output_dir, if any. early_stopping: evaluations without a better training.metric_for_best_model before the
     run ends. launch: what the launcher is expected to have started. parity: the comparison with real decoding that
@@ -44,6 +45,7 @@ class Recipe:
     base: str = ""
     data: DataConfig | None = None
     features: str | None = None
+    feature_cache: str | None = None
     head: HeadConfig | None = None
     base_dtype: str = "auto"
     head_dtype: str = "float32"
@@ -63,6 +65,13 @@ class Recipe:
             raise RecipeError(
                 "lora trains the base too, which saved features stand in for: give lora=null or no features"
             )
+        if self.feature_cache is not None and (not isinstance(self.feature_cache, str) or not self.feature_cache):
+            raise RecipeError(f"feature_cache={self.feature_cache!r}: expected a folder, or null")
+        for name, value in (("features", self.features), ("lora", self.lora)):
+            if self.feature_cache is not None and value is not None:
+                raise RecipeError(
+                    f"feature_cache keeps what a frozen base sees, and with {name} none is in memory: leave one out"
+                )
         if not isinstance(self.base, str) or not (self.base or self.features):
             raise RecipeError(f"base={self.base!r}: expected a path or a hub id")
         for name in ("base_dtype", "head_dtype"):

@@ -48,7 +48,7 @@ def test_tune_writes_one_file_that_generate_and_info_find(shipped, home, capsys)
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", ["eagle3", "medusa", None])
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", None])
 def test_compiled_steps_have_a_table_of_their_own(kind, capsys):
     model = spec_model(kind or "eagle3")
     head = model.head if kind else None

@@ -180,7 +180,7 @@ def test_a_model_told_to_compile_does_so_unless_a_call_says_otherwise():
     assert len(compiled_steps(model.base, "eager")) == 1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_step_is_in_the_graph_after_prompts_of_any_length(kind, monkeypatch):
     """Under this rule a wrong draft is another text."""

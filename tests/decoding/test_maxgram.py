@@ -41,7 +41,7 @@ def test_the_rows_of_a_batch_are_searched_each_on_its_own():
 
 def test_a_table_for_another_vocabulary_is_refused_before_anything_is_drafted(base):
     with pytest.raises(ValueError, match=r"3.*97"):
-        generate(base, torch.tensor([[5]]), drafter=MaxGram(bigrams=[0, 1, 2]), max_new_tokens=4)
+        generate(base, torch.tensor([[5]]), drafter=MaxGram(bigrams=[0, 1, 2]), max_new_tokens=4, eos_token_id=97)
 
 
 def test_a_tree_is_refused():

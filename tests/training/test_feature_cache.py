@@ -14,6 +14,7 @@ from specheads.training.features.shards import FeatureError
 from specheads.training.recipe.recipe import RecipeError
 from specheads.training.run import prepare
 from tests.support.saved_features import HEADS, material, recipe
+from tests.support.training_runs import forked
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
 EPOCHS = {"max_steps": 21, "optim": "sgd", "learning_rate": 0.1, "eval_strategy": "no"}  # three of seven steps
@@ -82,6 +83,25 @@ def test_a_run_that_stopped_in_the_first_epoch_resumes_as_if_it_had_not(folder, 
     resumed.train()
     assert passes == [5, 6, 21]
     assert losses(resumed)[-16:] == losses(whole)[-16:]
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_cache(folder, tmp_path):
+    """Rows are dealt anew each epoch, so each process reads what the other one wrote."""
+
+    def train(output, cache):
+        run = run_of(folder, output, cache=cache, per_device_train_batch_size=1)
+        passes = passes_of(run)
+        run.train()
+        rank = run.trainer.args.process_index
+        (tmp_path / f"{output.name}-{rank}.json").write_text(json.dumps([losses(run), passes]))
+
+    for output, cache in ((tmp_path / "live", None), (tmp_path / "cached", tmp_path / "c")):
+        forked(2, train, output, cache)
+    for rank in (0, 1):
+        live, cached = (json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for name in ("live", "cached"))
+        assert cached[0] == pytest.approx(live[0], rel=2e-6)
+        assert [step for step in cached[1] if step < 21] == list(range(7))
 
 
 def test_a_row_that_changed_on_disk_is_computed_again(folder, tmp_path, caplog):

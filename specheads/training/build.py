@@ -19,11 +19,12 @@ from specheads.data.batches import Collator
 from specheads.data.datasets import build_datasets, token_counts
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.hub import options as hub_options
-from specheads.models.base.fingerprint import fingerprint_base
 from specheads.models.base.loading import as_dtype
 from specheads.models.convert import convert, load_head
 from specheads.models.spec_model import SpecModel
 from specheads.training.errors import is_finished, last_finished
+from specheads.training.features.cache import with_cache
+from specheads.training.features.plan import autocast_of
 from specheads.training.recipe.arguments import SpecTrainingArguments
 from specheads.training.recipe.base import load_base, padding_id
 from specheads.training.recipe.options import refuse_absent_reporters
@@ -31,7 +32,8 @@ from specheads.training.recipe.recipe import Recipe, RecipeError
 
 
 def live_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecModel, Any, Any, Any]:
-    """Model, rows to train on, rows held out and collator, with the base in memory."""
+    """Model, rows to train on, rows held out and collator, with the base in memory, and its features kept where the
+    recipe has a cache."""
     assert recipe.data is not None
     hub = hub_options(recipe.base)
     tokenizer = AutoTokenizer.from_pretrained(recipe.base, **hub)
@@ -39,31 +41,14 @@ def live_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecMo
     with arguments.main_process_first(desc="reading the data"):
         train, held_out = build_datasets(recipe.data, tokenizer, vocab_size)
     model, collator = build_model(recipe, train), Collator(padding_id(tokenizer))
-    return model, train, held_out, collator
-
-
-def cached_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecModel, Any, Any, Any]:
-    """The live parts, with what the base sees kept in recipe.feature_cache."""
-    from specheads.training.features.cache import (
-        CachingModel,
-        FeatureCache,
-        NumberedCollator,
-        NumberedRows,
-        Origin,
-        text_of,
-    )  # fmt: skip
-    from specheads.training.features.plan import autocast_of
-
-    model, train, held_out, collator = live_parts(recipe, arguments)
-    lengths, text = text_of(train)
-    origin = Origin(fingerprint_base(model.base), model.head.layers, autocast_of(recipe.training), text)
-    cache = FeatureCache(str(recipe.feature_cache), origin, lengths)
-    return CachingModel.of(model, cache), NumberedRows(train), held_out, NumberedCollator(collator)
+    if recipe.feature_cache is None:
+        return model, train, held_out, collator
+    cached = with_cache(recipe.feature_cache, model, train, collator, autocast_of(recipe.training))
+    return cached.model, cached.rows, held_out, cached.collator
 
 
 def saved_parts(recipe: Recipe) -> tuple[SpecModel, Any, Any, Any]:
     """The same from saved features. FeatureError, a ValueError, says what is wrong with them."""
-    from specheads.training.features.plan import autocast_of
     from specheads.training.features.training import from_disk
 
     folder, autocast = Path(str(recipe.features)), autocast_of(recipe.training)

@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, s
 
 from specheads.models.card import Record
 from specheads.models.run_files import RECIPE, RESULTS
-from specheads.training.build import cached_parts, live_parts, resume_point, saved_parts, training_arguments, unsharded
+from specheads.training.build import live_parts, resume_point, saved_parts, training_arguments, unsharded
 from specheads.training.distributed import launch
 from specheads.training.distributed.launch import LaunchError
 from specheads.training.errors import (
@@ -168,10 +168,7 @@ def prepare(recipe: Recipe) -> Run:
     checkpoint = resume_point(recipe)
     set_seed(arguments.seed)
     with unsharded(arguments):
-        if recipe.features:
-            model, train, held_out, collator = saved_parts(recipe)
-        else:
-            model, train, held_out, collator = (cached_parts if recipe.feature_cache else live_parts)(recipe, arguments)
+        model, train, held_out, collator = saved_parts(recipe) if recipe.features else live_parts(recipe, arguments)
     if recipe.features or recipe.feature_cache:
         arguments.remove_unused_columns = False  # by forward()'s signature, which does not name what was saved
     callbacks: list[TrainerCallback] = []

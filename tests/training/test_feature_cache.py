@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specheads.training.distributed import launch
 from specheads.training.errors import TrainingError
 from specheads.training.features import cache as cache_file
 from specheads.training.features.cache import RECORD, STATES, FeatureCache, Origin
@@ -139,6 +140,10 @@ def test_what_does_not_fit_is_refused(folder, tmp_path, monkeypatch):
         run_of(folder, tmp_path / "a", cache=folder)
     with pytest.raises(RecipeError, match="with features none is in memory"):
         replace(recipe(folder, tmp_path, features="x"), feature_cache="y")
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "kind_of", lambda accelerator: "zero3")
+        with pytest.raises(launch.LaunchError, match="and zero3 runs it in all processes at once"):
+            run_of(folder, tmp_path / "a", cache=tmp_path / "d")
     with pytest.raises(RecipeError, match="feature_cache=3: expected a folder"):
         replace(recipe(folder, tmp_path), feature_cache=3)
 

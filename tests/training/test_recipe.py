@@ -142,8 +142,11 @@ def test_the_recipe_a_run_leaves_is_that_run_again(tmp_path):
     again = read_recipe(tmp_path / "again.yaml")
     assert again == recipe
     named = {field.name for field in dataclasses.fields(Recipe)}
-    left = {"head_dtype", "attn_implementation", "init_from", "features", "load_in_8bit"}
+    left = {"head_dtype", "attn_implementation", "init_from", "features", "feature_cache", "load_in_8bit"}
     assert named - set(options) == left, "leave none out"
+    cached = Recipe.from_dict({**LEAST, "feature_cache": "runs/cache"})
+    (tmp_path / "again.yaml").write_text(cached.to_yaml())
+    assert read_recipe(tmp_path / "again.yaml") == cached
 
 
 def test_stopping_early_needs_something_to_stop_on():

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from specheads.decoding.target.hf_base import logits_of
 from specheads.losses.teacher import LastHidden, Teacher, gives_logits
+from specheads.models.base.fingerprint import fingerprint_base
 from specheads.models.files import replacing
 from specheads.models.spec_model import SpecModel
 from specheads.training.errors import TrainingError
@@ -214,6 +215,22 @@ class NumberedCollator:
         tokens = [{name: value for name, value in row.items() if name != ROW_NUMBERS} for row in rows]
         numbers = [row[ROW_NUMBERS] for row in rows if ROW_NUMBERS in row]
         return {**self.collator(tokens), **({ROW_NUMBERS: torch.tensor(numbers)} if numbers else {})}
+
+
+@dataclass(frozen=True)
+class Cached:
+    model: CachingModel
+    rows: NumberedRows
+    collator: NumberedCollator
+
+
+def with_cache(folder: str | Path, model: SpecModel, rows: Any, collator: Any, autocast: str) -> Cached:
+    """A model, the dataset that it learns from and its collator, with what the base sees kept in `folder`. autocast: of
+    the run, as `plan.autocast_of` has it. FeatureError where that cannot be, or not there."""
+    lengths, text = text_of(rows)
+    origin = Origin(fingerprint_base(model.base), model.head.layers, autocast, text)
+    made = CachingModel.of(model, FeatureCache(folder, origin, lengths))
+    return Cached(made, NumberedRows(rows), NumberedCollator(collator))
 
 
 def text_of(rows: Any) -> tuple[list[int], str]:

@@ -134,7 +134,7 @@ def test_processors_see_the_padding_that_the_caller_gave(model, side):
     shown = Shown()
     model.generate(
         torch.tensor(rows), attention_mask=torch.tensor(masks), do_sample=False, max_new_tokens=8, draft="head",
-        logits_processor=LogitsProcessorList([shown]),
+        eos_token_id=97, logits_processor=LogitsProcessorList([shown]),
     )  # fmt: skip
     assert len(shown.rows) > 24 and {tuple(row[:longest]) for row in shown.rows} == set(map(tuple, rows))
 

@@ -24,6 +24,7 @@ setup(
         "transformers>=5.17",
         "accelerate>=1.10",
         "safetensors>=0.5",
+        "numpy>=1.26",
         "datasets>=4.0",
         "peft>=0.18",
         "pyyaml>=6.0",

@@ -8,7 +8,9 @@ import specheads
 from specheads import Drafter, chain
 from specheads.decoding.drafters.auto import AutoDrafter
 from specheads.decoding.planner import ChildLogits
+from specheads.decoding.planner.by_cost import CostTable, Curve, StepCosts
 from tests.support.auto_costs import DEAR, FREE, ONE, OPTIONS, Trained, table
+from tests.support.prompts import padded
 from tests.support.tiny_models import repetitive_model
 
 
@@ -126,3 +128,16 @@ def test_a_head_that_did_not_pay_is_tried_again_and_used_once_it_does():
     early, late = ([n for n in head.steps if low <= n < high] for low, high in ((60, 250), (300, 400)))
     assert 1 <= len(early) <= 20, "tried now and then"
     assert len(late) >= 5 and len(late) * 3 < 100, "several tokens a step once it is right"
+
+
+@pytest.mark.parametrize(("read_ms", "tried"), [(0.01, True), (1.0, False)])
+def test_a_head_that_promises_nothing_is_tried_once_reading_the_prompt_is_a_small_share(read_ms, tried):
+    """2 % of 150 steps of 4 ms are 12 ms: enough to read 100 positions at 0.01 ms each, not at 1 ms."""
+    prompt = padded([[5 + i % 80 for i in range(100)]])
+    verify, flat = {64: Curve(((1, 4.0), (64, 100.0)))}, Curve(((1, 0.0),))
+    read = Curve(((1, read_ms), (64, 64 * read_ms)))
+    head = Sometimes([], 10**9)
+    options = {**OPTIONS, **RANDOM_TEXT, "max_new_tokens": 150, "eos_token_id": 97}
+    costs = CostTable(None, {1: StepCosts(1, verify, flat, flat, read, Curve(((1, 0.5),)))}, ((0.02,),))
+    specheads.generate(repetitive_model("Llama"), **prompt, **options, draft=AutoDrafter(head, costs))
+    assert bool(head.steps) == tried

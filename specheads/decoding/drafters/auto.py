@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.utils import logging
 
 from specheads.decoding.drafters.base import Context, DeviceDraft, Drafter, with_defaults
@@ -131,7 +133,7 @@ class _Run:
     choice: of the step for which the texts have `lengths`, from `limited`, the part of the menu within its limits, for
     the rows that are `active`. copies: by row, the length of the match and the ids that followed it. worth: of the
     tokens of this step. pace: by row, the tokens it gained a step lately. grown: the last tree if it was cost-aware,
-    with what a static one promised for its time. idle: steps since the head drafted.
+    with what a static one promised for its time. idle: steps since the head drafted. gains: `_head_gains` of a menu.
     """
 
     def __init__(self, auto: AutoDrafter, context: Context) -> None:
@@ -155,6 +157,7 @@ class _Run:
         self.choice: Choice | None = None
         self.worth = Worth(self.rows)
         self.pace = [1.0] * self.rows
+        self.gains: tuple[Menu, list[NDArray[np.float64]]] | None = None
 
     def _head_estimate(self) -> HeadEstimate:
         return HeadEstimate(self.assumed, max([CHAINS[-1], *(shape.depth for shape in self.menu.shapes)]))
@@ -192,6 +195,7 @@ class _Run:
             self.pace[row], self.lengths[row] = 1.0, len(history) - 1
             context.memory["texts"][row] = ""
         self.choice = self.grown = None  # the last drafts were of other texts
+        self.gains = None
         if self.head is not None:
             self.unread.refill(self.head, context, rows, prompts, ReserveSlots(chain(1), self.slots))
 
@@ -222,8 +226,7 @@ class _Run:
     def _choose(self, menu: Menu, active: Sequence[bool], context: Context) -> Choice:
         rows = [b for b, runs in enumerate(active) if runs]
         copy_gains = [self.copied[b].gains(self.copies[b][0], len(self.copies[b][1])) for b in rows]
-        chains = [self.heads[b].chain_gains() for b in rows] if menu.shapes else []
-        gains = [[shape.gain(self.heads[b], row) for b, row in zip(rows, chains, strict=True)] for shape in menu.shapes]
+        gains = [gain[rows] for gain in self._head_gains(menu)]
         unread = self._positions_read(context) if menu.shapes else 0
 
         step_ms = [self.costs.step(self.rows, nodes, context.bound) for nodes in menu.sizes]
@@ -234,12 +237,26 @@ class _Run:
             self.worth = Worth(len(rows), [context.remaining[b] for b in rows], [self.pace[b] for b in rows])
         best = choose(menu, gains, copy_gains, step_ms, draft_ms, self.worth)
         if best.shape is None and menu.shapes:
-            probe = menu.shapes[0]
-            ms = self.costs.step(self.rows, probe.nodes, context.bound) + draft_ms[0]
+            probe, read = menu.shapes[0], max(unread, self.unread.count(context))
+            ms = self.costs.step(self.rows, probe.nodes, context.bound)
+            ms += self.costs.draft(self.rows, probe.levels, read)
             if probe_is_due(best, ms, len(rows), self.idle):
-                best = Choice(probe, probe.nodes, (False,) * len(rows), self.worth(gains[0]), ms)
+                best = Choice(probe, probe.nodes, (False,) * len(rows), float(self.worth(gains[0])), ms)
         taken = iter(best.copies)
         return Choice(best.shape, best.nodes, tuple(runs and next(taken) for runs in active), best.tokens, best.ms)
+
+    def _head_gains(self, menu: Menu) -> list[NDArray[np.float64]]:
+        """By shape of the menu (B,) the tokens expected to be accepted. They stay as long as the head is idle."""
+        if self.gains is None or self.gains[0] is not menu:
+            chains = [row.chain_gains() for row in self.heads]
+            self.gains = (
+                menu,
+                [
+                    np.asarray([shape.gain(row, chain) for row, chain in zip(self.heads, chains, strict=True)])
+                    for shape in menu.shapes
+                ],
+            )
+        return self.gains[1]
 
     def _read_width(self, context: Context) -> int:
         """How many columns a pass of a compiled step reads."""
@@ -268,7 +285,7 @@ class _Run:
     def _begin_head(self) -> None:
         for row in self.heads:
             row.fade(self.idle // 4)  # what it was like counts for longer than if it had been seen since
-        self.idle = 0
+        self.idle, self.gains = 0, None
 
     def _cost_aware(self, shape: Shape, context: Context) -> CostAwareTree:
         depth, width = self.limited.depth, 1
@@ -283,7 +300,7 @@ class _Run:
         return CostAwareTree(
             self.limited.sizes, depth, width=width, beams=width, time=time, calibrate=self.calibration,
             next_share=[sum(means) / len(running) for means in zip(*running, strict=True)],
-            worth=lambda gains: self.worth([gain for gain, runs in zip(gains, self.active, strict=True) if runs]),
+            worth=lambda gains: float(self.worth([gain for gain, b in zip(gains, self.active, strict=True) if b])),
         )  # fmt: skip
 
     def _chosen_copies(self, choice: Choice) -> list[list[int]]:
@@ -313,7 +330,7 @@ class _Run:
             tree, expected = self.grown
             learn_grown(self.heads, self.calibration, tree, gained)
             ran = [len(tokens) - 1 for tokens, runs in zip(gained, self.active, strict=True) if runs]
-            self.surplus.add(self.worth(ran), expected)
+            self.surplus.add(float(self.worth(ran)), expected)
         elif self.choice is not None and self.choice.shape is not None:
             self.surplus.fade()
             own = [bool(tokens) and not taken for tokens, taken in zip(gained, self.choice.copies, strict=True)]

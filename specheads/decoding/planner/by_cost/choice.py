@@ -10,10 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from specheads.decoding.planner.by_cost.shapes import Menu, Shape
 
 LUCK = 0.5  # by how many steps, over the square root of those they need, rows are expected to drift apart
 PROBE_SHARE = 0.02  # of the time that may be spent on trying a head that does not seem to pay
+CAUTION = 0.08  # by which share a draft must promise to be faster than none: costs and chances are estimates
 
 
 class Worth:
@@ -32,20 +36,22 @@ class Worth:
         self.rows, self.scale = rows, 0.0
         if rows == 1 or not remaining:
             return
-        steps = [left / tokens for left, tokens in zip(remaining, pace, strict=True)]
-        most = max(steps)
-        self.scale, self.pace = LUCK * math.sqrt(most), pace
-        sizes = [math.exp((left - most) / self.scale) for left in steps]
-        self.shares = [size / sum(sizes) for size in sizes]
-        self.plain = self._saved([0.0] * rows)
+        self.pace = np.asarray(pace)
+        steps = np.asarray(remaining) / self.pace
+        self.scale = LUCK * math.sqrt(steps.max())
+        sizes = np.exp((steps - steps.max()) / self.scale)
+        self.shares = sizes / sizes.sum()
+        self.plain = self._saved(np.zeros(rows))
 
-    def __call__(self, gains: Sequence[float]) -> float:
-        """gains: the accepted tokens of each row."""
-        return self.rows + sum(gains) if not self.scale else self.rows * self._saved(gains) / self.plain
+    def __call__(self, gains: ArrayLike) -> NDArray[np.float64]:
+        """gains (…, R): the accepted tokens of each row → (…)."""
+        accepted = np.asarray(gains)
+        if not self.scale:
+            return np.asarray(self.rows + accepted.sum(-1))
+        return np.asarray(self.rows * self._saved(accepted) / self.plain)
 
-    def _saved(self, gains: Sequence[float]) -> float:
-        parts = zip(self.shares, gains, self.pace, strict=True)
-        return -math.log(sum(share * math.exp(-(1 + gain) / (tokens * self.scale)) for share, gain, tokens in parts))
+    def _saved(self, gains: NDArray[np.float64]) -> NDArray[np.float64]:
+        return -np.log(np.exp(-(1 + gains) / (self.pace * self.scale)) @ self.shares)
 
 
 @dataclass(frozen=True)
@@ -66,39 +72,28 @@ class Choice:
 
 def choose(
     menu: Menu,
-    head_gains: Sequence[Sequence[float]],
-    copy_gains: Sequence[Sequence[float]],
+    head_gains: Sequence[ArrayLike],
+    copy_gains: Sequence[ArrayLike],
     step_ms: Sequence[float],
     draft_ms: Sequence[float],
     worth: Worth,
 ) -> Choice:
-    """The choice with the most expected tokens per millisecond.
+    """The choice with the most expected tokens per millisecond, a draft only if it is ahead of none by CAUTION.
 
     head_gains: by shape and row; copy_gains: by row and length. Rows that have ended have no entry. step_ms: by size of
-    the menu; draft_ms: by its shapes. Ties go to the smaller step, and to the one without the head.
+    the menu; draft_ms: by its shapes. Ties go to the choice without the head, and to the smaller step.
     """
-    copied = [[row[min(size, len(row)) - 1] for row in copy_gains] for size in menu.sizes]
-    longest = max(map(len, copy_gains), default=1)  # a larger step copies no more
-    best, shape = -1.0, None
-    size_index, tokens = 0, float(worth.rows)
-    for i, (nodes, ms) in enumerate(zip(menu.sizes, step_ms, strict=True)):
-        expected = worth(copied[i])
-        if expected > best * ms and (nodes == 1 or any(copied[i])):
-            best, size_index, tokens = expected / ms, i, expected
-        if nodes >= longest:
-            break
-    gains: Sequence[float] = ()
-    for own, one, extra in zip(menu.shapes, head_gains, draft_ms, strict=True):
-        for i, (nodes, ms) in enumerate(zip(menu.sizes, step_ms, strict=True)):
-            if nodes < own.nodes or (menu.own_size and nodes > own.nodes):
-                continue
-            expected = worth([*map(max, copied[i], one)])
-            if expected > best * (ms + extra):
-                best, size_index, tokens, shape, gains = expected / (ms + extra), i, expected, own, one
-            if nodes >= longest:
-                break
-    copies = tuple(copy > (gains[b] if shape else 0.0) for b, copy in enumerate(copied[size_index]))
-    return Choice(shape, menu.sizes[size_index], copies, tokens, tokens / best)
+    rows = len(copy_gains)
+    copied = np.asarray([row[np.minimum(menu.size_array, len(row)) - 1] for row in map(np.asarray, copy_gains)])
+    heads = np.asarray([[0.0] * rows, *head_gains])  # (1 + S, R), first without the head
+    tokens = worth(np.maximum(heads[:, None], copied.T))  # (1 + S, Z)
+    ms = np.asarray(step_ms) + np.asarray([0.0, *draft_ms])[:, None]
+    rate = np.where(menu.fits, tokens / ms, 0.0)
+    rate[0, 0] *= 1 + CAUTION
+    own, size = divmod(int(rate.argmax()), len(menu.sizes))
+    copies = tuple((copied[:, size] > heads[own]).tolist())
+    shape = menu.shapes[own - 1] if own else None
+    return Choice(shape, menu.sizes[size], copies, float(tokens[own, size]), float(ms[own, size]))
 
 
 def probe_is_due(best: Choice, probe_ms: float, rows: int, idle: int) -> bool:

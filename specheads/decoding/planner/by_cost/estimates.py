@@ -8,6 +8,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 MEMORY = 32  # trials after which an older one counts 1/e
 PRIOR_WEIGHT = 4.0  # trials that the assumption counts as
 # Shares of a head nobody measured, by rank, at every depth: those of planner.static.default_static.
@@ -15,7 +18,6 @@ ASSUMED_RANKS = (0.6, 0.15, 0.07, 0.04, 0.03)
 # By the length of the match that precedes a copied token: the shortest of the bucket, and the share accepted.
 COPY_BUCKETS = (1, 2, 3, 4, 6, 10, 16)
 COPY_SHARES = (0.25, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93)
-_BUCKET_OF = [bisect_right(COPY_BUCKETS, match) - 1 for match in range(COPY_BUCKETS[-1] + 1)]
 _DECAY = 1 - 1 / MEMORY
 
 
@@ -126,20 +128,19 @@ class CopyEstimate:
 
     def __init__(self) -> None:
         self.shares = [Share() for _ in COPY_BUCKETS]
-        self.means = list(COPY_SHARES)
+        self.means = np.asarray(COPY_SHARES)
 
     def add(self, match: int, hit: bool) -> None:
         bucket = bisect_right(COPY_BUCKETS, match) - 1
         self.shares[bucket].add(hit)
         self.means[bucket] = self.shares[bucket].mean(COPY_SHARES[bucket])
 
-    def gains(self, match: int, count: int) -> list[float]:
+    def gains(self, match: int, count: int) -> NDArray[np.float64]:
         """Entry n: the expected accepted tokens of the first n ≤ count copied after a match of this length."""
-        gains, chance, total = [0.0], 1.0, 0.0
-        for length in range(match, match + count):
-            chance *= self.means[_BUCKET_OF[length] if length < len(_BUCKET_OF) else -1] if match else 0.0
-            total += chance
-            gains.append(total)
+        gains = np.zeros(count + 1)
+        if match:
+            bucket = np.searchsorted(COPY_BUCKETS, np.arange(match, match + count), "right") - 1
+            self.means[bucket].cumprod().cumsum(out=gains[1:])
         return gains
 
 

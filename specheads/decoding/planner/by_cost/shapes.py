@@ -10,6 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specheads.decoding.cached import cached_property
 from specheads.decoding.planner.by_cost.curves import StepCosts
 from specheads.decoding.planner.by_cost.estimates import HeadEstimate
@@ -72,6 +75,19 @@ class Menu:
     shapes: tuple[Shape, ...]
     sizes: tuple[int, ...]
     own_size: bool = False
+
+    @cached_property
+    def size_array(self) -> NDArray[np.int64]:
+        return np.asarray(self.sizes)
+
+    @cached_property
+    def fits(self) -> NDArray[np.bool_]:
+        """(1 + shapes, sizes) may a step of this size verify the shape? First without one, then by shape."""
+        least = np.asarray([1, *(shape.nodes for shape in self.shapes)])[:, None]
+        fits = self.size_array >= least
+        if self.own_size:
+            fits[1:] &= self.size_array == least[1:]
+        return fits
 
     @cached_property
     def depth(self) -> int:

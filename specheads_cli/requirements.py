@@ -12,6 +12,7 @@ REQUIRED = {
     "transformers": "base models and tokenizers",
     "accelerate": "training on several GPUs",
     "safetensors": "checkpoints",
+    "numpy": "the choice of automatic drafts",
     "datasets": "training data",
     "peft": "adapters on the base (lora)",
     "pyyaml": "recipes",

@@ -252,7 +252,7 @@ MUTATIONS = (
     M("rows that wait for a queue that has ended", "decoding.loop:decode",
       "refill is not None and not finished", "refill is not None", AUTO, "still_need"),
     M("gains counted however slow a row is", "decoding.planner.by_cost.choice:Worth._saved",
-      "(tokens * self.scale)", "self.scale", BY_COST, "take_off"),
+      "(self.pace * self.scale)", "self.scale", BY_COST, "take_off"),
     M("a draft that promises no more than its own time", "decoding.planner.by_cost.choice:choose",
       "*= 1 + CAUTION", "*= 1", BY_COST, "best_of_the_menu"),
     M("a trial of a head that reads the prompt for nothing", "decoding.drafters.auto:_Run._choose",

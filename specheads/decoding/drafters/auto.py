@@ -237,7 +237,7 @@ class _Run:
             self.worth = Worth(len(rows), [context.remaining[b] for b in rows], [self.pace[b] for b in rows])
         best = choose(menu, gains, copy_gains, step_ms, draft_ms, self.worth)
         if best.shape is None and menu.shapes:
-            probe, read = menu.shapes[0], max(unread, self.unread.count(context))
+            probe, read = menu.shapes[0], max(unread, self.unread.count(context))  # a trial pays for the prompt, too
             ms = self.costs.step(self.rows, probe.nodes, context.bound)
             ms += self.costs.draft(self.rows, probe.levels, read)
             if probe_is_due(best, ms, len(rows), self.idle):
@@ -249,13 +249,8 @@ class _Run:
         """By shape of the menu (B,) the tokens expected to be accepted. They stay as long as the head is idle."""
         if self.gains is None or self.gains[0] is not menu:
             chains = [row.chain_gains() for row in self.heads]
-            self.gains = (
-                menu,
-                [
-                    np.asarray([shape.gain(row, chain) for row, chain in zip(self.heads, chains, strict=True)])
-                    for shape in menu.shapes
-                ],
-            )
+            pairs = [*zip(self.heads, chains, strict=True)]
+            self.gains = menu, [np.asarray([shape.gain(*pair) for pair in pairs]) for shape in menu.shapes]
         return self.gains[1]
 
     def _read_width(self, context: Context) -> int:

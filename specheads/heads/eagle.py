@@ -93,8 +93,8 @@ class EagleHead(FeatureHead):
             distances.append((feature_distance(predicted, true_features[indices]) * targets.weights[indices, s]).sum())
         distance, token_loss = torch.stack(distances).sum() / batch.denominator, scores.total / batch.denominator
         total = config.feature_weight * distance + config.token_loss_weight * token_loss
-        # The term's name in logs stays "law", as in those of earlier runs that a resumed one continues.
-        return total, {"feature": distance.detach(), "law": token_loss.detach(), **scores.terms(batch.denominator)}
+        terms = {"feature": distance.detach(), "token_loss": token_loss.detach()}
+        return total, {**terms, **scores.terms(batch.denominator)}
 
 
 def with_noise(features: Tensor, keys: Tensor, width: float) -> Tensor:

@@ -141,17 +141,17 @@ def test_all_ways_write_the_targets_greedy_text_and_the_figures_are_over_the_tar
         assert own["speedup"] == pytest.approx(slow["seconds"] / seconds)
         drafted, accepted = sum(step.drafted[0] for step in steps), sum(step.accepted[0] for step in steps)
         assert own["acceptance_rate"] == (accepted / drafted if drafted else None)
-    assert [own["law"] for own in figures.values()] == ["the target's", "lossless", "lossless", "its own"]
+    assert [own["distribution"] for own in figures.values()] == ["the target's", "lossless", "lossless", "its own"]
 
 
 def test_a_lossy_rule_is_called_so_and_n_grams_without_a_distribution_are_judged_exactly(session):
     set_to(session, "ngram", "accept fuzzy:kl:3")
     figures = compared(list(answers(session, "x = ").values()))
-    assert figures["speculative"]["law"] == "lossy" and not figures["speculative"]["same_text"]
-    assert figures["n-gram"]["law"] == "lossless" and figures["n-gram"]["same_text"]
+    assert figures["speculative"]["distribution"] == "lossy" and not figures["speculative"]["same_text"]
+    assert figures["n-gram"]["distribution"] == "lossless" and figures["n-gram"]["same_text"]
     set_to(session, "accept typical", "target off")
     figures = compared(list(answers(session, "x = ").values()))
-    assert figures["n-gram"]["law"] == "lossy" and figures["n-gram"]["speedup"] is None
+    assert figures["n-gram"]["distribution"] == "lossy" and figures["n-gram"]["speedup"] is None
 
 
 def test_gamma_is_the_length_of_every_draft(session):

@@ -74,7 +74,7 @@ def test_a_tracker_is_sent_accepted_length_and_accuracy_by_depth(kind, tmp_path,
             numbers = [logs[prefix + "accepted_length"], *(logs[f"{prefix}accuracy_depth_{k}"] for k in (1, 2))]
             assert all(isinstance(number, float) for number in numbers)
             assert 1 <= numbers[0] <= 1 + sum(numbers[1:])
-            assert any(name.startswith(prefix + start) for name in logs for start in ("loss_depth_", "law"))
+            assert any(name.startswith(prefix + start) for name in logs for start in ("loss_depth_", "token_loss"))
     assert [logs for _, logs in training] == [
         {k: v for k, v in entry.items() if k != "step"} for entry in trainer.state.log_history if "loss" in entry
     ]  # fmt: skip

@@ -26,7 +26,7 @@ def compared(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
             "acceptance_rate": _share(outcome.statistics["accepted"], outcome.statistics["drafted"]),
             "accepted_length": outcome.statistics["accepted_length"],
             "same_text": None if target is None or stopped else outcome.token_ids == target.token_ids,
-            "law": outcome.mode.distribution,
+            "distribution": outcome.mode.distribution,
             "stopped": outcome.stopped,
         }
         for outcome in outcomes
@@ -45,5 +45,5 @@ def cells(name: str, figures: dict[str, Any]) -> list[str]:
     return [
         name + (" (stopped)" if figures["stopped"] else ""), str(figures["tokens"]),
         f"{figures['tokens_per_second']:.1f}", "–" if speedup is None else f"{speedup:.2f}×", drafted,
-        f"{figures['accepted_length']:.2f}", text, figures["law"],
+        f"{figures['accepted_length']:.2f}", text, figures["distribution"],
     ]  # fmt: skip

@@ -22,7 +22,7 @@ from torch._dynamo import reset
 from torch.nn import functional
 
 from specheads.bench import environment, report
-from specheads.decoding.few_rows import FewRows
+from specheads.decoding.compiled.few_rows import FewRows
 
 
 def layers(count: int, hidden: int, inner: int, groups: int, vocab: int) -> list[tuple[int, int]]:

@@ -11,7 +11,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from specheads import DraftModel, NGram, PromptLookup, chain, comb
-from specheads.decoding.compiled import compiled_steps, module_state
+from specheads.decoding.compiled import compiled_steps
+from specheads.decoding.compiled.keys import module_state
 from specheads.decoding.target.cache import static_size
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.compiled_texts import DRAWING, fresh_dynamo, shallow, texts_of  # noqa: F401

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from specheads import AdaptiveChain, DraftModel, NGram, PromptLookup, SampledTree, Typical, chain
-from specheads.decoding.compiled import compiled_steps, reason_not_compiled
+from specheads.decoding.compiled import compiled_steps
+from specheads.decoding.compiled.graphs import reason_not_compiled
 from specheads.decoding.target.model_inputs import ModelInputs
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.compiled_texts import DRAWING, fresh_dynamo, shallow, texts_of  # noqa: F401
@@ -99,7 +100,7 @@ def test_without_a_compiler_of_products_decoding_continues_after_one_warning(mon
     def broken():
         raise OSError("no C++ compiler")
 
-    monkeypatch.setattr("specheads.decoding.few_rows.load", broken)
+    monkeypatch.setattr("specheads.decoding.compiled.few_rows.load", broken)
     model = spec_model("medusa", num_heads=3)
     options = {"draft": False, "max_new_tokens": 6, "do_sample": False}
     texts = [model.generate(torch.tensor([PROMPTS[0]]), **options, compile=way) for way in (False, True)]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from specheads.decoding.few_rows import MOST_ROWS, FewRows, product
+from specheads.decoding.compiled.few_rows import MOST_ROWS, FewRows, product
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 COMPILER = shutil.which("c++") or shutil.which("g++")
@@ -86,9 +86,9 @@ def test_other_types_and_matrices_that_lie_otherwise_are_left_alone():
 def test_code_on_disk_is_made_anew_for_other_bounds_and_other_source(monkeypatch, tmp_path):
     before = FewRows().uuid()
     assert FewRows().uuid() == before
-    monkeypatch.setattr("specheads.decoding.few_rows.MOST_ROWS", MOST_ROWS + 1)
+    monkeypatch.setattr("specheads.decoding.compiled.few_rows.MOST_ROWS", MOST_ROWS + 1)
     others = FewRows().uuid()
     assert others != before
     (tmp_path / "few_rows.cpp").write_text("// other")
-    monkeypatch.setattr("specheads.decoding.few_rows.SOURCE", tmp_path / "few_rows.cpp")
+    monkeypatch.setattr("specheads.decoding.compiled.few_rows.SOURCE", tmp_path / "few_rows.cpp")
     assert FewRows().uuid() not in {before, others}

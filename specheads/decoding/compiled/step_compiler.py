@@ -1,26 +1,18 @@
-"""Steps of decode() compiled by torch: one graph for each set of shapes and constants, kept as long as the base model.
-
-torch's own guards, which would cost a tenth of a step, are left out. In their place stands a key of all that a graph
-depends on, and another key is another graph.
-"""
+"""Which part of a step of decode() is compiled: all of it, what follows the draft, or the pass over the base alone."""
 
 from __future__ import annotations
 
-import copy
-import time
-import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.generation import logits_process as hf
-from transformers.utils import logging
 
 from specheads.decoding.acceptance import Acceptance, Exact
+from specheads.decoding.compiled.graphs import DEFAULT_BACKEND, CompiledSteps
+from specheads.decoding.compiled.keys import constants_of, draft_shapes, module_state, options_as_tensors
 from specheads.decoding.drafters.base import Advance, Context, Drafter
 from specheads.decoding.planner import BestFirstTree, DynamicTree, NoDraft, Plan, SampledTree, StaticTree
 from specheads.decoding.planner.record import RecordDraftLogits
@@ -31,102 +23,13 @@ from specheads.decoding.target.causal import Target, TargetOutput
 from specheads.decoding.tree import DraftTree
 
 T = TypeVar("T")
-logger = logging.get_logger(__name__)
 
-DEFAULT_BACKEND = "inductor"
 # Logits processors that torch can trace, and those of their options that a graph reads anew.
 TRACED = (
     hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper, hf.TypicalLogitsWarper,
     hf.EpsilonLogitsWarper, hf.SuppressTokensLogitsProcessor, hf.InfNanRemoveLogitsProcessor, hf.LogitNormalization,
 )  # fmt: skip
 OPTIONS = ("temperature", "top_p", "min_p")
-
-
-class CompiledSteps:
-    """The compiled steps of one base model.
-
-    backend: of torch.compile. device: the model's. `failure`: why nothing is compiled, None while all is well.
-    """
-
-    def __init__(self, backend: str, device: torch.device) -> None:
-        self.backend, self.device = backend, device
-        self.failure: str | None = None
-        self._known: dict[Hashable, Callable[..., Any]] = {}
-        self._failed: set[Hashable] = set()
-        self._said: set[str] = set()
-
-    def __len__(self) -> int:
-        """How many graphs there are."""
-        return len(self._known)
-
-    def serves(self, target: Target) -> bool:
-        """Are steps over this target, after its prefill, compiled? If not, the log says why, once."""
-        reason = self.failure or reason_not_compiled(target)
-        if reason is not None and reason not in self._said:
-            self._said.add(reason)
-            logger.warning("%s decodes without compiling: %s", type(target.base).__name__, reason)
-        return reason is None
-
-    def run(self, function: Callable[..., T], key: Hashable, *inputs: Any, module: nn.Module | None = None) -> T:
-        """function(*inputs), compiled; as it is, after one warning, if it cannot be compiled. Then no other is tried
-        either if it was the first. module: the graph is dropped when this head is freed."""
-        if self.failure is not None or (function, key) in self._failed:
-            return function(*inputs)
-        if (compiled := self._known.get((function, key))) is not None:
-            return compiled(*inputs)
-        began = time.perf_counter()
-        logger.warning("compiling %s for new shapes; torch keeps the code on disk", function.__name__)
-        try:
-            compiled = compile_without_guards(function, self.backend, self.device)
-            result = compiled(*inputs)
-        except Exception as error:
-            result = function(*inputs)  # which raises what is wrong with the inputs, if that is what it was
-            reason = f"{type(error).__name__}: {first_lines(error)}"
-            self._failed.add((function, key))
-            if not self._known:
-                self.failure = reason
-                self._said.add(reason)
-            logger.warning("%s cannot be compiled, and decoding continues without: %s", function.__name__, reason)
-            return result
-        logger.warning("compiled %s in %.0f s", function.__name__, time.perf_counter() - began)
-        self._known[function, key] = compiled
-        if module is not None:  # the base needs none: when it is freed, so are its compiled steps
-            finalize(module, forget, ref(self), (function, key)).atexit = False
-        return result
-
-
-def forget(steps: ref[CompiledSteps], graph: Hashable) -> None:
-    """Drop the graph of a head that has been freed. The base, which may have been freed before, holds the steps."""
-    if (found := steps()) is not None:
-        found._known.pop(graph, None)
-
-
-_STEPS: WeakKeyDictionary[PreTrainedModel, dict[str, CompiledSteps]] = WeakKeyDictionary()
-
-
-def compiled_steps(base: PreTrainedModel, backend: str | bool = True) -> CompiledSteps:
-    """The compiled steps of this base, which live as long as it does. backend: True for torch's own."""
-    backend = DEFAULT_BACKEND if backend is True else str(backend)
-    return _STEPS.setdefault(base, {}).setdefault(backend, CompiledSteps(backend, base.device))
-
-
-def compile_without_guards(function: Callable[..., T], backend: str, device: torch.device) -> Callable[..., T]:
-    """torch.compile of a copy of the function, whose code torch knows nothing of yet."""
-    code = function.__code__.replace(co_name=f"{function.__name__}_")
-    fresh = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
-    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-    if backend == DEFAULT_BACKEND and device.type == "cpu":
-        from specheads.decoding.few_rows import FewRows  # it imports torch's compiler
-
-        # A step is some 200 short calls, each of which costs more from Python.
-        options |= {"post_grad_custom_pre_pass": FewRows(), "cpp_wrapper": True}
-    return torch.compile(fresh, fullgraph=True, dynamic=False, backend=backend, options=options)
-
-
-def first_lines(error: Exception, count: int = 2) -> str:
-    """The first lines of its message that hold text: torch names the backend first, and then what went wrong."""
-    lines = [line.strip() for line in str(error).split("\n") if line.strip()]
-    return " ".join(lines[:count]) or "no message"
 
 
 class StepCompiler:
@@ -310,61 +213,3 @@ def branches_at_random(plan: Plan | None) -> bool:
 def unwrapped_plan(plan: Plan | None) -> Plan | None:
     """The plan that grows the trees."""
     return plan.plan if isinstance(plan, RecordDraftLogits) else plan
-
-
-def draft_shapes(tree: DraftTree) -> tuple:
-    """What a graph depends on of the draft's probabilities that a tree carries."""
-    probs, logits = tree.probs, tree.logits
-    return (
-        None if probs is None else (probs.shape, probs.dtype),
-        None if logits is None else (logits.logits.shape, logits.logits.dtype, logits.ids is None, logits.vocab_size),
-    )
-
-
-def reason_not_compiled(target: Target) -> str | None:
-    """Why steps over this target, after its prefill, are not compiled; None if they are."""
-    devices = {str(device) for device in (getattr(target.base, "hf_device_map", None) or {}).values()}
-    if target.source is not None:
-        return "the passes of an encoder-decoder have many shapes"
-    if not target.static:
-        return "it was not made with static=True"
-    if target.switch is not None:
-        return "its positions change with the length of the text"
-    if target.inputs.token_types is not None:
-        return "it takes token types"
-    return f"its layers are on several devices ({', '.join(sorted(devices))})" if len(devices) > 1 else None
-
-
-def module_state(module: nn.Module) -> tuple:
-    """The module, and what of it may change: modes, hooks, adapters, attention, the kind and shape of each tensor."""
-    adapters = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
-    modules = []
-    for part in module.modules():
-        own = vars(part)
-        # Asking a module for what it lacks would take most of the time.
-        named = [str(getattr(part, name)) for name in adapters if name in own or hasattr(type(part), name)]
-        attention = getattr(own.get("config"), "_attn_implementation", None)
-        hooks = *own["_forward_hooks"], *own["_forward_pre_hooks"]
-        modules.append((own["training"], id(own.get("forward")), *hooks, *named, attention))
-    tensors = [(type(t), t.shape, t.dtype, t.device) for t in (*module.parameters(), *module.buffers())]
-    tables = [t.shape for m in module.modules() if isinstance(t := getattr(m, "_table", None), Tensor)]
-    return ref(module), hash(tuple(modules)), hash(tuple(tensors)), tuple(tables)
-
-
-def options_as_tensors(owner: Any, device: torch.device, names: Sequence[str]) -> Any:
-    """A copy of a logits processor or rule whose options of these names are tensors, which a graph reads anew."""
-    result = copy.copy(owner)
-    for name in names:
-        if isinstance(value := getattr(owner, name, None), float):
-            dtype = torch.float32 if device.type == "mps" else torch.float64  # a number's own, where there is one
-            vars(result)[name] = torch.tensor(value, dtype=dtype, device=device)
-    return result
-
-
-def constants_of(owner: Any) -> tuple:
-    """The type of a logits processor or rule and the values of its attributes; of tensors, which a graph reads anew,
-    the shapes."""
-    return type(owner), tuple(
-        (name, (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value))
-        for name, value in sorted(vars(owner).items())
-    )

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers.utils import logging
 
 from specheads.decoding.drafters.base import Context, DeviceDraft, Drafter, with_defaults
@@ -133,7 +131,7 @@ class _Run:
     choice: of the step for which the texts have `lengths`, from `limited`, the part of the menu within its limits, for
     the rows that are `active`. copies: by row, the length of the match and the ids that followed it. worth: of the
     tokens of this step. pace: by row, the tokens it gained a step lately. grown: the last tree if it was cost-aware,
-    with what a static one promised for its time. idle: steps since the head drafted. gains: `_head_gains` of a menu.
+    with what a static one promised for its time. idle: steps since the head drafted.
     """
 
     def __init__(self, auto: AutoDrafter, context: Context) -> None:
@@ -157,7 +155,6 @@ class _Run:
         self.choice: Choice | None = None
         self.worth = Worth(self.rows)
         self.pace = [1.0] * self.rows
-        self.gains: tuple[Menu, list[NDArray[np.float64]]] | None = None
 
     def _head_estimate(self) -> HeadEstimate:
         return HeadEstimate(self.assumed, max([CHAINS[-1], *(shape.depth for shape in self.menu.shapes)]))
@@ -195,7 +192,6 @@ class _Run:
             self.pace[row], self.lengths[row] = 1.0, len(history) - 1
             context.memory["texts"][row] = ""
         self.choice = self.grown = None  # the last drafts were of other texts
-        self.gains = None
         if self.head is not None:
             self.unread.refill(self.head, context, rows, prompts, ReserveSlots(chain(1), self.slots))
 
@@ -226,7 +222,7 @@ class _Run:
     def _choose(self, menu: Menu, active: Sequence[bool], context: Context) -> Choice:
         rows = [b for b, runs in enumerate(active) if runs]
         copy_gains = [self.copied[b].gains(self.copies[b][0], len(self.copies[b][1])) for b in rows]
-        gains = [gain[rows] for gain in self._head_gains(menu)]
+        gains = [[shape.gain(self.heads[b]) for b in rows] for shape in menu.shapes]
         unread = self._positions_read(context) if menu.shapes else 0
 
         step_ms = [self.costs.step(self.rows, nodes, context.bound) for nodes in menu.sizes]
@@ -244,14 +240,6 @@ class _Run:
                 best = Choice(probe, probe.nodes, (False,) * len(rows), float(self.worth(gains[0])), ms)
         taken = iter(best.copies)
         return Choice(best.shape, best.nodes, tuple(runs and next(taken) for runs in active), best.tokens, best.ms)
-
-    def _head_gains(self, menu: Menu) -> list[NDArray[np.float64]]:
-        """By shape of the menu (B,) the tokens expected to be accepted. They stay as long as the head is idle."""
-        if self.gains is None or self.gains[0] is not menu:
-            chains = [row.chain_gains() for row in self.heads]
-            pairs = [*zip(self.heads, chains, strict=True)]
-            self.gains = menu, [np.asarray([shape.gain(*pair) for pair in pairs]) for shape in menu.shapes]
-        return self.gains[1]
 
     def _read_width(self, context: Context) -> int:
         """How many columns a pass of a compiled step reads."""
@@ -280,7 +268,7 @@ class _Run:
     def _begin_head(self) -> None:
         for row in self.heads:
             row.fade(self.idle // 4)  # what it was like counts for longer than if it had been seen since
-        self.idle, self.gains = 0, None
+        self.idle = 0
 
     def _cost_aware(self, shape: Shape, context: Context) -> CostAwareTree:
         depth, width = self.limited.depth, 1

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +56,7 @@ class HeadEstimate:
         self.shares = [Share() for _ in range(depths)]
         self.others = Share()  # of the other ranks: what was accepted, against what was expected
         self._means: list[float] | None = None
+        self._chain_gains: list[float] | None = None
         self._gains: dict[tuple[tuple[int, ...], ...], float] = {}
 
     def add(self, depth: int, rank: int | None, width: int = 1) -> None:
@@ -71,7 +74,7 @@ class HeadEstimate:
         self._forget()
 
     def _forget(self) -> None:
-        self._means = None
+        self._means = self._chain_gains = None
         self._gains.clear()
 
     @property
@@ -85,13 +88,12 @@ class HeadEstimate:
             self._means = means
         return self._means
 
+    @property
     def chain_gains(self) -> list[float]:
         """Entry d: the expected accepted tokens of a chain of d."""
-        gains, chance = [0.0], 1.0
-        for mean in self.means:
-            chance *= mean
-            gains.append(gains[-1] + chance)
-        return gains
+        if self._chain_gains is None:
+            self._chain_gains = [0.0, *accumulate(accumulate(self.means, mul))]
+        return self._chain_gains
 
     def rank_shares(self, depth: int) -> list[float]:
         """By rank, the share accepted at this depth."""

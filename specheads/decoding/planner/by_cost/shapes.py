@@ -60,9 +60,9 @@ class Shape:
             children.setdefault(choice[:-1], []).append(choice)
         return children
 
-    def gain(self, row: HeadEstimate, chain_gains: Sequence[float]) -> float:
-        """The expected accepted tokens; chain_gains: the row's."""
-        return chain_gains[self.depth] if self.is_chain else row.tree_gain(self.tree.choices)
+    def gain(self, row: HeadEstimate) -> float:
+        """The expected accepted tokens."""
+        return row.chain_gains[self.depth] if self.is_chain else row.tree_gain(self.tree.choices)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ README = (ROOT / "README.md").read_text("utf8")
 
 PYTHON = blocks(README, "python")
 SMALLER = [  # of the block that trains, a few steps
-    ("[:256, :32]", "[:32, :32]"), ("[:1000]", "[:16]"), ("256:1256", "256:272"), ("steps=25", "steps=2"),
-    ("tokenizer, 8)", "tokenizer, 2)"), ('"max_new_tokens": 96, "min_new_tokens": 96', '"max_new_tokens": 96'),
+    ("[:1_200_000]", "[:150_000]"), ("[:256, :32]", "[:32, :32]"), ("[:1000]", "[:16]"), ("256:1256", "256:272"),
+    ("steps=25", "steps=2"), ("tokenizer, 8)", "tokenizer, 2)"),
+    ('"max_new_tokens": 96, "min_new_tokens": 96', '"max_new_tokens": 96'),
 ]  # fmt: skip
 
 

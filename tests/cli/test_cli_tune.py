@@ -15,7 +15,7 @@ from specheads.decoding.compiled import compiled_steps
 from specheads.decoding.planner.by_cost import CostTable, shipped_costs
 from specheads.models.calibration import expected_length
 from specheads.models.costs import auto_drafter, cost_key, cost_path
-from tests.reference.slow_heads import spec_model
+from tests.reference.slow_heads import shallow_spec_model
 from tests.support.command_line import CONTROL, run
 
 QUICK = ("--rounds", 1, "--steps", 2, "--nodes", 1, "--nodes", 4, "--length", 16)
@@ -50,7 +50,7 @@ def test_tune_writes_one_file_that_generate_and_info_find(shipped, home, capsys)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["medusa", "eagle3", None])
 def test_compiled_steps_have_a_table_of_their_own(kind, capsys):
-    model = spec_model(kind or "eagle3")
+    model = shallow_spec_model(kind or "eagle3")
     head = model.head if kind else None
     config = TuneConfig(nodes=(1, 6), lengths=(16,), rounds=1, steps=1, compile="eager")
     found = tune(model.base, head, config)

@@ -15,7 +15,7 @@ from specheads.decoding.compiled import compiled_steps
 from specheads.decoding.compiled.keys import module_state
 from specheads.decoding.target.cache import static_size
 from tests.reference.slow_heads import shallow_spec_model as spec_model
-from tests.support.compiled_texts import DRAWING, fresh_dynamo, shallow, texts_of  # noqa: F401
+from tests.support.compiled_texts import DRAWING, endless, fresh_dynamo, texts_of  # noqa: F401
 from tests.support.families import build
 from tests.support.prompts import PROMPTS, padded
 from tests.support.tiny_models import near, tiny_llama, with_adapter
@@ -24,7 +24,7 @@ from tests.support.tiny_models import near, tiny_llama, with_adapter
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", ["typical:{}", "fuzzy:js:{}"])
 def test_one_graph_serves_all_thresholds_seeds_and_lengths_of_a_rule(rule):
-    model, texts = shallow("medusa", 2), set()
+    model, texts = endless("medusa"), set()
     for length, threshold in ((5, 0.02), (9, 0.3), (40, 0.6)):
         ids = (torch.arange(20) * length % 97).unsqueeze(0)[:, :length]
         for temperature in (0.8, 1.2):
@@ -45,7 +45,7 @@ def test_one_graph_serves_all_thresholds_seeds_and_lengths_of_a_rule(rule):
 
 def test_a_graph_serves_equal_plans_whatever_was_computed_of_them_before():
     """The shape of a static tree is kept on the plan, and other rules compute more of it."""
-    model = shallow("medusa", 2)
+    model = endless("medusa")
     used, ids = comb(3, 2), torch.tensor([PROMPTS[0]])
     model.generate(ids, tree=used, accept="fuzzy:js:0.2", max_new_tokens=12, **DRAWING)
     for tree in (used, comb(3, 2)):
@@ -150,7 +150,7 @@ def test_adapters_are_part_of_what_is_compiled():
 
 
 def test_graphs_are_freed_with_their_head_and_with_their_base():
-    model = shallow("medusa", 2)
+    model = endless("medusa")
     other = spec_model("medusa", model.base)
     for one in (model, other):
         one.generate(**padded(PROMPTS), tree=chain(2), max_new_tokens=8, do_sample=False, compile="eager")

@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 from specheads import PromptLookup, SampledTree, comb, generate
 from specheads.decoding.compiled import compiled_steps
 from tests.reference.slow_heads import shallow_spec_model as spec_model
-from tests.support.compiled_texts import DRAWING, fresh_dynamo, shallow  # noqa: F401
+from tests.support.compiled_texts import DRAWING, endless, fresh_dynamo  # noqa: F401
 from tests.support.families import FAMILIES, RECURRENT, build
 from tests.support.prompts import PROMPTS, padded
 
@@ -33,7 +33,7 @@ def test_torchs_own_compiler_serves_texts_of_all_lengths_of_a_family_with_two_gr
     [(SampledTree((2, 2, 1)), "exact"), (SampledTree((2, 1)), "traversal"), (comb(3, 2), "fuzzy:js:0.2")],
 )
 def test_torchs_own_compiler_draws_the_numbers_of_a_seed(tree, accept):
-    model = shallow("eagle3", 3)
+    model = endless("eagle3")
     options = {**padded(PROMPTS), "tree": tree, "accept": accept, "max_new_tokens": 30, **DRAWING}
     assert model.generate(**options, compile=True).tolist() == model.generate(**options).tolist()
     assert [function.__name__ for function, _ in compiled_steps(model.base)._known] == ["verify"]

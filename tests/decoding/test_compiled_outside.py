@@ -14,7 +14,7 @@ from specheads.decoding.compiled import compiled_steps
 from specheads.decoding.compiled.graphs import reason_not_compiled
 from specheads.decoding.target.model_inputs import ModelInputs
 from tests.reference.slow_heads import shallow_spec_model as spec_model
-from tests.support.compiled_texts import DRAWING, fresh_dynamo, shallow, texts_of  # noqa: F401
+from tests.support.compiled_texts import DRAWING, endless, fresh_dynamo, texts_of  # noqa: F401
 from tests.support.families import FAMILIES, RECURRENT
 from tests.support.paths import ROOT
 from tests.support.prompts import PROMPTS, padded

@@ -121,7 +121,7 @@ class Taught(dict):
         torch.manual_seed(0)
         model = self[head] = convert(self.base, head, **self.OPTIONS[head]).train()
         optimizer = torch.optim.AdamW(model.head.parameters(), lr=2e-2)
-        for _ in range(90):
+        for _ in range(50):
             optimizer.zero_grad()
             model(self.text, labels=self.text).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.head.parameters(), 1.0)
@@ -185,15 +185,15 @@ def test_plain_decoding_matches_greedy(models, prompts, greedy):
 @pytest.mark.parametrize("head", HEADS)
 def test_a_head_that_knows_nothing_is_lossless_too(base, prompts, greedy, head):
     model = convert(base, head, init=False)
-    for name, inputs in prompts.items():
-        assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=24, draft=True), greedy[name])
+    out = model.generate(**prompts["ragged"], do_sample=False, max_new_tokens=24, draft=True)
+    assert torch.equal(out, greedy["ragged"])
 
 
 def test_a_head_of_two_layers_matches_greedy(base, prompts, greedy):
     torch.manual_seed(0)
     for model in (convert(base, "eagle", num_layers=2), convert(base, "eagle3", num_layers=2)):
-        for name, inputs in prompts.items():
-            assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=24, draft=True), greedy[name])
+        out = model.generate(**prompts["ragged"], do_sample=False, max_new_tokens=24, draft=True)
+        assert torch.equal(out, greedy["ragged"])
 
 
 @pytest.mark.sampled(11)
@@ -233,11 +233,10 @@ def test_generation_reaches_the_end_of_a_learned_position_table(head):
     base = GPT2LMHeadModel(config).eval()
     model = convert(base, head)
     generator = torch.Generator().manual_seed(2)
-    rows = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (20, 7, 1)]
-    for inputs in (padded(rows[:1]), padded(rows)):
-        for plan in (None, chain(4), SampledTree((2, 1, 1)), DynamicTree(budget=8, depth=4, top_k=2)):
-            out = model.generate(**inputs, do_sample=False, max_new_tokens=12, tree=plan)
-            assert torch.equal(out, base.generate(**inputs, do_sample=False, max_new_tokens=12))
+    inputs = padded([torch.randint(3, 97, (n,), generator=generator).tolist() for n in (20, 7, 1)])
+    greedy = base.generate(**inputs, do_sample=False, max_new_tokens=12)
+    for plan in (None, chain(4), SampledTree((2, 1, 1)), DynamicTree(budget=8, depth=4, top_k=2)):
+        assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=12, tree=plan), greedy)
 
 
 @pytest.mark.parametrize("head", ["hydra", "eagle", "eagle3", "parallel"])

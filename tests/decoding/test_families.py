@@ -91,7 +91,7 @@ def family(request):
 
 
 @torch.no_grad()
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(13)
 def test_every_family_matches_greedy(family):
     base, inputs, sequences, texts = family
     model = convert(base, "medusa")
@@ -130,7 +130,7 @@ WITHOUT_MTP = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(13)
 def test_mtp_heads_of_every_family_match_greedy(family):
     base, inputs, sequences, _ = family
     if (reason := WITHOUT_MTP.get(base.config.model_type)) is not None:

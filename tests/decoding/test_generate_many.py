@@ -94,7 +94,7 @@ KINDS = ["Llama", "Mistral", "Gemma-3", "DeepSeek-V3", "Llama-4", "GPT-2", "Qwen
 
 @pytest.mark.parametrize("name", [*KINDS, "Qwen3.5", "LFM2", "Falcon-H1", "Jamba"])
 @pytest.mark.parametrize("drafts", ["eagle3", "medusa", None])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 def test_every_kind_of_layer_is_refilled(name, drafts):
     base = build(*(FAMILIES | RECURRENT)[name])
     base.generation_config.eos_token_id = [*range(3, 12)]

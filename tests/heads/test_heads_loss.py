@@ -55,7 +55,7 @@ def test_over_large_features_eagle3s_block_is_heard_only_with_norm_before_residu
 @pytest.mark.parametrize("training", [True, False])
 def test_loss_and_gradients_equal_the_slow_implementation(kind, options, training):
     model = spec_model(kind, **options).train(training)
-    data = rows(9, 7)
+    data = rows(8, 6)
     batch = Collator(0)(data)
     loss = model(**batch).loss
     trained = [p for p in model.head.parameters() if p.requires_grad]
@@ -74,7 +74,7 @@ def test_loss_and_gradients_equal_the_slow_implementation(kind, options, trainin
 @pytest.mark.parametrize(("kind", "options"), HEADS)
 def test_accepted_length_of_a_head_equals_brute_force(kind, options):
     model = spec_model(kind, **options).eval()
-    data = rows(8, 6)
+    data = rows(7, 6)
     for row in data:
         row["labels"] = [-100, *row["input_ids"][1:]]
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """Draft heads on a tiny base, and a slow implementation of their losses that shares no code with them."""
 
+import functools
 import math
 
 import torch
@@ -33,8 +34,9 @@ def spec_model(kind, base=None, **options):
 
 
 def shallow_spec_model(kind, base=None, **options):
-    """spec_model on three layers, for tests that trace or watch every operation of a step."""
-    return spec_model(kind, tiny_llama(num_hidden_layers=3).double() if base is None else base, **options)
+    """spec_model on as few layers as it may have, for tests that trace or watch every operation of a step."""
+    layers = 3 if kind == "eagle3" else 2
+    return spec_model(kind, tiny_llama(num_hidden_layers=layers).double() if base is None else base, **options)
 
 
 def rows(*lengths, seed=2):
@@ -55,16 +57,20 @@ def rms_norm(x, weight, eps=1e-6):
     return x / torch.sqrt((x * x).mean() + eps) * weight
 
 
+@functools.cache
+def rotation(size, position, theta):
+    """(size, size) the matrix that turns each plane (j, j + size/2) by its angle at this position."""
+    matrix = torch.zeros(size, size, dtype=torch.float64)
+    for j in range(size // 2):
+        angle, k = position * theta ** (-2 * j / size), j + size // 2
+        matrix[j, j] = matrix[k, k] = math.cos(angle)
+        matrix[k, j], matrix[j, k] = math.sin(angle), -math.sin(angle)
+    return matrix
+
+
 def rotate(x, position, theta=10_000.0):
-    """RoPE of one head's vector (d,) as rotations in the planes (j, j + d/2)."""
-    d = len(x)
-    out = x.clone()
-    for j in range(d // 2):
-        angle = position * theta ** (-2 * j / d)
-        a, b = x[j], x[j + d // 2]
-        out[j] = a * math.cos(angle) - b * math.sin(angle)
-        out[j + d // 2] = a * math.sin(angle) + b * math.cos(angle)
-    return out
+    """RoPE of one head's vector (d,)."""
+    return rotation(len(x), position, theta).to(x) @ x
 
 
 def block_output(w, inputs, residuals, positions, heads=4, shared=2):

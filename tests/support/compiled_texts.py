@@ -5,7 +5,6 @@ import torch
 
 from specheads import generate
 from tests.reference.slow_heads import shallow_spec_model as spec_model
-from tests.support.tiny_models import tiny_llama
 
 DRAWING = {"do_sample": True, "temperature": 0.8, "seed": 5}
 
@@ -17,9 +16,9 @@ def texts_of(model, prompts, **options):
     return [call(model, **prompts, **options, compile=compile).tolist() for compile in (False, "eager")]
 
 
-def shallow(kind, num_layers):
+def endless(kind):
     """A head on a base of few layers, whose text does not end."""
-    model = spec_model(kind, tiny_llama(num_hidden_layers=num_layers).double())
+    model = spec_model(kind)
     model.base.generation_config.eos_token_id = None
     return model
 

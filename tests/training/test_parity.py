@@ -39,7 +39,7 @@ def trained(kind, **options):
     model = convert(base, kind, **{**DEFAULTS[kind], **narrow, **options})
     optimizer = torch.optim.AdamW(model.head.parameters(), lr=1e-2)
     model.train()
-    for step in range(90):
+    for step in range(60):
         ids = texts[step % 3].unsqueeze(0)
         optimizer.zero_grad()
         model(ids, loss_mask=torch.ones_like(ids)).loss.backward()

@@ -69,7 +69,7 @@ def train_by_recipe(side: str, seed: int, rows: Path, folder: Path, options: arg
                 "output_dir": str(folder), "num_train_epochs": options.epochs, "seed": seed, "use_cpu": True,
                 "per_device_train_batch_size": options.batch_size, "learning_rate": options.learning_rate,
                 "lr_scheduler_type": "linear", "warmup_steps": WARMUP, "max_grad_norm": 1.0, "adam_beta2": 0.95,
-                "bf16": False, "save_strategy": "no", "eval_strategy": "no", "disable_tqdm": True,
+                "bf16": False, "save_strategy": "no", "eval_strategy": "no", "logging_steps": 10, "disable_tqdm": True,
             },
         }))  # fmt: skip
         began = time.process_time()

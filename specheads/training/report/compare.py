@@ -49,11 +49,17 @@ def read_curve(folder: Path) -> Curve:
     """
     file = folder / STATE
     try:
-        history = json.loads(file.read_text("utf8"))["log_history"]
+        state = json.loads(file.read_text("utf8"))
+        history = state["log_history"]
         logs = [(0, 0.0, 0.0)]
         logs += [(e["step"], e["tokens_seen"], e["cpu_seconds"]) for e in history if "tokens_seen" in e]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is no record of a training run ({error})") from error
+    if not any("loss" in entry or "eval_loss" in entry for entry in history):
+        raise ValueError(
+            f"{file} holds no log of its {state.get('global_step')} steps: logging_steps is "
+            f"{state.get('logging_steps')}; train again with a lower training.logging_steps"
+        )
     if len(logs) == 1:
         raise ValueError(f"{file} says of no step how many tokens it had seen: an older version wrote it; train again")
     held_out = any("eval_accepted_length" in entry for entry in history)

@@ -3,8 +3,9 @@
     python benchmarks/peer_sides.py JOB.json
 
 Every side sees the same batches in the same order and takes the same steps of the same optimizer, in float32. It takes
-as many as each line of standard input says, and answers with their CPU seconds in a file. When its input ends it leaves
-its head in `out`, as the program itself saves it, and `out`/figures.json.
+as many as each line of standard input says, and answers with their CPU seconds in a file, and with the rate at which
+the machine multiplies matrices at that time. When its input ends it leaves its head in `out`, as the program itself
+saves it, and `out`/figures.json.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +24,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from transformers import AutoConfig, AutoModelForCausalLM
 
 Job = dict[str, Any]
 Loss = Callable[[Tensor], Tensor]  # ids (B, T) → the loss of one step, with the base's forward in it
@@ -106,7 +110,6 @@ def speculators_side(job: Job, counts: Tensor) -> tuple[Any, Loss, Callable[[Pat
     no more than it asks for."""
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3 import Eagle3DraftModel
-    from transformers import AutoConfig
 
     base = base_model(job).eval()
     kept, t2d = most_frequent(counts, job), torch.zeros(len(counts), dtype=torch.bool)
@@ -168,6 +171,7 @@ def run(job: Job) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(trained, lr=job["learning_rate"], betas=(0.9, 0.95), weight_decay=0.0)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     losses: list[float] = []
+    shape = AutoConfig.from_pretrained(job["base"])
 
     def step() -> float:
         ids, done = given["ids"][len(losses)], len(losses)
@@ -184,16 +188,21 @@ def run(job: Job) -> dict[str, Any]:
         return seconds
 
     for line in sys.stdin:
-        answer([step() for _ in range(int(line))], Path(job["answer"]))
+        rate = product_rate(given["ids"][0].numel(), shape)
+        answer({"seconds": [step() for _ in range(int(line))], "product_rate": rate}, Path(job["answer"]))
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    with live_memory(job)() as memory:
-        loss_of(given["ids"][0]).backward()
+    with torch.compiler.set_stance("force_eager"):  # what counts cannot look into compiled code
+        with live_memory(job)() as memory:
+            loss_of(given["ids"][0]).backward()
+        with Products() as products:
+            loss_of(given["ids"][0]).backward()
     save(Path(job["out"]))
     return {
         "versions": {
             name: version(name) for name in (DISTRIBUTIONS[job["side"]], "torch", "transformers")
         },
         "parameters": sum(parameter.numel() for parameter in trained),
+        "step_flops": products.flops,
         "step_mib": memory.peak / 2**20,
         "resident_mib": resident / 2**10,
         "first_loss": losses[0],
@@ -201,10 +210,36 @@ def run(job: Job) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def answer(seconds: list[float], path: Path) -> None:
-    """Leave seconds in a file, whole as soon as it is there. Programs print to standard output as they like."""
+class Products(TorchDispatchMode):
+    """Counts the floating-point operations of matrix products and attention. torch's own counter follows modules too,
+    with hooks that torch.autograd.grad within a forward pass does not bear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def product_rate(rows: int, config: Any) -> float:
+    """Operations a CPU second of the product that a step has most of: the first of the base's MLP."""
+    a, b = torch.randn(rows, config.hidden_size), torch.randn(config.hidden_size, config.intermediate_size)
+    seconds = []
+    for _ in range(20):
+        begun = time.process_time()
+        a @ b
+        seconds.append(time.process_time() - begun)
+    return 2 * a.numel() * b.shape[1] / statistics.median(seconds)
+
+
+def answer(found: dict[str, Any], path: Path) -> None:
+    """Leave it in a file, whole as soon as it is there. Programs print to standard output as they like."""
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(seconds))
+    part.write_text(json.dumps(found))
     part.rename(path)
 
 

@@ -25,8 +25,9 @@ random weights with --wide-vocab tokens shows speed and memory at a vocabulary o
 
 All sides of a head are in memory at once and take turns, a block of steps each, in an order that rotates. Speed is
 tokens a second of CPU time, the base's forward included, over all blocks but the first; the interval of a ratio is a
-bootstrap over blocks. Memory is the peak of one step beyond all weights, counted tensor by tensor, and beside it by how
-much training raised the peak of the process's resident memory.
+bootstrap over blocks. The floor is the time that a step's matrix products take at the rate of the commonest of them,
+measured before each block by each side. Memory is the peak of one step beyond all weights, counted tensor by tensor (of
+compiled code as if it were not), and beside it by how much training raised the peak of the process's resident memory.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ class Side:
         program, _, variant = side.partition(" ")
         python = {"specheads": sys.executable, "modelopt": options.modelopt, "speculators": options.speculators}
         out.mkdir(parents=True)
-        self.name, self.out, self.blocks = side, out, []
+        self.name, self.out = side, out
+        self.blocks: list[list[float]] = []  # CPU seconds of each step
+        self.rates: list[float] = []  # of matrix products, before each block
         self.answer = out / "seconds.json"
         job = {
             "side": program, "head": head, "base": base, "batches": str(given), "out": str(out), "depth": DEPTHS[head],
@@ -118,7 +121,7 @@ class Side:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
 
     def take(self, steps: int) -> None:
-        """Train on the next steps, and note the CPU seconds of each."""
+        """Train on the next steps, and note the CPU seconds of each and the machine's rate."""
         assert self.process.stdin
         self.process.stdin.write(f"{steps}\n")
         self.process.stdin.flush()
@@ -126,7 +129,9 @@ class Side:
             if self.process.poll() is not None:
                 raise SystemExit(f"{self.name} ended with exit code {self.process.returncode}; see its error above")
             time.sleep(0.05)
-        self.blocks.append(json.loads(self.answer.read_text()))
+        found = json.loads(self.answer.read_text())
+        self.blocks.append(found["seconds"])
+        self.rates.append(found["product_rate"])
         self.answer.unlink()
 
     def finish(self) -> dict[str, Any]:
@@ -134,7 +139,7 @@ class Side:
         if self.process.returncode:
             raise SystemExit(f"{self.name} ended with exit code {self.process.returncode}; see its error above")
         found: dict[str, Any] = json.loads((self.out / "figures.json").read_text())
-        return found | {"block_seconds": self.blocks}
+        return found | {"block_seconds": self.blocks, "product_rates": self.rates}
 
 
 def trained(sides: list[Side], steps: int, block: int, tokens: int) -> list[dict[str, Any]]:
@@ -142,12 +147,14 @@ def trained(sides: list[Side], steps: int, block: int, tokens: int) -> list[dict
     for turn, begun in enumerate(range(0, steps, block)):
         for i in range(len(sides)):
             sides[(turn + i) % len(sides)].take(min(block, steps - begun))
+    rate = statistics.median(rate for side in sides for rate in side.rates[1:])  # they share the machine
     records = []
     for side in sides:
         figures = side.finish()
         # The first block is the warm-up. Of the others the median step: the machine may have other work.
         work = [(tokens, statistics.median(seconds)) for seconds in side.blocks[1:]]
-        records.append({"side": side.name, **figures, "work": work, "tokens_per_second": speed(work)})
+        floor = tokens / speed(work) / (figures["step_flops"] / rate)
+        records.append({"side": side.name, **figures, "work": work, "tokens_per_second": speed(work), "floor": floor})
     return records
 
 
@@ -239,7 +246,7 @@ def show(records: list[dict[str, Any]], options: argparse.Namespace) -> None:
     table = [
         [
             f"{r['head']}, V = {r['vocab_size']:,}", r["side"], f"{r['parameters'] / 1e6:.2f} M",
-            f"{r['tokens_per_second']:,.0f}", by_theirs(r, "tokens_per_second"),
+            f"{r['tokens_per_second']:,.0f}", by_theirs(r, "tokens_per_second"), f"{r['floor']:.2f}",
             f"{r['step_mib']:,.0f} MiB", by_theirs(r, "step_mib"), f"{r['resident_mib']:,.0f} MiB",
             f"{r['accepted_length']:.2f}" if "accepted_length" in r else "",
         ]
@@ -266,12 +273,13 @@ def show(records: list[dict[str, Any]], options: argparse.Namespace) -> None:
         f"that take turns{wide}, AdamW at {options.learning_rate:g}; {DEPTHS['eagle3']} steps of "
         f"training-time test over a draft vocabulary of {options.draft_vocab_size:,}, and {DEPTHS['medusa']} Medusa "
         "heads over all tokens. Speed is of CPU time with the base's forward in it, its ratio with a 95 % interval "
-        "over blocks; memory is the peak of one step beyond all weights, resident what training added to the peak of "
+        "over blocks; the floor is the time of its matrix products alone; memory is the peak of one step beyond all "
+        "weights, resident what training added to the peak of "
         "the process. “Ours by theirs” is of specheads and, behind the comma, anchored, which is less work: above 1 "
         f"for speed and below 1 for memory is in our favour; normed with normed.{lengths}\n",
         report.markdown(
-            ("head", "program", "trained", "tokens/s", "ours by theirs", "peak memory", "ours by theirs", "resident",
-             "accepted length"), table,
+            ("head", "program", "trained", "tokens/s", "ours by theirs", "of the floor", "peak memory",
+             "ours by theirs", "resident", "accepted length"), table,
         ),
     ])  # fmt: skip
     report.write(options.out, "peers", text, {"command": command, "sides": records})

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from head_figures import accepted_length, prompts, shown, write
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.utils import logging as hf_logging
@@ -39,14 +40,12 @@ from specheads import BestFirstTree, Collator, DynamicTree, SampledTree, chain
 from specheads.bench import decoders, environment, report
 from specheads.bench.figures.intervals import crossed_interval
 from specheads.bench.memory import LiveMemory
-from specheads.bench.prompts import held_out_prompts, package_prompts
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets, token_counts
 from specheads.decoding.generation import prompt_batches
 from specheads.heads.mtp.target_layers import config_table
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.functions import DISTRIBUTION_LOSSES
-from specheads.models.files import replacing
 
 DEPTH, NODES, VOCAB = 5, 16, 2048
 EAGLE3 = {"steps": DEPTH, "draft_vocab_size": VOCAB}
@@ -134,12 +133,6 @@ def train(name: str, seed: int, rows: Any, folder: Path, options: argparse.Names
     return {"parameters": size_of(model), "tokens_per_second": tokens / seconds, "peak_mib": memory.peak / 2**20}
 
 
-def prompts(tokenizer: Any, count: int) -> list[str]:
-    """So many of held-out files, then as many of installed packages."""
-    packaged, _ = package_prompts(tokenizer, count)
-    return [*held_out_prompts(tokenizer, count), *(str(prompt.asked) for prompt in packaged)]
-
-
 def decode(model: Any, shape: str, batches: list[dict[str, Tensor]], max_new_tokens: int) -> list[tuple[int, int]]:
     """Of each prompt: the tokens after the first, which the prefill gives, and the steps that they took."""
     tree = BestFirstTree(NODES, DEPTH, 4) if model.head.config.kind == "parallel" else DynamicTree(NODES, DEPTH, 4)
@@ -199,19 +192,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def write(path: Path, record: dict[str, Any]) -> None:
-    with replacing(path) as partial:
-        partial.write_text(json.dumps(record) + "\n", "utf8")
-
-
 def budget(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in BUDGET}
-
-
-def accepted_length(work: Tensor) -> Tensor:
-    """Tokens and steps (..., prompts, 2) → tokens a step over all prompts, and where there are seeds, over these."""
-    tokens, steps = work.flatten(0, -2).sum(0)
-    return tokens / steps
 
 
 def show(folder: Path, options: argparse.Namespace, rows: int) -> None:
@@ -307,13 +289,6 @@ def differences(finished: dict[str, dict[str, Any]]) -> list[str]:
     ]
     text = f"Accepted length minus that of {REFERENCE}, of the same seeds and prompts:\n"
     return [text, report.markdown(("head", *shapes), rows)]
-
-
-def shown(accepted_length: float | None, interval: tuple[float, float] | None, sign: str = "") -> str:
-    if accepted_length is None:
-        return "–"
-    between = "" if interval is None else f" ({interval[0]:{sign}.2f} to {interval[1]:{sign}.2f})"
-    return f"{accepted_length:{sign}.2f}{between}"
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import heads
 import peers
 import torch
+from head_figures import accepted_length, prompts, shown, write
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
@@ -78,13 +78,15 @@ def train_by_recipe(side: str, seed: int, rows: Path, folder: Path, options: arg
         return {"cpu_seconds": time.process_time() - began, "steps": run.trainer.state.global_step}
 
 
-def train_by_peer(seed: int, rows: list[list[int]], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def train_by_peer(
+    seed: int, rows: list[list[int]], vocab_size: int, folder: Path, options: argparse.Namespace
+) -> dict[str, Any]:
     """Train with ModelOpt, the rows of each epoch in an order of its own; the CPU seconds of its steps."""
     generator, whole = torch.Generator().manual_seed(seed), len(rows) // options.batch_size * options.batch_size
     orders = [torch.randperm(len(rows), generator=generator)[:whole] for _ in range(options.epochs)]
     ids = torch.tensor(rows)[torch.cat(orders)].view(-1, options.batch_size, options.max_length)
     table = [{"input_ids": row, "labels": row} for row in rows]
-    counts = token_counts(table, AutoTokenizer.from_pretrained(options.base).vocab_size)
+    counts = token_counts(table, vocab_size)
     with tempfile.TemporaryDirectory() as scratch:
         given = Path(scratch) / "batches.safetensors"
         save_file({"ids": ids.contiguous(), "counts": counts}, given)
@@ -124,7 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32)
     batches = prompt_batches.batches(
-        tokenizer, heads.prompts(tokenizer, options.num_prompts), torch.device("cpu"), options.num_prompts
+        tokenizer, prompts(tokenizer, options.num_prompts), torch.device("cpu"), options.num_prompts
     )
     sides, records = [*OURS, *([PEER] if options.modelopt else [])], []
     with tempfile.TemporaryDirectory() as scratch:
@@ -138,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
                 if not path.exists():
                     shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
                     found = (
-                        train_by_peer(seed, whole, folder, options)
+                        train_by_peer(seed, whole, len(tokenizer), folder, options)
                         if side == PEER
                         else train_by_recipe(side, seed, data, folder, options)
                     )
@@ -147,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
                     gains = [row[1:] for batch in batches for row in run(batch, None).gains]
                     budget = {name: getattr(options, name) for name in RUN} | {"rows": len(whole)}
                     work = [(sum(row), len(row)) for row in gains]
-                    heads.write(path, {"side": side, "seed": seed, "budget": budget, **found, "work": work})
+                    write(path, {"side": side, "seed": seed, "budget": budget, **found, "work": work})
                 records.append(json.loads(path.read_text("utf8")))
                 print({name: records[-1][name] for name in ("side", "seed", "cpu_seconds", "steps")}, flush=True)
     show(records, options, sys.argv[1:] if arguments is None else arguments)
@@ -165,17 +167,17 @@ def show(records: list[dict[str, Any]], options: argparse.Namespace, arguments: 
     reference = PEER if PEER in found else "specheads"
 
     def difference(side: str) -> str:
-        more = float(heads.accepted_length(work[side]) - heads.accepted_length(work[reference]))
-        return heads.shown(more, crossed_interval(work[side], work[reference]), sign="+")
+        more = float(accepted_length(work[side]) - accepted_length(work[reference]))
+        return shown(more, crossed_interval(work[side], work[reference]), sign="+")
 
     table = [
         [
             side,
             f"{seconds[side].mean():,.0f}",
             " / ".join(f"{ratio:.2f}×" for ratio in (seconds[reference] / seconds[side]).tolist()),
-            heads.shown(float(heads.accepted_length(work[side])), crossed_interval(work[side])),
+            shown(float(accepted_length(work[side])), crossed_interval(work[side])),
             "–" if side == reference else difference(side),
-            f"{float(heads.accepted_length(work[side]) - 1) / float(seconds[side].mean()) * 3600:.1f}",
+            f"{float(accepted_length(work[side]) - 1) / float(seconds[side].mean()) * 3600:.1f}",
         ]
         for side in found
     ]

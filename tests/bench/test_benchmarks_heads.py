@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from specheads.models.convert import convert
 from tests.support.command_line import ship
 from tests.support.tiny_models import tiny_llama
 
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
 spec = importlib.util.spec_from_file_location(
-    "benchmark_of_heads", Path(__file__).resolve().parents[2] / "benchmarks" / "heads.py"
-)
+    "benchmark_of_heads", BENCHMARKS / "heads.py"
+)  # train/ has a heads.py, too
 heads = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(heads)
 

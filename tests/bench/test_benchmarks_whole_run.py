@@ -1,32 +1,22 @@
 """benchmarks/whole_run.py on a tiny base: each side is trained once, and a cache changes no head."""
 
-import importlib
 import json
 import sys
+from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import whole_run
+
 from tests.support.command_line import ship
-from tests.support.paths import ROOT
-
-MODULES = ("whole_run", "heads", "peers")  # train/ has a heads.py, too, which other tests import
 
 
-@pytest.fixture
-def whole_run(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module("whole_run")
-    for name in MODULES:
-        sys.modules.pop(name, None)
-
-
-def test_each_side_is_trained_once_and_a_cache_changes_no_head(whole_run, tmp_path, monkeypatch, capsys):
+def test_each_side_is_trained_once_and_a_cache_changes_no_head(tmp_path, monkeypatch, capsys):
     folder, out = ship(tmp_path / "shipped"), tmp_path / "out"
-    monkeypatch.setattr(whole_run.heads, "prompts", lambda tokenizer, count: ["def f(x):", "class A:"])
+    monkeypatch.setattr(whole_run, "prompts", lambda tokenizer, count: ["def f(x):", "class A:"])
     torch.manual_seed(0)
     rows = torch.randint(2, 258, (6, 16)).tolist()
     (tmp_path / "own.jsonl").write_text("".join(json.dumps({"input_ids": row, "labels": row}) + "\n" for row in rows))

@@ -5,7 +5,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 2
+WORKERS ?= logical
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -31,13 +31,13 @@ $(STAMP): requirements.txt setup.py pyproject.toml
 demo: $(STAMP)
 	$(BIN)/specheads demo $(ARGS)
 
-# One thread a process: two processes fill two cores, and the threads of tiny matrices only wait for one another.
+# One process for each processor, at most 8, each with one thread: the threads of tiny matrices only wait for one another.
 # worksteal gives each process whole files, so that what a file's tests share is made once.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

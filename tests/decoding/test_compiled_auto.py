@@ -27,7 +27,7 @@ HEAD_IS_CHEAP = CostTable(None, {1: CHEAP_HEAD})
 def test_automatic_drafts_take_few_graphs_and_give_the_same_text(sampling):
     model = spec_model("eagle3")
     model.base.generation_config.eos_token_id = None
-    prompts, sampling = padded(PROMPTS), {"max_new_tokens": 40, **sampling}
+    prompts, sampling = padded(PROMPTS), {"max_new_tokens": 28, **sampling}
     without, compiled = texts_of(model, prompts, draft=AutoDrafter(model.head, HEAD_IS_CHEAP), **sampling)
     assert compiled == without == model.generate(**prompts, draft=False, **({"do_sample": False} | sampling)).tolist()
     steps = compiled_steps(model.base, "eager")
@@ -47,7 +47,7 @@ def test_automatic_drafts_of_a_hybrid_target_are_chains_in_the_graph(prompts, mo
     monkeypatch.setattr(
         auto, "make_menu", lambda *args, **kw: [menu := make_menu(*args, **kw), shapes.extend(menu.shapes)][0]
     )
-    drafter, options = AutoDrafter(model.head, HEAD_IS_CHEAP), {"max_new_tokens": 40, "do_sample": False}
+    drafter, options = AutoDrafter(model.head, HEAD_IS_CHEAP), {"max_new_tokens": 20, "do_sample": False}
     without, compiled = texts_of(model, padded(prompts), draft=drafter, **options)
     assert compiled == without == model.generate(**padded(prompts), **options, draft=False).tolist()
     assert shapes and all(shape.is_chain for shape in shapes)

@@ -3,10 +3,12 @@
 // The weight is read from memory once, in the order it lies there, and asked for before it is needed. Four of its rows
 // are multiplied with six of the others at a time: all their sums stay in the processor's registers.
 
-#include <ATen/ATen.h>
+// ATen/ATen.h has all of these, and takes twice as long to compile.
 #include <ATen/Parallel.h>
-#include <ATen/cpu/vec/functional.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/cpu/vec/functional_base.h>
 #include <ATen/cpu/vec/vec.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -17,6 +19,7 @@ using Vector = at::vec::Vectorized<float>;
 constexpr int64_t WIDTH = Vector::size();
 constexpr int ROWS = 6, WEIGHTS = 4;  // of a block: 24 sums; AVX-512 has 32 registers
 constexpr int AHEAD = 8;  // rows of the weight: how early the next part is asked for
+constexpr int64_t GRAIN = 32768;  // multiplications of a thread, as many as torch's own loops take at least
 
 // A matrix of contiguous rows.
 template <typename T>
@@ -82,7 +85,7 @@ at::Tensor few_rows(const at::Tensor& given_rows, const at::Tensor& given_weight
   at::Tensor out = at::empty({count, width}, rows.options());
   const Rows<const float> left{rows.const_data_ptr<float>(), length}, right{weight.const_data_ptr<float>(), length};
   float* products = out.mutable_data_ptr<float>();
-  const int64_t grain = at::internal::GRAIN_SIZE / (WEIGHTS * (length + 1)) + 1;
+  const int64_t grain = GRAIN / (WEIGHTS * (length + 1)) + 1;
   at::parallel_for(0, (width + WEIGHTS - 1) / WEIGHTS, grain, [&](int64_t begin, int64_t end) {
     const int64_t last = std::min(end * WEIGHTS, width);
     int64_t c = begin * WEIGHTS;

@@ -7,8 +7,9 @@
 benchmarks/peers.py says how ModelOpt's environment is made. Every side trains an EAGLE-3 head on the same rows, all of
 one length, for the same epochs, with the same batch size, AdamW and schedule, in float32 on one thread. "specheads"
 drafts from every position and runs the base at every step, as ModelOpt does. "cache" keeps what the base sees in the
-first epoch; "anchors" makes the drafts behind the first at one position in eight, which is less work. Ours are whole
-runs of a recipe, with reading and saving; of ModelOpt the steps alone are counted.
+first epoch; "anchors" makes the drafts behind the first at one position in eight, and "anchors alone" the first drafts
+too, which is less work. Ours are whole runs of a recipe, with reading and saving; of ModelOpt the steps alone are
+counted.
 
 Accepted length is of greedy chains, by one loop for all, on prompts of held-out files and as many of installed
 packages; intervals are 95 %, by resampling seeds and prompts. OUT/runs/ keeps each run, and what is there is not done
@@ -44,8 +45,9 @@ from specheads.training.recipe.recipe import read_recipe
 from specheads.training.run import prepare
 
 PEER = "modelopt"
-OURS = {  # with a feature cache? with anchors?
-    "specheads": (False, False), "specheads, cache": (True, False), "specheads, cache and anchors": (True, True),
+OURS = {  # with a feature cache? with anchors? of first drafts, too?
+    "specheads": (False, False, False), "specheads, cache": (True, False, False),
+    "specheads, cache and anchors": (True, True, False), "specheads, cache and anchors alone": (True, True, True),
 }  # fmt: skip
 RUN = ("epochs", "batch_size", "max_length", "draft_vocab_size", "learning_rate")
 DEPTH, WARMUP = peers.DEPTHS["eagle3"], 5  # steps of training-time test, and of a growing learning rate
@@ -53,14 +55,14 @@ DEPTH, WARMUP = peers.DEPTHS["eagle3"], 5  # steps of training-time test, and of
 
 def train_by_recipe(side: str, seed: int, rows: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run a recipe that leaves the head in `folder`; the CPU seconds it took."""
-    cache, anchors = OURS[side]
+    cache, anchors, anchor_first = OURS[side]
     with tempfile.TemporaryDirectory() as scratch:
         recipe = Path(scratch) / "recipe.yaml"
         recipe.write_text(json.dumps({  # which is YAML, too
             "base": options.base, "base_dtype": "float32",
             "head": {
                 "kind": "eagle3", "steps": DEPTH, "draft_vocab_size": options.draft_vocab_size,
-                "anchors": options.max_length // 8 if anchors else None,
+                "anchors": options.max_length // 8 if anchors else None, "anchor_first": anchor_first,
             },
             "data": {"train": [str(rows)], "max_length": options.max_length},
             "feature_cache": f"{scratch}/features" if cache else None,
@@ -103,6 +105,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--base", default="checkpoints/base")
     parser.add_argument("--data", nargs="+", required=True, help="rows the base wrote itself")
     parser.add_argument("--out", type=Path, required=True, help="the folder for whole_run.md, whole_run.json and runs/")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(OURS), default=list(OURS), help="of our sides, run these alone"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="of a head's weights and the order of the rows")
     parser.add_argument("--num-rows", type=int, default=480, help="the first of those that have --max-length tokens")
     parser.add_argument("--epochs", type=int, default=3)
@@ -128,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     batches = prompt_batches.batches(
         tokenizer, prompts(tokenizer, options.num_prompts), torch.device("cpu"), options.num_prompts
     )
-    sides, records = [*OURS, *([PEER] if options.modelopt else [])], []
+    sides, records = [*options.only, *([PEER] if options.modelopt else [])], []
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(scratch) / "rows.jsonl"
         data.write_text("".join(json.dumps({"input_ids": row, "labels": row}) + "\n" for row in whole), "utf8")
@@ -164,7 +169,7 @@ def show(records: list[dict[str, Any]], options: argparse.Namespace, arguments: 
     found = {side: sorted((r for r in records if r["side"] == side), key=lambda r: r["seed"]) for side in sides}
     work = {side: torch.tensor([r["work"] for r in each]).double() for side, each in found.items()}
     seconds = {side: torch.tensor([r["cpu_seconds"] for r in each]).double() for side, each in found.items()}
-    reference = PEER if PEER in found else "specheads"
+    reference = PEER if PEER in found else sides[0]
 
     def difference(side: str) -> str:
         more = float(accepted_length(work[side]) - accepted_length(work[reference]))
@@ -192,8 +197,8 @@ def show(records: list[dict[str, Any]], options: argparse.Namespace, arguments: 
         f"{budget['batch_size']} a step, AdamW at {budget['learning_rate']:g}, {DEPTH} steps of training-time test "
         f"over a draft vocabulary of {budget['draft_vocab_size']:,}. Ours are whole runs of a recipe, with reading and "
         "saving; of ModelOpt the steps alone are counted. Anchors are less work: the drafts behind the first at one "
-        f"position in eight. Accepted length: tokens a step of greedy chains of {DEPTH} on {2 * options.num_prompts} "
-        f"prompts × {options.max_new_tokens} tokens, with 95 % intervals over seeds and prompts; seeds are few, so "
+        "position in eight; anchors alone: the first ones there, too. Accepted length: tokens a step of greedy chains "
+        f"of {DEPTH} on {2 * options.num_prompts} prompts × {options.max_new_tokens} tokens, with 95 % intervals over seeds and prompts; seeds are few, so "
         "they are somewhat too narrow. Speed by seed.\n",
         report.markdown(
             ("program", "CPU seconds", f"{reference}'s by its own", "accepted length", f"minus {reference}'s",

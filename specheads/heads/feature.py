@@ -23,6 +23,7 @@ from specheads.heads.base import TapBatch
 from specheads.heads.layers.block import DecoderBlock
 from specheads.heads.layers.decoder import Attend, DecoderConfig, attend_with, document_mask, read_committed
 from specheads.heads.limits import MOST_LAYERS
+from specheads.heads.starts.anchors import AnchoredStarts
 from specheads.heads.unrolled import TappedConfig, UnrolledConfig, UnrolledHead
 
 
@@ -78,7 +79,7 @@ class FeatureHead(UnrolledHead):
         return hidden
 
     def unroll(
-        self, batch: TapBatch, steps: int, features: Tensor | None = None, anchored: Tensor | None = None
+        self, batch: TapBatch, steps: int, features: Tensor | None = None, anchored: AnchoredStarts | None = None
     ) -> list[Tensor]:
         hidden = self.fuse((batch.features if features is None else features).to(self.dtype))
         embedded = batch.embed(batch.tokens).to(self.dtype)
@@ -86,19 +87,24 @@ class FeatureHead(UnrolledHead):
         mask, position = document_mask(batch.documents, hidden.dtype), batch.position_ids
         length = position.shape[1]
         column = torch.arange(length, device=hidden.device).expand_as(position)
+        asked = anchored.columns if anchored is not None and anchored.depth == 0 else None
         keys: list[tuple[Tensor, ...]] = [() for _ in self.blocks]
         values: list[tuple[Tensor, ...]] = [() for _ in self.blocks]
 
         def attend(block: DecoderBlock, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-            out, key, value = self.maybe_checkpoint(block.unrolled, x, residual, rotary, mask, keys[i], values[i])
+            columns = asked if i == len(self.blocks) - 1 and not keys[i] else None
+            out, key, value = self.maybe_checkpoint(
+                block.unrolled, x, residual, rotary, mask, keys[i], values[i], columns
+            )
             keys[i], values[i] = (*keys[i], key), (*values[i], value)
             return out
 
         outputs = []
         for s in range(steps):
             if s == 1 and anchored is not None:
-                column, position, hidden = anchored, position.gather(1, anchored), gather_nodes(hidden, anchored)
-                mask = mask.gather(2, anchored[:, None, :, None].expand(-1, 1, -1, length))
+                column, position = anchored.columns, position.gather(1, anchored.columns)
+                mask = gather_nodes(mask.squeeze(1), column).unsqueeze(1)
+                hidden = hidden if anchored.depth == 0 else gather_nodes(hidden, column)
             following = gather_nodes(embedded, (column + s + 1) % length)
             outputs.append(self(attend, following, hidden, position + s))
             hidden = self.next_hidden(outputs[-1])

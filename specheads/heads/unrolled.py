@@ -69,7 +69,7 @@ class UnrolledHead(DraftHead):
         return self.config.taps
 
     def passes(self, length: int) -> float:
-        return 1 + (self.config.steps - 1) * self.config.anchored_share(length)
+        return sum(self.config.anchored_share(length, s) for s in range(self.config.steps))
 
     def unrolled_starts(self, length: int) -> int:
         return (self.config.steps - 1) * min(self.config.anchors or length, length)
@@ -80,22 +80,24 @@ class UnrolledHead(DraftHead):
 
     def drafts(self, batch: TapBatch, steps: int, features: Tensor | None = None) -> tuple[DraftTargets, list[Tensor]]:
         """The targets of so many steps, in training those of the anchors, and the outputs (R_s, H) of each step."""
-        targets, anchors = batch.targets(steps), self.config.anchors
-        if anchors is None or steps == 1 or not self.training:
+        targets, anchors, depth = batch.targets(steps), self.config.anchors, self.config.anchored_depth
+        if anchors is None or steps <= depth or not self.training:
             return targets, [targets.gather_starts(out, s) for s, out in enumerate(self.unroll(batch, steps, features))]
-        anchored = AnchoredStarts.sample(targets, batch.keys(), anchors)
+        anchored = AnchoredStarts.sample(targets, batch.keys(), anchors, depth)
         targets, slots = anchored.select(targets), anchored.slots(targets)
-        first, *later = self.unroll(batch, steps, features, anchored.columns)
-        rows = [out.flatten(0, 1)[slots[targets.starts_of(s)]] for s, out in enumerate(later, 1)]
-        return targets, [targets.gather_starts(first, 0), *rows]
+        outputs = self.unroll(batch, steps, features, anchored)
+        return targets, [
+            targets.gather_starts(out, s) if s < depth else out.flatten(0, 1)[slots[targets.starts_of(s)]]
+            for s, out in enumerate(outputs)
+        ]
 
     @abstractmethod
     def unroll(
-        self, batch: TapBatch, steps: int, features: Tensor | None = None, anchored: Tensor | None = None
+        self, batch: TapBatch, steps: int, features: Tensor | None = None, anchored: AnchoredStarts | None = None
     ) -> list[Tensor]:
         """Training-time test: the outputs (B, T, H) of S steps, each fed by the one before.
 
-        anchored (B, A): the columns of the later steps, whose outputs are then (B, A, H). At step s, position t has
+        anchored: the starts of the steps from its depth on, whose outputs are then (B, A, H). At step s, position t has
         read f[t] and x[t+1] … x[t+1+s], and predicts x[t+2+s]. Positions whose tokens run past the end hold garbage,
         which no target uses.
         """

@@ -1,4 +1,4 @@
-"""Deeper drafts at a sample of starts: all of them give the full loss, fewer its unbiased estimate."""
+"""Drafts at a sample of starts: all of them give the full loss, fewer its unbiased estimate."""
 
 import dataclasses
 import itertools
@@ -32,39 +32,43 @@ def value_and_gradients(model, batch):
     return [t.detach() for t in (*found, *grads)], out.ranks
 
 
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize(("kind", "options"), HEADS)
-def test_as_many_anchors_as_starts_give_the_full_loss(kind, options):
+def test_as_many_anchors_as_starts_give_the_full_loss(kind, options, first):
     batch = batch_of(12, 7)
     full, ranks = value_and_gradients(spec_model(kind, **options).train(), batch)
-    for anchors in (9, 1000):  # a row of 12 has 9 starts of more than one draft
-        anchored, seen = value_and_gradients(spec_model(kind, anchors=anchors, **options).train(), batch)
+    for anchors in (9 + first, 1000):  # a row of 12 has 10 starts of a draft, 9 of more than one
+        model = spec_model(kind, anchors=anchors, anchor_first=first, **options).train()
+        anchored, seen = value_and_gradients(model, batch)
         for one, other in zip(full, anchored, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
         assert torch.equal(seen, ranks)
 
 
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize(("kind", "options"), HEADS)
-@pytest.mark.sampled(2)
-def test_the_mean_over_every_draw_of_anchors_is_the_full_loss(kind, options, monkeypatch):
-    batch = batch_of(9, 7, 3)  # the last has no start with a second draft
+@pytest.mark.sampled(3)
+def test_the_mean_over_every_draw_of_anchors_is_the_full_loss(kind, options, first, monkeypatch):
+    lengths = (8, 6, 4) if first else (9, 7, 3)  # of the last all starts are taken: two, or none
+    batch = batch_of(*lengths)
     full, _ = value_and_gradients(spec_model(kind, **options).train(), batch)
-    model = spec_model(kind, anchors=2, **options).train()
+    model = spec_model(kind, anchors=2, anchor_first=first, **options).train()
     starts, sample = [], AnchoredStarts.sample
 
-    def every(targets, keys, count):
-        found = sample(targets, keys, 1000)
+    def every(targets, keys, count, depth):
+        found = sample(targets, keys, 1000, depth)
         starts[:] = [
             columns[weights > 0].tolist() for columns, weights in zip(found.columns, found.weights, strict=True)
         ]
-        return sample(targets, keys, count)
+        return sample(targets, keys, count, depth)
 
     monkeypatch.setattr(AnchoredStarts, "sample", every)
     model(**batch)
     monkeypatch.undo()
-    assert len(starts[0]) > 3 and len(starts[1]) > 2 and not starts[2]
+    assert len(starts[0]) > 3 and len(starts[1]) > 2 and len(starts[2]) == 2 * first
     found = []
     for chosen in itertools.product(*(itertools.combinations(row, 2) for row in starts[:2])):
-        order = torch.zeros(3, 9)
+        order = torch.zeros(3, lengths[0])
         for row, columns in enumerate(chosen):
             order[row, list(columns)] = 0.9
         monkeypatch.setattr("specheads.heads.draws.uniform", lambda _, order=order: order)
@@ -88,14 +92,18 @@ def test_later_steps_run_at_the_anchors_alone_and_evaluation_everywhere():
     model(**batch)
     evaluated = model.eval()(**batch)
     assert shapes == [[12, 2, 2], [12, 12, 12]]
+    model.head.config = dataclasses.replace(model.head.config, anchor_first=True)
+    model.train()(**batch)
+    assert shapes[2] == [2, 2, 2]
     full = spec_model("eagle3").eval()(**batch)
     assert torch.equal(evaluated.loss, full.loss) and torch.equal(evaluated.ranks, full.ranks)
 
 
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize(("kind", "options"), HEADS)
-def test_ranks_in_training_are_those_of_the_anchored_starts_and_in_evaluation_of_all(kind, options):
+def test_ranks_in_training_are_those_of_the_anchored_starts_and_in_evaluation_of_all(kind, options, first):
     data = [{**row, "labels": [-100, *row["input_ids"][1:]]} for row in rows(30, 20)]
-    model, batch = spec_model(kind, anchors=6, **options), Collator(0)(data)
+    model, batch = spec_model(kind, anchors=6, anchor_first=first, **options), Collator(0)(data)
     if kind == "eagle":
         model.head.config = dataclasses.replace(model.head.config, noise=0.0)
     torch.manual_seed(0)
@@ -111,6 +119,8 @@ def test_ranks_in_training_are_those_of_the_anchored_starts_and_in_evaluation_of
 def test_options_that_do_not_go_with_anchors_are_refused():
     with pytest.raises(ValueError, match="anchors=0 "):
         spec_model("eagle", anchors=0)
+    with pytest.raises(ValueError, match="medusa head option anchor_first is for a sample of starts: give anchors"):
+        spec_model("medusa", anchor_first=True)
     for kind in ("eagle3", "medusa", "hydra"):
         with pytest.raises(ValueError, match=f"{kind} head options anchors and dpace"):
             spec_model(kind, anchors=2, dpace=0.5)
@@ -129,13 +139,23 @@ def test_a_batch_without_a_second_draft_gives_the_full_loss():
         some.loss.backward()
 
 
+def test_one_unrolled_step_is_of_the_anchors_too_if_they_are_asked_for_first_drafts():
+    batch = batch_of(12, 7)
+    for kind, options in (("eagle3", {"steps": 1}), ("medusa", {"num_heads": 1})):
+        model = spec_model(kind, anchors=3, **options).train()
+        assert len(model(**batch).ranks) > 6
+        model.head.config = dataclasses.replace(model.head.config, anchor_first=True)
+        assert len(model(**batch).ranks) <= 6
+
+
 def test_passes_over_a_row_are_those_of_the_first_draft_and_those_at_the_anchors():
     assert (
         spec_model("eagle3", steps=4).head.passes(100)
         == spec_model("eagle3", steps=4, anchors=200).head.passes(100)
         == 4
     )
-    assert spec_model("eagle3", steps=4, anchors=10).head.passes(100) == 1 + 3 * 10 / 100
+    assert spec_model("eagle3", steps=4, anchors=10).head.passes(100) == pytest.approx(1 + 3 * 10 / 100)
+    assert spec_model("eagle3", steps=4, anchors=10, anchor_first=True).head.passes(100) == pytest.approx(4 * 10 / 100)
     assert spec_model("eagle", anchors=10).head.passes(100) == spec_model("medusa").head.passes(100) == 1
-    assert spec_model("medusa", num_heads=4, anchors=10).head.passes(100) == (1 + 3 * 10 / 100) / 4
+    assert spec_model("medusa", num_heads=4, anchors=10).head.passes(100) == pytest.approx((1 + 3 * 10 / 100) / 4)
     assert spec_model("parallel", anchors=10, block_size=4).head.passes(100) == 1 + 10 * 4 / 100

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specheads.decoding.target.cache import TreeCache
+from specheads.decoding.target.cache import TreeCache, gather_nodes
 from specheads.decoding.target.grouped_attention import grouped_attention
 from specheads.decoding.target.hf_base import decoder_of, text_config
 from specheads.heads.layers.rope import rotate
@@ -38,13 +38,20 @@ class DecoderBlock(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=mlp_bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=mlp_bias)
 
-    def qkv(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, input) → q (B, heads, T, d), k and v (B, kv heads, T, d), rotated."""
+    def qkv(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], columns: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, input) → q (B, heads, T, d), k and v (B, kv heads, T, d), rotated; q at `columns` (B, A) alone if they
+        are given."""
         batch, length, _ = x.shape
-        q = self.q_proj(x).view(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
+        asking, turned = x, rotary
+        if columns is not None:
+            asking = gather_nodes(x, columns)
+            turned = tuple(gather_nodes(each.squeeze(1), columns).unsqueeze(1) for each in rotary)  # type: ignore[assignment]
+        q = self.q_proj(asking).view(batch, -1, self.num_heads, self.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(batch, length, self.num_key_value_heads, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(batch, length, self.num_key_value_heads, self.head_dim).transpose(1, 2)
-        return rotate(q, *rotary), rotate(k, *rotary), v
+        return rotate(q, *turned), rotate(k, *rotary), v
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Attention output (B, heads, T, d) and residual (B, T, H) → the block's output (B, T, H)."""
@@ -72,15 +79,18 @@ class DecoderBlock(nn.Module):
 
     def unrolled(
         self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor,
-        keys: tuple[Tensor, ...] = (), values: tuple[Tensor, ...] = (),
+        keys: tuple[Tensor, ...] = (), values: tuple[Tensor, ...] = (), columns: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """One step of training-time test: query i attends to step 0's keys 0 … i under mask (B, 1, T, T), and to key i
         of each later step.
 
-        keys, values: those of the earlier steps, each (B, heads, T, d). Returns the output (B, T, H), and this step's
-        key and value. EAGLE-3, arXiv:2503.01840.
+        keys, values: those of the earlier steps, each (B, heads, T, d). columns (B, A), of step 0: compute the output
+        at these alone. Returns the output (B, T or A, H), and this step's keys and values. EAGLE-3, arXiv:2503.01840.
         """
-        q, k, v = self.qkv(x, rotary)
+        q, k, v = self.qkv(x, rotary, columns)
+        if columns is not None:
+            residual = gather_nodes(residual, columns)
+            mask = gather_nodes(mask.squeeze(1), columns).unsqueeze(1)
         group = self.num_heads // self.num_key_value_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         first_key, *later_keys = *keys, k

@@ -30,6 +30,7 @@ from specheads.heads.layers.block import final_norm
 from specheads.heads.layers.decoder import keep_committed
 from specheads.heads.mtp.config import MtpConfig
 from specheads.heads.mtp.target_layers import LayerCall, TargetLayers
+from specheads.heads.starts.anchors import AnchoredStarts
 from specheads.heads.unrolled import UnrolledHead
 
 Keys = dict[int, tuple[Tensor, Tensor]]  # slot of a layer → its keys and values (B, heads, positions, d)
@@ -133,7 +134,7 @@ class MtpHead(UnrolledHead):
     def passes(self, length: int) -> float:
         n, steps = self.config.num_modules, self.config.steps
         later = sum(len(self.active(s, steps)) for s in range(1, steps))
-        return 1 + later / n * self.config.anchored_share(length)
+        return 1 + later / n * self.config.anchored_share(length, 1)
 
     def active(self, depth: int, depths: int) -> range:
         """The modules that read a token drafted at `depth` (from 1 on), in drafts of `depths` tokens.
@@ -165,7 +166,7 @@ class MtpHead(UnrolledHead):
         return found * (position > 0).unsqueeze(-1) if self.config.zero_first_embedding else found
 
     def unroll(
-        self, batch: TapBatch, steps: int, features: Tensor | None = None, anchored: Tensor | None = None
+        self, batch: TapBatch, steps: int, features: Tensor | None = None, anchored: AnchoredStarts | None = None
     ) -> list[Tensor]:
         hidden = (batch.features if features is None else features).to(self.dtype)
         position, length = batch.position_ids, batch.tokens.shape[1]
@@ -199,13 +200,15 @@ class MtpHead(UnrolledHead):
         fed, outputs = [hidden] * len(self.mtp), []
         for k in range(len(self.mtp)):
             fed[k], normed = self.fed(k, run(k, 0, hidden))
-            outputs += [normed] if k == 0 else []
+            if k == 0:
+                outputs.append(normed if anchored is None or anchored.depth else gather_nodes(normed, anchored.columns))
             hidden = fed[k].roll(1, 1)  # a document's first k positions get what they never show
         for s in range(1, steps):
             if s == 1 and anchored is not None:
-                column, start = anchored, position.gather(1, anchored)
-                fed = [gather_nodes(each, anchored) for each in fed]
-                begun, rows = index.gather(1, anchored), anchored.unsqueeze(2).expand(-1, -1, length)
+                column = anchored.columns
+                start, begun = position.gather(1, column), index.gather(1, column)
+                fed = [gather_nodes(each, column) for each in fed]
+                rows = column.unsqueeze(2).expand(-1, -1, length)
                 causal = causal.gather(1, rows)
             tokens = batch.tokens.gather(1, (column + s + 1) % length)
             embedded, before = self.embedded(batch.embed, tokens, start + s), list(fed)

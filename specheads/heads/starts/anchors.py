@@ -1,7 +1,7 @@
 """Training on a random sample of each row's positions, its anchors, weighted so that the loss is an unbiased estimate.
 
-`AnchoredStarts` samples where deeper drafts start, for heads that draft level by level. `AnchoredBlocks` samples the
-blocks of a parallel head.
+`AnchoredStarts` samples where drafts start, for heads that draft level by level. `AnchoredBlocks` samples the blocks of
+a parallel head.
 Shapes: B batch rows, T positions, A anchors of a row, S drafts of a position, D tokens that a block drafts.
 """
 
@@ -21,6 +21,7 @@ from specheads.losses.targets import DraftTargets
 @dataclass(frozen=True)
 class AnchoredStartsConfig(HeadConfig):
     """anchors: starts of a row whose deeper drafts a training step learns, sampled at random (default: all).
+    anchor_first: of their first drafts, too, only those are learned.
 
     Fewer cost less memory and time, and the loss is an unbiased estimate. The accepted length that training logs is of
     those starts alone. Each counts once, so long rows count for less. Evaluation has all starts.
@@ -29,48 +30,62 @@ class AnchoredStartsConfig(HeadConfig):
     bounds: ClassVar[dict[str, tuple[float, float]]] = {"anchors": (1, 2**20)}
 
     anchors: int | None = None
+    anchor_first: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.anchor_first and self.anchors is None:
+            raise ValueError(
+                f"{self.kind} head option anchor_first is for a sample of starts: give anchors, their number, too"
+            )
         if self.anchors is not None and self.dpace is not None:
             raise ValueError(
                 f"{self.kind} head options anchors and dpace: D-PACE weights a draft by its deeper ones, which anchors "
                 "leave out; give one of them"
             )
 
-    def anchored_share(self, length: int) -> float:
-        """The share of starts whose deeper drafts are trained on, in a row of `length` tokens."""
-        return min(self.anchors or length, length) / length
+    @property
+    def anchored_depth(self) -> int:
+        """The first depth whose drafts are of the anchors alone."""
+        return 0 if self.anchor_first else 1
+
+    def anchored_share(self, length: int, depth: int) -> float:
+        """The share of starts whose drafts at `depth` are trained on, in a row of `length` tokens."""
+        if self.anchors is None or depth < self.anchored_depth:
+            return 1.0
+        return min(self.anchors, length) / length
 
 
 @dataclass(frozen=True, slots=True)
 class AnchoredStarts:
-    """columns (B, A): the anchors. weights (B, A): how many starts each represents; 0 for padding."""
+    """columns (B, A): the anchors. weights (B, A): how many starts each represents; 0 for padding. depth: the first one
+    whose drafts are of the anchors alone."""
 
     columns: Tensor
     weights: Tensor
+    depth: int
 
     @classmethod
-    def sample(cls, targets: DraftTargets, keys: Tensor, count: int) -> AnchoredStarts:
-        """In each row `count` of the starts that have a draft after their first, or all of them.
+    def sample(cls, targets: DraftTargets, keys: Tensor, count: int, depth: int = 1) -> AnchoredStarts:
+        """In each row `count` of the starts that have a draft of that depth or deeper, or all of them.
 
         Each start is equally likely, so a weighted sum over them is unbiased. keys (B, T): see TapBatch.keys.
         """
-        deeper = targets.valid[:, 1:]
-        has_deeper = torch.zeros(targets.size, dtype=torch.bool, device=deeper.device)
-        has_deeper[targets.starts[:, 1:][deeper]] = True
-        has_deeper = has_deeper.view(keys.shape)
-        available = has_deeper.sum(1, keepdim=True)
-        order = draws.uniform(keys).masked_fill(~has_deeper, -1)
+        able = torch.zeros(targets.size, dtype=torch.bool, device=keys.device)
+        able[targets.starts[:, depth:][targets.valid[:, depth:]]] = True
+        able = able.view(keys.shape)
+        available = able.sum(1, keepdim=True)
+        order = draws.uniform(keys).masked_fill(~able, -1)
         columns = order.topk(min(count, int(available.max())), 1).indices
-        return cls(columns, has_deeper.gather(1, columns) * (available / available.clamp(1, count)))
+        return cls(columns, able.gather(1, columns) * (available / available.clamp(1, count)), depth)
 
     def select(self, targets: DraftTargets) -> DraftTargets:
-        """Every first draft, and the deeper ones of the anchors."""
+        """The drafts of the anchors, and those of less than their depth."""
         row_starts = torch.arange(len(self.columns), device=self.columns.device).unsqueeze(1) * self._length(targets)
         by_start = self.weights.new_zeros(targets.size)
         by_start[(row_starts + self.columns)[self.weights > 0]] = self.weights[self.weights > 0]
-        weights = torch.cat([targets.weights[:, :1], targets.weights[:, 1:] * by_start[targets.starts[:, 1:]]], 1)
+        whole, sampled = targets.weights[:, : self.depth], targets.weights[:, self.depth :]
+        weights = torch.cat([whole, sampled * by_start[targets.starts[:, self.depth :]]], 1)
         return replace(targets, weights=weights)
 
     def slots(self, targets: DraftTargets) -> Tensor:

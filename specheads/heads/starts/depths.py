@@ -101,7 +101,8 @@ class DepthHeads(DraftVocabulary):
         return self.config.num_heads
 
     def passes(self, length: int) -> float:
-        return (1 + (self.config.num_heads - 1) * self.config.anchored_share(length)) / self.config.num_heads
+        heads = self.config.num_heads
+        return sum(self.config.anchored_share(length, depth) for depth in range(heads)) / heads
 
     def output_layers(self) -> list[nn.Linear]:
         return list(self.lm_heads)  # type: ignore[arg-type]
@@ -123,8 +124,9 @@ class DepthHeads(DraftVocabulary):
     def loss(self, batch: TapBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
         targets = batch.targets(config.num_heads)
-        if self.training and config.anchors is not None and config.num_heads > 1:
-            targets = AnchoredStarts.sample(targets, batch.keys(), config.anchors).select(targets)
+        if self.training and config.anchors is not None and config.num_heads > config.anchored_depth:
+            anchored = AnchoredStarts.sample(targets, batch.keys(), config.anchors, config.anchored_depth)
+            targets = anchored.select(targets)
         rows = self.draft_rows(batch, targets)
         scores = self.score(batch, targets, rows, tuple(config.decay**i for i in range(config.num_heads)))
         return scores.total / batch.denominator, scores.terms(batch.denominator)

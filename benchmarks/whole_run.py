@@ -198,8 +198,8 @@ def show(records: list[dict[str, Any]], options: argparse.Namespace, arguments: 
         f"over a draft vocabulary of {budget['draft_vocab_size']:,}. Ours are whole runs of a recipe, with reading and "
         "saving; of ModelOpt the steps alone are counted. Anchors are less work: the drafts behind the first at one "
         "position in eight; anchors alone: the first ones there, too. Accepted length: tokens a step of greedy chains "
-        f"of {DEPTH} on {2 * options.num_prompts} prompts × {options.max_new_tokens} tokens, with 95 % intervals over seeds and prompts; seeds are few, so "
-        "they are somewhat too narrow. Speed by seed.\n",
+        f"of {DEPTH} on {2 * options.num_prompts} prompts × {options.max_new_tokens} tokens, with 95 % intervals over "
+        "seeds and prompts; seeds are few, so they are somewhat too narrow. Speed by seed.\n",
         report.markdown(
             ("program", "CPU seconds", f"{reference}'s by its own", "accepted length", f"minus {reference}'s",
              "drafts accepted a step, by CPU hour"), table,

@@ -27,7 +27,9 @@ def test_each_side_is_trained_once_and_a_cache_changes_no_head(tmp_path, monkeyp
     text = (out / "whole_run.md").read_text()
     assert all(f"| {side} |" in text for side in whole_run.OURS) and "2 epochs of 4 rows" in text
     files = {path.parent.name: path for path in (out / "runs").glob("*/figures.json")}
-    assert len(files) == 6 and {json.loads(path.read_text())["steps"] for path in files.values()} == {4}
+    assert len(files) == 8 and {json.loads(path.read_text())["steps"] for path in files.values()} == {4}
+    alone = json.loads((files["specheads-cache-and-anchors-alone-0"].parent / "config.json").read_text())
+    assert alone["head"]["anchors"] == 2 and alone["head"]["anchor_first"] is True
     trained = [load_file(files[name].parent / "model.safetensors") for name in ("specheads-1", "specheads-cache-1")]
     for name, tensor in trained[0].items():
         torch.testing.assert_close(trained[1][name], tensor, rtol=1e-5, atol=1e-6, msg=name)

@@ -92,6 +92,7 @@ class FeatureHead(UnrolledHead):
         values: list[tuple[Tensor, ...]] = [() for _ in self.blocks]
 
         def attend(block: DecoderBlock, i: int, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+            # The last block's first outputs may be of the anchors alone; the blocks before it are read everywhere.
             columns = asked if i == len(self.blocks) - 1 and not keys[i] else None
             out, key, value = self.maybe_checkpoint(
                 block.unrolled, x, residual, rotary, mask, keys[i], values[i], columns

@@ -129,7 +129,7 @@ def test_options_that_do_not_go_with_anchors_are_refused():
 def test_a_batch_without_a_second_draft_gives_the_full_loss():
     ids = rows(12)[0]["input_ids"]
     mask = torch.arange(12).unsqueeze(0) == 2  # the first token that is drafted, and by the first draft alone
-    for kind, options in (("eagle3", {"draft_vocab_size": 97}), ("eagle", {"steps": 3}), ("medusa", {})):
+    for kind, options in (("eagle3", {"draft_vocab_size": 97}), ("eagle", {"steps": 3}), ("medusa", {}), ("mtp", {})):
         full, some = (
             spec_model(kind, **options, **more).train()(torch.tensor([ids]), loss_mask=mask)
             for more in ({}, {"anchors": 2})
@@ -137,6 +137,14 @@ def test_a_batch_without_a_second_draft_gives_the_full_loss():
         torch.testing.assert_close(some.loss, full.loss, rtol=1e-6, atol=0)
         assert full.loss > 0
         some.loss.backward()
+
+
+@pytest.mark.parametrize(("kind", "options"), HEADS)
+def test_a_batch_without_a_draft_has_no_loss(kind, options):
+    model = spec_model(kind, anchors=2, anchor_first=True, **options).train()
+    out = model(torch.tensor([rows(12)[0]["input_ids"]]), loss_mask=torch.zeros(1, 12, dtype=torch.bool))
+    assert out.loss == 0
+    out.loss.backward()
 
 
 def test_one_unrolled_step_is_of_the_anchors_too_if_they_are_asked_for_first_drafts():

@@ -44,11 +44,11 @@ class DecoderBlock(nn.Module):
         """(B, T, input) → q (B, heads, T, d), k and v (B, kv heads, T, d), rotated; q at `columns` (B, A) alone if they
         are given."""
         batch, length, _ = x.shape
-        asking, turned = x, rotary
+        asking, turned = x, rotary  # what the queries are made of
         if columns is not None:
             asking = gather_nodes(x, columns)
             turned = tuple(gather_nodes(each.squeeze(1), columns).unsqueeze(1) for each in rotary)  # type: ignore[assignment]
-        q = self.q_proj(asking).view(batch, -1, self.num_heads, self.head_dim).transpose(1, 2)
+        q = self.q_proj(asking).view(batch, asking.shape[1], self.num_heads, self.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(batch, length, self.num_key_value_heads, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(batch, length, self.num_key_value_heads, self.head_dim).transpose(1, 2)
         return rotate(q, *turned), rotate(k, *rotary), v

@@ -76,7 +76,8 @@ class AnchoredStarts:
         able = able.view(keys.shape)
         available = able.sum(1, keepdim=True)
         order = draws.uniform(keys).masked_fill(~able, -1)
-        columns = order.topk(min(count, int(available.max())), 1).indices
+        # One column at least, since layers of transformers cannot take none.
+        columns = order.topk(max(1, min(count, int(available.max()))), 1).indices
         return cls(columns, able.gather(1, columns) * (available / available.clamp(1, count)), depth)
 
     def select(self, targets: DraftTargets) -> DraftTargets:

@@ -1,12 +1,14 @@
 """specheads train, demo."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers.integrations import integration_utils
 
 from specheads.bench import decoders as racers
-from specheads.cli.demo import story
+from specheads.cli.demo import live, story
 from tests.support.command_line import CONTROL, run
 from train import heads
 
@@ -115,3 +117,20 @@ def test_the_demo_tells_a_near_tie_from_a_text_that_is_the_same(shipped, tmp_pat
     )  # fmt: skip
     assert code == 0 and "but for near ties: EAGLE-3 on prompt 1" in " ".join(err.split())
     assert json.loads(out)["same_text"] is False
+
+
+@pytest.mark.parametrize(("row_seconds", "texts"), [(0.02, 8 + 16 + 21 * 32), (1.0, 8), (3.0, 0)])
+def test_the_demos_base_continues_as_many_prompts_as_its_time_allows(row_seconds, texts, monkeypatch):
+    """A base whose pass over a batch takes so long a row, and which stops at max_time: a slow one finishes some."""
+    now = 0.0
+
+    def generate(windows, max_new_tokens, max_time, **_):
+        nonlocal now
+        took = row_seconds * len(windows)
+        now += min(took, max_time)
+        return torch.zeros(len(windows), windows.shape[1] + (max_new_tokens if took <= max_time else 1))
+
+    monkeypatch.setattr(live.time, "monotonic", lambda: now)
+    base = SimpleNamespace(generate=generate, device="cpu")
+    made = live.continuations(base, torch.arange(500), live.LiveOptions(minutes=2, seed=0), 14.4, lambda *_: None)
+    assert made.shape == (texts, 160)

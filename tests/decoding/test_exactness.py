@@ -173,7 +173,8 @@ def test_every_head_tree_and_batch_matches_greedy(models, prompts, greedy, head,
         assert out.lossless
         gained += sum(len(row) for step in out.steps[1:] for row in step.tokens)
         steps += sum(bool(row) for step in out.steps[1:] for row in step.tokens)
-    assert gained / steps > 1.2, "hardly a draft was accepted, so this shows little"
+    least = 1.2 if plan == "chain of 1" else 1.3  # one draft gains one token at most
+    assert gained / steps > least, "hardly a draft was accepted, so this shows little"
 
 
 def test_plain_decoding_matches_greedy(models, prompts, greedy):

@@ -160,10 +160,10 @@ def continuations(base: PreTrainedModel, ids: Tensor, options: LiveOptions, seco
     A head drafts for what the base would write, which is not quite what people wrote.
     """
     rng, prompt = random.Random(options.seed + 1), options.row_tokens // 4
-    made, began = [], time.monotonic()
-    longest = 0.0
+    made: list[Tensor] = []
+    began, count, longest = time.monotonic(), 8, 0.0  # few at first, so that a slow machine finishes some
     while (passed := time.monotonic() - began) + longest < seconds:
-        starts = [rng.randrange(len(ids) - prompt) for _ in range(32)]
+        starts = [rng.randrange(len(ids) - prompt) for _ in range(count)]
         windows = torch.stack([ids[start : start + prompt] for start in starts]).to(base.device)
         length = options.row_tokens - prompt
         rows = base.generate(  # type: ignore[operator]
@@ -174,6 +174,7 @@ def continuations(base: PreTrainedModel, ids: Tensor, options: LiveOptions, seco
             break
         made.append(rows.cpu())
         longest = max(longest, time.monotonic() - began - passed)
-        tell(min(0.99, (time.monotonic() - began) / seconds), f"{32 * len(made)} texts")
-    tell(1.0, f"{32 * len(made)} texts")
+        count = min(2 * count, 32)
+        tell(min(0.99, (time.monotonic() - began) / seconds), f"{sum(map(len, made))} texts")
+    tell(1.0, f"{sum(map(len, made))} texts")
     return torch.cat(made) if made else torch.empty(0, options.row_tokens, dtype=torch.long)

@@ -12,11 +12,13 @@ import pytest
 pytest.register_assert_rewrite("tests.reference", "tests.support")
 
 import torch
+import typer
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from specheads import convert
 from specheads.data import corpus
+from specheads.training.report import curves
 from tests.support.tiny_models import tiny_llama
 
 
@@ -39,11 +41,19 @@ def frozen_heap():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def stdlib_listed_once():
-    """Listing the standard library's files takes most of a second, and they stay the same."""
+def made_once():
+    """What is the same in each test and takes long: the list of the standard library's files, the command's parser."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "stdlib_files", functools.cache(corpus.stdlib_files))
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch):
+    """A run ends with a picture that takes longer than its steps here: drawn in tests marked draws."""
+    if request.node.get_closest_marker("draws") is None:
+        monkeypatch.setattr(curves, "draw", lambda folder, history: None)
 
 
 @pytest.fixture(scope="session")

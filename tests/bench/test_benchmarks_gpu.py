@@ -25,6 +25,7 @@ def toy(tmp_path_factory):
     return code, json.loads((out / "gpu.json").read_text()), (out / "gpu.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_has_every_section_and_nothing_is_wrong(toy):
     code, record, text = toy
     assert list(record["sections"]) == ["correctness", "nodes", "speed", "context"]
@@ -35,6 +36,7 @@ def test_a_run_has_every_section_and_nothing_is_wrong(toy):
     assert all(f"## {section['title']}" in text for section in record["sections"].values())
 
 
+@pytest.mark.slow
 def test_a_step_gains_as_many_tokens_as_are_forced(toy):
     rows = {row["decoder"]: row for row in toy[1]["sections"]["speed"]["rows"]}
     for name in ("plain", "1 a step", "2 a step", "3 a step", "4 a step"):
@@ -44,6 +46,7 @@ def test_a_step_gains_as_many_tokens_as_are_forced(toy):
     assert rows["4 a step, compiled"]["shares"]["step"] > 0 == rows["4 a step"]["shares"]["step"]
 
 
+@pytest.mark.slow
 def test_each_cell_is_timed_and_reads_what_it_should(toy):
     sections, sizes = toy[1]["sections"], SIZES["toy"]
     steps = sizes.rounds * sizes.steps

@@ -182,6 +182,7 @@ def test_two_workers_sweep_encoder_decoders_to_the_rows_of_one(t5, tmp_path, cac
     assert found[0] == found[1] and len(found[0]) == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -99,6 +99,7 @@ def test_the_demo_notices_a_text_that_differs(shipped, tmp_path, capsys, monkeyp
     assert code == 1 and "not every text is the same" in out and "from token 4 on" in out
 
 
+@pytest.mark.slow
 def test_the_demo_notices_a_restored_head_that_writes_otherwise(shipped, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(story, "show_elsewhere", lambda *args: [[5] * 8])
     code, out, _ = run(

@@ -47,7 +47,7 @@ def test_tune_writes_one_file_that_generate_and_info_find(shipped, home, capsys)
     assert sorted(CostTable.load(path).batches) == [1, 3]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["medusa", "eagle3", None])
 def test_compiled_steps_have_a_table_of_their_own(kind, capsys):
     model = shallow_spec_model(kind or "eagle3")

@@ -121,6 +121,7 @@ OFFLOADED = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("how", ["device_map", "cpu_offload", "disk_offload"])
 @pytest.mark.parametrize("k", [1, 3])
 def test_an_offloaded_target_writes_the_same_text(how, k, endless, small, tmp_path):

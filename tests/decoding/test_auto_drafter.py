@@ -36,7 +36,7 @@ def generate(model, costs, inputs=PROMPTS, **options):
     return specheads.generate(model.base, **inputs, **OPTIONS, draft=AutoDrafter(model.head, costs), **options)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("costs", [FREE, DEAR], ids=["free", "dear"])
 @pytest.mark.parametrize("head", HEADS)
 def test_the_text_is_that_of_plain_decoding_whatever_the_costs(heads, head, costs):
@@ -151,7 +151,7 @@ def test_a_head_that_was_idle_drafts_as_one_that_never_was(heads, head, every):
     assert len(drafter.drafts) > 2 and all(torch.equal(one, other) for one, other in drafter.drafts)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("every", [2, 5, 30])
 @pytest.mark.parametrize("head", HEADS)
 def test_a_head_that_was_idle_drafts_after_a_prompt_that_took_a_row_as_alone(heads, head, every):
@@ -177,7 +177,7 @@ def test_copies_take_the_place_of_a_tree_where_there_are_some():
     assert both.tokens[:, :3].tolist() == [[1, 9, 8], [1, 4, 5]] and both.max_depth == 3 and not both.is_chain
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["medusa", "eagle3"])
 def test_a_head_accepts_in_the_graph_what_it_does_without(heads, head, monkeypatch):
     """Each step drafts otherwise, copies in some rows beside the head's trees: the steps are equal one by one."""

@@ -36,7 +36,7 @@ def test_automatic_drafts_take_few_graphs_and_give_the_same_text(sampling):
     assert {"whole_step", "step_after_draft"} == set(functions) and len(functions) <= 8
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=("three rows", "one"))
 def test_automatic_drafts_of_a_hybrid_target_are_chains_in_the_graph(prompts, monkeypatch):
     monkeypatch.setattr(auto, "choose", fickle)
@@ -64,7 +64,7 @@ def fickle(menu, head_gains, copy_gains, step_ms, draft_ms, worth):
     return Choice(shape, shape.nodes, tuple(rows > 1 and (b + fickle.calls) % 3 == 0 for b in range(rows)), rows, 1.0)
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 5}], ids=("greedy", "drawn"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_that_misses_steps_drafts_in_the_graph(kind, sampling, monkeypatch):
@@ -83,7 +83,7 @@ def test_a_head_that_misses_steps_drafts_in_the_graph(kind, sampling, monkeypatc
     assert len(graphs) >= 2 + reads_what_it_missed, "of the head's shapes, and in both widths"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("draft", "accept", "tree"),
     [

@@ -25,12 +25,11 @@ from tests.support.tiny_models import near, tiny_llama, with_adapter
 @pytest.mark.parametrize("rule", ["typical:{}", "fuzzy:js:{}"])
 def test_one_graph_serves_all_thresholds_seeds_and_lengths_of_a_rule(rule):
     model, texts = endless("medusa"), set()
-    for length, threshold in ((5, 0.02), (9, 0.3), (40, 0.6)):
+    for length, threshold, temperature in ((5, 0.02, 0.8), (9, 0.3, 1.2), (40, 0.6, 0.8), (40, 0.6, 1.2)):
         ids = (torch.arange(20) * length % 97).unsqueeze(0)[:, :length]
-        for temperature in (0.8, 1.2):
-            options = DRAWING | {"temperature": temperature, "seed": length, "max_new_tokens": 10 + length}
-            without, compiled = texts_of(model, {"inputs": ids}, accept=rule.format(threshold), **options)
-            assert compiled == without
+        options = DRAWING | {"temperature": temperature, "seed": length, "max_new_tokens": 10 + length}
+        without, compiled = texts_of(model, {"inputs": ids}, accept=rule.format(threshold), **options)
+        assert compiled == without
     for threshold, seed in ((0.01, None), (0.3, 4), (0.9, None)):
         options = {"max_new_tokens": 40, "seed": seed}
         without, compiled = texts_of(model, {"inputs": ids}, accept=rule.format(threshold), **options)
@@ -52,8 +51,12 @@ def test_a_graph_serves_equal_plans_whatever_was_computed_of_them_before():
         without, compiled = texts_of(model, {"inputs": ids}, tree=tree, accept="typical")
         assert compiled == without
     assert len(compiled_steps(model.base, "eager")) == 1
+
+
+@pytest.mark.slow
+def test_the_second_graph_of_a_plan_serves_an_equal_plan():
     base = build("LlamaConfig", {"max_position_embeddings": 512, "num_hidden_layers": 2})
-    for tree, length in ((comb(3, 2), 3), (comb(3, 2), 270)):  # the second graph of the first plan is the third's
+    for tree, length in ((comb(3, 2), 3), (comb(3, 2), 270)):
         prompts = {"inputs": (torch.arange(length) * 7 % 97).unsqueeze(0)}
         for new in (250, 20) if length == 3 else (20,):
             without, compiled = texts_of(
@@ -77,12 +80,25 @@ def test_after_the_first_text_nothing_is_compiled_for_other_lengths_limits_seeds
     assert counters["stats"]["unique_graphs"] == traced
 
 
+@pytest.mark.slow
 def test_a_longer_text_meets_few_graphs():
     base = build("LlamaConfig", {"max_position_embeddings": 1024, "num_hidden_layers": 1})
     for new in (100, 700):
         without, compiled = texts_of(base, padded(PROMPTS), draft=PromptLookup(4), max_new_tokens=new)
         assert compiled == without
     assert len(compiled_steps(base, "eager")) == 4  # of 256, 384, 512 and 768 slots
+
+
+def test_a_longer_prompt_meets_a_graph_of_its_own():
+    base = build("LlamaConfig", {"max_position_embeddings": 512, "num_hidden_layers": 1})
+    for length in (3, 300, 4):
+        prompts = {"inputs": (torch.arange(length) * 7 % 97).unsqueeze(0)}
+        without, compiled = texts_of(base, prompts, draft=PromptLookup(4))
+        assert compiled == without
+    assert len(compiled_steps(base, "eager")) == 2  # of 256 and 384 slots
+
+
+def test_caches_have_few_sizes():
     assert [static_size(n) for n in (1, 256, 257, 385, 513, 769, 1025)] == [256, 256, 384, 512, 768, 1024, 1536]
     assert all(n <= static_size(n) <= max(256, 1.5 * n) for n in range(1, 5000))
 

@@ -46,7 +46,7 @@ def test_the_documentation_lists_the_reasons_why_others_do_not():
         assert reason_not_compiled(SimpleNamespace(**without | case)).partition(" (")[0] == row
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("draft", "tree", "accept", "functions"),
     [

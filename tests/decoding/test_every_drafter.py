@@ -67,7 +67,7 @@ def padded_texts(rows, texts):
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("name", BASES)
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(19)
 def test_every_drafter_writes_the_targets_greedy_text(name, drafter):
     base, rows, texts = target(name)
     own, plan = drafter_of(drafter, base, texts)

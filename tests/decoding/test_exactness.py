@@ -162,7 +162,7 @@ def greedy(base, prompts):
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(17)
 def test_every_head_tree_and_batch_matches_greedy(models, prompts, greedy, head, plan):
     gained = steps = 0
     for name, inputs in prompts.items():
@@ -197,7 +197,7 @@ def test_a_head_of_two_layers_matches_greedy(base, prompts, greedy):
         assert torch.equal(out, greedy["ragged"])
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("plan", ["chain of 4", "static", "dynamic", "sampled"])
 @pytest.mark.parametrize("head", HEADS)
 def test_an_ending_inside_a_draft_matches_greedy(base, models, text, head, plan):

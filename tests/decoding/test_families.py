@@ -91,7 +91,7 @@ def family(request):
 
 
 @torch.no_grad()
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(19)
 def test_every_family_matches_greedy(family):
     base, inputs, sequences, texts = family
     model = convert(base, "medusa")

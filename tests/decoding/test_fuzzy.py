@@ -55,6 +55,7 @@ def test_rescue_at_threshold_0_has_the_targets_joint_distribution(plan):
     assert distance(probs, true_probs(target, [PROMPT], 3)) < 1e-12
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("mode", ["divergence", "rescue"])
 @pytest.mark.parametrize("name", ["js", "top_k_kl"])

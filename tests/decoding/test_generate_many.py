@@ -94,7 +94,7 @@ KINDS = ["Llama", "Mistral", "Gemma-3", "DeepSeek-V3", "Llama-4", "GPT-2", "Qwen
 
 @pytest.mark.parametrize("name", [*KINDS, "Qwen3.5", "LFM2", "Falcon-H1", "Jamba"])
 @pytest.mark.parametrize("drafts", ["eagle3", "medusa", None])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 def test_every_kind_of_layer_is_refilled(name, drafts):
     base = build(*(FAMILIES | RECURRENT)[name])
     base.generation_config.eos_token_id = [*range(3, 12)]
@@ -116,6 +116,7 @@ def test_texts_that_may_reach_other_positions_run_alone(name, hf_log):
     assert "the base's positions change at 24 tokens, and its text may have" in hf_log.text
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("draft", [None, "lookup", "draft model"])
 @pytest.mark.parametrize("name", MODELS)
 def test_encoder_decoders_are_decoded_batch_by_batch(name, draft, hf_log):

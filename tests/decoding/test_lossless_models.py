@@ -51,13 +51,13 @@ def drafter_of(name, base, vocab_size):
         ("n-grams", chain(1), Exact()),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_three_rows_have_the_bases_joint_distribution(drafter, plan, rule):
     """One step from trees, then the base's own distribution of three tokens a row; the prefill's token is certain."""
     check_joint_distribution(small_base(2), drafter, plan, rule, 1e-12)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 # All but convolutions compute in float32 whatever the model's dtype.
 @pytest.mark.parametrize(("base", "close"), [("LFM2", 1e-12), ("Qwen3.5", 1e-5), ("Falcon-H1", 1e-5)])
 def test_three_rows_of_a_recurrent_base_have_its_joint_distribution(base, close):

@@ -53,7 +53,7 @@ def test_an_ngram_drafter_has_a_storage_of_its_own_which_draws_no_random_ids():
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_sampled_text_has_the_targets_distribution(drafter):
     """Every outcome enumerated in float64: ids of the prompt, which are matched, and new ones, which are not."""
     base, prompt, length = small_base(4), (3, 1, 3), 3
@@ -91,7 +91,7 @@ def greedy(request):
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_every_drafter_matches_greedy(greedy, drafter):
     base, batches = greedy
     accepted = 0
@@ -115,7 +115,7 @@ def until(columns):
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_an_ending_inside_a_draft_matches_greedy(drafter):
     """Tokens that were accepted in turn as EOS, and several length limits, cut drafts at all their depths."""
     base, own = repetitive_model("Llama"), DRAFTERS[drafter](V)

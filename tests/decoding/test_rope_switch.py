@@ -53,7 +53,7 @@ def drafters(base):
     }  # fmt: skip
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("lengths", [(30,), (38,), (40,), (41,), (60,), (30, 22, 5), (40, 12), (39, 45)], ids=str)
 def test_the_text_is_generates_own_on_both_sides(base, lengths):
     inputs, options = prompts(*lengths), {"do_sample": False, "max_new_tokens": 30}

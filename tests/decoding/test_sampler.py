@@ -266,7 +266,7 @@ def pairs(probs, start):
     return marginal
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("head", ["medusa", "hydra", "eagle", "eagle3", "parallel"])
 @pytest.mark.parametrize("plan", [None, SampledTree((2, 1)), SampledTree((1, 1, 1))], ids=["default", "tree", "chain"])
 def test_generate_draws_pairs_with_the_bases_chances(tiny, head, plan):

@@ -92,6 +92,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_options_mean_what_they_mean_in_transformers(pair, change):
     base, small = pair

@@ -31,6 +31,7 @@ def bytes_held(target):
     return sum(held.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", RECURRENT)
 def test_the_size_is_that_of_the_states_of_a_prompt(family):
     base = build(*RECURRENT[family])

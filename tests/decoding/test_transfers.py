@@ -56,7 +56,7 @@ def reads_of_steps(monkeypatch, model, **options):
     return steps
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "sampling", [{}, {"do_sample": True, "temperature": 0.9, "top_k": 40, "seed": 2}], ids=("0", "T")
 )

@@ -64,7 +64,7 @@ class Forced:
         ("parallel", {"sample_from_anchor": False, "block_size": 5, "causal": False, "markov_rank": 0}),
     ],
 )  # fmt: skip
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_each_row_drafts_with_the_logits_of_the_training_unroll(kind, options):
     model, depth, new = spec_model(kind, **options).eval(), 3, 14
     texts = [
@@ -174,6 +174,7 @@ class Recorded:
         return self.plan.grow(root, spy, sampler, vocab_size)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "plan",
     [

@@ -22,6 +22,7 @@ def test_the_base_stays_frozen_and_in_evaluation_mode(kind):
     assert all(p.grad is not None for p in model.head.parameters())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_head_learns_to_draft(kind):
     """On what the base itself writes, which is where drafts come from."""

@@ -26,6 +26,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("head", "options"), CASES)
 def test_every_way_of_loading_restores_the_head_bit_for_bit(named, tmp_path, head, options):
     model = trained(named, head, **options)

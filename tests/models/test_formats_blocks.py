@@ -85,6 +85,7 @@ def test_a_head_drafts_what_its_own_forward_says(form, options, base, tmp_path, 
     assert_drafts_as_theirs(model, form, tensors, base, predicts_next)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("to", "form", "options"), HELD)
 def test_an_exported_head_drafts_by_their_forward_and_comes_back_bit_for_bit(to, form, options, base, tmp_path):
     model = made(base, "parallel", **options)

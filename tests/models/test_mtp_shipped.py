@@ -42,7 +42,7 @@ def shipped(tmp_path_factory):
     return get
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_target_with_modules_writes_its_own_greedy_text(shipped, family):
     model = SpecModel.from_pretrained(shipped(family)[0])
@@ -155,6 +155,7 @@ def trained(model, steps=12):
     return losses
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("sharded", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_written_back_is_what_was_read(tmp_path, family, sharded, dtype):
@@ -174,6 +175,7 @@ def test_what_is_written_back_is_what_was_read(tmp_path, family, sharded, dtype)
     assert all(map(torch.equal, base.state_dict().values(), model.base.state_dict().values()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["deepseek_v3, three modules", "exaone_moe", "mimo", "ernie4_5"])
 def test_trained_modules_are_written_and_read_again(shipped, tmp_path, family, monkeypatch):
     model = SpecModel.from_pretrained(shipped(family)[0])

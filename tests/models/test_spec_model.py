@@ -171,6 +171,7 @@ def torch_saved(model):
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("copied", [deep_copied, pickled, torch_saved])
 @pytest.mark.parametrize("head", HEADS)
 def test_a_copy_is_a_model_of_its_own(head, copied):
@@ -238,6 +239,7 @@ def test_the_auto_class_makes_no_model_from_a_config_alone(base):
         AutoModelForCausalLM.from_config(convert(base, "medusa").config)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rope_type", ["default", "dynamic"])
 @pytest.mark.parametrize("head", HEADS)
 def test_what_generating_leaves_behind_can_be_trained_with_copied_and_written_to(head, rope_type):

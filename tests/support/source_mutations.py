@@ -228,7 +228,7 @@ MUTATIONS = (
       "verdict.length * active", "verdict.length", LOSSLESS, "row_that_ended"),
     # --- Compiled steps ---
     M("graph of another cache size", "decoding.compiled.step_compiler:StepCompiler.key",
-      "cache.end, cache.size, *others", "*others", GRAPHS, "longer_text"),
+      "cache.end, cache.size, *others", "*others", GRAPHS, "longer_prompt"),
     M("graph of another adapter scale", "decoding.compiled.keys:module_state",
       '"scaling"', '"rank"', GRAPHS, "adapter_scales"),
     M("temperature baked into a graph", "decoding.compiled.keys:options_as_tensors",

@@ -106,6 +106,7 @@ def test_what_was_made_loads_writes_and_takes_a_head(made):
     assert record["bits_per_byte"] < record["held_out_loss"] / 0.69
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layers", [1, 2, 5])
 def test_a_run_resumes_from_a_saved_model_with_its_held_out_files(made, library, tmp_path, layers):
     """Whatever the rule would now hold out, and with its tokenizer."""

@@ -43,7 +43,7 @@ def passes_of(run):
 
 
 @pytest.mark.parametrize(("kind", "packing"), [*((kind, False) for kind in HEADS), ("eagle3", True)])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_losses_and_checkpoint_are_those_without_and_the_base_runs_in_the_first_epoch_alone(
     kind, packing, folder, tmp_path
 ):

@@ -53,7 +53,7 @@ def assert_same(first, second, rel):
 @pytest.mark.parametrize(
     ("kind", "packing"), [*((kind, False) for kind in HEADS), ("medusa", True), ("eagle", True), ("eagle3", True)]
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_training_from_saved_features_equals_training_beside_the_base(kind, packing, tmp_path):
     folder = material(tmp_path)
     data = {"packing": packing, "max_length": 48}
@@ -114,6 +114,7 @@ def test_a_run_in_bf16_has_the_same_loss_from_features_saved_in_it_and_refuses_o
         prepare(recipe(folder, tmp_path, kind, features=tmp_path / "saved"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", HEADS)
 def test_as_many_likeliest_tokens_as_there_are_give_the_whole_distribution(kind, folder, tmp_path):
     dump(folder, tmp_path / "saved", teacher_probs=9999)

@@ -54,6 +54,7 @@ def test_two_gloo_processes_give_the_single_process_loss(start, material, tmp_pa
         torch.testing.assert_close(last[name], tensor, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_entry_point_trains_resumes_and_saves_a_head(material, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "train"))
     import heads

@@ -50,7 +50,7 @@ def trained(kind, **options):
 @pytest.mark.parametrize(
     ("kind", "options"), [*((kind, {}) for kind in KINDS), ("parallel", {"sample_from_anchor": False, "block_size": 4})]
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_decoding_accepts_what_training_says_and_a_head_that_drafts_otherwise_fails(kind, options):
     model, config = learnt(kind, **options), ParityConfig(max_new_tokens=40)
     parity = compare(model, PROMPTS, config)
@@ -103,6 +103,7 @@ def test_a_text_too_short_to_compare_gives_nothing():
     assert compare(model, [], ParityConfig()) is None
 
 
+@pytest.mark.draws
 def test_a_run_ends_with_the_comparison_and_fails_loudly_with_the_head_saved(material, tmp_path, monkeypatch, capsys):
     recipe = str(ROOT / "recipes" / "eagle3.yaml")
     options = overrides(material, tmp_path / "good", 4, "parity.prompts=2", "parity.max_new_tokens=12")

@@ -18,7 +18,8 @@ from tests.support.killable_fork import fork
 from tests.support.openai_server import DROP, serving
 
 
-@pytest.mark.parametrize("concurrency", [1, 8])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("concurrency", [8, 1])
 def test_faults_that_pass_change_nothing(concurrency, ask, tmp_path):
     rows = [{"messages": messages(("user", f"{i}?"), ("user", "so?"))} for i in range(12)]
     with serving(echo) as url:
@@ -88,6 +89,7 @@ def test_no_more_questions_are_asked_ahead_than_the_limit(ask, monkeypatch):
     assert 1 < others.behind <= 7 and len(asked) == 30
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("end", [DROP, (500, "oh no"), (200, "<html>"), (401, "no key"), (404, "no model m"), "hangs"])
 def test_a_server_that_stays_away_ends_the_run_in_one_line_and_the_same_file_resumes(end, ask, tmp_path):
     rows = [{"messages": messages(("user", f"{i}?"), ("user", "so?"))} for i in range(8)]
@@ -177,6 +179,7 @@ def test_servers_take_turns_and_stand_in_for_one_another(ask):
 # --- resuming ---
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_process_that_is_killed_and_started_again_makes_the_same_file(seed, ask, tmp_path):
     rows = [{"messages": messages(("user", f"{i % 13}?"), ("user", f"{i}"))} for i in range(30)]

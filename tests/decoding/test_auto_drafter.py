@@ -141,7 +141,7 @@ class Alternating(Drafter):
         PromptLookup(4).refill(context, rows, prompts, plan)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("every", [4, 7])
 @pytest.mark.parametrize("head", HEADS)
 def test_a_head_that_was_idle_drafts_as_one_that_never_was(heads, head, every):

@@ -105,7 +105,7 @@ def test_ngrams_draft_again_after_a_token_of_a_lenient_head():
     assert {"lenient", "rejected"} <= kinds
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_a_head_a_model_and_ngrams_match_greedy(headed):
     base, inputs = headed.base, padded([[31], [5, 6, 7, 8, 9]])
     options = {"do_sample": False, "max_new_tokens": 16}

@@ -100,7 +100,7 @@ def test_a_prompt_of_1500_tokens_matches_greedy():
 
 
 @pytest.mark.parametrize("plan", ["chain of 4", "adaptive", "sampled"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 def test_an_ending_inside_a_draft_matches_greedy(pair, plan):
     """Tokens of the continuation in turn as EOS, and every length limit, cut drafts at all their depths."""
     base, small, prompts, texts = pair

@@ -21,7 +21,7 @@ PROCESSORS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("draft", [None, PromptLookup(4), "draft model"], ids=["plain", "lookup", "draft model"])
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_processors_and_limits_are_those_of_each_prompt(name, draft):

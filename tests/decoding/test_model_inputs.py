@@ -88,6 +88,7 @@ VISION = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", VISION)
 def test_a_text_about_an_image_is_the_bases_own(family):
     """And another image gives another text. Rows are ragged, so that what is given per token is packed."""

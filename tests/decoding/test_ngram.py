@@ -115,7 +115,7 @@ def until(columns):
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_an_ending_inside_a_draft_matches_greedy(drafter):
     """Tokens that were accepted in turn as EOS, and several length limits, cut drafts at all their depths."""
     base, own = repetitive_model("Llama"), DRAFTERS[drafter](V)

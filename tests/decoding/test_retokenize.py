@@ -40,7 +40,7 @@ def pair():
 
 
 @pytest.mark.parametrize("tree", [None, chain(1), chain(8), AdaptiveChain(max_depth=12, confidence=0.5)], ids=repr)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_a_draft_through_text_matches_greedy(pair, tree):
     base, drafter = pair
     prompts = [TARGET(text)["input_ids"] for text in ("the c", "rat sat o", "zebra", "t", "in a café")]

@@ -110,6 +110,7 @@ def test_a_text_that_ends_before_the_boundary_is_drafted_for_as_any_other(base, 
     assert out.statistics()["accepted_length"] > 3 and "rotary positions" not in hf_log.text
 
 
+@pytest.mark.sampled(3)
 def test_sampled_text_crosses_the_boundary_by_the_same_draws(base):
     """A point mass is walked by the draws of plain decoding, so a seed's text is that of no drafts."""
     inputs, options = prompts(34), {"do_sample": True, "max_new_tokens": 20, "top_k": 20}

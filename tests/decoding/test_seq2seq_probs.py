@@ -82,6 +82,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_drafts_leave_the_joint_distribution_as_it_is(case):
     kind, vocab_size, plan, sources, length, rule = CASES[case]

@@ -32,6 +32,7 @@ def value_and_gradients(model, batch):
     return [t.detach() for t in (*found, *grads)], out.ranks
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize(("kind", "options"), HEADS)
 def test_as_many_anchors_as_starts_give_the_full_loss(kind, options, first):

@@ -26,6 +26,7 @@ def table(rope, positions, head_dim=DIM):
     return cos[:, 0], sin[:, 0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*EVERY, "Kimi"])
 @pytest.mark.parametrize(("head_dim", "theta"), [(DIM, 500.0), (128, 500_000.0)])
 def test_the_table_is_that_of_transformers_also_far_beyond_the_original_length(name, head_dim, theta):

@@ -57,6 +57,7 @@ def test_a_target_with_modules_writes_its_own_greedy_text(shipped, family):
     assert torch.equal(*again)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_head_comes_back(shipped, tmp_path, family):
     model = SpecModel.from_pretrained(shipped(family)[0])

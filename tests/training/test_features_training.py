@@ -102,6 +102,7 @@ def test_narrower_features_give_nearly_the_same_loss(kind, options, rel, folder,
     assert near == pytest.approx(exact, rel=rel) and near != exact
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_run_in_bf16_has_the_same_loss_from_features_saved_in_it_and_refuses_others(kind, folder, tmp_path):
     dump(folder, tmp_path / "saved", training={"bf16": True})

@@ -14,6 +14,7 @@ from tests.support.openai_server import chat, of_model, serving
 # --- the same rows ---
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("send_ids", [True, False])
 @pytest.mark.parametrize("kind", ["messages", "prompt", "text"])
 def test_a_server_of_the_same_model_gives_the_same_rows_as_this_machine(kind, send_ids, ask, folder):

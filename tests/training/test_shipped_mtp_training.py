@@ -47,6 +47,7 @@ def recipe(folder, output, features=None):
     return Recipe.from_dict({**source, "init_from": str(folder), "training": training, "parity": {"prompts": 0}})
 
 
+@pytest.mark.sampled(3)
 def test_a_shipped_module_learns_from_saved_features_as_beside_its_target(target, tmp_path):
     folder, _ = target
     plain = recipe(folder, tmp_path / "live")
@@ -62,6 +63,7 @@ def test_a_shipped_module_learns_from_saved_features_as_beside_its_target(target
         torch.testing.assert_close(heads[1][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.sampled(3)
 def test_the_estimate_and_info_know_the_module(target, tmp_path):
     folder, modules = target
     record = checkpoint_record(folder)

@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -109,18 +110,31 @@ def read_table(path: Path, most: int | None = MOST_JSON) -> dict[str, Any] | Non
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that replaces it if the block succeeds, and is deleted if it does not."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    temporary.touch(exist_ok=False)
-    mode = temporary.stat().st_mode  # as the umask allows; safetensors would make the file private to its owner
+    """A temporary file that replaces `path` if the block succeeds, and is deleted if it does not. It lies in a folder
+    of its own beside `path`, .NAME.XXXXXXXX, which is all that a killed process leaves: safetensors has a temporary
+    file as well, under a name of its own, and no process cleans up behind kill -9."""
+    folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    folder.mkdir()
+    temporary = folder / path.name
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as the umask allows; safetensors would make the file private to its owner
         yield temporary
         temporary.chmod(mode)
         with open(temporary, "rb+") as written:
             os.fsync(written.fileno())
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what killed processes left of `path`, which no other may be writing."""
+    for left in path.parent.glob(f".{path.name}.*"):
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:  # an earlier version wrote a file
+            left.unlink()
 
 
 def make_portable(name: str | None, folder: Path) -> str | None:

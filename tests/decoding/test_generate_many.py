@@ -56,7 +56,7 @@ def test_each_sampled_text_is_that_of_its_prompt_alone_by_its_seed(name):
     ids=repr,
 )
 @pytest.mark.parametrize("name", ["draft model", *HEADS])
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 def test_drafts_drawn_in_a_refilled_row_are_those_drawn_alone(name, tree, rule):
     """The text depends on the distributions that were drafted, and so on all that the drafter remembers of a row."""
     options = {**WARM, "draft": DRAFTERS[name](), "tree": tree, "accept": rule}

@@ -120,7 +120,6 @@ def best_trees(draft, row, size, depth, width):
     return max(worth.values()), worth
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize(("size", "depth", "width"), [(1, 3, 2), (4, 4, 2), (5, 2, 3), (5, 5, 3), (6, 3, 2)])
 def test_a_best_first_tree_is_the_best_of_all_trees_of_its_size(scale, size, depth, width):

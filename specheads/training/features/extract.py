@@ -23,6 +23,7 @@ from specheads.hub import commit_of
 from specheads.hub import options as hub_options
 from specheads.models.base.fingerprint import fingerprint_base
 from specheads.models.base.quantized import quantization_of
+from specheads.models.files import remove_unfinished
 from specheads.training.distributed import launch
 from specheads.training.features import frozen_weights
 from specheads.training.features.index import INDEX, Index, parse_teacher_probs, read_index
@@ -115,8 +116,7 @@ def _write_shards(folder: Path, splits: Mapping[str, Any], writer: Writer, state
         tqdm(total=sum(len(rows) for *_, rows in work), unit="row", disable=not state.is_local_main_process) as bar,
     ):
         for name, file, rows in work:
-            for litter in folder.glob(f".{file}.*"):
-                litter.unlink()
+            remove_unfinished(folder / file)
             chosen = [splits[name][i] for i in rows]
             if (folder / file).exists():
                 _refuse_others(Shard(folder / file), chosen)

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from specheads.training.features import extract, frozen_weights, plan, shards
 from specheads.training.features.dataset import FeatureDataset
-from specheads.training.features.index import read_finished_index
+from specheads.training.features.index import INDEX, read_finished_index
 from specheads.training.features.shards import FLOAT8, FeatureError, decode_states, encode_states
 from tests.support.heads_on_disk import in_new_process
 from tests.support.killable_fork import fork
@@ -132,6 +132,20 @@ def test_a_run_killed_at_any_step_of_a_write_leaves_files_that_are_whole(step, f
         read_finished_index(output)
     dump(folder, output)
     assert contents(output) == contents(whole)
+
+
+@pytest.mark.parametrize("name", ["base/kept.safetensors", "train-00000.safetensors", INDEX])
+def test_what_a_killed_write_left_is_removed(name, folder, whole):
+    output = folder / f"left of {Path(name).name}"
+    file = output / name
+    if name != INDEX:  # which is the first file of all
+        shutil.copytree(whole, output)
+        file.unlink()
+    for left in (file.with_name(f".{file.name}.0123abcd"), file.with_name(f".{file.name}.4567cdef")):
+        left.mkdir(parents=True)
+        (left / ".tmpR4nD0m").touch()
+    dump(folder, output)
+    assert contents(output) == contents(whole) and not list(output.rglob(".*"))
 
 
 @pytest.mark.slow

@@ -174,6 +174,7 @@ def _unfit(base: PreTrainedModel) -> dict[str, str]:
 
 def _open(folder: Path, index: Index, base: PreTrainedModel) -> None:
     """Make the folder, or check that what is in it was begun with the same options."""
+    remove_unfinished(folder / INDEX)
     if (folder / INDEX).exists():
         if differing := read_index(folder).differences(index):
             raise FeatureError(

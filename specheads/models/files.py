@@ -110,9 +110,12 @@ def read_table(path: Path, most: int | None = MOST_JSON) -> dict[str, Any] | Non
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file that replaces `path` if the block succeeds, and is deleted if it does not. It lies in a folder
-    of its own beside `path`, .NAME.XXXXXXXX, which is all that a killed process leaves: safetensors has a temporary
-    file as well, under a name of its own, and no process cleans up behind kill -9."""
+    """A temporary file that replaces `path` if the block succeeds, and is deleted if it does not.
+
+    It lies in a hidden folder of its own beside `path`, which is all that a killed process leaves, since safetensors
+    has a temporary file of its own name as well. The next to write `path` removes it: one process at a time.
+    """
+    remove_unfinished(path)
     folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     folder.mkdir()
     temporary = folder / path.name
@@ -129,8 +132,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove what killed processes left of `path`, which no other may be writing."""
-    for left in path.parent.glob(f".{path.name}.*"):
+    """Remove what a killed process left when it wrote `path`."""
+    for left in path.parent.glob(f".{path.name}.{8 * '[0-9a-f]'}"):
         if left.is_dir():
             shutil.rmtree(left)
         else:  # an earlier version wrote a file

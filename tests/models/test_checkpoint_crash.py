@@ -77,6 +77,8 @@ def killed_at_every_step(folder):
                 except CheckpointError as error:
                     left = "none" if "has no model.safetensors" in str(error) else f"refused: {error}"
                 yield start, half, status, left
+                new.save_pretrained(target)  # which removes what the killed save left
+                assert {path.name for path in target.iterdir()} <= FILES
                 step += 1
 
 

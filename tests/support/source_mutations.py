@@ -383,6 +383,8 @@ MUTATIONS = (
       "kept[0].unsqueeze", "kept[1].unsqueeze", "heads/test_heads_drafting.py", "training_unroll"),
     M("mtp: a prompt's newest output carried into a refilled row", "heads.mtp.head:MtpHead.refill",
       "[name][1]", "[name][0]", "decoding/test_generate_many.py", "mtp"),
+    M("what a killed write left stays", "models.files:replacing",
+      "remove_unfinished(path)", "pass", "training/test_features_disk.py", "killed_write_left"),
     M("mtp: every layer of the form of the last", "models.formats.mtp.shipped:Shipped._indices",
       "forms.setdefault(form, i)", "forms[form] = convert.count - 1", "models/test_mtp_shipped.py", "plain"),
     M("parallel: block that reads its anchor's features", "heads.parallel.head:ParallelHead.outputs",

@@ -116,7 +116,6 @@ def _write_shards(folder: Path, splits: Mapping[str, Any], writer: Writer, state
         tqdm(total=sum(len(rows) for *_, rows in work), unit="row", disable=not state.is_local_main_process) as bar,
     ):
         for name, file, rows in work:
-            remove_unfinished(folder / file)
             chosen = [splits[name][i] for i in rows]
             if (folder / file).exists():
                 _refuse_others(Shard(folder / file), chosen)
@@ -174,7 +173,7 @@ def _unfit(base: PreTrainedModel) -> dict[str, str]:
 
 def _open(folder: Path, index: Index, base: PreTrainedModel) -> None:
     """Make the folder, or check that what is in it was begun with the same options."""
-    remove_unfinished(folder / INDEX)
+    remove_unfinished(folder / INDEX)  # else the folder looks like something else's
     if (folder / INDEX).exists():
         if differing := read_index(folder).differences(index):
             raise FeatureError(

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from specheads.heads.layers.block import decoder_layers, final_norm
-from specheads.models.files import remove_unfinished
 from specheads.training.features.shards import CHECKSUM, FeatureError, check_contents, write_tensors
 
 FOLDER, WEIGHTS = "base", "kept.safetensors"
@@ -28,7 +27,6 @@ def save_base_parts(base: PreTrainedModel, folder: Path) -> None:
     target = folder / FOLDER
     target.mkdir(exist_ok=True)
     base.config.save_pretrained(target)
-    remove_unfinished(target / WEIGHTS)
     write_tensors(target / WEIGHTS, {name: t.detach().cpu().contiguous().clone() for name, t in _kept(base).items()})
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specheads.decoding.target.recurrent import RecurrentLayer, RecurrentModule, RecurrentStates, StateCell
+from specheads.decoding.target.slot_writes import move_rows, write_slots
 
 BUCKET = 64  # attended lengths are rounded up to a multiple of this, so that shapes repeat
 RESERVE = 1024  # slots allocated ahead of need: a high token limit costs memory only as text fills it
@@ -45,8 +46,8 @@ class TreeLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         if (slots := self.cache.write_slots) is not None:
             slots = slots.to(key_states.device)
-            self.keys.scatter_(2, slots.expand_as(key_states), key_states)
-            self.values.scatter_(2, slots.expand_as(value_states), value_states)
+            write_slots(self.keys, slots, key_states)
+            write_slots(self.values, slots, value_states)
         else:
             start, stop = self.cache.write_start, self.cache.write_start + key_states.shape[2]
             self.keys[:, :, start:stop] = key_states
@@ -207,9 +208,8 @@ class TreeCache(Cache):
         both = torch.stack([self.first + path, target]).unsqueeze(2)  # (2, B, 1, P)
         for stack, first in zip(self.stacks, self.first_slots, strict=True):
             # By rows of one matrix: on a CPU indexing two dimensions of the stack takes twice the time and more.
-            slots = stack.view(-1, stack.shape[-1])
             source, destination = (first.unsqueeze(0) + both.to(first.device).unsqueeze(1)).flatten(1)
-            slots.index_copy_(0, destination, slots.index_select(0, source))
+            move_rows(stack.view(-1, stack.shape[-1]), source, destination)
         self.lengths = self.lengths + length
         if self.recurrent is not None:
             self.recurrent.commit(path, length)
@@ -276,6 +276,7 @@ class Levels:
         # Split once: cheaper than adding 1 at each level.
         self.levels = (lengths - 1 + torch.arange(cache.scratch + 1, device=lengths.device)).split(1, 1)
         self.columns = self.seen.narrow(-1, 0, cache.scratch).split(1, -1)
+        self.slots = torch.arange(cache.scratch, device=lengths.device).view(1, 1, -1, 1)
         self.written = 0
         self.widths: list[int] = []
 
@@ -288,7 +289,7 @@ class Levels:
         start, stop = self.written, self.written + parents.shape[1]
         if stop > self.cache.scratch:
             raise ValueError(f"a tree of {stop} nodes below the root needs as many scratch slots: {self.cache.scratch}")
-        self.cache.write_start, self.written = self.cache.first + start, stop
+        self.cache.write_slots, self.written = self.slots[:, :, start:stop], stop
         self.widths.append(stop - start)
         if stop == len(self.widths):  # in a chain the one row serves again
             self.columns[start].zero_()

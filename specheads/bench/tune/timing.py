@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.drafters.base import Context, Drafter
+from specheads.decoding.drafters.base import Context, DeviceDraft, Drafter
 from specheads.decoding.drafters.suffix_search import longest_match, to_text
 from specheads.decoding.planner import Plan, chain
 from specheads.decoding.planner.by_cost.shapes import COMPILED_COPIES
@@ -93,6 +93,9 @@ class Dummy(Drafter):
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
         return chain(max(2, self.nodes) - 1)
+
+    def device_draft(self, context: Context, plan: Plan) -> DeviceDraft | None:
+        return DeviceDraft(context) if self.nodes == 1 else None
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         began = time.perf_counter()

@@ -13,7 +13,7 @@ from transformers.generation import logits_process as hf
 from specheads.decoding.acceptance import Acceptance, Exact
 from specheads.decoding.compiled.graphs import DEFAULT_BACKEND, CompiledSteps
 from specheads.decoding.compiled.keys import constants_of, draft_shapes, module_state, options_as_tensors
-from specheads.decoding.drafters.base import Advance, Context, Drafter
+from specheads.decoding.drafters.base import Advance, Context, DeviceDraft, Drafter
 from specheads.decoding.planner import BestFirstTree, DynamicTree, NoDraft, Plan, SampledTree, StaticTree
 from specheads.decoding.planner.record import RecordDraftLogits
 from specheads.decoding.probs.sampler import Sampler
@@ -114,11 +114,11 @@ class StepCompiler:
             if self.whole and not context.ranks:  # the first step, which reads the prompt before
                 unread, context = split_prompt(context, self.plan.depth + 1)
             draft = self.drafter.device_draft(context, self.plan)
-            if draft is None or not self.grows(draft.plan):
+            if draft is None or not (draft.drafter is None or self.grows(draft.plan)):
                 return None
-        drafter, plan, module, depth, key = None, None, None, 0, self.key(self.judging)
-        if draft is not None:
-            drafter, context, plan, module, depth = draft
+        context, drafter, plan, module, depth = draft or DeviceDraft(context)
+        key = self.key(self.judging)
+        if drafter is not None and plan is not None:
             grown = unwrapped_plan(plan)
             if isinstance(grown, StaticTree | SampledTree):
                 grown.topology(len(active), active.device).complete()

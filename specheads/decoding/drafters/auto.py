@@ -163,11 +163,7 @@ class _Run:
         choice = self.choose(context, plan)
         if choice.shape is not None:
             return self._propose_with_head(context, sampler, choice.shape, choice)
-        self.idle += 1
-        if self.head is not None:
-            self.unread.keep()
-            if self.unread.columns > MOST_UNREAD:
-                self.unread.propose(self.head, context, sampler, NoDraft(ReserveSlots(chain(1), self.slots)))
+        self._leave_head_idle(context)
         if choice.nodes == 1:
             return DraftTree.root_only(context.root)
         paths = [[ids] if ids else [] for ids in self._chosen_copies(choice)]
@@ -176,6 +172,9 @@ class _Run:
 
     def device_draft(self, context: Context, plan: Plan) -> DeviceDraft | None:
         choice = self.choose(context, plan)
+        if choice.nodes == 1:
+            self._leave_head_idle(context)
+            return DeviceDraft(context)
         if choice.shape is None or self.head is None or not self.head.on_device:
             return None
         self._begin_head()
@@ -264,6 +263,13 @@ class _Run:
         if isinstance(plan, CostAwareTree):
             self.grown = plan, choice.rate * plan.time(tree.num_nodes, plan.levels)
         return tree
+
+    def _leave_head_idle(self, context: Context) -> None:
+        self.idle += 1
+        if self.head is not None:
+            self.unread.keep()
+            if self.unread.columns > MOST_UNREAD:
+                self.unread.propose(self.head, context, Sampler(), NoDraft(ReserveSlots(chain(1), self.slots)))
 
     def _begin_head(self) -> None:
         for row in self.heads:

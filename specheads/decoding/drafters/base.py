@@ -120,16 +120,16 @@ class Context:
 
 
 class DeviceDraft(NamedTuple):
-    """A draft that the device makes without the host: propose(context, sampler, plan) of `drafter`.
+    """A draft that the device makes without the host: propose(context, sampler, plan) of `drafter`; without one, none.
 
     module: whose weights it drafts with, if any. depth: of the tree. Shapes in the context repeat from step to step.
     """
 
-    drafter: Drafter
     context: Context
-    plan: Plan
-    module: nn.Module | None
-    depth: int
+    drafter: Drafter | None = None
+    plan: Plan | None = None
+    module: nn.Module | None = None
+    depth: int = 0
 
 
 @runtime_checkable
@@ -175,7 +175,7 @@ class Drafter(Protocol):
         position."""
         if not (self.on_device and context.features.shape[1] == plan.depth + 1):
             return None
-        return DeviceDraft(self, context, plan, self if isinstance(self, nn.Module) else None, plan.depth)
+        return DeviceDraft(context, self, plan, self if isinstance(self, nn.Module) else None, plan.depth)
 
     @property
     def gives_draft_probs(self) -> bool:

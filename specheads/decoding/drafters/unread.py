@@ -69,7 +69,7 @@ class UnreadPositions:
         *passes, last = self.read_passes(context, at_once, static=True)
         for one in passes:
             drafter.propose(one, Sampler(), NoDraft(ReserveSlots(tree, slots)))
-        return DeviceDraft(drafter, last, tree, module if isinstance(module, nn.Module) else None, tree.depth)
+        return DeviceDraft(last, drafter, tree, module if isinstance(module, nn.Module) else None, tree.depth)
 
     def read_passes(self, context: Context, at_once: int | None, *, static: bool = False) -> list[Context]:
         """The contexts of passes that read all that was missed; from the last one the drafter drafts.

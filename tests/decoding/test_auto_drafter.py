@@ -33,7 +33,7 @@ def heads():
 
 
 def generate(model, costs, inputs=PROMPTS, **options):
-    return specheads.generate(model.base, **inputs, **OPTIONS, draft=AutoDrafter(model.head, costs), **options)
+    return specheads.generate(model.base, **inputs, **(OPTIONS | options), draft=AutoDrafter(model.head, costs))
 
 
 @pytest.mark.sampled(5)
@@ -100,6 +100,21 @@ def test_without_a_head_it_copies(heads):
         out = specheads.generate(base, **PROMPTS, **OPTIONS, draft=draft)
         assert torch.equal(out.sequences, base.generate(**PROMPTS, **{**OPTIONS, "do_sample": False}).sequences)
         assert sum(sum(step.accepted) for step in out.steps) > 0
+
+
+def test_where_nothing_pays_some_steps_are_not_planned(heads, monkeypatch):
+    planned = []
+
+    def in_vain(run, menu, active, context):
+        planned.append(len(context.history[0]))
+        shape = menu.shapes[0] if len(planned) == 30 else None
+        return Choice(shape, shape.nodes if shape else 1, (False,), 1.0, 1.0)
+
+    monkeypatch.setattr(auto._Run, "_choose", in_vain)
+    generate(heads["medusa"], FREE, ONE, max_new_tokens=100, eos_token_id=97, do_sample=False)
+    apart = [after - before for before, after in itertools.pairwise(planned)]
+    assert apart[:28] == [1] * 7 + [2] * 8 + [3] * 8 + [4] * 5
+    assert apart[30:38] == [1] * 7 + [2], "after a draft every step is planned again"
 
 
 class Alternating(Drafter):

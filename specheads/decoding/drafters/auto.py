@@ -39,6 +39,7 @@ from specheads.decoding.tree import DraftTree
 LONGEST_MATCH = 32  # tokens
 MOST_UNREAD = 512  # columns of features held for an idle head; it reads them then, without drafting
 TREE_DEPTH, TREE_WIDTH = 6, 4  # of a cost-aware tree, as wide as its beams, where trees pay; else it is a chain
+REST_AFTER, MOST_REST = 8, 3  # steps are left unplanned: one more for each 8 in a row planned in vain, at most 3
 PACE = 1 / 16  # the weight of the newest step in the tokens that a row gains a step
 READ_WIDTHS = (8, 32)  # columns in which a compiled step reads what was missed: each is a graph
 _cached_chain = cache(chain)
@@ -131,7 +132,8 @@ class _Run:
     choice: of the step for which the texts have `lengths`, from `limited`, the part of the menu within its limits, for
     the rows that are `active`. copies: by row, the length of the match and the ids that followed it. worth: of the
     tokens of this step. pace: by row, the tokens it gained a step lately. grown: the last tree if it was cost-aware,
-    with what a static one promised for its time. idle: steps since the head drafted.
+    with what a static one promised for its time. idle: steps since the head drafted. fruitless: planned steps in a row
+    that drafted nothing. rest: how many steps are left unplanned now.
     """
 
     def __init__(self, auto: AutoDrafter, context: Context) -> None:
@@ -146,7 +148,7 @@ class _Run:
         self.surplus = Surplus()
         self.unread = UnreadPositions()
         self.slots = max(self.menu.drafting_slots, READ_WIDTHS[-1] if self.compiled else TREE_WIDTH * TREE_DEPTH)
-        self.idle = 0
+        self.idle = self.fruitless = self.rest = 0
         self.lengths: list[int] = []
         self.active: list[bool] = []
         self.limited = self.menu
@@ -191,6 +193,7 @@ class _Run:
             self.pace[row], self.lengths[row] = 1.0, len(history) - 1
             context.memory["texts"][row] = ""
         self.choice = self.grown = None  # the last drafts were of other texts
+        self.fruitless = self.rest = 0
         if self.head is not None:
             self.unread.refill(self.head, context, rows, prompts, ReserveSlots(chain(1), self.slots))
 
@@ -203,10 +206,16 @@ class _Run:
         active = [left > 0 for left in context.remaining]
         self.lengths, self.grown, self.active = lengths, None, active
         self.limited = self.menu.within(plan.num_nodes, plan.depth)
-        self.copies = self._find_copies(context, active, min(self.limited.sizes[-1] - 1, plan.depth))
         if self.head is not None:
             self.unread.add(context)
-        self.choice = self._choose(self.limited, active, context)
+        if self.rest:
+            self.rest, self.copies = self.rest - 1, [(0, [])] * self.rows
+            self.choice = Choice(None, 1, (False,) * self.rows, float(sum(active)), 1.0)
+        else:
+            self.copies = self._find_copies(context, active, min(self.limited.sizes[-1] - 1, plan.depth))
+            self.choice = self._choose(self.limited, active, context)
+            self.fruitless = self.fruitless + 1 if self.choice.nodes == 1 else 0
+            self.rest = min(self.fruitless // REST_AFTER, MOST_REST)
         return self.choice
 
     def _find_copies(self, context: Context, active: Sequence[bool], count: int) -> list[tuple[int, list[int]]]:

@@ -98,8 +98,8 @@ class TreeCache(Cache):
         super().__init__(layers=list(self.tree_layers))
         self.scratch, self.capacity, self.size = scratch, capacity, 0
         self.loaded = False
-        self.write_start = 0  # the first slot a pass writes, if all rows write the same slots
-        self.write_slots: Tensor | None = None  # (B, 1, P, 1) the slots a pass writes, if rows differ
+        self.write_start = 0  # the first slot a pass writes, if it writes a whole tree
+        self.write_slots: Tensor | None = None  # (B or 1, 1, P, 1) the slots a pass writes, if it does not
         self.first = self.end = 0
         self._positions: Tensor  # (end,)
         self.stacks: list[Tensor] = []  # (layers, B, heads, scratch + size, d), one for all layers of one shape

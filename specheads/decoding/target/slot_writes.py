@@ -36,5 +36,5 @@ def move_rows(matrix: Tensor, source: Tensor, destination: Tensor) -> None:
 
 
 def write_slots(buffer: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Write new (B, heads, P, d) to slots (B, 1, P, 1) of buffer (B, heads, all slots, d)."""
+    """Write new (B, heads, P, d) to slots (B or 1, 1, P, 1) of buffer (B, heads, all slots, d)."""
     torch.ops.specheads.write_slots(buffer, slots, new)

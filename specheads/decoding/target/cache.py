@@ -49,7 +49,7 @@ class TreeLayer(CacheLayerMixin):
             write_slots(self.keys, slots, key_states)
             write_slots(self.values, slots, value_states)
         else:
-            start, stop = self.cache.write_start, self.cache.write_start + key_states.shape[2]
+            start, stop = self.cache.first, self.cache.first + key_states.shape[2]
             self.keys[:, :, start:stop] = key_states
             self.values[:, :, start:stop] = value_states
         return self.keys[:, :, seen], self.values[:, :, seen]
@@ -98,8 +98,7 @@ class TreeCache(Cache):
         super().__init__(layers=list(self.tree_layers))
         self.scratch, self.capacity, self.size = scratch, capacity, 0
         self.loaded = False
-        self.write_start = 0  # the first slot a pass writes, if it writes a whole tree
-        self.write_slots: Tensor | None = None  # (B or 1, 1, P, 1) the slots a pass writes, if it does not
+        self.write_slots: Tensor | None = None  # (B or 1, 1, P, 1) the slots a pass writes; None: from `first` on
         self.first = self.end = 0
         self._positions: Tensor  # (end,)
         self.stacks: list[Tensor] = []  # (layers, B, heads, scratch + size, d), one for all layers of one shape
@@ -176,7 +175,7 @@ class TreeCache(Cache):
 
     def open(self, nodes: int) -> None:
         """Begin a tree of at most so many nodes, in the last scratch slots. It is written from the first of them on."""
-        self.first = self.write_start = self.scratch - nodes
+        self.first = self.scratch - nodes
         self.write_slots = None
 
     def append(self, columns: int, length: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from specheads.data.row_forms import TOOL_ROLES, Message, parse_messages, template_of
+from specheads.data.row_forms import TOOL_ROLES, Message, parse_messages, template_of, with_parsed_calls
 from specheads.data.rows import without_none
 
 
@@ -92,7 +92,7 @@ class Conversation:
         try:
             return str(
                 tokenizer.apply_chat_template(
-                    [_with_parsed_calls(message) for message in messages],
+                    [with_parsed_calls(message) for message in messages],
                     tools=self.tools,
                     tokenize=False,
                     add_generation_prompt=generation_prompt,
@@ -111,24 +111,6 @@ class Conversation:
         text = self.text(self.messages(answers), tokenizer, generation_prompt=True)
         # The template writes the special tokens: the model has never seen a second bos.
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def _with_parsed_calls(message: Message) -> Message:
-    """OpenAI's format and most data have a call's arguments as JSON in a string; templates write that string quoted."""
-    if not isinstance(calls := message.get("tool_calls"), list):
-        return message
-    parsed = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if isinstance(function, Mapping) and isinstance(text := function.get("arguments"), str):
-            try:
-                arguments = json.loads(text)
-            except json.JSONDecodeError:
-                arguments = text
-            if isinstance(arguments, dict):
-                call = {**call, "function": {**function, "arguments": arguments}}
-        parsed.append(call)
-    return {**message, "tool_calls": parsed}
 
 
 def _normal(value: Any) -> Any:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from specheads.data import row_forms
 from specheads.data.batches import Collator, pack
 from specheads.data.config import DataConfig
-from specheads.data.rows import IGNORED, Row, chunk, tokenize, truncate
+from specheads.data.rows import IGNORED, TOKEN_COLUMNS, Row, chunk, tokenize, truncate
 from specheads.data.sources import load_dataset_rows, naming_undecodable_lines, source_name
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ def build_datasets(
 def _prepare(rows: Dataset, chosen: Sequence[int], name: str, config: DataConfig, known: dict[str, Any]) -> Dataset:
     """The chosen rows, ready to train on. known: arguments of `_tokenize_rows`. ValueError names a malformed row by its
     number, from 1."""
-    known_columns = (config.text_column, config.messages_column, "tools", "input_ids", "labels", *row_forms.COLUMNS)
+    known_columns = (config.text_column, config.messages_column, "tools", *row_forms.COLUMNS)
+    known_columns += ("input_ids", *TOKEN_COLUMNS)
     rows = rows.select_columns([c for c in known_columns if c in rows.column_names])
     if len(chosen) < len(rows):
         rows = rows.select(chosen)

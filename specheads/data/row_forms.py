@@ -24,24 +24,33 @@ def is_chat(columns: Collection[str]) -> bool:
     return "conversations" in columns or {"instruction", "output"} <= set(columns)
 
 
-def messages_of(row: Mapping[str, Any], column: str = "messages", text_column: str | None = "text") -> Any:
+def messages_of(row: Mapping[str, Any], column: str = "messages", text_column: str = "text") -> Any:
     """The messages of a row: those in `column`, else in `conversations` (ShareGPT), else of instruction, input and
-    output (Alpaca), unless the row has text; None where it has none. system is read beside the latter two, and history,
-    pairs of what was asked and answered before, beside the last."""
+    output (Alpaca) unless one of these is the text_column; None where it has none. system is read beside the latter
+    two, and history, pairs of what was asked and answered before, beside the last. ValueError for an Alpaca row whose
+    columns are not text."""
     if (messages := row.get(column)) is not None:
         return messages
     if (messages := row.get("conversations")) is None:
-        if row.get("instruction") is None or row.get("output") is None or row.get(text_column or "") is not None:
+        if row.get("instruction") is None or row.get("output") is None or text_column in COLUMNS:
             return None
-        asked = "\n".join(part for part in (row["instruction"], row.get("input")) if part)
-        pairs = [*(row.get("history") or ()), (asked, row["output"])]
+        asked = [row["instruction"], *([part] if (part := row.get("input")) else [])]
+        pairs = [*(row.get("history") or ()), ("\n".join(map(_text, asked)), row["output"])]
+        if odd := [pair for pair in pairs if not isinstance(pair, (list, tuple)) or len(pair) != 2]:
+            raise ValueError(f"history holds {odd[0]!r:.80}: expected pairs of what was asked and answered")
         messages = [
-            {"role": role, "content": text}
+            {"role": role, "content": _text(text)}
             for pair in pairs
             for role, text in zip(("user", "assistant"), pair, strict=True)
         ]
     system = row.get("system")
     return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"instruction, input, output or history holds {value!r:.80}: expected text")
+    return value
 
 
 def parse_messages(messages: Any, known: Collection[str] = ROLES) -> list[Message]:
@@ -82,6 +91,25 @@ def _parse_call(text: Any) -> dict[str, Any] | None:
     except json.JSONDecodeError:
         return None
     return dict(call) if isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() else None
+
+
+def with_parsed_calls(message: Message) -> Message:
+    """The message as a template takes it: OpenAI's format and most data have a call's arguments as JSON in a string,
+    which a template would write quoted."""
+    if not isinstance(calls := message.get("tool_calls"), list):
+        return message
+    parsed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(text := function.get("arguments"), str):
+            try:
+                arguments = json.loads(text)
+            except json.JSONDecodeError:
+                arguments = text
+            if isinstance(arguments, dict):
+                call = {**call, "function": {**function, "arguments": arguments}}
+        parsed.append(call)
+    return {**message, "tool_calls": parsed}
 
 
 def template_of(tokenizer: Any, tools: Any = None) -> str:

@@ -11,13 +11,14 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Mapping
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from specheads.data.row_forms import ROLES, messages_of, parse_messages, template_of
+from specheads.data.row_forms import ROLES, messages_of, parse_messages, template_of, with_parsed_calls
 
 if TYPE_CHECKING:
     from specheads.data.config import DataConfig
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 IGNORED = -100
 Row = dict[str, list[int]]
 Span = tuple[int, int]
+TOKEN_COLUMNS = ("labels", "loss_mask", "attention_mask", "document_ids", "position_ids")  # beside input_ids
 
 _COMPARED = re.compile(r"""==\s*['"](\w+)['"]""")  # words that a template looks for, other roles among them
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -35,10 +37,11 @@ def tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config:
 
     Text: every token but the first is supervised; eos is appended. Chat, in any of the forms of row_forms: the
     assistant's tokens with their end of turn. A `tools` column goes to the template. A row that has input_ids already
-    keeps them, and its labels (without any, all but the first token). Raises ValueError for a malformed row.
+    keeps them, and what its labels or its loss_mask supervise (without either, all but the first token); positions that
+    its attention_mask marks as padding are left out. Raises ValueError for a malformed row.
     """
     if row.get("input_ids") is not None:
-        return _check_tokens(row["input_ids"], row.get("labels"))
+        return _tokens_of(row)
     if (messages := messages_of(row, config.messages_column, config.text_column)) is not None:
         return truncate(_tokenize_chat(messages, row.get("tools"), tokenizer), config.max_length, tokenizer)
     text = row.get(config.text_column)
@@ -54,19 +57,34 @@ def tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config:
     return {"input_ids": ids, "labels": [IGNORED, *ids[1:]] if ids else []}
 
 
-def _check_tokens(input_ids: Any, labels: Any) -> Row:
-    ids = list(input_ids)
+def _tokens_of(row: Mapping[str, Any]) -> Row:
+    """The tokens of a row that is tokenized already."""
+    ids = list(row["input_ids"])
     if odd := [token for token in ids if not isinstance(token, int)]:
         raise ValueError(f"a row has {odd[0]!r:.60} among its input_ids: expected whole numbers")
-    targets = ids if labels is None else list(labels)
-    if len(targets) != len(ids) or any(
-        label not in (IGNORED, token) for token, label in zip(ids, targets, strict=False)
-    ):
+    columns = {name: list(row[name]) for name in TOKEN_COLUMNS if row.get(name) is not None}
+    for name, column in columns.items():
+        if len(column) != len(ids):
+            raise ValueError(f"a row has {len(ids)} input_ids and {len(column)} {name}: expected as many")
+    seen = columns.get("attention_mask", [1] * len(ids))
+    ids = list(compress(ids, seen))
+    columns = {name: list(compress(column, seen)) for name, column in columns.items()}
+    for name, column in columns.items():
+        if (name == "document_ids" and len(set(column)) > 1) or (name == "position_ids" and column != sorted(column)):
+            raise ValueError(
+                f"a row has several documents, by its {name} {column[:8]}: give each as a row; data.packing puts "
+                "several into one"
+            )
+    kept = list(map(bool, columns.get("loss_mask", [1] * len(ids))))
+    labels = columns.get("labels", [token if learnt else IGNORED for token, learnt in zip(ids, kept, strict=True)])
+    if any(label not in (IGNORED, token) for token, label in zip(ids, labels, strict=True)):
         raise ValueError(
-            f"a row has {len(ids)} input_ids and labels {targets[:8]}: expected as many, each the token itself or "
-            f"{IGNORED} where it is not to be learnt"
+            f"a row has input_ids {ids[:8]} and labels {labels[:8]}: expected each the token itself or {IGNORED} where "
+            "it is not to be learnt"
         )
-    return {"input_ids": ids, "labels": [IGNORED, *targets[1:]] if ids else []}
+    if "loss_mask" in columns and [label != IGNORED for label in labels[1:]] != kept[1:]:
+        raise ValueError("a row has labels and another loss_mask: leave one of the two out")
+    return {"input_ids": ids, "labels": [IGNORED, *labels[1:]] if ids else []}
 
 
 def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase) -> Row:
@@ -76,6 +94,7 @@ def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase
     for number, message in enumerate(messages, start=1):
         if message.keys() <= {"role"}:  # which a template would write as an empty turn
             raise ValueError(f"message {number}, {message!r:.80}, says nothing: expected a dict with 'content'")
+    messages = [with_parsed_calls(message) for message in messages]
     try:
         if _GENERATION_MARK.search(template):
             known: dict[str, Any] = {**tokenizer.special_tokens_map, "tools": tools, "chat_template": template}

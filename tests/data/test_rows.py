@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -62,11 +64,86 @@ def test_a_row_of_sharegpt_or_alpaca_is_the_chat_it_writes(row, tokenizer):
     assert made == told and supervised(made, tokenizer) == ["very well<|end|>", "still well<|end|>"]
 
 
-def test_an_instruction_beside_text_is_read_as_the_text_and_without_an_input_as_it_is(tokenizer):
+def test_an_instruction_is_a_chat_beside_text_too_and_without_an_input_as_it_is(tokenizer):
     row = {"instruction": "add", "input": "", "output": "two"}
-    assert tokenize({**row, "text": "a b c"}, tokenizer, config()) == tokenize({"text": "a b c"}, tokenizer, config())
     chat = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "two"}]
-    assert tokenize(row, tokenizer, config()) == tokenize({"messages": chat}, tokenizer, config())
+    told = tokenize({"messages": chat}, tokenizer, config())
+    assert tokenize(row, tokenizer, config()) == tokenize({**row, "text": "a b c"}, tokenizer, config()) == told
+    by_name = tokenize(row, tokenizer, config(text_column="output"))
+    assert by_name == tokenize({"text": "two"}, tokenizer, config())
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"history": [["asked"]]}, r"history holds \['asked'\]: expected pairs of what was asked and answered"),
+        ({"history": [None]}, "history holds None: expected pairs"),
+        ({"history": [["asked", 3]]}, "holds 3: expected text"), ({"instruction": ["add"]}, "holds .*: expected text"),
+        ({"input": 5}, "holds 5: expected text"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_instruction_that_is_no_text_is_refused(columns, message, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        tokenize({"instruction": "add", "output": "two", **columns}, tokenizer, config())
+
+
+def test_arguments_of_a_call_are_written_as_a_dict_whether_the_row_has_them_as_one_or_as_json(tokenizer):
+    def row(arguments):
+        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        chat = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return {"messages": chat}
+
+    own = copy.copy(tokenizer)
+    own.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% for call in m.tool_calls %}"
+        "{{ call.function.arguments | tojson }}{% endfor %}<|end|>{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    )
+    as_text = tokenize(row('{"at": 1}'), own, config())
+    assert as_text == tokenize(row({"at": 1}), own, config())
+    assert supervised(as_text, own) == ['{"at": 1}<|end|>']
+
+
+TOKENS = {"input_ids": [5, 6, 7, 8]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "labels"),
+    [
+        ({"loss_mask": [0, 0, 1, 1]}, [-100, -100, 7, 8]),
+        ({"loss_mask": [True, True, False, True]}, [-100, 6, -100, 8]),
+        ({"labels": [-100, -100, 7, 8], "loss_mask": [0, 0, 1, 1]}, [-100, -100, 7, 8]),
+        ({"attention_mask": [1, 1, 1, 1], "position_ids": [0, 1, 2, 3], "document_ids": [2, 2, 2, 2]}, [-100, 6, 7, 8]),
+    ],
+    ids=str,
+)
+def test_a_tokenized_row_supervises_what_its_loss_mask_says(columns, labels, tokenizer):
+    assert tokenize({**TOKENS, **columns}, tokenizer, config()) == {**TOKENS, "labels": labels}
+
+
+def test_padding_of_a_tokenized_row_is_left_out(tokenizer):
+    padded = {
+        "input_ids": [0, 5, 6, 0], "attention_mask": [0, 1, 1, 0], "labels": [-100, 5, 6, -100],
+        "position_ids": [1, 0, 1, 1], "document_ids": [0, 1, 1, 0],
+    }  # fmt: skip
+    assert tokenize(padded, tokenizer, config()) == {"input_ids": [5, 6], "labels": [-100, 6]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"loss_mask": [1]}, "4 input_ids and 1 loss_mask: expected as many"),
+        ({"labels": [-100, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}, "labels and another loss_mask: leave one"),
+        ({"document_ids": [1, 1, 2, 2]}, r"several documents, by its document_ids \[1, 1, 2, 2\]: give each as a row"),
+        ({"position_ids": [0, 1, 0, 1]}, r"several documents, by its position_ids \[0, 1, 0, 1\]"),
+    ],
+    ids=str,
+)
+def test_a_tokenized_row_whose_columns_disagree_is_refused(columns, message, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        tokenize({**TOKENS, **columns}, tokenizer, config())
 
 
 def test_a_call_in_sharegpt_is_a_call_of_the_assistant_and_its_result_a_tools():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from itertools import islice
 
 import pytest
@@ -131,6 +132,7 @@ def test_a_run_that_was_stopped_makes_the_same_file(temperature, cut, make, tmp_
     lines = whole.splitlines(keepends=True)
     left = b"".join(lines[:4]) + lines[4][:9] if cut == "inside" else b"".join(lines[:cut])
     (tmp_path / "cut.jsonl").write_bytes(left)
+    shutil.copy(tmp_path / "own.jsonl.options", tmp_path / "cut.jsonl.options")
     make(*ask, output="cut.jsonl")
     assert (tmp_path / "cut.jsonl").read_bytes() == whole
     make(*ask, output="cut.jsonl")
@@ -156,8 +158,16 @@ def test_a_file_is_not_resumed_with_options_that_give_other_rows(option, value, 
     assert "resume it with the same, or give another --output" in error
     assert (tmp_path / "own.jsonl").read_bytes() == before
     assert len(make(rows, *ask, "--batch_size", 2)) == 6  # which goes on
-    (tmp_path / "own.jsonl.options").unlink()  # as an older version left it
-    assert len(make(rows, "--temperature", 1, "--seed", 4)) == 6
+
+
+@pytest.mark.parametrize("content", [b'{"x": 1}\n{"x": 2}\nand a line without an end', b"no lines"])
+def test_a_file_of_something_else_is_neither_gone_on_with_nor_touched(content, make, tmp_path, capsys):
+    (tmp_path / "prompts.jsonl").write_bytes(content)
+    with pytest.raises((AssertionError, SystemExit)):
+        make([{"prompt": "a"}, {"prompt": "b"}], "--num_rows", 2, output="prompts.jsonl")
+    error = capsys.readouterr().err
+    assert "prompts.jsonl is there already" in error and "prompts.jsonl.options beside them: give another" in error
+    assert (tmp_path / "prompts.jsonl").read_bytes() == content
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -199,6 +209,7 @@ def test_a_mix_of_temperatures_is_greedy_on_its_share_and_resumes_as_it_would_ha
     assert sum(cold) == 7 and sum(cold[:7]) == 4
     assert len({str(answered(row)[0]) for row, is_cold in zip(mixed, cold, strict=True) if is_cold}) == 7
     (tmp_path / "cut.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:9])[:-5])
+    shutil.copy(tmp_path / "own.jsonl.options", tmp_path / "cut.jsonl.options")
     make(*ask, output="cut.jsonl")
     assert (tmp_path / "cut.jsonl").read_bytes() == whole
 

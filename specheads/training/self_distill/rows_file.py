@@ -43,8 +43,14 @@ class RowsFile:
         return self.asked_all or self.lines >= self.stream.wanted or self.idle >= self.stream.cycle
 
     def require_same(self, options: Mapping[str, Any]) -> None:
-        """ValueError if the rows there were made with other options than these; else keep these beside the rows."""
-        if self.options_path.exists() and self.path.exists() and self.path.stat().st_size:
+        """ValueError if the file holds something else, or rows made with other options than these; else keep these
+        beside the rows."""
+        if self.path.is_file() and self.path.stat().st_size:
+            if not self.options_path.exists():
+                raise ValueError(
+                    f"{self.path} is there already, and not as rows to go on with, which would have "
+                    f"{self.options_path} beside them: give another --output"
+                )
             before = json.loads(self.options_path.read_bytes())
             differing = [
                 f"{name}: {before[name]!r}, not {value!r}"

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import zlib
+from array import array
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specheads.models.files import replacing
+from specheads.models.config import SpecConfig
+from specheads.models.files import CONFIG, replacing
+from specheads.options import shown
 
+DECODING = ("tree", "draft_depth")  # options of a head that say nothing of its training
+MOST_ROWS = 1000  # that a checksum of the data reads
 WHOLE = ("no", "ddp")  # kinds whose checkpoints hold everything whole, and read one another's
 
 
@@ -19,16 +25,18 @@ class ResumeError(ValueError):
 
 @dataclass(frozen=True)
 class Writers:
-    """processes: how many there were; rows: of a step, over all of them and their accumulation; kind: see launch."""
+    """processes: how many there were; rows: of a step, over all of them and their accumulation; kind: see launch; data:
+    what they learnt from, by `data_mark`."""
 
     processes: int
     rows: int
     kind: str
+    data: str | None = None
 
     def refuse(self, written: Writers, checkpoint: Path, other_rows: bool = False) -> None:
         """Raise ResumeError where these processes cannot resume what others have written. other_rows: another number of
-        rows a step is intended."""
-        restart = f"or begin a new run from its head: head=null init_from={checkpoint}"
+        rows a step, or other data, are intended."""
+        restart = begin_anew(checkpoint)
         if self.kind != written.kind and not (self.kind in WHOLE and written.kind in WHOLE):
             raise ResumeError(
                 f"{checkpoint} was written by a run of the kind {written.kind!r}, whose optimizer state one of the "
@@ -41,6 +49,56 @@ class Writers:
                 "choose training.per_device_train_batch_size and training.gradient_accumulation_steps so that their "
                 f"product with the processes is {written.rows}, or start the data over: training.ignore_data_skip=true"
             )
+        if self.data != written.data and self.data and written.data and not other_rows:
+            raise ResumeError(
+                f"{checkpoint} was written by a run on other data ({written.data}; here {self.data}), whose position "
+                f"means nothing here: give the same data, start with these anew (training.ignore_data_skip=true), "
+                f"{restart}"
+            )
+
+
+def refuse_other_model(own: SpecConfig, checkpoint: Path) -> None:
+    """Raise ResumeError where the checkpoint holds another head than this run's, or one for another base."""
+    if not (checkpoint / CONFIG).is_file():
+        return
+    written = SpecConfig.from_dict(json.loads((checkpoint / CONFIG).read_text("utf8")))
+    here, there = ({**config.head_config().to_dict(), "lora": config.joint} for config in (own, written))
+    differing = [
+        f"{name} is {shown(there[name])}, not {shown(here[name])}"
+        for name in (["kind"] if here["kind"] != there["kind"] else here)
+        if name not in DECODING and here[name] != there[name]
+    ]
+    here, there = own.base_fingerprint, written.base_fingerprint
+    differing += [
+        f"the base has other {name}"
+        for name in here.keys() & there.keys()
+        if here[name] and there[name] and here[name] != there[name]
+    ]
+    if differing:
+        raise ResumeError(
+            f"{checkpoint} is of another head than this run's ({'; '.join(differing)}): give what it was trained with, "
+            f"another training.output_dir, {begin_anew(checkpoint)}"
+        )
+
+
+def begin_anew(checkpoint: Path) -> str:
+    return f"or begin a new run from its head: head=null init_from={checkpoint}"
+
+
+def data_mark(rows: Any) -> str | None:
+    """How many rows a dataset has, and a checksum of the tokens of some; None of what has neither."""
+    rows = getattr(rows, "rows", rows)  # of a feature cache
+    if not hasattr(rows, "__len__"):
+        return None
+    mark, chosen = f"{len(rows)} rows", range(0, len(rows), max(1, len(rows) // MOST_ROWS))
+    if hasattr(rows, "select_columns"):
+        rows = rows.select_columns("input_ids")
+    elif not isinstance(rows, list | tuple):  # saved features, of which a row is large
+        return mark
+    crc = 0
+    for i in chosen:
+        crc = zlib.crc32(array("q", map(int, rows[i]["input_ids"])).tobytes(), crc)
+    return f"{mark}, checksum {crc:08x}"
 
 
 @dataclass(frozen=True)
@@ -77,7 +135,7 @@ def writers_of(folder: str | Path, process: int = 0) -> Writers | None:
     file = next((path for path in (_file(folder, process), _file(folder, 0)) if path.is_file()), None)
     if file is None or "processes" not in (record := _read(file)):
         return None
-    return Writers(record["processes"], record["rows"], record["kind"])
+    return Writers(record["processes"], record["rows"], record["kind"], record.get("data"))
 
 
 def _file(folder: str | Path, process: int) -> Path:

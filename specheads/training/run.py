@@ -117,15 +117,18 @@ class Run:
 
     def _metrics_if_finished(self) -> dict[str, float] | None:
         """The metrics of a run that had taken its last step before, with its head restored; transformers (5.23) would
-        take one more step each time. None where there is something to do."""
-        trainer, last = self.trainer, self.trainer.args.max_steps
-        if self.checkpoint is None or last < 1 or launch.kind_of(trainer.accelerator) not in ("no", "ddp"):
+        take one more step each time, or none and a loss of 0. None where there is something to do."""
+        trainer, arguments = self.trainer, self.trainer.args
+        if self.checkpoint is None or launch.kind_of(trainer.accelerator) not in ("no", "ddp"):
             return None
         state = TrainerState.load_from_json(str(Path(self.checkpoint) / STATE))
-        if state.global_step < last:
+        by_steps = arguments.max_steps > 0
+        if (state.global_step < arguments.max_steps) if by_steps else (state.epoch or 0) < arguments.num_train_epochs:
             return None
+        trainer.refuse_other_run(Path(self.checkpoint))
         best = state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
         trainer._load_from_checkpoint(best if best and Path(best).is_dir() else self.checkpoint)
+        trainer.note_length_of(Path(self.checkpoint))
         trainer.state = state
         return {"train_loss": next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), 0.0)}
 

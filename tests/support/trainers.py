@@ -16,8 +16,8 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def model_of(kind="eagle3", seed=0, **options):
-    base = tiny_llama(num_hidden_layers=3)
+def model_of(kind="eagle3", seed=0, base=None, **options):
+    base = tiny_llama(num_hidden_layers=3, **(base or {}))
     torch.manual_seed(seed)
     return convert(base, kind, **{**OPTIONS[kind], **options})
 

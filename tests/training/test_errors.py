@@ -1,7 +1,9 @@
 """A run that cannot continue says why in one line, keeps what it had saved, and resumes from there unchanged."""
 
 import contextlib
+import json
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from specheads.models import checkpoint
 from specheads.training import errors as faults
 from specheads.training.build import resume_point
 from specheads.training.errors import TrainingError, is_finished, last_finished
+from specheads.training.resume import ResumeError
 from specheads.training.run import prepare
 from tests.support.resumable_runs import losses, options
 from tests.support.saved_features import dump, material
@@ -188,3 +191,20 @@ def test_a_run_that_is_started_again_after_its_end_takes_no_step(folder, uninter
     longer = prepare(options(uninterrupted, folder, max_steps=7, save_strategy="no"))
     longer.train()
     assert losses(uninterrupted)[:-1] == before
+
+
+def test_a_run_of_epochs_that_is_started_again_after_its_end_leaves_what_it_left(folder, tmp_path):
+    def run(**more):
+        return prepare(
+            options(tmp_path, folder, max_steps=-1, num_train_epochs=1, save_strategy="epoch", **more)
+        ).train()
+
+    before = run()
+    kept = json.loads((tmp_path / "config.json").read_text()), losses(tmp_path)
+    again = run()
+    assert again["train_loss"] == losses(tmp_path)[-1] > 0 and before["train_loss"] > 0
+    assert (json.loads((tmp_path / "config.json").read_text()), losses(tmp_path)) == kept
+    assert kept[0]["trained_length"] > 0
+    other = options(tmp_path, folder, max_steps=-1, num_train_epochs=1)
+    with pytest.raises(ResumeError, match="another head than this run's"):
+        prepare(replace(other, head=replace(other.head, decay=0.5))).train()

@@ -11,6 +11,7 @@ from specheads.data.datasets import Collator
 from specheads.losses.metrics import accepted_length
 from specheads.models.files import CheckpointError
 from specheads.models.spec_model import SpecModel
+from specheads.training.resume import ResumeError
 from specheads.training.trainer.trainer import SpecTrainer
 from tests.support.families import RECURRENT, build
 from tests.support.tiny_models import tiny_llama
@@ -61,6 +62,41 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(kind, muon, tmp
     assert same(weights(resumed.model), weights(whole.model))
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A checkpoint after two steps."""
+    folder = tmp_path_factory.mktemp("stopped")
+    trainer_of(folder, max_steps=2, save_strategy="steps", save_steps=2).train()
+    return folder / "checkpoint-2"
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        ({"norm_before_residual": False}, {}, r"another head .*\(norm_before_residual is True, not False\)"),
+        ({"taps": (0, 1, 2)}, {}, r"taps is \[.*\], not \[0, 1, 2\]"),
+        ({"steps": 3}, {}, "steps is 2, not 3"),
+        ({"kind": "eagle"}, {}, "kind is 'eagle3', not 'eagle'"),
+        ({"base": {"initializer_range": 0.2}}, {}, "the base has other weights"),
+        ({}, {"seed": 1}, r"other data \(12 rows, checksum \w+; here 12 rows, checksum \w+\)"),
+        ({}, {"count": 14}, "12 rows, .*; here 14 rows"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(model, data, message, stopped, tmp_path):
+    with pytest.raises(ResumeError, match=message) as caught:
+        trainer_of(tmp_path, model_of(**model), data=rows(**data)).train(resume_from_checkpoint=str(stopped))
+    assert f"head=null init_from={stopped}" in str(caught.value)
+
+
+def test_a_run_resumes_with_another_tree_and_where_asked_to_with_other_data(stopped, tmp_path):
+    for model, options in ({"tree": "chain:2", "draft_depth": 3}, {}), ({}, {"ignore_data_skip": True}):
+        data = rows(seed=1) if options else rows()
+        resumed = trainer_of(tmp_path, model_of(**model), data=data, **options)
+        resumed.train(resume_from_checkpoint=str(stopped))
+        assert [entry["step"] for entry in logged(resumed)] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_run_resumed_between_two_logs_logs_what_the_uninterrupted_one_does(accumulated, tmp_path):
     options = {"max_steps": 7, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
@@ -99,8 +135,9 @@ def test_a_checkpoint_holds_the_head_and_the_trainer_state_only(tmp_path):
     assert same(weights(restored), weights(trainer.model))
 
 
-def test_a_checkpoint_of_another_head_is_refused(tmp_path):
+def test_a_checkpoint_that_does_not_say_that_it_is_of_another_head_is_refused(tmp_path):
     trainer_of(tmp_path, model_of("medusa"), save_strategy="steps", save_steps=4).train()
+    (tmp_path / "checkpoint-4" / "config.json").unlink()
     with pytest.raises(CheckpointError, match="does not fit this head: missing"):
         trainer_of(tmp_path, model_of("eagle")).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 

@@ -33,7 +33,7 @@ from specheads.training.recipe.arguments import SpecTrainingArguments as SpecTra
 from specheads.training.report import card as run_card
 from specheads.training.report.log import AcceptanceProgress as AcceptanceProgress
 from specheads.training.report.log import Pace, printer_for
-from specheads.training.resume import Unlogged, Writers, writers_of
+from specheads.training.resume import Unlogged, Writers, data_mark, refuse_other_model, writers_of
 from specheads.training.trainer.optim import MuonAdamW, parameter_groups
 
 
@@ -63,6 +63,7 @@ class SpecTrainer(Trainer):
         self._training_meter, self._evaluation_meter = TrainingMeter(), TrainingMeter()
         self._pace = Pace()
         self._cpu_logged = time.process_time()
+        self._data: str | None = None  # its mark, once it was needed
         self._longest: Tensor | None = None  # () tokens of the longest text since the head last noted it
         super().__init__(model, args, **kwargs)
         if args.muon and self.is_deepspeed_enabled:
@@ -223,6 +224,11 @@ class SpecTrainer(Trainer):
             self.accelerator.unwrap_model(self.model).note_trained_length(int(self._longest))
             self._longest = None
 
+    def note_length_of(self, checkpoint: Path) -> None:
+        """Note the longest text that the checkpoint's head had learnt from."""
+        stored = json.loads((checkpoint / CONFIG).read_text("utf8"))
+        self.accelerator.unwrap_model(self.model).note_trained_length(stored.get("trained_length"))
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         writers = None if checkpoint is None else writers_of(checkpoint, self.args.process_index)
@@ -231,8 +237,7 @@ class SpecTrainer(Trainer):
         if writers.processes != self.args.world_size:
             # transformers would reuse the seed of the start, which would drop the same weights again.
             set_seed(self.args.seed + self.state.global_step)
-        stored = json.loads((Path(checkpoint) / CONFIG).read_text("utf8"))
-        self.accelerator.unwrap_model(self.model).note_trained_length(stored.get("trained_length"))
+        self.note_length_of(Path(checkpoint))
         unlogged = Unlogged.load(checkpoint, self.args.process_index, self.args.world_size)
         self._training_meter = TrainingMeter.of_states(unlogged.meters, self.args.device)
         self._tr_loss.fill_(unlogged.loss)
@@ -242,7 +247,8 @@ class SpecTrainer(Trainer):
     def _writers(self) -> Writers:
         """This run as its checkpoints record it."""
         rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        return Writers(self.args.world_size, rows * self.args.world_size, kind_of(self.accelerator))
+        self._data = self._data or data_mark(self.train_dataset)
+        return Writers(self.args.world_size, rows * self.args.world_size, kind_of(self.accelerator), self._data)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in transformers. Raises ResumeError, a ValueError, for a checkpoint that this run could not resume as its
@@ -251,12 +257,18 @@ class SpecTrainer(Trainer):
             found = (
                 get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
             )
-            if found is not None and (written := writers_of(found, self.args.process_index)) is not None:
-                self._writers().refuse(written, Path(found), other_rows=self.args.ignore_data_skip)
+            if found is not None:
+                self.refuse_other_run(Path(found))
         self._cpu_logged = time.process_time()
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._note_trained_length()
         return output
+
+    def refuse_other_run(self, checkpoint: Path) -> None:
+        """Raise ResumeError where another run wrote the checkpoint: one with another head, base, data or step."""
+        refuse_other_model(self.accelerator.unwrap_model(self.model).config, checkpoint)
+        if (written := writers_of(checkpoint, self.args.process_index)) is not None:
+            self._writers().refuse(written, checkpoint, other_rows=self.args.ignore_data_skip)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The head alone; a launcher that shards parameters passes what it gathered."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specheads.data import row_forms
+from specheads.data import rows as rows_code
 from specheads.data.batches import Collator, pack
 from specheads.data.config import DataConfig
 from specheads.data.rows import IGNORED, TOKEN_COLUMNS, Row, chunk, tokenize, truncate
@@ -59,7 +62,7 @@ def build_datasets(
         held_out = [row for i, row in enumerate(chosen) if i in indices]
         chosen = [row for i, row in enumerate(chosen) if i not in indices]
         evaluation = train
-    known = {"tokenizer": tokenizer, "config": config, "vocab_size": vocab_size}
+    known = {"tokenizer": tokenizer, "config": config, "vocab_size": vocab_size, "code": _code()}
     return _prepare(train, chosen, "train", config, known), (
         None if evaluation is None else _prepare(evaluation, held_out, "eval", config, known)
     )
@@ -68,9 +71,15 @@ def build_datasets(
 def _prepare(rows: Dataset, chosen: Sequence[int], name: str, config: DataConfig, known: dict[str, Any]) -> Dataset:
     """The chosen rows, ready to train on. known: arguments of `_tokenize_rows`. ValueError names a malformed row by its
     number, from 1."""
-    known_columns = (config.text_column, config.messages_column, "tools", *row_forms.COLUMNS)
-    known_columns += ("input_ids", *TOKEN_COLUMNS)
-    rows = rows.select_columns([c for c in known_columns if c in rows.column_names])
+    known_columns = {
+        config.text_column,
+        config.messages_column,
+        "tools",
+        *row_forms.COLUMNS,
+        "input_ids",
+        *TOKEN_COLUMNS,
+    }
+    rows = rows.select_columns([c for c in rows.column_names if c in known_columns])
     if len(chosen) < len(rows):
         rows = rows.select(chosen)
     options: dict[str, Any] = {"batched": True, "remove_columns": rows.column_names, "num_proc": config.num_proc}
@@ -109,10 +118,17 @@ def _columns_of(rows: Sequence[Row]) -> dict[str, list]:
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
+def _code() -> str:
+    """A digest of the code that makes rows. datasets keeps what a function made under the function's name alone, and
+    would take what another version of it had made."""
+    return f"{zlib.crc32(b''.join(Path(str(part.__file__)).read_bytes() for part in (rows_code, row_forms))):08x}"
+
+
 def _tokenize_rows(
     columns: Mapping[str, list[Any]], indices: Sequence[int], tokenizer: PreTrainedTokenizerBase, config: DataConfig,
-    vocab_size: int | None,
+    vocab_size: int | None, code: str,
 ) -> dict[str, list]:  # fmt: skip
+    """code: see `_code`."""
     tokenized: list[Row] = []
     for index, row in zip(indices, _rows_of(columns), strict=True):
         try:

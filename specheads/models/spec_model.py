@@ -190,7 +190,9 @@ class SpecModel(PreTrainedModel):
     ) -> tuple[Tensor, Teacher]:
         """Run the base on a batch: its tapped features (B, T, F), and the teacher that has its distribution.
 
-        documents (B, T): document ids of packed rows, else None."""
+        documents (B, T): document ids of packed rows, else None. TypeError for arguments that it would not see."""
+        if kwargs:
+            raise TypeError(f"a head learns from tokens alone here: {', '.join(sorted(kwargs))} would be left out")
         mask = attention_mask if documents is None else packed_mask(self.base, documents, position_ids)
         with torch.set_grad_enabled(self.joint is not None and torch.is_grad_enabled()):
             return tap_base(self.base, input_ids, mask, position_ids, self.head.layers)

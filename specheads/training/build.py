@@ -65,9 +65,16 @@ def training_arguments(recipe: Recipe) -> SpecTrainingArguments:
     except ValueError as error:
         raise RecipeError(str(error)) from error
     try:
-        return SpecTrainingArguments(**options)
+        arguments = SpecTrainingArguments(**options)
     except (TypeError, ValueError, ImportError) as error:
         raise RecipeError(f"training: {error}") from error
+    launched, wanted = arguments.mixed_precision, autocast_of(recipe.training)
+    if launched != wanted:
+        raise RecipeError(
+            f"the launcher asks for mixed precision {launched!r}, and the recipe for {wanted!r}: give "
+            f"--mixed_precision {wanted} to the one, or training.{launched}=true to the other"
+        )
+    return arguments
 
 
 def resume_point(recipe: Recipe) -> str | None:

@@ -120,7 +120,7 @@ def prompts_of(rows: Iterable[Mapping[str, Any]], config: ParityConfig) -> list[
         if documents is not None:  # of a packed row the first document
             ids, labels = ids[: list(documents).count(documents[0])], labels[: list(documents).count(documents[0])]
         first = next(i for i, label in enumerate([*labels, 0]) if label != IGNORED)
-        prompt = ids[: first if first > 1 else config.prompt_tokens]
+        prompt = ids[: first if first > 2 else config.prompt_tokens]  # plain text may begin with a bos of its own
         if prompt:
             prompts.append(prompt)
     return prompts

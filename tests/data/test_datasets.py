@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 
+from specheads.data import datasets
 from specheads.data.config import DataConfig
 from specheads.data.datasets import IGNORED, build_datasets, load_dataset_rows, token_counts
 from tests.support.chat_tokenizer import CHAT, build_tokenizer, config, supervised
@@ -181,6 +182,16 @@ def test_sharegpt_and_alpaca_files_train_as_the_same_chats_do(tokenizer, tmp_pat
 
 
 # --- datasets ---
+
+
+def test_rows_that_other_code_made_are_made_again(tokenizer, tmp_path, monkeypatch):
+    """datasets keeps what a function made by the function's name."""
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": "a b c"}]))
+    (before,) = build_datasets(config(train=path), tokenizer)[0]["input_ids"]
+    monkeypatch.setattr(datasets, "tokenize", lambda *args: {"input_ids": [5, 6], "labels": [-100, 6]})
+    assert build_datasets(config(train=path), tokenizer)[0]["input_ids"] == [before]
+    monkeypatch.setattr(datasets, "_code", lambda: "other")
+    assert build_datasets(config(train=path), tokenizer)[0]["input_ids"] == [[5, 6]]
 
 
 def test_rows_with_nothing_to_learn_are_dropped_and_counted(tokenizer, caplog):

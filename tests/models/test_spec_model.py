@@ -58,6 +58,13 @@ def test_labels_and_loss_mask_together_are_refused(base):
         convert(base, "medusa")(IDS, labels=IDS, loss_mask=IDS > 0)
 
 
+@pytest.mark.parametrize("name", ["pixel_values", "lables"])
+def test_an_argument_from_which_nothing_would_be_learnt_is_refused_by_name(name, base):
+    model = convert(base, "medusa")
+    with pytest.raises(TypeError, match=f"a head learns from tokens alone here: {name} would be left out"):
+        model(IDS, labels=IDS, **{name: torch.ones(1)})
+
+
 def test_packed_documents_without_labels_are_refused(base):
     with pytest.raises(ValueError, match="document_ids"):
         convert(base, "medusa")(IDS, document_ids=torch.ones_like(IDS))

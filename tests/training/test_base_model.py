@@ -13,13 +13,16 @@ from specheads import convert
 from specheads.data import corpus
 from specheads.training.base_model import parts, run
 from specheads.training.base_model.options import Options
+from tests.support.chat_tokenizer import build_tokenizer
 from tests.support.killable_fork import fork
+from tests.support.tiny_models import tiny_llama
 from train import base_model
 
 SIZES = {
     "layers": 2, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "vocab_size": 320, "batch_size": 2,
     "sequence_length": 24, "minutes": 0.01,
 }  # fmt: skip
+NEW = ("hidden_size", "intermediate_size", "head_dim", "vocab_size")  # sizes of a model from scratch alone
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,8 @@ def train(library, output, **options):
         return draw(data, *args)
 
     arguments = []
-    for name, value in {**SIZES, "output_dir": output, **options}.items():
+    sizes = {name: value for name, value in SIZES.items() if "init" not in options or name not in NEW}
+    for name, value in {**sizes, "output_dir": output, **options}.items():
         arguments += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "stdlib_files", lambda: {path.name: path for path in sorted(library.glob("*.py"))})
@@ -137,6 +141,45 @@ def test_a_deepened_model_starts_as_the_same_function(made):
     with torch.no_grad():
         torch.testing.assert_close(deeper(ids, use_cache=False).logits, models[0](ids, use_cache=False).logits)
     assert [layer.self_attn.layer_idx for layer in deeper.model.layers] == list(range(5))
+
+
+@pytest.mark.parametrize("old", [1, 2, 3, 4])
+def test_a_model_has_as_many_layers_as_asked_for_however_many_more_and_restores_as_the_same_function(old, tmp_path):
+    ids = torch.randint(4, 97, (2, 9), generator=torch.Generator().manual_seed(0))
+    for layers in range(old + 1, 4 * old + 2):
+        deeper = parts.with_layers(tiny_llama(num_hidden_layers=old), layers)
+        assert len(deeper.model.layers) == deeper.config.num_hidden_layers == layers
+        deeper.save_pretrained(tmp_path)
+        restored = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        with torch.no_grad():
+            assert torch.equal(restored(ids).logits, deeper(ids).logits)
+
+
+def test_a_new_model_has_the_vocabulary_and_the_special_tokens_of_its_tokenizer(tmp_path):
+    own = build_tokenizer()
+    model = parts.build_model(Options(str(tmp_path), vocab_size=12), own)
+    ids = (own.bos_token_id, own.eos_token_id, own.pad_token_id)
+    assert len(model.get_input_embeddings().weight) == len(own) != 12 and model.config.num_hidden_layers == parts.LAYERS
+    assert (model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id) == ids
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init": "saved", "hidden_size": 64}, "--hidden_size 64: --init saved has its own; leave one out"),
+        ({"init": "saved", "vocab_size": 9}, "--vocab_size 9: --init saved"),
+        ({"config": "config.json", "layers": 3}, "--layers 3: --config config.json has its own"),
+    ],
+    ids=str,
+)
+def test_sizes_that_a_saved_model_has_already_are_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run.refuse_wrong_start(Options(str(tmp_path), **options), tmp_path)
+
+
+def test_a_saved_model_keeps_its_layers_unless_others_are_asked_for(made):
+    tokenizer = AutoTokenizer.from_pretrained(made[0])
+    assert parts.build_model(Options("out", init=str(made[0])), tokenizer).config.num_hidden_layers == 2
 
 
 STEP = SIZES["batch_size"] * SIZES["sequence_length"]  # tokens

@@ -129,6 +129,9 @@ def test_what_does_not_fit_is_refused(folder, tmp_path, monkeypatch):
     ):
         with pytest.raises(FeatureError, match=rf"holds what another run's base saw \({what} differ\)"):
             run_of(folder, tmp_path / "a", cache=tmp_path / "c", **options)
+    half = replace(recipe(folder, tmp_path / "a", "eagle3", **EPOCHS), base_dtype="bfloat16")
+    with pytest.raises(FeatureError, match=r"what another run's base saw \(dtype differ\)"):
+        prepare(replace(half, feature_cache=str(tmp_path / "c")))
     states = (tmp_path / "c" / STATES).read_bytes()
     (tmp_path / "c" / STATES).write_bytes(states[:-1])
     with pytest.raises(FeatureError, match=rf"its files have .*{len(states) - 1}.* bytes, not .*{len(states)}"):
@@ -161,7 +164,7 @@ def test_a_disk_without_room_ends_the_run_in_one_line_and_leaves_no_part(folder,
 
 
 def test_a_row_counts_as_saved_only_once_it_is_whole(tmp_path):
-    origin, ones = Origin("base", (1,), "no", "text"), torch.ones(2, 3, 4)
+    origin, ones = Origin("base", "torch.float32", None, (1,), "no", "text"), torch.ones(2, 3, 4)
     cache = FeatureCache(tmp_path / "c", origin, [3, 2, 3])
     assert not cache.holds([0])
     cache.write([0, 1], ones, 2 * ones[..., :2])

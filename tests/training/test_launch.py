@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from transformers.integrations import deepspeed
 
 from specheads.models.spec_model import SpecModel
-from specheads.training.build import unsharded
+from specheads.training.build import training_arguments, unsharded
 from specheads.training.distributed import launch
 from specheads.training.distributed.launch import LaunchConfig, LaunchError
-from specheads.training.recipe.recipe import read_recipe
+from specheads.training.recipe.recipe import RecipeError, read_recipe
 from specheads.training.run import prepare
 from tests.support.paths import ROOT
 from tests.support.training_runs import RUNNING_UNDER, forked, overrides, run_module
@@ -52,6 +52,16 @@ def test_two_gloo_processes_give_the_single_process_loss(start, material, tmp_pa
     first, last = load_file(tmp_path / "one" / "model.safetensors"), load_file(tmp_path / "two" / "model.safetensors")
     for name, tensor in first.items():
         torch.testing.assert_close(last[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_a_precision_of_the_launcher_that_the_recipe_does_not_name_is_refused(material, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    said = overrides(material, tmp_path, 2)
+    with pytest.raises(
+        RecipeError, match=r"asks for mixed precision 'bf16', and the recipe for 'no': give --mixed_prec"
+    ):
+        training_arguments(read_recipe(str(ROOT / "recipes" / "eagle3.yaml"), said))
+    assert training_arguments(read_recipe(str(ROOT / "recipes" / "eagle3.yaml"), [*said, "training.bf16=true"])).bf16
 
 
 @pytest.mark.slow
@@ -97,6 +107,12 @@ def test_the_draft_vocabulary_is_counted_on_the_training_data(material, tmp_path
         (["base=./none"], "./none"),
         (["launch.processes=2"], "2 processes"),
         (["launch.distributed=fsdp2"], "'fsdp2'"),
+        (["training.label_smoothing_factor=0.1"], "label_smoothing_factor=0.1: it has no effect on a head"),
+        (["training.neftune_noise_alpha=5"], "neftune_noise_alpha=5: it has no effect on a head"),
+        (
+            ["training.head_lr_groups=lm_head:0.25"],
+            "head_lr_groups='lm_head:0.25': expected {regular expression: factor}",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(change, message, material, tmp_path, monkeypatch, capsys):

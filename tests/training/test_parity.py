@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 
+from specheads.data.rows import chunk
 from specheads.decoding.planner import chain
 from specheads.models.convert import convert
 from specheads.training import run as training
@@ -15,6 +16,7 @@ from specheads.training.parity import Parity, ParityConfig, ParityError, compare
 from specheads.training.recipe.recipe import RecipeError, read_recipe
 from specheads.training.report.curves import series
 from tests.reference.slow_heads import DEFAULTS, KINDS
+from tests.support.chat_tokenizer import build_tokenizer
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_llama
 from tests.support.training_runs import forked, overrides
@@ -94,7 +96,16 @@ def test_prompts_are_what_comes_before_the_first_supervised_token():
         "input_ids": [1, 2, 3, 9, 9], "labels": [-100, -100, 3, -100, 9], "document_ids": [1, 1, 1, 2, 2],
     }  # fmt: skip
     config = ParityConfig(prompts=3, prompt_tokens=4)
-    assert prompts_of([chat, text, packed, chat], config) == [[1, 2, 3], [0, 1, 2, 3], [1, 2]]
+    assert prompts_of([chat, text, chat, packed], config) == [[1, 2, 3], [0, 1, 2, 3], [1, 2, 3]]
+    assert prompts_of([packed], config) == [[1, 2, 3]]
+
+
+def test_a_later_part_of_a_long_text_that_begins_with_a_bos_of_its_own_is_plain_text():
+    config = ParityConfig(prompts=2, prompt_tokens=4)
+    tokenizer = build_tokenizer()
+    row = {"input_ids": [tokenizer.bos_token_id, *range(5, 25)], "labels": [-100, *range(5, 25)]}
+    parts = chunk(row, 11, tokenizer)
+    assert parts[1]["labels"][:2] == [-100, -100] and [len(ids) for ids in prompts_of(parts, config)] == [4, 4]
 
 
 def test_a_text_too_short_to_compare_gives_nothing():

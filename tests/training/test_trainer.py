@@ -62,6 +62,23 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(kind, muon, tmp
     assert same(weights(resumed.model), weights(whole.model))
 
 
+def test_a_draft_vocabulary_that_nobody_counted_is_told(tmp_path, caplog):
+    model = model_of()
+    trainer_of(tmp_path, model)
+    assert "drafts no tokens but the first 60 of 97" in caplog.text and "set_draft_vocabulary(token_c" in caplog.text
+    caplog.clear()
+    model.head.set_draft_vocabulary(torch.arange(97), model.base)
+    trainer_of(tmp_path, model)
+    trainer_of(tmp_path, model_of("medusa"))
+    assert not caplog.text
+
+
+def test_a_seed_of_all_its_bits_leaves_room_for_the_step(tmp_path):
+    trainer = trainer_of(tmp_path, model_of(anchors=2), seed=2**32 - 1, max_steps=2)
+    trainer.train()
+    assert len(logged(trainer)) == 2
+
+
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """A checkpoint after two steps."""

@@ -43,6 +43,8 @@ def test_learning_rate_options_that_cannot_work_say_why(tmp_path):
         trainer_of(tmp_path, head_lr_groups={"fc": -1})
     with pytest.raises(ValueError, match="muon=true needs optim"):
         trainer_of(tmp_path, muon=True, optim="sgd")
+    with pytest.raises(ValueError, match=r"head_lr_groups='fc:2': expected \{regular expression: factor\}, as JSON"):
+        trainer_of(tmp_path, head_lr_groups="fc:2")
     assert trainer_of(tmp_path, head_lr_groups=json.dumps({"fc": 2})).args.lr_multipliers == {"fc": 2}
 
 

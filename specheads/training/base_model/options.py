@@ -14,7 +14,12 @@ class Options:
         default=None, metadata={"help": "config.json of what to train from scratch instead of a Llama, of any class"}
     )
     tokenizer: str | None = field(default=None, metadata={"help": "use this saved tokenizer instead of training one"})
-    layers: int = field(default=8, metadata={"help": "number of layers; --init is deepened or thinned out to it"})
+    layers: int | None = field(
+        default=None,
+        metadata={
+            "help": "number of layers (default: 8, or those of --init, which is deepened or thinned out to others)"
+        },
+    )
     hidden_size: int = 256
     intermediate_size: int = 704
     head_dim: int = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from transformers import (
 from specheads.training.base_model.options import Options
 from specheads.training.trainer.muon import Muon
 
+LAYERS = 8  # of a new Llama
 SPECIAL = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|pad|>"]
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}<|user|>{{ m['content'] }}"
@@ -49,10 +51,15 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
-    """One stream of ids, an <|endoftext|> before each file."""
+    """One stream of ids, an <|endoftext|> before each file. ValueError for a tokenizer without such a token."""
     ids: list[int] = []
+    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if start is None:
+        raise ValueError(
+            f"the tokenizer {tokenizer.name_or_path} has neither bos nor eos to put before a file: give it one"
+        )
     for row in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
-        ids += [tokenizer.bos_token_id, *row]
+        ids += [start, *row]
     return np.array(ids, dtype=np.int64)
 
 
@@ -64,15 +71,16 @@ def with_layers(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
         kept = [round(i * (old - 1) / max(1, layers - 1)) for i in range(layers)]
         stack = torch.nn.ModuleList(model.model.layers[i] for i in kept)
     else:
-        after = [round((i + 1) * old / (layers - old)) - 1 for i in range(layers - old)]
+        new = layers - old
+        after = [math.ceil((i + 1) * old / new) - 1 for i in range(new)]
         stack = torch.nn.ModuleList()
         for i, layer in enumerate(model.model.layers):
             stack.append(layer)
             for _ in range(after.count(i)):
-                new = copy.deepcopy(layer)
-                torch.nn.init.zeros_(new.self_attn.o_proj.weight)
-                torch.nn.init.zeros_(new.mlp.down_proj.weight)
-                stack.append(new)
+                added = copy.deepcopy(layer)
+                torch.nn.init.zeros_(added.self_attn.o_proj.weight)
+                torch.nn.init.zeros_(added.mlp.down_proj.weight)
+                stack.append(added)
     for i, layer in enumerate(stack):
         layer.self_attn.layer_idx = i  # type: ignore[union-attr]
     model.model.layers = stack
@@ -90,11 +98,11 @@ def load_teacher(path: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedMod
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
 
 
-def build_model(options: Options, vocab_size: int) -> PreTrainedModel:
+def build_model(options: Options, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """The model that --init names, with the layers asked for, or a new one: that of --config, or a Llama."""
     if options.init:
         model = AutoModelForCausalLM.from_pretrained(options.init, dtype=torch.float32)
-        if model.config.num_hidden_layers == options.layers:
+        if options.layers in (None, model.config.num_hidden_layers):
             return model
         if not isinstance(model, LlamaForCausalLM):
             raise ValueError(
@@ -103,14 +111,14 @@ def build_model(options: Options, vocab_size: int) -> PreTrainedModel:
             )
         return with_layers(model, options.layers)
     if options.config:
-        own = AutoConfig.from_pretrained(options.config, vocab_size=vocab_size)
+        own = AutoConfig.from_pretrained(options.config, vocab_size=len(tokenizer))
         return AutoModelForCausalLM.from_config(own, dtype=torch.float32)
     heads = options.hidden_size // options.head_dim
     config = LlamaConfig(
-        hidden_size=options.hidden_size, num_hidden_layers=options.layers, head_dim=options.head_dim,
+        hidden_size=options.hidden_size, num_hidden_layers=options.layers or LAYERS, head_dim=options.head_dim,
         intermediate_size=options.intermediate_size, num_attention_heads=heads, num_key_value_heads=max(1, heads // 2),
-        vocab_size=options.vocab_size, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=0,
-        eos_token_id=0, pad_token_id=3, rms_norm_eps=1e-5,
+        vocab_size=len(tokenizer), max_position_embeddings=1024, tie_word_embeddings=True, rms_norm_eps=1e-5,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 

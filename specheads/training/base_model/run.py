@@ -180,9 +180,11 @@ def load_corpus(options: Options, out: Path, unfinished: bool) -> Corpus:
 
 def refuse_wrong_start(options: Options, out: Path) -> None:
     """ValueError for an interrupted run that is not to be resumed, options that contradict, or an empty budget."""
-    for name in ("config", "tokenizer"):
-        if options.init and getattr(options, name):
-            raise ValueError(f"--{name} {getattr(options, name)}: --init {options.init} has its own; leave one out")
+    sizes = ("hidden_size", "intermediate_size", "head_dim", "vocab_size")
+    for origin, names in (("init", ("config", "tokenizer", *sizes)), ("config", ("layers", *sizes[:3]))):
+        for name in names if getattr(options, origin) else ():
+            if (value := getattr(options, name)) != getattr(Options, name):
+                raise ValueError(f"--{name} {value}: --{origin} {getattr(options, origin)} has its own; leave one out")
     if (out / RESUME).is_file() and not options.resume:
         raise ValueError(f"{out} holds a run that was interrupted: continue it with --resume, or delete {out / RESUME}")
     if options.tokens is not None and options.tokens < 1:
@@ -220,7 +222,7 @@ def train(
     refuse_wrong_start(options, out)
     unfinished = (out / RESUME).is_file()
     texts = load_corpus(options, out, unfinished)
-    model = build_model(options, len(texts.tokenizer))
+    model = build_model(options, texts.tokenizer)
     say(
         f"{model.num_parameters() / 1e6:.2f}M parameters, {texts.num_files} files, {len(texts.train_ids) / 1e6:.2f}M "
         f"tokens to train on, {texts.num_held_out} files held out"

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from specheads.decoding.target.hf_base import logits_of
 from specheads.losses.teacher import LastHidden, Teacher, gives_logits
 from specheads.models.base.fingerprint import fingerprint_base
+from specheads.models.base.quantized import quantization_of
 from specheads.models.files import replacing
 from specheads.models.spec_model import SpecModel
 from specheads.training.errors import TrainingError
@@ -37,9 +38,12 @@ _SAVED = 1 << 32  # set in the mark of a row that is on disk, beside the checksu
 
 @dataclass(frozen=True)
 class Origin:
-    """What the states of a cache depend on. text: a checksum of the rows' tokens and documents."""
+    """What the states of a cache depend on. base: its fingerprint, the same in every dtype. text: a checksum of the
+    rows' tokens and documents."""
 
-    base: Any  # its fingerprint
+    base: Any
+    dtype: str
+    quantization: dict[str, Any] | None
     taps: tuple[int, ...]
     autocast: str
     text: str
@@ -228,7 +232,8 @@ def with_cache(folder: str | Path, model: SpecModel, rows: Any, collator: Any, a
     """A model, the dataset that it learns from and its collator, with what the base sees kept in `folder`. autocast: of
     the run, as `plan.autocast_of` has it. FeatureError where that cannot be, or not there."""
     lengths, text = text_of(rows)
-    origin = Origin(fingerprint_base(model.base), model.head.layers, autocast, text)
+    base = model.base
+    origin = Origin(fingerprint_base(base), str(base.dtype), quantization_of(base), model.head.layers, autocast, text)
     made = CachingModel.of(model, FeatureCache(folder, origin, lengths))
     return Cached(made, NumberedRows(rows), NumberedCollator(collator))
 

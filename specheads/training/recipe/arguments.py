@@ -13,6 +13,7 @@ import torch
 from accelerate import PartialState
 from transformers import TrainingArguments
 
+_EXPECTED = 'expected {regular expression: factor}, as JSON in text: {"lm_head": 0.25}, say'
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
@@ -42,7 +43,10 @@ class SpecTrainingArguments(TrainingArguments):
             # Else the order of the rows depends on random draws before train(), and a resumed run differs.
             self.data_seed = self.seed
         if isinstance(self.head_lr_groups, str):
-            self.head_lr_groups = json.loads(self.head_lr_groups)
+            try:
+                self.head_lr_groups = json.loads(self.head_lr_groups)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"head_lr_groups={self.head_lr_groups!r}: {_EXPECTED}") from error
         for pattern, factor in self.lr_multipliers.items():
             try:
                 re.compile(pattern)
@@ -54,10 +58,13 @@ class SpecTrainingArguments(TrainingArguments):
                 )
         if self.muon and self.optim not in _ADAMW:
             raise ValueError(f"muon=true needs optim {' or '.join(_ADAMW)}, not {str(self.optim)!r}")
+        for name in ("label_smoothing_factor", "neftune_noise_alpha"):
+            if value := getattr(self, name):
+                raise ValueError(f"{name}={value}: it has no effect on a head, whose base is frozen: leave it out")
 
     @property
     def lr_multipliers(self) -> Mapping[str, float]:
         groups = self.head_lr_groups or {}
         if not isinstance(groups, Mapping):
-            raise ValueError(f"head_lr_groups={groups!r}: expected {{regular expression: factor}}")
+            raise ValueError(f"head_lr_groups={groups!r}: {_EXPECTED}")
         return groups

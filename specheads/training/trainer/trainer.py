@@ -4,6 +4,7 @@ checkpoints of the head alone."""
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, Tr
 from specheads.data.repeats import mask_repeats
 from specheads.decoding.generation.context_limits import longest_text
 from specheads.decoding.planner import StaticTree
+from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.metrics import AcceptanceMeter, TrainingMeter
 from specheads.models.base.frozen_base import explain_frozen, is_frozen_base
 from specheads.models.base.lora import is_adapter
@@ -35,6 +37,8 @@ from specheads.training.report.log import AcceptanceProgress as AcceptanceProgre
 from specheads.training.report.log import Pace, printer_for
 from specheads.training.resume import Unlogged, Writers, data_mark, refuse_other_model, writers_of
 from specheads.training.trainer.optim import MuonAdamW, parameter_groups
+
+_log = logging.getLogger(__name__)
 
 
 class SpecTrainer(Trainer):
@@ -65,6 +69,13 @@ class SpecTrainer(Trainer):
         self._cpu_logged = time.process_time()
         self._data: str | None = None  # its mark, once it was needed
         self._longest: Tensor | None = None  # () tokens of the longest text since the head last noted it
+        head = model.head
+        if isinstance(head, DraftVocabulary) and head.narrow and not head.d2t.any():
+            _log.warning(
+                "the head drafts no tokens but the first %d of %d, which are rarely the commonest: count those of the "
+                "data, model.head.set_draft_vocabulary(token_counts(rows, %d), model.base)",
+                len(head.d2t), len(head.t2d), len(head.t2d),
+            )  # fmt: skip
         super().__init__(model, args, **kwargs)
         if args.muon and self.is_deepspeed_enabled:
             raise ValueError(
@@ -84,7 +95,8 @@ class SpecTrainer(Trainer):
     ) -> Any:  # fmt: skip
         tokens = supervised_tokens(inputs)
         unwrapped, step = self.accelerator.unwrap_model(model), self.state.global_step
-        unwrapped.progress, unwrapped.draw_seed = step / max(1, self.state.max_steps), self.args.seed << 32 | step
+        seed = self.args.seed % 2**31  # which leaves room for the step in 64 bits
+        unwrapped.progress, unwrapped.draw_seed = step / max(1, self.state.max_steps), seed << 32 | step
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         refuse_not_finite(loss.detach(), "loss", self.state.global_step + 1, self.args.output_dir)
         divisor = tokens.clamp_min(1) if num_items_in_batch is None else num_items_in_batch

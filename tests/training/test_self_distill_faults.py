@@ -86,7 +86,8 @@ def test_no_more_questions_are_asked_ahead_than_the_limit(ask, monkeypatch):
 
     with serving(slow_at_first) as url:
         ask([{"messages": messages(("user", f"{i}?"))} for i in range(30)], "--server", url, "--concurrency", 2)
-    assert 1 < others.behind <= 7 and len(asked) == 30
+    # Of two that run at once the second may arrive first: then one more than with it is asked behind it.
+    assert 1 < others.behind <= 8 and len(asked) == 30
 
 
 @pytest.mark.sampled(3)

@@ -11,7 +11,7 @@ from specheads.bench.sweep.grid import Sweep
 from specheads.bench.sweep.kl import distance
 from specheads.bench.sweep.measure import TIMED
 from specheads.bench.sweep.run import Results, complete, run
-from specheads.decoding.drafters import Cascade
+from specheads.decoding.drafters import AutoDrafter, Cascade
 from specheads.decoding.generation import recorded
 from tests.support.command_line import run as program
 from tests.support.tiny_models import tiny_llama
@@ -191,7 +191,7 @@ def drafters():
     return base, {
         "near": (DraftModel(base), comb(3, 2)), "far": (DraftModel(small), chain(4)),
         "lookup": (PromptLookup(width=2), comb(4, 2)), "maxgram": (MaxGram(), chain(5)),
-        "cascade": (Cascade(drafts, [[3, 2], [0, 2]]), chain(8)),
+        "cascade": (Cascade(drafts, [[3, 2], [0, 2]]), chain(8)), "auto": (AutoDrafter(), chain(5)),
     }  # fmt: skip
 
 

@@ -90,6 +90,7 @@ def test_every_shipped_sweep_is_valid_and_short():
         ({"temperature": -1}, "temperature=-1.0 must be at least 0"), ({"thresholds": "x"}, "is not a number"),
         ({"gamma": 3, "trees": "chain:3"}, "trees and gamma"), ({"repeats": 0}, "repeats=0"),
         ({"drafters": "lookup", "accept": "fuzzy:js:0.1"}, "'lookup' gives none"), ({"clock": "sun"}, "unknown clock"),
+        ({"drafters": "auto", "accept": "fuzzy:js:0.1"}, "'auto' gives none"),
         ({"thresholds": [3.0], "accept": "lenient"}, "at most 1"), ({"cost": "dear"}, "unknown cost"),
         ({"trees": "bush:3"}, "bush:3"), ({"task": "mmul"}, "did you mean 'mmlu'"),
     ],

@@ -24,9 +24,9 @@ DRAFTERS: Registry[type[Drafter]] = Registry(
 
 
 def gives_draft_probs(text: str) -> bool:
-    """May the drafts of the drafter so named have distributions? Those of copies and cascades are point masses."""
+    """May the drafts of the drafter so named have distributions? Copies, cascades and "auto" draft point masses."""
     kind = text.partition(":")[0]
-    return kind != "cascade" and (kind not in DRAFTERS or bool(DRAFTERS[kind].gives_draft_probs))
+    return kind not in ("auto", "cascade") and (kind not in DRAFTERS or bool(DRAFTERS[kind].gives_draft_probs))
 
 
 def as_drafter(draft: Any, head: Drafter | None = None) -> Drafter | None:

@@ -87,7 +87,7 @@ class RecordedTarget:
     record is never accepted, so the logits there do not matter.
     """
 
-    static, active = False, None
+    static, active, recurrent = False, None, ()
 
     def __init__(self, record: Record, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         self.record, self.device = record, device

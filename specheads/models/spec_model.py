@@ -262,7 +262,7 @@ class SpecModel(PreTrainedModel):
 
     def _choose_drafter(self, draft: Any, drafter: Any, options: dict[str, Any]) -> Drafter | None:
         """What drafts, of generate()'s draft and drafter. "auto" is the head where a plan or a rule is given."""
-        if drafter is not None and draft not in ("auto", True):
+        if drafter is not None and draft not in ("auto", drafter):
             return either(draft, drafter, self.head)
         chosen = draft if drafter is None else drafter
         if not (isinstance(chosen, str) and chosen.partition(":")[0] == "auto"):

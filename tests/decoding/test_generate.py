@@ -160,6 +160,9 @@ def test_draft_and_drafter_are_one_argument(model):
         for draft in ("ngram", False):
             with pytest.raises(ValueError, match="two names of one argument, and differ"):
                 steps_of(call, draft=draft, drafter=PromptLookup())
+    assert steps_of(model.generate, draft=True, drafter="head") == steps_of(model.generate, draft="head")
+    with pytest.raises(ValueError, match="two names of one argument, and differ"):
+        steps_of(model.generate, draft=True, drafter="lookup")
 
 
 @pytest.mark.parametrize(

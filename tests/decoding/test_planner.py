@@ -307,6 +307,7 @@ def test_the_default_static_tree_has_the_most_probable_paths():
     best = sorted(paths, key=lambda path: -math.prod(accuracy[rank] for rank in path))
     for size in (1, 2, 5, 9):
         assert set(default_static(size + 1, 3, accuracy).choices) == set(best[:size])
+    assert default_static(3, 1, accuracy[::-1]).choices == ((1,), (2,)), "in whatever order the ranks are"
     with pytest.raises(ValueError, match="drafts nothing"):
         default_static(1, 3)
     assert default_static(1 + 3 + 9, 2, accuracy).num_nodes == 13

@@ -13,7 +13,8 @@ from specheads.decoding.planner.by_cost import CostKey, CostTable, Curve, StepCo
 from specheads.decoding.planner.by_cost.choice import CAUTION, LUCK, Worth, choose, probe_is_due
 from specheads.decoding.planner.by_cost.cost_aware import CostAwareTree
 from specheads.decoding.planner.by_cost.estimates import Calibration, CopyEstimate, HeadEstimate
-from specheads.decoding.planner.by_cost.shapes import Menu, Shape, fastest_tree, likeliest_tree, make_menu
+from specheads.decoding.planner.by_cost.shapes import Menu, Shape, fastest_tree, make_menu
+from specheads.decoding.planner.static import likeliest_tree
 from specheads.decoding.probs.sampler import Sampler
 from specheads.models.costs import _loaded
 

@@ -303,8 +303,8 @@ MUTATIONS = (
       "left.sum(-1) <= 0", "left.sum(-1) < 0", PLANNER, "fewer_tokens or rule_out"),
     M("batch ended by its last unsure row", "decoding.planner.adaptive:AdaptiveChain.grow",
       "unsure | (", "(", "decoding/test_adaptive_chain.py", "every_row"),
-    M("path worth the sum of its ranks", "decoding.planner.static:default_static",
-      "value * share", "value + share", PLANNER, "default_static"),
+    M("path worth the sum of its ranks", "decoding.planner.static:likeliest_tree",
+      "chance * share", "chance + share", PLANNER, "default_static"),
     M("draft logits of another level", "decoding.planner.record:RecordDraftLogits.grow",
       "start + index.clamp(", "index.clamp(", "decoding/test_record.py"),
     # --- Drafters ---

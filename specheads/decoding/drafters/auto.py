@@ -22,7 +22,7 @@ from specheads.decoding.planner import NoDraft, Plan, chain
 from specheads.decoding.planner.by_cost.choice import Choice, Worth, choose, probe_is_due
 from specheads.decoding.planner.by_cost.cost_aware import CostAwareTree
 from specheads.decoding.planner.by_cost.cost_file import SHIPPED, CostTable, shipped_costs
-from specheads.decoding.planner.by_cost.estimates import ASSUMED_RANKS, Calibration, CopyEstimate, HeadEstimate
+from specheads.decoding.planner.by_cost.estimates import Calibration, CopyEstimate, HeadEstimate
 from specheads.decoding.planner.by_cost.feedback import Surplus, learn_grown, learn_static
 from specheads.decoding.planner.by_cost.shapes import (
     CHAINS,
@@ -33,6 +33,7 @@ from specheads.decoding.planner.by_cost.shapes import (
     Shape,
     make_menu,
 )
+from specheads.decoding.planner.static import ASSUMED_RANKS
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 

@@ -15,6 +15,9 @@ from specheads.decoding.planner.plan import MAX_NODES, Expand, require_at_most, 
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree, TreeTopology
 
+# By rank, the share of drafts that are accepted of a head nobody measured, at every depth.
+ASSUMED_RANKS = (0.6, 0.15, 0.07, 0.04, 0.03)
+
 
 class _Level(NamedTuple):
     """One level of a static tree. Its candidates are the `width` likeliest tokens after each of `num_above` nodes.
@@ -158,7 +161,26 @@ def comb(depth: int, width: int = 2) -> StaticTree:
     return StaticTree(tuple((*(0,) * level, rank) for level in range(depth) for rank in range(width)))
 
 
-def default_static(budget: int, depth: int, accuracy: Sequence[float] = (0.6, 0.15, 0.07, 0.04, 0.03)) -> StaticTree:
+def likeliest_tree(acceptance: Sequence[Sequence[float]], nodes: int, depth: int) -> StaticTree:
+    """The static tree of `nodes`, root included, or of all there are, with the most expected accepted tokens.
+
+    acceptance: by depth and rank; the last depth stands for all deeper ones. A node's chance is never above its
+    parent's, so the likeliest nodes form a tree, which is Sequoia's optimum (arXiv:2402.12374) for drafts of fixed
+    ranks.
+    """
+    heap: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(acceptance[0])]
+    heapq.heapify(heap)
+    chosen: list[tuple[int, ...]] = []
+    while heap and len(chosen) < nodes - 1:
+        chance, choice = heapq.heappop(heap)
+        chosen.append(choice)
+        if len(choice) < depth:
+            for rank, share in enumerate(acceptance[min(len(choice), len(acceptance) - 1)]):
+                heapq.heappush(heap, (chance * share, (*choice, rank)))
+    return StaticTree(tuple(chosen))
+
+
+def default_static(budget: int, depth: int, accuracy: Sequence[float] = ASSUMED_RANKS) -> StaticTree:
     """A static tree of `budget` nodes, or of all there are, for a head that was not measured.
 
     It assumes the rank accuracies of a moderately trained head, the same and independent at each depth. For a tree
@@ -168,12 +190,4 @@ def default_static(budget: int, depth: int, accuracy: Sequence[float] = (0.6, 0.
         raise ValueError(f"a tree of {budget} nodes drafts nothing; ask for 2 or more")
     if budget > MAX_NODES:
         raise ValueError(f"a static tree of {budget} nodes: ask for {MAX_NODES} at most")
-    heap: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(accuracy)]
-    chosen: list[tuple[int, ...]] = []
-    while heap and len(chosen) < budget - 1:
-        value, choice = heapq.heappop(heap)
-        chosen.append(choice)
-        if len(choice) < depth:
-            for rank, share in enumerate(accuracy):
-                heapq.heappush(heap, (value * share, (*choice, rank)))
-    return StaticTree(tuple(chosen))
+    return likeliest_tree((accuracy,), budget, depth)

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 MEMORY = 32  # trials after which an older one counts 1/e
 PRIOR_WEIGHT = 4.0  # trials that the assumption counts as
-# Shares of a head nobody measured, by rank, at every depth: those of planner.static.default_static.
-ASSUMED_RANKS = (0.6, 0.15, 0.07, 0.04, 0.03)
 # By the length of the match that precedes a copied token: the shortest of the bucket, and the share accepted.
 COPY_BUCKETS = (1, 2, 3, 4, 6, 10, 16)
 COPY_SHARES = (0.25, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93)

@@ -5,7 +5,6 @@ Shapes: B batch rows.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from specheads.decoding.cached import cached_property
 from specheads.decoding.planner.by_cost.curves import StepCosts
 from specheads.decoding.planner.by_cost.estimates import HeadEstimate
 from specheads.decoding.planner.plan import WrappedPlan
-from specheads.decoding.planner.static import StaticTree, chain
+from specheads.decoding.planner.static import StaticTree, chain, likeliest_tree
 
 CHAINS = (1, 2, 3, 4, 5, 7, 10)
 COPIES = (*CHAINS, 15, 31)  # lengths of copies: they cost no drafting
@@ -135,24 +134,6 @@ def make_menu(
     pay_at_best = {1 + n for n in copies if costs.step(rows, 1 + n, 0) < (1 + n) * plain}
     sizes = {1, *pay_at_best, *(shape.nodes for shape in shapes)}
     return Menu(tuple(shapes), tuple(sorted(sizes)), own_size=compiled)
-
-
-def likeliest_tree(acceptance: Sequence[Sequence[float]], nodes: int, depth: int) -> StaticTree:
-    """The static tree of `nodes`, root included, or of all there are, with the most expected accepted tokens.
-
-    acceptance: by depth and rank, as in HeadEstimate. A node's chance is never above its parent's, so the likeliest
-    nodes form a tree, which is Sequoia's optimum (arXiv:2402.12374) for drafts of fixed ranks.
-    """
-    heap: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(acceptance[0])]
-    heapq.heapify(heap)
-    chosen: list[tuple[int, ...]] = []
-    while heap and len(chosen) < nodes - 1:
-        chance, choice = heapq.heappop(heap)
-        chosen.append(choice)
-        if len(choice) < depth:
-            for rank, share in enumerate(acceptance[min(len(choice), len(acceptance) - 1)]):
-                heapq.heappush(heap, (chance * share, (*choice, rank)))
-    return StaticTree(tuple(chosen))
 
 
 def fastest_tree(

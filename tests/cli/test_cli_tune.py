@@ -17,6 +17,7 @@ from specheads.models.calibration import expected_length
 from specheads.models.costs import auto_drafter, cost_key, cost_path
 from tests.reference.slow_heads import shallow_spec_model
 from tests.support.command_line import CONTROL, run
+from tests.support.tiny_models import gpt2, tiny_llama
 
 QUICK = ("--rounds", 1, "--steps", 2, "--nodes", 1, "--nodes", 4, "--length", 16)
 
@@ -121,7 +122,37 @@ def test_what_cannot_be_measured_is_refused(shipped, tmp_path, capsys):
     assert cost_path(cost_key(specheads.convert(_tiny(), "medusa").base, None)).name.count("-") == 2
 
 
-def _tiny():
-    from tests.support.tiny_models import tiny_llama
+def test_nodes_and_lengths_named_twice_are_measured_once():
+    costs = tune(_tiny(), None, TuneConfig(nodes=(2, 1, 2), lengths=(16, 16), rounds=1, steps=1)).for_rows(1)
+    assert [nodes for nodes, _ in costs.loop.points] == [nodes for nodes, _ in costs.verify[16].points] == [1, 2]
 
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"nodes": (1, 2)}, r"nodes=\[1, 2\] and steps=5 take 386 tokens .* 256 positions; give fewer steps$"),
+        ({"nodes": (1, 99)}, r"take 596 tokens .* 256 positions; give fewer steps or fewer nodes$"),
+        ({"compile": "eager"}, r"take 258 tokens .* 256 positions; give fewer steps or fewer nodes$"),
+    ],
+)
+def test_steps_that_do_not_fit_the_positions_of_the_base_are_refused_before_any_is_timed(options, said):
+    base = gpt2(256)
+    with pytest.raises(ValueError, match=said):
+        tune(base, specheads.convert(base, "medusa").head, TuneConfig(**options), lambda *told: pytest.fail("measured"))
+
+
+def test_a_length_leaves_room_for_the_steps_after_it():
+    base = gpt2(160)
+    head = specheads.convert(base, "medusa").head
+    costs = tune(base, head, TuneConfig(nodes=(1, 2), lengths=(8, 150), rounds=1, steps=1)).for_rows(1)
+    assert [*costs.verify] == [8, 160 - 2 * 64 - 2] and costs.read.points[-1][0] == 64
+
+
+def test_a_head_of_one_depth_has_no_further_level_to_time():
+    model = specheads.convert(_tiny(), "medusa", num_heads=1)
+    costs = tune(model.base, model.head, TuneConfig(nodes=(1, 2), lengths=(16,), rounds=1, steps=1)).for_rows(1)
+    assert costs.level(1) == costs.level(8) == 0 and costs.draft(1, (), 4) == costs.read(4) > 0
+
+
+def _tiny():
     return tiny_llama(num_hidden_layers=2)

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specheads.bench.tune.timing import Dummy, Report, TuneConfig, fastest_round, lookup_ms, random_prompts
+from specheads.bench.tune.timing import (
+    Dummy,
+    Report,
+    TuneConfig,
+    fastest_round,
+    fitting_lengths,
+    lookup_ms,
+    random_prompts,
+)
 from specheads.decoding.acceptance import Exact
 from specheads.decoding.compiled import compiled_steps
 from specheads.decoding.drafters.auto import READ_WIDTHS
@@ -30,12 +38,13 @@ UNTIMED = 3  # steps: the first reads the prompt, and the next may compile
 
 
 def tune_compiled(
-    base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, lengths: list[int], report: Report | None
+    base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, report: Report | None
 ) -> StepCosts:
     """Time steps of plain decoding and of dummy drafts, and of the head's chains; compiling each takes most of it."""
-    jobs: list[Job] = [(length, nodes, None, 0) for length in lengths for nodes in sorted({*config.nodes})]
     chains = [] if head is None else [chain(n) for n in sorted({min(n, head.max_depth) for n in COMPILED_CHAINS})]
     trees = [] if head is None or head.max_depth < 2 else [parallel_chains(4, 2)]
+    lengths = fitting_lengths(base, config, [tree.num_nodes for tree in (*chains, *trees)], UNTIMED)
+    jobs: list[Job] = [(length, nodes, None, 0) for length in lengths for nodes in config.nodes]
     drafted: list[Job] = [(lengths[0], 0, tree, READ_WIDTHS[0]) for tree in (*chains, *trees)]
     drafted += [(lengths[0], 0, tree, READ_WIDTHS[-1]) for tree in chains[:1]]
     times: dict[Job, list[list[float]]] = {job: [] for job in (*jobs, *drafted)}
@@ -49,7 +58,7 @@ def tune_compiled(
         report(1.0, f"{len(times)} compiled steps, each {config.rounds * config.steps} times")
     ms = {job: fastest_round(rounds) for job, rounds in times.items()}
     verify = {length: Curve.fit((job[1], ms[job]) for job in jobs if job[0] == length) for length in lengths}
-    zero = Curve(tuple((nodes, 0.0) for nodes in sorted({*config.nodes})))
+    zero = Curve(tuple((nodes, 0.0) for nodes in config.nodes))
     lookup = Curve.fit((length, lookup_ms(length, config.batch)) for length in lengths)
     if not chains:
         return StepCosts(config.batch, verify, zero, lookup)
@@ -85,7 +94,7 @@ def _timed(base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, jo
     steps = decode(
         target, drafter, ids, torch.full((config.batch,), length, device=device), plan=plan, sampler=Sampler(),
         accept=Exact(), stop=lambda row, text, count: -1, compiled=compiled_steps(base, config.compile),
-        max_new_tokens=(config.steps + UNTIMED + 1) * plan.num_nodes + 2,
+        max_new_tokens=config.new_tokens(plan.num_nodes, UNTIMED),
     )  # fmt: skip
     for _ in range(UNTIMED):
         next(steps)

@@ -20,6 +20,7 @@ from specheads.bench.tune.timing import (
     TimedTarget,
     TuneConfig,
     fastest_round,
+    fitting_lengths,
     lookup_ms,
     random_prompts,
     wait_for,
@@ -39,14 +40,15 @@ READS = (1, 4, 16, 64)  # positions that a head reads at once
 WIDTHS = (1, 2, 4, 8)  # nodes of a level
 CHAIN = 4  # levels over which one is timed
 SLOTS = 64
+UNTIMED = 1  # steps after the prompt
 
 
-def tune_eager(
-    base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, lengths: list[int], report: Report | None
-) -> StepCosts:
+def tune_eager(base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, report: Report | None) -> StepCosts:
     """Time verification over nodes and lengths, drafting over levels and unread positions, and the rest of the loop."""
-    verified = [(length, nodes) for length in lengths for nodes in sorted({*config.nodes})]
-    reads, widths = (READS, WIDTHS) if head is not None else ((), ())
+    reads = () if head is None else READS
+    widths = () if head is None or head.max_depth < 2 else WIDTHS
+    lengths = fitting_lengths(base, config, reads, UNTIMED)
+    verified = [(length, nodes) for length in lengths for nodes in config.nodes]
     jobs: list[tuple[str, int, int]] = [("verify", *one) for one in verified]
     jobs += [("read", lengths[0], count) for count in reads] + [("level", lengths[0], width) for width in widths]
     times: dict[tuple[str, int, int], list[list[tuple[float, float]]]] = {job: [] for job in jobs}
@@ -69,8 +71,8 @@ def tune_eager(
     read = Curve.fit((count, first["read", lengths[0], count]) for count in reads) if reads else None
     level = None
     if read is not None and head is not None:
-        levels = _levels(head)
-        level = Curve.fit((width, max(0.0, first["level", lengths[0], width] - read(1)) / levels) for width in widths)
+        drafted = [(width, max(0.0, first["level", lengths[0], width] - read(1)) / _levels(head)) for width in widths]
+        level = Curve.fit(drafted or [(1, 0.0)])  # a head of one level never drafts a further one
     lookup = Curve.fit((length, lookup_ms(length, config.batch)) for length in lengths)
     return StepCosts(config.batch, verify, loop, lookup, read, level)
 
@@ -84,22 +86,21 @@ def _timed(
         drafter, plan = Dummy(() if head is None else head.layers, count), chain(max(2, count) - 1)
     else:
         assert head is not None
-        levels = _levels(head)
-        tree: Plan = chain(1) if kind == "read" else parallel_chains(count, levels + 1)
+        tree: Plan = chain(1) if kind == "read" else parallel_chains(count, _levels(head) + 1)
         drafter, plan = _Timed(head, tree, count if kind == "read" else 1), chain(1)
     target = TimedTarget(base, drafter.layers, scratch=plan.num_nodes)
     every = drafter.every if isinstance(drafter, _Timed) else 1
     device: Any = target.device
     ids = random_prompts(base, config.batch, length)
-    new = (config.steps + 1) * every * plan.num_nodes + 2
+    new = config.new_tokens(count if kind == "read" else plan.num_nodes, UNTIMED)
     steps = decode(
         target, drafter, ids.to(device), torch.full((config.batch,), length, device=device), plan=plan,
         sampler=Sampler(), accept=Exact(), stop=lambda row, text, count: -1, max_new_tokens=new,
     )  # fmt: skip
     next(steps)
     found = []
-    for number, step in enumerate(_limited(steps, (config.steps + 1) * every)):
-        if number < every:
+    for number, step in enumerate(_limited(steps, (config.steps + UNTIMED) * every)):
+        if number < UNTIMED * every:
             continue  # warms up
         if kind == "verify":
             verify = target.seconds
@@ -116,7 +117,7 @@ def _limited(steps: Iterator[Any], count: int) -> Iterator[Any]:
 
 def _levels(head: DraftHead) -> int:
     """How many levels beyond the first are timed together."""
-    return max(1, min(CHAIN, head.max_depth) - 1)
+    return min(CHAIN, head.max_depth) - 1
 
 
 class _Timed(Drafter):

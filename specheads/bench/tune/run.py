@@ -11,7 +11,6 @@ from specheads.bench.tune.compiled import tune_compiled
 from specheads.bench.tune.eager import tune_eager
 from specheads.bench.tune.timing import Report, TuneConfig
 from specheads.decoding.planner.by_cost import CostTable
-from specheads.decoding.target.hf_base import text_config
 from specheads.heads import DraftHead
 from specheads.models.costs import cost_key
 
@@ -19,13 +18,8 @@ from specheads.models.costs import cost_key
 @torch.inference_mode()
 def tune(base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, report: Report | None = None) -> CostTable:
     """Measure the step costs of a base, and of its head, for one batch size. Takes seconds to minutes."""
-    most = getattr(text_config(base), "max_position_embeddings", None) or max(config.lengths)
-    room = (config.steps + 5) * max(config.nodes) + 1
-    lengths = sorted({min(length, most - room) for length in config.lengths})
-    if lengths[0] < 1:
-        raise ValueError(f"nodes={list(config.nodes)} and steps={config.steps} do not fit the base's {most} positions")
     measure = tune_compiled if config.compile else tune_eager
-    costs = measure(base, head, config, lengths, report)
+    costs = measure(base, head, config, report)
     names = {"base": str(base.name_or_path), "head": "none" if head is None else head.config.kind}
     key = cost_key(base, head, compiled=bool(config.compile))
     return CostTable(key, {config.batch: costs}, title="measured", names=names)

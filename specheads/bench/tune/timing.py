@@ -37,8 +37,8 @@ def fastest_round(rounds: Sequence[Sequence[float]]) -> float:
 @dataclass(frozen=True)
 class TuneConfig:
     """nodes: per row that are timed in one pass, root included (none: the usual ones); lengths: of the context, in
-    tokens, those that fit the base; rounds: in which all of it takes turns; steps: timed in each round; compile: time
-    compiled steps, by torch's own backend or the one named."""
+    tokens, shortened to what fits the base; both are put in order, each once. rounds: in which all of it takes turns;
+    steps: timed in each round; compile: time compiled steps, by torch's own backend or the one named."""
 
     batch: int = 1
     nodes: tuple[int, ...] = ()
@@ -54,11 +54,35 @@ class TuneConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("nodes", "lengths"):
-            values = getattr(self, name)
+            values = tuple(sorted({*getattr(self, name)}))
+            object.__setattr__(self, name, values)
             if not values or min(values) < 1:
                 raise ValueError(f"{name}={list(values)} must hold one number or more, each at least 1")
         if 1 not in self.nodes:
             raise ValueError(f"nodes={list(self.nodes)} must hold 1, a plain step, which all others are compared with")
+
+    def new_tokens(self, width: int, untimed: int) -> int:
+        """Room for the timed steps and for `untimed` ones before them, if each gains `width` tokens."""
+        return (self.steps + untimed) * width + 2
+
+
+def fitting_lengths(base: PreTrainedModel, config: TuneConfig, others: Sequence[int], untimed: int) -> list[int]:
+    """The context lengths, shortened where the steps after them would not fit the base's positions.
+
+    others: the widths of the steps, as `new_tokens` takes them, that are not of config.nodes. ValueError if no context
+    is left.
+    """
+    most = getattr(text_config(base), "max_position_embeddings", None)
+    if most is None:
+        return list(config.lengths)
+    widest = max((2, config.nodes[-1], *others))
+    room = config.new_tokens(widest, untimed)
+    if most <= room:
+        raise ValueError(
+            f"nodes={list(config.nodes)} and steps={config.steps} take {room} tokens after the context, and the base "
+            f"has {most} positions; give fewer steps{'' if widest in others else ' or fewer nodes'}"
+        )
+    return sorted({min(length, most - room) for length in config.lengths})
 
 
 def random_prompts(base: PreTrainedModel, batch: int, length: int) -> Tensor:

@@ -15,7 +15,9 @@ def tune(
     models: Annotated[
         list[str], typer.Argument(metavar="MODEL...", help="Head checkpoints or plain models, each tuned in turn.")
     ],
-    batch: Annotated[int, typer.Option(min=1, help="Rows of a batch; other sizes in the file stay as they are.")] = 1,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Rows of a batch; the file keeps other sizes measured by the same versions.")
+    ] = 1,
     nodes: Annotated[
         list[int] | None,
         typer.Option(

@@ -9,10 +9,10 @@ from huggingface_hub import constants
 
 import specheads
 from specheads.bench.tree_search import acceptance_of, search_head
-from specheads.bench.tune import TuneConfig, tune
+from specheads.bench.tune import TuneConfig, merge, tune
 from specheads.cli.commands.tune import show
 from specheads.decoding.compiled import compiled_steps
-from specheads.decoding.planner.by_cost import CostTable, shipped_costs
+from specheads.decoding.planner.by_cost import CostTable, StepCosts, shipped_costs
 from specheads.models.calibration import expected_length
 from specheads.models.costs import auto_drafter, cost_key, cost_path
 from tests.reference.slow_heads import shallow_spec_model
@@ -152,6 +152,25 @@ def test_a_head_of_one_depth_has_no_further_level_to_time():
     model = specheads.convert(_tiny(), "medusa", num_heads=1)
     costs = tune(model.base, model.head, TuneConfig(nodes=(1, 2), lengths=(16,), rounds=1, steps=1)).for_rows(1)
     assert costs.level(1) == costs.level(8) == 0 and costs.draft(1, (), 4) == costs.read(4) > 0
+
+
+def test_costs_that_other_versions_measured_are_dropped_with_one_line_when_a_batch_is_added(tmp_path, caplog):
+    path, known = tmp_path / "costs.json", shipped_costs("cpu").for_rows(1).to_dict()
+    one, four, eight = (StepCosts.from_dict(batch, known) for batch in (1, 4, 8))
+    new, both = CostTable(None, {8: eight}), CostTable(None, {1: one, 4: four}, ((0.5,),))
+    both.save(path)
+    assert [*merge(CostTable.load(path), new).batches] == [1, 4, 8] and not caplog.messages
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "versions": {**content["versions"], "torch": "1.0"}}))
+    merged = merge(CostTable.load(path), new)
+    assert [*merged.batches] == [8] and merged.acceptance == both.acceptance
+    (line,) = caplog.messages
+    assert line.startswith("dropped the costs of batch 1, 4, measured with torch 1.0, specheads ") and "\n" not in line
+    merged.save(path)
+    caplog.clear()
+    assert CostTable.load(path, merged.key) == merged and not caplog.messages
+    path.write_text(json.dumps({**content, "versions": None}))
+    assert [*merge(CostTable.load(path), both).batches] == [1, 4] and not caplog.messages, "all are measured anew"
 
 
 def _tiny():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,8 @@ from specheads.bench.tune.timing import Report, TuneConfig
 from specheads.decoding.planner.by_cost import CostTable
 from specheads.heads import DraftHead
 from specheads.models.costs import cost_key
+
+_log = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
@@ -26,7 +29,14 @@ def tune(base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, repo
 
 
 def merge(old: CostTable | None, new: CostTable) -> CostTable:
-    """The new costs, with those of other batch sizes, and the acceptance, of an older table of the same key."""
+    """The new costs, with those of other batch sizes, and the acceptance, of an older table of the same key. Costs that
+    other versions measured are dropped, with a line in the log."""
     if old is None or old.key != new.key:
         return new
-    return replace(new, batches={**old.batches, **new.batches}, acceptance=new.acceptance or old.acceptance)
+    kept = old.batches if old.versions == new.versions else {}
+    if dropped := sorted(old.batches.keys() - kept.keys() - new.batches.keys()):
+        _log.warning(
+            "dropped the costs of batch %s, measured with %s, and this is %s: run `specheads tune --batch` again",
+            ", ".join(map(str, dropped)), old.measured_with, new.measured_with,
+        )  # fmt: skip
+    return replace(new, batches={**kept, **new.batches}, acceptance=new.acceptance or old.acceptance)

@@ -24,6 +24,11 @@ _MOST_BYTES = 2**20
 _log = logging.getLogger(__name__)
 
 
+def _versions() -> dict[str, str]:
+    """Of what decides how long a step takes, besides the model and the machine."""
+    return {"torch": str(torch.__version__), "specheads": __version__}
+
+
 @dataclass(frozen=True)
 class CostKey:
     """What measured costs hold for. base: digest of its fingerprint; head: digest of its options, "none" without one;
@@ -44,13 +49,14 @@ class CostKey:
 @dataclass(frozen=True)
 class CostTable:
     """Step costs by batch size. acceptance: by depth and rank, the share of drafts of that rank that were right where
-    all drafts above them were; empty if it was not measured. title: in messages."""
+    all drafts above them were; empty if it was not measured. title: in messages. versions: that measured the costs."""
 
     key: CostKey | None
     batches: Mapping[int, StepCosts]
     acceptance: tuple[tuple[float, ...], ...] = ()
     title: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=_versions, compare=False)
 
     def __post_init__(self) -> None:
         if not self.batches:
@@ -69,7 +75,7 @@ class CostTable:
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
         content = {
-            "format": FORMAT, "versions": _versions(), "key": None if self.key is None else asdict(self.key),
+            "format": FORMAT, "versions": dict(self.versions), "key": None if self.key is None else asdict(self.key),
             "names": dict(self.names), "title": self.title,
             "acceptance": [[round(share, 4) for share in row] for row in self.acceptance],
             "batches": {str(batch): costs.to_dict() for batch, costs in sorted(self.batches.items())},
@@ -94,7 +100,8 @@ class CostTable:
             batches = {int(n): StepCosts.from_dict(int(n), costs) for n, costs in content["batches"].items()}
             acceptance = tuple(tuple(map(float, row)) for row in content["acceptance"])
             own = None if content["key"] is None else CostKey(**content["key"])
-            table = cls(own, batches, acceptance, str(content["title"]), dict(content["names"]))
+            versions = content.get("versions") if isinstance(content.get("versions"), dict) else {}
+            table = cls(own, batches, acceptance, str(content["title"]), dict(content["names"]), versions)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
             raise ValueError(f"{path} is no file of `specheads tune` ({reason}); tune again") from error
@@ -104,18 +111,19 @@ class CostTable:
             raise ValueError(
                 f"{path} holds costs for {name} {held.get(name)!r}, not {value!r}; run `specheads tune` here"
             )
-        if keys and content.get("versions") != _versions():
-            written = content.get("versions") if isinstance(content.get("versions"), dict) else {}
-            then, now = (
-                ", ".join(f"{name} {v.get(name, '?')}" for name in _versions()) for v in (written, _versions())
-            )
+        if keys and table.versions != _versions():
+            then, now = table.measured_with, _spelled(_versions())
             _log.warning("%s was measured with %s, and this is %s: run `specheads tune` again", path, then, now)
         return table
 
+    @property
+    def measured_with(self) -> str:
+        """The versions, in words."""
+        return _spelled(self.versions)
 
-def _versions() -> dict[str, str]:
-    """Of what decides how long a step takes, besides the model and the machine."""
-    return {"torch": str(torch.__version__), "specheads": __version__}
+
+def _spelled(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {versions.get(name, '?')}" for name in _versions())
 
 
 def digest(value: Any) -> str:

@@ -142,6 +142,37 @@ def test_hooks_attention_and_adapter_scales_are_part_of_what_is_compiled():
     assert compiled == without
 
 
+@pytest.mark.parametrize(
+    ("read", "change", "other"),
+    [
+        (torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 1),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, "warn"),
+        (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    ],
+    ids=["threads", "precision", "deterministic", "default dtype"],
+)
+def test_settings_of_torch_that_code_is_made_for_are_part_of_what_is_compiled(read, change, other):
+    base, prompts, before = tiny_llama(num_hidden_layers=1), padded(PROMPTS[:1]), read()
+    try:
+        texts_of(base, prompts, max_new_tokens=4)
+        change(other)
+        without, compiled = texts_of(base, prompts, max_new_tokens=4)
+    finally:
+        change(before)
+    assert compiled == without
+    assert len(compiled_steps(base, "eager")) == 2
+
+
+def test_a_base_that_was_moved_has_steps_of_its_own_on_each_device():
+    base = tiny_llama(num_hidden_layers=1)
+    steps = compiled_steps(base, "eager")
+    steps.failure = "no compiler for this device"
+    assert compiled_steps(base, "eager") is steps and steps.device == torch.device("cpu")
+    moved = compiled_steps(base.to("meta"), "eager")
+    assert moved.device == torch.device("meta") and moved.failure is None
+
+
 def test_a_graph_is_not_made_again_for_processors_and_drafters_that_it_does_not_hold():
     base, prompts = tiny_llama(num_hidden_layers=1), padded(PROMPTS)
     for draft in (PromptLookup(3), NGram(3, filler_top_k=1)):

@@ -9,7 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specheads import AdaptiveChain, DraftModel, NGram, PromptLookup, SampledTree, Typical, chain
+from specheads import (
+    AdaptiveChain,
+    DraftModel,
+    NGram,
+    PromptLookup,
+    SampledTree,
+    Typical,
+    chain,
+    generate,
+    generate_many,
+)
 from specheads.decoding.compiled import compiled_steps
 from specheads.decoding.compiled.graphs import reason_not_compiled
 from specheads.decoding.target.model_inputs import ModelInputs
@@ -94,6 +104,19 @@ def test_what_cannot_be_compiled_is_decoded_without_after_one_warning(hf_log):
     assert "no compiler" in steps.failure
     assert len(steps) == 0
     assert sum("without" in record.message for record in hf_log.records) == 1
+
+
+def test_a_backend_that_torch_does_not_have_is_refused_and_one_that_was_registered_is_taken():
+    base, options = tiny_llama(num_hidden_layers=1), {**padded(PROMPTS[:1]), "max_new_tokens": 4, "do_sample": False}
+    for call in (generate, generate_many):
+        given = options if call is generate else {"prompts": PROMPTS[:1], "max_new_tokens": 4}
+        with pytest.raises(
+            ValueError, match=r"^unknown backend of torch\.compile 'inductr'; did you mean 'inductor'\?$"
+        ):
+            call(base, **given, compile="inductr")
+    torch._dynamo.register_backend(lambda graph, inputs: graph.forward, name="of_ours")
+    compiled = generate(base, **options, compile="of_ours")
+    assert torch.equal(compiled, generate(base, **options)) and len(compiled_steps(base, "of_ours")) == 1
 
 
 def test_without_a_compiler_of_products_decoding_continues_after_one_warning(monkeypatch, hf_log):

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from specheads.decoding.target.causal import Target
+from specheads.options import refuse_unknown
 
 T = TypeVar("T")
 logger = logging.get_logger(__name__)
@@ -26,9 +27,9 @@ DEFAULT_BACKEND = "inductor"
 
 
 class CompiledSteps:
-    """The compiled steps of one base model.
+    """The compiled steps of one base model on one device.
 
-    backend: of torch.compile. device: the model's. `failure`: why nothing is compiled, None while all is well.
+    backend: of torch.compile. `failure`: why nothing is compiled, None while all is well.
     """
 
     def __init__(self, backend: str, device: torch.device) -> None:
@@ -84,13 +85,17 @@ def forget(steps: ref[CompiledSteps], graph: Hashable) -> None:
         found._known.pop(graph, None)
 
 
-_STEPS: WeakKeyDictionary[PreTrainedModel, dict[str, CompiledSteps]] = WeakKeyDictionary()
+_STEPS: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, torch.device], CompiledSteps]] = WeakKeyDictionary()
 
 
 def compiled_steps(base: PreTrainedModel, backend: str | bool = True) -> CompiledSteps:
-    """The compiled steps of this base, which live as long as it does. backend: True for torch's own."""
-    backend = DEFAULT_BACKEND if backend is True else str(backend)
-    return _STEPS.setdefault(base, {}).setdefault(backend, CompiledSteps(backend, base.device))
+    """The compiled steps of this base where it is now, which live as long as it does. backend: True for torch's own.
+
+    ValueError, with the nearest name, for a backend that torch does not have.
+    """
+    name = DEFAULT_BACKEND if backend is True else str(backend)
+    refuse_unknown([name], torch._dynamo.list_backends(exclude_tags=()), "backend of torch.compile")
+    return _STEPS.setdefault(base, {}).setdefault((name, base.device), CompiledSteps(name, base.device))
 
 
 def compile_without_guards(function: Callable[..., T], backend: str, device: torch.device) -> Callable[..., T]:

@@ -29,6 +29,20 @@ def module_state(module: nn.Module) -> tuple:
     return ref(module), hash(tuple(modules)), hash(tuple(tensors)), tuple(tables)
 
 
+def torch_settings() -> tuple:
+    """The settings of torch that its compiler makes code for, or would guard."""
+    products = torch.backends.cuda.matmul
+    return (
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.get_deterministic_debug_mode(),
+        torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+        products.fp32_precision,
+        products.allow_fp16_reduced_precision_reduction,
+        products.allow_bf16_reduced_precision_reduction,
+    )
+
+
 def options_as_tensors(owner: Any, device: torch.device, names: Sequence[str]) -> Any:
     """A copy of a logits processor or rule whose options of these names are tensors, which a graph reads anew."""
     result = copy.copy(owner)

@@ -12,7 +12,13 @@ from transformers.generation import logits_process as hf
 
 from specheads.decoding.acceptance import Acceptance, Exact
 from specheads.decoding.compiled.graphs import DEFAULT_BACKEND, CompiledSteps
-from specheads.decoding.compiled.keys import constants_of, draft_shapes, module_state, options_as_tensors
+from specheads.decoding.compiled.keys import (
+    constants_of,
+    draft_shapes,
+    module_state,
+    options_as_tensors,
+    torch_settings,
+)
 from specheads.decoding.drafters.base import Advance, Context, DeviceDraft, Drafter
 from specheads.decoding.planner import BestFirstTree, DynamicTree, NoDraft, Plan, SampledTree, StaticTree
 from specheads.decoding.planner.record import RecordDraftLogits
@@ -70,7 +76,7 @@ class StepCompiler:
                 module_state(self.target.base),
                 self.target.layers,
                 None if offset is None else offset.shape,
-                torch.get_default_dtype(),
+                torch_settings(),
                 autocast,
             )
         return self._state

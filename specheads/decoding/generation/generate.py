@@ -71,8 +71,8 @@ def generate(
     keep D at every drafted position in the steps (see `Step`); it needs return_dict_in_generate=True.
 
     compile: decode with steps compiled by torch, for which new shapes are compiled once (the log says so and how long
-    it took; torch keeps the code on disk); True, or the name of a backend of torch.compile. What cannot be compiled is
-    decoded without, after a warning.
+    it took; torch keeps the code on disk); True, or the name of a backend of torch.compile, refused if torch has none
+    such. What cannot be compiled is decoded without, after a warning.
 
     inputs: ids (B, T). Arguments of the model (pixel_values, position_ids, token_type_ids …) are served as generate()
     serves them, or refused by name. A prompt padded on the right continues after its own last token, as if it were

@@ -64,7 +64,7 @@ def test_compiled_steps_have_a_table_of_their_own(kind, capsys):
     show([{"drafter": "a head", "file": "f", "batch": 1, "search": [], **costs.to_dict()}])
     assert "verify after 16" in capsys.readouterr().out
     steps = compiled_steps(model.base, "eager")
-    assert steps.failure is None and not steps._failed
+    assert steps.failure is None and not steps.failures
     functions = [function.__name__ for function, _ in steps._known]
     sizes = {key[-3] for function, key in steps._known if function.__name__ == "step_after_draft"}
     assert sizes == {6}, "a dummy is not filled up to the largest tree"
@@ -152,6 +152,38 @@ def test_a_head_of_one_depth_has_no_further_level_to_time():
     model = specheads.convert(_tiny(), "medusa", num_heads=1)
     costs = tune(model.base, model.head, TuneConfig(nodes=(1, 2), lengths=(16,), rounds=1, steps=1)).for_rows(1)
     assert costs.level(1) == costs.level(8) == 0 and costs.draft(1, (), 4) == costs.read(4) > 0
+
+
+def test_steps_that_are_not_compiled_give_no_costs_of_compiled_ones():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    config = TuneConfig(nodes=(1, 6), lengths=(16,), rounds=1, steps=1, compile="eager")
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM decodes without .* \(its positions change with the length"):
+        tune(tiny_llama(num_hidden_layers=1, rope_parameters=rope), None, config)
+
+    def broken(graph, inputs):
+        raise OSError("no compiler")
+
+    base = tiny_llama(num_hidden_layers=1)
+    compiled_steps(base, "eager").backend = broken
+    with pytest.raises(ValueError, match=r"\(BackendCompilerFailed: .*no compiler\); tune without --compile$"):
+        tune(base, None, config)
+    with pytest.raises(ValueError, match="unknown backend of"):
+        tune(base, None, TuneConfig(compile="inductr"))
+
+
+def test_one_step_that_is_not_compiled_gives_no_costs_of_those_that_are():
+    base, compiled = tiny_llama(num_hidden_layers=1), []
+
+    def breaks_later(graph, inputs):
+        if compiled:
+            raise OSError("no more")
+        compiled.append(graph)
+        return graph.forward
+
+    compiled_steps(base, "eager").backend = breaks_later
+    with pytest.raises(ValueError, match=r"no more\); tune without --compile$"):
+        tune(base, None, TuneConfig(nodes=(1, 6), lengths=(16,), rounds=1, steps=1, compile="eager"))
+    assert len(compiled_steps(base, "eager")) == 1 and compiled_steps(base, "eager").failure is None
 
 
 def test_costs_that_other_versions_measured_are_dropped_with_one_line_when_a_batch_is_added(tmp_path, caplog):

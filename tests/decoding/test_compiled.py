@@ -118,7 +118,7 @@ def test_a_hybrid_targets_step_is_one_graph_for_chains_and_fixed_trees(family, t
     assert steps.failure is None
     assert {function.__name__ for function, _ in steps._known} == functions
     assert len(steps) == 2 * len(functions)  # of three rows, greedy, and of one, sampled
-    assert not steps._failed
+    assert not steps.failures
     assert all("forward" not in vars(part.module) for part in Target(model.base).recurrent)
 
 
@@ -137,7 +137,7 @@ def test_a_hybrid_target_compiles_what_the_drafter_leaves_to_the_graph(draft):
     assert compiled == without
     steps = compiled_steps(base, "eager")
     assert steps.failure is None
-    assert not steps._failed
+    assert not steps.failures
 
 
 @pytest.mark.slow

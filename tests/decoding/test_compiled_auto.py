@@ -31,7 +31,7 @@ def test_automatic_drafts_take_few_graphs_and_give_the_same_text(sampling):
     without, compiled = texts_of(model, prompts, draft=AutoDrafter(model.head, HEAD_IS_CHEAP), **sampling)
     assert compiled == without == model.generate(**prompts, draft=False, **({"do_sample": False} | sampling)).tolist()
     steps = compiled_steps(model.base, "eager")
-    assert steps.failure is None and not steps._failed
+    assert steps.failure is None and not steps.failures
     functions = [function.__name__ for function, _ in steps._known]
     assert {"whole_step"} <= set(functions) <= {"whole_step", "step_after_draft"} and len(functions) <= 8
 
@@ -61,7 +61,7 @@ def test_automatic_drafts_of_a_hybrid_target_are_chains_in_the_graph(prompts, mo
     assert compiled == without == model.generate(**padded(prompts), **options, draft=False).tolist()
     assert shapes and all(shape.is_chain for shape in shapes)
     steps = compiled_steps(model.base, "eager")
-    assert steps.failure is None and not steps._failed and len(steps) > 2
+    assert steps.failure is None and not steps.failures and len(steps) > 2
 
 
 def fickle(menu, head_gains, copy_gains, step_ms, draft_ms, worth):
@@ -86,7 +86,7 @@ def test_a_head_that_misses_steps_drafts_in_the_graph(kind, sampling, monkeypatc
         out = model.generate(**prompts, **options, draft=AutoDrafter(model.head, HEAD_IS_CHEAP), compile=compile)
         assert torch.equal(out, plain)
     steps = compiled_steps(model.base, "eager")
-    assert steps.failure is None and not steps._failed
+    assert steps.failure is None and not steps.failures
     graphs = [key for function, key in steps._known if function.__name__ == "whole_step"]
     reads_what_it_missed = kind.startswith("eagle")
     assert len(graphs) >= 2 + reads_what_it_missed, "of the head's shapes, and in both widths"

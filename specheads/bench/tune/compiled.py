@@ -21,6 +21,7 @@ from specheads.bench.tune.timing import (
 )
 from specheads.decoding.acceptance import Exact
 from specheads.decoding.compiled import compiled_steps
+from specheads.decoding.compiled.graphs import reason_not_compiled
 from specheads.decoding.drafters.auto import READ_WIDTHS
 from specheads.decoding.drafters.base import Context, DeviceDraft, Drafter
 from specheads.decoding.drafters.unread import UnreadPositions
@@ -80,7 +81,7 @@ def tune_compiled(
 
 
 def _timed(base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, job: Job) -> list[float]:
-    """Milliseconds of each step, without what a dummy takes to draft."""
+    """Milliseconds of each step, without what a dummy takes to draft. ValueError if any of it was not compiled."""
     length, nodes, tree, width = job
     drafter: Dummy | _Whole
     if tree is None:
@@ -89,16 +90,20 @@ def _timed(base: PreTrainedModel, head: DraftHead | None, config: TuneConfig, jo
         assert head is not None
         drafter, plan = _Whole(head, tree, width), tree
     target = Target(base, drafter.layers, scratch=LARGEST, static=True)
+    compiled = compiled_steps(base, config.compile)
     device: Any = target.device
     ids = random_prompts(base, config.batch, length).to(device)
     steps = decode(
         target, drafter, ids, torch.full((config.batch,), length, device=device), plan=plan, sampler=Sampler(),
-        accept=Exact(), stop=lambda row, text, count: -1, compiled=compiled_steps(base, config.compile),
+        accept=Exact(), stop=lambda row, text, count: -1, compiled=compiled,
         max_new_tokens=config.new_tokens(plan.num_nodes, UNTIMED),
     )  # fmt: skip
     for _ in range(UNTIMED):
         next(steps)
-    return [(next(steps).seconds - drafter.seconds) * 1e3 for _ in range(config.steps)]
+    times = [(next(steps).seconds - drafter.seconds) * 1e3 for _ in range(config.steps)]
+    if reason := next(iter(compiled.failures.values()), reason_not_compiled(target)):
+        raise ValueError(f"{type(base).__name__} decodes without compiling ({reason}); tune without --compile")
+    return times
 
 
 class _Whole(Drafter):

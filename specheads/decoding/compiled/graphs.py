@@ -29,14 +29,15 @@ DEFAULT_BACKEND = "inductor"
 class CompiledSteps:
     """The compiled steps of one base model on one device.
 
-    backend: of torch.compile. `failure`: why nothing is compiled, None while all is well.
+    backend: of torch.compile. `failure`: why nothing is compiled, None while all is well. failures: of each graph that
+    could not be compiled, why.
     """
 
     def __init__(self, backend: str, device: torch.device) -> None:
         self.backend, self.device = backend, device
         self.failure: str | None = None
         self._known: dict[Hashable, Callable[..., Any]] = {}
-        self._failed: set[Hashable] = set()
+        self.failures: dict[Hashable, str] = {}
         self._said: set[str] = set()
 
     def __len__(self) -> int:
@@ -54,7 +55,7 @@ class CompiledSteps:
     def run(self, function: Callable[..., T], key: Hashable, *inputs: Any, module: nn.Module | None = None) -> T:
         """function(*inputs), compiled; as it is, after one warning, if it cannot be compiled. Then no other is tried
         either if it was the first. module: the graph is dropped when this head is freed."""
-        if self.failure is not None or (function, key) in self._failed:
+        if self.failure is not None or (function, key) in self.failures:
             return function(*inputs)
         if (compiled := self._known.get((function, key))) is not None:
             return compiled(*inputs)
@@ -66,7 +67,7 @@ class CompiledSteps:
         except Exception as error:
             result = function(*inputs)  # which raises what is wrong with the inputs, if that is what it was
             reason = f"{type(error).__name__}: {first_lines(error)}"
-            self._failed.add((function, key))
+            self.failures[function, key] = reason
             if not self._known:
                 self.failure = reason
                 self._said.add(reason)

@@ -18,7 +18,7 @@ from specheads.decoding.drafters.unread import UnreadPositions
 from specheads.decoding.planner import NoDraft
 from specheads.decoding.planner.by_cost import CostTable, Curve
 from specheads.decoding.planner.by_cost.choice import Choice
-from specheads.decoding.planner.by_cost.shapes import ReserveSlots
+from specheads.decoding.planner.plan import ReserveSlots
 from specheads.models.costs import cost_key, cost_path
 from tests.support.auto_costs import DEAR, FREE, HEADS, ONE, OPTIONS, Trained
 from tests.support.prompts import padded

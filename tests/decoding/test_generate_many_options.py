@@ -8,7 +8,7 @@ import specheads
 from specheads import PromptLookup, UnsupportedModel, chain, generate_many
 from specheads.decoding.target.causal import Target
 from tests.support.chat_tokenizer import build_tokenizer
-from tests.support.refilled import BASE, GREEDY, PROMPTS, WARM, assert_as_alone, head, small
+from tests.support.refilled import BASE, DRAFTERS, GREEDY, HEADS, PROMPTS, WARM, assert_as_alone, head, small
 from tests.support.tiny_models import repetitive_model
 
 PROCESSORS = {
@@ -99,6 +99,26 @@ def test_each_prompt_may_have_its_own_limit(sampled):
         assert_as_alone([one], **{**options, "max_new_tokens": limit})
     with pytest.raises(ValueError, match=f"prompt {len(PROMPTS)}: max_new_tokens= has {len(PROMPTS)} numbers"):
         list(generate_many(BASE, iter([*PROMPTS, [5]]), stream=True, **given))
+
+
+@pytest.mark.parametrize("name", ["draft model", *HEADS])
+def test_a_long_text_may_follow_short_ones(name):
+    """A drafter's cache has room for the whole plan, however little the first texts let it draft."""
+    options = {**GREEDY, "eos_token_id": None, "draft": DRAFTERS[name]()}
+    if name in ("draft model", "eagle", "eagle3", "mtp"):
+        options["tree"] = chain(5)
+    limits = [3, 3, 20, 20]
+    results = generate_many(BASE, PROMPTS[:4], batch_size=2, **{**options, "max_new_tokens": limits})
+    for one, limit in zip(results, limits, strict=True):
+        assert_as_alone([one], **{**options, "max_new_tokens": limit})
+
+
+def test_a_short_prompt_may_follow_one_that_nearly_fills_max_length():
+    options = {**GREEDY, "eos_token_id": None, "max_new_tokens": None, "max_length": 20, "draft": head("eagle3")}
+    prompts = [[*range(3, 20)], [*range(20, 37)], [5, 6, 7], [8, 9, 10]]
+    results = generate_many(BASE, prompts, batch_size=2, **options)
+    assert [len(one.tokens) for one in results] == [3, 3, 17, 17]
+    assert_as_alone(results, **options)
 
 
 def test_without_a_seed_torchs_own_governs():

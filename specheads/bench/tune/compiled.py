@@ -28,7 +28,8 @@ from specheads.decoding.drafters.unread import UnreadPositions
 from specheads.decoding.loop import decode
 from specheads.decoding.planner import Plan, StaticTree, chain
 from specheads.decoding.planner.by_cost import Curve, StepCosts
-from specheads.decoding.planner.by_cost.shapes import COMPILED_CHAINS, LARGEST, ReserveSlots, Shape, parallel_chains
+from specheads.decoding.planner.by_cost.shapes import COMPILED_CHAINS, LARGEST, Shape, parallel_chains
+from specheads.decoding.planner.plan import ReserveSlots
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.causal import Target
 from specheads.decoding.tree import DraftTree

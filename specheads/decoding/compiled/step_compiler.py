@@ -21,7 +21,7 @@ from specheads.decoding.compiled.keys import (
 )
 from specheads.decoding.drafters.base import Advance, Context, DeviceDraft, Drafter
 from specheads.decoding.planner import BestFirstTree, DynamicTree, NoDraft, Plan, SampledTree, StaticTree
-from specheads.decoding.planner.record import RecordDraftLogits
+from specheads.decoding.planner.plan import unwrapped_plan
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.refill import split_prompt
 from specheads.decoding.step import step_after_draft, verify, whole_step
@@ -214,8 +214,3 @@ def branches_at_random(plan: Plan | None) -> bool:
     """May the drawn children of a node be more or fewer from tree to tree?"""
     plan = unwrapped_plan(plan)
     return isinstance(plan, SampledTree) and plan.num_nodes > plan.depth + 1
-
-
-def unwrapped_plan(plan: Plan | None) -> Plan | None:
-    """The plan that grows the trees."""
-    return plan.plan if isinstance(plan, RecordDraftLogits) else plan

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.drafters.model import DraftModel
 from specheads.decoding.planner import AdaptiveChain, Expand, Plan, SampledTree, chain
-from specheads.decoding.planner.plan import require_positive
-from specheads.decoding.planner.record import RecordDraftLogits
+from specheads.decoding.planner.plan import require_positive, unwrapped_plan, with_grown
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
@@ -102,18 +101,16 @@ class Assistant(DraftModel):
         return self.options.plan(do_sample and not self.through_text)
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
-        inner = plan.plan if isinstance(plan, RecordDraftLogits) else plan
-        if not isinstance(inner, ScheduledChain):
+        given = unwrapped_plan(plan)
+        if not isinstance(given, ScheduledChain):
             return super().propose(context, sampler, plan)
         memory = context.memory
-        scheduled = inner
+        scheduled = given
         if "scheduled" in memory:
             scheduled = memory["scheduled"].next(accepted_whole(context.new, memory["drafted"]))
         memory["scheduled"] = scheduled
-        inner = scheduled.limited(min(scheduled.depth, inner.depth))
-        tree = super().propose(
-            context, sampler, replace(plan, plan=inner) if isinstance(plan, RecordDraftLogits) else inner
-        )
+        limited = scheduled.limited(min(scheduled.depth, given.depth))
+        tree = super().propose(context, sampler, with_grown(plan, limited))
         memory["drafted"] = tree.topology.drafted.sum(1)
         return tree
 

@@ -29,10 +29,10 @@ from specheads.decoding.planner.by_cost.shapes import (
     COMPILED_SIZES,
     LARGEST,
     Menu,
-    ReserveSlots,
     Shape,
     make_menu,
 )
+from specheads.decoding.planner.plan import ReserveSlots
 from specheads.decoding.planner.static import ASSUMED_RANKS
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree

@@ -15,6 +15,7 @@ from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.drafters.cached_model import CachedModel
 from specheads.decoding.drafters.retokenize import RetokenizedText
 from specheads.decoding.planner import AdaptiveChain, ChildLogits, Expand, NoDraft, Plan, SampledTree
+from specheads.decoding.planner.plan import unwrapped_plan
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.causal import Target
 from specheads.decoding.target.hf_base import UnsupportedModel, has_state, text_config, unwrapped
@@ -194,9 +195,10 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 def refuse_trees_through_text(plan: Plan) -> None:
     """ValueError for a plan that cannot be drafted through text: only a chain of likeliest tokens can."""
-    sampled = getattr(plan, "sampled", isinstance(plan, SampledTree))
+    grown = unwrapped_plan(plan)
+    sampled = getattr(grown, "sampled", isinstance(grown, SampledTree))
     if sampled or plan.num_nodes != plan.depth + 1:
         raise ValueError(
-            f"between two vocabularies a draft is a chain of likeliest tokens, not {plan}; take tree=chain(...) or "
+            f"between two vocabularies a draft is a chain of likeliest tokens, not {grown}; take tree=chain(...) or "
             "AdaptiveChain(...)"
         )

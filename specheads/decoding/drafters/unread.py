@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from specheads.decoding.drafters.base import Context, DeviceDraft, Drafter
 from specheads.decoding.planner import NoDraft, Plan, StaticTree
-from specheads.decoding.planner.by_cost.shapes import ReserveSlots
+from specheads.decoding.planner.plan import ReserveSlots
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 

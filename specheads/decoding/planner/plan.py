@@ -145,11 +145,36 @@ class WrappedPlan:
         return self.plan.grow(root, expand, sampler, vocab_size)
 
 
+@dataclass(frozen=True)
+class ReserveSlots(WrappedPlan):
+    """`plan`, with as many drafting slots as any later plan of the same drafter may need: it allocates them once."""
+
+    slots: int
+
+    @property
+    def drafting_slots(self) -> int:
+        return self.slots
+
+
+def unwrapped_plan(plan: Plan | None) -> Plan | None:
+    """The plan that grows the trees."""
+    while isinstance(plan, WrappedPlan):
+        plan = plan.plan
+    return plan
+
+
+def with_grown(plan: Plan, grown: Plan) -> Plan:
+    """`plan`, but another one in its wrappers grows the trees."""
+    return replace(plan, plan=with_grown(plan.plan, grown)) if isinstance(plan, WrappedPlan) else grown
+
+
 def limit_depth(plan: Plan, depth: int) -> Plan:
-    """`plan` with no node deeper than `depth`: the same object if it has none, a `NoDraft` at depth 0."""
+    """`plan` with no node deeper than `depth`, and slots for all of it: the same object if it has no such node, a
+    `NoDraft` at depth 0."""
     if depth >= plan.depth:
         return plan
-    return plan.limited(depth) if depth > 0 else NoDraft(plan)
+    whole = NoDraft(plan)
+    return ReserveSlots(plan.limited(depth), whole.drafting_slots) if depth > 0 else whole
 
 
 def require_positive(name: str, value: int) -> None:

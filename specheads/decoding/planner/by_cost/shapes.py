@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from specheads.decoding.cached import cached_property
 from specheads.decoding.planner.by_cost.curves import StepCosts
 from specheads.decoding.planner.by_cost.estimates import HeadEstimate
-from specheads.decoding.planner.plan import WrappedPlan
 from specheads.decoding.planner.static import StaticTree, chain, likeliest_tree
 
 CHAINS = (1, 2, 3, 4, 5, 7, 10)
@@ -154,14 +153,3 @@ def _rate(tree: StaticTree, row: HeadEstimate, costs: StepCosts, rows: int, leng
 def parallel_chains(width: int, depth: int) -> StaticTree:
     """So many chains below the root."""
     return StaticTree(tuple((rank, *(0,) * below) for rank in range(width) for below in range(depth)))
-
-
-@dataclass(frozen=True)
-class ReserveSlots(WrappedPlan):
-    """`plan`, with as many drafting slots as any later plan of the same drafter may need: it allocates them once."""
-
-    slots: int
-
-    @property
-    def drafting_slots(self) -> int:
-        return self.slots

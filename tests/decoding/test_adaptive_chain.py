@@ -23,9 +23,12 @@ def fixed_probs(*rows):
 
 
 def grown(plan, *rows):
+    """By row the tokens of its own chain."""
     tree = plan.grow(torch.full((len(rows),), 5), fixed_probs(*rows), Sampler(), 8)
-    assert tree.parents.tolist() == [list(range(-1, tree.max_depth))] * len(rows)
-    return tree.tokens[:, 1:].tolist()
+    lengths = tree.topology.num_drafted.flatten().tolist()
+    used = [[*range(-1, n), *[-1] * (tree.max_depth - n)] for n in lengths]
+    assert tree.parents.tolist() == used and max(lengths) == tree.max_depth
+    return [row[1 : n + 1] for row, n in zip(tree.tokens.tolist(), lengths, strict=True)]
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -38,9 +41,14 @@ def test_the_first_unsure_token_is_the_last_of_the_chain(sampled):
     assert grown(plan, [just, just, 0.5 - 1e-6, 1.0]) == [[3, 3, 3]]
 
 
-def test_a_batch_drafts_until_every_row_was_unsure():
-    plan = AdaptiveChain(max_depth=6, confidence=0.5)
-    assert grown(plan, [0.4, 0.9, 0.9, 0.9], [0.9, 0.9, 0.4, 0.9]) == [[3] * 3] * 2
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_batch_drafts_until_every_row_was_unsure(sampled):
+    """And each row's chain ends where it ends alone."""
+    plan = AdaptiveChain(max_depth=6, confidence=0.5, sampled=sampled)
+    rows = [1.0, 1.0, 0.4, 1.0], [0.4, 1.0, 1.0, 1.0]
+    chains = grown(plan, *rows)
+    assert list(map(len, chains)) == [3, 1]
+    assert sampled or chains == [grown(plan, row)[0] for row in rows] == [[3] * 3, [3]]
 
 
 def test_confidence_0_never_stops_early_and_1_drafts_one_token():

@@ -70,6 +70,12 @@ def test_a_sampled_adaptive_chain_ends_in_a_batch_where_it_ends_alone():
     assert_as_alone(generate_many(BASE, PROMPTS, batch_size=3, **options), **options)
 
 
+def test_a_lossy_rules_text_in_a_batch_is_that_of_its_prompt_alone():
+    """Where drafts decide the text, a row's must not depend on how long others go on drafting."""
+    options = {**GREEDY, "eos_token_id": None, "draft": DraftModel(near(BASE, 0.3)), "accept": "typical:0.05:0.5"}
+    assert_as_alone(generate_many(BASE, PROMPTS, batch_size=3, **options), **options)
+
+
 def test_n_grams_learn_every_prompt_that_takes_a_row():
     storage = NGramStorage(2)
     results = generate_many(BASE, PROMPTS, batch_size=3, draft=NGram(4, storage=storage), **GREEDY)

@@ -19,7 +19,7 @@ class AdaptiveChain:
 
     sampled: draw the tokens from the draft distribution, which the tree then carries; else take the likeliest. The
     token that ends the chain is part of it: leaving it out would bias what is accepted instead. A batch drafts until
-    every row has had such a token; a sampled chain ends at its own row's, so that no row changes another's text. The
+    every row has had such a token, but each row's chain ends at its own, so that no row changes another's text. The
     rule of transformers' assistant_confidence_threshold.
     """
 
@@ -59,12 +59,13 @@ class AdaptiveChain:
                 token = sampler.draw(torch.where(empty.unsqueeze(-1), 1.0, q)[:, 0]).unsqueeze(1)
                 q_token = q.gather(2, token.unsqueeze(2))[:, 0, 0]
                 probs.append(q)
-                # A row's own chain ends where it was unsure: what follows in longer rows is no part of it.
-                parents.append(torch.where(empty | unsure.unsqueeze(1), -1, len(tokens) - 1))
+                unused = empty | unsure.unsqueeze(1)
             else:
                 best, ids = children.top(1)
                 token, q_token = ids[:, 0], best[:, 0, 0].exp()
-                parents.append(first + len(tokens) - 1)
+                unused = unsure.unsqueeze(1)
+            # A row's own chain ends where it was unsure: what follows in longer rows is no part of it.
+            parents.append(torch.where(unused, -1, len(tokens) - 1))
             confidence = q_token if children.confidence is None else children.confidence()[:, 0]
             unsure = unsure | (confidence < self.confidence)
             tokens.append(token)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.planner import NoDraft, Plan, limit_depth
+from specheads.decoding.planner.plan import LimitRows
 from specheads.decoding.target.causal import Target
 from specheads.decoding.tree import DraftTree
 
@@ -37,12 +38,14 @@ def schedule_step(
     """The schedule of the next step. history: each row's ids, root included; prompts: the ids it began with; limits:
     the most new tokens of each.
 
-    Trees are no deeper than the longest remaining text, and none is drafted where a base whose positions depend on the
-    length could not verify it.
+    Trees are no deeper than the longest remaining text, and choose their nodes within each row's own. None is drafted
+    where a base whose positions depend on the length could not verify it.
     """
     gained = [len(row) - len(prompt) for row, prompt in zip(history, prompts, strict=True)]
     remaining = [limit - n if runs else 0 for limit, n, runs in zip(limits, gained, running, strict=True)]
     step_plan = limit_depth(plan, max(remaining) - 1) if plan is not None and max(remaining) > 1 else None
+    if step_plan is not None and min(filter(None, remaining)) <= step_plan.depth:
+        step_plan = LimitRows(step_plan, tuple(max(0, room - 1) for room in remaining))
     switch = target.switch
     if switch is None:
         return StepSchedule(remaining, list(running), step_plan)

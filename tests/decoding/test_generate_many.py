@@ -11,6 +11,7 @@ from specheads import (
     Block,
     DraftModel,
     DraftTree,
+    DynamicTree,
     NGram,
     NGramStorage,
     PromptLookup,
@@ -74,6 +75,21 @@ def test_a_lossy_rules_text_in_a_batch_is_that_of_its_prompt_alone():
     """Where drafts decide the text, a row's must not depend on how long others go on drafting."""
     options = {**GREEDY, "eos_token_id": None, "draft": DraftModel(near(BASE, 0.3)), "accept": "typical:0.05:0.5"}
     assert_as_alone(generate_many(BASE, PROMPTS, batch_size=3, **options), **options)
+
+
+@pytest.mark.parametrize("rule", ["topn:97:1.0", "topn:5:0.1"])
+def test_a_tree_near_its_rows_limit_is_chosen_among_what_the_row_has_room_for(rule):
+    """However deep others draft: the nodes are those drafted alone, and with them the text of a lossy rule."""
+    options = {**GREEDY, "eos_token_id": None, "accept": rule}
+    options |= {"draft": DraftModel(near(BASE, 0.3)), "tree": DynamicTree(12, 4, 3)}
+    limits = [24, 24, *[5] * 9]
+    results = generate_many(BASE, PROMPTS, batch_size=11, **{**options, "max_new_tokens": limits})
+    for one, limit in zip(results, limits, strict=True):
+        assert_as_alone([one], **{**options, "max_new_tokens": limit})
+        out = specheads.generate(
+            BASE, torch.tensor([one.prompt]), return_dict_in_generate=True, **{**options, "max_new_tokens": limit}
+        )
+        assert [step.drafted for step in one.steps] == [step.drafted for step in out.steps]
 
 
 def test_n_grams_learn_every_prompt_that_takes_a_row():

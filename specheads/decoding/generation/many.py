@@ -80,7 +80,8 @@ def generate_many(
     """The text of each prompt, `batch_size` at a time: as soon as a text ends, the next prompt takes its row.
 
     Each text is the one generate() gives to its prompt alone, in float32 token for token; if it is sampled, with the
-    seed of the result, and if its drafts are sampled, with the same tree.
+    seed of the result, and if its drafts are sampled, with the same tree. Not so under a lossy rule where the
+    drafts of a row depend on the batch: automatic ones, and those of n-grams that learn from all rows.
 
     prompts: ids or, with a tokenizer, texts; a list is checked before anything runs, an iterator as it is read. draft,
     drafter, tree, accept, output_divergences, compile and `options` (do_sample, eos_token_id …) are generate()'s.

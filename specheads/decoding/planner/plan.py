@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Protocol, Self
 
 import torch
@@ -26,18 +27,21 @@ class ChildLogits:
     """Draft logits (B, k, Vd) of the token after each node; ids (Vd,) are their target ids, None if the same.
 
     logits (B, 1, Vd) with width = k: all k nodes share one distribution. confidence() (B, k): the drafter's own
-    estimate of the probability that what it drafts after a node is accepted; None without such an output.
+    estimate of the probability that what it drafts after a node is accepted; None without such an output. ended (B,):
+    the rows that have no room for these children, which `top` gives a probability of 0; None if all have.
     """
 
     logits: Tensor
     ids: Tensor | None = None
     width: int = 0
     confidence: Callable[[], Tensor] | None = None
+    ended: Tensor | None = None
 
     def top(self, count: int) -> tuple[Tensor, Tensor]:
         """The `count` likeliest tokens: log-probabilities and target ids, both (B, k, count), best first."""
         best, ids = self._top(count)
-        return best.float() - self.logits.float().logsumexp(-1, keepdim=True), ids
+        log_q = best.float() - self.logits.float().logsumexp(-1, keepdim=True)
+        return log_q if self.ended is None else log_q.masked_fill(self.ended.view(-1, 1, 1), -torch.inf), ids
 
     def top_ids(self, count: int) -> Tensor:
         """The ids of `top` alone, side by side: (B, k · count)."""
@@ -154,6 +158,24 @@ class ReserveSlots(WrappedPlan):
     @property
     def drafting_slots(self) -> int:
         return self.slots
+
+
+@dataclass(frozen=True)
+class LimitRows(WrappedPlan):
+    """`plan`, whose trees of the likeliest nodes are chosen among those no deeper than depths[b] in row b.
+
+    A tree of a fixed shape grows as deep in every row, to be cut (`DraftTree.cut`).
+    """
+
+    depths: tuple[int, ...]
+
+    def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
+        depths, level = root.new_tensor(self.depths), count()
+
+        def limited(tokens: Tensor, parents: Tensor | None) -> ChildLogits:
+            return replace(expand(tokens, parents), ended=depths <= next(level))
+
+        return self.plan.grow(root, limited, sampler, vocab_size)
 
 
 def unwrapped_plan(plan: Plan | None) -> Plan | None:

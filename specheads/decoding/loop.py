@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.acceptance import Acceptance, Verdict, walk
+from specheads.decoding.acceptance.rule import missing_draft_probs
 from specheads.decoding.compiled import CompiledSteps, StepCompiler
 from specheads.decoding.drafters.base import Advance, Context, Drafter, with_defaults
 from specheads.decoding.planner import NoDraft, Plan
@@ -258,11 +259,7 @@ class _Loop:
         if isinstance(plan, NoDraft):
             return DraftTree.root_only(self.context.root)
         if self.accept.requires_draft_probs and tree.logits is None and tree.num_nodes > 1:
-            raise ValueError(
-                f"{type(self.accept).__name__} compares draft and target probabilities, and "
-                f"{type(self.drafter).__name__} gives none; draft with a head or a draft model, or accept by another "
-                "rule"
-            )
+            raise missing_draft_probs(self.accept, self.drafter)
         by_target_alone = tree.probs is None and self.accept.is_exact(self.sampler)
         return tree if by_target_alone else cut_past_limits(tree, schedule.remaining)
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor, TemperatureLogitsWarper
 
+import specheads
 from specheads import DraftTree, DynamicTree, Exact, Fuzzy, SampledTree, Sampler, StaticTree, chain, convert
 from specheads.decoding.acceptance import TargetProbs, walk
 from specheads.decoding.acceptance.divergences import NAMES, divergence
 from specheads.decoding.planner.record import RecordDraftLogits
+from specheads.decoding.target.causal import Target
 from specheads.decoding.tree.draft_logits import DraftLogits
 from tests.reference.enumeration import (
     Table,
@@ -248,6 +250,17 @@ def test_every_head_gives_its_probs(head):
         taken.append(out.statistics()["accepted_length"])
     assert taken[-1] == 3  # JS is below 1 everywhere
     assert taken[0] < 3
+
+
+@pytest.mark.parametrize("draft", ["lookup", "ngram", "maxgram", "auto"])
+def test_a_drafter_that_gives_no_probs_is_refused_before_anything_runs(base, monkeypatch, draft):
+    """Whether or not it would find something to draft in this text."""
+    monkeypatch.setattr(Target, "prefill", lambda *args, **kwargs: pytest.fail("a prompt ran"))
+    options = {"max_new_tokens": 9, "do_sample": False, "draft": draft, "accept": "fuzzy:js:0.2"}
+    with pytest.raises(ValueError, match="gives none"):
+        specheads.generate(base, torch.tensor([[5, 6, 7]]), **options)
+    with pytest.raises(ValueError, match="gives none"):
+        specheads.generate_many(base, [[5, 6, 7]], stream=True, **options)
 
 
 def test_a_drafter_that_gives_no_probs_is_refused_by_name(base):

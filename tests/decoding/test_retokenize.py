@@ -94,6 +94,12 @@ def test_what_cannot_be_drafted_through_text_is_refused(pair, tree):
         specheads.generate(base, torch.tensor([[5]]), drafter=drafter, tree=tree, max_new_tokens=4)
 
 
+def test_a_rule_that_compares_probabilities_is_refused_through_text(pair):
+    base, checked = pair
+    with pytest.raises(ValueError, match="Checked gives none"):
+        specheads.generate(base, torch.tensor([[5, 6, 7]]), draft=checked, accept="fuzzy:js:0.2", max_new_tokens=1)
+
+
 def test_one_vocabulary_under_two_names_needs_no_text(pair):
     base, _ = pair
     drafter = DraftModel(base, tokenizer=TARGET, target_tokenizer=TARGET)

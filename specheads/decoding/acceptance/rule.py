@@ -263,6 +263,14 @@ class Acceptance(ABC):
         """The verdict over `target.tree`, without `scores` and `divergences`: walk() adds these."""
 
 
+def missing_draft_probs(accept: Acceptance, drafter: object) -> ValueError:
+    """The error of a rule that requires draft probabilities, with a drafter that gives none."""
+    return ValueError(
+        f"{type(accept).__name__} compares draft and target probabilities, and {type(drafter).__name__} gives none; "
+        "draft with a head or a draft model, or accept by another rule"
+    )
+
+
 class LevelRule(Acceptance):
     """A rule that judges the children of each node by themselves: which are accepted, and what follows if none
     is. All nodes are judged at once, before any path is followed: a few operations, whatever the depth."""

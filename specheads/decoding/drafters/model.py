@@ -66,6 +66,10 @@ class DraftModel(Drafter):
     def refillable(self) -> bool:
         return self.rewinds
 
+    @property
+    def gives_draft_probs(self) -> bool:
+        return not self.through_text
+
     def refuse_state(self, purpose: str) -> None:
         """UnsupportedModel for a small model with recurrent layers, which cannot take text back."""
         if not self.rewinds:

@@ -26,6 +26,7 @@ from specheads.decoding.generation.context_limits import warn_past_limits
 from specheads.decoding.generation.hf_options import (
     Stopping,
     check_divergences,
+    check_draft_probs,
     check_prompts,
     refuse_arguments,
     refuse_options,
@@ -89,6 +90,7 @@ def generate(
     prompts = inputs if inputs is not None else kwargs.get("input_ids")
     if drafts is None and plan is not None:
         raise ValueError("tree= says what to draft, but nothing drafts (no draft=); give one of the two")
+    check_draft_probs(rule, drafts)
     if output_divergences:
         check_divergences(rule, kwargs.get("return_dict_in_generate", config.return_dict_in_generate))
     check_prompts(base, prompts, images=kwargs.get("pixel_values") is not None)

@@ -16,6 +16,8 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 from specheads.decoding.acceptance import Acceptance, Fuzzy
+from specheads.decoding.acceptance.rule import missing_draft_probs
+from specheads.decoding.drafters.base import Drafter
 from specheads.options import shown
 
 REFUSED_ARGUMENTS = (
@@ -122,6 +124,12 @@ def refuse_options(arguments: Mapping[str, Any], config: GenerationConfig) -> No
     for name in REFUSED_OUTPUTS:
         if arguments.get(name, getattr(config, name, False)):
             raise ValueError(f"{name}=True is not kept by tree decoding; call the base's own generate() for it")
+
+
+def check_draft_probs(accept: Acceptance, drafter: Drafter | None) -> None:
+    """ValueError for a rule that requires draft probabilities with a drafter that says it gives none."""
+    if accept.requires_draft_probs and drafter is not None and not drafter.gives_draft_probs:
+        raise missing_draft_probs(accept, drafter)
 
 
 def check_divergences(accept: Acceptance, returns_dict: Any) -> None:

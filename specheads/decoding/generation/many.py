@@ -19,7 +19,7 @@ from specheads.decoding.compiled import CompiledSteps, compiled_steps
 from specheads.decoding.drafters.base import Drafter
 from specheads.decoding.drafters.named import either
 from specheads.decoding.generation.context_limits import warn_past_limits
-from specheads.decoding.generation.hf_options import check_divergences
+from specheads.decoding.generation.hf_options import check_divergences, check_draft_probs
 from specheads.decoding.generation.many_arguments import (
     check_limits,
     encode_prompt,
@@ -103,6 +103,7 @@ def generate_many(
         raise ValueError("tree= says what to draft, but nothing drafts (no draft=); give one of the two")
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1 prompt")
+    check_draft_probs(rule, drafts)
     if output_divergences:
         check_divergences(rule, True)
     refuse_many_options(base, options)

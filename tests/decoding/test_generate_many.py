@@ -138,6 +138,21 @@ def test_texts_that_may_reach_other_positions_run_alone(name, hf_log):
     assert "the base's positions change at 24 tokens, and its text may have" in hf_log.text
 
 
+class Fixed(PromptLookup):
+    """A drafter that keeps its rows."""
+
+    refillable = False
+
+
+@pytest.mark.parametrize("name", LENGTH_DEPENDENT)
+def test_so_they_do_where_batches_are_not_refilled(name, hf_log):
+    base = build(*LENGTH_DEPENDENT[name])
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "draft": Fixed(4)}
+    prompts = [prompt for prompt in PROMPTS if len(prompt) < 20] + [PROMPTS[2][:22]]
+    assert_as_alone(generate_many(base, prompts, batch_size=2, **options), base, **options)
+    assert "decoded 2 prompts at a time" in hf_log.text and "positions change at 24 tokens" in hf_log.text
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("draft", [None, "lookup", "draft model"])
 @pytest.mark.parametrize("name", MODELS)

@@ -170,16 +170,12 @@ class _Many:
             self.on_tokens,
         )  # fmt: skip
         size, reason = self._unfilled_batch(first)
-        if reason is not None:
-            for number, batch in enumerate(iter(lambda: list(islice(prompts, size)), [])):
-                if number == 1:  # of a single batch there is nothing to refill
-                    logger.warning("batches are not refilled but decoded %d prompts at a time: %s", size, reason)
-                yield from decoder.run(batch)
-            return
         alone: list[tuple[SinglePrompt, str]] = []
         waiting = self._waiting(prompts, alone)
-        if batch := list(islice(waiting, self.batch_size)):
-            yield from decoder.run(batch, waiting)
+        for number, batch in enumerate(iter(lambda: list(islice(waiting, size)), [])):
+            if number == 1:  # of a single batch there is nothing to refill
+                logger.warning("batches are not refilled but decoded %d prompts at a time: %s", size, reason)
+            yield from decoder.run(batch, waiting if reason is None else None)
         if alone:
             prompt, why = alone[0]
             logger.warning("prompts decoded alone: %d, such as prompt %d: %s", len(alone), prompt.index, why)

@@ -38,8 +38,8 @@ class SinglePrompt:
 
     @property
     def is_plain(self) -> bool:
-        """Does the model take nothing besides its ids?"""
-        return not self.inputs.prompt and self.inputs.positions is None and self.hidden is None
+        """Does the model take nothing besides its ids, or its source's?"""
+        return not self.inputs.prompt and self.inputs.positions is None
 
 
 def prepare(base: PreTrainedModel, index: int, ids: list[int], options: Mapping[str, Any]) -> SinglePrompt:

@@ -156,7 +156,12 @@ def test_without_a_seed_torchs_own_governs():
         ([[3]], {"seed": [1.5], "do_sample": True}, TypeError, r"seed=\[1.5\] must be a whole number"),
         ([[3]], {"batch_size": 0}, ValueError, "batch_size=0 must be at least 1 prompt"),
         ([[3]], {"num_beams": 2}, ValueError, "beam search does not combine with refilled batches"),
-        ([[3]], {"num_return_sequences": 2}, ValueError, r"generate_many\(\) takes no num_return_sequences="),
+        ([[3]], {"num_return_sequences": 2}, ValueError, r"generate_many\(\) takes no num_return_sequences=2"),
+        ([[3]], {"output_scores": True}, ValueError, "takes no output_scores=True"),
+        ([[3]], {"output_logits": True}, ValueError, "takes no output_logits=True"),
+        ([[3]], {"return_dict_in_generate": True}, ValueError, "takes no return_dict_in_generate=True"),
+        ([[3]], {"input_ids": torch.ones(1, 2)}, ValueError, r"takes no input_ids=tensor\("),
+        ([[3]], {"attention_mask": torch.ones(1, 2)}, ValueError, r"takes no attention_mask=tensor\("),
         ([[3]], {"tree": chain(2)}, ValueError, "nothing drafts"),
     ],
 )  # fmt: skip
@@ -164,6 +169,12 @@ def test_what_cannot_be_decoded_is_refused_before_anything_runs(monkeypatch, pro
     monkeypatch.setattr(Target, "prefill", lambda *args, **kwargs: pytest.fail("a prompt ran"))
     with pytest.raises(error, match=message):
         generate_many(BASE, prompts, stream=True, **{**GREEDY, **options})
+
+
+def test_options_that_ask_for_no_more_than_one_text_a_prompt_are_taken():
+    usual = {"num_return_sequences": 1, "return_dict_in_generate": False, "output_scores": None}
+    (one,), (other,) = generate_many(BASE, [[3]], **GREEDY, **usual), generate_many(BASE, [[3]], **GREEDY)
+    assert one.tokens == other.tokens
 
 
 def test_an_error_of_generate_names_the_prompt():

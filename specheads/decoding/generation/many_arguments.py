@@ -30,8 +30,10 @@ def refuse_many_options(base: PreTrainedModel, options: Mapping[str, Any]) -> No
     refuse_arguments(options)
     config = options.get("generation_config") or base.generation_config
     for name in REFUSED:
-        if options.get(name) not in (None, False, 1):
-            raise ValueError(f"generate_many() takes no {name}=; call generate() for a batch of its own")
+        value = options.get(name)
+        if value is None or value is False or (name == "num_return_sequences" and value == 1):
+            continue
+        raise ValueError(f"generate_many() takes no {name}={shown(value)}; call generate() for a batch of its own")
     if (options.get("num_beams") or config.num_beams or 1) > 1:
         raise ValueError("beam search does not combine with refilled batches; give num_beams=1, or call generate()")
 

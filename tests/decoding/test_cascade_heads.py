@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from specheads import (
     Cascade,
@@ -71,6 +72,26 @@ def test_a_head_reviews_ngrams_and_they_continue_after_it(headed, leniency):
     assert copied > 5
     passes = len(drafter.seen) * (1 if headed.head.fixed_depth else 3)
     assert passes - 6 <= drafter.reviews[0] <= passes  # fewer at the length limit
+
+
+class Unchanged(LogitsProcessor):
+    """Of a kind that is not known, so that the first step waits to see whether it keeps state."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+def test_a_head_reads_what_a_step_without_drafts_leaves(headed):
+    """It drafts as it would alone, though the step that came with the prompt was not to draft."""
+    inputs = padded([[5, 6, 7, 8, 5, 6], [20, 21, 20, 21, 20, 21, 20]])
+    drafter = Compared([headed.head, MaxGram(6)], [[3, 4], [0, 6]])
+    options = {"do_sample": False, "max_new_tokens": 30, "logits_processor": LogitsProcessorList([Unchanged()])}
+    out = headed.generate(**inputs, draft=drafter, **options)
+    assert torch.equal(out, headed.base.generate(**inputs, **options))
+    first, *others = drafter.seen
+    assert not any(drafted for _, drafted, _ in first)
+    compared = [(drafted[:3], head) for step in others[:-8] for _, drafted, head in step]
+    assert len(compared) > 10 and all(drafted == head for drafted, head in compared)
 
 
 def test_ngrams_draft_again_after_a_token_of_a_lenient_head():

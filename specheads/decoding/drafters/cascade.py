@@ -22,7 +22,8 @@ from specheads.decoding.drafters.head_review import HeadReview
 from specheads.decoding.drafters.k_matrix import most_written, parse_k_matrix
 from specheads.decoding.drafters.model import DraftModel, vocabulary_size
 from specheads.decoding.drafters.path_drafter import PathDrafter, build_tree
-from specheads.decoding.planner import Plan, chain
+from specheads.decoding.planner import NoDraft, Plan, chain
+from specheads.decoding.planner.plan import ReserveSlots
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
@@ -123,12 +124,14 @@ class Cascade(Drafter):
         limit = [max(0, min(most, n)) if new else 0 for n, new in zip(room, context.new.tolist(), strict=True)]
         rows = [b for b, n in enumerate(limit) if n]
         proposal = _Proposal(self, context, state)
+        head_context = replace(context, memory=memory.setdefault("head", {}))
         if not rows:
+            if self.has_head:  # it still reads the text
+                self.drafts[0].propose(head_context, sampler, NoDraft(ReserveSlots(plan, self.most + 1)))
             return DraftTree.root_only(context.root)
         if self.has_head:
             levels = min(self.k_matrix[0][0], max(limit))
             review = HeadReview(levels, self.most + 1, self.leniency, state, rows, proposal.write)
-            head_context = replace(context, memory=memory.setdefault("head", {}))
             self.drafts[0].propose(head_context, sampler, review)
             self._reviews[0] += 1 if self.drafts[0].fixed_depth else levels
         proposal.write(0, rows, limit)

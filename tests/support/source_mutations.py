@@ -207,9 +207,9 @@ MUTATIONS = (
     M("mask rows repeated node by node", "decoding.target.grouped_attention:grouped_attention",
       "mask.repeat(1, 1, shared, 1)", "mask.repeat_interleave(shared, 2)", GROUPED, "over_copied_keys"),
     # --- Recurrent layers ---
-    M("accepted nodes not given to recurrent layers again", "decoding.target.recurrent:RecurrentStates.settle",
+    M("accepted nodes not given to recurrent layers again", "decoding.target.recurrent:RecurrentStates._feed_again",
       "layer.advance(layer.inputs, path, rest)", "pass", "decoding/test_cache.py", "commit_equals"),
-    M("rejected drafts stay in a state", "decoding.target.recurrent:RecurrentStates.settle",
+    M("rejected drafts stay in a state", "decoding.target.recurrent:RecurrentStates._feed_again",
       "n == layer.inputs.columns for", "n > 0 for", "decoding/test_cache.py", "commit_equals"),
     M("a node's state is its sibling's", "decoding.tree.topology:TreeTopology.paths",
       "on_path.int().argmax(1)", "on_path.int().argmax(1) * 0", "decoding/test_cache.py", "tree_logits"),

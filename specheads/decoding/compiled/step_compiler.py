@@ -26,6 +26,7 @@ from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.refill import split_prompt
 from specheads.decoding.step import step_after_draft, verify, whole_step
 from specheads.decoding.target.causal import Target, TargetOutput
+from specheads.decoding.target.grouped_attention import grouped_heads
 from specheads.decoding.tree import DraftTree
 
 T = TypeVar("T")
@@ -180,7 +181,7 @@ class StepCompiler:
         return TargetOutput(out.logits[:, :num], out.features[:, :num])
 
     def _run(self, function: Callable[..., T], key: Hashable, *inputs: Any, module: nn.Module | None = None) -> T:
-        with self.target.routed():
+        with grouped_heads(self.target.base), self.target.routed():
             return self.steps.run(function, key, *inputs, module=module)
 
     def pad(self, tree: DraftTree) -> DraftTree:

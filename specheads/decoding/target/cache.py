@@ -90,11 +90,14 @@ class TreeCache(Cache):
         modules that keep states, number_of_states each."""
         self.static = static
         self.tree_layers = [TreeLayer(self) for _ in range(num_layers)]
-        states = []
-        for part in recurrent:
-            cell = self.tree_layers[part.index] = TreeStateLayer(self, number_of_states)
-            states.append(RecurrentLayer(part.module, cell, part.module.forward, part.one_by_one))
-        self.recurrent = RecurrentStates(states) if states else None
+        self.recurrent: RecurrentStates | None = None
+        if recurrent:
+            with recurrent[0].turn:  # else `forward` might be that of another thread's pass
+                states = []
+                for part in recurrent:
+                    cell = self.tree_layers[part.index] = TreeStateLayer(self, number_of_states)
+                    states.append(RecurrentLayer(part.module, cell, part.module.forward, part.one_by_one))
+            self.recurrent = RecurrentStates(states, recurrent[0].turn)
         super().__init__(layers=list(self.tree_layers))
         self.scratch, self.capacity, self.size = scratch, capacity, 0
         self.loaded = False

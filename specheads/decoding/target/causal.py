@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.decoding.target.cache import Levels, Reach, TreeCache, additive, visible
+from specheads.decoding.target.grouped_attention import NAME as GROUPED
 from specheads.decoding.target.grouped_attention import grouped_heads
 from specheads.decoding.target.hf_base import (
     MASKED_ATTENTION,
@@ -72,7 +73,7 @@ class Target:
         """
         refuse_unsupported(base)
         attention = getattr(text_config(base), "_attn_implementation", None)
-        if attention not in MASKED_ATTENTION:
+        if attention not in (*MASKED_ATTENTION, GROUPED):  # grouped while another thread is in a pass
             raise UnsupportedModel(
                 f"tree verification needs attention 'sdpa' or 'eager', not {attention!r}; "
                 "call base.set_attn_implementation('sdpa') first"

@@ -6,10 +6,13 @@ over eight nodes (docs/speed.md). Shapes: B batch rows, N tree nodes, L attended
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -19,6 +22,8 @@ from transformers.masking_utils import sdpa_mask
 from specheads.decoding.target.hf_base import text_config
 
 NAME = "specheads_grouped"  # among transformers' attention implementations
+_blocks: Counter[int] = Counter()  # by id of a config, how many threads are in `grouped_heads` with it
+_counting = Lock()
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
@@ -56,14 +61,22 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def grouped_heads(base: PreTrainedModel) -> Iterator[None]:
     """In the block, layers of the base attend by `grouped_attention` where they would by transformers' sdpa.
 
-    A base that does not choose its attention by name (Falcon) is left as it is.
+    The first thread to enter says so in the base's config, and the last to leave takes it back. A compiled step begins
+    within the block. A base that does not choose its attention by name (Falcon) is left as it is.
     """
     config = text_config(base)
-    if config._attn_implementation != "sdpa" or not getattr(base, "_supports_attention_backend", False):
+    by_name = config._attn_implementation in ("sdpa", NAME) and getattr(base, "_supports_attention_backend", False)
+    if not by_name or torch.compiler.is_compiling():
         yield
         return
-    config._attn_implementation_internal = NAME
+    with _counting:
+        _blocks[id(config)] += 1
+        config._attn_implementation_internal = NAME
     try:
         yield
     finally:
-        config._attn_implementation_internal = "sdpa"
+        with _counting:
+            _blocks[id(config)] -= 1
+            if not _blocks[id(config)]:
+                del _blocks[id(config)]
+                config._attn_implementation_internal = "sdpa"

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from specheads.decoding.target.cache import Reach
-from specheads.decoding.target.recurrent_modules import UnsupportedState, recurrent_modules
+from specheads.decoding.target.recurrent_modules import UnsupportedState, recurrent_modules, trying
 
 RECURRENT = ("linear_attention", "conv")  # types of layers with a state and no attention
 WITHOUT_EITHER = ("moe", "mlp")
@@ -137,24 +137,25 @@ _takes_dict: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 def takes_mask_dict(base: PreTrainedModel) -> bool:
     """Does forward() take one mask per layer type? Tried once per model, on one token."""
-    if base not in _takes_dict:
-        reach = layer_reach(text_config(base))
-        taken = "" not in reach
-        if taken:
-            mask = torch.zeros(1, 1, 1, 1, dtype=base.dtype, device=base.device)
-            ids = torch.zeros(1, 1, dtype=torch.long, device=base.device)
-            masks = dict.fromkeys(RECURRENT) | dict.fromkeys(reach, mask)
-            try:
-                with torch.no_grad():
-                    base(input_ids=ids, attention_mask=masks, position_ids=ids, use_cache=False)
-            except (AttributeError, TypeError):
-                taken = False
-        if not taken and len(reach) > 1:
-            raise UnsupportedModel(
-                f"{type(base).__name__} has layers with different attention windows but takes only one mask"
-            )
-        _takes_dict[base] = taken
-    return _takes_dict[base]
+    with trying:
+        if base not in _takes_dict:
+            reach = layer_reach(text_config(base))
+            taken = "" not in reach
+            if taken:
+                mask = torch.zeros(1, 1, 1, 1, dtype=base.dtype, device=base.device)
+                ids = torch.zeros(1, 1, dtype=torch.long, device=base.device)
+                masks = dict.fromkeys(RECURRENT) | dict.fromkeys(reach, mask)
+                try:
+                    with torch.no_grad():
+                        base(input_ids=ids, attention_mask=masks, position_ids=ids, use_cache=False)
+                except (AttributeError, TypeError):
+                    taken = False
+            if not taken and len(reach) > 1:
+                raise UnsupportedModel(
+                    f"{type(base).__name__} has layers with different attention windows but takes only one mask"
+                )
+            _takes_dict[base] = taken
+        return _takes_dict[base]
 
 
 def kept_states(layers: tuple[int, ...]) -> list[int] | bool:

@@ -13,8 +13,9 @@ Shapes: B batch rows, R chosen rows, T columns of a pass, M chosen columns, N tr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from threading import RLock
 from typing import Any
 
 import torch
@@ -95,12 +96,14 @@ class RecurrentModule:
     """What carries the state of layer `index`.
 
     one_by_one: for several tokens after a state its code gives other outputs than for one at a time (it forgets the
-    state, say), so it gets them one at a time.
+    state, say), so it gets them one at a time. turn: of the first module of a base, what a thread holds while its pass
+    replaces how the base's modules run.
     """
 
     index: int
     module: nn.Module
     one_by_one: bool = False
+    turn: AbstractContextManager[Any] = field(default_factory=RLock, compare=False)
 
 
 @dataclass
@@ -160,8 +163,9 @@ class RecurrentLayer:
 class RecurrentStates:
     """The recurrent layers of a base over one batch, and how the next pass runs them."""
 
-    def __init__(self, layers: Sequence[RecurrentLayer]) -> None:
-        self.layers = layers
+    def __init__(self, layers: Sequence[RecurrentLayer], turn: AbstractContextManager[Any]) -> None:
+        """turn: as in `RecurrentModule`."""
+        self.layers, self.turn = layers, turn
         for layer in layers:
             layer.states = self
         self.shape: Sequence[int] = (0, 0)  # of the pass's tokens
@@ -173,20 +177,22 @@ class RecurrentStates:
 
     @contextmanager
     def routed(self) -> Iterator[None]:
-        """In the block, a forward over (B, T) = `shape` tokens runs these layers as the pass wants it."""
-        replaced = [vars(layer.module).get("forward") for layer in self.layers]  # a hook's, where there is one
-        for layer in self.layers:
-            layer.module.forward = layer.route
-        self.routes = True
-        try:
-            yield
-        finally:
-            self.routes = False
-            for layer, forward in zip(self.layers, replaced, strict=True):
-                if forward is None:
-                    del layer.module.forward
-                else:
-                    layer.module.forward = forward
+        """In the block, a forward over (B, T) = `shape` tokens runs these layers as the pass wants it. Threads that
+        share a base take turns."""
+        with self.turn:
+            replaced = [vars(layer.module).get("forward") for layer in self.layers]  # a hook's, where there is one
+            for layer in self.layers:
+                layer.module.forward = layer.route
+            self.routes = True
+            try:
+                yield
+            finally:
+                self.routes = False
+                for layer, forward in zip(self.layers, replaced, strict=True):
+                    if forward is None:
+                        del layer.module.forward
+                    else:
+                        layer.module.forward = forward
 
     def forward(self, layer: RecurrentLayer, inputs: Inputs) -> Tensor:
         """What a layer gives in the pass."""
@@ -222,7 +228,11 @@ class RecurrentStates:
         if self.path is None:
             return
         (path, length), self.path = self.path, None
-        lengths = length.tolist()
+        with self.turn:
+            self._feed_again(path, length.tolist())
+
+    def _feed_again(self, path: Tensor, lengths: list[int]) -> None:
+        """Give the layers what they got at the first lengths[b] nodes of path (B, P) once more, as part of the text."""
         for layer in self.layers:
             assert layer.inputs is not None and layer.committed is not None
             rest = lengths

@@ -5,6 +5,7 @@ Found by trying and not by name: in a short pass they write the cache's convolut
 
 from __future__ import annotations
 
+from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,15 +23,17 @@ class UnsupportedState(ValueError):
     """A state that cannot be continued from a copy; the message says why."""
 
 
+trying = RLock()  # one thread at a time finds out how a base works
 _found: WeakKeyDictionary[PreTrainedModel, list[RecurrentModule]] = WeakKeyDictionary()
 
 
 def recurrent_modules(base: PreTrainedModel) -> list[RecurrentModule]:
     """The modules with a state, in the order of their layers; tried once per base. UnsupportedState if they cannot
     be served."""
-    if base not in _found:
-        _found[base] = _find_modules(base)
-    return _found[base]
+    with trying:
+        if base not in _found:
+            _found[base] = _find_modules(base)
+        return _found[base]
 
 
 @torch.no_grad()

@@ -1,0 +1,52 @@
+"""Threads that share one base: each decodes the text that it decodes alone."""
+
+import sys
+import threading
+
+import pytest
+import torch
+
+import specheads
+from tests.support.families import FAMILIES, RECURRENT, build
+from tests.support.refilled import PROMPTS, head
+
+THREADS, ROUNDS = 3, 4
+
+
+@pytest.fixture(autouse=True)
+def frequent_switches():
+    """Threads take turns every 10 microseconds, so that what they could disturb they do."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3.5", "Jamba"])
+@pytest.mark.parametrize("draft", ["lookup", "eagle3"])
+def test_threads_that_share_a_base_decode_as_alone(name, draft):
+    base = build(*(FAMILIES | RECURRENT)[name])
+    attention = base.config._attn_implementation
+    drafter = draft if draft == "lookup" else head(draft, base)
+    options = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0, "draft": drafter}
+
+    def text(prompt):
+        return specheads.generate(base, torch.tensor([prompt]), **options)[0].tolist()
+
+    found = [[] for _ in range(THREADS)]
+
+    def decode(number):
+        for i in range(ROUNDS):
+            try:
+                found[number].append(text(PROMPTS[(number + i) % 5]))
+            except Exception as error:
+                found[number].append(error)
+
+    threads = [threading.Thread(target=decode, args=(number,)) for number in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    alone = [text(prompt) for prompt in PROMPTS[:5]]
+    assert found == [[alone[(number + i) % 5] for i in range(ROUNDS)] for number in range(THREADS)]
+    assert base.config._attn_implementation == attention

@@ -38,13 +38,14 @@ class GNMTPenalty:
 
 
 class _FewFollowers(LogitsProcessor):
-    """Each beam continues with its top_k likeliest tokens only; the prompt with as many as there are beams."""
+    """Each beam continues with its top_k likeliest tokens only; the first `start` ids with as many as there are
+    beams."""
 
-    def __init__(self, top_k: int, num_beams: int, prompt_length: int) -> None:
-        self.first, self.later, self.prompt_length = TopKLogitsWarper(num_beams), TopKLogitsWarper(top_k), prompt_length
+    def __init__(self, top_k: int, num_beams: int, start: int) -> None:
+        self.first, self.later, self.start = TopKLogitsWarper(num_beams), TopKLogitsWarper(top_k), start
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return (self.first if input_ids.shape[1] == self.prompt_length else self.later)(input_ids, scores)
+        return (self.first if input_ids.shape[1] == self.start else self.later)(input_ids, scores)
 
 
 def beam_search_generate(
@@ -66,7 +67,8 @@ def beam_search_generate(
 
     num_beams texts continue at a time, each with its top_k likeliest tokens. Finished texts are set aside, so that they
     take no beam from unfinished ones; the search ends when none of those can overtake them. debug: print the candidates
-    of each step; as ids without a tokenizer.
+    of each step; as ids without a tokenizer. An encoder-decoder's ids begin with the decoder's start token, which is
+    not scored.
     """
     model, prompt = checked_model("model", model), checked_ids("inputs", inputs)
     ends = end_tokens(eos_tokens_id, end_tokens_id)
@@ -75,10 +77,12 @@ def beam_search_generate(
     if not (min_length > -1 and alpha >= 0):
         raise ValueError(f"min_length={min_length} must be above -1 and alpha={alpha} at least 0")
     ids, penalty, printer = on_device(torch.tensor([prompt]), model), GNMTPenalty(min_length, alpha), None
-    processors: list[LogitsProcessor] = [_FewFollowers(top_k, num_beams, len(prompt))]
+    apart = bool(model.config.is_encoder_decoder)  # its text begins with the decoder's start token alone
+    start = 1 if apart else len(prompt)
+    processors: list[LogitsProcessor] = [_FewFollowers(top_k, num_beams, start)]
     if debug:
         printer = Printer(tokenizer, ends)
-        processors.append(BeamPrinter(printer, prompt, penalty.of))
+        processors.append(BeamPrinter(printer, start, penalty.of))
     # transformers' beam search wants at least one end token; no token has the id −1.
     out: Tensor = model.generate(  # type: ignore[operator]
         ids, attention_mask=torch.ones_like(ids), custom_generate=partial(_search, penalty=penalty),
@@ -86,11 +90,11 @@ def beam_search_generate(
         do_sample=False, early_stopping="never", eos_token_id=ends or [-1], pad_token_id=0,
         return_dict_in_generate=False, **{**PLAIN, "num_beams": num_beams},
     )  # fmt: skip
-    found = out[0, len(prompt) :].tolist()
+    found = out[0, start:].tolist()
     text = found[: next((index + 1 for index, token in enumerate(found) if token in ends), len(found))]
     if printer:
         printer.close(text)
-    return text
+    return out[0, :start].tolist() + text if apart else text
 
 
 def _search(model: Any, input_ids: Tensor, *args: Any, penalty: GNMTPenalty, **kwargs: Any) -> Tensor:

@@ -73,14 +73,16 @@ class BeamPrinter(LogitsProcessor):
     """Prints the candidates of each step of a beam search, best first: their score, and their text with the new token
     set apart. It does not change the scores.
 
-    penalty(l): the divisor of Σ log p for a text of l new tokens.
+    start: ids before the first new token. penalty(l): the divisor of Σ log p for a text of l new tokens.
     """
 
-    def __init__(self, printer: Printer, prompt: list[int], penalty: Any) -> None:
-        self.printer, self.penalty, self.start = printer, penalty, len(prompt)
-        self.sums = {tuple(prompt): 0.0}
+    def __init__(self, printer: Printer, start: int, penalty: Any) -> None:
+        self.printer, self.penalty, self.start = printer, penalty, start
+        self.sums: dict[tuple[int, ...], float] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] == self.start:
+            self.sums = {tuple(input_ids[0].tolist()): 0.0}
         found: dict[tuple[int, ...], float] = {}
         for row, own in zip(map(tuple, input_ids.tolist()), scores, strict=True):
             if row in self.sums and (len(row) == self.start or row[-1] not in self.printer.ends):

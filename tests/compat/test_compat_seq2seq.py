@@ -80,6 +80,36 @@ def test_debug_prints_what_an_encoder_decoder_writes(pair, capsys):
     assert out.startswith(f"token 0: {ids[1]}\n") and out.rstrip().endswith(f" {ids[-1]}")
 
 
+@pytest.mark.parametrize("length", [1, 6, 20])
+def test_one_beam_writes_the_greedy_text_whatever_the_prompts_length(pair, length):
+    base, _ = pair
+    source = (SOURCE * 3)[:length]
+    options = {"max_gen_len": 8, "eos_tokens_id": [], "pad_token_id": None}
+    expected = compat.autoregressive_generate_encoder_decoder(source, base, **options)
+    assert compat.beam_search_generate(source, base, num_beams=1, top_k=2, **options) == expected
+    options["eos_tokens_id"] = [expected[0], expected[4]]  # of BART, the decoder's start token is an end token
+    ended = compat.beam_search_generate(source, base, num_beams=1, top_k=2, **options)
+    assert ended == expected[: 1 + next(i for i in range(1, 9) if expected[i] in options["eos_tokens_id"])]
+
+
+def test_beams_find_a_text_at_least_as_likely_and_print_their_candidates(pair, capsys):
+    base, _ = pair
+    options = {"max_gen_len": 5, "eos_tokens_id": [], "pad_token_id": None, "num_beams": 3, "top_k": 2, "alpha": 0.0}
+
+    @torch.no_grad()
+    def score(ids):
+        logits = base(torch.tensor([SOURCE]), decoder_input_ids=torch.tensor([ids[:-1]])).logits[0]
+        return float(logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None]).sum())
+
+    found = compat.beam_search_generate(SOURCE, base, debug=True, **options)
+    printed = capsys.readouterr().out
+    assert score(found) >= score(compat.beam_search_generate(SOURCE, base, **options | {"num_beams": 1})) - 1e-5
+    steps = printed.split("candidates for token ")[1:]
+    assert [step.count("\n") - 1 for step in steps] == [3, 6, 6, 6, 6]  # the start token has as many as beams
+    best = steps[-1].splitlines()[1].split(". ")[1].split(" ")[0]
+    assert float(best) == pytest.approx(score(found), abs=2e-3)
+
+
 def test_patched_generate_drafts_with_an_encoder_decoder(pair):
     base, small = pair
     expected = greedy(base)

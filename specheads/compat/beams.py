@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, TopKLogitsWarper
 
 from specheads.compat.debug import BeamPrinter, Printer
-from specheads.compat.plain import PLAIN, checked_ids, checked_model, on_device, room_for
+from specheads.compat.plain import PLAIN, checked_id, checked_ids, checked_model, on_device, room_for
 from specheads.compat.processors import whole
 from specheads.compat.romsto import EndTokens, end_tokens
 
@@ -66,12 +66,14 @@ def beam_search_generate(
     """The new ids of the text with the largest Σ log p / ((min_length + l) / (min_length + 1))^alpha, l its length.
 
     num_beams texts continue at a time, each with its top_k likeliest tokens. Finished texts are set aside, so that they
-    take no beam from unfinished ones; the search ends when none of those can overtake them. debug: print the candidates
-    of each step; as ids without a tokenizer. An encoder-decoder's ids begin with the decoder's start token, which is
-    not scored.
+    take no beam from unfinished ones; the search ends when none of those can overtake them. pad_token_id ends a text
+    too, unless it is None. debug: print the candidates of each step; as ids without a tokenizer. An encoder-decoder's
+    ids begin with the decoder's start token, which is not scored.
     """
     model, prompt = checked_model("model", model), checked_ids("inputs", inputs)
     ends = end_tokens(eos_tokens_id, end_tokens_id)
+    if pad_token_id is not None:
+        ends.append(checked_id("pad_token_id", pad_token_id))
     whole("num_beams", num_beams)
     whole("top_k", top_k)
     if not (min_length > -1 and alpha >= 0):

@@ -80,3 +80,10 @@ def checked_ids(name: str, given: Any) -> list[int]:
     if not ids:
         raise ValueError(f"{name}=[] has nothing to continue; give at least one id (the BOS token, say)")
     return list(ids)
+
+
+def checked_id(name: str, given: Any) -> int:
+    """A token id given as `name`. TypeError for anything else."""
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise TypeError(f"{name}={shown(given)} must be the id of a token, or None for none")
+    return given

@@ -9,7 +9,7 @@ from specheads.compat import beam_search_generate
 from tests.support.tiny_models import tiny_llama
 
 PROMPT, END, LENGTH = (1, 0, 3), 2, 4
-OPTIONS = {"max_gen_len": LENGTH, "eos_tokens_id": END, "pad_token_id": 0}
+OPTIONS = {"max_gen_len": LENGTH, "eos_tokens_id": END, "pad_token_id": None}
 
 
 def model_of(seed, vocab_size=4):
@@ -95,7 +95,22 @@ def test_few_beams_find_what_a_search_by_hand_finds(num_beams, top_k):
             assert beam_search_generate(list(PROMPT), base, **OPTIONS, **options) == expected
 
 
+def test_the_pad_token_ends_a_text_too():
+    found = []
+    for seed in range(8):
+        base = model_of(seed, 8)
+        padded, ended, free = (
+            beam_search_generate(list(PROMPT), base, **OPTIONS | ends)
+            for ends in ({"pad_token_id": 0}, {"eos_tokens_id": [END, 0]}, {})
+        )
+        assert padded == ended and 0 not in padded[:-1]
+        found.append(padded != free)
+    assert any(found), "no text of these models has the pad token"
+
+
 def test_bad_beams_are_refused():
+    with pytest.raises(TypeError, match=r"^pad_token_id='0' must be the id of a token, or None"):
+        beam_search_generate(list(PROMPT), model_of(0), **OPTIONS | {"pad_token_id": "0"})
     for name, bad in (("num_beams", 0), ("top_k", 0), ("min_length", -1), ("alpha", -0.5)):
         with pytest.raises(ValueError, match=name):
             beam_search_generate(list(PROMPT), model_of(0), **OPTIONS, **{name: bad})

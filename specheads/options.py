@@ -7,6 +7,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import yaml
@@ -78,6 +79,18 @@ def refuse_class(argument: str, value: object, what: str, method: str) -> None:
     wanted = ", ".join(p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD)
     name = value.__name__
     raise TypeError(f"{argument}={name} is the class of a {what}; give one of its objects: {argument}={name}({wanted})")
+
+
+def require_number(name: str, value: object) -> None:
+    """TypeError unless the value given as `name` is a number; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={shown(value)} must be a number")
+
+
+def require_whole(name: str, value: object) -> None:
+    """TypeError unless the value given as `name` is a whole number; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}={shown(value)} must be a whole number")
 
 
 def shown(value: object) -> str:

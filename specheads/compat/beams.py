@@ -14,6 +14,7 @@ from specheads.compat.debug import BeamPrinter, Printer
 from specheads.compat.plain import PLAIN, checked_id, checked_ids, checked_model, on_device, room_for
 from specheads.compat.processors import whole
 from specheads.compat.romsto import EndTokens, end_tokens
+from specheads.options import require_number
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ def beam_search_generate(
         ends.append(checked_id("pad_token_id", pad_token_id))
     whole("num_beams", num_beams)
     whole("top_k", top_k)
+    require_number("min_length", min_length)
+    require_number("alpha", alpha)
     if not (min_length > -1 and alpha >= 0):
         raise ValueError(f"min_length={min_length} must be above -1 and alpha={alpha} at least 0")
     ids, penalty, printer = on_device(torch.tensor([prompt]), model), GNMTPenalty(min_length, alpha), None

@@ -131,7 +131,7 @@ def _given(call: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {
         name: call[name]
         for name in names
-        if call.get(name) is not None and not (name == "fsd_div_logit_processor" and len(call[name]) == 0)
+        if call.get(name) is not None and not (name == "fsd_div_logit_processor" and call[name] in ([], (), ""))
     }
 
 

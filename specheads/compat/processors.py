@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specheads.options import shown
+from specheads.options import require_number, require_whole
 
 
 class LogitsProcessor(ABC):
@@ -146,8 +146,7 @@ def nucleus_of(logits: Tensor, p: float) -> Tensor:
 
 def number(name: str, value: Any, *, above: float = -math.inf, most: float = math.inf) -> float:
     """The value, if it is a finite number in range and at least 0. TypeError or ValueError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}={shown(value)} must be a number")
+    require_number(name, value)
     if not (above < value <= most and 0 <= value < math.inf):
         raise ValueError(f"{name}={value} must be " + (f"above {above}" if most == math.inf else f"0 to {most}"))
     return value
@@ -155,8 +154,7 @@ def number(name: str, value: Any, *, above: float = -math.inf, most: float = mat
 
 def whole(name: str, value: Any) -> int:
     """The value, if it is a whole number of at least 1. TypeError or ValueError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={shown(value)} must be a whole number")
+    require_whole(name, value)
     if value < 1:
         raise ValueError(f"{name}={value} must be at least 1")
     return value

@@ -111,6 +111,9 @@ def test_the_pad_token_ends_a_text_too():
 def test_bad_beams_are_refused():
     with pytest.raises(TypeError, match=r"^pad_token_id='0' must be the id of a token, or None"):
         beam_search_generate(list(PROMPT), model_of(0), **OPTIONS | {"pad_token_id": "0"})
+    for name in ("min_length", "alpha"):
+        with pytest.raises(TypeError, match=f"^{name}='1' must be a number$"):
+            beam_search_generate(list(PROMPT), model_of(0), **OPTIONS, **{name: "1"})
     for name, bad in (("num_beams", 0), ("top_k", 0), ("min_length", -1), ("alpha", -0.5)):
         with pytest.raises(ValueError, match=name):
             beam_search_generate(list(PROMPT), model_of(0), **OPTIONS, **{name: bad})

@@ -254,7 +254,12 @@ def test_an_offloaded_target_is_drafted_for(base, small, offload, tmp_path):
         ({"assistant_model": "small", "prompt_lookup_num_tokens": 3}, "assistant_model= and prompt_lookup_num_tokens="),
         ({"assistant_model": "small", "fsd_div_threshold": 1, "accept": Exact()}, "fsd_div_threshold= and accept="),
         ({"assistant_model": "small", "fsd_div_threshold": -1}, "threshold=-1 must be"),
+        ({"assistant_model": "small", "fsd_div_threshold": "1"}, "threshold='1' must be a number"),
+        ({"assistant_model": "small", "fsd_div_threshold": True}, "threshold=True must be a number"),
         ({"assistant_model": "small", "fsd_div_threshold": 1, "fsd_div_type": "kld"}, "unknown fsd_div_type 'kld'"),
+        ({"assistant_model": "small", "fsd_div_threshold": 1, "fsd_div_type": 5}, "unknown fsd_div_type '5'"),
+        ({"assistant_model": "small", "fsd_div_logit_processor": 5}, "fsd_div_logit_processor=5 must name the call's"),
+        ({"assistant_model": "small", "fsd_div_logit_processor": [[]]}, "fsd_div_logit_processor=[[]] must name"),
         ({"assistant_model": "small", "num_assistant_tokens": 0}, "num_assistant_tokens=0 "),
         ({"assistant_model": "small", "assistant_confidence_threshold": 2}, "assistant_confidence_threshold=2 must be"),
         ({"assistant_model": "small", "num_assistant_tokens_schedule": "up"}, "num_assistant_tokens_schedule='up'"),
@@ -267,7 +272,7 @@ def test_an_offloaded_target_is_drafted_for(base, small, offload, tmp_path):
 def test_contradictions_are_refused_in_one_line(base, small, call, message):
     call = {name: small if isinstance(value, str) and value == "small" else value for name, value in call.items()}
     specheads.patch(base)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises((ValueError, TypeError)) as caught:
         base.generate(IDS, **call, max_new_tokens=3)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 

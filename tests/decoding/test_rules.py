@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor, TemperatureLogitsWarper
@@ -12,6 +13,7 @@ from specheads import (
     CSLeniency,
     DraftTree,
     DynamicTree,
+    Ensemble,
     Exact,
     Fuzzy,
     Lenient,
@@ -295,3 +297,23 @@ def test_bad_options_are_refused_in_one_line(make, message):
     with pytest.raises(ValueError) as caught:
         make()
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [
+        (Typical, ("epsilon", "delta")), (TopN, ("n", "margin")), (Margin, ("ratio",)), (Lenient, ("leniency",)),
+        (CSLeniency, ("leniency",)), (Ensemble, ("weight",)), (Fuzzy, ("threshold", "k", "top_p", "epsilon")),
+    ],
+)  # fmt: skip
+def test_an_option_that_is_no_number_is_refused_by_its_name(rule, options):
+    required = {} if rule in (Typical, TopN) else {rule.threshold_field: 1}
+    for name in options:
+        whole = name in ("n", "k")
+        for bad in ("0.1", None, True, [0.1], *([2.5] if whole else [])):
+            with pytest.raises(TypeError) as caught:
+                rule(**required | {name: bad})
+            assert str(caught.value) == f"{name}={bad!r} must be a {'whole ' if whole else ''}number"
+        made = rule(**required | {name: np.int64(1) if whole or rule is CSLeniency else np.float32(0.5)})
+        if name in made.tensor_options:
+            rule(**required | {name: torch.tensor(0.5)})

@@ -33,6 +33,7 @@ class Ensemble(Acceptance):
     weight: float
 
     def __post_init__(self) -> None:
+        self.require_numbers("weight")
         if not 0 < self.weight <= 1:
             raise ValueError(f"weight={self.weight} must be above 0 and at most 1 (1 is exact)")
 

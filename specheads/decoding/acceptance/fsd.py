@@ -13,7 +13,7 @@ from specheads.decoding.acceptance.divergences import NAMES
 from specheads.decoding.acceptance.exact import Exact
 from specheads.decoding.acceptance.fuzzy import WARPERS, Fuzzy
 from specheads.decoding.acceptance.rule import Acceptance
-from specheads.options import refuse_unknown
+from specheads.options import refuse_unknown, shown
 
 # What that code computes under each of its names, by the names of `Fuzzy`: its "js" is none.
 TYPES = {"kl_div": "kl", "kl_div_reversed": "kl_reversed", "js_div": "js_paper", "tv_div": "tv"}
@@ -41,7 +41,7 @@ def fuzzy_from(
     smoothed as above; a "…_processed" type ignores it. options are Fuzzy's own.
     """
     name = fsd_div_type or "js_div"
-    plain = name.removesuffix("_processed")
+    plain = name.removesuffix("_processed") if isinstance(name, str) else name
     refuse_unknown([plain], [*TYPES, "random", "sd", *NAMES], "fsd_div_type")
     warpers = _warper_names(fsd_div_logit_processor)
     if plain == "sd" or fsd_div_threshold is None:
@@ -56,10 +56,11 @@ def fuzzy_from(
 
 def _warper_names(given: str | Iterable[Any] | None) -> list[str]:
     """Names of warpers, each once, in the order they are applied in. ValueError for anything else."""
-    names = re.findall(r"\w+", given) if isinstance(given, str) else list(given or ())
-    if any(name not in WARPERS for name in names):
+    names = re.findall(r"\w+", given) if isinstance(given, str) else given or []
+    names = list(names) if isinstance(names, Iterable) else [names]
+    if any(name not in list(WARPERS) for name in names):  # a list may be asked about a name that is one
         raise ValueError(
-            f"fsd_div_logit_processor={given!r} must name the call's own warpers, of {', '.join(WARPERS)}, as in "
+            f"fsd_div_logit_processor={shown(given)} must name the call's own warpers, of {', '.join(WARPERS)}, as in "
             "('temperature', 'top_p')"
         )
     return [name for name in WARPERS if name in names]

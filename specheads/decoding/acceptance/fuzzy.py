@@ -16,7 +16,7 @@ from specheads.decoding.acceptance.exact import Exact, accept_probs
 from specheads.decoding.acceptance.rule import LevelRule, TargetProbs
 from specheads.decoding.probs.precision import at_least_float32
 from specheads.decoding.probs.sampler import Sampler
-from specheads.options import refuse_unknown
+from specheads.options import refuse_unknown, require_whole, shown
 
 MODES = ("divergence", "rescue")
 WARPERS = {
@@ -60,12 +60,16 @@ class Fuzzy(LevelRule):
     def __post_init__(self) -> None:
         refuse_unknown([self.divergence], [*NAMES, "random"], "divergence")
         refuse_unknown([self.mode], MODES, "mode of Fuzzy")
+        self.require_numbers("threshold", "top_p", "epsilon")
+        require_whole("k", self.k)
         if not self.threshold >= 0:
             raise ValueError(f"threshold={self.threshold} must be a divergence of 0 or more")
         if self.k < 1:
             raise ValueError(f"k={self.k} must be at least 1 token")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+        if not isinstance(self.warpers, str):
+            raise TypeError(f"warpers={shown(self.warpers)} must be names in one text, as in 'temperature+top_p'")
         refuse_unknown(self._warper_names, WARPERS, "warper of Fuzzy")
         if self.processed and self.warpers:
             raise ValueError(f"processed=True is under all processors, warpers={self.warpers!r} under some; give one")

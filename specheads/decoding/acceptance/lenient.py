@@ -29,6 +29,7 @@ class Lenient(LevelRule):
     leniency: float
 
     def __post_init__(self) -> None:
+        self.require_numbers("leniency")
         if not 0 < self.leniency <= 1:
             raise ValueError(f"leniency={self.leniency} must be above 0 and at most 1 (1 is exact)")
 

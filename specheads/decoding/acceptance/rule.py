@@ -18,6 +18,7 @@ from specheads.decoding.acceptance.paths import accepted_path
 from specheads.decoding.cached import cached_property
 from specheads.decoding.probs.sampler import Sampler, likeliest
 from specheads.decoding.tree import DraftTree
+from specheads.options import require_number
 
 
 @dataclass
@@ -257,6 +258,12 @@ class Acceptance(ABC):
         """(B, N) the divergence of q and p at the parent of each drafted node, as the rule measures it; NaN at other
         slots. None for a rule that measures none."""
         return None
+
+    def require_numbers(self, *names: str) -> None:
+        """TypeError for one of these options that is no number. A tensor passes: a compiled step may read it."""
+        for name in names:
+            if not isinstance(value := getattr(self, name), Tensor):
+                require_number(name, value)
 
     @abstractmethod
     def judge(self, target: TargetProbs) -> Verdict:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specheads.decoding.acceptance.paths import accepted_path, accepted_to_root, path_to
 from specheads.decoding.acceptance.rule import Acceptance, TargetProbs, Verdict
+from specheads.options import require_whole
 
 
 class TokenRule(Acceptance):
@@ -64,6 +65,7 @@ class Typical(TokenRule):
     delta: float = 0.3
 
     def __post_init__(self) -> None:
+        self.require_numbers("epsilon", "delta")
         if not 0 < self.epsilon < 1:
             raise ValueError(f"epsilon={self.epsilon} must be a probability above 0 and below 1")
         if not self.delta > 0:
@@ -94,6 +96,8 @@ class TopN(TokenRule):
     margin: float = 0.6
 
     def __post_init__(self) -> None:
+        require_whole("n", self.n)
+        self.require_numbers("margin")
         if self.n < 1:
             raise ValueError(f"n={self.n} must be at least 1 token")
         if not 0 <= self.margin <= 1:
@@ -120,6 +124,7 @@ class Margin(TokenRule):
     ratio: float
 
     def __post_init__(self) -> None:
+        self.require_numbers("ratio")
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"ratio={self.ratio} must be a ratio of probabilities p₂/p₁, 0 to 1 (1: only the first)")
 
@@ -145,6 +150,7 @@ class CSLeniency(TokenRule):
     leniency: float
 
     def __post_init__(self) -> None:
+        self.require_numbers("leniency")
         if not self.leniency >= 1:
             raise ValueError(f"leniency={self.leniency} must be 1 (only the likeliest token is accepted) or more")
 

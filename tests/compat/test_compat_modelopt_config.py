@@ -37,7 +37,9 @@ def test_options_of_modelopts_recipes_and_examples_arrive():
         "eagle_loss_decay_factor": 0.7, "eagle_decoder_type": "llama", "eagle_ttt_steps": 2,
         "eagle_mix_hidden_states": False, "eagle_use_torch_compile": True, "eagle_enable_nvtx": False,
         "eagle_export_rope_scaling": {"rope_type": "yarn", "factor": 32.0}, "eagle_base_lora": False,
-        "eagle_base_lora_rank": 64, "eagle_base_lora_target_modules": None,
+        "eagle_base_lora_rank": 64, "eagle_base_lora_target_modules": None, "eagle_base_lora_alpha": 16.0,
+        "eagle_base_lora_preservation_loss_weight": 0.1, "eagle_base_lora_warmup_steps": 0,
+        "eagle_base_lora_start_layer": None, "eagle_base_lora_logits_detach_prob": 0.5,
         "eagle_architecture_config": {
             **SIZES, "hidden_size": 32, "vocab_size": 97, "draft_vocab_size": 40, "max_position_embeddings": 512,
             "eagle_aux_hidden_state_layer_ids": [0, 1, 2], "num_hidden_layers": 2, "torch_dtype": "bfloat16",
@@ -78,6 +80,7 @@ def test_a_draft_vocabulary_is_loaded_from_a_d2t_file(tmp_path):
     [
         ({"eagle_offline": True}, "eagle_offline=True is not supported, only False; `specheads train`"),
         ({"eagle_base_lora": True}, "lora={...}"),
+        ({"eagle_base_lora_rnk": 64}, "unknown eagle3 head option 'eagle_base_lora_rnk'; "),
         ({"eagle_decoder_type": "kimik2"}, "eagle_decoder_type='kimik2' is not supported, only 'llama'"),
         ({"eagle_ttt_step": 3}, "eagle3 head option 'eagle_ttt_step'; "),
         ({"eagle_architecture_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm=True is not supported"),

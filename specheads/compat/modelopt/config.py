@@ -44,12 +44,15 @@ _FIXED: dict[str, Any] = {
     "eagle_base_lora": False, "eagle_self_logit_distillation": None, "eagle_disable_moe": None,
     "eagle_report_acc": None, "eagle_use_torch_compile": None, "eagle_enable_nvtx": None,
     "eagle_export_rope_scaling": None,
+    # How adapters train, where eagle_base_lora says whether.
+    "eagle_base_lora_rank": None, "eagle_base_lora_alpha": None, "eagle_base_lora_target_modules": None,
+    "eagle_base_lora_preservation_loss_weight": None, "eagle_base_lora_warmup_steps": None,
+    "eagle_base_lora_start_layer": None, "eagle_base_lora_logits_detach_prob": None,
 }  # fmt: skip
 _INSTEAD = {
     "eagle_offline": "`specheads train` trains on saved features",
     "eagle_base_lora": "specheads.convert(model, 'eagle3', lora={...}) trains adapters too",
 }
-_OF_LORA = "eagle_base_lora_"  # which say how, where eagle_base_lora says whether
 _NAMES = {"eagle_ttt_steps": "steps", "eagle_loss_decay_factor": "step_decay", "eagle_num_layers": "num_layers"}
 # The same of eagle_architecture_config, which otherwise may hold whatever a Llama's config does.
 _SIZES = {
@@ -128,7 +131,7 @@ def _options(config: dict[str, Any], three: bool) -> dict[str, Any]:
             _refuse_other(name, value, _FIXED[name])
         elif name in _NAMES and (three or _NAMES[name] != "step_decay"):
             options[_NAMES[name]] = value
-        elif name not in _NAMES and not name.startswith(_OF_LORA):
+        elif name not in _NAMES:
             options[name] = value
     return options
 

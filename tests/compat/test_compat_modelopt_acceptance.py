@@ -20,6 +20,25 @@ def test_acceptance_is_tokens_an_iteration_of_the_first_too():
     assert model.asked == [3, 6, 7, 11]
 
 
+def test_the_bases_own_token_follows_a_rejected_draft_where_the_given_text_has_another():
+    """As in ModelOpt's own loop, which appends it and compares the next draft with the text at its index."""
+    own = torch.arange(3, 16).unsqueeze(0)
+    given = own.clone()
+    given[0, 5:7] = 50
+    seen = []
+
+    class Noted(Scripted):
+        def pseudo_speculative_generate(self, input_ids, steps=1):
+            seen.append(input_ids[0].tolist())
+            return super().pseudo_speculative_generate(input_ids, steps)
+
+    validation = mtsp.HFARValidation(Noted(own, [3, 3, 3, 3]), TARGET)
+    text, rate = validation.validate(10, input_ids=own[:, :3], ground_truth=given, steps=3)
+    # Iterations give 1 token, 1 + 1 (index 5 has the base's), 0 + 1 (index 6 too), 3 + 1, and the last 2.
+    assert torch.equal(text, given) and rate == 10 / 5
+    assert seen == [own[0, :length].tolist() for length in (3, 5, 6, 10)]
+
+
 def test_online_the_token_in_place_of_a_rejected_one_is_appended_and_not_counted():
     text = torch.arange(3, 16).unsqueeze(0)
     model = Scripted(text, [2, 0, 3, 3])

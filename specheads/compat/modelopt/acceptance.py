@@ -48,7 +48,10 @@ class AcceptanceRateValidation:
     ) -> tuple[Tensor, float]:
         """A fixed text (1, T') that begins with the prompt, the base's own unless given, and its tokens an iteration.
 
-        steps: tokens drafted an iteration. A draft is accepted as far as it is that text.
+        steps: tokens drafted an iteration. A draft is accepted as far as it is that text. Then comes the base's own
+        token, as there, whatever the text has in its place: after a token that differs, the base and its drafts follow
+        a mixture of both, and are still compared with the text, index by index. So the rate of a text that is not the
+        base's own (another model's, or sampled) is not that of decoding it, and no rate of the text alone.
         """
         if tree_paths is not None:
             raise ValueError("tree_paths: chains alone are counted, as for Hugging Face models there; give steps")

@@ -130,15 +130,21 @@ def test_none_is_measured_where_none_is_asked_for(pair, monkeypatch):
         specheads.generate(base, **BATCHES["one"], **options(small, chain(3), Fuzzy(0.3)))
 
 
-@pytest.mark.parametrize("mode", ["divergence", "rescue"])
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(
+    "rule",
+    [Fuzzy(0.2), Fuzzy(0.2, mode="rescue"), Fuzzy(0.4, "random"), Fuzzy(0.4, "random", "rescue"),
+     Fuzzy(0, "random", "rescue")],
+    ids=repr,
+)  # fmt: skip
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.sampled(3)
-def test_asking_for_them_changes_no_text(pair, plan, mode):
+def test_asking_for_them_changes_no_text(pair, plan, rule, do_sample):
     base, small = pair
     made = [
         specheads.generate(
             base, **BATCHES["ragged"],
-            **options(small, PLANS[plan], Fuzzy(0.2, mode=mode), output_divergences=asked, max_new_tokens=12),
+            **options(small, PLANS[plan], rule, output_divergences=asked, max_new_tokens=12, do_sample=do_sample),
         )
         for asked in (True, False)
     ]  # fmt: skip

@@ -102,10 +102,7 @@ class Fuzzy(LevelRule):
     def accept_mask(self, target: TargetProbs) -> Tensor:
         tree, sampler = target.tree, target.sampler
         exact = sampler.bernoulli(accept_probs(target, target.p)) if sampler.do_sample else target.is_target_argmax()
-        distance = target.divergences
-        if distance is None:
-            distance = target.at_parent(self.distance(target))
-        near = target.first_allowed & self.near(distance)
+        near = target.first_allowed & self.near(target.at_parent(self.distance(target)))
         if self.mode == "divergence":
             return exact | near
         parent = tree.topology.parent_index  # rescue: only where Exact accepts no child
@@ -126,7 +123,12 @@ class Fuzzy(LevelRule):
         return distance < self.threshold if self.mode == "rescue" else distance <= self.threshold
 
     def distance(self, target: TargetProbs) -> Tensor:
-        """(B, N) D(q, p) at each node; meaningless at leaves, after which nothing was drafted."""
+        """(B, N) D(q, p) at each node, measured once; meaningless at leaves, after which nothing was drafted."""
+        if target.distance is None:
+            target.distance = self._measure(target)
+        return target.distance
+
+    def _measure(self, target: TargetProbs) -> Tensor:
         tree, sampler, draft = target.tree, target.sampler, target.tree.logits
         if self.divergence == "random":
             return sampler.uniforms(tree.tokens.shape, target.logits.device)

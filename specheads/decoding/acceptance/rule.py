@@ -28,8 +28,8 @@ class TargetProbs:
     logits (B, N, V) are the target's. history: each row's ids up to the root, which is the last; read only where a
     logits processor depends on the prefix. Such a processor sees each node's own prefix. ends (B, N): nodes that
     nothing follows (an end of text, the length limit), for which it is not asked; None: no such node. numbers (B, P) in
-    [0, 1): by these a row draws its next tokens from p; None: fresh ones. divergences (B, N): those of
-    `Acceptance.divergences`, where they were wanted.
+    [0, 1): by these a row draws its next tokens from p; None: fresh ones. distance (B, N): of q and p at each node,
+    once a rule that compares them has measured it.
     """
 
     tree: DraftTree
@@ -38,7 +38,7 @@ class TargetProbs:
     history: Sequence[Sequence[int]] = ()
     ends: Tensor | None = None
     numbers: Tensor | None = None
-    divergences: Tensor | None = None
+    distance: Tensor | None = None
 
     @cached_property
     def _rows(self) -> Tensor:

@@ -34,13 +34,11 @@ def walk(
     scores of each token. keep_divergences: it gets those of every node, from a rule that measures them.
     """
     target = TargetProbs(tree, logits, sampler, history, ends, numbers)
+    rule = Exact() if tree.num_nodes == 1 or accept.is_exact(sampler) else accept
+    verdict = rule.judge(target)
     if keep_divergences and tree.num_nodes > 1:
-        target.divergences = accept.divergences(target)
-    if tree.num_nodes == 1 or accept.is_exact(sampler):
-        accept = Exact()
-    verdict = accept.judge(target)
-    if target.divergences is not None:
-        verdict = replace(verdict, divergences=target.divergences)
+        # After the verdict: those that are random numbers leave the rule the numbers it draws when nobody asks.
+        verdict = replace(verdict, divergences=accept.divergences(target))
     if not keep_scores:
         return verdict
     return replace(verdict, scores=tuple((target.at(logits, node), target.scores_at(node)) for node in verdict.path.T))

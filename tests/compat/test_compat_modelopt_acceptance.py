@@ -65,6 +65,10 @@ def test_acceptance_is_what_decoding_gives(mode):
 
 
 def test_acceptance_refuses_what_it_does_not_count():
+    with pytest.raises(
+        TypeError, match=r"^a LlamaForCausalLM is not validated here: give what convert\(\) gave, or a head"
+    ):
+        mtsp.HFARValidation(small(), TARGET)
     validation = mtsp.HFARValidation(Scripted(IDS, []), TARGET)
     for options, message in (
         ({"tree_paths": [[0]], "input_ids": PROMPT}, "chains alone"), ({}, "give a prompt"),

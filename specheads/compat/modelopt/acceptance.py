@@ -17,9 +17,15 @@ _DROP_REASONING = "{% if '</think>' in content %}{% set content = content.split(
 
 
 class AcceptanceRateValidation:
-    """model: what convert() gave; one prompt at a time."""
+    """model: what convert() gave, or AutoModelForCausalLM.from_pretrained after enable_huggingface_checkpointing().
+    One prompt at a time; TypeError for another model."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
+        if not hasattr(model, "pseudo_speculative_generate"):
+            raise TypeError(
+                f"a {type(model).__name__} is not validated here: give what convert() gave, or a head's folder loaded "
+                "by AutoModelForCausalLM.from_pretrained after enable_huggingface_checkpointing()"
+            )
         if isinstance(tokenizer.chat_template, str):
             tokenizer.chat_template = tokenizer.chat_template.replace(_DROP_REASONING, "")
         self.model = model.eval()

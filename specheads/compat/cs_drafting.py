@@ -15,6 +15,7 @@ from specheads.compat.plain import generate_plainly
 from specheads.decoding.drafters import Cascade, DraftModel
 from specheads.decoding.drafters.model import vocabulary_size
 from specheads.decoding.generation.recorded import Record, replay
+from specheads.options import require_whole
 
 
 def csd(
@@ -34,6 +35,7 @@ def csd(
     target's text is the record. Reviews are added to a wrapper's forward_count, if it has one. Every pass of the target
     counts; the first reads the prompt and gives a token.
     """
+    require_whole("max_length", max_length)
     drafts = [DraftModel(bare) if isinstance(bare := _bare(draft), PreTrainedModel) else bare for draft in draft_list]
     cascade = Cascade(drafts, torch.as_tensor(k_matrix).tolist(), leniency=float(leniency))
     if isinstance(target_model, _Recorded):

@@ -18,7 +18,7 @@ from specheads.decoding.acceptance import Acceptance, Exact, NoResidual
 from specheads.decoding.drafters import DraftModel, NGram, NGramStorage
 from specheads.decoding.drafters.base import Drafter
 from specheads.decoding.planner import Plan, SampledTree, chain
-from specheads.options import shown
+from specheads.options import require_whole, shown
 
 EndTokens = int | list[int]
 
@@ -107,6 +107,7 @@ def ngram_assisted_speculative_generate(
     if not isinstance(ngramstorage, NGramStorage):
         raise TypeError(f"ngramstorage={shown(ngramstorage)} must be a storage: NGramStorage(n=3, vocab_size=...)")
     whole("gamma", gamma)
+    require_whole("filler_top_k", filler_top_k)
     drafter = NGram(
         gamma, storage=ngramstorage, filler_top_k=max(1, filler_top_k), stop_if_unknown=stop_if_unknown,
         reset_between=False,

@@ -88,6 +88,12 @@ def test_bad_arguments_are_refused_in_one_line(target, small, options, message):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_bad_filler_top_k_is_refused_by_name(target):
+    storage = compat.NGramStorage(3, target.config.vocab_size)
+    with pytest.raises(TypeError, match=r"^filler_top_k='3' must be a whole number"):
+        compat.ngram_assisted_speculative_generate(PROMPT, storage, target, filler_top_k="3")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -64,6 +64,12 @@ def test_a_k_matrix_that_does_not_fit_is_refused(models):
         compat.csd([*drafts, MaxGram()], target, IDS, IDS, torch.tensor([[5, 10], [0, 10]]))
 
 
+def test_a_length_that_is_no_number_is_refused(models):
+    target, drafts = models
+    with pytest.raises(TypeError, match=r"^max_length='40' must be a whole number"):
+        compat.csd([drafts[0], MaxGram()], target, IDS, IDS, torch.tensor([[5, 10], [0, 10]]), "40")
+
+
 def calls(model):
     """How often the model's forward runs from now on, in a list that grows."""
     seen = []

@@ -261,6 +261,8 @@ def test_an_offloaded_target_is_drafted_for(base, small, offload, tmp_path):
         ({"assistant_model": "small", "fsd_div_logit_processor": 5}, "fsd_div_logit_processor=5 must name the call's"),
         ({"assistant_model": "small", "fsd_div_logit_processor": [[]]}, "fsd_div_logit_processor=[[]] must name"),
         ({"assistant_model": "small", "num_assistant_tokens": 0}, "num_assistant_tokens=0 "),
+        ({"assistant_model": "small", "num_assistant_tokens": "3"}, "num_assistant_tokens='3' must be a number"),
+        ({"assistant_model": "small", "assistant_confidence_threshold": "x"}, "threshold='x' must be a number"),
         ({"assistant_model": "small", "assistant_confidence_threshold": 2}, "assistant_confidence_threshold=2 must be"),
         ({"assistant_model": "small", "num_assistant_tokens_schedule": "up"}, "num_assistant_tokens_schedule='up'"),
         ({"assistant_model": "small", "tree": chain(2), "num_assistant_tokens": 3}, "num_assistant_tokens= is for"),

@@ -18,6 +18,7 @@ from specheads.decoding.planner import AdaptiveChain, Expand, Plan, SampledTree,
 from specheads.decoding.planner.plan import require_positive, unwrapped_plan, with_grown
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
+from specheads.options import require_number
 
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
@@ -38,7 +39,9 @@ class AssistantOptions:
     num_assistant_tokens_schedule: str = "constant"
 
     def __post_init__(self) -> None:
+        require_number("num_assistant_tokens", self.num_assistant_tokens)  # transformers' schedules leave 18.0, say
         require_positive("num_assistant_tokens", self.num_assistant_tokens)
+        require_number("assistant_confidence_threshold", self.assistant_confidence_threshold)
         if not 0 <= self.assistant_confidence_threshold <= 1:
             raise ValueError(
                 f"assistant_confidence_threshold={self.assistant_confidence_threshold} must be a probability, 0 (never "

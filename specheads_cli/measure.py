@@ -171,6 +171,7 @@ def calibrate(
       specheads calibrate out/head --data my.jsonl --num-nodes 64 --max-depth 5 --json
     """
     from specheads.cli.commands import calibrate as command
+    from specheads.models.checkpoint import save_default_tree
     from specheads.models.named import load_with_tokenizer
 
     if save and not Path(model).is_dir():
@@ -180,7 +181,7 @@ def calibrate(
         spec, tokenizer, data, num_nodes=num_nodes, max_depth=max_depth, max_rows=max_rows, max_length=max_length
     )
     if save:
-        command.save(spec, Path(model), found)
+        save_default_tree(model, found["tree"])
     if as_json:
         emit({"model": model, "saved": save, **found})
         return

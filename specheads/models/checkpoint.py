@@ -77,11 +77,22 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     written = config.to_diff_dict()
     written["base_model_name_or_path"] = make_portable(config.base_model_name_or_path, folder)
-    text = json.dumps(written, indent=2, sort_keys=True) + "\n"
+    _write(folder, written, tensors)
+
+
+def save_default_tree(directory: Any, tree: tuple[tuple[int, ...], ...]) -> None:
+    """Make the static tree of these choices the default of the checkpoint in `directory`; all else stays as it was
+    saved, the base that it names too."""
+    saved = read(directory)
+    saved.config.head = saved.config.head | {"tree": replace(saved.head, tree=tree).tree}
+    _write(saved.folder, saved.config.to_diff_dict(), saved.tensors)
+
+
+def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     with replacing(folder / WEIGHTS) as path:
-        save_file(tensors, path, metadata={"format": "pt", "specheads_config": json.dumps(written)})
+        save_file(tensors, path, metadata={"format": "pt", "specheads_config": json.dumps(config)})
     with replacing(folder / CONFIG) as path:
-        path.write_text(text, "utf8")
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf8")
 
 
 def _refuse_other_models(folder: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from specheads import terminal
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets
 from specheads.decoding.target.hf_base import text_config
-from specheads.models import saved_head
 from specheads.models.calibration import calibrate_tree, expected_length, measure_ranks
 from specheads.models.spec_model import SpecModel
 
@@ -31,12 +29,6 @@ def calibrate(
         "positions": len(ranks), "tree": tree.choices, "accepted_length": expected_length(tree, ranks),
         "by_nodes": {size: expected_length(calibrate_tree(ranks, size, max_depth), ranks) for size in sizes},
     }  # fmt: skip
-
-
-def save(model: SpecModel, directory: Path, record: dict[str, Any]) -> None:
-    """Make the tree the default of the checkpoint in `directory`; its tensors do not change."""
-    model.set_default_tree(record["tree"])
-    model.save_pretrained(directory, state_dict=saved_head.read(directory).tensors)
 
 
 def show(record: dict[str, Any]) -> None:

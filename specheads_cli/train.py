@@ -52,10 +52,13 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Estimate the memory and time of the run, print them and exit.")
     ] = False,
-    processes: Annotated[int, typer.Option(min=1, help="Number of processes for --dry-run.")] = 1,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes for --dry-run.", show_default="1")
+    ] = None,
     distributed: Annotated[
-        str, typer.Option(help="Parallelism for --dry-run: no, ddp, fsdp2, zero1, zero2, zero3.")
-    ] = "no",
+        str | None,
+        typer.Option(help="Parallelism for --dry-run: no, ddp, fsdp2, zero1, zero2, zero3.", show_default="no"),
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="Device for --dry-run: H200, A100 … (default: this machine's).")
     ] = None,
@@ -78,7 +81,9 @@ def train(
 
     if dry_run:
         command.show_estimate(file, overrides or [], processes, distributed, device, as_json)
-    elif code := command.run(file, overrides or [], "specheads", as_json):
+        return
+    command.refuse_without_dry_run(processes=processes, distributed=distributed, device=device)
+    if code := command.run(file, overrides or [], "specheads", as_json):
         raise typer.Exit(code)
 
 

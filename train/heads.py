@@ -32,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     parser.add_argument("--dry-run", action="store_true", help="print what the run will take, and stop")
-    parser.add_argument("--processes", type=int, default=1, help="of the run that --dry-run estimates")
-    parser.add_argument("--distributed", default="no", choices=KINDS, help="of the run that --dry-run estimates")
+    parser.add_argument("--processes", type=int, help="of the run that --dry-run estimates (default: 1)")
+    parser.add_argument("--distributed", choices=KINDS, help="of the run that --dry-run estimates (default: no)")
     parser.add_argument("--device", help="of the run that --dry-run estimates: H200, A100 … (default: what is here)")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -41,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             command.show_estimate(recipe, options.overrides, options.processes, options.distributed, options.device)
             return 0
+        command.refuse_without_dry_run(
+            processes=options.processes, distributed=options.distributed, device=options.device
+        )
         return command.run(recipe, options.overrides, "train/heads.py")
     except (ValueError, OSError, ImportError) as error:
         print(f"train/heads.py: {' '.join(str(error).split())}", file=sys.stderr)

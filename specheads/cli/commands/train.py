@@ -19,13 +19,23 @@ from specheads.training.run import prepare
 
 
 def show_estimate(
-    recipe: Path, overrides: Sequence[str], processes: int, distributed: str, device: str | None, as_json: bool = False
-) -> None:
-    """Print what the run will take; nothing is loaded."""
+    recipe: Path, overrides: Sequence[str], processes: int | None, distributed: str | None, device: str | None,
+    as_json: bool = False,
+) -> None:  # fmt: skip
+    """Print what the run will take; nothing is loaded. None: one process, no parallelism, the device that is here."""
     wanted = read_recipe(recipe, overrides)
     launch = LaunchConfig(processes, distributed)
-    found = estimate(wanted, processes, launch.distributed or "no", device)
+    found = estimate(wanted, launch.processes or 1, launch.distributed or "no", device)
     print(_json(found.record()) if as_json else "\n".join(found.lines()))
+
+
+def refuse_without_dry_run(**given: Any) -> None:
+    """ValueError if any of --processes, --distributed and --device, by name, is given to a run that trains."""
+    if named := [f"--{name} {value}" for name, value in given.items() if value is not None]:
+        raise ValueError(
+            f"{', '.join(named)} would have no effect without --dry-run; to train in several processes, start "
+            "the command with `accelerate launch`, which says how many and on which devices"
+        )
 
 
 def run(recipe: Path, overrides: Sequence[str], program: str, as_json: bool = False) -> int:

@@ -13,8 +13,11 @@ from specheads.models.config import SpecConfig
 
 
 def build_head(config: HeadConfig, base: PreTrainedModel) -> DraftHead:
-    """A head with these (complete) options, on the device of the base's output layer."""
-    with torch.device(base.get_output_embeddings().weight.device):
+    """A head with these (complete) options, on the device where the base's output layer computes."""
+    output = base.get_output_embeddings()
+    # An offloaded layer has its weight on meta between its calls, and a hook that knows where it computes.
+    device = getattr(getattr(output, "_hf_hook", None), "execution_device", None)
+    with torch.device(output.weight.device if device is None else device):
         return HEADS[config.kind](config)
 
 

@@ -204,6 +204,19 @@ def test_what_concerns_the_base_reaches_it(named, tmp_path, loader, monkeypatch)
     assert not hasattr(load_head(tiny_llama(), tmp_path), "hf_device_map")
 
 
+@pytest.mark.parametrize("head", ["medusa", "eagle3"])
+def test_a_head_beside_an_offloaded_output_layer_is_where_that_computes(named, tmp_path, head):
+    model = trained(named, head)
+    model.save_pretrained(tmp_path / "head")
+    model.export(tmp_path / "theirs", "vllm")
+    offloaded = {"device_map": {"model": "cpu", "lm_head": "disk"}, "offload_folder": tmp_path / "off"}
+    for folder, base in (("head", None), ("theirs", named.name_or_path)):
+        restored = SpecModel.from_pretrained(tmp_path / folder, base=base, **offloaded)
+        assert restored.base.lm_head.weight.is_meta and same(restored, model)
+        greedy = {"max_new_tokens": 12, "do_sample": False}
+        assert torch.equal(restored.generate(IDS[:1], draft="head", **greedy), named.generate(IDS[:1], **greedy))
+
+
 def test_options_that_would_do_nothing_are_refused(named, tmp_path):
     trained(named, "eagle").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"\['device_map'\] would have no effect on a base that is already in memory"):

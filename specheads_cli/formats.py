@@ -64,7 +64,7 @@ def import_(
     source: Annotated[
         str, typer.Argument(metavar="SOURCE", help="Another program's checkpoint: a directory or a hub id.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to save the head in.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory for the head.")],
     base: Annotated[str | None, typer.Option(help="Its base model (default: the one the checkpoint names).")] = None,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read .bin and .pt files, tensors only.")

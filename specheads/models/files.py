@@ -34,6 +34,12 @@ class CheckpointError(OptionError):
     """A head checkpoint that cannot be used. The message names the file and what is wrong with it."""
 
 
+def refuse_nonempty(folder: Path, purpose: str) -> None:
+    """CheckpointError for a folder that holds anything, which new files would stand beside. purpose: "export into"."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not an empty directory; give a new one to {purpose}")
+
+
 def damaged_error(path: Any, error: Exception | str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged or cut short ({reason(error)}); copy or train it again")
 

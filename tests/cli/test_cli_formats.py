@@ -65,11 +65,20 @@ def test_dtype_and_check(small, tmp_path, capsys, monkeypatch):
             "import {tmp}/theirs {tmp}/out --base {small}/base --allow-pickle",
             "made for another base: vocab_size is 258",
         ),
-        ("import {tmp}/theirs {tmp}/theirs --base {small}/base --allow-pickle", "is the source itself"),
+        (
+            "import {tmp}/theirs {tmp}/theirs --base {small}/base --allow-pickle",
+            "is not an empty directory; give a new one",
+        ),
+        (
+            "import {tmp}/theirs {tmp}/run --base {small}/base --allow-pickle",
+            "run exists and is not an empty directory",
+        ),
     ],
 )
 def test_bad_input_is_one_line(line, said, small, tmp_path, capsys):
     foreign.eagle3(tmp_path / "theirs", "eagle")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "results.json").write_text('{"eval_accepted_length": 3.0}')
     code, out, err = run(capsys, *(word.format(small=small, tmp=tmp_path) for word in line.split()))
     (told,) = [text for text in err.splitlines() if text.startswith("specheads: ")]
     assert code == 2 and not out and said in told and not (tmp_path / "out").exists()

@@ -9,6 +9,7 @@ from transformers.utils import logging as hf_logging
 
 from specheads.models import export_checks
 from specheads.models.base.loading import DTYPES, as_dtype
+from specheads.models.files import refuse_nonempty
 from specheads.models.formats import ENGINES
 from specheads.models.formats.export.exporting import form_for
 from specheads.models.spec_model import SpecModel
@@ -36,10 +37,9 @@ def export(
 def import_head(
     source: str, out: Path, *, base: str | None, allow_pickle: bool, allow_nonfinite: bool, dtype: str | None
 ) -> dict[str, Any]:
-    """Import a head: what was read, and where it was saved."""
+    """Import a head: what was read, and where it was saved. An older run's figures in `out` would pass for its own."""
     _check_dtype(dtype)
-    if Path(source).exists() and out.exists() and out.resolve() == Path(source).resolve():
-        raise ValueError(f"{out} is the source itself; give another directory")
+    refuse_nonempty(out, "import into")
     hf_logging.disable_progress_bar()
     model: Any = SpecModel.from_pretrained(
         source, base=base, dtype="auto", allow_pickle=allow_pickle, allow_nonfinite=allow_nonfinite

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from specheads.heads import DraftHead
 from specheads.models.base.loading import as_dtype
 from specheads.models.config import SpecConfig
-from specheads.models.files import CONFIG, CheckpointError
+from specheads.models.files import CONFIG, CheckpointError, refuse_nonempty
 from specheads.models.formats import FORMATS
 from specheads.models.formats.eagle import transformers4
 from specheads.models.formats.export import gguf_files
@@ -44,8 +44,7 @@ def export(
     """
     form, folder = form_for(config, base, head, to), Path(out)
     make_gguf = _gguf(config, base, head, to, as_dtype(dtype), gguf) if gguf is not None else None
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists and is not an empty directory; give a new one to export into")
+    refuse_nonempty(folder, "export into")
     tensors = head_tensors(head, as_dtype(dtype))
     written = form.write(head.config, tensors, base)
     named = {name: t.contiguous().clone() for name, t in written.tensors.items()}

@@ -30,6 +30,7 @@ from specheads.models.files import (
     WEIGHTS,
     CheckpointError,
     make_portable,
+    read_table,
     refuse_nonfinite,
     replacing,
     widest_dtype,
@@ -97,12 +98,11 @@ def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
 
 def _refuse_other_models(folder: Path) -> None:
     """CheckpointError for a folder that holds another model, such as the base, which the head would replace."""
-    try:
-        there = json.loads((folder / CONFIG).read_bytes())["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    if there != "specheads":
-        raise CheckpointError(f"{folder} holds a {there} model, which the head's files would replace; save elsewhere")
+    if not (folder / CONFIG).is_file() or (there := read_table(folder / CONFIG, most=None)) is None:
+        return  # a config cut short is written anew
+    if (kind := there.get("model_type")) != SpecConfig.model_type:
+        what = f"a {shortened(kind)} model" if kind else "another program's model"
+        raise CheckpointError(f"{folder} holds {what}, which the head's files would replace; save elsewhere")
 
 
 def load(

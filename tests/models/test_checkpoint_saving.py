@@ -42,6 +42,18 @@ def test_a_head_is_not_saved_over_a_model(named, tmp_path):
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("config", ['{"medusa_num_heads": 2}', '{"model_type": null}', '{"model_type": "eagle9"}'])
+def test_a_head_is_not_saved_over_a_model_of_another_program(named, tmp_path, config):
+    (tmp_path / "config.json").write_text(config, "utf8")
+    (tmp_path / "model.safetensors").write_bytes(b"theirs")
+    before = contents(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"holds (another program's|a eagle9) model, which the head's files would"
+    ):
+        trained(named, "medusa").save_pretrained(tmp_path)
+    assert contents(tmp_path) == before
+
+
 def test_only_the_main_process_writes(named, tmp_path):
     trained(named, "medusa").save_pretrained(tmp_path / "a", is_main_process=False, push_to_hub=True, repo_id="a/b")
     assert not (tmp_path / "a").exists()

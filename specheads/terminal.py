@@ -40,6 +40,14 @@ def make_console(*, stderr: bool = False) -> Console:
     )
 
 
+def utf8_text(text: str, source: str) -> str:
+    """Text that was typed or piped in. ValueError where it was not UTF-8: Python passes its bytes on as surrogates."""
+    try:
+        return text.encode("utf8", "surrogateescape").decode("utf8")
+    except UnicodeError as error:
+        raise ValueError(f"{source} is not UTF-8 text: {error}") from error
+
+
 def printable(text: str) -> str:
     """The text with control characters other than newline and tab spelt out, so that a model cannot steer a
     terminal."""

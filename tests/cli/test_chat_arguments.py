@@ -132,6 +132,16 @@ def test_what_the_console_does_not_know_is_answered_in_one_line_with_the_nearest
         assert line.startswith(said)
 
 
+def test_what_is_not_utf8_is_one_line_and_changes_nothing(models, console):
+    for entry, what in (
+        (Entry("a\udcff"), "the prompt"),
+        (Entry("system a\udcff", command=True), "the system message"),
+    ):
+        with pytest.raises(ValueError, match=f"{what} is not UTF-8 text: .* byte 0xff in position 1"):
+            console.do(entry)
+    assert console.session.settings.system is None and not console.session.turns
+
+
 def test_a_drafter_that_cannot_be_loaded_leaves_the_prompt_usable(offline, piped, tmp_path, monkeypatch):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+import specheads_cli as cli
 from specheads.models.convert import convert
 from tests.support.command_line import CONTROL, run
 from tests.support.tiny_models import tiny_llama
@@ -43,6 +44,20 @@ def test_a_prompt_comes_from_a_file_or_from_stdin_too(shipped, tmp_path, capsys,
     with open(file) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         assert json.loads(run(capsys, *ask)[1])["text"] == json.loads(given)["text"]
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as locales have them
+def test_a_prompt_that_is_not_utf8_is_one_line(errors, shipped, tmp_path, capsys, monkeypatch):
+    said = "is not UTF-8 text: 'utf-8' codec can't decode byte 0xff in position 1: invalid start byte"
+    ask = ["specheads", "generate", str(shipped / "medusa")]
+    (tmp_path / "piped").write_bytes(b"a\xff\xfe")
+    with open(tmp_path / "piped", encoding="utf8", errors=errors) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        for given, source in (([], "stdin"), (["--prompt", "a\udcff\udcfe"], "--prompt")):
+            monkeypatch.setattr(sys, "argv", [*ask, *given])
+            with pytest.raises(SystemExit, match="2"):
+                cli.main()
+            assert capsys.readouterr().err == f"specheads: {source} {said}\n"
 
 
 def test_chat_puts_the_prompt_into_the_template_once(shipped, capsys):

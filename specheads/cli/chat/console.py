@@ -103,6 +103,7 @@ class Console:
         """Answer with every decoder that is switched on, with one seed, and compare.
 
         After Ctrl-C the answers so far are shown, and the conversation continues without this prompt."""
+        text = terminal.utf8_text(text, "the prompt")
         session, seed = self.session, self.session.seed()
         modes, outcomes, errors = session.modes(), list[Outcome](), dict[str, str]()
         if not modes:

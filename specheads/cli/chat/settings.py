@@ -15,6 +15,7 @@ from specheads.decoding.drafters.named import DRAFTERS
 from specheads.decoding.planner import tree_named
 from specheads.decoding.planner.named import PLANS
 from specheads.options import refuse_unknown
+from specheads.terminal import utf8_text
 
 DEBUG = ("off", "steps", "depth")
 STORAGES = ("basic", "onelevel")
@@ -119,6 +120,8 @@ class Settings:
             if value is not None and value < least:
                 raise ValueError(f"{name.replace('ngram_n', 'n')} {value} must be at least {least}")
         rule_named(self.accept)
+        if self.system is not None:
+            utf8_text(self.system, "the system message")
         if self.tree is not None:
             tree_named(self.tree)
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from specheads import terminal
 from specheads.decoding.planner import Plan, as_plan
 
 
@@ -13,6 +14,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt of --prompt, --prompt-file or stdin. ValueError if there is none, or more than one."""
     if prompt is not None and file is not None:
         raise ValueError("give --prompt or --prompt-file, not both")
+    source = "--prompt"
     if file is not None:
         try:
             prompt = file.read_text("utf8")
@@ -21,10 +23,10 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         if not prompt:
             raise ValueError(f"{file} is empty: expected the text to continue")
     if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read()
+        prompt, source = sys.stdin.read(), "stdin"
     if not prompt:
         raise ValueError("no prompt: give --prompt TEXT or --prompt-file FILE, or pipe it in")
-    return prompt
+    return terminal.utf8_text(prompt, source)
 
 
 def parse_tree(spec: str | None, drafter: Any) -> Plan | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.integrations.deepspeed import (
     is_deepspeed_zero3_enabled,
     set_hf_deepspeed_config,
@@ -19,7 +19,7 @@ from specheads.data.batches import Collator
 from specheads.data.datasets import build_datasets, token_counts
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.hub import options as hub_options
-from specheads.models.base.loading import as_dtype
+from specheads.models.base.loading import as_dtype, load_config
 from specheads.models.convert import convert, load_head
 from specheads.models.spec_model import SpecModel
 from specheads.training.errors import is_finished, last_finished
@@ -36,8 +36,8 @@ def live_parts(recipe: Recipe, arguments: SpecTrainingArguments) -> tuple[SpecMo
     recipe has a cache."""
     assert recipe.data is not None
     hub = hub_options(recipe.base)
+    vocab_size = load_config(recipe.base, **hub).get_text_config(decoder=True).vocab_size
     tokenizer = AutoTokenizer.from_pretrained(recipe.base, **hub)
-    vocab_size = AutoConfig.from_pretrained(recipe.base, **hub).get_text_config(decoder=True).vocab_size
     with arguments.main_process_first(desc="reading the data"):
         train, held_out = build_datasets(recipe.data, tokenizer, vocab_size)
     model, collator = build_model(recipe, train), Collator(padding_id(tokenizer))

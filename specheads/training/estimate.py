@@ -14,7 +14,7 @@ from typing import Any
 import psutil  # accelerate's own dependency
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from specheads.decoding.target.hf_base import text_config
 from specheads.decoding.target.state_size import state_size
@@ -23,6 +23,7 @@ from specheads.heads.layers.block import decoder_layers
 from specheads.hub import options as hub_options
 from specheads.losses.chunked import rows_of_chunk
 from specheads.models import saved_head
+from specheads.models.base.loading import load_config
 from specheads.models.convert import convert
 from specheads.models.spec_model import SpecModel
 from specheads.options import OptionError
@@ -120,7 +121,7 @@ def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device
 
 
 def _build_without_weights(recipe: Recipe) -> tuple[Any, SpecModel]:
-    config = AutoConfig.from_pretrained(recipe.base, **hub_options(recipe.base))
+    config = load_config(recipe.base, **hub_options(recipe.base))
     options, joint = recipe.head, recipe.lora
     if recipe.init_from is not None:
         options, joint = saved_head.read_configs(recipe.init_from, config)

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
+
+from specheads.models.config import SpecConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Options of from_pretrained() that say where a model is.
@@ -23,7 +25,7 @@ def load_language_model(name: str | os.PathLike[str], **options: Any) -> PreTrai
     options: of from_pretrained(). ValueError for a model of another kind; OSError if there is none.
     """
     try:
-        config = AutoConfig.from_pretrained(name, **{key: options[key] for key in _LOCATION if key in options})
+        config = load_config(name, **{key: options[key] for key in _LOCATION if key in options})
     except OSError:  # an adapter's folder has no config; transformers loads its base
         return AutoModelForCausalLM.from_pretrained(name, **options)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -33,6 +35,18 @@ def load_language_model(name: str | os.PathLike[str], **options: Any) -> PreTrai
             "encoder-decoder"
         )
     return auto.from_pretrained(name, **options)
+
+
+def load_config(name: str | os.PathLike[str], **options: Any) -> PreTrainedConfig:
+    """The config of a language model. options: of from_pretrained(). ValueError for a draft head; OSError if there is
+    none."""
+    config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
+    if isinstance(config, SpecConfig):  # which transformers' Auto classes take for a model, too
+        raise ValueError(
+            f"{name} is a draft head, not a language model; give the model that it drafts for here, and a head as "
+            "MODEL, --drafter or init_from"
+        )
+    return config
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from specheads.data.datasets import build_datasets
 from specheads.decoding.target.hf_base import decoder_of, text_config
@@ -22,6 +22,7 @@ from specheads.heads import HEADS
 from specheads.hub import commit_of
 from specheads.hub import options as hub_options
 from specheads.models.base.fingerprint import fingerprint_base
+from specheads.models.base.loading import load_config
 from specheads.models.base.quantized import quantization_of
 from specheads.models.files import remove_unfinished
 from specheads.training.distributed import launch
@@ -71,7 +72,7 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Ask | None = None) 
     state, folder = PartialState(cpu=not torch.accelerator.is_available()), options.output
     launch.check(recipe.launch, state.num_processes)
     hub = hub_options(recipe.base)
-    whole = AutoConfig.from_pretrained(recipe.base, **hub)
+    whole = load_config(recipe.base, **hub)
     config = whole.get_text_config(decoder=True)
     taps = tapped_layers(recipe, options, config)
     tokenizer = AutoTokenizer.from_pretrained(recipe.base, **hub)

@@ -101,7 +101,7 @@ def test_a_bad_argument_changes_nothing(line, said, session, models):
     [
         ("drafter lookup", "accept fuzzy:js:0.1"), ("accept fuzzy:js:0.1", "drafter maxgram"),
         ("drafter {shipped}/medusa", "tree chain:9"), ("tree chain:9", "drafter {shipped}/medusa"),
-        ("tree sampled:2,1", "accept block"),
+        ("tree sampled:2,1", "accept block"), ("chat off", "system Be brief."),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused_when_it_is_set(first, second, session, shipped):
@@ -109,6 +109,12 @@ def test_what_does_not_go_together_is_refused_when_it_is_set(first, second, sess
     with pytest.raises(ValueError, match=f"^/{second.split()[0]}: "):
         set_to(session, second.format(shipped=shipped))
     assert session.settings == before
+
+
+def test_a_session_does_not_begin_with_a_system_message_and_no_conversation(models):
+    with pytest.raises(ValueError, match=r"begins a conversation, and prompts are text .* \(--chat\)"):
+        Session(models, Settings(drafter="head", system="Be brief."))
+    Session(models, Settings(drafter="head", system="Be brief.", chat=True))
 
 
 def test_filters_come_before_the_temperature():

@@ -70,6 +70,7 @@ class Session:
         self.forget()
         self.storage = self._new_storage(settings)
         self._refuse_unfit(settings)
+        _refuse_idle_system(settings)
         self._try(settings, target=True)
 
     def forget(self) -> None:
@@ -81,6 +82,8 @@ class Session:
         try:
             new = change(self.settings, name, rest)
             self._refuse_unfit(new)
+            if name == "system":  # one that was set before waits for /chat on
+                _refuse_idle_system(new)
             if any(getattr(new, key) != getattr(self.settings, key) for key in RUNS):
                 self._try(new)
         except (ValueError, OSError) as error:
@@ -237,6 +240,15 @@ class Session:
         for mode in self.modes(replace(settings, target=target, speculative=True, ngram=False, alone=False)):
             length = TRIED + (mode.plan.depth if mode.plan else 0)  # room for the whole of a tree
             self._generate(mode, ids, settings, 0, length, eos_token_id=None, stopping_criteria=[enough])
+
+
+def _refuse_idle_system(settings: Settings) -> None:
+    """ValueError for a system message where prompts are text to continue."""
+    if settings.system is not None and not settings.chat:
+        raise ValueError(
+            "a system message begins a conversation, and prompts are text to continue here: switch it to chats with "
+            "/chat on (--chat), or leave the message out"
+        )
 
 
 def _losslessness(rule: Acceptance) -> str:

@@ -58,7 +58,7 @@ def chat(
     In a prompt \\n is a newline and \\t a tab; \\\\n is a backslash and an n. A backslash at the end of a line joins
     it to the next. Three double quotes begin and end a prompt of several lines, which is taken literally and may begin
     with a slash. Tab completes commands and their arguments. In a pipe each line is a prompt or a command: answers go
-    to stdout, everything else to stderr.
+    to stdout, everything else to stderr, and the exit status is 1 if any line failed.
 
     \b
     Examples:
@@ -80,4 +80,6 @@ def chat(
     )  # fmt: skip
     models = Models.load(model, assistant=assistant, base=base, dtype=dtype, device=device, quantize=quantize)
     chats = bool(models.tokenizer.chat_template) if template is None else template
-    Console(Session(models, replace(settings, chat=chats, drafter=models.best)), as_json=as_json).run()
+    console = Console(Session(models, replace(settings, chat=chats, drafter=models.best)), as_json=as_json)
+    if code := console.run():
+        raise typer.Exit(code)

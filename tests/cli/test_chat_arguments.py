@@ -127,7 +127,7 @@ def test_what_the_console_does_not_know_is_answered_in_one_line_with_the_nearest
         "/chat onn": "/chat: 'onn' is neither on nor off",
     }
     code, err = piped("".join(f"{line}\n" for line in asked))
-    assert code == 0 and len(err.splitlines()) == len(asked)
+    assert code == 1 and len(err.splitlines()) == len(asked)
     for line, said in zip(err.splitlines(), asked.values(), strict=True):
         assert line.startswith(said)
 
@@ -148,7 +148,7 @@ def test_a_drafter_that_cannot_be_loaded_leaves_the_prompt_usable(offline, piped
     lines = ["/drafter nonsense", f"/drafter {tmp_path}/broken", f"/drafter {tmp_path}/none", "/length 3"]
     code, err = piped("\n".join([*lines, ""]))
     said = err.splitlines()
-    assert code == 0 and len(said) == 4 and said[3] == "/length: 3"
+    assert code == 1 and len(said) == 4 and said[3] == "/length: 3"
     assert all(line.startswith("/drafter: ") for line in said[:3]) and "Traceback" not in err
 
 
@@ -159,7 +159,7 @@ def test_no_error_of_a_command_costs_the_models_that_are_loaded(piped, monkeypat
     monkeypatch.setattr("specheads.models.named.load_head", fail)
     monkeypatch.setattr("specheads.models.named.holds_head", lambda name: "eagle3" in name)
     code, err = piped("/drafter other/eagle3\n/length 3\n")
-    assert code == 0
+    assert code == 1
     assert err.splitlines() == ["RuntimeError: size mismatch for lm_head (SPECHEADS_DEBUG=1 shows where)", "/length: 3"]
     monkeypatch.setenv("SPECHEADS_DEBUG", "1")
     with pytest.raises(RuntimeError):

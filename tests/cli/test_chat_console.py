@@ -60,7 +60,7 @@ def piped(shipped, capsys, monkeypatch, tmp_path):
 
 def test_a_pipe_is_answered_without_prompts_or_colours(piped):
     code, out, err = piped("/debug\nx = \n/help\n/length 0\n", "--no-chat")
-    assert code == 0 and not COLOUR.search(out) and not CONTROL.search(err)
+    assert code == 1 and not COLOUR.search(out) and not CONTROL.search(err)
     assert out.startswith("target alone"), "a prompt sign would stand before it"
     assert "target alone" in out and "accepted length" in out and "1.00×" in out
     assert "/length: length 0 " in err
@@ -73,6 +73,13 @@ def test_quit_leaves_and_what_follows_is_not_read(piped):
     assert code == 0 and not out
 
 
+@pytest.mark.parametrize("failing", ["/lenght 5", "/length 0", "a" * 600, "/target off\n/speculative off\nx"])
+def test_a_pipe_in_which_something_failed_ends_with_1_and_the_rest_is_answered(piped, failing):
+    code, out, _ = piped(f"{failing}\n/target on\nx = \n", "--no-chat")
+    assert code == 1 and "tokens/s" in out
+    assert piped("/length 5\nx = \n", "--no-chat")[0] == 0
+
+
 def test_the_cache_is_said_to_be_always_on(piped):
     _, _, err = piped("/cache\n")
     assert "/cache: on" in err and "always on" in err
@@ -82,7 +89,7 @@ def test_json_gives_an_object_a_prompt_and_nothing_else_on_stdout(piped):
     code, out, err = piped("/ngram\nx = \n/tree chain:2\ny = \n/target off\n/speculative off\n/ngram\nz\n", "--json",
                            "--no-chat", "--seed", 3)  # fmt: skip
     first, second = map(json.loads, out.splitlines())
-    assert code == 0 and first["prompt"] == "x = " and list(first["modes"]) == ["target alone", "speculative", "n-gram"]
+    assert code == 1 and first["prompt"] == "x = " and list(first["modes"]) == ["target alone", "speculative", "n-gram"]
     assert second["settings"]["tree"] == "chain:2" and second["seed"] == 3
     texts = {mode["text"] for mode in first["modes"].values()}
     assert len(texts) == 1 and all(mode["same_text"] for mode in first["modes"].values())
@@ -103,7 +110,7 @@ def test_one_way_that_fails_leaves_the_others(piped, shipped, tmp_path):
     tiny_llama(vocab_size=258, num_hidden_layers=1, max_position_embeddings=8).save_pretrained(tmp_path)
     code, out, err = piped("/drafter on\n" + "a" * 20 + "\n", "--json", "--no-chat", "--assistant", tmp_path)
     modes = json.loads(out)["modes"]
-    assert code == 0 and modes["target alone"]["tokens"] == LENGTH
+    assert code == 1 and modes["target alone"]["tokens"] == LENGTH
     assert "positions" in modes["speculative"]["error"] and "positions" in err
 
 
@@ -268,6 +275,9 @@ def test_ctrl_c_stops_the_text_and_not_the_program_in_a_terminal(endless):
         terminal.type("/len\t4\n")  # Tab completes it
         terminal.wait_for("/length: 4")
         terminal.wait_for("> ")
+        terminal.type("/lenght 4\n")
+        terminal.wait_for("did you mean /length")
+        terminal.wait_for("> ")
         terminal.type("/chat of\t\n")
         terminal.wait_for("/chat: off")
         terminal.wait_for("> ")
@@ -282,7 +292,7 @@ def test_ctrl_c_stops_the_text_and_not_the_program_in_a_terminal(endless):
         terminal.wait_for("Ctrl-D leaves")
         terminal.wait_for("> ")
         terminal.type("\x04")
-        assert terminal.process.wait(WAIT) == 0
+        assert terminal.process.wait(WAIT) == 0, "whoever types has seen what failed"
     finally:
         terminal.process.kill()
         terminal.process.wait()

@@ -32,10 +32,18 @@ class Console:
     def __init__(self, session: Session, *, as_json: bool = False) -> None:
         self.session, self.as_json = session, as_json
         self.out, self.messages = terminal.make_console(), terminal.make_console(stderr=True)
+        self.failed = False
 
-    def run(self) -> None:
-        """Run until /quit or the end of the input. Bad input is one line on stderr and changes nothing."""
-        ask, typed = asker(self._completions), interactive()
+    def run(self) -> int:
+        """Run until /quit or the end of the input. Bad input is one line on stderr and changes nothing.
+
+        The exit code: 1 if anything failed that nobody watched, as in a pipe."""
+        typed = interactive()
+        self._loop(typed)
+        return int(self.failed and not typed)
+
+    def _loop(self, typed: bool) -> None:
+        ask = asker(self._completions)
         if typed:
             self._say(self._greeting())
         while True:
@@ -59,11 +67,11 @@ class Console:
             except BrokenPipeError:
                 raise
             except FAILURES as error:
-                self._say(" ".join(str(error).split()), style="red")
+                self._fail(" ".join(str(error).split()))
             except Exception as error:  # an error must not cost the user the loaded models
                 if os.environ.get("SPECHEADS_DEBUG"):
                     raise
-                self._say(f"{type(error).__name__}: {reason(error)} (SPECHEADS_DEBUG=1 shows where)", style="red")
+                self._fail(f"{type(error).__name__}: {reason(error)} (SPECHEADS_DEBUG=1 shows where)")
 
     def _completions(self, line: str) -> list[str]:
         return completions(line, self.session.models.names())
@@ -114,7 +122,7 @@ class Console:
                     outcomes.append(self._answer(mode, text, seed, stop))
                 except ValueError as error:  # other decoders may work
                     errors[mode.name] = " ".join(str(error).split())
-                    self._say(f"{mode.name}: {errors[mode.name]}", style="red")
+                    self._fail(f"{mode.name}: {errors[mode.name]}")
                 if stop.asked:
                     break
         if stop.asked:
@@ -167,6 +175,10 @@ class Console:
         drafter = describe_drafter(session.settings.drafter, session.models.drafter(session.settings.drafter))
         kind = "a conversation" if session.settings.chat else "text to continue"
         return f"{session.models.target.name_or_path} with {drafter}; prompts are {kind}; /help lists the commands"
+
+    def _fail(self, text: str) -> None:
+        self.failed = True
+        self._say(text, style="red")
 
     def _say(self, text: str, style: str = "bright_black") -> None:
         self.messages.print(Text(terminal.printable(text), style=style), soft_wrap=True)

@@ -19,7 +19,7 @@ from specheads.decoding.target.hf_base import text_config, unwrapped
 from specheads.heads import DraftHead, HeadConfig
 from specheads.hub import commit_of
 from specheads.hub import options as hub_options
-from specheads.models.base.fingerprint import fingerprint_base
+from specheads.models.base.fingerprint import fingerprint_base, weights_differ
 from specheads.models.base.loading import as_dtype, load_language_model
 from specheads.models.base.lora import JointConfig, adapted_modules, attach, detach, is_adapter
 from specheads.models.base.quantized import quantization_of, quantization_options
@@ -229,7 +229,7 @@ def check_base(config: SpecConfig, own: dict[str, Any], source: Any) -> None:
     if differing:
         named = f" ({shortened(config.base_model_name_or_path)})" if config.base_model_name_or_path else ""
         raise CheckpointError(f"{source} was trained for another base{named}: {', '.join(differing[:12])}")
-    if weights and own["weights"] and weights != own["weights"]:
+    if weights_differ(weights, own["weights"]):
         logger.warning(
             "%s was trained for %s, whose weights differ from this base's: the text will be right, but fewer drafts "
             "will be accepted than its card says", source, shortened(config.base_model_name_or_path or "another base"),

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from specheads.models.base.fingerprint import weights_differ
 from specheads.models.config import SpecConfig
 from specheads.models.files import CONFIG, replacing
 from specheads.options import shown
@@ -71,9 +72,11 @@ def refuse_other_model(own: SpecConfig, checkpoint: Path) -> None:
     here, there = own.base_fingerprint, written.base_fingerprint
     differing += [
         f"the base has other {name}"
-        for name in here.keys() & there.keys()
+        for name in here.keys() & there.keys() - {"weights"}
         if here[name] and there[name] and here[name] != there[name]
     ]
+    if weights_differ(here.get("weights"), there.get("weights")):
+        differing.append("the base has other weights")
     if differing:
         raise ResumeError(
             f"{checkpoint} is of another head than this run's ({'; '.join(differing)}): give what it was trained with, "

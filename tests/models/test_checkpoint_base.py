@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -141,6 +142,21 @@ def test_a_base_of_other_weights_is_a_warning(named, tmp_path, hf_log):
     restored.save_pretrained(tmp_path / "again")
     load_head(tuned, tmp_path / "again")
     assert "weights differ" not in hf_log.text
+
+
+def test_a_dtype_of_the_base_is_no_other_base(tmp_path, hf_log):
+    """float32 rounds to bfloat16 otherwise by way of float16, in which small weights are lost besides."""
+    base = tiny_llama(initializer_range=1e-7)
+    bases = {dtype: copy.deepcopy(base).to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    for saved in bases.values():
+        trained(saved, "medusa").save_pretrained(tmp_path)
+        for loaded in bases.values():
+            load_head(loaded, tmp_path)
+            assert "weights differ" not in hf_log.text
+    tuned = copy.deepcopy(bases[torch.float16])
+    tuned.model.norm.weight.data *= 2
+    load_head(tuned, tmp_path)
+    assert "weights differ" in hf_log.text, "of one dtype they are compared, float16 too"
 
 
 def test_a_head_trained_on_an_adapter_says_so_beside_the_bare_base(named, tmp_path, hf_log):

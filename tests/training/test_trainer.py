@@ -9,9 +9,10 @@ from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 from specheads import convert
 from specheads.data.datasets import Collator
 from specheads.losses.metrics import accepted_length
+from specheads.models.build import build_spec_config
 from specheads.models.files import CheckpointError
 from specheads.models.spec_model import SpecModel
-from specheads.training.resume import ResumeError
+from specheads.training.resume import ResumeError, refuse_other_model
 from specheads.training.trainer.trainer import SpecTrainer
 from tests.support.families import RECURRENT, build
 from tests.support.tiny_models import tiny_llama
@@ -112,6 +113,11 @@ def test_a_run_resumes_with_another_tree_and_where_asked_to_with_other_data(stop
         resumed = trainer_of(tmp_path, model_of(**model), data=data, **options)
         resumed.train(resume_from_checkpoint=str(stopped))
         assert [entry["step"] for entry in logged(resumed)] == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_is_not_of_another_base_in_float16(stopped):
+    model = model_of()
+    refuse_other_model(build_spec_config(model.head.config, model.base.half()), stopped)
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

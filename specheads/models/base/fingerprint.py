@@ -14,6 +14,7 @@ _SIZES = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "vocab_size",
 )  # fmt: skip
+_FLOAT16 = "float16:"
 
 
 def fingerprint_base(base: PreTrainedModel) -> dict[str, Any]:
@@ -25,7 +26,16 @@ def fingerprint_base(base: PreTrainedModel) -> dict[str, Any]:
     weights = [p.detach() for p in base.parameters() if p.is_floating_point()]
     if any(p.is_meta or p.numel() == 0 for p in weights):
         return {**record, "weights": None}
-    # In bfloat16, so that the fingerprint does not depend on the dtype that the base is loaded in.
+    # In bfloat16, so that the digest does not depend on the dtype that the base is loaded in; but float16, which rounds
+    # otherwise and has no small values, gives another one, and is marked.
     sample = [p.reshape(-1)[:: max(1, p.numel() // 16)].to("cpu", torch.bfloat16) for p in weights]
     values = torch.cat(sample).view(torch.int16).numpy()
-    return {**record, "weights": hashlib.sha256(values.tobytes()).hexdigest()[:16]}
+    mark = _FLOAT16 if any(p.dtype == torch.float16 for p in weights) else ""
+    return {**record, "weights": mark + hashlib.sha256(values.tobytes()).hexdigest()[:16]}
+
+
+def weights_differ(one: str | None, other: str | None) -> bool:
+    """Do two digests tell of other weights? Not where one is unknown, nor where one alone was taken in float16."""
+    if not one or not other or str(one).startswith(_FLOAT16) != str(other).startswith(_FLOAT16):
+        return False
+    return one != other

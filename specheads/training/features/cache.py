@@ -38,7 +38,7 @@ _SAVED = 1 << 32  # set in the mark of a row that is on disk, beside the checksu
 
 @dataclass(frozen=True)
 class Origin:
-    """What the states of a cache depend on. base: its fingerprint, the same in every dtype. text: a checksum of the
+    """What the states of a cache depend on. base: its fingerprint. text: a checksum of the
     rows' tokens and documents."""
 
     base: Any

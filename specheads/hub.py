@@ -63,7 +63,7 @@ def options(name: Any, kind: str = "model", **hub: Any) -> dict[str, Any]:
 def did_you_mean(name: str) -> str:
     """` (did you mean PATH?)` with the existing path nearest to `name`; "" if none is near."""
     near = _nearest(Path(name).expanduser())
-    return f" (did you mean {near}?)" if near is not None else ""
+    return f" (did you mean {near}?)" if near not in (None, Path(name)) else ""
 
 
 def _nearest(path: Path) -> Path | None:

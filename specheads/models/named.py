@@ -95,6 +95,8 @@ class Models:
     def _load(self, name: str) -> Drafter:
         kind, _, rest = name.partition(":")
         known = ["auto", "head", "model", *DRAFTERS]
+        if not name or (kind == "model" and name != "model" and not rest):
+            raise ValueError(f"drafter {name!r} lacks a name: give model:PATH, a checkpoint, or {', '.join(known)}")
         if kind not in known and (near := nearest(name, known)) and "/" not in name and not Path(name).exists():
             raise ValueError(f"unknown drafter {shown(name)}; did you mean {near!r}?")
         if name in ("head", "model"):

@@ -47,6 +47,15 @@ def test_dtype_and_check(small, tmp_path, capsys, monkeypatch):
     assert json.loads((tmp_path / "served" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+def test_an_export_does_not_replace_the_current_directory(small, tmp_path, capsys, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (".", "../here", tmp_path / "here"):
+        code, _, err = run(capsys, "export", small / "eagle3", out, "--to", "vllm")
+        assert code == 2 and "is the current directory, which the export would replace; name one inside it" in err
+    assert run(capsys, "export", small / "eagle3", "inside", "--to", "vllm")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

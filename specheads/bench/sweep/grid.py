@@ -14,7 +14,7 @@ from specheads.decoding.acceptance.named import RULES, rule_named, threshold_fie
 from specheads.decoding.drafters.named import gives_draft_probs
 from specheads.decoding.planner import tree_named
 from specheads.options import OptionError, refuse_unknown
-from specheads.training.recipe.recipe import RecipeError, parse_yaml
+from specheads.training.recipe.recipe import RecipeError, parse_file
 
 PLAIN = "none"  # drafts nothing
 TASKS = ("signatures", "syntax", "mmlu", "sampled_mmlu", "gsm8k", "csqa", "humaneval", "prompts")
@@ -194,7 +194,7 @@ def read_sweep(path: Path | None, overrides: Mapping[str, Any]) -> Sweep:
     cannot be read."""
     options: Any = {}
     if path is not None:
-        options = parse_yaml(path.read_text("utf8"), str(path))
+        options = parse_file(path)
         if not isinstance(options, dict):
             raise RecipeError(f"{path} holds {options!r:.60}: expected a mapping with drafters, accept and so on")
     return Sweep.from_dict({**options, **{key: value for key, value in overrides.items() if value not in (None, [])}})

@@ -164,7 +164,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     file = Path(path)
     if not file.is_file():
         raise RecipeError(f"no recipe {str(path)!r} (looked from {Path.cwd()})")
-    options = parse_yaml(file.read_text("utf8"), str(path))
+    options = parse_file(file)
     if not isinstance(options, Mapping):
         raise RecipeError(f"{path} holds {options!r:.60}: expected a mapping with base, head, data and training")
     return Recipe.from_dict(with_overrides(options, overrides))
@@ -199,6 +199,15 @@ def _plain(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(map(_plain, value.values()))
     return isinstance(value, str | int | float | None) or (isinstance(value, list | tuple) and all(map(_plain, value)))
+
+
+def parse_file(file: Path) -> Any:
+    """The value of a YAML file; RecipeError, which begins with its name, where it is none."""
+    try:
+        text = file.read_text("utf8")
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{file} is not UTF-8 text: {error}; save the file as UTF-8") from error
+    return parse_yaml(text, str(file))
 
 
 def parse_yaml(text: str, name: str) -> Any:

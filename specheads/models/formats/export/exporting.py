@@ -45,6 +45,8 @@ def export(
     form, folder = form_for(config, base, head, to), Path(out)
     make_gguf = _gguf(config, base, head, to, as_dtype(dtype), gguf) if gguf is not None else None
     refuse_nonempty(folder, "export into")
+    if folder.exists() and folder.samefile(Path.cwd()):
+        raise CheckpointError(f"{folder} is the current directory, which the export would replace; name one inside it")
     tensors = head_tensors(head, as_dtype(dtype))
     written = form.write(head.config, tensors, base)
     named = {name: t.contiguous().clone() for name, t in written.tensors.items()}

@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from head_figures import accepted_length, prompts, shown, write
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.utils import logging as hf_logging
 
@@ -43,6 +42,7 @@ from specheads.bench.memory import LiveMemory
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets, token_counts
 from specheads.decoding.generation import prompt_batches
+from specheads.decoding.probs.randomness import row_seeds
 from specheads.heads.mtp.target_layers import config_table
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.losses.functions import DISTRIBUTION_LOSSES
@@ -133,16 +133,19 @@ def train(name: str, seed: int, rows: Any, folder: Path, options: argparse.Names
     return {"parameters": size_of(model), "tokens_per_second": tokens / seconds, "peak_mib": memory.peak / 2**20}
 
 
-def decode(model: Any, shape: str, batches: list[dict[str, Tensor]], max_new_tokens: int) -> list[tuple[int, int]]:
+def decode(model: Any, shape: str, batches: list[dict[str, Any]], max_new_tokens: int) -> list[tuple[int, int]]:
     """Of each prompt: the tokens after the first, which the prefill gives, and the steps that they took."""
     tree = BestFirstTree(NODES, DEPTH, 4) if model.head.config.kind == "parallel" else DynamicTree(NODES, DEPTH, 4)
     plan, sampling = {
         "greedy chain": (chain(DEPTH), {}),
         "greedy tree": (tree, {}),
-        "sampled chain": (SampledTree((1,) * DEPTH), {"do_sample": True, "seed": 0}),
-        "sampled tree": (SampledTree((3, 2, 1)), {"do_sample": True, "seed": 0}),
+        "sampled chain": (SampledTree((1,) * DEPTH), {"do_sample": True}),
+        "sampled tree": (SampledTree((3, 2, 1)), {"do_sample": True}),
     }[shape]
     run = decoders.drafted(model, max_new_tokens, plan=plan, **sampling)
+    if sampling:  # by a seed of its own for each prompt, the same for every head
+        seeds = row_seeds(0, sum(len(batch["input_ids"]) for batch in batches))
+        batches = [{**batch, "seeds": [seeds.pop(0) for _ in batch["input_ids"]]} for batch in batches]
     gains = [row[1:] for batch in batches for row in run(batch, None).gains]
     return [(sum(row), len(row)) for row in gains]
 

@@ -1,7 +1,8 @@
 """The decoders a race compares: transformers' own generate(), eager and compiled, its assisted generation and prompt
 lookup, our plain loop, and whatever drafts in it.
 
-A batch is input_ids and attention_mask (B, T), and `limits` where each row has its own most new tokens.
+A batch is input_ids and attention_mask (B, T), `limits` where each row has its own most new tokens, and `seeds` of the
+rows where they are sampled.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, cast
 import torch
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
-from specheads.bench.limits import cut, with_limits
+from specheads.bench.limits import cut, take_row_options
 from specheads.bench.runner import Decoder, Output, Stopwatch
 from specheads.decoding.acceptance import Acceptance
 from specheads.decoding.drafters.base import Drafter
@@ -45,14 +46,13 @@ def accepted_length(model: SpecModel, batches: Iterable[dict[str, Any]], **optio
 def transformers_generate(base: PreTrainedModel, max_new_tokens: int, **options: Any) -> Decoder:
     """base.generate(), greedy unless options say otherwise: prompt_lookup_num_tokens=…, do_sample=True, say.
 
-    seed, among the options: of torch's global generator, for each batch anew."""
+    The seed of a batch's first row seeds torch's global generator, from which it draws all rows."""
     given: dict[str, Any] = {"do_sample": False, **options}
-    seed: int | None = given.pop("seed", None)
 
     def run(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
-        inputs, limits = with_limits(batch, max_new_tokens)
-        if seed is not None:
-            torch.manual_seed(seed)
+        inputs, limits, seeds = take_row_options(batch, max_new_tokens)
+        if seeds is not None:
+            torch.manual_seed(seeds[0])
         with torch.no_grad():
             # The batch runs until its longest text ends, as any batch that is not refilled.
             out = cast(Any, base).generate(**inputs, max_new_tokens=max(limits), streamer=watch, **given)
@@ -112,7 +112,7 @@ def drafted(
 
     batch_size: so many rows of a batch are decoded at a time, and the next one takes the place of one that has ended;
     None: all at once. Greedy, unless the options say otherwise in generate()'s words: do_sample=True, temperature=…,
-    seed=…, compile=True
+    compile=True. A row's text depends on its own seed alone.
     """
     base = model.base if isinstance(model, SpecModel) else model
     own = model.head if isinstance(model, SpecModel) else None
@@ -124,16 +124,18 @@ def drafted(
         assert isinstance(model, SpecModel)
         call, call_many = partial(model.generate, draft=draft), partial(model.generate_many, draft=draft)
 
-    def whole(batch: dict[str, Any], limit: int, watch: Any) -> Output:
-        out = call(**batch, max_new_tokens=limit, streamer=watch, return_dict_in_generate=True, **options)
+    def whole(batch: dict[str, Any], limit: int, watch: Any, seeds: list[int] | None) -> Output:
+        given = {**options, "max_new_tokens": limit, "streamer": watch, "seed": seeds}
+        out = call(**batch, return_dict_in_generate=True, **given)
         assert isinstance(out, SpecGenerateOutput | SpecSeq2SeqOutput) and out.steps is not None
         gains = [[len(row) for row in rows if row] for rows in zip(*(step.tokens for step in out.steps), strict=True)]
         return Output(new_tokens(base, batch, out.sequences), out.statistics() | counts(gains), gains)
 
-    def row_by_row(batch: dict[str, Any], limits: list[int], parts: PartTimer) -> Output:
+    def row_by_row(batch: dict[str, Any], limits: list[int], parts: PartTimer, seeds: list[int] | None) -> Output:
         rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
         prompts = [ids[mask.bool()].tolist() for ids, mask in rows]
-        results = call_many(prompts, batch_size=batch_size or len(prompts), max_new_tokens=limits, **options)
+        given = {**options, "max_new_tokens": limits, "seed": seeds}
+        results = call_many(prompts, batch_size=batch_size or len(prompts), **given)
         gains = [[len(step.tokens[0]) for step in one.steps] for one in results]
         later = [step for one in results for step in one.steps[1:]]
         pooled = replace(results[0], steps=[results[0].steps[0], *later]).statistics()
@@ -141,15 +143,15 @@ def drafted(
         return Output([one.tokens for one in results], steps | counts(gains), gains)
 
     def run(batch: dict[str, Any], watch: Any) -> Output:
-        inputs, limits = with_limits(batch, max_new_tokens)
+        inputs, limits, seeds = take_row_options(batch, max_new_tokens)
         parts = PartTimer()
         token = part_timer.set(parts)
         try:
             with torch.no_grad():
                 if batch_size is None and len(set(limits)) == 1:
-                    output = whole(inputs, limits[0], watch)
+                    output = whole(inputs, limits[0], watch, seeds)
                 else:
-                    output = row_by_row(inputs, limits, parts)
+                    output = row_by_row(inputs, limits, parts, seeds)
         finally:
             part_timer.reset(token)
         parts("other")

@@ -1,4 +1,5 @@
-"""The most new tokens of each row of a batch, which holds them as `limits` where they are not one number for all."""
+"""What a batch says of each of its rows beside the ids: `limits`, the most new tokens, where they are not one number
+for all; `seeds`, of the sampling."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ def draw_numbers(count: int, low: int, high: int, seed: int) -> list[int]:
     return [coin.randint(low, high) for _ in range(count)]
 
 
-def with_limits(batch: dict[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[int]]:
-    """The batch without its limits, and the most new tokens of each row."""
+def take_row_options(batch: dict[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[int], list[int] | None]:
+    """The batch without its limits and seeds; the most new tokens of each row; the seed of each, None without."""
     inputs = dict(batch)
-    return inputs, inputs.pop("limits", None) or [max_new_tokens] * len(inputs["input_ids"])
+    seeds = inputs.pop("seeds", None)
+    return inputs, inputs.pop("limits", None) or [max_new_tokens] * len(inputs["input_ids"]), seeds
 
 
 def cut(tokens: list[list[int]], limits: list[int]) -> list[list[int]]:

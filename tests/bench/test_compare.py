@@ -79,9 +79,9 @@ def test_compiled_decoders_ask_generate_for_it(monkeypatch):
     monkeypatch.setattr(decoders, "can_compile", lambda: True)
     asked = {}
     monkeypatch.setattr(decoders, "drafted", lambda *args, **options: asked.update(options))
-    engine = Engine(Models(None, None), None, 4, 4, 7, {})
+    engine = Engine(Models(None, None), None, 4, 4, {})
     parse_decoder("plain compile").build(engine, Cell("p", 1, 0.8))
-    assert asked["compile"] is True and asked["seed"] == 7 and asked["temperature"] == 0.8
+    assert asked["compile"] is True and asked["temperature"] == 0.8
     parse_decoder("plain").build(engine, GREEDY)
     asked.clear()
     parse_decoder("plain").build(engine, GREEDY)
@@ -136,7 +136,7 @@ class Scripted:
 
 @pytest.fixture
 def engine(shipped):
-    return Engine(Models.load(str(shipped / "base")), shipped, 4, 8, 0, {})
+    return Engine(Models.load(str(shipped / "base")), shipped, 4, 8, {})
 
 
 def measured(monkeypatch, engine, folder, specs, *, prompts=((5, 6), (7, 8)), tell=quiet, **options):
@@ -194,6 +194,26 @@ def test_more_repeats_add_to_the_rounds_that_are_there(monkeypatch, engine, tmp_
     log.clear()
     outcome = measured(monkeypatch, engine, tmp_path, {"a": Scripted("a", log)}, repeats=3)
     assert len(outcome.rounds) == 6 and len(log) == 2 + 4
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_prompts_are_sampled_independently_and_alike_by_every_decoder_of_ours(engine, tmp_path, monkeypatch, batch):
+    texts, timed = {}, run.timed
+
+    def watched(decoder, batch):
+        found = timed(decoder, batch)
+        texts.setdefault(decoder, []).extend(map(tuple, found.output.tokens))
+        return found
+
+    monkeypatch.setattr(run, "timed", watched)
+    engine.max_new_tokens = 12
+    names = ("transformers", "plain", "lookup", "eagle3 tree=chain:2", "plain refill")
+    asked = run.BenchOptions(names, batch=(batch,), temperature=(1.5,), max_new_tokens=12, repeats=1, queue=2)
+    outcome = run.run(asked, engine, [PromptSet("p", [[5, 6]] * 4, [None] * 4)], tmp_path, quiet)
+    assert outcome.left_out == {}
+    theirs, *ours = texts.values()
+    assert len(set(theirs)) == len(set(ours[0])) == 4, "one prompt four times: four texts"
+    assert len({tuple(sorted(one)) for one in ours}) == 1
 
 
 def test_what_cannot_serve_a_cell_is_left_out_of_it_with_the_reason(monkeypatch, engine, tmp_path):

@@ -215,7 +215,7 @@ def test_the_workers_lookup_has_its_length_and_a_cache_of_its_own_dtype(engines)
 
 @pytest.fixture
 def engine():
-    return Engine(Models(llama_base(), build_tokenizer()), None, 4, 8, 0, {})
+    return Engine(Models(llama_base(), build_tokenizer()), None, 4, 8, {})
 
 
 def test_llama_cpp_is_one_of_the_decoders_in_turn(engine, tmp_path):
@@ -258,7 +258,7 @@ def test_llama_cpp_says_what_it_needs(engine):
 def test_llama_cpp_itself_gives_the_bases_logits_and_text(tmp_path, shape):
     base = llama_base(**SHAPES[shape])
     peer = Peer("llama.cpp", [os.environ[PYTHON], "-I", str(llama.WORKER)], tmp_path)
-    engine = Engine(Models(base, build_tokenizer()), None, 12, len(IDS), 0, {"llama.cpp": peer})
+    engine = Engine(Models(base, build_tokenizer()), None, 12, len(IDS), {"llama.cpp": peer})
     batch = {"input_ids": torch.tensor([IDS]), "attention_mask": torch.ones(1, len(IDS))}
     try:
         ours = parse_decoder("transformers").build(engine, GREEDY)(batch, None).tokens

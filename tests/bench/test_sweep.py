@@ -8,7 +8,7 @@ import torch
 from specheads import DraftModel, MaxGram, PromptLookup, chain, comb, generate
 from specheads.bench.sweep import measure as measuring
 from specheads.bench.sweep.grid import Sweep
-from specheads.bench.sweep.kl import distance
+from specheads.bench.sweep.kl import Distance, distance
 from specheads.bench.sweep.measure import TIMED
 from specheads.bench.sweep.run import Results, complete, run
 from specheads.decoding.drafters import AutoDrafter, Cascade
@@ -153,6 +153,25 @@ def test_speed_is_of_prompts_spaced_over_the_task(shipped, questions, tmp_path, 
     timed, *judged = asked_for[: len(asked_for) // 2]  # of no drafts; the exact rule's are the same
     every = [prompt for batch in judged for prompt in batch]
     assert len(every) == 5 and timed == [every[0], every[2]]
+
+
+def test_prompts_are_sampled_independently_and_alike_under_every_lossless_setting(shipped, tmp_path, monkeypatch):
+    file, texts, race = tmp_path / "p.txt", [], measuring.runner.race
+    file.write_text("def f(x):\n" * 5, "utf8")
+
+    def watched(*given, **options):
+        found = race(*given, **options)
+        texts.extend([run.output.tokens[0] for run in repeats[0]] for repeats in found.runs.values())
+        return found
+
+    monkeypatch.setattr(measuring.runner, "race", watched)
+    monkeypatch.setattr(measuring, "distance", lambda base, prompts, own, *more: texts.append(own) or Distance())
+    options = {"task": "prompts", "data": [str(file)], "accept": "exact", "temperature": 1.5}
+    run(asked(shipped, None, **options, batch_size=5), tmp_path, tell=quiet)
+    judged, raced = ([one for one in texts if len(one) == n] for n in (5, 2))
+    assert len(judged) == 2 and len(raced) == 3
+    assert len(set(map(tuple, judged[0]))) == 5, "one prompt five times: five texts"
+    assert judged[0] == judged[1] and all(one == [judged[0][0], judged[0][2]] for one in raced)
 
 
 def test_a_greedy_text_s_distance_is_the_log_ratio_to_the_argmax_and_a_sampled_one_s_has_mean_0():

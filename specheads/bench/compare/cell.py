@@ -32,7 +32,6 @@ class Engine:
     checkpoints: Path | None
     max_new_tokens: int
     longest: int
-    seed: int
     peers: dict[str, Peer]
 
     def drafter(self, name: str) -> Drafter:
@@ -57,5 +56,4 @@ class Engine:
         """How to sample, in generate()'s words. 0 and 1.0 override the base's own generation config."""
         if not cell.temperature:
             return {"do_sample": False}
-        given = {"do_sample": True, "temperature": cell.temperature, "top_k": 0, "top_p": 1.0}
-        return {**given, "seed": self.seed}
+        return {"do_sample": True, "temperature": cell.temperature, "top_k": 0, "top_p": 1.0}

@@ -73,5 +73,5 @@ def _decoder(engine: Engine, cell: Cell, *, lookup: int = 0, ngram: int = 0) -> 
     }  # fmt: skip
     return peer.decoder(
         f"lookup {lookup}" if lookup else "plain", loaded, max_new_tokens=engine.max_new_tokens,
-        temperature=cell.temperature, seed=engine.seed, ends=engine.ends,
+        temperature=cell.temperature, ends=engine.ends,
     )  # fmt: skip

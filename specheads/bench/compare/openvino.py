@@ -86,8 +86,8 @@ def _decoder(engine: Engine, cell: Cell, options: dict[str, int], *, head: str =
         loaded["head"] = str(_converted_head(peer, engine, engine.drafter(head), head))
     key = f"{head or 'plain'}{' lookup' if lookup else ''}"
     return peer.decoder(
-        key, loaded, max_new_tokens=engine.max_new_tokens, temperature=cell.temperature, seed=engine.seed,
-        options=options, ends=engine.ends,
+        key, loaded, max_new_tokens=engine.max_new_tokens, temperature=cell.temperature, options=options,
+        ends=engine.ends,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specheads.bench.limits import cut, with_limits
+from specheads.bench.limits import cut, take_row_options
 from specheads.bench.runner import Decoder, Output, Stopwatch
 
 Answer = dict[str, Any]
@@ -70,14 +70,16 @@ class Peer:
 
     def decoder(self, key: str, loaded: dict[str, Any], *, max_new_tokens: int, **arguments: Any) -> Decoder:
         """Generates with what `loaded` has the peer load as `key`. The seconds are the peer's own, without the way
-        there and back and without loading, which happens again after an error or a crash."""
+        there and back and without loading, which happens again after an error or a crash. All rows of a batch are drawn
+        from the seed of its first, in the 31 bits that any engine takes."""
 
         def run(batch: dict[str, Any], watch: Stopwatch | None) -> Output:
-            inputs, limits = with_limits(batch, max_new_tokens)
+            inputs, limits, seeds = take_row_options(batch, max_new_tokens)
             ids, mask = inputs["input_ids"].tolist(), inputs["attention_mask"].tolist()
             self.open(key, **loaded)
             try:
-                asked = {**arguments, "max_new_tokens": max(limits)}
+                seed = seeds[0] % 2**31 if seeds else 0
+                asked = {**arguments, "max_new_tokens": max(limits), "seed": seed}
                 answer = self.ask("generate", key=key, ids=ids, mask=mask, **asked)
             except PeerError:
                 self.opened.pop(key, None)  # an engine may be left in the middle of a text: it is opened anew

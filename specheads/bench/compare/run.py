@@ -21,6 +21,7 @@ from specheads.bench.limits import draw_numbers
 from specheads.bench.queues import batch_by_batch
 from specheads.bench.runner import Decoder, timed, turns
 from specheads.decoding.generation import prompt_batches
+from specheads.decoding.probs.randomness import row_seeds
 from specheads.models.base.fingerprint import fingerprint_base
 from specheads.options import OptionError
 from specheads.terminal import Report
@@ -145,6 +146,11 @@ class _CellRun:
         tokenizer, device = engine.models.tokenizer, engine.models.target.device
         self.queue = options.queue or cell.batch
         self.batches: list[dict[str, Any]] = [*prompt_batches.batches(tokenizer, prompts.ids, device, self.queue)]
+        if cell.temperature:
+            # By the prompt's index, so that no two prompts draw the same numbers, whatever the batch and the decoder.
+            seeds = row_seeds(options.seed, len(prompts.ids))
+            for index, batch in enumerate(self.batches):
+                batch["seeds"] = seeds[index * self.queue : (index + 1) * self.queue]
         if options.lowest_limit is not None:
             limits = draw_numbers(len(prompts.ids), options.lowest_limit, options.max_new_tokens, options.seed)
             for index, batch in enumerate(self.batches):

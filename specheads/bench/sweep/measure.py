@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -19,6 +19,7 @@ from specheads.decoding.drafters import Cascade, Drafter
 from specheads.decoding.generation import prompt_batches
 from specheads.decoding.generation.recorded import Record, review, sum_columns
 from specheads.decoding.planner import Plan, as_plan
+from specheads.decoding.probs.randomness import row_seeds
 
 Row = dict[str, Any]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -32,8 +33,7 @@ def decoder(bench: Bench, sweep: Sweep, setting: Setting, max_new_tokens: int) -
     sampling: dict[str, Any] = {}
     if setting.temperature:
         # 0 and 1.0 override the target's own generation config.
-        sampling = {"do_sample": True, "temperature": setting.temperature, "top_k": setting.top_k, "top_p": 1.0,
-                    "seed": sweep.seed}  # fmt: skip
+        sampling = {"do_sample": True, "temperature": setting.temperature, "top_k": setting.top_k, "top_p": 1.0}
     drafter = bench.drafter(setting.drafter, setting.k_matrix)
     plan = plan_of(setting, drafter)
     return decoders.drafted(
@@ -62,6 +62,21 @@ def prompts_of(bench: Bench, sweep: Sweep, task: Task) -> list[list[int]]:
     return made
 
 
+def batches_of(
+    bench: Bench, sweep: Sweep, setting: Setting, prompts: list[list[int]], indices: Sequence[int], size: int
+) -> list[dict[str, Any]]:
+    """Batches of `size` of the prompts at these indices. Each prompt is sampled by a seed of its own."""
+    side = "right" if bench.base.config.is_encoder_decoder else "left"
+    chosen, device = [prompts[i] for i in indices], bench.base.device
+    batches: list[dict[str, Any]] = [*prompt_batches.batches(bench.tokenizer, chosen, device, size, side=side)]
+    if setting.temperature:
+        # By the prompt's index, so that no two prompts draw the same numbers, whatever the batch and the setting.
+        seeds = row_seeds(sweep.seed, len(prompts))
+        for number, batch in enumerate(batches):
+            batch["seeds"] = [seeds[i] for i in indices[number * size : (number + 1) * size]]
+    return batches
+
+
 def measure(
     bench: Bench, sweep: Sweep, task: Task, setting: Setting, *,
     report: Callable[[float, str], None] | None = None,
@@ -73,8 +88,8 @@ def measure(
     racers = {own: decoder(bench, sweep, setting, length)}
     racers[other] = racers.get(other) or decoder(bench, sweep, setting.reference, length)
     timed = min(sweep.speed_prompts, len(prompts))
-    spaced = [prompts[i * len(prompts) // timed] for i in range(timed)]  # the first of a task may be from one file
-    batches = prompt_batches.batches(bench.tokenizer, spaced, bench.base.device)
+    spaced = [i * len(prompts) // timed for i in range(timed)]  # the first of a task may be from one file
+    batches = batches_of(bench, sweep, setting, prompts, spaced, 1)
     runs = len(batches) * len(racers) * sweep.repeats  # beside them, a batch that is judged counts as one
     raced = runs / (runs + len(prompts) / sweep.batch_size)
 
@@ -107,12 +122,11 @@ def judged(
     drafter = bench.drafter(setting.drafter, setting.k_matrix)
     # A cascade counts the passes of its models, which a batch would share.
     size = 1 if isinstance(drafter, Cascade) else sweep.batch_size
-    side = "right" if bench.base.config.is_encoder_decoder else "left"
     far, right, outputs, passes = Distance(), 0, [], []
-    for start in range(0, len(prompts), size):
+    batches = batches_of(bench, sweep, setting, prompts, range(len(prompts)), size)
+    for start, batch in zip(range(0, len(prompts), size), batches, strict=True):
         report(start / len(prompts))
         taken = prompts[start : start + size]
-        (batch,) = prompt_batches.batches(bench.tokenizer, taken, bench.base.device, len(taken), side=side)
         output = run(batch, None)
         outputs.append(output.statistics)
         passes.append(drafter.reviews if drafter and output.statistics["rows_stepped"] else ())

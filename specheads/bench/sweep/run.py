@@ -22,7 +22,7 @@ from specheads.bench.sweep.tasks import Task, load_task
 from specheads.decoding.generation.recorded import Record, record
 from specheads.terminal import Report
 
-FORMAT = 2  # of a row; rows of another format are measured anew
+FORMAT = 3  # of a row; rows of another format are measured anew
 
 
 def key_of(setting: Setting, common: str) -> str:

@@ -72,7 +72,7 @@ def bench(
         for name, python in peers.items()
     }
     longest = max(one.longest for one in sets)
-    engine = Engine(models, checkpoints, options.max_new_tokens, longest, options.seed, workers)
+    engine = Engine(models, checkpoints, options.max_new_tokens, longest, workers)
     where, floor = environment.environment(), measure_floor(models.target)
     try:
         versions = {name: version for peer in workers.values() for name, version in peer.ask("versions").items()}

@@ -1,10 +1,14 @@
 """specheads bench: the decoders' texts, the order of the rounds, resuming, what is left out, peers."""
 
+import random
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from specheads.bench import decoders
 from specheads.bench.compare import openvino, report, run
@@ -15,8 +19,10 @@ from specheads.bench.compare.prompt_sets import PromptSet
 from specheads.bench.figures.results import RESULTS, Results
 from specheads.bench.limits import draw_numbers
 from specheads.bench.runner import Output
+from specheads.models.costs import cost_key, cost_path
 from specheads.models.named import Models
 from specheads.models.spec_model import SpecModel
+from tests.support.auto_costs import FREE
 
 FAKE = Path(__file__).parents[1] / "workers" / "fake_peer.py"
 GREEDY = Cell("p", 1, 0.0)
@@ -186,6 +192,27 @@ def test_another_question_is_measured_anew(monkeypatch, engine, tmp_path, change
         measured(monkeypatch, engine, tmp_path, {name: Scripted(name, log) for name in "ab"}, **options)
         assert len(log) == 4 + 8
     assert len(Results(tmp_path / RESULTS).rows) == 8
+
+
+def test_another_default_tree_other_costs_and_another_peer_are_measured_anew(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    monkeypatch.setattr("os.getloadavg", lambda: (random.random() * 100, 0, 0))
+    version, base = iter(["1.2", "1.2", "1.2", "1.2", "1.3"]), engine.models.target
+    engine.peers["fake"] = SimpleNamespace(command=["python"], ask=lambda op: {"fake": next(version)})
+    asked = run.BenchOptions(("eagle3", "eagle3 auto"), "plain")
+
+    def identity():
+        return run.identity(asked, engine, {text: parse_decoder(text) for text in asked.decoders})
+
+    first = identity()
+    assert identity() == first, "whatever the load"
+    head = engine.drafter("eagle3")
+    replace(FREE, key=cost_key(base, head)).save(cost_path(cost_key(base, head)))
+    seen = {first, identity()}
+    head.config = replace(head.config, tree=((0,), (0, 0)))
+    seen |= {identity()}
+    seen |= {identity()}  # of the next peer
+    assert len(seen) == 4
 
 
 def test_more_repeats_add_to_the_rounds_that_are_there(monkeypatch, engine, tmp_path):

@@ -1,18 +1,29 @@
 """Sweeps: what is done stays done, one worker or two, and rows are right."""
 
 import json
+import random
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
+import transformers
+from huggingface_hub import constants
 
 from specheads import DraftModel, MaxGram, PromptLookup, chain, comb, generate
 from specheads.bench.sweep import measure as measuring
+from specheads.bench.sweep.drafters import Bench
 from specheads.bench.sweep.grid import Sweep
 from specheads.bench.sweep.kl import Distance, distance
 from specheads.bench.sweep.measure import TIMED
-from specheads.bench.sweep.run import Results, complete, run
+from specheads.bench.sweep.run import Results, common_of, complete, run
+from specheads.bench.sweep.tasks import Question, Task
 from specheads.decoding.drafters import AutoDrafter, Cascade
+from specheads.decoding.drafters.bigram import save_bigrams
 from specheads.decoding.generation import recorded
+from specheads.models.costs import cost_key, cost_path
+from specheads.models.spec_model import SpecModel
+from tests.support.auto_costs import FREE
 from tests.support.command_line import run as program
 from tests.support.tiny_models import tiny_llama
 
@@ -91,6 +102,35 @@ def test_other_prompts_or_another_setting_are_measured_anew_and_another_file_is_
     path.write_text('{"a": 1}\n', "utf8")
     with pytest.raises(ValueError, match="line 1 is no result of"):
         Results(path)
+
+
+def test_another_bigram_table_default_tree_costs_or_machine_are_measured_anew(shipped, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    monkeypatch.setattr("os.getloadavg", lambda: (random.random() * 100, 0, 0))
+    folder, table = shutil.copytree(shipped, tmp_path / "shipped"), tmp_path / "bigrams.json"
+    names = [str(folder / "eagle3"), f"maxgram:{table}", "auto"]
+    sweep = asked(folder, None, drafters=names, accept="exact", task="prompts", data=[])
+    task = Task("prompts", [Question([5, 6], "")], 4, None)
+
+    def common(*workers):
+        return common_of(Bench(sweep), sweep, task, *workers)
+
+    save_bigrams([0] * 258, table)
+    first = common()
+    assert common() == first, "whatever the load"
+    save_bigrams([0] * 257 + [1], table)
+    seen = {first, common()}
+    model = SpecModel.from_pretrained(folder / "eagle3")
+    model.set_default_tree(((0,), (0, 0)))
+    model.save_pretrained(folder / "eagle3")
+    seen |= {common()}
+    key = cost_key(Bench(sweep).base, None)
+    replace(FREE, key=key).save(cost_path(key))
+    seen |= {common()}
+    monkeypatch.setattr(transformers, "__version__", "4.0")
+    assert len(seen | {common()}) == 5
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
+    assert common() != common(2), "workers share the threads"
 
 
 def test_progress_never_goes_back_and_ends_at_1(tmp_path):

@@ -10,19 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specheads.bench import environment
 from specheads.bench.compare.cell import Cell, Engine
-from specheads.bench.compare.decoder_texts import DecoderSpec, parse_decoder
+from specheads.bench.compare.decoder_texts import DecoderSpec, Ours, parse_decoder
 from specheads.bench.compare.peer import PeerError
 from specheads.bench.compare.prompt_sets import PromptSet
-from specheads.bench.figures.results import RESULTS, Results, digest, weight_sums
+from specheads.bench.figures.identity import identify_base, identify_drafter, identify_machine
+from specheads.bench.figures.results import RESULTS, Results, digest
 from specheads.bench.figures.samples import Round, sample
 from specheads.bench.limits import draw_numbers
 from specheads.bench.queues import batch_by_batch
 from specheads.bench.runner import Decoder, timed, turns
+from specheads.decoding.drafters import Drafter
 from specheads.decoding.generation import prompt_batches
 from specheads.decoding.probs.randomness import row_seeds
-from specheads.models.base.fingerprint import fingerprint_base
+from specheads.heads import DraftHead
+from specheads.models.costs import auto_drafter
 from specheads.options import OptionError
 from specheads.terminal import Report
 
@@ -109,20 +111,24 @@ def run(options: BenchOptions, engine: Engine, sets: Sequence[PromptSet], folder
 
 
 def identity(options: BenchOptions, engine: Engine, specs: dict[str, DecoderSpec]) -> str:
-    """A digest of what makes a round this one: the weights, the decoders, the machine, the versions and this package's
-    own source, so that a changed program is measured anew."""
-    where = {name: value for name, value in environment.environment().items() if name != "load_average"}
-    drafters = [weight_sums(_weights(engine.drafter(name))) for r in specs.values() for name in r.drafters]
+    """A digest of what makes a round this one: the models, the decoders and what they draft by, the machine, the
+    versions, those of peers too, and this package's own source, so that a changed program is measured anew."""
     base = engine.models.target
+    drafters = [_drafter(engine, spec, name) for spec in specs.values() for name in spec.drafters]
     return digest(
-        fingerprint_base(base), str(base.dtype), str(base.device), options.decoders, options.reference, drafters,
-        options.max_new_tokens, options.lowest_limit, options.queue, options.seed, where, _source_digest(),
-        {name: peer.command[0] for name, peer in engine.peers.items()},
+        identify_base(base), options.decoders, options.reference,
+        [identify_drafter(drafter, base.device.type) for drafter in drafters], options.max_new_tokens,
+        options.lowest_limit, options.queue, options.seed, identify_machine(base.device), _source_digest(),
+        {name: [peer.command[0], peer.ask("versions")] for name, peer in engine.peers.items()},
     )  # fmt: skip
 
 
-def _weights(drafter: Any) -> Any:
-    return getattr(drafter, "small", drafter)
+def _drafter(engine: Engine, spec: DecoderSpec, name: str) -> Drafter:
+    """What that name drafts with; of `HEAD auto`, with the costs it goes by."""
+    drafter = engine.drafter(name)
+    if isinstance(spec, Ours) and spec.auto and isinstance(drafter, DraftHead):
+        return auto_drafter(engine.models.target, drafter)
+    return drafter
 
 
 def _source_digest() -> str:

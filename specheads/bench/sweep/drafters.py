@@ -8,11 +8,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from specheads.bench import cost
-from specheads.bench.figures.results import weight_sums
+from specheads.bench.figures.identity import identify_base, identify_drafter
 from specheads.bench.sweep.grid import PLAIN, Sweep
 from specheads.decoding.drafters import Cascade, Drafter
 from specheads.decoding.drafters.named import DRAFTERS
-from specheads.models.base.fingerprint import fingerprint_base
 from specheads.models.named import Models, holds_head
 from specheads.options import OptionError
 
@@ -68,9 +67,7 @@ class Bench:
         return self._costs[key]
 
     def identity(self) -> list[Any]:
-        """Digests of the weights, which tell these models from others of the same names."""
-        drafters = {PLAIN: None, **self.models.drafters} | {
-            f"{name} {k}": cascade for (name, k), cascade in self._cascades.items()
-        }
-        modules = [(name, getattr(drafter, "small", drafter)) for name, drafter in drafters.items()]
-        return [fingerprint_base(self.base), *([name, weight_sums(module)] for name, module in sorted(modules))]
+        """What tells these models from others of the same names; of a cascade, its parts."""
+        named = sorted(self.models.drafters.items(), key=lambda item: item[0])
+        drafters = [[name, identify_drafter(drafter, self.base.device.type)] for name, drafter in named]
+        return [identify_base(self.base), drafters]

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from specheads.bench.figures.results import RESULTS, Results
+from specheads.bench.figures.identity import identify_machine
+from specheads.bench.figures.results import RESULTS, Results, digest
 from specheads.bench.sweep.drafters import Bench
 from specheads.bench.sweep.grid import PLAIN, Setting, Sweep
 from specheads.bench.sweep.measure import Row, measure, prompts_of, replay
@@ -34,18 +35,25 @@ def key_of(setting: Setting, common: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def common_of(bench: Bench, sweep: Sweep, task: Task) -> str:
-    """A digest of the models, prompts, answers and lengths, without which a row would be another's."""
+def common_of(bench: Bench, sweep: Sweep, task: Task, workers: int = 1) -> str:
+    """A digest of the models, prompts, answers, lengths and the machine, without which a row would be another's."""
     prompts = prompts_of(bench, sweep, task)
     answers = [question.answer for question in task.questions]
     length = sweep.max_new_tokens or task.max_new_tokens
     shared = [
-        bench.identity(), str(bench.base.dtype), prompts, answers, length, sweep.repeats, sweep.speed_prompts,
-        sweep.clock, sweep.batch_size, sweep.seed, task.name, FORMAT,
+        bench.identity(), prompts, answers, length, sweep.repeats, sweep.speed_prompts, sweep.clock, sweep.batch_size,
+        sweep.seed, task.name, FORMAT,
+        # Workers share the threads of a CPU, and are on one GPU each.
+        {**identify_machine(bench.base.device.type), "torch_threads": threads_of(workers)},
     ]  # fmt: skip
     if sweep.k_matrices:
         shared.append([sweep.leniency, sweep.notation, sweep.cost])
-    return hashlib.sha256(json.dumps(shared).encode()).hexdigest()[:16]
+    return digest(*shared)
+
+
+def threads_of(workers: int) -> int:
+    """Threads of torch in each of so many processes."""
+    return max(1, torch.get_num_threads() // workers)
 
 
 def complete(
@@ -85,7 +93,7 @@ def run(
     def spread(settings: list[Setting], within: Callable[[float, str], None]) -> Iterator[tuple[Setting, Row]]:
         yield from over_processes(sweep, settings, workers, dtype, str(bench.base.device))
 
-    common = common_of(bench, sweep, task)
+    common = common_of(bench, sweep, task, workers)
     return complete(results, sweep.settings(), common, here if workers == 1 else spread, tell)
 
 
@@ -118,8 +126,7 @@ def over_processes(
     numbers = spawn.Queue()
     for number in range(workers):
         numbers.put(number)
-    threads = max(1, torch.get_num_threads() // workers)
-    pool = ProcessPoolExecutor(workers, spawn, _begin, (sweep, dtype, device, threads, numbers))
+    pool = ProcessPoolExecutor(workers, spawn, _begin, (sweep, dtype, device, threads_of(workers), numbers))
     try:
         waiting = {pool.submit(_measured, setting): setting for setting in settings}
         while waiting:

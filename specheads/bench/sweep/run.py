@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from specheads.bench.figures.identity import identify_machine
 from specheads.bench.figures.results import RESULTS, Results, digest
@@ -21,8 +23,10 @@ from specheads.bench.sweep.grid import PLAIN, Setting, Sweep
 from specheads.bench.sweep.measure import Row, measure, prompts_of, replay
 from specheads.bench.sweep.tasks import Task, load_task
 from specheads.decoding.generation.recorded import Record, record
+from specheads.models.base.fingerprint import fingerprint_base
 from specheads.terminal import Report
 
+logger = logging.get_logger(__name__)
 FORMAT = 3  # of a row; rows of another format are measured anew
 
 
@@ -105,8 +109,9 @@ def run_recorded(sweep: Sweep, folder: Path, path: Path, *, dtype: str, device: 
     prompts, length = prompts_of(bench, sweep, task), sweep.max_new_tokens or task.max_new_tokens
     if not path.exists():
         tell(0.0, "recording the target")
-        record(bench.base, prompts, length).save(path)
-    known = Record.load(path)
+        made = record(bench.base, prompts, length)
+        dataclasses.replace(made, base=fingerprint_base(bench.base)).save(path)
+    known = load_record(path, bench.base, length)
 
     def here(settings: list[Setting], within: Callable[[float, str], None]) -> Iterator[tuple[Setting, Row]]:
         for setting in settings:
@@ -115,6 +120,27 @@ def run_recorded(sweep: Sweep, folder: Path, path: Path, *, dtype: str, device: 
     common = common_of(bench, sweep, task) + hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     settings = [setting for setting in sweep.settings() if setting.drafter != PLAIN]
     return complete(Results(folder / RESULTS), settings, common, here, tell)
+
+
+def load_record(path: Path, base: PreTrainedModel, length: int) -> Record:
+    """The texts in a record, `length` tokens of each. ValueError for one of another target, or of shorter texts; a
+    warning where it does not say of which target it is."""
+    known, own = Record.load(path), fingerprint_base(base)
+    told = known.base or {}
+    if known.base is None:
+        logger.warning(
+            "%s does not say which target it is of: it must be %s; delete or rename it, and it is recorded anew",
+            path, base.name_or_path,
+        )  # fmt: skip
+    # Without weights where they were not in memory.
+    differing = [name for name in own if told.get(name) is not None and own[name] not in (None, told[name])]
+    try:
+        if differing or known.vocab_size != own["vocab_size"]:
+            names = ", ".join(differing or ["vocab_size"])
+            raise ValueError(f"it is of another target than {base.name_or_path}, with other {names}")
+        return known.cut(length)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; delete or rename the file, and it is recorded anew") from error
 
 
 def over_processes(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -33,12 +33,14 @@ class Record:
     """outputs: prompt ids → the target's greedy text after them, its first `length` tokens or up to an end.
 
     start: for an encoder-decoder, whose encoder reads the prompt, the first token of its text (not in outputs).
+    base: the fingerprint of the target; None where it was not recorded.
     """
 
     vocab_size: int
     length: int
     outputs: dict[tuple[int, ...], tuple[int, ...]]
     start: int | None = None
+    base: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for prompt, output in self.outputs.items():
@@ -55,8 +57,14 @@ class Record:
     def save(self, path: Path) -> None:
         rows = [{"prompt": list(prompt), "output": list(output)} for prompt, output in self.outputs.items()]
         content = {"vocab_size": self.vocab_size, "length": self.length, "outputs": rows}
-        text = json.dumps(content if self.start is None else {**content, "start": self.start})
-        path.write_text(text + "\n", "utf8")
+        known = {name: value for name in ("start", "base") if (value := getattr(self, name)) is not None}
+        path.write_text(json.dumps({**content, **known}) + "\n", "utf8")
+
+    def cut(self, length: int) -> Record:
+        """The record of texts of at most so many tokens. ValueError if they were recorded shorter."""
+        if length > self.length:
+            raise ValueError(f"it holds {self.length} tokens of each text, and {length} are asked for")
+        return replace(self, length=length, outputs={prompt: text[:length] for prompt, text in self.outputs.items()})
 
     @classmethod
     def load(cls, path: Path) -> Record:
@@ -64,7 +72,7 @@ class Record:
         try:
             content = json.loads(path.read_text("utf8"))
             outputs = {tuple(row["prompt"]): tuple(row["output"]) for row in content["outputs"]}
-            return cls(content["vocab_size"], content["length"], outputs, content.get("start"))
+            return cls(content["vocab_size"], content["length"], outputs, content.get("start"), content.get("base"))
         except (ValueError, KeyError, TypeError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"{path} is no record of a target: {reason}") from error

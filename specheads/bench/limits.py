@@ -7,9 +7,10 @@ import random
 from typing import Any
 
 
-def draw_numbers(count: int, low: int, high: int, seed: int) -> list[int]:
-    """`count` whole numbers from low to high, both included; the same for the same seed."""
-    coin = random.Random(seed)
+def draw_numbers(count: int, low: int, high: int, seed: int, use: str) -> list[int]:
+    """`count` whole numbers from low to high, both included; the same for the same seed and use, those of another use
+    independent of them."""
+    coin = random.Random(f"{seed} {use}")
     return [coin.randint(low, high) for _ in range(count)]
 
 

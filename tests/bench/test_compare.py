@@ -15,7 +15,7 @@ from specheads.bench.compare import openvino, report, run
 from specheads.bench.compare.cell import Cell, Engine
 from specheads.bench.compare.decoder_texts import Ours, TransformersLookup, expand, parse_decoder
 from specheads.bench.compare.peer import Peer, PeerError
-from specheads.bench.compare.prompt_sets import PromptSet
+from specheads.bench.compare.prompt_sets import PromptSet, default_sets
 from specheads.bench.figures.results import RESULTS, Results
 from specheads.bench.limits import draw_numbers
 from specheads.bench.runner import Output
@@ -296,7 +296,7 @@ def test_a_refilled_batch_is_measured_beside_an_unfilled_one(engine, tmp_path):
     rows = {row["decoder"]: row for row in report.rows_of(outcome.rounds, "transformers", 11, 1.0)}
     assert all(row["same_text"] == row["texts"] == 7 for row in rows.values())
     lengths = [n for one in outcome.rounds for n in one["decoders"]["plain"]["tokens"]]
-    assert lengths == draw_numbers(7, 2, 11, 0) and len(set(lengths)) > 3
+    assert lengths == draw_numbers(7, 2, 11, 0, "limits p") and len(set(lengths)) > 3
     steps = {name: sum(one["decoders"][name]["steps"] for one in outcome.rounds) for name in texts[1:]}
     assert steps["plain refill"] < steps["plain"] and rows["plain refill"]["accepted_length"] == 1
     assert 0 < rows["plain refill"]["step_seconds"] < 1 > rows["plain"]["step_seconds"] > 0
@@ -305,7 +305,30 @@ def test_a_refilled_batch_is_measured_beside_an_unfilled_one(engine, tmp_path):
 def test_sampled_texts_of_a_queue_are_measured_too(engine, tmp_path):
     outcome = run_queue(engine, tmp_path, "plain", "plain refill", temperature=(0.8,))
     one, two = (outcome.rounds[0]["decoders"][name]["tokens"] for name in ("plain", "plain refill"))
-    assert outcome.complete and one == two == draw_numbers(7, 2, 11, 0)[:4]
+    assert outcome.complete and one == two == draw_numbers(7, 2, 11, 0, "limits p")[:4]
+
+
+def test_lengths_and_limits_are_independent_in_each_set_and_between_sets(engine, tmp_path, monkeypatch):
+    found = {}
+
+    class Watching(Scripted):
+        def build(self, engine, cell):
+            def decode(batch, watch):
+                drawn = found.setdefault(cell.prompts, {"lengths": [], "limits": []})
+                drawn["lengths"] += batch["attention_mask"].sum(1).tolist()
+                drawn["limits"] += batch["limits"]
+                return Output([[1]] * len(batch["input_ids"]), seconds=1.0)
+
+            return decode
+
+    monkeypatch.setattr(run, "parse_decoder", lambda text: Watching(text, []))
+    sets = default_sets(engine.models.tokenizer, 64, 128, fewest=16)
+    asked = run.BenchOptions(("a",), "a", (64,), (0.0,), 256, 1, lowest_limit=32, queue=64)
+    run.run(asked, engine, sets, tmp_path, quiet)
+    drawn = [torch.tensor(one[use][:64]).double() for one in found.values() for use in ("lengths", "limits")]
+    assert [(int(one.min()) >= low, len(one)) for one, low in zip(drawn, (16, 32) * 2, strict=True)] == [(True, 64)] * 4
+    # The draws are fixed by the seed: 0.5 is four standard deviations of 64 independent pairs.
+    assert float((torch.corrcoef(torch.stack(drawn)) - torch.eye(4)).abs().max()) < 0.5
 
 
 def test_without_a_range_a_queue_has_one_limit(engine, tmp_path):

@@ -40,8 +40,8 @@ def default_sets(
     sets = [encode(HELD_OUT, files, tokenizer), encode(THIRD_PARTY, packages, tokenizer, note)]
     if fewest is None:
         return sets
-    lengths = draw_numbers(count, fewest, num_tokens, seed)
-    return [replace(one, ids=[ids[:n] for ids, n in zip(one.ids, lengths, strict=True)]) for one in sets]
+    lengths = {one.name: draw_numbers(count, fewest, num_tokens, seed, f"lengths {one.name}") for one in sets}
+    return [replace(one, ids=[ids[:n] for ids, n in zip(one.ids, lengths[one.name], strict=True)]) for one in sets]
 
 
 def sets_from(

@@ -158,7 +158,9 @@ class _CellRun:
             for index, batch in enumerate(self.batches):
                 batch["seeds"] = seeds[index * self.queue : (index + 1) * self.queue]
         if options.lowest_limit is not None:
-            limits = draw_numbers(len(prompts.ids), options.lowest_limit, options.max_new_tokens, options.seed)
+            limits = draw_numbers(
+                len(prompts.ids), options.lowest_limit, options.max_new_tokens, options.seed, f"limits {prompts.name}"
+            )
             for index, batch in enumerate(self.batches):
                 batch["limits"] = limits[index * self.queue : (index + 1) * self.queue]
         self.rounds: list[Round] = []

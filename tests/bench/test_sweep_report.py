@@ -80,6 +80,21 @@ def test_a_sweep_of_lossless_rules_is_drawn_against_what_is_drafted(tmp_path):
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
+def test_each_top_k_and_k_matrix_has_a_curve_of_its_own_by_its_name():
+    plots = pytest.importorskip("specheads.bench.sweep.plots")
+    rows = [
+        row_of(Setting(drafter, f"fuzzy:tv:{threshold}", "chain:3", 1.0, k, matrix))
+        for drafter, matrix in (("m", ""), ("cascade:m+maxgram", "[[1]]"), ("cascade:m+maxgram", "[[2]]"))
+        for k in (20, 50) for threshold in (0.1, 0.2)
+    ]  # fmt: skip
+    curves = plots.families(rows)
+    assert {name: len(points) for name, points in curves.items()} == {
+        f"{drafter} chain:3 T=1 k={k} fuzzy tv": 2
+        for drafter in ("m", "cascade:m+maxgram [[1]]", "cascade:m+maxgram [[2]]") for k in (20, 50)
+    }  # fmt: skip
+    assert all(len({(p["top_k"], p["k_matrix"]) for p in points}) == 1 for points in curves.values())
+
+
 def test_the_fastest_rule_that_keeps_accuracy_is_named_or_that_there_is_none():
     (found,) = report.kept_98(MADE)
     assert found["accept"] == "fuzzy:js:0.1" and found["faster"] and found["speed_up_over_exact"] == 1.25
@@ -97,6 +112,10 @@ def test_gamma_by_k_has_a_line_a_gamma_and_kept_tokens_and_seconds_of_each_k():
     ]  # fmt: skip
     lines = report.markdown(*report.gamma_by_k(rows)).splitlines()
     assert lines[0].count("kept / tokens") == 2 and "k=1:" in lines[0] and "k=50:" in lines[0]
+    cascades = [{**row, "drafter": "cascade:m+maxgram", "k_matrix": k} for k in ("[[1]]", "[[2]]") for row in rows]
+    _, table = report.gamma_by_k(cascades)
+    assert [line[0] for line in table] == ["cascade:m+maxgram [[1]]"] * 2 + ["cascade:m+maxgram [[2]]"] * 2
+    assert table[0][1:4] == ["3", "30 / 36", "3.00"] and not any("–" in line for line in table)
     assert lines[2] == "| m | 3 | 30 / 36 | 3.00 | 1.00 | 30 / 36 | 3.50 | 1.00 |" and lines[3].startswith(
         "| m | 5 | 50 / 60"
     )

@@ -83,10 +83,8 @@ def by_tree(rows: Sequence[Row]) -> Any:
     place = {tree: int(tree.partition(":")[2]) if chains else i for i, tree in enumerate(trees)}
     curves: dict[str, list[Row]] = {}
     for row in drafted:
-        sampling = f"T={row['temperature']:g}" if row["temperature"] else ""
-        top = f"k={row['top_k']}" if row["top_k"] else ""
         rule = "" if row["accept"] == "exact" else row["accept"]
-        name = " ".join(part for part in (row["drafter"], row["k_matrix"], rule, sampling, top) if part)
+        name = " ".join(part for part in (row["drafter"], row["k_matrix"], rule, sampling_of(row)) if part)
         curves.setdefault(name, []).append(row)
     figure, panels = pyplot.subplots(2, 1, figsize=(8.0, 9.6), layout="constrained")
     for panel, up in zip(panels, ("speed_up", "accepted_length"), strict=True):
@@ -102,6 +100,12 @@ def by_tree(rows: Sequence[Row]) -> Any:
     for panel in panels:
         label_ends(panel, panel.get_lines()[: len(curves)])
     return figure
+
+
+def sampling_of(row: Row) -> str:
+    """`T=1 k=50`; nothing for greedy decoding, and no k for all tokens."""
+    parts = [f"T={row['temperature']:g}"] if row["temperature"] else []
+    return " ".join([*parts, *([f"k={row['top_k']}"] if row["top_k"] else [])])
 
 
 def below(figure: Any, lines: Sequence[Any]) -> None:
@@ -120,7 +124,8 @@ def require_matplotlib() -> None:
 def families(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
     """The rows as curves: a curve has the rows that differ only in the threshold, in its order. Plain decoding is in
     none."""
-    many = len({(r["drafter"], r["tree"], r["temperature"], r["top_k"]) for r in rows if r["drafter"] != PLAIN}) > 1
+    shared = ("drafter", "k_matrix", "tree", "temperature", "top_k")
+    many = len({tuple(row[name] for name in shared) for row in rows if row["drafter"] != PLAIN}) > 1
     made: dict[str, list[tuple[float, dict[str, Any]]]] = {}
     for row in rows:
         if row["drafter"] == PLAIN:
@@ -134,8 +139,8 @@ def families(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
             others = [str(value) for field, value in vars(rule).items() if field not in plain]
             name = " ".join([kind, *(["js"] if kind == "fuzzy" and vars(rule)["divergence"] == "js" else []), *others])
         if many:
-            sampling = f"T={row['temperature']:g}" if row["temperature"] else ""
-            name = " ".join(part for part in (row["drafter"], row["tree"], sampling, name) if part)
+            parts = (row["drafter"], row["k_matrix"], row["tree"], sampling_of(row), name)
+            name = " ".join(part for part in parts if part)
         point = {**row, "over_exact": 1.0 if row["lossless"] else row["speed_up"]}
         made.setdefault(name, []).append((threshold, point))
     return {name: [point for _, point in sorted(points, key=lambda p: p[0])] for name, points in made.items()}

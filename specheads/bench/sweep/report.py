@@ -91,8 +91,8 @@ def gamma_by_k(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]] |
     columns and lines. None unless there are several γ or several k."""
     chains = [r for r in rows if r["accept"] == "exact" and str(r["tree"]).startswith("chain:")]
     samplings = list(dict.fromkeys((r["temperature"], r["top_k"]) for r in chains))
-    trees = list(dict.fromkeys((r["drafter"], r["tree"]) for r in chains))
-    if len(samplings) < 2 and len({tree for _, tree in trees}) < 2:
+    trees = list(dict.fromkeys((r["drafter"], r.get("k_matrix"), r["tree"]) for r in chains))
+    if len(samplings) < 2 and len({tree for *_, tree in trees}) < 2:
         return None
     known = {_place(row): row for row in chains}
     columns = ["drafter", "γ"]
@@ -100,10 +100,10 @@ def gamma_by_k(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]] |
         name = "k=1" if not temperature else f"k={k or 'all'}" + (f", T={temperature:g}" if temperature != 1 else "")
         columns += [f"{name}: kept / tokens", "seconds", "× no drafts"]
     lines = []
-    for drafter, tree in trees:
-        line = [drafter, tree.removeprefix("chain:")]
+    for drafter, k_matrix, tree in trees:
+        line = [" ".join(filter(None, (drafter, k_matrix))), tree.removeprefix("chain:")]
         for sampling in samplings:
-            row = known.get((drafter, "exact", tree, *sampling, None))
+            row = known.get((drafter, "exact", tree, *sampling, k_matrix))
             if row is None:
                 line += ["–"] * 3
             else:

@@ -52,6 +52,23 @@ def test_thresholds_replace_those_of_lossy_rules_alone():
     assert list(spread("fuzzy:js,kl:k=5,6")) == ["fuzzy:js:k=5", "fuzzy:js:k=6", "fuzzy:kl:k=5", "fuzzy:kl:k=6"]
 
 
+def test_an_option_that_would_change_nothing_is_refused_with_what_it_goes_with():
+    cascade = {"drafters": "cascade:model:m+maxgram", "k_matrices": [[2, 2]]}
+    options_of_cascades = {"leniency": 2.0, "notation": "paper", "cost": "model_parameters"}
+    unused = {
+        "thresholds": ((0.1, 0.2), "thresholds='0.1,0.2' goes with a rule that has a threshold", {"accept": "typical"}),
+        "chat": (True, "chat=True goes with a task whose prompts are text", {"task": "syntax"}),
+        "run_code": (True, "run_code=True goes with the task humaneval", {"task": "humaneval"}),
+        **{name: (value, "goes with a drafter cascade", cascade) for name, value in options_of_cascades.items()},
+    }  # fmt: skip
+    for name, (value, said, used) in unused.items():
+        with pytest.raises(ValueError, match=said) as refused:
+            made(**{name: value})
+        assert "\n" not in str(refused.value)
+        made(**{name: value}, **used)
+        made(**{name: next(f.default for f in dataclasses.fields(Sweep) if f.name == name)})
+
+
 def test_a_k_matrix_may_be_rows_text_or_several_and_belongs_to_cascades():
     one = "[[5, 8], [0, 8]]"
     for given in ([[5, 8], [0, 8]], one, [[[5, 8], [0, 8]]], [one]):

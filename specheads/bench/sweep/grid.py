@@ -119,6 +119,7 @@ class Sweep:
         if bool(cascades) != bool(self.k_matrices):
             have = f"{cascades[0]!r} takes k_matrices" if cascades else "k_matrices are for drafters cascade:…"
             raise ValueError(f"{have}, for instance [[5, 8], [0, 8]]: a row for each reviewer, a column for each draft")
+        self._refuse_unused(bool(cascades))
         refuse_unknown([self.clock], CLOCKS, "clock")
         if self.trees and self.gamma:
             raise OptionError(
@@ -135,6 +136,21 @@ class Sweep:
                             "gives none; sweep it with a head or a draft model"
                         )
         self.settings()
+
+    def _refuse_unused(self, has_cascade: bool) -> None:
+        """OptionError for an option that was given, so differs from its default, and would change nothing."""
+        rules = itertools.chain.from_iterable(map(spread, self.accept))
+        default = {field.name: field.default for field in dataclasses.fields(self)}
+        for name, used, other in (
+            ("thresholds", any(map(threshold_field, rules)), "a rule that has a threshold, such as fuzzy:js"),
+            ("chat", self.task != "signatures", "a task whose prompts are text, and those of signatures are ids"),
+            ("run_code", self.task == "humaneval", "the task humaneval"),
+            *((name, has_cascade, "a drafter cascade:…") for name in ("leniency", "notation", "cost")),
+        ):
+            value = getattr(self, name)
+            if not used and value != default[name]:
+                given = ",".join(map(str, value)) if isinstance(value, tuple) else value
+                raise OptionError(f"{{{name}}} goes with {other}; give one, or leave it out", **{name: given})
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Sweep:

@@ -43,6 +43,7 @@ def test_prompts_are_the_published_ones_and_answers_are_judged_by_the_task(task)
     assert mmlu.correct("2 + 2 is 4, so the answer is (B).", asked) and not mmlu.correct("(B)? No: (C)", asked)
     asked = csqa.questions[0]
     assert "(C) water (D) car (E) hat" in asked.prompt and csqa.correct("The answer: C", asked)
+    assert not csqa.correct("Not (C), and the answer is (E)", asked) and csqa.correct("(C). The answer I gave", asked)
     asked = gsm8k.questions[0]
     assert asked.prompt == (
         "Reason the math question below step by step. Question: Tom has 3 apples. He buys 1,200. Now.\n Answer: "
@@ -58,10 +59,13 @@ def test_prompts_are_the_published_ones_and_answers_are_judged_by_the_task(task)
         ("(A) is wrong, (D) is right", "D"), ("The answer is (A). No, the answer is (B).", "B"), ("", None),
         ("Apples grow", None), ("I think so", None), ("the answer is a number", None),
         ("The answer is Basel", None), ("So it is (B). Answer is (A)", "A"),
+        ("The correct answer is **B) populated areas**.", "B"), ("**Answer:** B", "B"), ("**Answer**: (C)", "C"),
+        (r"the answer is \boxed{B}", "B"), (r"The answer is $\boxed{\text{D}}$.", "D"), ("The answer is option B", "B"),
+        ("Answer: the choice (A)", "A"), ("In my answer I chose (B).", "B"), ("The answer is (H)", None),
     ],
 )  # fmt: skip
 def test_the_letter_of_a_worked_answer_is_found(text, letter):
-    assert choice_of(text) == letter
+    assert choice_of(text, "ABCD") == letter
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from specheads.models.base.fingerprint import fingerprint_base
 from specheads.terminal import Report
 
 logger = logging.get_logger(__name__)
-FORMAT = 3  # of a row; rows of another format are measured anew
+FORMAT = 4  # of a row; rows of another format are measured anew
 
 
 def key_of(setting: Setting, common: str) -> str:

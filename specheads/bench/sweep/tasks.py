@@ -36,15 +36,15 @@ class Question:
 
 @dataclass(frozen=True)
 class Source:
-    """Where rows are on the hub, and how a row becomes a question. columns: rows of the task have one of them.
-    max_new_tokens: of an answer."""
+    """Where rows are on the hub, and how a row becomes a question. columns: rows of the task have one of them. parse:
+    a text written for a question → the answer it gives. max_new_tokens: of an answer."""
 
     hub: str
     subset: str | None
     split: str
     columns: tuple[str, ...]
     question: Callable[[Mapping[str, Any]], Question]
-    parse: Callable[[str], str | None]
+    parse: Callable[[str, Question], str | None]
     max_new_tokens: int
 
 
@@ -58,12 +58,21 @@ class Task:
     correct: Callable[[str, Question], bool] | None
 
 
-def choice_of(text: str) -> str | None:
-    """The letter that a worked answer chooses: after the last "answer is", else the last in brackets, else at the start
-    of the text."""
-    said = re.findall(r"(?i:answer\s*(?:is|:)?\s*:?\s*)\(?([A-J])\b", text) or re.findall(r"\(([A-J])\)", text)
-    said = said or re.findall(r"^\s*([A-J])(?=[.):,]|\s*$)", text)
+def choice_of(text: str, letters: str) -> str | None:
+    """The letter, of those that the question has, which a worked answer chooses: after the last "answer is", "answer is
+    option" or "answer:", else the last in brackets, else at the start of the text. Markdown's asterisks and LaTeX's
+    boxes around it do not count."""
+    text = text.replace("*", "")
+    while (unboxed := re.sub(r"\$?\\(?:boxed|text\w*)\s*\{([^{}]*)\}\$?", r"\1", text)) != text:
+        text = unboxed
+    one = f"([{letters}])"
+    said = re.findall(rf"(?i:answer\s*(?:is|:)?\s*:?\s*(?:(?:the\s+)?(?:option|choice)\s*:?\s*)?)\(?{one}\b", text)
+    said = said or re.findall(rf"\({one}\)", text) or re.findall(rf"^\s*{one}(?=[.):,]|\s*$)", text)
     return said[-1] if said else None
+
+
+def choice_for(text: str, asked: Question) -> str | None:
+    return choice_of(text, asked.extra["letters"])
 
 
 def number_of(text: str) -> str | None:
@@ -87,7 +96,7 @@ def mmlu(row: Mapping[str, Any]) -> Question:
     if row["target"] not in choices:
         raise ValueError(f"the answer {row['target']!r} is none of its choices {', '.join(choices)}")
     prompt = f"Question: {row['input']}\n{_lettered([*choices], [*choices.values()])}\n Answer: \n"
-    return Question(f"{prompt} Let's think step by step. ", row["target"])
+    return Question(f"{prompt} Let's think step by step. ", row["target"], {"letters": "".join(choices)})
 
 
 def mmlu_columns(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,7 +111,7 @@ def mmlu_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 def csqa(row: Mapping[str, Any]) -> Question:
     options = _lettered(row["choices"]["label"], row["choices"]["text"])
     prompt = f"Question: {row['question']}\n{options}\n Answer: \n Let's think step by step. "
-    return Question(prompt, row["answerKey"])
+    return Question(prompt, row["answerKey"], {"letters": "".join(row["choices"]["label"])})
 
 
 def gsm8k(row: Mapping[str, Any]) -> Question:
@@ -125,10 +134,12 @@ def _lettered(letters: Sequence[str], options: Sequence[str]) -> str:
 
 
 SOURCES = {
-    "mmlu": Source("cais/mmlu", "all", "test", ("choices", "target"), mmlu, choice_of, 256),
-    "gsm8k": Source("openai/gsm8k", "main", "test", ("question",), gsm8k, number_of, 256),
-    "csqa": Source("tau/commonsense_qa", None, "validation", ("answerKey",), csqa, choice_of, 256),
-    "humaneval": Source("openai/openai_humaneval", None, "test", ("entry_point",), humaneval, lambda text: text, 384),
+    "mmlu": Source("cais/mmlu", "all", "test", ("choices", "target"), mmlu, choice_for, 256),
+    "gsm8k": Source("openai/gsm8k", "main", "test", ("question",), gsm8k, lambda text, asked: number_of(text), 256),
+    "csqa": Source("tau/commonsense_qa", None, "validation", ("answerKey",), csqa, choice_for, 256),
+    "humaneval": Source(
+        "openai/openai_humaneval", None, "test", ("entry_point",), humaneval, lambda text, asked: text, 384
+    ),
 }
 SOURCES["sampled_mmlu"] = SOURCES["mmlu"]  # a sample of it, in a file
 # Most new tokens of an answer, unless the sweep says otherwise.
@@ -218,6 +229,6 @@ def load_task(
         if name == "humaneval":
             assert isinstance(asked.prompt, str)
             return passes(asked.prompt, text, asked.extra["test"], asked.answer)
-        return source.parse(text) == asked.answer
+        return source.parse(text, asked) == asked.answer
 
     return Task(name, questions, source.max_new_tokens, correct)

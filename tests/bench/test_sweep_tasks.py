@@ -102,6 +102,20 @@ def test_rows_that_are_not_the_task_s_are_refused_with_their_number(task):
     assert len(task("gsm8k", [ROWS["gsm8k"]] * 5, count=3).questions) == 3
 
 
+def test_fewer_questions_are_spaced_over_the_rows_which_may_be_grouped_but_for_csqa_s_first(task, tmp_path):
+    rows = [{**ROWS["gsm8k"], "question": str(i)} for i in range(10)]
+    asked = [str(question.prompt) for question in task("gsm8k", rows, count=3).questions]
+    assert [text.partition("Question: ")[2][0] for text in asked] == ["0", "3", "6"]
+    assert len(task("gsm8k", rows, count=99).questions) == len(task("gsm8k", rows).questions) == 10
+    rows = [{**ROWS["csqa"], "question": str(i)} for i in range(10)]
+    assert [q.prompt[10] for q in task("csqa", rows, count=3).questions] == ["0", "1", "2"]
+    (tmp_path / "p.txt").write_text("".join(f"{i}\n" for i in range(10)), "utf8")
+    chosen = load_task("prompts", None, data=[str(tmp_path / "p.txt")], count=3).questions
+    assert [question.prompt for question in chosen] == ["0", "3", "6"]
+    with pytest.raises(ValueError, match="gsm8k, row 6: "):
+        task("gsm8k", [ROWS["gsm8k"]] * 5 + [{"question": "?", "answer": "none"}] * 5, count=2)
+
+
 def test_a_signature_ends_at_the_colon_outside_brackets():
     assert signatures.signature_written("self, a: int = 3) -> dict[str, int]:\n  x") == "self,a:int=3)->dict[str,int]:"
     assert signatures.signature_written("f=lambda: 0, *, b={1: 2}):\n") == "f=lambda:0,*,b={1:2}):"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,13 @@ def source_of(name: str, data: Sequence[str]) -> Source:
     return SOURCES[name]
 
 
-def rows_of(source: Source, data: Sequence[str]) -> Iterable[Mapping[str, Any]]:
+def spaced(size: int, count: int | None) -> list[int]:
+    """At most `count` of `size` indices, evenly spaced, as rows may be grouped: MMLU's by subject. None: all."""
+    count = size if count is None else min(count, size)
+    return [i * size // count for i in range(count)]
+
+
+def rows_of(source: Source, data: Sequence[str]) -> Sequence[Mapping[str, Any]]:
     """The rows of a task: from local files, else from the hub. Of JSON with splits by name, the test split."""
     from specheads.data.sources import load_dataset_rows
 
@@ -185,7 +191,7 @@ def _test_split(file: Path) -> list[Any] | None:
 def load_task(
     name: str, tokenizer: Any, *, data: Sequence[str] = (), count: int | None = None, run_code: bool = False
 ) -> Task:
-    """The first `count` questions of a task, or evenly spaced ones of `signatures` and `syntax`.
+    """`count` questions of a task, evenly spaced; of `csqa` the first, as in fuzzy speculative decoding's own script.
 
     ValueError or OSError, with the reason, for rows that are not the task's. ValueError for HumanEval unless run_code
     allows it to run what the model wrote."""
@@ -206,7 +212,8 @@ def load_task(
         if data:
             from specheads.bench.prompts import prompts_from
 
-            texts = [text for file in data for text in prompts_from(Path(file))][:count]
+            texts = [text for file in data for text in prompts_from(Path(file))]
+            texts = [texts[i] for i in spaced(len(texts), count)]
             asked = [t if isinstance(t, str) else t.prompt((), tokenizer) for t in texts]
         else:
             asked = [*held_out_prompts(tokenizer, count or 8)]
@@ -218,12 +225,13 @@ def load_task(
             run_code=True,
         )
     questions = []
-    for number, row in enumerate(itertools.islice(rows_of(source, data), count), start=1):
+    rows = rows_of(source, data)
+    for index in range(len(rows))[:count] if name == "csqa" else spaced(len(rows), count):
         try:
-            questions.append(source.question(row))
+            questions.append(source.question(rows[index]))
         except (KeyError, TypeError, IndexError, ValueError) as error:
             reason = f"no column {error}" if isinstance(error, KeyError) else error
-            raise ValueError(f"{name}, row {number}: {reason}; expected the columns of {source.hub}") from error
+            raise ValueError(f"{name}, row {index + 1}: {reason}; expected the columns of {source.hub}") from error
 
     def correct(text: str, asked: Question) -> bool:
         if name == "humaneval":

@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, TopKLogitsWarper
 
 from specheads.compat.debug import BeamPrinter, Printer
-from specheads.compat.plain import PLAIN, checked_id, checked_ids, checked_model, on_device, room_for
+from specheads.compat.plain import checked_id, checked_ids, checked_model, on_device, room_for
 from specheads.compat.processors import whole
 from specheads.compat.romsto import EndTokens, end_tokens
+from specheads.decoding.generation.neutral import NEUTRAL
 from specheads.options import require_number
 
 
@@ -93,7 +94,7 @@ def beam_search_generate(
         ids, attention_mask=torch.ones_like(ids), custom_generate=partial(_search, penalty=penalty),
         logits_processor=LogitsProcessorList(processors), max_new_tokens=room_for(model, len(prompt), max_gen_len),
         do_sample=False, early_stopping="never", eos_token_id=ends or [-1], pad_token_id=0,
-        return_dict_in_generate=False, **{**PLAIN, "num_beams": num_beams},
+        return_dict_in_generate=False, **{**NEUTRAL, "num_beams": num_beams},
     )  # fmt: skip
     found = out[0, start:].tolist()
     text = found[: next((index + 1 for index, token in enumerate(found) if token in ends), len(found))]

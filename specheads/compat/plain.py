@@ -11,19 +11,9 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.compat.processors import whole
 from specheads.decoding.generation.generate import generate
+from specheads.decoding.generation.neutral import NEUTRAL
 from specheads.decoding.target.hf_base import text_config, unwrapped
 from specheads.options import shown
-
-# Neutral values for all that a model's own generation config may set: the reference functions read the model's logits,
-# and ignore a repetition penalty that came with its checkpoint.
-PLAIN: dict[str, Any] = {
-    "num_beams": 1, "temperature": 1.0, "top_k": None, "top_p": 1.0, "min_p": None, "top_h": None, "typical_p": 1.0,
-    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "sequence_bias": None,
-    "suppress_tokens": None, "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
-    "exponential_decay_length_penalty": None, "min_length": 0, "min_new_tokens": None, "max_time": None,
-    "guidance_scale": None, "watermarking_config": None, "penalty_alpha": None,
-}  # fmt: skip
 
 
 def generate_plainly(
@@ -35,12 +25,14 @@ def generate_plainly(
     do_sample: bool = False,
     **options: Any,
 ) -> Any:
-    """ids (1, T) → the output of `specheads.generate(..., **options)` with its steps, of at most max_new_tokens."""
+    """ids (1, T) → the output of `specheads.generate(..., **options)` with its steps, of at most max_new_tokens.
+
+    The reference functions read the model's logits alone, so its own generation config does not count."""
     ids = on_device(ids, model)
     return generate(
         model, ids, attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens, do_sample=do_sample, logits_processor=LogitsProcessorList(processors),
-        return_dict_in_generate=True, **PLAIN, **options,
+        return_dict_in_generate=True, **NEUTRAL, **options,
     )  # fmt: skip
 
 

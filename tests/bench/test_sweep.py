@@ -213,6 +213,35 @@ def test_prompts_are_sampled_independently_and_alike_under_every_lossless_settin
     assert judged[0] == judged[1] and all(one == [judged[0][0], judged[0][2]] for one in raced)
 
 
+def test_a_base_s_own_penalties_change_neither_the_text_nor_a_lossless_rule_s_distance(
+    shipped, tmp_path, monkeypatch, capsys
+):
+    folder, texts = shutil.copytree(shipped, tmp_path / "shipped"), []
+    monkeypatch.setattr(
+        measuring,
+        "distance",
+        lambda base, prompts, own, *more: texts.append(own) or distance(base, prompts, own, *more),
+    )
+    options = {"task": "prompts", "num_prompts": 3, "accept": "exact", "temperature": [0, 1.5], "data": []}
+    plain = run(asked(folder, None, **options), tmp_path / "plain", tell=quiet)
+    base = LlamaForCausalLM.from_pretrained(folder / "base")
+    penalties = {"repetition_penalty": 1.9, "no_repeat_ngram_size": 1, "min_p": 0.9, "min_new_tokens": 9}
+    base.generation_config.update(do_sample=True, **penalties)
+    base.generation_config.save_pretrained(folder / "base")
+    rows = run(asked(folder, None, **options), tmp_path / "penalties", tell=quiet)
+    assert texts[: len(texts) // 2] == texts[len(texts) // 2 :] and len(rows) == len(plain) == 4
+    greedy = [row for row in rows if not row["temperature"]]
+    assert [row["mean_kl"] for row in greedy] == pytest.approx([0, 0], abs=1e-5)
+    words = ("--base", folder / "base", "--drafter", "lookup", "--task", "prompts", "--num-prompts", 3)
+    path = tmp_path / "record.json"
+    code, _, _ = program(
+        capsys, "sweep", *words, "--max-new-tokens", 10, "--out", tmp_path / "r", "--record", path, "--json"
+    )
+    assert code == 0
+    recorded_texts = [row["output"] for row in json.loads(path.read_text("utf8"))["outputs"]]
+    assert recorded_texts == [text for batch in texts[:2] for text in batch]
+
+
 def test_a_greedy_text_s_distance_is_the_log_ratio_to_the_argmax_and_a_sampled_one_s_has_mean_0():
     base = tiny_llama()
     prompts, texts = [[5, 6, 7], [9]], [[11, 12], [3, 4, 5, 90]]

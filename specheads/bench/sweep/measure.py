@@ -17,6 +17,7 @@ from specheads.data.conversation import Conversation
 from specheads.decoding.acceptance.named import rule_named
 from specheads.decoding.drafters import Cascade, Drafter
 from specheads.decoding.generation import prompt_batches
+from specheads.decoding.generation.neutral import NEUTRAL
 from specheads.decoding.generation.recorded import Record, review, sum_columns
 from specheads.decoding.planner import Plan, as_plan
 from specheads.decoding.probs.randomness import row_seeds
@@ -29,11 +30,11 @@ TIMED = (*SPEED, "seconds", "speed_up_of_each_repeat")
 
 
 def decoder(bench: Bench, sweep: Sweep, setting: Setting, max_new_tokens: int) -> runner.Decoder:
-    """A decoder that runs our loop under that setting."""
-    sampling: dict[str, Any] = {}
+    """A decoder that runs our loop under that setting, and under nothing that the target's own generation config adds:
+    the distance of its text is from the target's logits."""
+    sampling = dict(NEUTRAL)
     if setting.temperature:
-        # 0 and 1.0 override the target's own generation config.
-        sampling = {"do_sample": True, "temperature": setting.temperature, "top_k": setting.top_k, "top_p": 1.0}
+        sampling |= {"do_sample": True, "temperature": setting.temperature, "top_k": setting.top_k}
     drafter = bench.drafter(setting.drafter, setting.k_matrix)
     plan = plan_of(setting, drafter)
     return decoders.drafted(

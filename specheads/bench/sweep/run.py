@@ -22,12 +22,13 @@ from specheads.bench.sweep.drafters import Bench
 from specheads.bench.sweep.grid import PLAIN, Setting, Sweep
 from specheads.bench.sweep.measure import Row, measure, prompts_of, replay
 from specheads.bench.sweep.tasks import Task, load_task
+from specheads.decoding.generation.neutral import NEUTRAL
 from specheads.decoding.generation.recorded import Record, record
 from specheads.models.base.fingerprint import fingerprint_base
 from specheads.terminal import Report
 
 logger = logging.get_logger(__name__)
-FORMAT = 4  # of a row; rows of another format are measured anew
+FORMAT = 5  # of a row; rows of another format are measured anew
 
 
 def key_of(setting: Setting, common: str) -> str:
@@ -109,7 +110,7 @@ def run_recorded(sweep: Sweep, folder: Path, path: Path, *, dtype: str, device: 
     prompts, length = prompts_of(bench, sweep, task), sweep.max_new_tokens or task.max_new_tokens
     if not path.exists():
         tell(0.0, "recording the target")
-        made = record(bench.base, prompts, length)
+        made = record(bench.base, prompts, length, **NEUTRAL)
         dataclasses.replace(made, base=fingerprint_base(bench.base)).save(path)
     known = load_record(path, bench.base, length)
 

@@ -78,12 +78,14 @@ class Record:
             raise ValueError(f"{path} is no record of a target: {reason}") from error
 
 
-def record(base: PreTrainedModel, prompts: Iterable[Sequence[int]], length: int) -> Record:
-    """The target's greedy text after each prompt, decoded token by token."""
+def record(base: PreTrainedModel, prompts: Iterable[Sequence[int]], length: int, **options: Any) -> Record:
+    """The target's greedy text after each prompt, decoded token by token. options: of generate(), over those of its
+    generation config."""
     outputs, start = {}, decoder_start(base) if base.config.is_encoder_decoder else None
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], device=base.device)
-        out = generate(base, ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False)
+        given = {**options, "max_new_tokens": length, "do_sample": False}
+        out = generate(base, ids, attention_mask=torch.ones_like(ids), **given)
         outputs[tuple(prompt)] = tuple(cast(Tensor, out)[0, len(prompt) if start is None else 1 :].tolist())
     return Record(text_config(base).vocab_size, length, outputs, start)
 

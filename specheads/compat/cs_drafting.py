@@ -86,7 +86,7 @@ def format_initial_input(item: Mapping[str, Any], dataset_name: str) -> str:
         return tasks.gsm8k_prompt(item["question"])
     if "mmlu" not in dataset_name:
         raise ValueError(f"dataset_name={dataset_name!r} is none of gsm8k, mmlu, sampled_mmlu")
-    return tasks.mmlu(item).prompt  # type: ignore[return-value]  # text
+    return tasks.mmlu_prompt(item)
 
 
 def get_test_set(dataset_name: str, data: str | Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -197,6 +197,8 @@ def test_their_rows_and_prompts_are_those_of_the_sweep(tmp_path, cache_in_tmp):
             compat.format_initial_input(row, "sampled_mmlu")
             == load_task("mmlu", None, data=[str(tmp_path / f"{number}.json")]).questions[0].prompt
         )
+    without_answer = {name: text for name, text in theirs.items() if name != "target"}
+    assert compat.format_initial_input(without_answer, "mmlu") == compat.format_initial_input(theirs, "mmlu")
     row = {"question": "Tom has 3 and 4", "answer": "#### 7"}
     (tmp_path / "gsm8k.json").write_text(json.dumps({"test": [row]}))
     assert compat.get_test_set("gsm8k", [str(tmp_path / "gsm8k.json")]) == [row]

@@ -91,12 +91,17 @@ def number_of(text: str) -> str | None:
 
 def mmlu(row: Mapping[str, Any]) -> Question:
     """question, choices, answer (a letter or its number), as on the hub; or CS Drafting's input, A, B, C, D, target."""
-    row = mmlu_columns(row)
-    choices = {letter: row[letter] for letter in LETTERS if row.get(letter) is not None}
-    if row["target"] not in choices:
-        raise ValueError(f"the answer {row['target']!r} is none of its choices {', '.join(choices)}")
-    prompt = f"Question: {row['input']}\n{_lettered([*choices], [*choices.values()])}\n Answer: \n"
-    return Question(f"{prompt} Let's think step by step. ", row["target"], {"letters": "".join(choices)})
+    columns, choices = mmlu_columns(row), _mmlu_choices(row)
+    if columns["target"] not in choices:
+        raise ValueError(f"the answer {columns['target']!r} is none of its choices {', '.join(choices)}")
+    return Question(mmlu_prompt(row), columns["target"], {"letters": "".join(choices)})
+
+
+def mmlu_prompt(row: Mapping[str, Any]) -> str:
+    """The question of a row in either form, which need not have its answer."""
+    question = row["input"] if row.get("input") is not None else row["question"]
+    choices = _mmlu_choices(row)
+    return f"Question: {question}\n{_lettered([*choices], [*choices.values()])}\n Answer: \n Let's think step by step. "
 
 
 def mmlu_columns(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,8 +109,15 @@ def mmlu_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     if row.get("input") is not None:
         return {name: row[name] for name in ("input", *"ABCD", "target")}
     answer = row["answer"]
-    choices = dict(zip(LETTERS, row["choices"], strict=False))
-    return {"input": row["question"], **choices, "target": answer if isinstance(answer, str) else LETTERS[answer]}
+    target = answer if isinstance(answer, str) else LETTERS[answer]
+    return {"input": row["question"], **_mmlu_choices(row), "target": target}
+
+
+def _mmlu_choices(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Letter → choice."""
+    if row.get("input") is not None:
+        return {letter: row[letter] for letter in "ABCD" if row[letter] is not None}
+    return dict(zip(LETTERS, row["choices"], strict=False))
 
 
 def csqa(row: Mapping[str, Any]) -> Question:

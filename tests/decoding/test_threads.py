@@ -22,6 +22,7 @@ def frequent_switches():
     sys.setswitchinterval(before)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["Llama", "Qwen3.5", "Jamba"])
 @pytest.mark.parametrize("draft", ["lookup", "eagle3"])
 def test_threads_that_share_a_base_decode_as_alone(name, draft):

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specheads.models.base.fingerprint import weights_differ
+from specheads.models.base.fingerprint import differences
 from specheads.models.config import SpecConfig
 from specheads.models.files import CONFIG, replacing
 from specheads.options import shown
@@ -69,14 +69,8 @@ def refuse_other_model(own: SpecConfig, checkpoint: Path) -> None:
         for name in (["kind"] if here["kind"] != there["kind"] else here)
         if name not in DECODING and here[name] != there[name]
     ]
-    here, there = own.base_fingerprint, written.base_fingerprint
-    differing += [
-        f"the base has other {name}"
-        for name in here.keys() & there.keys() - {"weights"}
-        if here[name] and there[name] and here[name] != there[name]
-    ]
-    if weights_differ(here.get("weights"), there.get("weights")):
-        differing.append("the base has other weights")
+    others = differences(own.base_fingerprint, written.base_fingerprint)
+    differing += [f"the base has other {name}" for name in others]
     if differing:
         raise ResumeError(
             f"{checkpoint} is of another head than this run's ({'; '.join(differing)}): give what it was trained with, "

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from specheads import CheckpointError, SpecModel, convert, load_head
 from specheads.models import checkpoint
+from specheads.models.base.fingerprint import differences
 from tests.support.heads_on_disk import edit_config, same, trained
 from tests.support.tiny_models import tiny_llama, with_adapter
 
@@ -167,3 +168,10 @@ def test_a_head_trained_on_an_adapter_says_so_beside_the_bare_base(named, tmp_pa
     assert "weights differ" not in hf_log.text
     load_head(named, tmp_path)
     assert "weights differ" in hf_log.text
+
+
+def test_fingerprints_differ_in_what_both_know_alone():
+    own = {"hidden_size": 32, "vocab_size": 97, "weights": "ab"}
+    assert differences(own, {**own, "vocab_size": 98, "weights": "cd"}) == ["vocab_size", "weights"]
+    assert differences(own, {"vocab_size": None, "weights": "float16:cd"}) == []
+    assert differences(own, {}) == differences({}, own) == []

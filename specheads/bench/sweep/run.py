@@ -24,7 +24,7 @@ from specheads.bench.sweep.measure import Row, measure, prompts_of, replay
 from specheads.bench.sweep.tasks import Task, load_task
 from specheads.decoding.generation.neutral import NEUTRAL
 from specheads.decoding.generation.recorded import Record, record
-from specheads.models.base.fingerprint import fingerprint_base
+from specheads.models.base.fingerprint import differences, fingerprint_base
 from specheads.terminal import Report
 
 logger = logging.get_logger(__name__)
@@ -133,8 +133,7 @@ def load_record(path: Path, base: PreTrainedModel, length: int) -> Record:
             "%s does not say which target it is of: it must be %s; delete or rename it, and it is recorded anew",
             path, base.name_or_path,
         )  # fmt: skip
-    # Without weights where they were not in memory.
-    differing = [name for name in own if told.get(name) is not None and own[name] not in (None, told[name])]
+    differing = differences(own, told)
     try:
         if differing or known.vocab_size != own["vocab_size"]:
             names = ", ".join(differing or ["vocab_size"])

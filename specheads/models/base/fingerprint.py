@@ -39,3 +39,9 @@ def weights_differ(one: str | None, other: str | None) -> bool:
     if not one or not other or str(one).startswith(_FLOAT16) != str(other).startswith(_FLOAT16):
         return False
     return one != other
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """In what two fingerprints tell of other bases, by name. What either does not know is no difference."""
+    known = [name for name in one if one[name] is not None and other.get(name) is not None]
+    return [n for n in known if (weights_differ(one[n], other[n]) if n == "weights" else one[n] != other[n])]

@@ -1,10 +1,15 @@
-"""What the matrix products of a pass over few tokens take: as the library makes them, and as a compiled step does.
+"""What the matrix products and the attention of a pass over few tokens take: as the library makes them, and as a
+compiled step does.
 
     OMP_NUM_THREADS=1 python benchmarks/few_rows.py --out docs/benchmarks
 
-All matrices of a model's linear layers in turn, random float32, each side in one compiled graph, interleaved; the
-median of the rounds counts. "Read" sums the matrices once. "Small" has the matrices of the shipped base (39.6 MB),
-"large" those of two layers of hidden size 2,048 (239 MB).
+Random float32, each side in one compiled graph, interleaved; the median of the rounds counts.
+
+Products: all matrices of a model's linear layers in turn. "Read" sums the matrices once. "Small" has the matrices of
+the shipped base (39.6 MB), "large" those of two layers of hidden size 2,048 (239 MB).
+
+Attention: twelve layers of 2 heads of width 64, as the shipped base has, of 1 or 16 texts; rows are the tokens of a
+text times the heads that share its keys. "Read" sums keys and values once.
 """
 
 from __future__ import annotations
@@ -12,9 +17,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,16 +44,20 @@ def products(rows: dict[int, Tensor], weights: Sequence[Tensor]) -> list[Tensor]
     return [functional.linear(rows[weight.shape[1]], weight) for weight in weights]
 
 
-def sides(rows: dict[int, Tensor], weights: Sequence[Tensor]) -> dict[str, Callable[[], object]]:
+def attention(queries: Tensor, caches: Sequence[tuple[Tensor, Tensor]], mask: Tensor) -> list[Tensor]:
+    return [functional.scaled_dot_product_attention(queries, key, value, mask) for key, value in caches]
+
+
+def sides(function: Callable[..., object], *inputs: object, read: Sequence[Tensor]) -> dict[str, Callable[[], object]]:
     """What is timed. torch traces each side anew."""
     reset()
-    options = {"post_grad_custom_pre_pass": FewRows()}
-    library = torch.compile(lambda rows, weights: products(rows, weights), dynamic=False)
-    specheads = torch.compile(lambda rows, weights: products(rows, weights), dynamic=False, options=options)
+    options: dict[str, Any] = {"post_grad_custom_pre_pass": FewRows()}
+    library = torch.compile(lambda *inputs: function(*inputs), dynamic=False)
+    specheads = torch.compile(lambda *inputs: function(*inputs), dynamic=False, options=options)
     return {
-        "library": lambda: library(rows, weights),
-        "specheads": lambda: specheads(rows, weights),
-        "read": lambda: [weight.sum() for weight in weights],
+        "library": lambda: library(*inputs),
+        "specheads": lambda: specheads(*inputs),
+        "read": lambda: [tensor.sum() for tensor in read],
     }
 
 
@@ -57,49 +67,80 @@ def milliseconds(function: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - began)
 
 
+def timed(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
+    """Milliseconds of each side, and of the library's over ours: the median, and the ends of the middle half."""
+    for function in sides.values():  # compiled and read once
+        function()
+    times = [{name: milliseconds(function) for name, function in sides.items()} for _ in range(rounds)]
+    gains = sorted(one["library"] / one["specheads"] for one in times)
+    low, high = gains[len(gains) // 4], gains[-1 - len(gains) // 4]
+    medians = {name: median(one[name] for one in times) for name in sides}
+    return medians | {"gain": median(gains), "low": low, "high": high}
+
+
+def time_products(rows: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
+    for model, shapes in MODELS.items():
+        weights = [torch.randn(shape) for shape in shapes]
+        for count in rows:
+            inputs = {width: torch.randn(count, width) for width in {shape[1] for shape in shapes}}
+            yield {"model": model, "rows": count} | timed(sides(products, inputs, weights, read=weights), rounds)
+
+
+def time_attention(rounds: int) -> Iterator[dict[str, Any]]:
+    heads, width = 2, 64
+    for texts in (1, 16):
+        for keys in (128, 256, 1024):
+            caches = [tuple(torch.randn(texts, heads, keys, width) for _ in range(2)) for _ in range(12)]
+            for rows in (1, 2, 4):
+                inputs = torch.randn(texts, heads, rows, width), caches, torch.zeros(texts, 1, rows, keys)
+                read = [tensor for cache in caches for tensor in cache]
+                yield {"texts": texts, "keys": keys, "rows": rows} | timed(sides(attention, *inputs, read=read), rounds)
+
+
+def table(found: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
+    """Markdown: what was timed, by these names, and its figures."""
+    columns = [*names, "read", "library", "specheads", "library over specheads"]
+    lines = [f"| {' | '.join(columns)} |", f"|---{'|---:' * (len(columns) - 1)}|"]
+    for row in found:
+        figures = [f"{row[name]:.2f}" for name in ("read", "library", "specheads")]
+        gain = f"{row['gain']:.2f} ({row['low']:.2f}–{row['high']:.2f})"
+        lines.append(f"| {' | '.join([*(str(row[name]) for name in names), *figures, gain])} |")
+    return lines
+
+
+def noted(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All of them; each is printed as it comes."""
+    rows = []
+    for row in found:
+        print(row, flush=True)
+        rows.append(row)
+    return rows
+
+
 @torch.inference_mode()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the folder for few_rows.md and .json")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 6, 8, 11, 16, 24, 32])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 6, 8, 11, 16, 24, 32, 48, 64])
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
-
-    found: list[dict[str, object]] = []
-    for model, shapes in MODELS.items():
-        weights = [torch.randn(shape) for shape in shapes]
-        for count in options.rows:
-            rows = {width: torch.randn(count, width) for width in {shape[1] for shape in shapes}}
-            timed = sides(rows, weights)
-            for function in timed.values():  # compiled and read once
-                function()
-            times = [{name: milliseconds(function) for name, function in timed.items()} for _ in range(options.rounds)]
-            gains = [one["library"] / one["specheads"] for one in times]
-            low, high = sorted(gains)[len(gains) // 4], sorted(gains)[-1 - len(gains) // 4]
-            found.append(
-                {"model": model, "rows": count, **{name: median(one[name] for one in times) for name in timed}}
-                | {"gain": median(gains), "low": low, "high": high}
-            )
-            print(found[-1], flush=True)
+    found = {
+        "products": noted(time_products(options.rows, options.rounds)),
+        "attention": noted(time_attention(options.rounds)),
+    }
 
     where = environment.environment()
     command = f"python benchmarks/few_rows.py --rounds {options.rounds} --out {options.out}"
     command = f"OMP_NUM_THREADS={torch.get_num_threads()} {command}"
+    _, _, how, about_products, about_attention = [" ".join(part.split()) for part in str(__doc__).split("\n\n")]
     lines = [
-        "# Matrix products over few rows", "",
-        f"{__doc__.split(chr(10) * 2)[-1].strip()}".replace("\n", " "), "",
-        "Milliseconds; library over specheads: the median of the rounds, and its middle half.", "",
-        "| model | rows | read | library | specheads | library over specheads |", "|---|---:|---:|---:|---:|---:|",
-        *(
-            f"| {r['model']} | {r['rows']} | {r['read']:.1f} | {r['library']:.1f} | {r['specheads']:.1f} | "
-            f"{r['gain']:.2f} ({r['low']:.2f}–{r['high']:.2f}) |"
-            for r in found
-        ),
-        "", f"`{command}`", "", environment.line(where), "",
+        "# Matrix products and attention over few rows", "",
+        f"{how} Milliseconds; library over specheads: the median of the rounds, and its middle half.", "",
+        about_products, "", *table(found["products"], ["model", "rows"]), "",
+        about_attention, "", *table(found["attention"], ["texts", "keys", "rows"]), "",
+        f"`{command}`", "", environment.line(where), "",
     ]  # fmt: skip
-    report.write(
-        options.out, "few_rows", "\n".join(lines), {"command": command, "environment": where, "products": found}
-    )
+    report.write(options.out, "few_rows", "\n".join(lines), {"command": command, "environment": where} | found)
     return 0
 
 

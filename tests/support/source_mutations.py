@@ -29,6 +29,7 @@ COMPILED = "decoding/test_compiled.py"
 GRAPHS = "decoding/test_compiled_graphs.py"
 DIVERGENCES = "decoding/test_divergences.py"
 FEW_ROWS = "decoding/test_few_rows.py"
+FEW_QUERIES = "decoding/test_few_queries.py"
 GROUPED = "decoding/test_grouped_attention.py"
 LOSSLESS = "decoding/test_lossless_rules.py"
 NGRAM = "decoding/test_ngram.py"
@@ -243,6 +244,10 @@ MUTATIONS = (
       "new=context.new - 1", "new=context.new", COMPILED, "first_step"),
     M("product of few rows without its bias", "decoding.compiled.few_rows:_with_bias",
       "bias + product(rows, matrix)", "product(rows, matrix)", FEW_ROWS, "ours_of_the_same_value"),
+    M("attention of few queries at torch's own scale", "decoding.compiled.few_rows:replace_attention",
+      "shape[3] ** -0.5 if scale is None else scale", "shape[3] ** -0.5", FEW_QUERIES, "of_the_same_value"),
+    M("attention without a mask taken for one with", "decoding.compiled.few_rows:replace_attention",
+      "mask is not None and ", "", FEW_QUERIES, "left_alone"),
     M("prompt read at the cost of the first draft", "decoding.drafters.auto:_Run._positions_read",
       "self.unread.count(context) if self.unread.has_read else 1", "self.unread.count(context)", AUTO, "is_no_cost"),
     M("rows that others wait for as if more texts came", "decoding.drafters.auto:_Run._choose",

@@ -1,7 +1,8 @@
-// Matrix products of few rows in float32: rows (M, K) by the transpose of a weight (N, K), as a linear layer has it.
+// What a compiled step computes over few rows in float32: matrix products, and attention of few queries.
 //
-// The weight is read from memory once, in the order it lies there, and asked for before it is needed. Four of its rows
-// are multiplied with six of the others at a time: all their sums stay in the processor's registers.
+// A matrix is read from memory once, in the order it lies there, and asked for before it is needed. Some of its rows are
+// multiplied with some of the others at a time: all their sums stay in the processor's registers, a vector each, and are
+// added up together at the end.
 
 // ATen/ATen.h has all of these, and takes twice as long to compile.
 #include <ATen/Parallel.h>
@@ -9,94 +10,254 @@
 #include <ATen/cpu/vec/functional_base.h>
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
 
 namespace {
 
 using Vector = at::vec::Vectorized<float>;
 constexpr int64_t WIDTH = Vector::size();
-constexpr int ROWS = 6, WEIGHTS = 4;  // of a block: 24 sums; AVX-512 has 32 registers
-constexpr int AHEAD = 8;  // rows of the weight: how early the next part is asked for
+// Of a block, whose sums are in registers beside COLUMNS vectors of the matrix and one of the other rows: AVX2 has 16 of
+// them, AVX-512 and others 32.
+constexpr int ROWS = WIDTH == 8 ? 4 : 6, COLUMNS = WIDTH == 8 ? 3 : 4;
+constexpr int AHEAD = 8;  // rows of a matrix: how early the next part is asked for
 constexpr int64_t GRAIN = 32768;  // multiplications of a thread, as many as torch's own loops take at least
+constexpr int64_t KEYS = 256;  // attended at a time: their scores stay in the first cache
+constexpr float NONE = -std::numeric_limits<float>::infinity();
 
-// A matrix of contiguous rows.
+// Rows of a matrix, each contiguous.
 template <typename T>
 struct Rows {
   T* data;
-  int64_t length;
-  T* operator[](int64_t row) const { return data + row * length; }
+  int64_t stride;
+  T* operator[](int64_t row) const { return data + row * stride; }
+  Rows from(int64_t row, int64_t column = 0) const { return {data + row * stride + column, stride}; }
 };
 
-void prefetch(const float* address) {  // beyond the end of the weight it does nothing
+// Into the second cache: the first has too few reads under way to keep the memory busy. Beyond the end of the matrix it
+// does nothing.
+void prefetch(const float* address) {
 #ifdef __GNUC__
-  __builtin_prefetch(address);
+  __builtin_prefetch(address, 0, 2);
 #endif
 }
 
-// out[r, c] = the product of rows[r] and weight[c].
-template <int R, int C>
-void block(Rows<const float> rows, Rows<const float> weight, Rows<float> out) {
-  Vector sums[R][C];
-  for (auto& row : sums)
-    for (auto& sum : row) sum = Vector(0.f);
-  const int64_t length = rows.length, whole = length - length % WIDTH;
-  for (int64_t i = 0; i < whole; i += WIDTH) {
-    Vector weights[C];
-#pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) {
-      weights[c] = Vector::loadu(weight[c] + i);
-      prefetch(weight[AHEAD] + i * C + c * WIDTH);
+// Sums of N vectors, in order: a round adds neighbours, and makes one vector of two. W: elements that belong together.
+template <int N, int W = WIDTH>
+void add_up(Vector* sums) {
+  if constexpr (W > 1) {
+    constexpr int PAIRS = (N + 1) / 2;
+#pragma GCC unroll 16
+    for (int i = 0; i < PAIRS; ++i) {
+      const auto [even, odd] = at::vec::deinterleave2(sums[2 * i], sums[std::min(2 * i + 1, N - 1)]);
+      sums[i] = even + odd;
     }
+    add_up<PAIRS, W / 2>(sums);
+  }
+}
+
+// out[r, c] = the product of rows[r] and matrix[c], which have `length` elements. Both have one stride: with two, the
+// addresses do not fit into the processor's registers.
+struct Product {
+  const float *rows, *matrix;
+  int64_t stride, length;
+  Rows<float> out;
+
+  template <int R, int C>
+  void block(int64_t first_row, int64_t first_column) const {
+    const Rows<const float> left{rows + first_row * stride, stride}, right{matrix + first_column * stride, stride};
+    const Rows<float> to = out.from(first_row, first_column);
+    const int64_t end = length, whole = end - end % WIDTH;  // in registers, as members are not
+    Vector sums[R * C];
+    std::fill(sums, sums + R * C, Vector(0.f));
+    for (int64_t i = 0; i < whole; i += WIDTH) {
+      Vector columns[C];
 #pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) {
+        columns[c] = Vector::loadu(right[c] + i);
+        prefetch(right[AHEAD + c] + i);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Vector row = Vector::loadu(left[r] + i);
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) sums[r * C + c] = at::vec::fmadd(row, columns[c], sums[r * C + c]);
+      }
+    }
+    add_up<R * C>(sums);
+    float totals[R * C + WIDTH];
+    for (int i = 0; i < R * C; i += WIDTH) sums[i / WIDTH].store(totals + i);
     for (int r = 0; r < R; ++r) {
-      const Vector row = Vector::loadu(rows[r] + i);
-#pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) sums[r][c] = at::vec::fmadd(row, weights[c], sums[r][c]);
+      for (int c = 0; c < C; ++c)
+        for (int64_t i = whole; i < end; ++i) totals[r * C + c] += left[r][i] * right[c][i];
+      std::copy(totals + r * C, totals + (r + 1) * C, to[r]);
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) {
-      float sum = at::vec::vec_reduce_all<float>([](Vector a, Vector b) { return a + b; }, sums[r][c]);
-      for (int64_t i = whole; i < length; ++i) sum += rows[r][i] * weight[c][i];
-      out[r][c] = sum;
+};
+
+// out[r, c] += weights[r] @ matrix[:, c], of which there are `length`.
+struct Mixture {
+  Rows<const float> weights, matrix;
+  Rows<float> out;
+  int64_t length;
+
+  template <int R, int C>
+  void block(int64_t first_row, int64_t first_column) const {
+    const int64_t column = first_column * WIDTH;
+    const Rows<const float> left = weights.from(first_row), right = matrix.from(0, column);
+    const Rows<float> sum = out.from(first_row, column);
+    Vector sums[R * C];
+#pragma GCC unroll 32
+    for (int i = 0; i < R * C; ++i) sums[i] = Vector::loadu(sum[i / C] + i % C * WIDTH);
+    for (int64_t i = 0; i < length; ++i) {
+      Vector columns[C];
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) {
+        columns[c] = Vector::loadu(right[i] + c * WIDTH);
+        prefetch(right[i + AHEAD] + c * WIDTH);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Vector weight(left[r][i]);
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) sums[r * C + c] = at::vec::fmadd(weight, columns[c], sums[r * C + c]);
+      }
     }
-}
+#pragma GCC unroll 32
+    for (int i = 0; i < R * C; ++i) sums[i].store(sum[i / C] + i % C * WIDTH);
+  }
+};
 
-// The block of all rows there are, at most R.
-template <int R, int C>
-void block_of(int64_t count, Rows<const float> rows, Rows<const float> weight, Rows<float> out) {
+// The blocks of all rows from the first on, of C columns.
+template <int C, int R = ROWS, typename Work>
+void all_rows(const Work& work, int64_t first_row, int64_t num_rows, int64_t first_column) {
+  for (; first_row + R <= num_rows; first_row += R) work.template block<R, C>(first_row, first_column);
   if constexpr (R > 1)
-    if (count < R) return block_of<R - 1, C>(count, rows, weight, out);
-  block<R, C>(rows, weight, out);
+    if (first_row < num_rows) all_rows<C, R - 1>(work, first_row, num_rows, first_column);
 }
 
-// All rows by C rows of the weight.
-template <int C>
-void columns(int64_t count, Rows<const float> rows, Rows<const float> weight, Rows<float> out) {
-  for (int64_t r = 0; r < count; r += ROWS)
-    block_of<ROWS, C>(count - r, {rows[r], rows.length}, weight, {out[r], out.length});
+// All rows of some columns.
+template <typename Work>
+void run(const Work& work, int64_t num_rows, int64_t column, int64_t end) {
+  for (; column + COLUMNS <= end; column += COLUMNS) all_rows<COLUMNS>(work, 0, num_rows, column);
+  for (; column < end; ++column) all_rows<1>(work, 0, num_rows, column);
 }
 
-at::Tensor few_rows(const at::Tensor& given_rows, const at::Tensor& given_weight) {
+int64_t padded(int64_t length) { return (length + WIDTH - 1) / WIDTH * WIDTH; }
+
+// rows (M, K) by the transpose of a weight (N, K), as a linear layer has it.
+at::Tensor product(const at::Tensor& given_rows, const at::Tensor& given_weight) {
   const at::Tensor rows = given_rows.contiguous(), weight = given_weight.contiguous();
   const int64_t count = rows.size(0), length = rows.size(1), width = weight.size(0);
   at::Tensor out = at::empty({count, width}, rows.options());
-  const Rows<const float> left{rows.const_data_ptr<float>(), length}, right{weight.const_data_ptr<float>(), length};
-  float* products = out.mutable_data_ptr<float>();
-  const int64_t grain = GRAIN / (WEIGHTS * (length + 1)) + 1;
-  at::parallel_for(0, (width + WEIGHTS - 1) / WEIGHTS, grain, [&](int64_t begin, int64_t end) {
-    const int64_t last = std::min(end * WEIGHTS, width);
-    int64_t c = begin * WEIGHTS;
-    for (; c + WEIGHTS <= last; c += WEIGHTS)
-      columns<WEIGHTS>(count, left, {right[c], length}, {products + c, width});
-    for (; c < last; ++c) columns<1>(count, left, {right[c], length}, {products + c, width});
+  const Product work{rows.const_data_ptr<float>(), weight.const_data_ptr<float>(), length, length,
+                     {out.mutable_data_ptr<float>(), width}};
+  const int64_t grain = GRAIN / (COLUMNS * (length + 1)) + 1;
+  at::parallel_for(0, (width + COLUMNS - 1) / COLUMNS, grain, [&](int64_t begin, int64_t end) {
+    run(work, count, begin * COLUMNS, std::min(end * COLUMNS, width));
+  });
+  return out;
+}
+
+// Softmax over keys that come in parts: what the rows have seen so far.
+struct Softmax {
+  std::vector<float> highest, total;
+
+  explicit Softmax(int64_t num_rows) : highest(num_rows, NONE), total(num_rows, 0.f) {}
+
+  // Scores, to which the mask is added → the weights of a part. Their last vector is filled up with NONE. Returns by
+  // how much to multiply what the row has mixed before.
+  float weigh(int64_t row, float* scores, const float* mask, int64_t count) {
+    Vector high(NONE);
+    for (int64_t i = 0; i < count; i += WIDTH) {
+      const Vector score = Vector::loadu(scores + i) + Vector::loadu(mask + i, std::min(WIDTH, count - i));
+      score.store(scores + i);
+      high = at::vec::maximum(high, score);
+    }
+    const auto larger = [](const Vector& a, const Vector& b) { return at::vec::maximum(a, b); };
+    const float before = highest[row];
+    const float now = std::max(before, at::vec::vec_reduce_all<float>(larger, high));
+    if (now == NONE) {  // nothing to attend to so far
+      std::fill(scores, scores + count, 0.f);
+      return 1.f;
+    }
+    Vector sum(0.f);
+    for (int64_t i = 0; i < count; i += WIDTH) {
+      const Vector weight = (Vector::loadu(scores + i) - Vector(now)).exp_u20();
+      weight.store(scores + i);
+      sum = sum + weight;
+    }
+    const auto plus = [](const Vector& a, const Vector& b) { return a + b; };
+    const float kept = before == NONE ? 0.f : std::exp(before - now);
+    highest[row] = now;
+    total[row] = total[row] * kept + at::vec::vec_reduce_all<float>(plus, sum);
+    return kept;
+  }
+};
+
+// Attention of one head: query rows, of which each attends to all keys its mask allows.
+void attend(Rows<const float> query, Rows<const float> keys, Rows<const float> values, Rows<const float> mask,
+            Rows<float> out, int64_t num_rows, int64_t num_keys, int64_t width, float scale) {
+  Softmax softmax(num_rows);
+  std::vector<float> scaled(num_rows * keys.stride), scores(num_rows * KEYS), mixed(num_rows * width, 0.f);
+  for (int64_t r = 0; r < num_rows; ++r)
+    for (int64_t i = 0; i < width; ++i) scaled[r * keys.stride + i] = query[r][i] * scale;
+  for (int64_t first = 0; first < num_keys; first += KEYS) {
+    const int64_t count = std::min(KEYS, num_keys - first);
+    run(Product{scaled.data(), keys[first], keys.stride, width, {scores.data(), KEYS}}, num_rows, 0, count);
+    for (int64_t r = 0; r < num_rows; ++r) {
+      float* row = scores.data() + r * KEYS;
+      std::fill(row + count, row + padded(count), NONE);
+      const float kept = softmax.weigh(r, row, mask[r] + first, count);
+      if (kept != 1.f)
+        for (int64_t i = 0; i < width; ++i) mixed[r * width + i] *= kept;
+    }
+    run(Mixture{{scores.data(), KEYS}, values.from(first), {mixed.data(), width}, count}, num_rows, 0, width / WIDTH);
+  }
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const float share = softmax.total[r] > 0.f ? 1.f / softmax.total[r] : 0.f;
+    for (int64_t i = 0; i < width; ++i) out[r][i] = mixed[r * width + i] * share;
+  }
+}
+
+at::Tensor dense_rows(const at::Tensor& tensor) { return tensor.stride(-1) == 1 ? tensor : tensor.contiguous(); }
+
+// query (B, H, M, d), key and value (B, H, L, d), mask to be added, which expands to (B, H, M, L) → like query. d is a
+// multiple of the vector's width.
+at::Tensor attention(const at::Tensor& given_query, const at::Tensor& given_key, const at::Tensor& given_value,
+                     const at::Tensor& given_mask, double scale) {
+  const at::Tensor query = dense_rows(given_query), key = dense_rows(given_key), value = dense_rows(given_value);
+  const int64_t heads = query.size(1), num_rows = query.size(2), num_keys = key.size(2), width = query.size(3);
+  const at::Tensor mask = dense_rows(given_mask.expand({query.size(0), heads, num_rows, num_keys}));
+  at::Tensor out = at::empty_like(query);
+  const auto offset = [&](const at::Tensor& tensor, int64_t head) {
+    return head / heads * tensor.stride(0) + head % heads * tensor.stride(1);
+  };
+  const auto head_of = [&](const at::Tensor& tensor, int64_t head) {
+    return Rows<const float>{tensor.const_data_ptr<float>() + offset(tensor, head), tensor.stride(2)};
+  };
+  const int64_t grain = GRAIN / (num_rows * num_keys * width + 1) + 1;
+  at::parallel_for(0, query.size(0) * heads, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t head = begin; head < end; ++head)
+      attend(head_of(query, head), head_of(key, head), head_of(value, head), head_of(mask, head),
+             {out.mutable_data_ptr<float>() + offset(out, head), out.stride(2)}, num_rows, num_keys, width,
+             static_cast<float>(scale));
   });
   return out;
 }
 
 }  // namespace
 
-TORCH_LIBRARY(specheads, library) { library.def("few_rows(Tensor rows, Tensor weight) -> Tensor"); }
-TORCH_LIBRARY_IMPL(specheads, CPU, library) { library.impl("few_rows", &few_rows); }
+TORCH_LIBRARY(specheads, library) {
+  library.def("few_rows(Tensor rows, Tensor weight) -> Tensor");
+  library.def("attention_of_few_rows(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(specheads, CPU, library) {
+  library.impl("few_rows", &product);
+  library.impl("attention_of_few_rows", &attention);
+}

@@ -1,7 +1,8 @@
-"""Matrix products of few rows in a compiled step: few_rows.cpp in the place of the library's, as a pass of torch's
-compiler.
+"""Matrix products and attention of few rows in a compiled step: few_rows.cpp in the place of the library's, as a pass
+of torch's compiler.
 
-The libraries behind `torch.mm` on a CPU take several times as long over a dozen rows as it takes to read the matrix.
+Over a dozen rows, the libraries behind `torch.mm` on a CPU take several times as long as reading the matrix does; over
+one token a text, torch's attention takes twice as long as ours.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from torch._inductor.codecache import CppCodeCache
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import Arg, CallFunction, Match, PatternMatcherPass, register_graph_pattern
 
-MOST_ROWS = 24  # measured (docs/LOG.md): the library is as fast or faster over more
+# Measured (docs/LOG.md): over more, the library is about as fast.
+MOST_ROWS, MOST_QUERIES = 48, 4
+HEAD_PART = 16  # a head's width is a multiple of it: of all vectors there are
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 aten = torch.ops.aten
@@ -31,6 +34,7 @@ def load() -> None:
     """
     CppCodeCache.load(SOURCE.read_text())
     torch.library.register_fake("specheads::few_rows", lambda rows, weight: rows.new_empty(len(rows), len(weight)))
+    torch.library.register_fake("specheads::attention_of_few_rows", lambda query, *others: torch.empty_like(query))
 
 
 def pays(match: Match) -> bool:
@@ -56,15 +60,36 @@ def _with_bias(match: Match, bias: Tensor, rows: Tensor, matrix: Tensor) -> None
     match.replace_by_example(lambda bias, rows, matrix: bias + product(rows, matrix), [bias, rows, matrix])
 
 
+def replace_attention(graph: fx.Graph) -> None:
+    """Attention of few queries in float32 under a mask, without dropout."""
+    for node in graph.find_nodes(op="call_function", target=aten._scaled_dot_product_flash_attention_for_cpu.default):
+        query, key, value, *others = node.args
+        options = {"attn_mask": None, "scale": None} | node.kwargs
+        mask, scale, shape = options.pop("attn_mask"), options.pop("scale"), query.meta["val"].shape
+        known = mask is not None and query.meta["val"].dtype == torch.float32 and not any(others) and not options
+        attended = [user for user in node.users if user.args[1] == 0]
+        if not known or shape[2] > MOST_QUERIES or shape[3] % HEAD_PART or len(node.users) > len(attended):
+            continue
+        inputs = (query, key, value, mask, shape[3] ** -0.5 if scale is None else scale)
+        with graph.inserting_before(node):
+            ours = graph.call_function(torch.ops.specheads.attention_of_few_rows.default, inputs)
+        for user in attended:
+            ours.meta = user.meta
+            user.replace_all_uses_with(ours)
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
 class FewRows(CustomGraphPass):
-    """Replaces those products in a graph."""
+    """Replaces those products and that attention in a graph."""
 
     def __init__(self) -> None:
         load()
 
     def __call__(self, graph: fx.Graph) -> None:
         _patterns.apply(graph)
+        replace_attention(graph)
 
     def uuid(self) -> str:
         """Part of the key of compiled code on disk."""
-        return f"specheads.few_rows.2:{MOST_ROWS}:{hashlib.sha256(SOURCE.read_bytes()).hexdigest()}"
+        return f"specheads.few_rows.3:{MOST_ROWS}:{MOST_QUERIES}:{hashlib.sha256(SOURCE.read_bytes()).hexdigest()}"

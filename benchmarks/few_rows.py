@@ -3,18 +3,20 @@ compiled step does.
 
     OMP_NUM_THREADS=1 python benchmarks/few_rows.py --out docs/benchmarks
 
-Random float32, each side in one compiled graph, interleaved; the median of the rounds counts.
+Random numbers, each side in one compiled graph, interleaved; the median of the rounds counts.
 
 Products: all matrices of a model's linear layers in turn. "Read" sums the matrices once. "Small" has the matrices of
-the shipped base (39.6 MB), "large" those of two layers of hidden size 2,048 (239 MB).
+the shipped base (39.6 MB in float32), "large" those of two layers of hidden size 2,048 (239 MB). Of bfloat16
+only the rows that are ours.
 
-Attention: twelve layers of 2 heads of width 64, as the shipped base has, of 1 or 16 texts; rows are the tokens of a
-text times the heads that share its keys. "Read" sums keys and values once.
+Attention, in float32: twelve layers of 2 heads of width 64, as the shipped base has, of 1 or 16 texts; rows are the
+tokens of a text times the heads that share its keys. "Read" sums keys and values once.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +30,7 @@ from torch._dynamo import reset
 from torch.nn import functional
 
 from specheads.bench import environment, report
-from specheads.decoding.compiled.few_rows import FewRows
+from specheads.decoding.compiled.few_rows import MOST_ROWS, FewRows
 
 
 def layers(count: int, hidden: int, inner: int, groups: int, vocab: int) -> list[tuple[int, int]]:
@@ -79,11 +81,13 @@ def timed(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]
 
 
 def time_products(rows: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
-    for model, shapes in MODELS.items():
-        weights = [torch.randn(shape) for shape in shapes]
+    for (model, shapes), dtype in itertools.product(MODELS.items(), MOST_ROWS):
+        weights = [torch.randn(shape).to(dtype) for shape in shapes]
         for count in rows:
-            inputs = {width: torch.randn(count, width) for width in {shape[1] for shape in shapes}}
-            yield {"model": model, "rows": count} | timed(sides(products, inputs, weights, read=weights), rounds)
+            if dtype == torch.float32 or count <= MOST_ROWS[dtype]:
+                inputs = {width: torch.randn(count, width).to(dtype) for width in {shape[1] for shape in shapes}}
+                case = {"model": model, "dtype": str(dtype).removeprefix("torch."), "rows": count}
+                yield case | timed(sides(products, inputs, weights, read=weights), rounds)
 
 
 def time_attention(rounds: int) -> Iterator[dict[str, Any]]:
@@ -136,7 +140,7 @@ def main() -> int:
     lines = [
         "# Matrix products and attention over few rows", "",
         f"{how} Milliseconds; library over specheads: the median of the rounds, and its middle half.", "",
-        about_products, "", *table(found["products"], ["model", "rows"]), "",
+        about_products, "", *table(found["products"], ["model", "dtype", "rows"]), "",
         about_attention, "", *table(found["attention"], ["texts", "keys", "rows"]), "",
         f"`{command}`", "", environment.line(where), "",
     ]  # fmt: skip

@@ -1,4 +1,5 @@
-// What a compiled step computes over few rows in float32: matrix products, and attention of few queries.
+// What a compiled step computes over few rows: matrix products, with matrices in float32 or bfloat16, and attention of few
+// queries in float32. All sums are of float32.
 //
 // A matrix is read from memory once, in the order it lies there, and asked for before it is needed. Some of its rows are
 // multiplied with some of the others at a time: all their sums stay in the processor's registers, a vector each, and are
@@ -11,6 +12,7 @@
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/to.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -41,15 +43,24 @@ struct Rows {
 
 // Into the second cache: the first has too few reads under way to keep the memory busy. Beyond the end of the matrix it
 // does nothing.
-void prefetch(const float* address) {
+void prefetch(const void* address) {
 #ifdef __GNUC__
   __builtin_prefetch(address, 0, 2);
 #endif
 }
 
+Vector load(const float* elements) { return Vector::loadu(elements); }
+
+Vector load(const at::BFloat16* elements) {
+  Vector loaded;
+  at::vec::load_fp32_from_bf16(elements, loaded);
+  return loaded;
+}
+
 // Sums of N vectors, in order: a round adds neighbours, and makes one vector of two. W: elements that belong together.
+// Out of line, the sums would leave their registers.
 template <int N, int W = WIDTH>
-void add_up(Vector* sums) {
+[[gnu::always_inline]] inline void add_up(Vector* sums) {
   if constexpr (W > 1) {
     constexpr int PAIRS = (N + 1) / 2;
 #pragma GCC unroll 16
@@ -63,14 +74,17 @@ void add_up(Vector* sums) {
 
 // out[r, c] = the product of rows[r] and matrix[c], which have `length` elements. Both have one stride: with two, the
 // addresses do not fit into the processor's registers.
+template <typename T>
 struct Product {
-  const float *rows, *matrix;
+  const float* rows;
+  const T* matrix;
   int64_t stride, length;
   Rows<float> out;
 
   template <int R, int C>
   void block(int64_t first_row, int64_t first_column) const {
-    const Rows<const float> left{rows + first_row * stride, stride}, right{matrix + first_column * stride, stride};
+    const Rows<const float> left{rows + first_row * stride, stride};
+    const Rows<const T> right{matrix + first_column * stride, stride};
     const Rows<float> to = out.from(first_row, first_column);
     const int64_t end = length, whole = end - end % WIDTH;  // in registers, as members are not
     Vector sums[R * C];
@@ -79,7 +93,7 @@ struct Product {
       Vector columns[C];
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) {
-        columns[c] = Vector::loadu(right[c] + i);
+        columns[c] = load(right[c] + i);
         prefetch(right[AHEAD + c] + i);
       }
 #pragma GCC unroll 8
@@ -94,7 +108,7 @@ struct Product {
     for (int i = 0; i < R * C; i += WIDTH) sums[i / WIDTH].store(totals + i);
     for (int r = 0; r < R; ++r) {
       for (int c = 0; c < C; ++c)
-        for (int64_t i = whole; i < end; ++i) totals[r * C + c] += left[r][i] * right[c][i];
+        for (int64_t i = whole; i < end; ++i) totals[r * C + c] += left[r][i] * static_cast<float>(right[c][i]);
       std::copy(totals + r * C, totals + (r + 1) * C, to[r]);
     }
   }
@@ -150,18 +164,24 @@ void run(const Work& work, int64_t num_rows, int64_t column, int64_t end) {
 
 int64_t padded(int64_t length) { return (length + WIDTH - 1) / WIDTH * WIDTH; }
 
-// rows (M, K) by the transpose of a weight (N, K), as a linear layer has it.
-at::Tensor product(const at::Tensor& given_rows, const at::Tensor& given_weight) {
-  const at::Tensor rows = given_rows.contiguous(), weight = given_weight.contiguous();
+// rows (M, K) of float32 by the transpose of a weight (N, K) → (M, N) of float32.
+template <typename T>
+at::Tensor product_by(const at::Tensor& rows, const at::Tensor& weight) {
   const int64_t count = rows.size(0), length = rows.size(1), width = weight.size(0);
   at::Tensor out = at::empty({count, width}, rows.options());
-  const Product work{rows.const_data_ptr<float>(), weight.const_data_ptr<float>(), length, length,
-                     {out.mutable_data_ptr<float>(), width}};
+  const Product<T> work{rows.const_data_ptr<float>(), weight.const_data_ptr<T>(), length, length,
+                        {out.mutable_data_ptr<float>(), width}};
   const int64_t grain = GRAIN / (COLUMNS * (length + 1)) + 1;
   at::parallel_for(0, (width + COLUMNS - 1) / COLUMNS, grain, [&](int64_t begin, int64_t end) {
     run(work, count, begin * COLUMNS, std::min(end * COLUMNS, width));
   });
   return out;
+}
+
+// rows (M, K) by the transpose of a weight (N, K), as a linear layer has it → (M, N) of float32.
+at::Tensor product(const at::Tensor& given_rows, const at::Tensor& given_weight) {
+  const at::Tensor rows = given_rows.to(at::kFloat).contiguous(), weight = given_weight.contiguous();
+  return weight.scalar_type() == at::kFloat ? product_by<float>(rows, weight) : product_by<at::BFloat16>(rows, weight);
 }
 
 // Softmax over keys that come in parts: what the rows have seen so far.
@@ -209,7 +229,7 @@ void attend(Rows<const float> query, Rows<const float> keys, Rows<const float> v
     for (int64_t i = 0; i < width; ++i) scaled[r * keys.stride + i] = query[r][i] * scale;
   for (int64_t first = 0; first < num_keys; first += KEYS) {
     const int64_t count = std::min(KEYS, num_keys - first);
-    run(Product{scaled.data(), keys[first], keys.stride, width, {scores.data(), KEYS}}, num_rows, 0, count);
+    run(Product<float>{scaled.data(), keys[first], keys.stride, width, {scores.data(), KEYS}}, num_rows, 0, count);
     for (int64_t r = 0; r < num_rows; ++r) {
       float* row = scores.data() + r * KEYS;
       std::fill(row + count, row + padded(count), NONE);

@@ -18,7 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import Arg, CallFunction, Match, PatternMatcherPass, register_graph_pattern
 
 # Measured (docs/LOG.md): over more, the library is about as fast.
-MOST_ROWS, MOST_QUERIES = 48, 4
+MOST_ROWS, MOST_QUERIES = {torch.float32: 48, torch.bfloat16: 6}, 4
 HEAD_PART = 16  # a head's width is a multiple of it: of all vectors there are
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -33,31 +33,34 @@ def load() -> None:
     Raises: what torch's compiler says if there is no C++ compiler.
     """
     CppCodeCache.load(SOURCE.read_text())
-    torch.library.register_fake("specheads::few_rows", lambda rows, weight: rows.new_empty(len(rows), len(weight)))
+    torch.library.register_fake(
+        "specheads::few_rows", lambda rows, weight: rows.new_empty(len(rows), len(weight), dtype=torch.float32)
+    )
     torch.library.register_fake("specheads::attention_of_few_rows", lambda query, *others: torch.empty_like(query))
 
 
 def pays(match: Match) -> bool:
     """Are there few rows, and is the matrix that of a linear layer?"""
     rows, matrix = (node.meta["val"] for node in match.args[-2:])
-    if rows.device.type != "cpu" or rows.dtype != torch.float32 or matrix.stride(0) != 1:
-        return False
-    return rows.shape[0] <= MOST_ROWS
+    on_cpu = rows.device.type == matrix.device.type == "cpu"
+    return on_cpu and matrix.stride(0) == 1 and rows.shape[0] <= MOST_ROWS.get(rows.dtype, 0)
 
 
 def product(rows: Tensor, matrix: Tensor) -> Tensor:
-    """rows (M, K) @ matrix (K, N), which lies in memory as (N, K)."""
+    """rows (M, K) @ matrix (K, N), which lies in memory as (N, K) → (M, N) of float32."""
     return torch.ops.specheads.few_rows(rows, matrix.t())
 
 
 @register_graph_pattern(CallFunction(aten.mm.default, Arg(), Arg()), extra_check=pays, pass_dict=_patterns)
 def _without_bias(match: Match, rows: Tensor, matrix: Tensor) -> None:
-    match.replace_by_example(product, [rows, matrix])
+    match.replace_by_example(lambda rows, matrix: product(rows, matrix).to(rows.dtype), [rows, matrix])
 
 
 @register_graph_pattern(CallFunction(aten.addmm.default, Arg(), Arg(), Arg()), extra_check=pays, pass_dict=_patterns)
 def _with_bias(match: Match, bias: Tensor, rows: Tensor, matrix: Tensor) -> None:
-    match.replace_by_example(lambda bias, rows, matrix: bias + product(rows, matrix), [bias, rows, matrix])
+    match.replace_by_example(
+        lambda bias, rows, matrix: (bias + product(rows, matrix)).to(rows.dtype), [bias, rows, matrix]
+    )
 
 
 def replace_attention(graph: fx.Graph) -> None:

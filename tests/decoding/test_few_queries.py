@@ -42,11 +42,11 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 7])
-@pytest.mark.parametrize("num_keys", [1, 2, 15, 16, 17, 255, 256, 257, 600])
 @pytest.mark.parametrize("width", [16, 64, 80])
-def test_attention_of_all_sizes(num_rows, num_keys, width):
-    given = inputs(num_rows, num_keys, width)
-    assert_same(ours(*given), exact(*given))
+def test_attention_of_all_sizes(num_rows, width):
+    for num_keys in (1, 2, 15, 16, 17, 255, 256, 257, 600):
+        given = inputs(num_rows, num_keys, width)
+        assert_same(ours(*given), exact(*given))
 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0])

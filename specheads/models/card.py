@@ -27,20 +27,22 @@ _SHOWN = 8  # evaluations listed at most
 
 @dataclass(frozen=True)
 class Record:
-    """A training run: its final metrics, its log, its recipe as YAML, other lines on how the head was trained, and
-    whether there is a picture of its curves."""
+    """A training run: its final metrics, its log, its recipe as YAML, other lines on how the head was trained, whether
+    there is a picture of its curves, and the step whose head was restored at its end, where one was."""
 
     results: Mapping[str, Any] = field(default_factory=dict)
     history: Sequence[Mapping[str, Any]] = ()
     recipe: str | None = None
     trained: Sequence[str] = ()
     curves: bool = False
+    restored_step: int | None = None
 
     @classmethod
     def of_folder(cls, run: Path) -> Record:
         """The record of the run in a folder."""
         recipe = (run / RECIPE).read_text("utf8") if (run / RECIPE).is_file() else None
-        return cls(results(run), history(run), recipe, curves=(run / CURVES).is_file())
+        found = results(run)
+        return cls(found, history(run), recipe, curves=(run / CURVES).is_file(), restored_step=found.get("head_step"))
 
 
 def card(
@@ -118,8 +120,9 @@ def _named(config: SpecConfig) -> str:
 def _measured(run: Record) -> list[str]:
     """The section on accepted length and accuracy by depth, finally and over the steps."""
     last: dict[str, Any] = {}
-    for log in run.history:  # each evaluation's, and of several the last
-        last |= {name: value for name, value in log.items() if name.startswith("eval_")}
+    for log in run.history:  # each evaluation's, and of several the last of this head
+        if run.restored_step is None or log.get("step", 0) <= run.restored_step:
+            last |= {name: value for name, value in log.items() if name.startswith("eval_")}
     last |= run.results
     parts = []
     if (length := last.get("eval_accepted_length")) is not None:
@@ -135,6 +138,9 @@ def _measured(run: Record) -> list[str]:
     if depths:
         head = "| depth | first choice is the base's | of those with every depth before right |\n|---:|---:|---:|"
         parts.append("\n".join([head, *depths]))
+    steps = [log["step"] for log in run.history if "step" in log]
+    if run.restored_step is not None and parts and max(steps, default=0) > run.restored_step:
+        parts.append(f"The head is that of step {run.restored_step} of {max(steps)}, the best of the run.")
     evaluated = [log for log in run.history if "eval_accepted_length" in log and "step" in log]
     if len(evaluated) > 1:
         kept = sorted({round(i * (len(evaluated) - 1) / (_SHOWN - 1)) for i in range(_SHOWN)})

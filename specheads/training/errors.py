@@ -67,6 +67,11 @@ def is_finished(folder: Path) -> bool:
         return False
 
 
+def step_of(checkpoint: Path) -> int:
+    """After how many steps it was written."""
+    return int(json.loads((checkpoint / STATE).read_text("utf8"))["global_step"])
+
+
 def last_finished(output_dir: Any, since: float = 0.0) -> Path | None:
     """The newest checkpoint of a run that is whole; since: written no earlier than this time.time()."""
     numbered = {

@@ -24,6 +24,7 @@ from specheads.training.errors import (
     TrainingStopped,
     is_lost_process,
     resume_hint,
+    step_of,
     stop_message,
     stop_signals,
     writing,
@@ -94,7 +95,9 @@ class Run:
             self.head_saved = True
             trainer.save_state()
         if trainer.eval_dataset is not None:
-            metrics |= trainer.evaluate()
+            metrics |= self._evaluated()
+        if trainer.restored_step is not None:
+            metrics["head_step"] = trainer.restored_step
         self._record(output, metrics)
         parity = self._parity()
         if parity is not None:
@@ -103,6 +106,26 @@ class Run:
             if trainer.is_world_process_zero():
                 _log.warning("parity: %s", parity)
         return metrics, parity
+
+    def _evaluated(self) -> dict[str, float]:
+        """The figures of the head in memory: those that this process has measured at its step, else measured now. The
+        log has them once, under that step."""
+        trainer, log = self.trainer, self.trainer.state.log_history
+        step, last = trainer.head_step, trainer.state.global_step
+        known = {
+            name: value for entry in log if entry.get("step") == step
+            for name, value in entry.items() if name.startswith("eval_")
+        }  # fmt: skip
+        if known and step > (step_of(Path(self.checkpoint)) if self.checkpoint else 0):
+            return known
+        earlier = list(log)
+        trainer.state.global_step = step
+        try:
+            return trainer.evaluate()
+        finally:
+            trainer.state.global_step = last
+            if known:
+                trainer.state.log_history = earlier
 
     def _record(self, output: Path, metrics: dict[str, float]) -> None:
         if not self.trainer.is_world_process_zero():
@@ -122,12 +145,15 @@ class Run:
         if self.checkpoint is None or launch.kind_of(trainer.accelerator) not in ("no", "ddp"):
             return None
         state = TrainerState.load_from_json(str(Path(self.checkpoint) / STATE))
-        by_steps = arguments.max_steps > 0
-        if (state.global_step < arguments.max_steps) if by_steps else (state.epoch or 0) < arguments.num_train_epochs:
+        by_steps, patience = arguments.max_steps > 0, self.recipe.early_stopping
+        left = state.global_step < arguments.max_steps if by_steps else (state.epoch or 0) < arguments.num_train_epochs
+        if left and (patience is None or evaluations_waited(state) < patience):
             return None
         trainer.refuse_other_run(Path(self.checkpoint))
         best = state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
-        trainer._load_from_checkpoint(best if best and Path(best).is_dir() else self.checkpoint)
+        restored = best if best and Path(best).is_dir() else None
+        trainer._load_from_checkpoint(restored or self.checkpoint)
+        trainer.restored_step = step_of(Path(restored)) if restored else None
         trainer.note_length_of(Path(self.checkpoint))
         trainer.state = state
         return {"train_loss": next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), 0.0)}
@@ -158,9 +184,17 @@ class Run:
 
     def summary(self, metrics: dict[str, float]) -> str:
         """The result of train() in one line."""
-        length = metrics.get("eval_accepted_length")
+        length, step = metrics.get("eval_accepted_length"), metrics.get("head_step")
         shown = "" if length is None else f", accepted length {length:.3f} on the held-out rows"
+        shown += "" if step is None else f" (the head of step {step}, the best)"
         return f"saved {self.trainer.args.output_dir}: loss {metrics['train_loss']:.4g}{shown}"
+
+
+def evaluations_waited(state: TrainerState) -> int:
+    """How many evaluations, up to this state of a run, were no better than the best."""
+    callbacks: Any = state.stateful_callbacks
+    kept = callbacks.get(EarlyStoppingCallback.__name__, {})
+    return kept.get("attributes", {}).get("early_stopping_patience_counter", 0)
 
 
 def prepare(recipe: Recipe) -> Run:
@@ -176,7 +210,11 @@ def prepare(recipe: Recipe) -> Run:
         arguments.remove_unused_columns = False  # by forward()'s signature, which does not name what was saved
     callbacks: list[TrainerCallback] = []
     if recipe.early_stopping is not None:
-        callbacks.append(EarlyStoppingCallback(recipe.early_stopping))
+        stopping = EarlyStoppingCallback(recipe.early_stopping)
+        if checkpoint is not None:
+            state = TrainerState.load_from_json(str(Path(checkpoint) / STATE))
+            stopping.early_stopping_patience_counter = evaluations_waited(state)
+        callbacks.append(stopping)
     trainer = SpecTrainer(
         model, arguments, train_dataset=train, eval_dataset=held_out, data_collator=collator, callbacks=callbacks
     )

@@ -27,6 +27,18 @@ def run(shipped, tmp_path_factory):
     return run_beside(shipped, tmp_path_factory.mktemp("run") / "e3")
 
 
+def test_a_restored_head_has_its_own_figures_and_the_card_names_its_step(shipped, tmp_path):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer = run_beside(shipped, tmp_path / "best", **best)
+    first, last = (entry for entry in trainer.state.log_history if "eval_loss" in entry)
+    assert first["eval_loss"] > last["eval_loss"] and trainer.head_step == 2
+    text = (tmp_path / "best" / "README.md").read_text("utf8")
+    assert f"| 1 | {first['eval_accuracy_depth_1']:.3f} |" in text
+    assert f"**{first['eval_accepted_length']:.2f}**" in text
+    assert "head is that of step 2 of 4, the best of the run" in text
+    assert f"| 4 | {last['eval_accepted_length']:.2f} | {last['eval_loss']:.4g} |" in text
+
+
 def folder_of(run):
     return Path(run.args.output_dir)
 

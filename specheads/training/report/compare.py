@@ -64,7 +64,10 @@ def read_curve(folder: Path) -> Curve:
         raise ValueError(f"{file} says of no step how many tokens it had seen: an older version wrote it; train again")
     held_out = any("eval_accepted_length" in entry for entry in history)
     name = "eval_accepted_length" if held_out else "accepted_length"
-    found = {e["step"]: e for e in history if name in e and e["step"] > 0}  # a step evaluated twice keeps its last
+    found: dict[int, Mapping[str, Any]] = {}
+    for entry in history:
+        if name in entry and entry["step"] > 0:
+            found.setdefault(entry["step"], entry)  # older versions logged a restored head under the last step, again
     if not found:
         raise ValueError(f"{file} has no {name}: every row was shorter than the drafted depth")
     points = [_point(step, found[step], name, logs) for step in sorted(found)]

@@ -15,6 +15,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import Trainer, set_seed
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, get_last_checkpoint
 
 from specheads.data.repeats import mask_repeats
@@ -30,7 +31,7 @@ from specheads.models.spec_model import SpecModel, SpecOutput
 from specheads.training.distributed import deepspeed as zero
 from specheads.training.distributed.fsdp import trained_weights_only
 from specheads.training.distributed.launch import kind_of
-from specheads.training.errors import STATE, TrainingError, refuse_not_finite, writing
+from specheads.training.errors import STATE, TrainingError, refuse_not_finite, step_of, writing
 from specheads.training.recipe.arguments import SpecTrainingArguments as SpecTrainingArguments
 from specheads.training.report import card as run_card
 from specheads.training.report.log import AcceptanceProgress as AcceptanceProgress
@@ -53,6 +54,7 @@ class SpecTrainer(Trainer):
 
     args: SpecTrainingArguments
     recipe: str | None = None  # as YAML, where one was followed
+    restored_step: int | None = None  # whose head the run took up at its end, as its best
 
     def __init__(self, model: SpecModel, args: SpecTrainingArguments, **kwargs: Any) -> None:
         if is_frozen_base(model):
@@ -203,6 +205,10 @@ class SpecTrainer(Trainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
             (folder / STATE).unlink(missing_ok=True)  # of an earlier run: a checkpoint is finished once all is written
+        kept: Any = self.state.stateful_callbacks  # of a resumed run those of its checkpoint alone (transformers 5.23)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):
+                kept.setdefault(type(callback).__name__, callback.state())
         try:
             with writing(folder, self.args.output_dir):
                 super()._save_checkpoint(model, trial)
@@ -222,6 +228,13 @@ class SpecTrainer(Trainer):
     def _load_best_model(self) -> None:
         with trained_weights_only(self.accelerator):
             super()._load_best_model()
+        assert self.state.best_model_checkpoint is not None
+        self.restored_step = step_of(Path(self.state.best_model_checkpoint))
+
+    @property
+    def head_step(self) -> int:
+        """After how many steps the head in memory was trained so far."""
+        return self.state.global_step if self.restored_step is None else self.restored_step
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -271,7 +284,7 @@ class SpecTrainer(Trainer):
             )
             if found is not None:
                 self.refuse_other_run(Path(found))
-        self._cpu_logged = time.process_time()
+        self._cpu_logged, self.restored_step = time.process_time(), None
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._note_trained_length()
         return output
@@ -295,7 +308,9 @@ class SpecTrainer(Trainer):
         """What a model card says of the run so far."""
         steps, processes = self.state.global_step, self.args.world_size
         trained = [] if self.recipe else run_card.described(self.args, steps, self.train_dataset, processes)
-        return Record(history=self.state.log_history, recipe=self.recipe, trained=trained)
+        return Record(
+            history=self.state.log_history, recipe=self.recipe, trained=trained, restored_step=self.restored_step
+        )
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         missing = [name for name in load_result.missing_keys if name.startswith("head.") or is_adapter(name)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from specheads.options import shown
 
 DECODING = ("tree", "draft_depth")  # options of a head that say nothing of its training
 MOST_ROWS = 1000  # that a checksum of the data reads
+_LEARNT = ("labels", "loss_mask")  # either says which tokens are learnt
 WHOLE = ("no", "ddp")  # kinds whose checkpoints hold everything whole, and read one another's
 
 
@@ -27,12 +28,13 @@ class ResumeError(ValueError):
 @dataclass(frozen=True)
 class Writers:
     """processes: how many there were; rows: of a step, over all of them and their accumulation; kind: see launch; data:
-    what they learnt from, by `data_mark`."""
+    what they learnt from, by `data_mark`; seed: of the order of the rows."""
 
     processes: int
     rows: int
     kind: str
     data: str | None = None
+    seed: int | None = None
 
     def refuse(self, written: Writers, checkpoint: Path, other_rows: bool = False) -> None:
         """Raise ResumeError where these processes cannot resume what others have written. other_rows: another number of
@@ -50,11 +52,17 @@ class Writers:
                 "choose training.per_device_train_batch_size and training.gradient_accumulation_steps so that their "
                 f"product with the processes is {written.rows}, or start the data over: training.ignore_data_skip=true"
             )
-        if self.data != written.data and self.data and written.data and not other_rows:
+        if other_data(self.data, written.data) and not other_rows:
             raise ResumeError(
                 f"{checkpoint} was written by a run on other data ({written.data}; here {self.data}), whose position "
                 f"means nothing here: give the same data, start with these anew (training.ignore_data_skip=true), "
                 f"{restart}"
+            )
+        if self.seed != written.seed and None not in (self.seed, written.seed) and not other_rows:
+            raise ResumeError(
+                f"{checkpoint} was written by a run whose rows are in the order by the seed {written.seed}, and this "
+                f"one's is {self.seed}: give training.data_seed={written.seed}, or start the data over "
+                f"(training.ignore_data_skip=true), {restart}"
             )
 
 
@@ -83,19 +91,32 @@ def begin_anew(checkpoint: Path) -> str:
 
 
 def data_mark(rows: Any) -> str | None:
-    """How many rows a dataset has, and a checksum of the tokens of some; None of what has neither."""
+    """How many rows a dataset has, a checksum of the tokens of some, and one of which of these are learnt; None of what
+    has neither."""
     rows = getattr(rows, "rows", rows)  # of a feature cache
     if not hasattr(rows, "__len__"):
         return None
     mark, chosen = f"{len(rows)} rows", range(0, len(rows), max(1, len(rows) // MOST_ROWS))
+    if hasattr(rows, "checksum"):  # saved features, of which a row is large
+        return f"{mark}, checksum {rows.checksum()} of the features"
     if hasattr(rows, "select_columns"):
-        rows = rows.select_columns("input_ids")
-    elif not isinstance(rows, list | tuple):  # saved features, of which a row is large
+        rows = rows.select_columns([name for name in ("input_ids", *_LEARNT) if name in rows.column_names])
+    elif not isinstance(rows, list | tuple):
         return mark
-    crc = 0
-    for i in chosen:
-        crc = zlib.crc32(array("q", map(int, rows[i]["input_ids"])).tobytes(), crc)
-    return f"{mark}, checksum {crc:08x}"
+    tokens = labels = 0
+    for row in map(rows.__getitem__, chosen):
+        tokens = _crc(row["input_ids"], tokens)
+        labels = _crc(next((row[name] for name in _LEARNT if row.get(name) is not None), ()), labels)
+    return f"{mark}, checksum {tokens:08x}, of labels {labels:08x}"
+
+
+def other_data(one: str | None, other: str | None) -> bool:
+    """Do two marks tell of other data? Those of older versions end sooner."""
+    return bool(one and other) and not (str(one).startswith(str(other)) or str(other).startswith(str(one)))
+
+
+def _crc(numbers: Iterable[Any], crc: int) -> int:
+    return zlib.crc32(array("q", map(int, numbers)).tobytes(), crc)
 
 
 @dataclass(frozen=True)
@@ -132,7 +153,7 @@ def writers_of(folder: str | Path, process: int = 0) -> Writers | None:
     file = next((path for path in (_file(folder, process), _file(folder, 0)) if path.is_file()), None)
     if file is None or "processes" not in (record := _read(file)):
         return None
-    return Writers(record["processes"], record["rows"], record["kind"], record.get("data"))
+    return Writers(record["processes"], record["rows"], record["kind"], record.get("data"), record.get("seed"))
 
 
 def _file(folder: str | Path, process: int) -> Path:

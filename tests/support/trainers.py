@@ -22,14 +22,14 @@ def model_of(kind="eagle3", seed=0, base=None, **options):
     return convert(base, kind, **{**OPTIONS[kind], **options})
 
 
-def rows(count=12, seed=0, lengths=(4, 14)):
-    """Rows of unequal lengths, so that a mean of means would show."""
+def rows(count=12, seed=0, lengths=(4, 14), masked=1):
+    """Rows of unequal lengths, so that a mean of means would show; of each the first tokens are not learnt."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(count):
         length = int(torch.randint(*lengths, (1,), generator=generator))
         ids = torch.randint(3, 97, (length,), generator=generator).tolist()
-        made.append({"input_ids": ids, "labels": [-100, *ids[1:]]})
+        made.append({"input_ids": ids, "labels": [-100] * masked + ids[masked:]})
     return datasets.Dataset.from_list(made)
 
 

@@ -15,6 +15,7 @@ from specheads.training.features import frozen_weights
 from specheads.training.features.dataset import FeatureDataset
 from specheads.training.features.forward import Forward
 from specheads.training.features.shards import FeatureError
+from specheads.training.resume import ResumeError
 from specheads.training.run import prepare
 from tests.support.families import FAMILIES, build
 from tests.support.saved_features import HEADS, TAPS, dump, material, recipe
@@ -132,6 +133,17 @@ def test_without_probabilities_heads_learn_the_text_and_nothing_else(folder, tmp
     assert disk.evaluate()["eval_loss"] == pytest.approx(live.evaluate()["eval_loss"], rel=2e-6)
     with pytest.raises(FeatureError, match=r"loss 'ce' needs .* was saved with --teacher-probs none"):
         prepare(recipe(folder, tmp_path, "eagle3", features=tmp_path / "saved"))
+
+
+def test_a_run_resumes_on_its_own_saved_rows_alone(folder, tmp_path):
+    (tmp_path / "other.jsonl").write_text("".join(reversed((folder / "train.jsonl").read_text().splitlines(True))))
+    dump(folder, tmp_path / "saved")
+    dump(folder, tmp_path / "other", data={"train": str(tmp_path / "other.jsonl")})
+    saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no", "resume_from_checkpoint": "auto"}
+    trained(folder, tmp_path / "out", features=tmp_path / "saved", max_steps=2, **saving)
+    with pytest.raises(ResumeError, match=r"other data \(14 rows, checksum (\w+) .*; here 14 rows, checksum (?!\1)"):
+        trained(folder, tmp_path / "out", features=tmp_path / "other", **saving)
+    trained(folder, tmp_path / "out", features=tmp_path / "saved", **saving)
 
 
 def test_the_draft_vocabulary_is_counted_on_the_saved_rows(folder, tmp_path):

@@ -96,7 +96,8 @@ def stopped(tmp_path_factory):
         ({"steps": 3}, {}, "steps is 2, not 3"),
         ({"kind": "eagle"}, {}, "kind is 'eagle3', not 'eagle'"),
         ({"base": {"initializer_range": 0.2}}, {}, "the base has other weights"),
-        ({}, {"seed": 1}, r"other data \(12 rows, checksum \w+; here 12 rows, checksum \w+\)"),
+        ({}, {"seed": 1}, r"other data \(12 rows, checksum \w+, of labels \w+; here 12 rows, checksum \w+, of"),
+        ({}, {"masked": 2}, r"other data \(12 rows, checksum (\w+), of labels .*; here 12 rows, checksum \1, of"),
         ({}, {"count": 14}, "12 rows, .*; here 14 rows"),
     ],
     ids=str,
@@ -118,6 +119,14 @@ def test_a_run_resumes_with_another_tree_and_where_asked_to_with_other_data(stop
 def test_a_checkpoint_is_not_of_another_base_in_float16(stopped):
     model = model_of()
     refuse_other_model(build_spec_config(model.head.config, model.base.half()), stopped)
+
+
+def test_a_checkpoint_of_another_order_of_the_rows_is_refused_unless_they_begin_anew(stopped, tmp_path):
+    with pytest.raises(ResumeError, match=r"by the seed 5, and this one's is 6: give training\.data_seed=5") as caught:
+        trainer_of(tmp_path, seed=6).train(resume_from_checkpoint=str(stopped))
+    assert f"head=null init_from={stopped}" in str(caught.value)
+    for options in ({"data_seed": 5}, {"ignore_data_skip": True}):
+        trainer_of(tmp_path, seed=6, **options).train(resume_from_checkpoint=str(stopped))
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

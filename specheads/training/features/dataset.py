@@ -5,6 +5,8 @@ Shapes: T tokens of a row, B batch rows, F tapped features, H hidden, K likelies
 
 from __future__ import annotations
 
+import json
+import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,6 +76,10 @@ class FeatureDataset(Dataset):
         if self.index.teacher_probs == "hidden":
             return {**row, "last_hidden": found[self.teacher[0]]}
         return {**row, **{name: found[name] for name in self.teacher}}
+
+    def checksum(self) -> str:
+        """Of all that is saved of this split, from the index alone."""
+        return f"{zlib.crc32(json.dumps(self.index.files[self.split], sort_keys=True).encode()):08x}"
 
     def labels(self) -> Iterator[dict[str, list[int]]]:
         """The labels alone, which are read without the features."""

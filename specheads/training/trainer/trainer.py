@@ -273,7 +273,8 @@ class SpecTrainer(Trainer):
         """This run as its checkpoints record it."""
         rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         self._data = self._data or data_mark(self.train_dataset)
-        return Writers(self.args.world_size, rows * self.args.world_size, kind_of(self.accelerator), self._data)
+        kind, processes = kind_of(self.accelerator), self.args.world_size
+        return Writers(processes, rows * processes, kind, self._data, self.args.data_seed)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in transformers. Raises ResumeError, a ValueError, for a checkpoint that this run could not resume as its

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def decoded(
     }  # fmt: skip
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("heads", nargs="+", type=Path, metavar="HEAD", help="a folder with a head of the shipped base")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
@@ -52,7 +53,10 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=24)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--record", action="store_true", help="write it into the head's results.json")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
+    for name in ("num_prompts", "max_new_tokens"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: expected at least 1")
     hf_logging.disable_progress_bar()
     for folder in given.heads:
         model: Any = SpecModel.from_pretrained(folder, dtype=torch.float32)

@@ -17,6 +17,7 @@ from transformers.integrations.deepspeed import (
 
 from specheads.data.batches import Collator
 from specheads.data.datasets import build_datasets, token_counts
+from specheads.data.rows import IGNORED
 from specheads.heads.vocabulary import DraftVocabulary
 from specheads.hub import options as hub_options
 from specheads.models.base.loading import as_dtype, load_config
@@ -24,6 +25,7 @@ from specheads.models.convert import convert, load_head
 from specheads.models.spec_model import SpecModel
 from specheads.training.errors import is_finished, last_finished
 from specheads.training.features.cache import with_cache
+from specheads.training.features.dataset import FeatureDataset
 from specheads.training.features.plan import autocast_of
 from specheads.training.recipe.arguments import SpecTrainingArguments
 from specheads.training.recipe.base import load_base, padding_id
@@ -53,6 +55,20 @@ def saved_parts(recipe: Recipe) -> tuple[SpecModel, Any, Any, Any]:
 
     folder, autocast = Path(str(recipe.features)), autocast_of(recipe.training)
     return from_disk(folder, recipe.head, recipe.init_from, recipe.head_dtype, autocast)
+
+
+def refuse_without_targets(train: Any) -> None:
+    """RecipeError where no draft has a target: the first after a token is for the second token after it."""
+    rows = train.labels() if isinstance(train, FeatureDataset) else (train[i] for i in range(len(train)))
+    for row in rows:
+        documents = row.get("document_ids", [1] * len(row["labels"]))
+        targets = zip(row["labels"][2:], documents, documents[2:], strict=False)
+        if any(label != IGNORED and first == last for label, first, last in targets):
+            return
+    raise RecipeError(
+        f"of the {len(train)} rows to train on no draft has a target: expected rows of 3 tokens or more, of which one "
+        "after the second is learnt (data.max_length, and assistant turns, decide it)"
+    )
 
 
 def training_arguments(recipe: Recipe) -> SpecTrainingArguments:

@@ -15,7 +15,14 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, s
 
 from specheads.models.card import Record
 from specheads.models.run_files import RECIPE, RESULTS
-from specheads.training.build import live_parts, resume_point, saved_parts, training_arguments, unsharded
+from specheads.training.build import (
+    live_parts,
+    refuse_without_targets,
+    resume_point,
+    saved_parts,
+    training_arguments,
+    unsharded,
+)
 from specheads.training.distributed import launch
 from specheads.training.distributed.launch import LaunchError
 from specheads.training.errors import (
@@ -206,6 +213,7 @@ def prepare(recipe: Recipe) -> Run:
     set_seed(arguments.seed)
     with unsharded(arguments):
         model, train, held_out, collator = saved_parts(recipe) if recipe.features else live_parts(recipe, arguments)
+    refuse_without_targets(train)
     if recipe.features or recipe.feature_cache:
         arguments.remove_unused_columns = False  # by forward()'s signature, which does not name what was saved
     callbacks: list[TrainerCallback] = []

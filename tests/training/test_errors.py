@@ -17,7 +17,7 @@ from specheads.training.errors import TrainingError, is_finished, last_finished
 from specheads.training.resume import ResumeError
 from specheads.training.run import prepare
 from tests.support.resumable_runs import losses, options
-from tests.support.saved_features import dump, material
+from tests.support.saved_features import dump, material, recipe
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
 
@@ -82,6 +82,17 @@ def test_a_loss_or_gradient_that_is_no_number_stops_the_run_before_the_step(
     assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-2"]
     prepare(options(tmp_path / "out", folder)).train()
     assert losses(tmp_path / "out") == losses(uninterrupted)
+
+
+# --- nothing to draft ---
+
+
+def test_rows_of_which_no_draft_has_a_target_stop_the_run_before_its_first_step(folder, tmp_path):
+    dump(folder, tmp_path / "saved", data={"max_length": 2})
+    for source in ({"data": {"max_length": 2}}, {"features": tmp_path / "saved"}):
+        with pytest.raises(ValueError, match=r"no draft has a target: .* rows of 3 tokens or more"):
+            prepare(recipe(folder, tmp_path / "out", **source))
+    assert prepare(recipe(folder, tmp_path / "out", data={"max_length": 3})).trainer
 
 
 # --- full ---

@@ -12,6 +12,7 @@ from specheads.training.build import resume_point, training_arguments
 from specheads.training.recipe.recipe import Recipe, RecipeError, read_recipe, with_overrides
 from specheads.training.trainer.trainer import SpecTrainingArguments
 from tests.support.paths import ROOT
+from tests.support.trainers import OPTIONS, model_of, rows, trainer_of
 
 RECIPES = ROOT / "recipes"
 SHIPPED = sorted(path for path in RECIPES.glob("*.yaml") if not path.stem.startswith("sweep_"))
@@ -179,6 +180,16 @@ def with_training(**options):
         ("lr_scheduler_type=cosin", "unknown training.lr_scheduler_type 'cosin'; did you mean 'cosine'"),
         ("optim=adamw_torchh", "unknown training.optim 'adamw_torchh'; did you mean 'adamw_torch'"),
         ("lr_scheduler_kwargs=3", "training.lr_scheduler_kwargs=3: expected a mapping or text or null"),
+        ("per_device_train_batch_size=-4", "training.per_device_train_batch_size=-4: expected at least 1"),
+        ("per_device_eval_batch_size=0", "training.per_device_eval_batch_size=0: expected at least 1"),
+        ("gradient_accumulation_steps=0", "training.gradient_accumulation_steps=0: expected at least 1"),
+        ("num_train_epochs=0", "training.num_train_epochs=0: expected more than 0, or training.max_steps"),
+        (
+            "metric_for_best_model=acepted_length",
+            "unknown training.metric_for_best_model 'acepted_length'; did you mean 'accepted_length'",
+        ),
+        ("metric_for_best_model=eval_accuracy_depht_2", "unknown .*did you mean 'accuracy_depth_2'"),
+        ("metric_for_best_model=accuracy_depth_0", "unknown training.metric_for_best_model 'accuracy_depth_0'"),
         ("report_to=3", "training.report_to=3: expected null or text or a list"),
         ("report_to=[wandb, 3]", r"training.report_to=.*: expected a list of names, and 3 is none"),
     ],
@@ -186,6 +197,36 @@ def with_training(**options):
 def test_a_training_option_of_another_type_is_refused_by_name(override, message):
     with pytest.raises(RecipeError, match=f"^{message}"):
         Recipe.from_dict(with_overrides(LEAST, [f"training.{override}"]))
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_every_figure_of_an_evaluation_may_choose_the_best_checkpoint(kind, tmp_path):
+    timed = ("runtime", "_second", "preparation_time")
+    measured = trainer_of(tmp_path, model_of(kind), rows(5, 1)).evaluate()
+    found = [name for name in measured if name.startswith("eval_") and not name.endswith(timed)]
+    assert len(found) > 8
+    for name in found:
+        assert with_training(metric_for_best_model=name.removeprefix("eval_"))
+        assert with_training(metric_for_best_model=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fp16": True}, r"^training: fp16=true: a CPU would train in float32: give bf16=true"),
+        ({"accelerator_config": {"split_batches": True}}, "^training: accelerator_config: split_batches=true would"),
+        ({"accelerator_config": '{"split_batches": true}'}, "^training: accelerator_config: split_batches=true would"),
+    ],
+)
+def test_what_transformers_takes_and_a_head_would_not_learn_by_is_refused(options, message):
+    with pytest.raises(RecipeError, match=message):
+        training_arguments(with_training(use_cpu=True, **options))
+
+
+def test_bounds_hold_in_python_too():
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=0: expected at least 1"):
+        SpecTrainingArguments("o", use_cpu=True, gradient_accumulation_steps=0)
+    assert SpecTrainingArguments("o", use_cpu=True, num_train_epochs=0, max_steps=1).max_steps == 1
 
 
 def test_yamls_plain_no_is_the_word_where_an_option_takes_that_word():

@@ -10,6 +10,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from specheads.losses.metrics import accepted_length
+from specheads.training.errors import TrainingError
 from specheads.training.report.log import Pace, evaluation_table
 from specheads.training.trainer.trainer import AcceptanceProgress
 from tests.support.trainers import OPTIONS, logged, model_of, rows, trainer_of
@@ -175,3 +176,15 @@ def test_a_printer_of_the_users_own_stays(tmp_path, capsys):
     trainer.train()
     out = capsys.readouterr().out
     assert "own accepted_length" in out and "step " not in out
+
+
+def test_a_figure_that_this_evaluation_lacks_is_one_line(tmp_path):
+    options = {
+        "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "accuracy_depth_9",
+        "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1,
+    }  # fmt: skip
+    with pytest.raises(
+        TrainingError, match=r"metric_for_best_model=accuracy_depth_9: .* has .*\baccepted_length, "
+    ) as told:
+        trainer_of(tmp_path, evaluation=rows(5, 1), **options).train()
+    assert "\n" not in str(told.value)

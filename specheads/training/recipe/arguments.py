@@ -8,12 +8,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 from accelerate import PartialState
 from transformers import TrainingArguments
 
 _EXPECTED = 'expected {regular expression: factor}, as JSON in text: {"lm_head": 0.25}, say'
+_AT_LEAST_1 = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
@@ -33,12 +35,20 @@ class SpecTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        refuse_out_of_bounds(vars(self))
         if self.use_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.distributed.is_initialized():
             # transformers 5.23 passes ddp_timeout on for GPUs alone: a process that hangs would hang the others.
             PartialState(cpu=True, backend=self.ddp_backend, timeout=timedelta(seconds=self.ddp_timeout))
         super().__post_init__()
         if self.device.type == "cpu":  # where it only brings a warning
             self.dataloader_pin_memory = False
+            if self.fp16:
+                raise ValueError("fp16=true: a CPU would train in float32: give bf16=true, or neither")
+        if getattr(self.accelerator_config, "split_batches", False):
+            raise ValueError(
+                "accelerator_config: split_batches=true would repeat rows that are learnt: leave it out, and divide "
+                "per_device_train_batch_size by the number of processes"
+            )
         if self.data_seed is None:
             # Else the order of the rows depends on random draws before train(), and a resumed run differs.
             self.data_seed = self.seed
@@ -68,3 +78,15 @@ class SpecTrainingArguments(TrainingArguments):
         if not isinstance(groups, Mapping):
             raise ValueError(f"head_lr_groups={groups!r}: {_EXPECTED}")
         return groups
+
+
+def refuse_out_of_bounds(options: Mapping[str, Any], section: str = "") -> None:
+    """ValueError for a number that trains nothing. section: a prefix of each name, such as "training."."""
+    for name in _AT_LEAST_1:
+        if options.get(name, 1) < 1:
+            raise ValueError(f"{section}{name}={options[name]}: expected at least 1")
+    if options.get("num_train_epochs", 1) <= 0 and options.get("max_steps", -1) <= 0:
+        raise ValueError(
+            f"{section}num_train_epochs={options['num_train_epochs']}: expected more than 0, or {section}max_steps of "
+            "at least 1"
+        )

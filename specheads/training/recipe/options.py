@@ -19,6 +19,12 @@ _PACKAGES = {
     "comet_ml": "comet-ml", **{name: name for name in ("clearml", "codecarbon", "dagshub", "dvclive", "mlflow",
     "neptune", "swanlab", "tensorboard", "trackio", "wandb")},
 }  # fmt: skip
+# Figures of an evaluation, some of them of one kind of head.
+_METRICS = (
+    "loss", "accepted_length", "accepted_length_error", "accepted_length_sampled", "accepted_length_tree", "base",
+    "confidence", "feature", "token_loss",
+)  # fmt: skip
+_BY_DEPTH = ("accuracy", "conditional_accuracy", "acceptance", "loss")
 _WORDS = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a mapping",
     NoneType: "null",
@@ -29,12 +35,23 @@ def check(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options as the Trainer wants them: YAML's plain `no` as "no" where a field takes that word, 1e3 as 1000 where
     it takes whole numbers. ValueError, with the dotted name, for an unknown one and for a value of another type."""
     # Imported here: transformers' arguments take seconds to import, and an override's typo should not.
-    from specheads.training.recipe.arguments import SpecTrainingArguments
+    from specheads.training.recipe.arguments import SpecTrainingArguments, refuse_out_of_bounds
 
     fields = {field.name: field for field in dataclasses.fields(SpecTrainingArguments) if field.init}
     refuse_unknown(options, fields, section="training.")
     hints = typing.get_type_hints(SpecTrainingArguments)
-    return {name: _check_value(name, value, hints[name], fields[name].default) for name, value in options.items()}
+    checked = {name: _check_value(name, value, hints[name], fields[name].default) for name, value in options.items()}
+    refuse_out_of_bounds(checked, section="training.")
+    if (metric := checked.get("metric_for_best_model")) is not None:
+        _refuse_unknown_metric(metric.removeprefix("eval_"))
+    return checked
+
+
+def _refuse_unknown_metric(name: str) -> None:
+    kind, by_depth, depth = name.rpartition("_depth_")
+    if not (by_depth and kind in _BY_DEPTH and depth.isdecimal() and int(depth) > 0):
+        depths = [f"{kind}_depth_{depth}" for kind in _BY_DEPTH for depth in range(1, 9)]
+        refuse_unknown([name], [*_METRICS, *depths], "training.metric_for_best_model")
 
 
 def _check_value(name: str, value: Any, hint: Any, default: Any) -> Any:

@@ -146,6 +146,15 @@ class SpecTrainer(Trainer):
             output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        try:
+            return super()._determine_best_metric(metrics, trial)
+        except KeyError:
+            known = ", ".join(sorted(name.removeprefix("eval_") for name in metrics if name.startswith("eval_")))
+            raise TrainingError(
+                f"training.metric_for_best_model={self.args.metric_for_best_model}: this head's evaluation has {known}"
+            ) from None
+
     def _scored_tree(self) -> StaticTree | None:
         """The tree the head will draft, where its shape is fixed."""
         plan = self.accelerator.unwrap_model(self.model).head.default_plan(self.args.device, do_sample=False)

@@ -53,11 +53,14 @@ def train(
         bool, typer.Option("--dry-run", help="Estimate the memory and time of the run, print them and exit.")
     ] = False,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Number of processes for --dry-run.", show_default="1")
+        int | None, typer.Option(min=1, help="Number of processes for --dry-run.", show_default="the recipe's, or 1")
     ] = None,
     distributed: Annotated[
         str | None,
-        typer.Option(help="Parallelism for --dry-run: no, ddp, fsdp2, zero1, zero2, zero3.", show_default="no"),
+        typer.Option(
+            help="Parallelism for --dry-run: no, ddp, fsdp2, zero1, zero2, zero3.",
+            show_default="the recipe's, or ddp for several",
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="Device for --dry-run: H200, A100 … (default: this machine's).")

@@ -32,8 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     parser.add_argument("--dry-run", action="store_true", help="print what the run will take, and stop")
-    parser.add_argument("--processes", type=int, help="of the run that --dry-run estimates (default: 1)")
-    parser.add_argument("--distributed", choices=KINDS, help="of the run that --dry-run estimates (default: no)")
+    parser.add_argument(
+        "--processes", type=int, help="of the run that --dry-run estimates (default: the recipe's, or 1)"
+    )
+    parser.add_argument(
+        "--distributed",
+        choices=KINDS,
+        help="of the run that --dry-run estimates (default: the recipe's, or ddp for several)",
+    )
     parser.add_argument("--device", help="of the run that --dry-run estimates: H200, A100 … (default: what is here)")
     options = parser.parse_intermixed_args(arguments)
     try:

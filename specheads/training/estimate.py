@@ -1,8 +1,8 @@
 """What a training run will take, by its configs alone: parameters, memory of each process, time, disk for features.
 
-Nothing is loaded: base and head are built without weights. Memory is what stays (weights, gradients, AdamW's moments),
-a rough peak of activations, and what the process takes without a model: on a CPU its libraries, as they are in this
-one; on a GPU a context. Time is a count of operations over a share of the device's peak speed.
+Nothing is loaded: base and head are built without weights. Memory is what stays (weights, gradients, the moments of
+AdamW or Muon), a rough peak of activations, and what the process takes without a model: on a CPU its libraries, as they
+are in this one; on a GPU a context. Time is a count of operations over a share of the device's peak speed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from specheads.models.convert import convert
 from specheads.models.spec_model import SpecModel
 from specheads.options import OptionError
 from specheads.training.recipe.recipe import Recipe
+from specheads.training.trainer.optim import is_hidden_matrix
 
 GIB = 1 << 30
 _UNSHARDED_BASE = ("no", "ddp", "zero1", "zero2")  # each process holds the base whole
@@ -84,10 +85,15 @@ class Estimate:
         ]
 
 
-def estimate(recipe: Recipe, processes: int = 1, distributed: str = "no", device: str | None = None) -> Estimate:
-    """processes, distributed: as launch.LaunchConfig has them. device: one of PEAKS, or None for the one here."""
-    if processes < 1:
+def estimate(
+    recipe: Recipe, processes: int | None = None, distributed: str | None = None, device: str | None = None
+) -> Estimate:
+    """processes, distributed: as launch.LaunchConfig has them; None: the recipe's own, else one process, and "ddp" for
+    several. device: one of PEAKS, or None for the one here."""
+    if processes is not None and processes < 1:
         raise OptionError("{processes}: expected at least 1", processes=processes)
+    processes = processes or recipe.launch.processes or 1
+    distributed = distributed or recipe.launch.distributed or ("ddp" if processes > 1 else "no")
     if recipe.features or not recipe.base or recipe.data is None:
         raise ValueError("a run over saved features cannot be estimated: give the base and the data of those features")
     config, model = _build_without_weights(recipe)
@@ -149,6 +155,8 @@ class _Sizes:
     layers: int
     taps: int
     passes: float  # of the head, for each token
+    matrices: int  # of the trained parameters those of which Muon keeps one moment
+    recomputed: bool  # activations of the head's blocks, in the backward pass
     head: DraftHead
     joint: bool  # adapters on the base learn too
 
@@ -171,6 +179,12 @@ class _Sizes:
             layers=text.num_hidden_layers,
             taps=len(head.layers),
             passes=head.passes(length),
+            matrices=sum(
+                p.numel() for name, p in model.named_parameters() if p.requires_grad and is_hidden_matrix(name, p)
+            )
+            if recipe.training.get("muon")
+            else 0,
+            recomputed=bool(recipe.training.get("gradient_checkpointing")),
             head=head,
             joint=model.joint is not None,
         )
@@ -190,8 +204,11 @@ def _memory(sizes: _Sizes, base: float, processes: int, distributed: str) -> dic
     # One frozen layer at a time, what is tapped, and what the head keeps for its backward pass: some 14 vectors of the
     # hidden size and 3 of the inner one for each time a token goes through it.
     activations: float = sizes.tokens * sizes.base_bytes * (4 * hidden + 2 * inner + (taps + 1) * hidden)
-    activations += sizes.tokens * sizes.passes * sizes.base_bytes * (14 * hidden + 3 * inner)
-    activations += _unrolled_attention(sizes.head, sizes.tokens, sizes.length)
+    whole = min(1.0, sizes.passes) if sizes.recomputed else sizes.passes
+    activations += sizes.tokens * whole * sizes.base_bytes * (14 * hidden + 3 * inner)
+    if sizes.recomputed:  # of each pass its inputs stay
+        activations += sizes.tokens * sizes.passes * sizes.base_bytes * 2 * hidden
+    activations += _unrolled_attention(sizes)
     if sizes.joint:  # the gradient goes back through the base, which keeps what every layer needs for it
         activations += sizes.tokens * sizes.base_bytes * sizes.layers * (14 * hidden + 3 * inner)
     chunk = rows_of_chunk(sizes.logits, torch.device("cuda"))
@@ -199,7 +216,7 @@ def _memory(sizes: _Sizes, base: float, processes: int, distributed: str) -> dic
         "base": base / share,
         "head": sizes.trained * sizes.head_bytes / share,
         "gradients": sizes.trained * sizes.head_bytes / gradients_share,
-        "optimizer": 2 * sizes.trained * 4 / optimizer_share,
+        "optimizer": (2 * sizes.trained - sizes.matrices) * 4 / optimizer_share,
         "activations": activations,
         # A chunk's logits of target and one draft with the tensors of the loss, and the weights' gradients in float32.
         "loss": 3 * 4 * min(chunk, sizes.tokens) * sizes.logits + 4 * sizes.output,
@@ -242,10 +259,14 @@ def _sharded_loading(model: SpecModel, base: float, sizes: _Sizes) -> float:
     return base + 2 * sizes.trained * sizes.head_bytes + largest * sizes.base_bytes
 
 
-def _unrolled_attention(head: Any, tokens: int, length: int) -> float:
-    """Bytes of the attention weights that later steps of a training-time test keep, in float32 and bfloat16."""
-    starts = head.unrolled_starts(length)
-    return starts * 6 * head.config.num_attention_heads * tokens if starts else 0
+def _unrolled_attention(sizes: _Sizes) -> float:
+    """Bytes of the attention weights that later steps of a training-time test keep, in float32 and bfloat16: all of
+    them, or the one that is recomputed."""
+    config: Any = sizes.head.config
+    starts = sizes.head.unrolled_starts(sizes.length)
+    if sizes.recomputed and starts:
+        starts = min(starts, config.anchors or sizes.length, sizes.length)
+    return starts * 6 * config.num_attention_heads * sizes.tokens if starts else 0
 
 
 def _output(head: nn.Module) -> int:

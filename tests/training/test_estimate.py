@@ -65,6 +65,41 @@ def test_what_a_launcher_shards_is_divided(material, tmp_path):
         estimate(recipe, device="TPU")
 
 
+def test_recomputed_activations_are_not_kept(material, tmp_path):
+    def activations(*more):
+        recipe = read_recipe(
+            ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2, "head.anchors=null", *more)
+        )
+        return estimate(recipe, device="H200").memory["activations"] * GIB
+
+    tokens, hidden, block, attention = 2 * 32, 32, 14 * 32 + 3 * 48, 6 * 4 * 32 * 32 * 2
+    # Of two passes the inputs stay and one is whole; of the only later one the attention weights.
+    saved = activations() - activations("training.gradient_checkpointing=true")
+    assert saved == pytest.approx(tokens * 4 * (2 * block - (block + 2 * 2 * hidden)))
+    three, less = activations("head.steps=3"), activations("head.steps=3", "training.gradient_checkpointing=true")
+    assert three - less == pytest.approx(tokens * 4 * (3 * block - (block + 3 * 2 * hidden)) + attention)
+
+
+def test_muon_keeps_one_moment_of_the_matrices_inside_the_head(material, tmp_path):
+    recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2, "training.muon=true"))
+    head = build_model(recipe, []).head
+    inside = sum(p.numel() for name, p in head.named_parameters() if p.ndim == 2 and "lm_head" not in name)
+    trained = sum(p.numel() for p in head.parameters())
+    assert estimate(recipe, device="H200").memory["optimizer"] * GIB == pytest.approx(8 * trained - 4 * inside)
+
+
+def test_processes_are_those_of_the_recipe_unless_others_are_given_and_ddp_unless_told(material, tmp_path):
+    def found(*more, **given):
+        recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2, *more))
+        return estimate(recipe, device="H200", **given)
+
+    assert (found().processes, found().distributed) == (1, "no")
+    assert (found(processes=4).distributed, "buckets" in found(processes=4).memory) == ("ddp", True)
+    asked = found("launch.processes=4", "launch.distributed=fsdp2")
+    assert (asked.processes, asked.distributed) == (4, "fsdp2")
+    assert (found("launch.processes=4").distributed, found("launch.processes=4", processes=2).processes) == ("ddp", 2)
+
+
 def test_what_autocast_copies_and_what_a_process_takes_without_a_model(material, tmp_path):
     def memory(*more, device="H200"):
         recipe = read_recipe(ROOT / "recipes" / "eagle3.yaml", overrides(material, tmp_path, 2, *more))

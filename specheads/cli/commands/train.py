@@ -22,10 +22,11 @@ def show_estimate(
     recipe: Path, overrides: Sequence[str], processes: int | None, distributed: str | None, device: str | None,
     as_json: bool = False,
 ) -> None:  # fmt: skip
-    """Print what the run will take; nothing is loaded. None: one process, no parallelism, the device that is here."""
+    """Print what the run will take; nothing is loaded. None: what the recipe's launch section says, the device
+    that is here."""
     wanted = read_recipe(recipe, overrides)
     launch = LaunchConfig(processes, distributed)
-    found = estimate(wanted, launch.processes or 1, launch.distributed or "no", device)
+    found = estimate(wanted, launch.processes, launch.distributed, device)
     print(_json(found.record()) if as_json else "\n".join(found.lines()))
 
 

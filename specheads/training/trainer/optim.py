@@ -62,7 +62,7 @@ class MuonAdamW(Optimizer):
         for group in groups:
             for is_matrix, into in ((True, matrices), (False, others)):
                 pairs = zip(group["names"], group["params"], strict=True)
-                params = [p for name, p in pairs if _is_hidden_matrix(name, p) == is_matrix]
+                params = [p for name, p in pairs if is_hidden_matrix(name, p) == is_matrix]
                 if params:
                     rates = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
                     into.append({"params": params, **rates, "muon": is_matrix})
@@ -87,5 +87,5 @@ class MuonAdamW(Optimizer):
         return loss
 
 
-def _is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim == 2 and not re.search(r"lm_head|embed", name)

@@ -145,6 +145,7 @@ def test_a_run_that_was_stopped_makes_the_same_file(temperature, cut, make, tmp_
     [
         ("--seed", 4, "seed: 3, not 4"), ("--temperature", 0.5, r"temperature: \[1.0\], not \[0.5\]"),
         ("--max_new_tokens", 3, "max_new_tokens"), ("--top_k", 5, "top_k: None, not 5"),
+        ("--dtype", "bfloat16", "dtype: 'auto', not 'bfloat16'"),
     ],
 )  # fmt: skip
 def test_a_file_is_not_resumed_with_options_that_give_other_rows(option, value, message, make, tmp_path, capsys):
@@ -158,6 +159,17 @@ def test_a_file_is_not_resumed_with_options_that_give_other_rows(option, value, 
     assert "resume it with the same, or give another --output" in error
     assert (tmp_path / "own.jsonl").read_bytes() == before
     assert len(make(rows, *ask, "--batch_size", 2)) == 6  # which goes on
+
+
+def test_sampled_answers_are_those_of_their_numbers_whatever_the_batches(make, tmp_path):
+    """Greedy and sampled, over rounds of other sizes, and resumed with other batches."""
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}] * 2
+    rows = [{"prompt": "a"}, {"messages": turns}, {"prompt": "bb"}, {"prompt": "c d"}]
+    ask = (rows, "--temperature", 0, 1.5, "--dtype", "float32", "--seed", 3)
+    whole = make(*ask, "--num_rows", 16, "--batch_size", 1)
+    assert make(*ask, "--num_rows", 16, "--batch_size", 3, output="other.jsonl") == whole
+    make(*ask, "--num_rows", 6, "--batch_size", 2, output="cut.jsonl")
+    assert make(*ask, "--num_rows", 16, "--batch_size", 5, output="cut.jsonl") == whole
 
 
 @pytest.mark.parametrize("content", [b'{"x": 1}\n{"x": 2}\nand a line without an end', b"no lines"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -35,22 +37,25 @@ def cut_prompt(ids: list[int], room: int, tokenizer: Any) -> list[int]:
 
 
 @torch.no_grad()
-def answer(base: Any, tokenizer: Any, asks: Sequence[Ask], options: Options) -> list[list[Row]]:
+def answer(base: Any, tokenizer: Any, asks: Sequence[Ask], options: Options, first: int) -> list[list[Row]]:
     """The base's answers to each question, turn by turn; questions of one temperature are answered together.
 
-    Sampled answers have their seeds from torch's generator."""
+    first: the number of the first answer among all. Each is sampled by a seed of its own number, so that neither
+    batches nor an earlier stop decide it."""
     room, pad = prompt_room(base.config, options), tokenizer.pad_token_id or 0
     rows: list[list[Row]] = [[] for _ in asks]
     answers: list[list[str]] = [[] for _ in asks]
+    numbers = list(accumulate((ask.num_turns for ask in asks), initial=first))
     for temperature in dict.fromkeys(ask.temperature for ask in asks):
         sampling: dict[str, Any] = {**options.sampling(temperature)}
         indices = [i for i, ask in enumerate(asks) if ask.temperature == temperature]
         for turn in range(max(asks[i].num_turns for i in indices)):
             live = [i for i in indices if turn < asks[i].num_turns]
             prompts = [cut_prompt(asks[i].question.prompt(answers[i], tokenizer), room, tokenizer) for i in live]
+            seeds = [random.Random(f"{options.seed} {numbers[i] + turn}").getrandbits(62) for i in live]
             results = generate_many(
                 base, prompts, batch_size=options.batch_size, max_new_tokens=options.max_new_tokens, pad_token_id=pad,
-                do_sample=bool(sampling), **sampling,
+                do_sample=bool(sampling), seed=seeds if sampling else None, **sampling,
             )  # fmt: skip
             for i, result in zip(live, results, strict=True):
                 rows[i].append(asks[i].row(result.prompt, result.tokens))

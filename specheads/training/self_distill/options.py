@@ -18,7 +18,7 @@ _SERVER_ONLY = ("model", "extra_body")
 # What decides the rows of a file, so that a run can resume only with the same. num_rows may grow.
 DECIDING = (
     "base", "source", "split", "chat", "chat_template_kwargs", "prompt_tokens", "max_new_tokens", "max_length",
-    "temperature", *_SAMPLING, "seed", *_SERVER_ONLY,
+    "temperature", *_SAMPLING, "dtype", "seed", *_SERVER_ONLY,
 )  # fmt: skip
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import sys
 from itertools import islice
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -43,8 +41,6 @@ def run(options: Options) -> None:
             else:
                 base = local.load(options)
                 while not file.finished and (batch := list(islice(asks, round_size(file.stream.wanted - file.lines)))):
-                    # Seeded by the number of answers, so that a resumed run samples what an undisturbed one does.
-                    torch.manual_seed(random.Random(f"{options.seed} {file.answers}").getrandbits(63))
-                    file.add(batch, local.answer(base, tokenizer, batch, options))
+                    file.add(batch, local.answer(base, tokenizer, batch, options, file.answers))
                     bar.update(file.lines - bar.n)
     print(file.summary(), file=sys.stderr)

@@ -35,8 +35,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 def main() -> None:
     parser = HfArgumentParser([Options], description=__doc__, formatter_class=HelpFormatter)  # type: ignore[list-item]
-    (options,) = parser.parse_args_into_dataclasses()
     try:
+        (options,) = parser.parse_args_into_dataclasses()
         train(options)
     except (ValueError, OSError) as error:
         sys.exit(str(error))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 
@@ -177,6 +178,39 @@ def test_sizes_that_a_saved_model_has_already_are_refused(options, message, tmp_
         run.refuse_wrong_start(Options(str(tmp_path), **options), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--minutes 0", "--minutes 0: expected a number above 0"),
+        ("--tokens 0.5", "--tokens 0.5: give a number of tokens to train on"),
+        ("--save_steps 0", "--save_steps 0: expected at least 1"),
+        ("--files 0", "--files 0: expected at least 1"),
+        ("--batch_size 0", "--batch_size 0: expected at least 1"),
+        ("--layers 0", "--layers 0: expected at least 1"),
+        ("--sequence_length 1", "--sequence_length 1: expected at least 2"),
+        ("--seed -1", "--seed -1: expected at least 0"),
+        ("--flat_fraction 1.5", "--flat_fraction 1.5: expected a share"),
+        ("--hidden_size 8 --head_dim 16", "--hidden_size 8 --head_dim 16: gives 0 heads"),
+        ("--hidden_size 80 --head_dim 16", "--hidden_size 80 --head_dim 16: gives 5 heads"),
+        ("--hidden_size 15 --head_dim 5", "--head_dim 5: expected an even number"),
+    ],
+)
+def test_a_size_that_trains_nothing_is_one_line(options, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["base_model.py", "--output_dir", str(tmp_path / "out"), *options.split()])
+    with pytest.raises(SystemExit, match=re.escape(message)) as stopped:
+        base_model.main()
+    assert "\n" not in str(stopped.value) and not (tmp_path / "out").exists()
+
+
+def test_a_new_model_takes_texts_of_the_length_it_was_trained_on(tmp_path):
+    for length, positions in ((512, 1024), (2048, 2048)):
+        model = parts.build_model(Options(str(tmp_path), sequence_length=length, layers=1), build_tokenizer())
+        assert model.config.max_position_embeddings == positions
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"--sequence_length 4096: .* takes texts of 2048 tokens"):
+        parts.build_model(Options("out", init=str(tmp_path), sequence_length=4096), build_tokenizer())
+
+
 def test_a_saved_model_keeps_its_layers_unless_others_are_asked_for(made):
     tokenizer = AutoTokenizer.from_pretrained(made[0])
     assert parts.build_model(Options("out", init=str(made[0])), tokenizer).config.num_hidden_layers == 2
@@ -194,7 +228,7 @@ def test_a_budget_of_tokens_ends_the_run_at_the_first_step_that_reaches_it(libra
 
 
 def test_the_learning_rate_follows_the_budget_of_tokens():
-    options = Options("out", tokens=1000.0, batch_size=1, sequence_length=1, flat_fraction=0.5)
+    options = Options("out", tokens=2000.0, batch_size=1, sequence_length=2, flat_fraction=0.5)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     state = run.Run(options, None, [(optimizer, 2.0)], None, None)
     for step, scale in ((0, 0.02), (24, 0.5), (400, 1.0), (750, 0.5), (999, 0.01)):

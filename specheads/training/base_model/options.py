@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+_LEAST = {
+    "layers": 1, "hidden_size": 1, "intermediate_size": 1, "head_dim": 2, "vocab_size": 1, "files": 1, "save_steps": 1,
+    "batch_size": 1, "sequence_length": 2, "seed": 0,
+}  # fmt: skip
+
 
 @dataclass
 class Options:
@@ -48,3 +53,30 @@ class Options:
     bf16: bool = field(default=False, metadata={"help": "bfloat16 autocast (weights stay float32)"})
     compile: bool = field(default=False, metadata={"help": "torch.compile the training forward and backward"})
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"--{name} {value}: expected at least {least}")
+        if self.minutes <= 0:
+            raise ValueError(f"--minutes {self.minutes:g}: expected a number above 0")
+        if self.tokens is not None and self.tokens < 1:
+            raise ValueError(f"--tokens {self.tokens:g}: give a number of tokens to train on, 40e6 say")
+        if not 0 <= self.flat_fraction <= 1:
+            raise ValueError(f"--flat_fraction {self.flat_fraction:g}: expected a share of the run, from 0 to 1")
+        if self.head_dim % 2:
+            raise ValueError(f"--head_dim {self.head_dim}: expected an even number, which rotary positions need")
+        if not self.heads or self.heads % self.key_value_heads:
+            raise ValueError(
+                f"--hidden_size {self.hidden_size} --head_dim {self.head_dim}: gives {self.heads} heads, which share "
+                "keys and values in pairs; expected an even number of them, 1 or 3"
+            )
+
+    @property
+    def heads(self) -> int:
+        """Of attention, in a new Llama."""
+        return self.hidden_size // self.head_dim
+
+    @property
+    def key_value_heads(self) -> int:
+        return max(1, self.heads // 2)

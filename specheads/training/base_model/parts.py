@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from transformers import (
 from specheads.training.base_model.options import Options
 from specheads.training.trainer.muon import Muon
 
-LAYERS = 8  # of a new Llama
+LAYERS, POSITIONS = 8, 1024  # of a new Llama; more positions where it learns longer texts
 SPECIAL = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|pad|>"]
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}<|user|>{{ m['content'] }}"
@@ -99,9 +100,11 @@ def load_teacher(path: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedMod
 
 
 def build_model(options: Options, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """The model that --init names, with the layers asked for, or a new one: that of --config, or a Llama."""
+    """The model that --init names, with the layers asked for, or a new one: that of --config, or a Llama. ValueError
+    where it takes shorter texts than it would be trained on."""
     if options.init:
         model = AutoModelForCausalLM.from_pretrained(options.init, dtype=torch.float32)
+        _refuse_longer_texts(options, options.init, model.config)
         if options.layers in (None, model.config.num_hidden_layers):
             return model
         if not isinstance(model, LlamaForCausalLM):
@@ -112,15 +115,24 @@ def build_model(options: Options, tokenizer: PreTrainedTokenizerFast) -> PreTrai
         return with_layers(model, options.layers)
     if options.config:
         own = AutoConfig.from_pretrained(options.config, vocab_size=len(tokenizer))
+        _refuse_longer_texts(options, options.config, own)
         return AutoModelForCausalLM.from_config(own, dtype=torch.float32)
-    heads = options.hidden_size // options.head_dim
     config = LlamaConfig(
         hidden_size=options.hidden_size, num_hidden_layers=options.layers or LAYERS, head_dim=options.head_dim,
-        intermediate_size=options.intermediate_size, num_attention_heads=heads, num_key_value_heads=max(1, heads // 2),
-        vocab_size=len(tokenizer), max_position_embeddings=1024, tie_word_embeddings=True, rms_norm_eps=1e-5,
+        intermediate_size=options.intermediate_size, num_attention_heads=options.heads,
+        num_key_value_heads=options.key_value_heads, vocab_size=len(tokenizer),
+        max_position_embeddings=max(POSITIONS, options.sequence_length), tie_word_embeddings=True, rms_norm_eps=1e-5,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     return LlamaForCausalLM(config)
+
+
+def _refuse_longer_texts(options: Options, origin: str, config: Any) -> None:
+    most = getattr(config, "max_position_embeddings", None)
+    if most is not None and options.sequence_length > most:
+        raise ValueError(
+            f"--sequence_length {options.sequence_length}: {origin} takes texts of {most} tokens; give at most that"
+        )
 
 
 def build_optimizers(model: PreTrainedModel, options: Options) -> list[tuple[torch.optim.Optimizer, float]]:

@@ -179,7 +179,7 @@ def load_corpus(options: Options, out: Path, unfinished: bool) -> Corpus:
 
 
 def refuse_wrong_start(options: Options, out: Path) -> None:
-    """ValueError for an interrupted run that is not to be resumed, options that contradict, or an empty budget."""
+    """ValueError for an interrupted run that is not to be resumed, or options that contradict."""
     sizes = ("hidden_size", "intermediate_size", "head_dim", "vocab_size")
     for origin, names in (("init", ("config", "tokenizer", *sizes)), ("config", ("layers", *sizes[:3]))):
         for name in names if getattr(options, origin) else ():
@@ -187,8 +187,6 @@ def refuse_wrong_start(options: Options, out: Path) -> None:
                 raise ValueError(f"--{name} {value}: --{origin} {getattr(options, origin)} has its own; leave one out")
     if (out / RESUME).is_file() and not options.resume:
         raise ValueError(f"{out} holds a run that was interrupted: continue it with --resume, or delete {out / RESUME}")
-    if options.tokens is not None and options.tokens < 1:
-        raise ValueError(f"--tokens {options.tokens:g}: give a number of tokens to train on, 40e6 say")
 
 
 def save_model(run: Run, texts: Corpus, out: Path, loss: float | None) -> None:

@@ -1,21 +1,41 @@
-"""What heads.py and whole_run.py share: the prompts that heads are compared on, and accepted lengths of many runs."""
+"""What heads.py and whole_run.py share: the prompts that heads are compared on, which kept figures are
+of the same run, and accepted lengths of many runs."""
 
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from specheads.bench.prompts import held_out_prompts, package_prompts
+from specheads.models.base.fingerprint import fingerprint_base
 from specheads.models.files import replacing
+from specheads.training.resume import data_mark
 
 
 def prompts(tokenizer: Any, count: int) -> list[str]:
     """So many of held-out files, then as many of installed packages."""
     packaged, _ = package_prompts(tokenizer, count)
     return [*held_out_prompts(tokenizer, count), *(str(prompt.asked) for prompt in packaged)]
+
+
+def marks(base: Any, rows: Any, asked: list[Any]) -> dict[str, str | None]:
+    """What figures depend on beside the options: digests of the base, of the rows and of the prompts."""
+    digest = f"{zlib.crc32(json.dumps(asked).encode()):08x}"
+    return {"base": fingerprint_base(base)["weights"], "data": data_mark(rows), "prompts": digest}
+
+
+def refuse_other_runs(folder: Path, asked: dict[str, Any]) -> None:
+    """SystemExit where the folder keeps figures of another budget than is asked for. Of what an older version did not
+    record nothing is said."""
+    for path in sorted(folder.glob("*/figures.json")):
+        kept = json.loads(path.read_text("utf8"))["budget"]
+        other = [f"{n}: {kept[n]}, not {value}" for n, value in asked.items() if n in kept and kept[n] != value]
+        if other:
+            raise SystemExit(f"{path} is of another run ({'; '.join(other)}): give its options, or another --out")
 
 
 def write(path: Path, record: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from head_figures import accepted_length, prompts, shown, write
+from head_figures import accepted_length, marks, prompts, refuse_other_runs, shown, write
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.utils import logging as hf_logging
 
@@ -70,6 +70,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 REFERENCE = "eagle3"  # with which the others are compared
 SHAPES = ("greedy chain", "greedy tree", "sampled chain", "sampled tree")
+OPTIONAL = ("base", "batch_size", "max_length", "learning_rate", "num_prompts", "max_new_tokens")  # of its command
 BUDGET = ("steps", "batch_size", "max_length", "learning_rate", "bf16", "num_prompts", "max_new_tokens")
 
 
@@ -150,7 +151,7 @@ def decode(model: Any, shape: str, batches: list[dict[str, Any]], max_new_tokens
     return [(sum(row), len(row)) for row in gains]
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="checkpoints/base")
     parser.add_argument("--data", nargs="+", required=True, help="rows the base wrote itself")
@@ -166,15 +167,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num-prompts", type=int, default=50, help="of held-out files, and of installed packages")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args(arguments)
+    return parser
 
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
     hf_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     rows, _ = build_datasets(DataConfig(train=options.data, max_length=options.max_length), tokenizer)
     asked = prompts(tokenizer, options.num_prompts)
     batches = prompt_batches.batches(tokenizer, asked, torch.device(options.device), options.num_prompts)
     base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32).to(options.device)
-    folder = options.out / "heads"
+    folder, spent = options.out / "heads", budget(options) | marks(base, rows, asked)
+    refuse_other_runs(folder, spent)
     for seed in range(options.seeds):
         for name in options.only:
             own = folder / f"{name.replace(', ', '_').replace(' ', '_').replace('+', 'p')}-{seed}"
@@ -182,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
             if not path.exists():
                 own.mkdir(parents=True, exist_ok=True)
                 cost = train(name, seed, rows, own, options)
-                write(path, {"variant": name, "seed": seed, "budget": budget(options), **cost, "work": {}})
+                write(path, {"variant": name, "seed": seed, "budget": spent, **cost, "work": {}})
             record = json.loads(path.read_text("utf8"))
             for shape in options.shapes:
                 if shape not in record["work"]:
@@ -206,8 +211,6 @@ def show(folder: Path, options: argparse.Namespace, rows: int) -> None:
         record = json.loads(path.read_text("utf8"))
         if record["seed"] < options.seeds:
             found[record["variant"]].append(record)
-    if len({json.dumps(record["budget"]) for records in found.values() for record in records}) > 1:
-        raise SystemExit(f"{folder} holds variants of several budgets: empty it, or ask for the same one again")
     least = min(2, options.seeds)
     finished = {name: summary(records) for name, records in found.items() if len(records) >= least}
     unfinished = [f"{name} ({len(records)})" for name, records in found.items() if 0 < len(records) < least]
@@ -223,7 +226,11 @@ def show(folder: Path, options: argparse.Namespace, rows: int) -> None:
     where, spent = environment.environment(), next(iter(finished.values()))["budget"]
     decoded = [shape for shape in SHAPES if any(shape in one["accepted_length"] for one in finished.values())]
     given = ["--data", *options.data, "--out", str(options.out), "--seeds", str(options.seeds)]
-    given += ["--steps", str(spent["steps"]), *["--bf16"] * spent["bf16"], "--only", *finished, "--shapes", *decoded]
+    given += ["--steps", str(spent["steps"]), *["--bf16"] * spent["bf16"]]
+    for name in OPTIONAL:
+        if (value := getattr(options, name)) != parser().get_default(name):
+            given += [f"--{name.replace('_', '-')}", str(value)]
+    given += ["--only", *finished, "--shapes", *decoded]
     command = f"python benchmarks/heads.py {shlex.join(given)}"
     text = "\n".join([
         "# Every head and every loss after the same training\n", f"`{command}`\n", f"{environment.line(where)}.\n",

@@ -30,7 +30,7 @@ from typing import Any
 
 import peers
 import torch
-from head_figures import accepted_length, prompts, shown, write
+from head_figures import accepted_length, marks, prompts, refuse_other_runs, shown, write
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
@@ -49,7 +49,9 @@ OURS = {  # with a feature cache? with anchors? of first drafts, too?
     "specheads": (False, False, False), "specheads, cache": (True, False, False),
     "specheads, cache and anchors": (True, True, False), "specheads, cache and anchors alone": (True, True, True),
 }  # fmt: skip
-RUN = ("epochs", "batch_size", "max_length", "draft_vocab_size", "learning_rate")
+RUN = (
+    "epochs", "batch_size", "max_length", "draft_vocab_size", "learning_rate", "num_prompts", "max_new_tokens",
+)  # fmt: skip
 DEPTH, WARMUP = peers.DEPTHS["eagle3"], 5  # steps of training-time test, and of a growing learning rate
 
 
@@ -130,9 +132,11 @@ def main(arguments: list[str] | None = None) -> int:
             f"{options.batch_size}: give other rows, or a lower --max-length"
         )
     base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32)
-    batches = prompt_batches.batches(
-        tokenizer, prompts(tokenizer, options.num_prompts), torch.device("cpu"), options.num_prompts
-    )
+    asked = prompts(tokenizer, options.num_prompts)
+    batches = prompt_batches.batches(tokenizer, asked, torch.device("cpu"), options.num_prompts)
+    budget = {name: getattr(options, name) for name in RUN} | {"rows": len(whole)}
+    budget |= marks(base, [{"input_ids": row} for row in whole], asked)
+    refuse_other_runs(options.out / "runs", budget)
     sides, records = [*options.only, *([PEER] if options.modelopt else [])], []
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(scratch) / "rows.jsonl"
@@ -152,7 +156,6 @@ def main(arguments: list[str] | None = None) -> int:
                     model = SpecModel.from_pretrained(folder, base=base).eval()
                     run = decoders.drafted(model, options.max_new_tokens, plan=chain(DEPTH))
                     gains = [row[1:] for batch in batches for row in run(batch, None).gains]
-                    budget = {name: getattr(options, name) for name in RUN} | {"rows": len(whole)}
                     work = [(sum(row), len(row)) for row in gains]
                     write(path, {"side": side, "seed": seed, "budget": budget, **found, "work": work})
                 records.append(json.loads(path.read_text("utf8")))
@@ -163,8 +166,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def show(records: list[dict[str, Any]], options: argparse.Namespace, arguments: list[str]) -> None:
     budget = records[0]["budget"]
-    if any(record["budget"] != budget for record in records):
-        raise SystemExit(f"{options.out}/runs holds runs of several budgets: empty it, or ask for the same one again")
     sides = list(dict.fromkeys(record["side"] for record in records if record["seed"] == 0))
     found = {side: sorted((r for r in records if r["side"] == side), key=lambda r: r["seed"]) for side in sides}
     work = {side: torch.tensor([r["work"] for r in each]).double() for side, each in found.items()}

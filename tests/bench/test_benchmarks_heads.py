@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -142,7 +143,32 @@ def test_a_difference_is_between_the_seeds_that_both_have():
     assert found["accepted_length"] == pytest.approx(0.5) and found["interval"] == pytest.approx((0.5, 0.5))
 
 
-def test_figures_of_another_budget_are_not_mixed_in(folder, tmp_path):
+def test_figures_of_another_run_are_not_mixed_in_nor_shown_for_it(folder, tmp_path):
     run(folder, tmp_path, only=("eagle3",))
-    with pytest.raises(SystemExit, match="several budgets"):
-        run(folder, tmp_path, "--learning-rate", "1e-3", only=("mtp",))
+    path = tmp_path / "heads" / "eagle3-0" / "figures.json"
+    before = path.read_bytes()
+    (tmp_path / "own.jsonl").write_text("".join(reversed((folder / "own.jsonl").read_text().splitlines(True))))
+    shutil.copytree(folder / "base", tmp_path / "base")
+    for options, other in (
+        (("--learning-rate", "1e-3"), r"learning_rate: 0\.004, not 0\.001"),
+        (("--num-prompts", 1), "num_prompts: 2, not 1"),
+        (("--data", tmp_path / "own.jsonl"), "data: 12 rows, checksum .*, not 12 rows"),
+    ):
+        for only in ("eagle3", "mtp"):
+            with pytest.raises(SystemExit, match=f"is of another run .*{other}"):
+                run(folder, tmp_path, *options, only=(only,))
+    assert run(folder, tmp_path, "--base", tmp_path / "base", only=("eagle3",)) == 0  # the same, elsewhere
+    assert path.read_bytes() == before
+    older = json.loads(before)
+    older["budget"] = {n: v for n, v in older["budget"].items() if n not in ("base", "data", "prompts")}
+    path.write_text(json.dumps(older))
+    assert run(folder, tmp_path, only=("eagle3",)) == 0
+
+
+def test_the_command_has_every_option_that_is_not_its_default(folder, tmp_path):
+    run(folder, tmp_path, "--batch-size", 2, "--learning-rate", "1e-3", only=("eagle3",))
+    command = json.loads((tmp_path / "heads.json").read_text())["command"]
+    given = heads.parser().parse_args(shlex.split(command)[2:])
+    wanted = {"base": str(folder / "base"), "batch_size": 2, "max_length": 24, "learning_rate": 1e-3}
+    wanted |= {"num_prompts": 2, "max_new_tokens": 8, "steps": 2, "seeds": 2, "bf16": False}
+    assert {name: getattr(given, name) for name in wanted} == wanted

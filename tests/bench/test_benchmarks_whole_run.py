@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -35,5 +36,12 @@ def test_each_side_is_trained_once_and_a_cache_changes_no_head(tmp_path, monkeyp
         torch.testing.assert_close(trained[1][name], tensor, rtol=1e-5, atol=1e-6, msg=name)
     written = {name: path.stat().st_mtime_ns for name, path in files.items()}
     capsys.readouterr()
+    (tmp_path / "other.jsonl").write_text("".join(reversed((tmp_path / "own.jsonl").read_text().splitlines(True))))
+    for more, other in (
+        (["--num-prompts", "2"], "num_prompts: 1, not 2"), (["--max-new-tokens", "9"], "max_new_tokens: 8, not 9"),
+        (["--data", str(tmp_path / "other.jsonl")], "data: 4 rows, checksum "),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit, match=f"is of another run .*{other}"):
+            whole_run.main([*given, *more])
     assert whole_run.main(given) == 0
     assert {name: path.stat().st_mtime_ns for name, path in files.items()} == written

@@ -106,7 +106,7 @@ def read_table(path: Path, most: int | None = MOST_JSON) -> dict[str, Any] | Non
 
     most: None for a file that we wrote ourselves."""
     if most is not None and (size := path.stat().st_size) > most:
-        raise CheckpointError(f"{path} has {size:,} bytes; a config has at most {most:,}")
+        raise CheckpointError(f"{path} has {size:,} bytes; expected at most {most:,}")
     try:
         table = json.loads(path.read_bytes())
     except (ValueError, RecursionError):  # no JSON, or nested deeper than any config

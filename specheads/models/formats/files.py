@@ -128,12 +128,13 @@ class Files:
         """Tensor name → name of its file, if there are several; None if there is one."""
         if self.weights is None or self.weights.name != shards.INDEX:
             return None
-        return shards.read_index(self.weights, read_table(self.weights))
+        return shards.read_index(self.weights)[0]
 
     @cached_property
     def _shards(self) -> dict[str, Path]:
         """Every file that the index names. CheckpointError if one is missing."""
         assert self.weights is not None
+        shards.refuse_paths(self.weights, self._index or {}, self._index or ())
         shards.refuse_many(self.weights, self._index or {})
         found = {name: self.find(name) for name in sorted(set((self._index or {}).values()))}
         if missing := [name for name, path in found.items() if path is None]:

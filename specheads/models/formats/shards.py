@@ -7,27 +7,33 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from specheads.models.files import WEIGHTS, CheckpointError
+from specheads.models.files import WEIGHTS, CheckpointError, read_table
 from specheads.options import shortened, shown
 
 INDEX = f"{WEIGHTS}.index.json"
 _MOST = 64  # files
+_MOST_BYTES = 64 << 20  # of an index; one of 100,000 tensors has some 10 million
 _NAME = re.compile(r"\w[\w. -]{0,200}\.safetensors")  # of a file beside the index: no path, no drive
 
 
-def read_index(path: Path, table: dict[str, Any] | None) -> dict[str, str]:
-    """Tensor name → name of its file, from an index, whose JSON is `table`. CheckpointError if it is no index, or names
-    anything but files beside itself."""
-    found = (table or {}).get("weight_map")
+def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Tensor name → name of its file, from an index, and the index's metadata. CheckpointError if it is no index."""
+    read = read_table(path, _MOST_BYTES) or {}
+    found, metadata = read.get("weight_map"), read.get("metadata")
     if not isinstance(found, dict) or not found:
         raise CheckpointError(f"{path} is not an index of tensors: it has no weight_map of names")
-    for tensor, name in found.items():
+    return found, metadata if isinstance(metadata, dict) else {}
+
+
+def refuse_paths(path: Path, index: dict[str, str], tensors: Collection[str]) -> None:
+    """CheckpointError if an index has one of these tensors in anything but a file beside itself."""
+    for tensor in tensors:
+        name = index[tensor]
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise CheckpointError(
                 f"{path} has {shortened(tensor)} in {shown(str(name))}; "
                 "expected the name of a .safetensors file beside it"
             )
-    return found
 
 
 def refuse_many(path: Path, index: dict[str, str]) -> None:

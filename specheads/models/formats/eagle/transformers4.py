@@ -15,8 +15,9 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from specheads.models.files import CONFIG, WEIGHTS, read_table
+from specheads.models.formats.shards import INDEX, read_index
 
-FOLDER, INDEX = "base", "model.safetensors.index.json"
+FOLDER = "base"
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _COPIED = (_TOKENIZER, "generation_config.json", "chat_template.jinja", "special_tokens_map.json")
 
@@ -41,9 +42,8 @@ def _index(source: Path) -> dict[str, Any] | None:
     """An index with every tensor's file; None if the base is not in safetensors."""
     folder = source.resolve()
     if (source / INDEX).is_file():
-        index = read_table(source / INDEX, most=None) or {}
-        named = {name: str(folder / file) for name, file in index.get("weight_map", {}).items()}
-        return {"metadata": index.get("metadata", {}), "weight_map": named}
+        weights, metadata = read_index(source / INDEX)
+        return {"metadata": metadata, "weight_map": {name: str(folder / file) for name, file in weights.items()}}
     if not (source / WEIGHTS).is_file():
         return None
     with safe_open(source / WEIGHTS, "pt") as file:

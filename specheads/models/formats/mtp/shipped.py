@@ -24,7 +24,7 @@ from specheads.models.formats.files import Files, table
 from specheads.models.formats.format import ExportFiles, Format, check_embeddings, meta_tensors, output_matrix
 from specheads.models.formats.mtp.layer_tensors import WIDE, LayerTensors
 from specheads.models.formats.mtp.naming import NAMINGS, Naming, refused
-from specheads.models.formats.shards import INDEX
+from specheads.models.formats.shards import INDEX, read_index, refuse_paths
 
 FILE = "mtp.safetensors"  # sorts after model*.safetensors, so that readers of all files take its tensors
 _SOLE = "model-00001-of-00002.safetensors"  # WEIGHTS in an export: readers of WEIGHTS pass an index by
@@ -73,7 +73,8 @@ class ModuleFiles(Files):
 
     @cached_property
     def _shards(self) -> dict[str, Path]:
-        assert self._index is not None
+        assert self._index is not None and self.weights is not None
+        refuse_paths(self.weights, self._index, self._wanted)
         found = {name: self.find(name) for name in sorted({self._index[name] for name in self._wanted})}
         if missing := [name for name, path in found.items() if path is None]:
             raise CheckpointError(f"{self.weights} names {missing[0]}, which is not beside it; copy it there too")
@@ -247,12 +248,11 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
             config["specheads_zero_first_embedding"] = True
         if folder is None:
             return ExportFiles(config, named, FILE, {INDEX: _index(named, {}, {})})
-        renamed = {}
+        renamed, metadata = {}, dict[str, Any]()
         if (folder / WEIGHTS).is_file():
-            weights, metadata, renamed = dict.fromkeys(read_header(folder / WEIGHTS)[0], _SOLE), {}, {WEIGHTS: _SOLE}
+            weights, renamed = dict.fromkeys(read_header(folder / WEIGHTS)[0], _SOLE), {WEIGHTS: _SOLE}
         elif (folder / INDEX).is_file():
-            known = read_table(folder / INDEX, most=None) or {}
-            weights, metadata = dict(known.get("weight_map", {})), dict(known.get("metadata", {}))
+            weights, metadata = read_index(folder / INDEX)
         else:
             raise CheckpointError(f"{folder} has no safetensors; save the base again, and export beside that")
         links = {

@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +44,37 @@ def damaged_error(path: Any, error: Exception | str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged or cut short ({reason(error)}); copy or train it again")
 
 
-def read_header(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor of a safetensors file as a meta tensor, without its values, and the file's metadata."""
+def read_header(path: Path | str, names: Collection[str] | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every tensor of a safetensors file as a meta tensor, without its values, and the file's metadata.
+
+    names: the tensors that are wanted, of those in the file."""
+    with _opened(path) as file:
+        wanted = [name for name in file.keys() if names is None or name in names]  # noqa: SIM118 (not a dict)
+        slices = {name: file.get_slice(name) for name in wanted}
+        found = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+        metadata = file.metadata() or {}
+    shapes = {name: meta_tensor(path, name, shape, DTYPES.get(dtype, dtype)) for name, (shape, dtype) in found.items()}
+    return shapes, metadata
+
+
+def read_names(path: Path | str) -> list[str]:
+    """The names of the tensors of a safetensors file, of whatever dtypes."""
+    with _opened(path) as file:
+        return list(file.keys())
+
+
+@contextlib.contextmanager
+def _opened(path: Path | str) -> Iterator[Any]:
+    """A safetensors file whose header is whole and no larger than any head's."""
     try:
         with open(path, "rb") as raw:
             size = int.from_bytes(raw.read(8), "little")
         if _MOST_HEADER < size <= Path(path).stat().st_size:
             raise CheckpointError(f"{path} has a header of {size:,} bytes; a head's has at most {_MOST_HEADER:,}")
         with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            found = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
-            metadata = file.metadata() or {}
+            yield file
     except (SafetensorError, OSError) as error:
         raise damaged_error(path, error) from error
-    shapes = {name: meta_tensor(path, name, shape, DTYPES.get(dtype, dtype)) for name, (shape, dtype) in found.items()}
-    return shapes, metadata
 
 
 def read_tensors(path: Path | str, names: Iterable[str]) -> dict[str, Tensor]:

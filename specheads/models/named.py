@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as hf_logging
 
 from specheads.decoding.drafters import Cascade, Drafter, DraftModel
 from specheads.decoding.drafters.model import refuse_other_kind
@@ -24,6 +25,7 @@ from specheads.models.formats.importing import find_foreign
 from specheads.models.spec_model import SpecModel
 from specheads.options import nearest, shown
 
+logger = hf_logging.get_logger(__name__)
 QUANTIZE = {"4bit": 4, "8bit": 8}
 
 
@@ -122,9 +124,11 @@ class Models:
 
 def holds_head(source: str) -> bool:
     """Is it a head checkpoint, ours or a foreign one, rather than a whole model? Also True if nothing can be read: then
-    loading it as a head says why."""
-    if find_foreign(source, hub_options(source)) is not None:
-        return True
+    loading it as a head says why. A whole model whose modules no head can hold is none, and the reason is logged."""
+    if (foreign := find_foreign(source, hub_options(source))) is not None:
+        if (why := foreign.refusal()) is not None:
+            logger.warning_once("%s is decoded without the draft modules that it ships: %s", source, why)
+        return why is None
     try:
         config = AutoConfig.from_pretrained(source, **hub_options(source))
     except OSError:

@@ -28,6 +28,7 @@ from specheads.models.files import (
     damaged_error,
     meta_tensor,
     read_header,
+    read_names,
     read_table,
     read_tensors,
 )
@@ -110,10 +111,15 @@ class Files:
             found |= part
         return found
 
-    @property
+    @cached_property
     def names(self) -> Collection[str]:
-        """The names of the tensors; if there is an index, no other file is fetched for them."""
-        return self.shapes if self._index is None else self._index
+        """The names of the tensors, of whatever dtypes; if there is an index, no other file is fetched for them.
+
+        Of a pickle, which is not run: every text in it, the names among them."""
+        if self._index is not None:
+            return self._index
+        assert self.weights is not None
+        return _texts_in(self.weights) if self.pickled else read_names(self.weights)
 
     def tensor(self, name: str) -> Tensor:
         """A copy of one tensor, independent of the file. Compare `shapes` with what is expected first."""
@@ -157,21 +163,7 @@ class Files:
 def read_pickle(path: Path) -> dict[str, Tensor]:
     """The tensors of a torch.save() archive by name, memory-mapped. CheckpointError if it holds anything else, or would
     take more memory than it has bytes."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-            inside = [entry for entry in archive.infolist() if entry.filename.lower().endswith("data.pkl")]
-            program = archive.read(inside[0]) if len(inside) == 1 and not packed else b""
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise CheckpointError(
-            f"{path} is damaged, cut short, or older than torch 1.6 ({reason(error)}); copy it again, or save it "
-            "again as safetensors"
-        ) from error
-    if packed:  # torch.save never compresses, and compressed data may expand to any size
-        raise CheckpointError(
-            f"{path} holds compressed entries ({shortened(packed[0])}), which torch.save() does not write"
-        )
-    _refuse_calls(path, program)
+    _refuse_calls(path, _program(path))
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a hostile pickle can fail in any way
@@ -189,13 +181,40 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
     return loaded
 
 
-def _refuse_calls(path: Path, program: bytes) -> None:
-    """CheckpointError if a pickle calls anything but what builds tensors by name. Nothing of it is run."""
+def _program(path: Path) -> bytes:
+    """The pickle in a torch.save() archive. CheckpointError for what torch.save() does not write."""
     try:
-        codes = [(code.name, argument) for code, argument, _ in pickletools.genops(program)]
+        with zipfile.ZipFile(path) as archive:
+            packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+            inside = [entry for entry in archive.infolist() if entry.filename.lower().endswith("data.pkl")]
+            program = archive.read(inside[0]) if len(inside) == 1 and not packed else b""
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise CheckpointError(
+            f"{path} is damaged, cut short, or older than torch 1.6 ({reason(error)}); copy it again, or save it "
+            "again as safetensors"
+        ) from error
+    if packed:  # torch.save never compresses, and compressed data may expand to any size
+        raise CheckpointError(
+            f"{path} holds compressed entries ({shortened(packed[0])}), which torch.save() does not write"
+        )
+    return program
+
+
+def _codes(path: Path, program: bytes) -> list[tuple[str, Any]]:
+    """The steps of a pickle, each by its name and argument. Nothing of it is run."""
+    try:
+        return [(code.name, argument) for code, argument, _ in pickletools.genops(program)]
     except (ValueError, UnicodeError) as error:
         raise damaged_error(path, f"its pickle cannot be read: {error}") from error
-    for name, argument in codes:
+
+
+def _texts_in(path: Path) -> set[str]:
+    return {argument for name, argument in _codes(path, _program(path)) if "UNICODE" in name}
+
+
+def _refuse_calls(path: Path, program: bytes) -> None:
+    """CheckpointError if a pickle calls anything but what builds tensors by name."""
+    for name, argument in _codes(path, program):
         if name in _OTHER_CALLS or (name == "GLOBAL" and not _CALLED.fullmatch(str(argument))):
             called = str(argument).replace(" ", ".") if name == "GLOBAL" else name
             raise CheckpointError(f"{path}: its pickle calls {shown(called)}, which plain tensors by name do not need")

@@ -44,7 +44,8 @@ class Format(ABC):
     engine: its name for `--to`. kind: of the head. title: its name in messages. versions: the versions it was written
     for. serving: Markdown with the commands, a template (serving.py). embeds: whether the base's embeddings are part of
     an export; None if the format cannot hold them. Embeddings in a file that is read are compared with the base's.
-    wide: ends of the names of tensors that keep a dtype of their own.
+    wide: ends of the names of tensors that keep a dtype of their own. within_base: the head is a part of its base's own
+    checkpoint.
     """
 
     kind: ClassVar[str]
@@ -54,6 +55,7 @@ class Format(ABC):
     serving: str
     embeds: bool | None = False
     wide: tuple[str, ...] = ()
+    within_base: ClassVar[bool] = False
 
     def recognises(self, files: Files) -> bool:
         """Are these files in this format? A format that several engines share is recognised by one of them."""

@@ -13,6 +13,7 @@ from specheads.decoding.target.hf_base import refuse_unsupported, text_config
 from specheads.heads import HEADS, DraftHead, HeadConfig
 from specheads.models.build import build_head, build_spec_config
 from specheads.models.config import SpecConfig
+from specheads.models.files import CheckpointError
 from specheads.models.formats import FORMATS
 from specheads.models.formats.files import Files, architectures
 from specheads.models.formats.format import Format, read
@@ -41,7 +42,17 @@ class ForeignCheckpoint:
     @property
     def within_base(self) -> bool:
         """Is the head a part of its base's own checkpoint?"""
-        return self.part is not self.files
+        return self.form.within_base
+
+    def refusal(self) -> str | None:
+        """Why no head here can hold the modules of a base's own checkpoint, by its files alone; None if they do not
+        say."""
+        if self.within_base:
+            try:
+                self.part.shapes  # noqa: B018 (reads them)
+            except CheckpointError as error:
+                return str(error)
+        return None
 
     def head_config(self, base: PreTrainedModel) -> HeadConfig:
         """The config of the head alone, for that base, of which no weight is read: it may be on the meta device."""
@@ -68,7 +79,7 @@ def find_foreign(
 ) -> ForeignCheckpoint | None:
     """The foreign checkpoint at `source`; None if it is none: one of ours, a base model, or nothing at all.
 
-    CheckpointError for damaged files, and for a pickle unless allowed.
+    CheckpointError for damaged files. A pickle is recognised, and refused where its tensors are read unless allowed.
     """
     files = Files(source, hub, allow_pickle)
     config = files.config or {}
@@ -76,14 +87,14 @@ def find_foreign(
         return None
     if not config and not files.weights.name.startswith(_NAMED):
         return None  # reading it as one of ours reports a config that is missing or garbled
-    if files.pickled and not allow_pickle and not _calls_itself_a_head(files, config):
+    if files.pickled and not allow_pickle and not _may_be_a_head(files, config):
         return None
     form = next((form for form in FORMATS if form.recognises(files)), None)
     return None if form is None else ForeignCheckpoint(form, files)
 
 
-def _calls_itself_a_head(files: Files, config: dict[str, Any]) -> bool:
-    """By its config and file names alone: a model of one decoder layer is no base model."""
+def _may_be_a_head(files: Files, config: dict[str, Any]) -> bool:
+    """By its config and file names alone: may it be a head?"""
     assert files.weights is not None
     keys = {
         "draft_vocab_size", "hydra_num_heads", "medusa_num_heads", "num_medusa_heads", "speculators_model_type",

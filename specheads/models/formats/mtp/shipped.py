@@ -19,7 +19,7 @@ from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HeadConfig, MtpConfig
 from specheads.heads.mtp.target_layers import TargetLayers, config_table
 from specheads.hub import commit_of
-from specheads.models.files import CONFIG, WEIGHTS, CheckpointError, read_header, read_table
+from specheads.models.files import CONFIG, WEIGHTS, CheckpointError, read_header, read_names, read_table
 from specheads.models.formats.files import Files, table
 from specheads.models.formats.format import ExportFiles, Format, check_embeddings, meta_tensors, output_matrix
 from specheads.models.formats.mtp.layer_tensors import WIDE, LayerTensors
@@ -66,10 +66,10 @@ class ModuleFiles(Files):
         paths = {self.weights} if self._index is None else {self._shards[self._index[name]] for name in self._wanted}
         for path in paths:
             assert path is not None
-            found |= read_header(path)[0]
+            found |= read_header(path, self._wanted)[0]
         if missing := self._wanted - found.keys():
             raise CheckpointError(f"{self} has no {min(missing)}, which its index names; copy it again")
-        return {name: found[name] for name in sorted(self._wanted)}
+        return dict(sorted(found.items()))
 
     @cached_property
     def _shards(self) -> dict[str, Path]:
@@ -89,6 +89,7 @@ class Shipped(Format):
     versions = "vLLM 0.32, SGLang 0.5.23 and transformers 5.23"
     embeds = None
     wide = WIDE
+    within_base = True
     serving = """\
 This folder is the model itself: its index names the modules in mtp.safetensors, and its other files are links to the
 model's own. If the model was not in a folder, copy its files here first. vLLM drafts with the first module alone, fed
@@ -250,7 +251,7 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
             return ExportFiles(config, named, FILE, {INDEX: _index(named, {}, {})})
         renamed, metadata = {}, dict[str, Any]()
         if (folder / WEIGHTS).is_file():
-            weights, renamed = dict.fromkeys(read_header(folder / WEIGHTS)[0], _SOLE), {WEIGHTS: _SOLE}
+            weights, renamed = dict.fromkeys(read_names(folder / WEIGHTS), _SOLE), {WEIGHTS: _SOLE}
         elif (folder / INDEX).is_file():
             weights, metadata = read_index(folder / INDEX)
         else:

@@ -146,9 +146,13 @@ def commit_of(model: PreTrainedModel) -> str | None:
     if recorded := getattr(model.config, "_commit_hash", None):
         return recorded
     # transformers >= 5.23 records it nowhere. It is still certain if the cache has only one commit of the repository.
-    name = getattr(model, "name_or_path", None)
-    if not name or Path(name).exists():
-        return None
-    snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "snapshots"
-    commits = [path.parent.name for path in snapshots.glob("*/config.json")]
+    commits = cached_commits(getattr(model, "name_or_path", None))
     return commits[0] if len(commits) == 1 else None
+
+
+def cached_commits(name: str | None) -> list[str]:
+    """The commits of a model of the hub that are in the cache; [] for a path."""
+    if not name or Path(name).exists():
+        return []
+    snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "snapshots"
+    return [path.parent.name for path in snapshots.glob("*/config.json")]

@@ -47,7 +47,7 @@ def export(
     refuse_nonempty(folder, "export into")
     if folder.exists() and folder.samefile(Path.cwd()):
         raise CheckpointError(f"{folder} is the current directory, which the export would replace; name one inside it")
-    tensors = head_tensors(head, as_dtype(dtype))
+    tensors = head_tensors(head, as_dtype(dtype), form.wide)
     written = form.write(head.config, tensors, base)
     named = {name: t.contiguous().clone() for name, t in written.tensors.items()}
     if embeddings and form.embeds is None:
@@ -113,12 +113,14 @@ def engines_for(config: SpecConfig, base: PreTrainedModel, head: DraftHead) -> l
     return sorted({form.engine for form in forms if not form.refusals(head.config, tensors, base)})
 
 
-def head_tensors(head: DraftHead, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The head's tensors by our names, on the CPU."""
+def head_tensors(head: DraftHead, dtype: torch.dtype | None = None, wide: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """The head's tensors by our names, on the CPU, in `dtype` but for those whose names end in `wide`."""
     state = {name: t.detach().to("cpu") for name, t in head.state_dict().items()}
     if any(hasattr(t, "full_tensor") for t in state.values()):
         raise CheckpointError("the head's tensors are shards; save the head, load it in one process, and export that")
-    return {name: t.to(dtype) if dtype is not None and t.is_floating_point() else t for name, t in state.items()}
+    if dtype is None:
+        return state
+    return {n: t.to(dtype) if t.is_floating_point() and not n.endswith(wide) else t for n, t in state.items()}
 
 
 def _write(

@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+_MOST = 64  # modules of one target
+
 
 @dataclass(frozen=True)
 class Naming:
@@ -32,7 +34,7 @@ class Naming:
     norm: tuple[str, ...]
     copies: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    most: int = 64
+    most: int = _MOST
     shared: bool = False
     prefixes: tuple[str, ...] = ("",)
 
@@ -62,6 +64,20 @@ class Naming:
         if norms:
             filled["norm.weight"] = next((name for name in norms if name in found), norms[0])
         return filled
+
+    def names_in(self, names: Collection[str], num_layers: int, prefix: str, count: int) -> set[str]:
+        """Of `names`, those of the first `count` modules, their copies of the base's matrices included."""
+        wanted: set[str] = set()
+        for k in range(count):
+            wanted |= set(self.own_names(k, num_layers, names, prefix, bias=True).values())
+            wanted |= set(self.copied(k, num_layers, prefix))
+            starts = tuple(self.layer_prefixes(k, num_layers, prefix))
+            wanted |= {name for name in names if name.startswith(starts)}
+        return wanted & set(names)
+
+    def all_names(self, names: Collection[str], num_layers: int) -> set[str]:
+        """Of `names`, those of any module."""
+        return set().union(*(self.names_in(names, num_layers, prefix, _MOST) for prefix in self.prefixes))
 
     def layer_prefixes(self, k: int, num_layers: int, prefix: str) -> list[str]:
         return [prefix + self._fill(each, k, num_layers) for each in self.layers]

@@ -7,28 +7,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
 
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HeadConfig, MtpConfig
 from specheads.heads.mtp.target_layers import TargetLayers, config_table
-from specheads.hub import commit_of
-from specheads.models.files import CONFIG, WEIGHTS, CheckpointError, read_header, read_names, read_table
+from specheads.models.files import CONFIG, CheckpointError, read_header, read_table
 from specheads.models.formats.files import Files, table
 from specheads.models.formats.format import ExportFiles, Format, check_embeddings, meta_tensors, output_matrix
+from specheads.models.formats.mtp.beside import BaseFiles
 from specheads.models.formats.mtp.layer_tensors import WIDE, LayerTensors
 from specheads.models.formats.mtp.naming import NAMINGS, Naming, refused
-from specheads.models.formats.shards import INDEX, read_index, refuse_paths
+from specheads.models.formats.shards import INDEX, refuse_paths
+from specheads.options import listing
 
-FILE = "mtp.safetensors"  # sorts after model*.safetensors, so that readers of all files take its tensors
-_SOLE = "model-00001-of-00002.safetensors"  # WEIGHTS in an export: readers of WEIGHTS pass an index by
-_NESTED = "text_config"
+_NESTED, _ZERO_FIRST = "text_config", "specheads_zero_first_embedding"
 
 
 class Modules(NamedTuple):
@@ -51,6 +50,20 @@ def find_modules(files: Files, num_layers: int) -> Modules | None:
 def naming_of(model_type: str) -> Naming | None:
     """The names that modules of such a target are written with; None if no program reads any."""
     return next((naming for naming in NAMINGS if model_type in naming.model_types), None)
+
+
+def layer_form(target: TargetLayers, index: int) -> tuple:
+    return tuple((name, tensor.shape) for name, tensor in target.layers[index].state_dict().items())
+
+
+def layer_forms(config: dict[str, Any]) -> dict[tuple, int]:
+    """Each form of a target's layers → the layer that tensors of that form are read as."""
+    target = TargetLayers(config)
+    usual = target.usual_indices()[0]
+    forms: dict[tuple, int] = {}
+    for index in (usual, *reversed(range(len(target.layers)))):
+        forms.setdefault(layer_form(target, index), index)
+    return forms
 
 
 class ModuleFiles(Files):
@@ -91,7 +104,7 @@ class Shipped(Format):
     wide = WIDE
     within_base = True
     serving = """\
-This folder is the model itself: its index names the modules in mtp.safetensors, and its other files are links to the
+This folder is the model itself: its index names the modules, in mtp.safetensors, and its other files are links to the
 model's own. If the model was not in a folder, copy its files here first. vLLM drafts with the first module alone, fed
 with its own output, and refuses more tokens than there are modules unless they are a multiple of that number.
 
@@ -118,16 +131,10 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
         modules = find_modules(files, layers)
         assert modules is not None
         naming, prefix, count = modules
-        wanted: set[str] = set()
-        for k in range(count):
-            wanted |= set(naming.own_names(k, layers, files.names, prefix, bias=True).values())
-            wanted |= set(naming.copied(k, layers, prefix))
-            starts = tuple(naming.layer_prefixes(k, layers, prefix))
-            wanted |= {name for name in files.names if name.startswith(starts)}
         further = naming.layer_prefixes(count, layers, prefix)[0]
         if naming.shared and any(name.startswith(further) for name in files.names):
             raise CheckpointError(f"{files}: its MTP layers share one projection, and heads here have one each")
-        return ModuleFiles(files, wanted & set(files.names))
+        return ModuleFiles(files, naming.names_in(files.names, layers, prefix, count))
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config, layers = files.config or {}, text_config(base).num_hidden_layers
@@ -142,7 +149,7 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
             "num_modules": modules.number, "target_config": table_, "steps": max(5, modules.number),
             "layer_indices": self._indices(files, table_, layers, modules),
             "fc_bias": own["eh_proj.bias"] in files.names, **naming.options,
-            "zero_first_embedding": bool(config.get("specheads_zero_first_embedding", False)),
+            "zero_first_embedding": bool(config.get(_ZERO_FIRST, False)),
         }  # fmt: skip
 
     def _layer(self, files: Files, k: int, j: int, layers: int, modules: Modules) -> dict[str, Tensor]:
@@ -159,13 +166,8 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
 
     def _indices(self, files: Files, config: dict[str, Any], layers: int, modules: Modules) -> tuple[int, ...]:
         """The target's layers that those of the modules are like, by their tensors. CheckpointError if none is."""
-        convert, usual = LayerTensors(config), TargetLayers(config).usual_indices()[0]
-        order = [usual, *(i for i in reversed(range(convert.count)) if i != usual)]
+        convert, forms = LayerTensors(config), layer_forms(config)
         found: list[int] = []
-        forms: dict[tuple, int] = {}
-        for i in order:  # one of each form
-            form = tuple((n, t.shape) for n, t in TargetLayers(config).layers[i].state_dict().items())
-            forms.setdefault(form, i)
         for j in range(len(modules.naming.layers)):
             tensors, why = self._layer(files, 0, j, layers, modules), ""
             for i in forms.values():
@@ -223,14 +225,50 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
             wrong.append(f"it has {head.num_modules} modules, and {naming.most} can be named")
         if len(head.layer_indices) != len(naming.layers):
             wrong.append(f"its modules have {len(head.layer_indices)} layers, and theirs have {len(naming.layers)}")
-        return wrong
+        return wrong or self._other_layers(naming, head, tensors, base)
+
+    def _other_layers(
+        self, naming: Naming, head: MtpConfig, tensors: dict[str, Tensor], base: PreTrainedModel
+    ) -> list[str]:
+        """Reasons why readers would take the modules' layers for others of the target's."""
+        assert head.target_config and head.layer_indices
+        target, forms = TargetLayers(head.target_config), layer_forms(head.target_config)
+        for index in head.layer_indices:
+            read_as = forms[layer_form(target, index)]
+            if (own := target.type_of(index)) != (theirs := target.type_of(read_as)):
+                return [f"its modules are like layer {index} of the target ({own}), and their tensors would be read as "
+                        f"those of layer {read_as} ({theirs}): train modules with layer_indices={read_as}"]  # fmt: skip
+        layers = text_config(base).num_hidden_layers
+        try:
+            shipped = naming.names_in(BaseFiles.of(base).weights, layers, naming.prefixes[0], 1)
+        except CheckpointError as error:
+            return [str(error)]
+        if shipped:
+            meta = {name: tensor.to("meta") for name, tensor in tensors.items() if name.startswith("mtp.0.")}
+            named = self._named(naming, replace(head, num_modules=1), meta, layers)
+            if unknown := sorted(name for name in named if name.endswith(".weight") and name not in shipped):
+                return [f"the modules that the model ships lack {listing(unknown, 2)}, and readers build theirs: train "
+                        "modules with layer_indices of a layer of that form"]  # fmt: skip
+        return []
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
-        assert isinstance(head, MtpConfig) and head.target_config and head.layer_indices
-        layers, convert = text_config(base).num_hidden_layers, LayerTensors(head.target_config)
-        naming = naming_of(text_config(base).model_type)
+        assert isinstance(head, MtpConfig)
+        naming, layers = naming_of(text_config(base).model_type), text_config(base).num_hidden_layers
         assert naming is not None
-        prefix = naming.prefixes[0]
+        named, of_base = self._named(naming, head, tensors, layers), BaseFiles.of(base)
+        kept = of_base.without(naming.all_names(of_base.weights, layers))
+        config = None if kept.folder is None else read_table(kept.folder / CONFIG)
+        config = json.loads(base.config.to_json_string()) if config is None else config
+        (table(config, _NESTED) or config)[naming.count] = head.num_modules
+        config.pop(_ZERO_FIRST, None)
+        if head.zero_first_embedding:
+            config[_ZERO_FIRST] = True
+        return ExportFiles(config, named, kept.new_file, {INDEX: kept.index(named)}, kept.links())
+
+    def _named(self, naming: Naming, head: MtpConfig, tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+        """The head's tensors by the names of a family, in a target with so many layers."""
+        assert head.target_config and head.layer_indices
+        convert, prefix = LayerTensors(head.target_config), naming.prefixes[0]
         named: dict[str, Tensor] = {}
         for k in range(head.num_modules):
             own = naming.own_names(k, layers, (), prefix, bias=head.fc_bias)
@@ -241,27 +279,7 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
                 inner = f"mtp.{k}.layers.{j}."
                 layer = {n.removeprefix(inner): t for n, t in tensors.items() if n.startswith(inner)}
                 named |= {start + name: tensor for name, tensor in convert.to_checkpoint(layer, index).items()}
-        folder = _folder_of(base)
-        config = None if folder is None else read_table(folder / CONFIG)
-        config = json.loads(base.config.to_json_string()) if config is None else config
-        (table(config, _NESTED) or config)[naming.count] = head.num_modules
-        if head.zero_first_embedding:
-            config["specheads_zero_first_embedding"] = True
-        if folder is None:
-            return ExportFiles(config, named, FILE, {INDEX: _index(named, {}, {})})
-        renamed, metadata = {}, dict[str, Any]()
-        if (folder / WEIGHTS).is_file():
-            weights, renamed = dict.fromkeys(read_names(folder / WEIGHTS), _SOLE), {WEIGHTS: _SOLE}
-        elif (folder / INDEX).is_file():
-            weights, metadata = read_index(folder / INDEX)
-        else:
-            raise CheckpointError(f"{folder} has no safetensors; save the base again, and export beside that")
-        links = {
-            renamed.get(path.name, path.name): path.resolve()
-            for path in folder.iterdir()
-            if path.is_file() and path.name not in (CONFIG, INDEX, FILE, "README.md", *renamed.values())
-        }  # fmt: skip
-        return ExportFiles(config, named, FILE, {INDEX: _index(named, weights, metadata)}, links)
+        return named
 
 
 def _num_layers(config: dict[str, Any]) -> int:
@@ -269,27 +287,6 @@ def _num_layers(config: dict[str, Any]) -> int:
     nested = table(config, _NESTED) or config
     value = nested.get("num_hidden_layers", nested.get("n_layer"))
     return value if type(value) is int else -1
-
-
-def _folder_of(base: PreTrainedModel) -> Path | None:
-    """The folder of the base's files, which may be the hub's cache; None if it has none."""
-    name = getattr(base, "name_or_path", None)
-    if not name:
-        return None
-    if (Path(name) / CONFIG).is_file():
-        return Path(name)
-    options: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
-    try:
-        found = cached_file(name, CONFIG, revision=commit_of(base), **options)
-    except OSError:
-        return None
-    return None if found is None else Path(found).parent
-
-
-def _index(own: dict[str, Tensor], weights: dict[str, str], metadata: dict[str, Any]) -> str:
-    """The index of a model whose MTP modules are in FILE."""
-    named = {**weights, **dict.fromkeys(own, FILE)}
-    return json.dumps({"metadata": metadata, "weight_map": dict(sorted(named.items()))}, indent=2) + "\n"
 
 
 FORMATS: list[Format] = [Shipped()]

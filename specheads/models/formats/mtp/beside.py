@@ -1,0 +1,93 @@
+"""A base's files as an export of MTP modules has them: its index without its own modules, and links to the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+from specheads.hub import cached_commits, commit_of
+from specheads.models.files import CONFIG, WEIGHTS, CheckpointError, read_names
+from specheads.models.formats.shards import INDEX, read_index
+
+_STEM = "mtp"  # sorts after model*.safetensors, so that readers of all files take its tensors
+_SOLE = "model-00001-of-00002.safetensors"  # WEIGHTS in an export: readers of WEIGHTS pass an index by
+
+
+@dataclass(frozen=True)
+class BaseFiles:
+    """folder: None for a base that is in none. weights: tensor → the name of its file in an export. metadata: of the
+    index. unused: files of the folder that no tensor is in any more."""
+
+    folder: Path | None = None
+    weights: dict[str, str] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    unused: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, base: PreTrainedModel) -> Self:
+        """CheckpointError if the base's folder has no safetensors, or may be one of several."""
+        folder = _folder_of(base)
+        if folder is None:
+            return cls()
+        if (folder / WEIGHTS).is_file():
+            return cls(folder, dict.fromkeys(read_names(folder / WEIGHTS), _SOLE))
+        if (folder / INDEX).is_file():
+            return cls(folder, *read_index(folder / INDEX))
+        raise CheckpointError(f"{folder} has no safetensors; save the base again, and export beside that")
+
+    def without(self, names: Collection[str]) -> Self:
+        """The same without these tensors, and without the files that hold nothing else."""
+        kept = {name: file for name, file in self.weights.items() if name not in names}
+        return replace(self, weights=kept, unused=frozenset(self.weights.values()) - frozenset(kept.values()))
+
+    @property
+    def new_file(self) -> str:
+        """The name of the modules' file: none of the base's has it, and it sorts after them."""
+        taken, number = set(self.weights.values()), 1
+        while (name := f"{_STEM}{f'_{number}' if number > 1 else ''}.safetensors") in taken:
+            number += 1
+        return name
+
+    def index(self, own: Collection[str]) -> str:
+        """The index of the base's tensors, and of modules with these names."""
+        named = {**self.weights, **dict.fromkeys(own, self.new_file)}
+        return json.dumps({"metadata": self.metadata, "weight_map": dict(sorted(named.items()))}, indent=2) + "\n"
+
+    def links(self) -> dict[str, Path]:
+        """The base's files by their names in an export."""
+        if self.folder is None:
+            return {}
+        renamed = {WEIGHTS: _SOLE} if (self.folder / WEIGHTS).is_file() else {}
+        passed = {CONFIG, INDEX, "README.md", self.new_file, *renamed.values(), *self.unused}
+        return {
+            renamed.get(path.name, path.name): path.resolve()
+            for path in self.folder.iterdir()
+            if path.is_file() and path.name not in passed
+        }
+
+
+def _folder_of(base: PreTrainedModel) -> Path | None:
+    """The folder of the base's files, which may be the hub's cache; None if it has none."""
+    name = getattr(base, "name_or_path", None)
+    if not name:
+        return None
+    if (Path(name) / CONFIG).is_file():
+        return Path(name)
+    commit = commit_of(base)
+    if commit is None and len(commits := cached_commits(name)) > 1:
+        raise CheckpointError(
+            f"the hub's cache has {len(commits)} commits of {name}, and nothing says which one this base was loaded "
+            f"from; load it from a folder: hf download {name} --revision COMMIT --local-dir FOLDER"
+        )
+    options: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    try:
+        found = cached_file(name, CONFIG, revision=commit, **options)
+    except OSError:
+        return None
+    return None if found is None else Path(found).parent

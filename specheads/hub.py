@@ -16,6 +16,8 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, Repository
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
+from transformers.utils import cached_file
+from transformers.utils.hub import extract_commit_hash
 
 from specheads.options import reason
 
@@ -148,6 +150,18 @@ def commit_of(model: PreTrainedModel) -> str | None:
     # transformers >= 5.23 records it nowhere. It is still certain if the cache has only one commit of the repository.
     commits = cached_commits(getattr(model, "name_or_path", None))
     return commits[0] if len(commits) == 1 else None
+
+
+def record_commit(model: PreTrainedModel, **location: Any) -> None:
+    """Note the commit that a model of the hub was loaded from. location: revision, cache_dir … of the loading."""
+    name = getattr(model, "name_or_path", None)
+    if not name or Path(name).exists() or getattr(model.config, "_commit_hash", None):
+        return
+    try:
+        found = cached_file(name, "config.json", **location | {"local_files_only": True})
+    except OSError:  # an adapter's folder has no config
+        return
+    model.config._commit_hash = extract_commit_hash(found, None)
 
 
 def cached_commits(name: str | None) -> list[str]:

@@ -137,8 +137,9 @@ def load(
 
     options = {"dtype": wanted_dtype or "auto", **kwargs}
     if (foreign := find_foreign(source, hub, allow_pickle)) is not None:
-        recorded = SpecConfig(base_model_name_or_path=foreign.base_name)
-        base = unwrapped(_base_beside(source, base, recorded, Path(), hub, options))
+        location = foreign.base_location if base is None else {}
+        recorded = SpecConfig(base_model_name_or_path=foreign.base_name, base_revision=location.pop("revision", None))
+        base = unwrapped(_base_beside(source, base, recorded, Path(), hub, options | location))
         recorded, head = foreign.read_head(base, allow_nonfinite)
         return LoadedParts(recorded, base, in_dtype(head, base.dtype if follows_base else wanted_dtype))
     saved = read(source, **hub)

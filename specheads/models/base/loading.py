@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from specheads.hub import record_commit
 from specheads.models.config import SpecConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -24,8 +25,9 @@ def load_language_model(name: str | os.PathLike[str], **options: Any) -> PreTrai
 
     options: of from_pretrained(). ValueError for a model of another kind; OSError if there is none.
     """
+    location = {key: options[key] for key in _LOCATION if key in options}
     try:
-        config = load_config(name, **{key: options[key] for key in _LOCATION if key in options})
+        config = load_config(name, **location)
     except OSError:  # an adapter's folder has no config; transformers loads its base
         return AutoModelForCausalLM.from_pretrained(name, **options)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -34,7 +36,10 @@ def load_language_model(name: str | os.PathLike[str], **options: Any) -> PreTrai
             f"{name} holds a {config.model_type} model; expected a decoder-only language model or a text-to-text "
             "encoder-decoder"
         )
-    return auto.from_pretrained(name, **options)
+    model = auto.from_pretrained(name, **options)
+    location.pop("trust_remote_code", None)
+    record_commit(model, **location)
+    return model
 
 
 def load_config(name: str | os.PathLike[str], **options: Any) -> PreTrainedConfig:

@@ -53,21 +53,26 @@ class Files:
 
     def __init__(self, source: Any, hub: dict[str, Any] | None = None, allow_pickle: bool = False) -> None:
         self.source, self.allow_pickle = source, allow_pickle
-        self._hub = hub or {}
+        self.hub = hub or {}
 
     def __str__(self) -> str:
         return str(self.source)
 
+    @property
+    def folder(self) -> Path | None:
+        """The directory of the checkpoint; None for one of the hub."""
+        folder = Path(self.source) / self.hub.get("subfolder", "")
+        return folder if folder.is_dir() else None
+
     def find(self, name: str) -> Path | None:
         """The path of one file of the checkpoint; None if there is none. CheckpointError if the hub does not provide
         it, or it cannot be stored."""
-        folder = Path(self.source) / self._hub.get("subfolder", "")
-        if folder.is_dir():
-            return folder / name if (folder / name).is_file() else None
+        if self.folder is not None:
+            return self.folder / name if (self.folder / name).is_file() else None
         if not may_be_repository(str(self.source)):
             return None
         try:
-            options = {**hub_options(self.source, **self._hub), **self._hub}
+            options = {**hub_options(self.source, **self.hub), **self.hub}
         except FileNotFoundError:
             return None
         try:

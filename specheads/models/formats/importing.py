@@ -8,12 +8,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
+from transformers.utils.hub import extract_commit_hash
 
 from specheads.decoding.target.hf_base import refuse_unsupported, text_config
 from specheads.heads import HEADS, DraftHead, HeadConfig
 from specheads.models.build import build_head, build_spec_config
 from specheads.models.config import SpecConfig
-from specheads.models.files import CheckpointError
+from specheads.models.files import CONFIG, CheckpointError
 from specheads.models.formats import FORMATS
 from specheads.models.formats.files import Files, architectures
 from specheads.models.formats.format import Format, read
@@ -43,6 +44,15 @@ class ForeignCheckpoint:
     def within_base(self) -> bool:
         """Is the head a part of its base's own checkpoint?"""
         return self.form.within_base
+
+    @property
+    def base_location(self) -> dict[str, Any]:
+        """The revision and subfolder of a base of the hub whose own checkpoint this is: the commit of these files."""
+        if not self.within_base or self.base_name != str(self.files.source) or self.files.folder is not None:
+            return {}
+        commit = extract_commit_hash(str(self.files.find(CONFIG)), None)
+        known = {"revision": commit, "subfolder": self.files.hub.get("subfolder")}
+        return {name: value for name, value in known.items() if value is not None}
 
     def refusal(self) -> str | None:
         """Why no head here can hold the modules of a base's own checkpoint, by its files alone; None if they do not

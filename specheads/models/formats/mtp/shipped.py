@@ -70,7 +70,7 @@ class ModuleFiles(Files):
     """Of a checkpoint, the files that hold some tensors, and those tensors alone."""
 
     def __init__(self, files: Files, names: Collection[str]) -> None:
-        super().__init__(files.source, files._hub, files.allow_pickle)
+        super().__init__(files.source, files.hub, files.allow_pickle)
         self._wanted = set(names)
 
     @cached_property
@@ -122,7 +122,7 @@ python -m sglang.launch_server --model-path $folder_arg --speculative-algorithm 
 
     def base_of(self, files: Files) -> str | None:
         named = (files.config or {}).get("base_model_name_or_path")
-        return named if isinstance(named, str) and named else str(files.source)
+        return named if isinstance(named, str) and named else str(files.folder or files.source)
 
     def part_of(self, files: Files) -> Files:
         if (why := refused(files.names)) is not None:

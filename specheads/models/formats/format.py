@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specheads.decoding.target.hf_base import text_config
@@ -195,6 +195,34 @@ def embeddings_of(base: PreTrainedModel) -> Tensor:
             "whole"
         )
     return weight.detach()
+
+
+def embedding_scale(base: PreTrainedModel) -> float:
+    """What the base's embedding module multiplies its rows by: heads here read its output, those of other programs the
+    rows. CheckpointError if it does more than that."""
+    module = base.get_input_embeddings()
+    if type(module) is nn.Embedding:
+        return 1.0
+    weight = embeddings_of(base)
+    ids = torch.arange(min(2, len(weight)), device=weight.device)
+    found: list[Tensor] = []
+    for value in (1, 2) if "weight" in dict(module.named_parameters(recurse=False)) else ():
+        rows = weight.new_full((1, 1), value).expand_as(weight)
+        with torch.no_grad():
+            found.append(torch.func.functional_call(module, {"weight": rows}, (ids,)))
+    scale = float(found[0].flatten()[-1]) if found else 0.0
+    if not scale or any((rows != value * scale).any() for value, rows in enumerate(found, 1)):
+        raise CheckpointError("the base's embedding module does more than scale its rows, which are what readers use")
+    return scale
+
+
+def scaled_embeddings(base: PreTrainedModel) -> list[str]:
+    """The reason against a format whose readers give a head the rows of the embeddings unscaled; [] if none."""
+    try:
+        scale = embedding_scale(base)
+    except CheckpointError as error:
+        return [str(error)]
+    return [f"the base multiplies its embeddings by {scale:.2f}, and not all readers do"] if scale != 1 else []
 
 
 def output_matrix(user: Files | str, base: PreTrainedModel) -> Tensor:

@@ -17,7 +17,7 @@ from specheads.decoding.target.hf_base import text_config
 from specheads.heads import HeadConfig, ParallelConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files, flag, shown, whole
-from specheads.models.formats.format import Format, check_embeddings, count, output_matrix
+from specheads.models.formats.format import Format, check_embeddings, count, output_matrix, scaled_embeddings
 from specheads.models.formats.parts import layer_ids, vocabulary
 from specheads.models.formats.parts.decoder import block_names, block_options
 from specheads.models.formats.parts.positions import EVERY, Positions
@@ -103,7 +103,7 @@ class Parallel(Format):
             wrong.append("it has no Markov bias (markov_rank=0), without which its readers do not load it")
         if head.attention_bias and not self.takes_biases:
             wrong.append("its attention has biases, which its readers do not have")
-        wrong += self.positions.refusals(head)
+        wrong += self.positions.refusals(head) + scaled_embeddings(base)
         if head.mlp_bias:
             wrong.append("its decoder has biases in the MLP, which Qwen3's lacks")
         return [reason for reason in wrong if reason]

@@ -20,7 +20,7 @@ from specheads.heads import EagleConfig, HeadConfig
 from specheads.models.files import CheckpointError
 from specheads.models.formats.eagle import transformers4
 from specheads.models.formats.files import Files, flag
-from specheads.models.formats.format import ExportFiles, Format, check_embeddings, count
+from specheads.models.formats.format import ExportFiles, Format, check_embeddings, count, embedding_scale
 from specheads.models.formats.parts.decoder import block_config, block_names, block_options, zero_biases
 from specheads.models.formats.parts.positions import EVERY, LINEAR, SGLANG, Positions
 from specheads.models.formats.serving import OLDER, vllm
@@ -77,12 +77,20 @@ class Eagle(Format):
     def translate(self, files: Files, head: HeadConfig, base: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
         if "embed_tokens.weight" in files.shapes:
             check_embeddings(files, "embed_tokens.weight", base)
-        assert isinstance(head, EagleConfig)
-        return zero_biases(files, files.config or {}, head), {"embed_tokens.weight", "fc.bias"}
+        assert isinstance(head, EagleConfig) and head.hidden_size
+        translated, size = zero_biases(files, files.config or {}, head), head.hidden_size
+        fused = files.shapes.get("fc.weight")
+        if (scale := embedding_scale(base)) != 1 and fused is not None and fused.shape == (size, 2 * size):
+            translated["fc.weight"] = _scaled(files.tensor("fc.weight"), size, 1 / scale)
+        return translated, {"embed_tokens.weight", "fc.bias", *translated}
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, EagleConfig) and head.taps
-        wrong, layers = [], text_config(base).num_hidden_layers
+        wrong, layers = list[str](), text_config(base).num_hidden_layers
+        try:
+            embedding_scale(base)
+        except CheckpointError as error:
+            wrong.append(str(error))
         if head.taps != (layers,):
             wrong.append(
                 f"it reads hidden_states {head.taps[0]}, and EAGLE-1 reads the output of the final norm ({layers})"
@@ -103,9 +111,17 @@ class Eagle(Format):
         if head.attention_bias or head.mlp_bias:
             config |= {"attention_bias": head.attention_bias, "mlp_bias": head.mlp_bias}
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
+        if (scale := embedding_scale(base)) != 1:  # its readers give fc the rows, which the base scales
+            named["fc.weight"] = _scaled(named["fc.weight"], len(named["fc.weight"]), scale)
         if self.writes_fc_bias and not head.fc_bias:
             named["fc.bias"] = torch.zeros(len(named["fc.weight"]), dtype=named["fc.weight"].dtype)
         return ExportFiles(config, named, texts=transformers4.rewrite_base(base) if self.engine == "eagle" else {})
+
+
+def _scaled(fused: Tensor, size: int, scale: float) -> Tensor:
+    """fc.weight (H, 2H) with the columns that read the embedding multiplied."""
+    embedded, hidden = fused.split(size, dim=1)
+    return torch.cat([(embedded.float() * scale).to(fused.dtype), hidden], dim=1)
 
 
 FORMATS = (

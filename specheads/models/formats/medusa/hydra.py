@@ -20,7 +20,7 @@ from specheads.heads import HeadConfig, HydraConfig
 from specheads.heads.layers.rope import rope_of
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files, flag, shown, whole
-from specheads.models.formats.format import ExportFiles, Format, count
+from specheads.models.formats.format import ExportFiles, Format, count, scaled_embeddings
 from specheads.models.formats.medusa.fasterdecoding import full_vocabulary, tap_refusals
 from specheads.models.formats.parts.decoder import block_names
 from specheads.models.formats.parts.positions import LINEAR
@@ -101,7 +101,7 @@ python -m hydra.inference.cli --model $folder_arg
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, HydraConfig)
-        wrong = tap_refusals(head, base)
+        wrong = tap_refusals(head, base) + scaled_embeddings(base)
         if head.draft_vocab_size != head.vocab_size:
             wrong.append(
                 f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and the format cannot say which"

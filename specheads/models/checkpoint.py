@@ -31,6 +31,7 @@ from specheads.models.files import (
     CheckpointError,
     make_portable,
     read_table,
+    refuse_below_file,
     refuse_nonfinite,
     replacing,
     widest_dtype,
@@ -61,6 +62,7 @@ def save(
     folder = Path(directory)
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; give a directory to save into")
+    refuse_below_file(folder)
     sharded = any(hasattr(t, "full_tensor") for name, t in state_dict.items() if name.startswith("head."))
     tensors = {} if sharded else head_tensors(state_dict)
     if sharded or (differing := state_dict_mismatches(tensors, head)):

@@ -34,8 +34,16 @@ class CheckpointError(OptionError):
     """A head checkpoint that cannot be used. The message names the file and what is wrong with it."""
 
 
+def refuse_below_file(folder: Path) -> None:
+    """CheckpointError for a folder that cannot be made, since a part of its path is a file."""
+    there = next(path for path in folder.absolute().parents if path.exists())
+    if not there.is_dir():
+        raise CheckpointError(f"{there} is a file, and nothing can be written below it; give another folder")
+
+
 def refuse_nonempty(folder: Path, purpose: str) -> None:
     """CheckpointError for a folder that holds anything, which new files would stand beside. purpose: "export into"."""
+    refuse_below_file(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not an empty directory; give a new one to {purpose}")
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from specheads.heads import DraftHead
 from specheads.models.base.loading import as_dtype
 from specheads.models.config import SpecConfig
-from specheads.models.files import CONFIG, CheckpointError, refuse_nonempty
+from specheads.models.files import CONFIG, DTYPES, CheckpointError, refuse_nonempty
 from specheads.models.formats import FORMATS
 from specheads.models.formats.eagle import transformers4
 from specheads.models.formats.export import gguf_files
@@ -27,6 +27,8 @@ from specheads.models.formats.export.readme import readme
 from specheads.models.formats.format import ExportFiles, Format, embeddings_of
 from specheads.models.formats.serving import absolute
 from specheads.options import refuse_unknown
+
+_WRITTEN = [dtype for dtype in DTYPES.values() if dtype.is_floating_point]
 
 
 def export(
@@ -42,12 +44,16 @@ def export(
     CheckpointError if the format cannot hold the head, with the reason and the formats that can; if `out` already holds
     files; if the format needs tensors of the base that are not in memory; if the converter fails.
     """
-    form, folder = form_for(config, base, head, to), Path(out)
-    make_gguf = _gguf(config, base, head, to, as_dtype(dtype), gguf) if gguf is not None else None
+    wanted = as_dtype(dtype)
+    if wanted not in (None, *_WRITTEN):
+        names = ", ".join(str(each).removeprefix("torch.") for each in _WRITTEN)
+        raise ValueError(f"dtype={dtype}: no program reads a head in it; expected {names}")
+    form, folder = form_for(config, base, head, to), Path(out).resolve()
+    make_gguf = _gguf(config, base, head, to, wanted, gguf) if gguf is not None else None
     refuse_nonempty(folder, "export into")
     if folder.exists() and folder.samefile(Path.cwd()):
         raise CheckpointError(f"{folder} is the current directory, which the export would replace; name one inside it")
-    tensors = head_tensors(head, as_dtype(dtype), form.wide)
+    tensors = head_tensors(head, wanted, form.wide)
     written = form.write(head.config, tensors, base)
     named = {name: t.contiguous().clone() for name, t in written.tensors.items()}
     if embeddings and form.embeds is None:
@@ -55,7 +61,7 @@ def export(
     if embeddings or form.embeds:
         weight = next(t for t in tensors.values() if t.is_floating_point())
         named["embed_tokens.weight"] = embeddings_of(base).to("cpu", weight.dtype).contiguous().clone()
-    base_name, path = absolute(config.base_model_name_or_path or "BASE"), str(folder.resolve())
+    base_name, path = absolute(config.base_model_name_or_path or "BASE"), str(folder)
     in_yaml = path if shlex.quote(path) == path else json.dumps(path)
     texts = {
         name: text.replace("{folder}", in_yaml) if name.endswith(".yml") else text
@@ -65,7 +71,7 @@ def export(
     served = f"{path}/{transformers4.FOLDER}" if any("/" in name for name in texts) else base_name
     texts["README.md"] = readme(form, head, config.name_or_path, base_name, path, served)
     _write(folder, written, named, texts, make_gguf)
-    return folder
+    return Path(out)
 
 
 def _gguf(
@@ -129,10 +135,12 @@ def _write(
 ) -> None:  # fmt: skip
     """Write all files into a temporary directory, then rename it: a crash leaves nothing under the final name.
 
+    A directory that is there, perhaps a mount point, cannot be replaced: the files are moved into it, the config last.
     more: adds files made from the others. The temporary directory has the final name inside another one, since
     llama.cpp's converter writes the name of the directory into its files."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    around = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    hidden, there = f".{folder.name}.{secrets.token_hex(4)}", folder.is_dir()
+    around = folder / hidden if there else folder.with_name(hidden)
     temporary = around / folder.name
     temporary.mkdir(parents=True)
     try:
@@ -154,6 +162,10 @@ def _write(
             path.chmod(mode)  # as the umask allows; safetensors would make the file private to its owner
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
-        os.rename(temporary, folder)
+        if there:
+            for path in sorted(temporary.iterdir(), key=lambda path: path.name == CONFIG):
+                os.rename(path, folder / path.name)
+        else:
+            os.rename(temporary, folder)
     finally:
         shutil.rmtree(around, ignore_errors=True)

@@ -133,9 +133,9 @@ def upload(
     """
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    kept = ["README.md"] if api.file_exists(repo_id, "README.md") else None
     if revision is not None and not revision.startswith("refs/pr"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
+    kept = ["README.md"] if api.file_exists(repo_id, "README.md", revision=revision) else None
     done = api.upload_folder(
         repo_id=repo_id, folder_path=folder, commit_message=commit_message or "Upload a draft head",
         revision=revision, create_pr=create_pr, ignore_patterns=kept,

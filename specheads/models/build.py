@@ -10,6 +10,7 @@ from specheads.hub import commit_of
 from specheads.models.base.fingerprint import fingerprint_base
 from specheads.models.base.quantized import quantization_of
 from specheads.models.config import SpecConfig
+from specheads.models.files import absolute
 
 
 def build_head(config: HeadConfig, base: PreTrainedModel) -> DraftHead:
@@ -24,4 +25,7 @@ def build_head(config: HeadConfig, base: PreTrainedModel) -> DraftHead:
 def build_spec_config(config: HeadConfig, base: PreTrainedModel) -> SpecConfig:
     """The checkpoint config of a head with these (complete) options beside `base`."""
     name = getattr(base, "name_or_path", None) or None
-    return SpecConfig.of(config, name, commit_of(base), fingerprint_base(base), quantization_of(base))
+    # Absolute from here on: by the time of saving the process may be in another directory.
+    return SpecConfig.of(
+        config, name and absolute(name), commit_of(base), fingerprint_base(base), quantization_of(base)
+    )

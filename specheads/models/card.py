@@ -162,7 +162,7 @@ def _trained(config: SpecConfig, run: Record) -> list[str]:
     if run.recipe is not None:
         recipe = read_yaml(run.recipe, RECIPE)
         recipe = _without_paths({name: value for name, value in recipe.items() if name != "launch"})
-        recipe.get("training", {}).pop("output_dir", None)
+        (recipe.get("training") or {}).pop("output_dir", None)
         parts.append(f"```yaml\n{yaml.safe_dump(recipe, sort_keys=False).rstrip()}\n```")
     return [f"## Trained\n\n{parts[0]}", *parts[1:]] if parts else []
 

@@ -29,6 +29,7 @@ from specheads.models.files import (
     CONFIG,
     WEIGHTS,
     CheckpointError,
+    absolute,
     make_portable,
     read_table,
     refuse_below_file,
@@ -155,7 +156,8 @@ def load(
     check_options(saved, base, source)
 
     # Later saves name this base; a local name in the file is relative to the file.
-    recorded.base_model_name_or_path = getattr(base, "name_or_path", None) or _resolved(recorded, saved.folder)
+    named = getattr(base, "name_or_path", None) or _resolved(recorded, saved.folder)
+    recorded.base_model_name_or_path = named and absolute(named)
     recorded.base_revision = commit_of(base) or (recorded.base_revision if as_recorded else None)
     recorded.base_fingerprint = fingerprint_base(base)
     recorded.base_quantization = quantization_of(base)

@@ -170,9 +170,19 @@ def remove_unfinished(path: Path) -> None:
             left.unlink()
 
 
+def absolute(name: str) -> str:
+    """The absolute path of a local folder; any other name (of the hub) unchanged."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def is_local(name: str) -> bool:
+    """Is it a path of this machine, whether anything is there or not?"""
+    return name.startswith(".") or Path(name).is_absolute() or Path(name).is_dir()
+
+
 def make_portable(name: str | None, folder: Path) -> str | None:
     """The path of a local base relative to the checkpoint, so that both can move together; a hub id unchanged."""
-    if name is None or not Path(name).is_dir():
+    if name is None or not is_local(name):
         return name
     relative = os.path.relpath(Path(name).resolve(), folder.resolve())
     return relative if relative.startswith(".") else f"./{relative}"

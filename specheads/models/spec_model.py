@@ -27,6 +27,7 @@ from specheads.models import card, checkpoint
 from specheads.models.base.lora import JointConfig, adapters, base_loss, is_adapter
 from specheads.models.config import SpecConfig
 from specheads.models.costs import auto_drafter
+from specheads.models.files import is_local
 from specheads.models.formats.export.exporting import export
 
 
@@ -332,7 +333,7 @@ class SpecModel(PreTrainedModel):
         with tempfile.TemporaryDirectory() as temporary:
             folder, named = Path(temporary), self.config.base_model_name_or_path
             try:
-                if named and Path(named).is_dir():
+                if named and is_local(named):
                     self.config.base_model_name_or_path = None
                 self._write(folder)
             finally:

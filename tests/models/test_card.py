@@ -1,11 +1,13 @@
 """The model card says what a run did and nothing of the machine; the recipe it shows is one that runs again."""
 
 import json
+import shutil
 
 import pytest
 import yaml
+from transformers import AutoModelForCausalLM
 
-from specheads import SpecModel
+from specheads import SpecModel, convert
 from specheads.models.card import card
 from specheads.training.recipe.recipe import Recipe
 from tests.support.heads_on_disk import trained
@@ -83,8 +85,9 @@ def test_pushing_writes_the_card_and_keeps_one_that_is_there(run, monkeypatch):
         def create_repo(self, repo_id, **kwargs):
             return type("Repo", (), {"repo_id": repo_id})
 
-        def file_exists(self, repo_id, name):
-            return self.there and name == "README.md"
+        def file_exists(self, repo_id, name, revision=None):
+            assert revision in (None, *calls)  # a branch is made before it is asked about
+            return (self.there or revision == "carded") and name == "README.md"
 
         def create_branch(self, repo_id, branch, exist_ok):
             calls.append(branch)
@@ -97,7 +100,9 @@ def test_pushing_writes_the_card_and_keeps_one_that_is_there(run, monkeypatch):
     model = SpecModel.from_pretrained(run)
     assert model.push_to_hub("someone/head", revision="v2") == "https://example.org/commit"
     model.push_to_hub("someone/head", token="with a card")
-    branch, (files, ignored), (_, kept) = calls
+    model.push_to_hub("someone/head", revision="carded")
+    branch, (files, ignored), (_, kept), _, (_, kept_there) = calls
+    assert kept_there == ["README.md"]
     assert json.loads(files["config.json"])["base_model_name_or_path"] is None and model.config.base_model_name_or_path
     assert b"/base" not in files["model.safetensors"] + files["config.json"]
     assert branch == "v2" and ignored is None and kept == ["README.md"]
@@ -105,3 +110,51 @@ def test_pushing_writes_the_card_and_keeps_one_that_is_there(run, monkeypatch):
         files.keys() == {"README.md", "config.json", "model.safetensors", "curves.png"}
         and b"**3.28**" in files["README.md"]
     )
+
+
+def pushed(model, monkeypatch):
+    """The text of every file that push_to_hub() uploads."""
+    files = {}
+
+    class Api:
+        def __init__(self, token):
+            pass
+
+        def create_repo(self, repo_id, **kwargs):
+            return type("Repo", (), {"repo_id": repo_id})
+
+        def file_exists(self, repo_id, name, revision=None):
+            return False
+
+        def upload_folder(self, folder_path, **kwargs):
+            files.update({path.name: path.read_bytes().decode("utf8", "replace") for path in folder_path.iterdir()})
+
+    monkeypatch.setattr("specheads.hub.HfApi", Api)
+    model.push_to_hub("someone/head")
+    return files
+
+
+def test_nothing_of_the_machine_is_pushed_from_another_directory_or_without_the_base(named, monkeypatch, tmp_path):
+    home = tmp_path / "home"
+    shutil.copytree(named.name_or_path, home / "models" / "small")
+    monkeypatch.chdir(home)
+    model = convert(AutoModelForCausalLM.from_pretrained("models/small"), "medusa")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    model.save_pretrained(tmp_path / "head")
+    assert (
+        json.loads((tmp_path / "head" / "config.json").read_text())["base_model_name_or_path"] == "../home/models/small"
+    )
+    loaded = SpecModel.from_pretrained(tmp_path / "head")
+    shutil.rmtree(home)
+    for each in (model, loaded):
+        files = pushed(each, monkeypatch)
+        assert json.loads(files["config.json"])["base_model_name_or_path"] is None
+        assert "home" not in files["config.json"] + files["README.md"] + files["model.safetensors"]
+        assert "models/small" not in "".join(files.values()) and 'base="path/to/the/base"' in files["README.md"]
+
+
+def test_a_recipe_without_training_options_gives_a_card(run):
+    (run / "recipe.yaml").write_text("base: org/base\nhead: eagle3\ntraining:\n")
+    model = SpecModel.from_pretrained(run)
+    assert "head: eagle3" in card(model.config, model.base, model.head)

@@ -134,7 +134,7 @@ def test_pushing_uploads_the_heads_files_alone(named, tmp_path, monkeypatch, by)
         def create_repo(self, repo_id, **kwargs):
             return type("Repo", (), {"repo_id": f"someone/{repo_id}"})
 
-        def file_exists(self, repo_id, name):
+        def file_exists(self, repo_id, name, revision=None):
             return False
 
         def upload_folder(self, repo_id, folder_path, ignore_patterns, **kwargs):

@@ -156,7 +156,7 @@ def test_a_config_or_a_header_of_many_megabytes_is_not_read(named, saved):
     refused(saved, named, r"has a header of 20,\d+,\d+ bytes; a head's has at most 16,777,216")
     path.write_bytes(whole)
     (saved / "config.json").write_text(text + " " * (5 << 20))
-    refused(saved, named, r"has \S* ?5,24\d,\d+ bytes; a config has at most 4,194,304")
+    refused(saved, named, r"has \S* ?5,24\d,\d+ bytes; expected at most 4,194,304")
     (saved / "config.json").write_text(text)
     edit_config(saved, architectures=["x" * (5 << 20)])
     (saved / "config.json").write_text(text)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 from string import Template
 
 from transformers import PreTrainedModel
+
+from specheads.models.files import absolute
 
 TRTLLM = "trtllm.yml"
 WHOLE_BLOCK = (
@@ -25,11 +26,6 @@ If the base was a folder, `base/` here is that base as transformers 4.53 reads i
 index of its weights, which stay where they are. A base of the hub is used directly; it needs
 `model.safetensors.index.json` and a tokenizer of transformers 4.
 """
-
-
-def absolute(name: str) -> str:
-    """The absolute path of a local folder; any other name (of the hub) unchanged."""
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def base_name(base: PreTrainedModel) -> str | None:

@@ -19,13 +19,12 @@ from transformers import PreTrainedModel
 from specheads.heads import DraftHead
 from specheads.models.base.loading import as_dtype
 from specheads.models.config import SpecConfig
-from specheads.models.files import CONFIG, DTYPES, CheckpointError, refuse_nonempty
+from specheads.models.files import CONFIG, DTYPES, CheckpointError, absolute, refuse_nonempty
 from specheads.models.formats import FORMATS
 from specheads.models.formats.eagle import transformers4
 from specheads.models.formats.export import gguf_files
 from specheads.models.formats.export.readme import readme
 from specheads.models.formats.format import ExportFiles, Format, embeddings_of
-from specheads.models.formats.serving import absolute
 from specheads.options import refuse_unknown
 
 _WRITTEN = [dtype for dtype in DTYPES.values() if dtype.is_floating_point]

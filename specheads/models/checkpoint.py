@@ -259,9 +259,11 @@ def _load_base(
 ) -> PreTrainedModel:
     name = _resolved(config, folder) if base is None else os.fspath(base)
     if not name:
-        raise CheckpointError(f"{source} does not name the base it was trained for; give it with base=...")
+        raise CheckpointError(f"{source} does not name the base it was trained for; give it with {{base}}", base=...)
     if base is None and (config.base_model_name_or_path or "").startswith(".") and not Path(name).is_dir():
-        raise CheckpointError(f"the base model of {source} is not at {shortened(name)}; give its path with base=...")
+        raise CheckpointError(
+            f"the base model of {source} is not at {shortened(name)}; give its path with {{base}}", base=...
+        )
     shared = {k: hub[k] for k in ("token", "cache_dir", "local_files_only", "proxies") if k in hub}
     revision = {"revision": config.base_revision} if base is None and config.base_revision else {}
     try:
@@ -273,7 +275,8 @@ def _load_base(
         if isinstance(error, ValueError) and base is not None:
             raise  # it is about the arguments, not about a file
         raise CheckpointError(
-            f"the base model {shown(name)} of {source} cannot be loaded; give another with base=... ({reason(error)})"
+            f"the base model {shown(name)} of {source} cannot be loaded; give another with {{base}} ({reason(error)})",
+            base=...,
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,10 @@ def read(source: Any, **hub: Any) -> SavedHead:
     except CheckpointError as error:
         if (foreign := find_foreign(source, hub)) is None:
             raise
+        options = ["--base", "BASE"] * (foreign.base_name is None) + ["--allow-pickle"] * foreign.files.pickled
         raise CheckpointError(
             f"{source} holds {foreign.form.title}, which can only be read beside its base; import it first: "
-            f"`specheads import {source} OUT`"
+            f"`{shlex.join(['specheads', 'import', str(source), 'OUT', *options])}`"
         ) from error
 
 

@@ -68,7 +68,7 @@ def test_an_export_does_not_replace_the_current_directory(small, tmp_path, capsy
         ("export {small}/eagle3 {tmp}/out --to vllm --base {tmp}/none", "/none"),
         ("import {small}/base {tmp}/out --base {small}/base", "not the config of a draft head"),
         ("import {tmp}/none {tmp}/out", "none "),
-        ("import {tmp}/theirs {tmp}/out", "base="),
+        ("import {tmp}/theirs {tmp}/out", "does not name the base it was trained for; give it with --base"),
         ("import {tmp}/theirs {tmp}/out --base {small}/base", "is a pickle, which can run code"),
         (
             "import {tmp}/theirs {tmp}/out --base {small}/base --allow-pickle",

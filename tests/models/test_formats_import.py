@@ -139,7 +139,7 @@ def test_a_head_that_names_its_base_needs_no_other(base_dir, tmp_path):
     model = SpecModel.from_pretrained(tmp_path / "head")
     assert model.base.name_or_path == model.config.base_model_name_or_path == str(base_dir)
     foreign.eagle3(tmp_path / "other", "vllm")
-    with pytest.raises(CheckpointError, match="base="):
+    with pytest.raises(CheckpointError, match="give it with base"):
         SpecModel.from_pretrained(tmp_path / "other")
 
 
@@ -161,7 +161,10 @@ def test_a_foreign_head_is_read_beside_its_base_or_the_bases_config(base, tmp_pa
             "training": {"output_dir": str(tmp_path)},
         }
     )  # fmt: skip
-    with pytest.raises(CheckpointError, match="can only be read beside its base; import it first"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"can only be read beside its base; import it first: .*specheads import \S+ OUT --base BASE`",
+    ):
         saved_head.read(tmp_path / "theirs")
     taps = SpecModel.from_pretrained(tmp_path / "theirs", base=base).head.layers
     assert tapped_layers(recipe, SaveOptions(tmp_path), base.config) == tuple(sorted(taps))
@@ -299,3 +302,21 @@ def test_tensors_of_two_dtypes_become_the_wider(base, tmp_path):
     assert head.fc.weight.dtype == torch.float32
     rewritten(tmp_path, lambda t: t.update({n: x.half() for n, x in t.items() if x.is_floating_point()}))
     assert SpecModel.from_pretrained(tmp_path, base=base, dtype="auto").head.dtype == torch.float16
+
+
+def test_a_command_that_is_named_can_be_copied(base, tmp_path):
+    foreign.eagle3(tmp_path / "their head", "eagle")
+    with pytest.raises(CheckpointError) as refusal:
+        saved_head.read(tmp_path / "their head")
+    assert f"`specheads import '{tmp_path}/their head' OUT --base BASE --allow-pickle`" in str(refusal.value)
+
+
+def test_a_head_in_several_pickles_is_refused_as_such(base, tmp_path):
+    foreign.eagle(tmp_path, "eagle", embed=base.get_input_embeddings().weight.detach())
+    shard, (pickled,) = "pytorch_model-00001-of-00001.bin", tmp_path.glob("*.bin")
+    names = torch.load(pickled, weights_only=True)
+    pickled.rename(tmp_path / shard)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, shard)}))
+    for allowed in (False, True):
+        with pytest.raises(CheckpointError, match="pickles in several files are not read; save the head as safetensor"):
+            SpecModel.from_pretrained(tmp_path, base=base, allow_pickle=allowed)

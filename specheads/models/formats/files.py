@@ -36,7 +36,7 @@ from specheads.models.formats import shards
 from specheads.options import reason, shortened, shown
 
 SAFE = (WEIGHTS, shards.INDEX, "medusa_lm_head.safetensors")
-PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
+PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt", shards.PICKLE_INDEX)
 # The calls in a pickle of plain tensors by name. torch.load(weights_only=True) allows more, such as bytearray(10**11).
 _CALLED = re.compile(
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch (?!Untyped|Typed)\w+Storage"
@@ -137,7 +137,7 @@ class Files:
     @cached_property
     def _index(self) -> dict[str, str] | None:
         """Tensor name → name of its file, if there are several; None if there is one."""
-        if self.weights is None or self.weights.name != shards.INDEX:
+        if self.weights is None or self.weights.name not in (shards.INDEX, shards.PICKLE_INDEX):
             return None
         return shards.read_index(self.weights)[0]
 
@@ -156,6 +156,8 @@ class Files:
     def _unpickled(self) -> dict[str, Tensor]:
         path = self.weights
         assert path is not None
+        if path.name == shards.PICKLE_INDEX:
+            raise CheckpointError(f"{path}: pickles in several files are not read; save the head as safetensors")
         if not self.allow_pickle:
             raise CheckpointError(
                 f"{path} is a pickle, which can run code; {{allow_pickle}} reads it with "

@@ -10,7 +10,7 @@ from typing import Any
 from specheads.models.files import WEIGHTS, CheckpointError, read_table
 from specheads.options import shortened, shown
 
-INDEX = f"{WEIGHTS}.index.json"
+INDEX, PICKLE_INDEX = f"{WEIGHTS}.index.json", "pytorch_model.bin.index.json"
 _MOST = 64  # files
 _MOST_BYTES = 64 << 20  # of an index; one of 100,000 tensors has some 10 million
 _NAME = re.compile(r"\w[\w. -]{0,200}\.safetensors")  # of a file beside the index: no path, no drive

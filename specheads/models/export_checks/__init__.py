@@ -29,8 +29,10 @@ def check(folder: Path, engine: str, model: SpecModel) -> str:
 
     CheckpointError if the program's own code fails, or reads other values than were written.
     """
-    module, run = _CHECKS[engine]
-    if importlib.util.find_spec(module) is None:
+    module, run = _CHECKS.get(engine, (None, None))
+    if module is None:
+        found = f"not checked: nothing here reads an export for {engine}"
+    elif importlib.util.find_spec(module) is None:
         found = f"not checked: {module} is not installed here"
     elif run is None:
         found = f"not checked: {module} reads heads in a running server alone; its README has the command"

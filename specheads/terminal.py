@@ -83,7 +83,8 @@ def as_text(shown: Table) -> str:
 
 @contextmanager
 def progress(console: Console, what: str, *, clock: Callable[[], float] = time.monotonic) -> Iterator[Report]:
-    """A progress bar; the block calls report(fraction, note). In a log file it is a line every few seconds."""
+    """A progress bar; the block calls report(fraction, note). In a log file it is a line every few seconds, and
+    the last."""
     if console.is_terminal:
         columns = (
             TextColumn("{task.description}", markup=False), BarColumn(bar_width=30),
@@ -93,12 +94,18 @@ def progress(console: Console, what: str, *, clock: Callable[[], float] = time.m
             task = bar.add_task(what, total=1.0, note="")
             yield lambda fraction, note: bar.update(task, completed=fraction, note=note)
         return
-    began, shown, done = clock(), clock() - _LOG_EVERY, False
+    began, shown, done, held = clock(), clock() - _LOG_EVERY, False, ""
 
     def report(fraction: float, note: str) -> None:
-        nonlocal shown, done
-        if not done and (clock() - shown >= _LOG_EVERY or fraction >= 1):
+        nonlocal shown, done, held
+        if done:
+            return
+        held = f"{what} {fraction:.0%}  {note}  {clock() - began:.0f} s"
+        if clock() - shown >= _LOG_EVERY or fraction >= 1:
             shown, done = clock(), fraction >= 1
-            console.print(f"{what} {fraction:.0%}  {note}  {clock() - began:.0f} s")
+            console.print(held)
+            held = ""
 
     yield report
+    if held:
+        console.print(held)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import typer
 
 from specheads_cli import bench, chat, decode, doctor, features, formats, measure, recipes, sweep, train, tune
-from specheads_cli.app import DEBUG, app, flags
+from specheads_cli.app import DEBUG, Stopped, app, flags
 
 __all__ = [
     "app",
@@ -38,8 +38,8 @@ def run(args: Sequence[str] | None = None) -> int:
     given = (sys.argv[1:] if args is None else list(args)) or ["--help"]
     try:
         return int(app(given, prog_name="specheads", standalone_mode=False) or 0)
-    except (typer.Abort, KeyboardInterrupt):
-        print("specheads: stopped", file=sys.stderr)
+    except (typer.Abort, KeyboardInterrupt, Stopped) as stopped:
+        print(f"specheads: stopped {stopped}".rstrip(), file=sys.stderr)
         return 130
     except typer.TyperException as error:
         message = error.format_message()
@@ -55,6 +55,9 @@ def run(args: Sequence[str] | None = None) -> int:
 
 
 def main() -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by `<&-`
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character gets a question mark

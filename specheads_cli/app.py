@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,8 +23,21 @@ from specheads_cli.complete import (
 
 DEBUG = "SPECHEADS_DEBUG"
 
+
+class Stopped(Exception):
+    """Ctrl-C. str() says where, if that is known: `before anything was measured`."""
+
+
+class _Group(typer.core.TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:  # which Typer would end with 130 and no word
+            raise Stopped(str(error)) from None
+
+
 app = typer.Typer(
-    name="specheads", rich_markup_mode=None,
+    name="specheads", cls=_Group, rich_markup_mode=None,
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )  # fmt: skip
 
@@ -94,6 +108,14 @@ Overrides = Annotated[
 
 def emit(record: dict[str, Any]) -> None:
     print(json.dumps(record, indent=2, ensure_ascii=False))
+
+
+def refuse_file(folder: Path, flag: str, path: Path | None = None) -> None:
+    """ValueError if a file is where the folder would be made: said before anything is measured. path: what was given
+    as `flag`, where it is not the folder itself."""
+    found = next(one for one in (folder, *folder.parents) if one.exists())
+    if not found.is_dir():
+        raise ValueError(f"{flag} {path or folder}: {found} is a file, not a folder; give another path")
 
 
 def flags(given: Sequence[str]) -> tuple[dict[str, str], set[str]]:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from specheads_cli.app import Base, Device, DType, Json, app, emit
+from specheads_cli.app import Base, Device, DType, Json, app, emit, refuse_file
 
 
 @app.command()
@@ -102,6 +102,7 @@ def bench(
     from specheads.bench.sweep.grid import parse_numbers, parse_range
     from specheads.cli.commands import bench as command
 
+    refuse_file(out, "--out")
     sizes = tuple(parse_numbers(batch, "batch", int) or ())
     (lowest, most), (fewest, longest) = (
         parse_range(text, name) for text, name in ((max_new_tokens, "max_new_tokens"), (prompt_tokens, "prompt_tokens"))
@@ -110,8 +111,7 @@ def bench(
     peers = command.parse_peers(peer)
     if categories is not None and not prompts:
         raise ValueError("--categories chooses among those of a file; give --prompts FILE")
-    for text in decoder or []:
-        expand((text,))  # bad text is refused before a model loads
+    command.refuse_absent_peers([*(decoder or []), reference], peers)  # and bad text, before a model loads
     models, folder = command.load(model, checkpoints, base, dtype, device)
     texts = tuple(decoder or command.default_decoders(models, folder, peers))
     options = BenchOptions(

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from specheads_cli.app import Base, Device, DType, Json, app, emit
+from specheads_cli.app import Base, Device, DType, Json, app, emit, refuse_file
 from specheads_cli.complete import complete_recipe
 from specheads_cli.shipped import find_recipe
 
@@ -99,6 +99,7 @@ def sweep(
     """
     from specheads.bench.sweep.grid import parse_numbers, read_sweep
 
+    refuse_file(out, "--out")
     given = {
         "drafters": head, "accept": accept, "thresholds": parse_numbers(thresholds, "thresholds", float),
         "gamma": parse_numbers(gamma, "gamma", int), "trees": tree, "top_k": parse_numbers(top_k, "top_k", int),

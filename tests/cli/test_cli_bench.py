@@ -1,6 +1,7 @@
 """specheads bench, from the command line to its files."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from transformers import CompileConfig
 
 from specheads.bench import decoders
+from specheads.bench.sweep import run as sweep_run
 from specheads.cli.commands import bench as command
 from tests.support.command_line import CONTROL, run
 
@@ -119,11 +121,28 @@ def test_ctrl_c_shows_what_is_done_and_the_same_command_resumes(shipped, questio
         return counted
 
     monkeypatch.setattr(decoders, "drafted", stopping)
-    code, out, _ = run(capsys, *ask)
+    code, out, err = run(capsys, *ask)
     assert code == 130 and "stopped after 1 rounds: the same command resumes" in out and "plain" in out
+    assert re.search(r"measuring [1-9]\d?%  stopped", err)
     code, out, _ = run(capsys, *ask)
     assert code == 0 and "stopped" not in out and len(calls) == 4 + 2 + 3
     assert json.loads((tmp_path / "bench.json").read_text("utf8"))["complete"]
+
+
+def test_ctrl_c_before_the_first_round_is_one_line_and_leaves_no_folder(
+    shipped, questions, tmp_path, capsys, monkeypatch
+):
+    def stop(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decoders, "drafted", stop)
+    code, out, err = run(capsys, *asked(shipped, questions, tmp_path / "a" / "b", "--no-plots", texts=["plain"]))
+    assert (code, out) == (130, "") and not (tmp_path / "a").exists()
+    assert err.splitlines()[-1] == "specheads: stopped before anything was measured"
+    monkeypatch.setattr(sweep_run, "measure", stop)
+    code, out, err = run(capsys, "sweep", "--head", shipped / "medusa", "--no-plots", "--out", tmp_path / "a")
+    assert (code, out) == (130, "") and not (tmp_path / "a").exists()
+    assert err.splitlines()[-1] == "specheads: stopped before anything was measured"
 
 
 def test_a_peer_takes_its_turn(shipped, questions, tmp_path, capsys, monkeypatch):
@@ -166,6 +185,9 @@ def test_transformers_compiled_by_hand_writes_its_own_text(shipped, questions, t
         (("--peer", "vllm=python"), "unknown peer 'vllm'"),
         (("--peer", "openvino"), "is not NAME=PYTHON"),
         (("--peer", "openvino=/no/python"), "there is no /no/python"),
+        (("-d", "openvino"), "decoder 'openvino' needs an environment of its own: give --peer openvino=PYTHON"),
+        (("--reference", "llama.cpp"), "give --peer llama.cpp=PYTHON"),
+        (("-d", "plain refill"), "give --queue, such as"),
         (("--categories", "a"), "give --prompts FILE"),
         (("-d", "eagle9"), "eagle9"),
     ],

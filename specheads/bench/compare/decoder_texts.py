@@ -32,7 +32,7 @@ _SWITCHES = ("compile", "auto", "refill")  # words without a value
 class DecoderSpec(Protocol):
     """What a decoder's text stands for. drafters: the names of what it drafts with, if anything. refill: it takes a
     round's prompts at once, and the next one takes the row of a text that has ended. compiles_as_needed: other texts
-    may need other graphs."""
+    may need other graphs. peer: the engine whose environment it runs in, if any."""
 
     @property
     def drafters(self) -> tuple[str, ...]: ...
@@ -40,6 +40,8 @@ class DecoderSpec(Protocol):
     def refill(self) -> bool: ...
     @property
     def compiles_as_needed(self) -> bool: ...
+    @property
+    def peer(self) -> str | None: ...
 
     def refusal(self, cell: Cell) -> str | None:
         """Why it does not run in this cell; None if it does."""
@@ -48,6 +50,7 @@ class DecoderSpec(Protocol):
 
 
 class Everywhere:
+    peer: ClassVar[str | None] = None
     drafters: ClassVar[tuple[str, ...]] = ()
     refill: ClassVar[bool] = False
     compiles_as_needed: ClassVar[bool] = False
@@ -59,6 +62,7 @@ class Everywhere:
 class OneRow:
     """transformers' assisted generation takes no batches."""
 
+    peer: ClassVar[str | None] = None
     refill: ClassVar[bool] = False
     compiles_as_needed: ClassVar[bool] = False
 
@@ -129,6 +133,7 @@ class Ours:
     auto: the drafter is a head, and draft="auto" takes its draft, a copy or none by measured costs; refill:
     generate_many() over a queue of prompts."""
 
+    peer: ClassVar[str | None] = None
     drafter: str | None
     tree: str | None = None
     accept: str | None = None

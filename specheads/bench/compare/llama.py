@@ -22,6 +22,7 @@ NGRAM = 3  # most tokens whose earlier occurrence its prompt lookup searches for
 
 
 class OneRow:
+    peer: ClassVar[str | None] = NAME
     refill: ClassVar[bool] = False
     compiles_as_needed: ClassVar[bool] = False
     drafters: ClassVar[tuple[str, ...]] = ()

@@ -33,6 +33,7 @@ class OpenVINO:
     """num_tokens: drafted in a step, 0 for plain decoding; head: that drafts them; depth and branching: of trees, 0 for
     chains."""
 
+    peer: ClassVar[str | None] = NAME
     refill: ClassVar[bool] = False
     compiles_as_needed: ClassVar[bool] = False
     num_tokens: int = 0
@@ -62,6 +63,7 @@ class OpenVINO:
 class OpenVINOLookup:
     """Its own prompt lookup."""
 
+    peer: ClassVar[str | None] = NAME
     refill: ClassVar[bool] = False
     compiles_as_needed: ClassVar[bool] = False
     drafters: ClassVar[tuple[str, ...]] = ()

@@ -15,7 +15,7 @@ from specheads.bench.compare.decoder_texts import DecoderSpec, Ours, parse_decod
 from specheads.bench.compare.peer import PeerError
 from specheads.bench.compare.prompt_sets import PromptSet
 from specheads.bench.figures.identity import identify_base, identify_drafter, identify_machine
-from specheads.bench.figures.results import RESULTS, Results, digest
+from specheads.bench.figures.results import NOTHING_DONE, RESULTS, Results, digest
 from specheads.bench.figures.samples import Round, sample
 from specheads.bench.limits import draw_numbers
 from specheads.bench.queues import batch_by_batch
@@ -61,7 +61,7 @@ class BenchOptions:
         if self.queue is None and refills:
             raise OptionError(
                 f"{refills[0]!r} refills rows from a queue of prompts; give {{queue}}, such as eight batches",
-                queue=None,
+                queue=...,
             )
         if self.queue is not None and self.queue < max(self.batch):
             raise OptionError(f"{{queue}} must be at least a batch of {max(self.batch)}", queue=self.queue)
@@ -84,17 +84,24 @@ class Outcome:
 def run(options: BenchOptions, engine: Engine, sets: Sequence[PromptSet], folder: Path, tell: Report) -> Outcome:
     """Measure every round that is not in `folder`/results.jsonl. Ctrl-C ends it early, with the rounds so far; before
     the first one is done it is raised."""
+    with Results(folder / RESULTS) as results:
+        return _run(options, engine, sets, results, tell)
+
+
+def _run(options: BenchOptions, engine: Engine, sets: Sequence[PromptSet], results: Results, tell: Report) -> Outcome:
     specs = {text: parse_decoder(text) for text in options.decoders}
-    results = Results(folder / RESULTS)
     common = identity(options, engine, specs)
     outcome = Outcome([], {}, complete=True)
     cells = list(itertools.product(sets, options.batch, options.temperature))
+    done = 0.0
     try:
         for number, (prompts, batch, temperature) in enumerate(cells):
             cell = _CellRun(Cell(prompts.name, batch, temperature), prompts, options, engine, specs, results, common)
 
             def within(fraction: float, note: str, number: int = number, cell: _CellRun = cell) -> None:
-                tell(min((number + fraction) / len(cells), 0.999), f"{cell.cell}: {note}")
+                nonlocal done
+                done = min((number + fraction) / len(cells), 0.999)
+                tell(done, f"{cell.cell}: {note}")
 
             try:
                 cell.run(within)
@@ -104,9 +111,11 @@ def run(options: BenchOptions, engine: Engine, sets: Sequence[PromptSet], folder
                     outcome.left_out.setdefault(name, {})[str(cell.cell)] = reason
     except KeyboardInterrupt:
         if not outcome.rounds:
-            raise
+            raise KeyboardInterrupt(NOTHING_DONE) from None
         outcome.complete = False
-    tell(1.0, f"{len(outcome.rounds)} rounds" if outcome.complete else "stopped")
+        tell(done, "stopped")
+    else:
+        tell(1.0, f"{len(outcome.rounds)} rounds")
     return outcome
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -12,15 +13,18 @@ from torch import nn
 
 Row = dict[str, Any]
 RESULTS = "results.jsonl"
+NOTHING_DONE = "before anything was measured"  # of a KeyboardInterrupt
 
 
 class Results:
-    """Rows by key. Each line of the file is written whole or not at all."""
+    """Rows by key. Each line of the file is written whole or not at all. Used in a `with` block, after which folders
+    that were made for it and are still empty are gone."""
 
     def __init__(self, path: Path) -> None:
         """Read the file. A last line that a crash cut short is dropped, also from the file."""
         self.path = path
         self.rows: dict[str, Row] = {}
+        self._made = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.read_bytes() if path.exists() else b""
         kept = whole[: whole.rfind(b"\n") + 1]
@@ -33,6 +37,14 @@ class Results:
                 self.rows[record["key"]] = record["row"]
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number} is no result of bench or sweep; move the file away") from error
+
+    def __enter__(self) -> Results:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(OSError):  # it holds something
+            for folder in self._made:
+                folder.rmdir()
 
     def add(self, key: str, row: Row) -> None:
         self.rows[key] = row

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from specheads.bench.figures.identity import identify_machine
-from specheads.bench.figures.results import RESULTS, Results, digest
+from specheads.bench.figures.results import NOTHING_DONE, RESULTS, Results, digest
 from specheads.bench.sweep.drafters import Bench
 from specheads.bench.sweep.grid import PLAIN, Setting, Sweep
 from specheads.bench.sweep.measure import Row, measure, prompts_of, replay
@@ -66,7 +66,7 @@ def complete(
     measured: Callable[[list[Setting], Callable[[float, str], None]], Iterable[tuple[Setting, Row]]], tell: Report,
 ) -> list[Row]:  # fmt: skip
     """The row of each setting, in order: from `results` if it is there, else from `measured`, which gets the remaining
-    settings and a function to report progress."""
+    settings and a function to report progress. Ctrl-C says how many are done."""
     keys = {setting: key_of(setting, common) for setting in settings}
     left = [setting for setting in settings if keys[setting] not in results.rows]
     done = len(settings) - len(left)
@@ -74,11 +74,14 @@ def complete(
     def within(fraction: float, note: str) -> None:
         tell(min((done + fraction) / len(settings), 0.999), f"{done} of {len(settings)} done; {note}")
 
-    if left:
-        for setting, row in measured(left, within):
+    try:
+        for setting, row in measured(left, within) if left else ():
             results.add(keys[setting], row)
             done += 1
             within(0.0, str(setting))
+    except KeyboardInterrupt:
+        after = f"after {done} of {len(settings)} settings; the same command resumes"
+        raise KeyboardInterrupt(after if done else NOTHING_DONE) from None
     tell(1.0, f"{len(settings)} settings")
     return [results.rows[key] for key in keys.values()]
 
@@ -89,7 +92,6 @@ def run(
     """Measure every setting that is not in `folder`/results.jsonl; the rows of all, in the grid's order."""
     bench = Bench(sweep, dtype, device)
     task = _task(sweep, bench)
-    results = Results(folder / RESULTS)
 
     def here(settings: list[Setting], within: Callable[[float, str], None]) -> Iterator[tuple[Setting, Row]]:
         for setting in settings:
@@ -99,7 +101,8 @@ def run(
         yield from over_processes(sweep, settings, workers, dtype, str(bench.base.device))
 
     common = common_of(bench, sweep, task, workers)
-    return complete(results, sweep.settings(), common, here if workers == 1 else spread, tell)
+    with Results(folder / RESULTS) as results:
+        return complete(results, sweep.settings(), common, here if workers == 1 else spread, tell)
 
 
 def run_recorded(sweep: Sweep, folder: Path, path: Path, *, dtype: str, device: str, tell: Report) -> list[Row]:
@@ -120,7 +123,8 @@ def run_recorded(sweep: Sweep, folder: Path, path: Path, *, dtype: str, device: 
 
     common = common_of(bench, sweep, task) + hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     settings = [setting for setting in sweep.settings() if setting.drafter != PLAIN]
-    return complete(Results(folder / RESULTS), settings, common, here, tell)
+    with Results(folder / RESULTS) as results:
+        return complete(results, settings, common, here, tell)
 
 
 def load_record(path: Path, base: PreTrainedModel, length: int) -> Record:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from specheads import terminal
 from specheads.bench import decoders, environment, shipped
 from specheads.bench.compare import llama, openvino, prompt_sets, report
 from specheads.bench.compare.cell import Engine
+from specheads.bench.compare.decoder_texts import parse_decoder
 from specheads.bench.compare.peer import Peer
 from specheads.bench.compare.run import BenchOptions, run
 from specheads.bench.figures.floor import measure_floor
@@ -57,6 +58,16 @@ def parse_peers(given: list[str] | None) -> dict[str, Path]:
             raise FileNotFoundError(f"--peer {text}: there is no {python}; make the environment first (docs/bench.md)")
         found[name] = Path(python)
     return found
+
+
+def refuse_absent_peers(texts: Iterable[str], peers: Container[str]) -> None:
+    """ValueError for a decoder that runs in a peer's environment if none was given."""
+    for text in texts:
+        peer = parse_decoder(text).peer
+        if peer is not None and peer not in peers:
+            raise ValueError(
+                f"decoder {text!r} needs an environment of its own: give --peer {peer}=PYTHON (docs/bench.md)"
+            )
 
 
 def bench(

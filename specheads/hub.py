@@ -41,6 +41,11 @@ def options(name: Any, kind: str = "model", **hub: Any) -> dict[str, Any]:
     name = os.fspath(name)
     if Path(name).exists() or hub.get("local_files_only"):
         return {}
+    if name.startswith("checkpoints/") and not Path("checkpoints").is_dir():  # as help, README and recipes name them
+        raise FileNotFoundError(
+            f"there is no {name} here: the models in checkpoints/ come with the repository, not with the wheel; start "
+            "in its folder, or name a model of your own; `specheads demo` trains a head in runs/demo"
+        )
     what = "folder" if kind == "model" else "file or folder"
     absent = f"no such {what}: {name}{did_you_mean(name)}"
     downloaded = _is_repository(name) and _downloaded(name, kind, hub.get("cache_dir"))

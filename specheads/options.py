@@ -7,6 +7,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -16,11 +17,18 @@ _LISTED = 24  # known names that one message lists at most
 _LONGEST = 80  # characters of a value, or a name, that a message quotes
 
 
+@dataclass(frozen=True)
+class Advice:
+    """A value that an OptionError says to give, and that nobody has given."""
+
+    value: object
+
+
 class OptionError(ValueError):
     """An error about options that have two spellings: name=value in Python and recipes, --name value on a command line.
 
     str() uses the first; a command shows said(its flags). The text has {name} for an option; `options` has its value,
-    or ... to show only the name.
+    or ... to show only the name, or the Advice to give a value.
     """
 
     def __init__(self, text: str, /, **options: object) -> None:
@@ -38,7 +46,9 @@ class OptionError(ValueError):
             if name not in self.options:
                 return found[0]
             value = self.options[name]
-            flag = flags.get(name) if typed is None or name in typed or value is ... else None
+            shows_flag = typed is None or name in typed or value is ... or isinstance(value, Advice)
+            flag = flags.get(name) if shows_flag else None
+            value = value.value if isinstance(value, Advice) else value
             return _spelled(name, value, flag)
 
         return re.sub(r"\{([\w.]+)\}", spell, self.text)

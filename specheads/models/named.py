@@ -16,7 +16,7 @@ from specheads.decoding.drafters.named import DRAFTERS
 from specheads.decoding.target.hf_base import text_config
 from specheads.heads import DraftHead
 from specheads.hub import options as hub_options
-from specheads.models.base.loading import load_language_model, placement, refuse_unshipped
+from specheads.models.base.loading import load_language_model, placement, refuse_without_config
 from specheads.models.base.quantized import quantization
 from specheads.models.config import SpecConfig
 from specheads.models.convert import load_head
@@ -48,7 +48,6 @@ class Models:
         8bit, one of QUANTIZE; heads stay as they are. ValueError, OSError or ImportError with the reason."""
         wanted, place = placement(dtype, device)
         options = quantized_options(quantize, wanted, place)
-        refuse_unshipped(source)
         if holds_head(source):
             model, tokenizer = load_with_tokenizer(source, base, dtype, device, **options)
             models = cls(model.base, tokenizer, {"head": model.head}, quantize)
@@ -129,6 +128,7 @@ def holds_head(source: str) -> bool:
         if (why := foreign.refusal()) is not None:
             logger.warning_once("%s is decoded without the draft modules that it ships: %s", source, why)
         return why is None
+    refuse_without_config(source)
     try:
         config = AutoConfig.from_pretrained(source, **hub_options(source))
     except OSError:
@@ -173,7 +173,6 @@ def load_with_tokenizer(
 ) -> tuple[SpecModel, Any]:
     """Base + head on the device, and the base's tokenizer. options: for loading the base, which a device_map places.
     ValueError or OSError with the reason."""
-    refuse_unshipped(source)
     wanted, place = placement(dtype, device)
     model: Any = SpecModel.from_pretrained(source, base=base, dtype=wanted, **options)
     (model.head if "device_map" in options else model).to(place)

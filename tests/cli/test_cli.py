@@ -114,6 +114,16 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
             "latin.txt is not UTF-8 text: 'utf-8' codec can't decode byte 0xe9 in position 3",
         ),
         ("sweep {tmp}/latin.txt", "latin.txt is not UTF-8 text: 'utf-8' codec can't decode byte 0xe9 in position 3"),
+        ("generate {tmp}/none --prompt a", "{tmp}/none holds no config.json"),
+        ("train medusa --dry-run base={tmp}/none", "{tmp}/none holds no config.json"),
+        ("tune {head} --output {tmp}/latin.txt/a.json", "{tmp}/latin.txt is a file, not a folder"),
+        ("tune {head} --output {tmp}/none", "--output {tmp}/none is a folder: give a file"),
+        ("bench --out {tmp}/latin.txt", "--out {tmp}/latin.txt: {tmp}/latin.txt is a file, not a folder"),
+        ("sweep --head {head} --out {tmp}/latin.txt", "{tmp}/latin.txt is a file, not a folder"),
+        (
+            "sweep --head {head} --task humaneval --data {tmp}/ids.jsonl --no-plots --out {tmp}/sweep",
+            "allow it with --run-code, best in a sandbox",
+        ),
         ("info {base}", "not the config of a draft head"),
         ("train {tmp}/absent.yaml", "absent.yaml is neither a file"),
         ("train {tmp}/latin.txt nonsense", "'nonsense' is not KEY=VALUE"),
@@ -126,6 +136,7 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(line, said, shipped, tmp_path, capsys, monkeypatch):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "none").mkdir()
     (tmp_path / "ids.jsonl").write_text('{"input_ids": [5, 6]}\n{"input_ids": [5, 258]}\n')
     paths = {"head": shipped / "medusa", "base": shipped / "base", "tmp": tmp_path, "shipped": shipped}
     monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115
@@ -147,14 +158,27 @@ def test_debug_shows_the_traceback(shipped, capsys, monkeypatch):
 def test_a_shipped_head_where_none_are_is_told_of_the_demo(tmp_path, monkeypatch, capsys):
     """As in a folder outside the clone, of a wheel."""
     monkeypatch.chdir(tmp_path)
-    for command in ("generate --prompt a", "evaluate", "calibrate --data rows.jsonl"):
-        code, out, said = run(capsys, *command.split(), "checkpoints/eagle3")
+    head = "checkpoints/eagle3"
+    for command in (f"generate --prompt a {head}", f"evaluate {head}", f"calibrate --data rows.jsonl {head}",
+                    "train embedded/eagle3 --dry-run"):  # fmt: skip
+        source = "checkpoints/base" if "train" in command else head
+        code, out, said = run(capsys, *command.split())
         assert (code, out) == (2, "")
-        assert (
-            said.startswith("specheads: there is no checkpoints/eagle3 here")
-            and "`specheads demo` trains a head" in said
-        )
+        assert said.startswith(f"specheads: there is no {source} here") and "`specheads demo` trains a head" in said
         assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("closed", ["stdin", "stdout"])
+def test_a_closed_stream_is_an_empty_one(closed, shipped, capsys, monkeypatch):
+    """As `<&-` and `>&-` leave it: None."""
+    given = ["--prompt", "a", "--max-new-tokens", "2"] if closed == "stdout" else []
+    monkeypatch.setattr(sys, "argv", ["specheads", "generate", str(shipped / "medusa"), *given])
+    monkeypatch.setattr(sys, closed, None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    getattr(sys, closed).close()
+    assert ended.value.code == (2 if closed == "stdin" else 0)
+    assert ("no prompt" if closed == "stdin" else "2 tokens in") in capsys.readouterr().err
 
 
 def test_help_waits_for_neither_torch_nor_transformers():

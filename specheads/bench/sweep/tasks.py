@@ -20,7 +20,7 @@ from specheads.bench.sweep.grid import TASKS
 from specheads.bench.sweep.programs import passes
 from specheads.bench.sweep.signatures import signature_questions, signature_written
 from specheads.bench.sweep.syntax import parses, syntax_questions
-from specheads.options import OptionError, refuse_unknown
+from specheads.options import Advice, OptionError, refuse_unknown
 
 LETTERS = "ABCDEFGHIJ"
 
@@ -234,7 +234,7 @@ def load_task(
     if name == "humaneval" and not run_code:
         raise OptionError(
             "humaneval runs the programs that the model writes; allow it with {run_code}, best in a sandbox",
-            run_code=True,
+            run_code=Advice(True),
         )
     questions = []
     rows = rows_of(source, data)

@@ -45,6 +45,8 @@ def load_language_model(name: str | os.PathLike[str], **options: Any) -> PreTrai
 def load_config(name: str | os.PathLike[str], **options: Any) -> PreTrainedConfig:
     """The config of a language model. options: of from_pretrained(). ValueError for a draft head; OSError if there is
     none."""
+    if "subfolder" not in options:
+        refuse_without_config(name)
     config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
     if isinstance(config, SpecConfig):  # which transformers' Auto classes take for a model, too
         raise ValueError(
@@ -52,6 +54,13 @@ def load_config(name: str | os.PathLike[str], **options: Any) -> PreTrainedConfi
             "MODEL, --drafter or init_from"
         )
     return config
+
+
+def refuse_without_config(name: str | os.PathLike[str]) -> None:
+    """ValueError for a folder that holds neither a model's config nor an adapter's."""
+    folder = Path(name)
+    if folder.is_dir() and not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+        raise ValueError(f"{name} holds no config.json: give a folder that save_pretrained() wrote, or a hub id")
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -76,12 +85,3 @@ def placement(dtype: str, device: str) -> tuple[torch.dtype | None, torch.device
         raise ValueError(f"--device {device!r} is not usable here: {error}") from error
     hf_logging.disable_progress_bar()
     return DTYPES.get(dtype, torch.float32 if chosen.type == "cpu" else None), chosen
-
-
-def refuse_unshipped(source: str) -> None:
-    """ValueError for a path in checkpoints/, as help and README name them, if there is no such folder."""
-    if source.startswith("checkpoints/") and not Path("checkpoints").is_dir():
-        raise ValueError(
-            f"there is no {source} here: the heads in checkpoints/ come with the repository, not with the wheel; "
-            "`specheads demo` trains a head in runs/demo"
-        )

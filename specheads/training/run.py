@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, set_seed
 
 from specheads.models.card import Record
+from specheads.models.files import CONFIG
 from specheads.models.run_files import RECIPE, RESULTS
 from specheads.training.build import (
     live_parts,
@@ -94,6 +95,8 @@ class Run:
     def _run(self) -> tuple[dict[str, float], Parity | None]:
         """Everything but the verdict, each part on disk before the next begins."""
         trainer = self.trainer
+        if self.checkpoint is None and trainer.is_world_process_zero() and _holds_head(trainer.args.output_dir):
+            _log.warning("%s holds a finished head: it is replaced when this run ends", trainer.args.output_dir)
         metrics = self._metrics_if_finished() or trainer.train(resume_from_checkpoint=self.checkpoint).metrics
         assert trainer.args.output_dir is not None
         output = Path(trainer.args.output_dir)
@@ -202,6 +205,10 @@ def evaluations_waited(state: TrainerState) -> int:
     callbacks: Any = state.stateful_callbacks
     kept = callbacks.get(EarlyStoppingCallback.__name__, {})
     return kept.get("attributes", {}).get("early_stopping_patience_counter", 0)
+
+
+def _holds_head(folder: Any) -> bool:
+    return (Path(folder) / CONFIG).is_file()
 
 
 def prepare(recipe: Recipe) -> Run:

@@ -13,7 +13,7 @@ from tests.support.command_line import CONTROL, run
 from train import heads
 
 
-def test_train_hands_the_recipe_and_its_overrides_on(shipped, tmp_path, capsys):
+def test_train_hands_the_recipe_and_its_overrides_on(shipped, tmp_path, capsys, caplog):
     data, recipe = tmp_path / "rows.jsonl", tmp_path / "recipe.yaml"
     data.write_text("".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(8)))
     recipe.write_text(
@@ -24,6 +24,10 @@ def test_train_hands_the_recipe_and_its_overrides_on(shipped, tmp_path, capsys):
     code, out, _ = run(capsys, "train", recipe, "head.num_heads=1")
     assert code == 0 and f"saved {tmp_path / 'out'}" in out
     assert json.loads(run(capsys, "info", tmp_path / "out", "--json")[1])["options"]["num_heads"] == 1
+    assert run(capsys, "train", recipe, "head.num_heads=1", "training.resume_from_checkpoint=auto")[0] == 0
+    said = f"{tmp_path / 'out'} holds a finished head: it is replaced when this run ends"
+    assert said not in caplog.text
+    assert run(capsys, "train", recipe)[0] == 0 and said in caplog.text
     code, _, err = run(capsys, "train", recipe, "training.max_stesp=1")
     assert code == 2 and "max_steps" in err
 

@@ -275,6 +275,8 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     with pytest.raises(ValueError, match="SpecTrainer trains a SpecModel, not LlamaForCausalLM"):
         trainer_of(tmp_path, tiny_llama(num_hidden_layers=3))
     trainer = trainer_of(tmp_path)
+    with pytest.raises(TypeError, match=r"args must be specheads\.SpecTrainingArguments, .*; got TrainingArguments"):
+        SpecTrainer(trainer.model, TrainingArguments(str(tmp_path), use_cpu=True))
     trainer.args._n_gpu = 2
     with pytest.raises(ValueError, match="one process sees 2 GPUs"):
         SpecTrainer(trainer.model, trainer.args)

@@ -19,7 +19,8 @@ from specheads.decoding.generation import prompt_batches
 from specheads.models.named import Models
 
 _LEGEND = (
-    f"speed-up: over {REFERENCE}. accepted length: tokens a step, including the base's own.",
+    f"speed-up: over {REFERENCE}, the median of each repeat's ratio, not the quotient of the speeds shown.",
+    "accepted length: tokens a step, including the base's own.",
     "same text: as it wrote; no (n): n texts differ. repeated: the last 8 tokens occurred before in the same text.",
 )
 

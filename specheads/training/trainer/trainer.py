@@ -61,6 +61,11 @@ class SpecTrainer(Trainer):
             raise ValueError(explain_frozen(model))
         if not isinstance(model, SpecModel):
             raise ValueError(f"SpecTrainer trains a SpecModel, not {type(model).__name__}: make one with convert()")
+        if not isinstance(args, SpecTrainingArguments):
+            raise TypeError(
+                "args must be specheads.SpecTrainingArguments, which takes all options of TrainingArguments; got "
+                f"{type(args).__name__}"
+            )
         if args.n_gpu > 1:
             raise ValueError(
                 f"one process sees {args.n_gpu} GPUs: start one process a GPU with `accelerate launch` or `torchrun`, "

@@ -80,7 +80,8 @@ def test_a_killed_sweep_resumes_to_the_file_of_one_that_was_not(tmp_path, stops,
     whole, cut = tmp_path / "whole" / "r.jsonl", tmp_path / "cut" / "r.jsonl"
     rows = complete(Results(whole), SETTINGS, "common", Counting(), quiet)
     killed = Counting(stops)
-    with pytest.raises(KeyboardInterrupt):
+    said = f"^after {stops} of {len(SETTINGS)} settings; the same" if stops else "^before anything was measured$"
+    with pytest.raises(KeyboardInterrupt, match=said):
         complete(Results(cut), SETTINGS, "common", killed, quiet)
     with open(cut, "ab") as file:
         file.write(torn)  # the crash cut the next line

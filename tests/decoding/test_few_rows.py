@@ -6,10 +6,11 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor.codecache import CppCodeCache
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from specheads.decoding.compiled.few_rows import MOST_ROWS, FewRows, product
+from specheads.decoding.compiled.few_rows import MOST_ROWS, SOURCE, FewRows, product
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 COMPILER = shutil.which("c++") or shutil.which("g++")
@@ -99,3 +100,18 @@ def test_code_on_disk_is_made_anew_for_other_bounds_and_other_source(monkeypatch
     (tmp_path / "few_rows.cpp").write_text("// other")
     monkeypatch.setattr("specheads.decoding.compiled.few_rows.SOURCE", tmp_path / "few_rows.cpp")
     assert FewRows().uuid() not in {before, others}
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="needs AVX2")
+def test_on_processors_with_narrower_vectors():
+    """AVX2 has half of AVX-512's registers and other headers."""
+    with torch._inductor.config.patch({"cpp.simdlen": 256}):
+        CppCodeCache.load(SOURCE.read_text().replace("(specheads,", "(specheads_avx2,"))
+    operations = torch.ops.specheads_avx2
+    for num_rows, dtype in itertools.product([1, 3, 4, 5, 9], MOST_ROWS):
+        rows, weight, _ = linear(num_rows, 70, 11, dtype=dtype)
+        assert_product(operations.few_rows(rows, weight), rows, weight)
+    query, key, value, mask = (torch.randn(2, 3, *shape) for shape in [(5, 32), (300, 32), (300, 32), (5, 300)])
+    exact = F.scaled_dot_product_attention(*(t.double() for t in (query, key, value, mask)), scale=0.5)
+    found = operations.attention_of_few_rows(query, key, value, mask, 0.5)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)

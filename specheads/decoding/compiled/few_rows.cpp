@@ -8,7 +8,6 @@
 // ATen/ATen.h has all of these, and takes twice as long to compile.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/cpu/vec/functional_base.h>
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -18,6 +17,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 namespace {
@@ -199,9 +199,9 @@ struct Softmax {
       score.store(scores + i);
       high = at::vec::maximum(high, score);
     }
-    const auto larger = [](const Vector& a, const Vector& b) { return at::vec::maximum(a, b); };
-    const float before = highest[row];
-    const float now = std::max(before, at::vec::vec_reduce_all<float>(larger, high));
+    float elements[WIDTH];
+    high.store(elements);
+    const float before = highest[row], now = std::max(before, *std::max_element(elements, elements + WIDTH));
     if (now == NONE) {  // nothing to attend to so far
       std::fill(scores, scores + count, 0.f);
       return 1.f;
@@ -212,10 +212,10 @@ struct Softmax {
       weight.store(scores + i);
       sum = sum + weight;
     }
-    const auto plus = [](const Vector& a, const Vector& b) { return a + b; };
+    sum.store(elements);
     const float kept = before == NONE ? 0.f : std::exp(before - now);
     highest[row] = now;
-    total[row] = total[row] * kept + at::vec::vec_reduce_all<float>(plus, sum);
+    total[row] = std::accumulate(elements, elements + WIDTH, total[row] * kept);
     return kept;
   }
 };

@@ -182,7 +182,7 @@ def with_training(**options):
         ("lr_scheduler_kwargs=3", "training.lr_scheduler_kwargs=3: expected a mapping or text or null"),
         ("per_device_train_batch_size=-4", "training.per_device_train_batch_size=-4: expected at least 1"),
         ("per_device_eval_batch_size=0", "training.per_device_eval_batch_size=0: expected at least 1"),
-        ("learning_rate=-1", "training.learning_rate=-1: expected a number above 0"),
+        ("learning_rate=-1", "training.learning_rate=-1: expected at least 0"),
         ("gradient_accumulation_steps=0", "training.gradient_accumulation_steps=0: expected at least 1"),
         ("num_train_epochs=0", "training.num_train_epochs=0: expected more than 0, or training.max_steps"),
         (

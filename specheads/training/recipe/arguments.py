@@ -81,12 +81,12 @@ class SpecTrainingArguments(TrainingArguments):
 
 
 def refuse_out_of_bounds(options: Mapping[str, Any], section: str = "") -> None:
-    """ValueError for a number that trains nothing. section: a prefix of each name, such as "training."."""
+    """ValueError for a number that trains nothing, or against the loss. section: a prefix of names ("training.")."""
     for name in _AT_LEAST_1:
         if options.get(name, 1) < 1:
             raise ValueError(f"{section}{name}={options[name]}: expected at least 1")
-    if not options.get("learning_rate", 1.0) > 0:
-        raise ValueError(f"{section}learning_rate={options['learning_rate']:g}: expected a number above 0")
+    if options.get("learning_rate", 0.0) < 0:
+        raise ValueError(f"{section}learning_rate={options['learning_rate']:g}: expected at least 0")
     if options.get("num_train_epochs", 1) <= 0 and options.get("max_steps", -1) <= 0:
         raise ValueError(
             f"{section}num_train_epochs={options['num_train_epochs']}: expected more than 0, or {section}max_steps of "

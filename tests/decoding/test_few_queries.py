@@ -1,7 +1,5 @@
 """Attention of few queries: the pass of torch's compiler replaces what it should, by attention of the same value."""
 
-import shutil
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,11 +7,12 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from specheads.decoding.compiled.few_rows import MOST_QUERIES, FewRows, load
+from tests.support.compiled_texts import needs_compiler
 
 TORCHS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 OURS = torch.ops.specheads
 
-pytestmark = pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="needs a C++ compiler")
+pytestmark = needs_compiler
 
 
 def inputs(num_rows=2, num_keys=50, width=32, *, batch=3, heads=2, mask_rows=None, dtype=torch.float32):

@@ -1,7 +1,6 @@
 """Products of few rows: the pass of torch's compiler replaces those it should, by products of the same value."""
 
 import itertools
-import shutil
 
 import pytest
 import torch
@@ -11,11 +10,11 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from specheads.decoding.compiled.few_rows import MOST_ROWS, SOURCE, FewRows, product
+from tests.support.compiled_texts import needs_compiler
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-COMPILER = shutil.which("c++") or shutil.which("g++")
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+pytestmark = needs_compiler
 
 
 def linear(num_rows, length, width=5, *, bias=False, dtype=torch.float32):

@@ -1,11 +1,14 @@
 """What the tests of compiled steps share."""
 
+import shutil
+
 import pytest
 import torch
 
 from specheads import generate
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 
+needs_compiler = pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="needs a C++ compiler")
 DRAWING = {"do_sample": True, "temperature": 0.8, "seed": 5}
 
 

@@ -8,16 +8,9 @@ import pytest
 from specheads.training.report.compare import read_curve
 from specheads.training.report.curves import series
 from specheads.training.run import prepare
-from tests.support.saved_features import dump, material, recipe
+from tests.support.saved_features import recipe
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = material(tmp_path_factory.mktemp("material"))
-    dump(made, made / "saved")
-    return made
 
 
 def run_of(output, folder, early_stopping=None, **training):

@@ -17,16 +17,9 @@ from specheads.training.errors import TrainingError, is_finished, last_finished
 from specheads.training.resume import ResumeError
 from specheads.training.run import prepare
 from tests.support.resumable_runs import losses, options
-from tests.support.saved_features import dump, material, recipe
+from tests.support.saved_features import dump, recipe
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = material(tmp_path_factory.mktemp("material"))
-    dump(made, made / "saved")
-    return made
 
 
 def weights(run):

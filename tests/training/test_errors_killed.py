@@ -23,18 +23,10 @@ from tests.support.heads_on_disk import in_new_process
 from tests.support.killable_fork import fork
 from tests.support.paths import ROOT
 from tests.support.resumable_runs import losses, options
-from tests.support.saved_features import dump, material
 from tests.support.training_runs import RUNNING_UNDER
 from tests.workers.heads_by_two import ZERO
 
 pytestmark = pytest.mark.usefixtures("cache_in_tmp")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = material(tmp_path_factory.mktemp("material"))
-    dump(made, made / "saved")
-    return made
 
 
 def test_a_checkpoint_that_is_written_over_is_unfinished_until_it_is_whole(folder, tmp_path, monkeypatch):

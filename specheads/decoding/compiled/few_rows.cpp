@@ -5,6 +5,11 @@
 // multiplied with some of the others at a time: all their sums stay in the processor's registers, a vector each, and are
 // added up together at the end.
 
+#ifdef __x86_64__
+// GCC would tune this for AMD's processors by reading a row anew for each of its products, and reads are what they lack.
+#pragma GCC target("tune=generic")
+#endif
+
 // ATen/ATen.h has all of these, and takes twice as long to compile.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -28,6 +33,8 @@ constexpr int64_t WIDTH = Vector::size();
 // them, AVX-512 and others 32.
 constexpr int ROWS = WIDTH == 8 ? 4 : 6, COLUMNS = WIDTH == 8 ? 3 : 4;
 constexpr int AHEAD = 8;  // rows of a matrix: how early the next part is asked for
+// Blocks that ask for it. Of what one asks for, some is lost: more than the processor can have under way.
+constexpr int ASKING = 2;
 constexpr int64_t GRAIN = 32768;  // multiplications of a thread, as many as torch's own loops take at least
 constexpr int64_t KEYS = 256;  // attended at a time: their scores stay in the first cache
 constexpr float NONE = -std::numeric_limits<float>::infinity();
@@ -81,7 +88,7 @@ struct Product {
   int64_t stride, length;
   Rows<float> out;
 
-  template <int R, int C>
+  template <int R, int C, bool ASKS>
   void block(int64_t first_row, int64_t first_column) const {
     const Rows<const float> left{rows + first_row * stride, stride};
     const Rows<const T> right{matrix + first_column * stride, stride};
@@ -94,7 +101,7 @@ struct Product {
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) {
         columns[c] = load(right[c] + i);
-        prefetch(right[AHEAD + c] + i);
+        if constexpr (ASKS) prefetch(right[AHEAD + c] + i);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
@@ -120,7 +127,7 @@ struct Mixture {
   Rows<float> out;
   int64_t length;
 
-  template <int R, int C>
+  template <int R, int C, bool ASKS>
   void block(int64_t first_row, int64_t first_column) const {
     const int64_t column = first_column * WIDTH;
     const Rows<const float> left = weights.from(first_row), right = matrix.from(0, column);
@@ -133,7 +140,7 @@ struct Mixture {
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) {
         columns[c] = Vector::loadu(right[i] + c * WIDTH);
-        prefetch(right[i + AHEAD] + c * WIDTH);
+        if constexpr (ASKS) prefetch(right[i + AHEAD] + c * WIDTH);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
@@ -150,7 +157,12 @@ struct Mixture {
 // The blocks of all rows from the first on, of C columns.
 template <int C, int R = ROWS, typename Work>
 void all_rows(const Work& work, int64_t first_row, int64_t num_rows, int64_t first_column) {
-  for (; first_row + R <= num_rows; first_row += R) work.template block<R, C>(first_row, first_column);
+  for (; first_row + R <= num_rows; first_row += R) {
+    if (first_row < ASKING * ROWS)
+      work.template block<R, C, true>(first_row, first_column);
+    else
+      work.template block<R, C, false>(first_row, first_column);
+  }
   if constexpr (R > 1)
     if (first_row < num_rows) all_rows<C, R - 1>(work, first_row, num_rows, first_column);
 }

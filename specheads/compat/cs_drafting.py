@@ -37,7 +37,7 @@ def csd(
     """
     require_whole("max_length", max_length)
     drafts = [DraftModel(bare) if isinstance(bare := _bare(draft), PreTrainedModel) else bare for draft in draft_list]
-    cascade = Cascade(drafts, torch.as_tensor(k_matrix).tolist(), leniency=float(leniency))
+    cascade = Cascade(drafts, k_matrix, leniency=float(leniency))
     if isinstance(target_model, _Recorded):
         output, reviews = _replay(cascade, target_model, initial_input, input_ids, max_length)
     else:

@@ -243,6 +243,17 @@ def test_prompts_are_sampled_independently_and_alike_by_every_decoder_of_ours(en
     assert len({tuple(sorted(one)) for one in ours}) == 1
 
 
+def test_no_cell_searches_with_the_beams_of_the_base_s_own_config(engine, monkeypatch):
+    monkeypatch.setattr(engine.models.target.generation_config, "num_beams", 3)
+    batch = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2), "seeds": [7]}
+    for cell in (GREEDY, replace(GREEDY, temperature=0.8)):
+        plain, theirs, drafted = (
+            parse_decoder(name).build(engine, cell)(batch, None).tokens
+            for name in ("plain", "transformers", "eagle3 tree=chain:2")
+        )
+        assert drafted == plain and (cell.temperature or theirs == plain)
+
+
 def test_what_cannot_serve_a_cell_is_left_out_of_it_with_the_reason(monkeypatch, engine, tmp_path):
     specs = {
         "ref": Scripted("ref", []), "single": Scripted("single", []), "other": Scripted("other", [], count=2),

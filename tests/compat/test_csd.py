@@ -62,6 +62,8 @@ def test_a_k_matrix_that_does_not_fit_is_refused(models):
     target, drafts = models
     with pytest.raises(ValueError, match="k-matrix has rows"):
         compat.csd([*drafts, MaxGram()], target, IDS, IDS, torch.tensor([[5, 10], [0, 10]]))
+    with pytest.raises(ValueError, match="k-matrix has rows of 1, but 2 drafts need 2 × 2"):
+        compat.csd([drafts[0], MaxGram()], target, IDS, IDS, "x")
 
 
 def test_a_length_that_is_no_number_is_refused(models):

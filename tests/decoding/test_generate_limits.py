@@ -160,6 +160,26 @@ def test_an_absurd_plan_is_refused_with_the_bound_before_memory_is_taken(make, b
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
 
 
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (lambda: chain("5"), "depth='5'"),
+        (lambda: chain(2.5), "depth=2.5"),
+        (lambda: comb(3, "2"), "width='2'"),
+        (lambda: comb("3"), "depth='3'"),
+        (lambda: DynamicTree("20"), "budget='20'"),
+        (lambda: DynamicTree(20, 5, 2.5), "top_k=2.5"),
+        (lambda: BestFirstTree("20"), "budget='20'"),
+        (lambda: BestFirstTree(20, 5, "7"), "width='7'"),
+        (lambda: SampledTree((2, "2")), "each entry of branches='2'"),
+        (lambda: AdaptiveChain("7"), "max_depth='7'"),
+    ],
+)
+def test_a_size_that_is_no_whole_number_is_refused(make, given):
+    with pytest.raises(TypeError, match=rf"^{given} must be a whole number$"):
+        make()
+
+
 def test_the_largest_plan_there_is_decodes(model):
     inputs = BATCHES["one"]
     expected = model.base.generate(**inputs, do_sample=False, max_new_tokens=20)

@@ -178,6 +178,12 @@ def test_sizes_that_a_saved_model_has_already_are_refused(options, message, tmp_
         run.refuse_wrong_start(Options(str(tmp_path), **options), tmp_path)
 
 
+@pytest.mark.parametrize("option", ["init", "teacher"])
+def test_a_draft_head_is_no_model_to_start_or_learn_from(option, tmp_path):
+    with pytest.raises(ValueError, match="eagle3 is a draft head, not a language model"):
+        run.refuse_wrong_start(Options(str(tmp_path), **{option: str(corpus.checkpoints_dir() / "eagle3")}), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specheads_cli as cli
 from specheads.bench.prompts import prompts_from
+from specheads.data import corpus
 from specheads.data.config import DataConfig
 from specheads.data.datasets import build_datasets
 from specheads.models.convert import convert
@@ -328,6 +329,11 @@ def test_evaluate_runs_on_the_same_files(loaded, tmp_path, folder, capsys):
         ([{"prompt": "a"}], "--what 1", "--what"),
         ([{"prompt": "a"}], "--source {tmp}/absent.jsonl", "absent.jsonl"),
         ([{"prompt": "a"}], "--base {tmp}/nowhere", "nowhere"),
+        (
+            [{"prompt": "a"}],
+            f"--base {corpus.checkpoints_dir()}/eagle3",
+            "eagle3 is a draft head, not a",
+        ),
         ([{"prompt": "a"}], "--output {tmp}", "directory"),
     ],
 )

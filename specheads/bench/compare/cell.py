@@ -53,7 +53,7 @@ class Engine:
         return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
     def sampling(self, cell: Cell) -> dict[str, Any]:
-        """How to sample, in generate()'s words. 0 and 1.0 override the base's own generation config."""
+        """How to sample, in generate()'s words. What is neutral overrides the base's own generation config."""
         if not cell.temperature:
-            return {"do_sample": False}
-        return {"do_sample": True, "temperature": cell.temperature, "top_k": 0, "top_p": 1.0}
+            return {"do_sample": False, "num_beams": 1}
+        return {"do_sample": True, "num_beams": 1, "temperature": cell.temperature, "top_k": 0, "top_p": 1.0}

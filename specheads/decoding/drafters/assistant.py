@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.drafters.model import DraftModel
 from specheads.decoding.planner import AdaptiveChain, Expand, Plan, SampledTree, chain
-from specheads.decoding.planner.plan import require_positive, unwrapped_plan, with_grown
+from specheads.decoding.planner.plan import unwrapped_plan, with_grown
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 from specheads.options import require_number
@@ -40,7 +40,8 @@ class AssistantOptions:
 
     def __post_init__(self) -> None:
         require_number("num_assistant_tokens", self.num_assistant_tokens)  # transformers' schedules leave 18.0, say
-        require_positive("num_assistant_tokens", self.num_assistant_tokens)
+        if self.num_assistant_tokens < 1:
+            raise ValueError(f"num_assistant_tokens={self.num_assistant_tokens} must be at least 1")
         require_number("assistant_confidence_threshold", self.assistant_confidence_threshold)
         if not 0 <= self.assistant_confidence_threshold <= 1:
             raise ValueError(

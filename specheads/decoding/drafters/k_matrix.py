@@ -76,7 +76,7 @@ def most_written(k_matrix: KMatrix, path_lengths: Sequence[int | None], reviewer
 def _rows(k_matrix: Any) -> list[list[Any]]:
     rows = k_matrix.tolist() if hasattr(k_matrix, "tolist") else k_matrix
     try:
-        return [list(row) for row in rows]
+        return [row.tolist() if hasattr(row, "tolist") else list(row) for row in rows]
     except TypeError as error:
         raise ValueError(f"a k-matrix is a list of rows, such as [[13, 10], [0, 10]], not {k_matrix!r}") from error
 

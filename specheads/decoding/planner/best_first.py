@@ -15,6 +15,7 @@ from specheads.decoding.cached import cached_property
 from specheads.decoding.planner.plan import MAX_NODES, Expand, require_at_most, require_positive
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
+from specheads.options import require_whole
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class BestFirstTree:
     def __post_init__(self) -> None:
         for name in ("depth", "width"):
             require_at_most(name, getattr(self, name), MAX_NODES - 1)
+        require_whole("budget", self.budget)
         if not 2 <= self.budget <= MAX_NODES:
             raise ValueError(f"budget={self.budget} must be 2 (the root and a draft) to {MAX_NODES} nodes")
         if self.beams is not None:

@@ -10,6 +10,7 @@ from specheads.decoding.planner.best_first import grow_likeliest
 from specheads.decoding.planner.plan import MAX_NODES, MAX_SLOTS, Expand, require_at_most, require_positive
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
+from specheads.options import require_whole
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class DynamicTree:
     top_k: int = 10
 
     def __post_init__(self) -> None:
+        require_whole("budget", self.budget)
         require_positive("top_k", self.top_k)
         require_at_most("depth", self.depth, MAX_NODES - 1)
         require_at_most("depth × top_k", self.depth * self.top_k, MAX_SLOTS)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
+from specheads.options import require_whole
 
 MAX_NODES = 1024  # per tree, root included: the mask of a pass has the square of this
 MAX_SLOTS = 8 * MAX_NODES  # nodes a drafter may expand for one tree
@@ -200,6 +201,8 @@ def limit_depth(plan: Plan, depth: int) -> Plan:
 
 
 def require_positive(name: str, value: int) -> None:
+    """ValueError unless value is 1 or more, TypeError unless it is a whole number."""
+    require_whole(name, value)
     if value < 1:
         raise ValueError(f"{name}={value} must be at least 1")
 

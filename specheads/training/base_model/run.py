@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from specheads.data import corpus
+from specheads.models.base.loading import load_config
 from specheads.models.files import replacing
 from specheads.training.base_model.options import Options
 from specheads.training.base_model.parts import build_model, build_optimizers, encode, load_teacher, train_tokenizer
@@ -179,12 +180,14 @@ def load_corpus(options: Options, out: Path, unfinished: bool) -> Corpus:
 
 
 def refuse_wrong_start(options: Options, out: Path) -> None:
-    """ValueError for an interrupted run that is not to be resumed, or options that contradict."""
+    """ValueError for an interrupted run that is not to be resumed, options that contradict, or a head as a model."""
     sizes = ("hidden_size", "intermediate_size", "head_dim", "vocab_size")
     for origin, names in (("init", ("config", "tokenizer", *sizes)), ("config", ("layers", *sizes[:3]))):
         for name in names if getattr(options, origin) else ():
             if (value := getattr(options, name)) != getattr(Options, name):
                 raise ValueError(f"--{name} {value}: --{origin} {getattr(options, origin)} has its own; leave one out")
+    for name in filter(None, (options.init, options.teacher)):
+        load_config(name)  # refuses a draft head
     if (out / RESUME).is_file() and not options.resume:
         raise ValueError(f"{out} holds a run that was interrupted: continue it with --resume, or delete {out / RESUME}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from specheads.hub import options as hub_options
+from specheads.models.base.loading import load_config
 from specheads.training.self_distill import local
 from specheads.training.self_distill.options import Options
 from specheads.training.self_distill.questions import stream
@@ -24,7 +26,10 @@ def run(options: Options) -> None:
     if options.server:
         from specheads.training.self_distill import served  # needs openai, an optional package
 
-    tokenizer = AutoTokenizer.from_pretrained(options.base, **hub_options(options.base))
+    hub = hub_options(options.base)
+    with suppress(OSError):  # an adapter's folder has no config
+        load_config(options.base, **hub)  # refuses a draft head
+    tokenizer = AutoTokenizer.from_pretrained(options.base, **hub)
     file = RowsFile(Path(options.output), stream(options, tokenizer))
     file.require_same(options.deciding)
     # A round holds several batches of each temperature, so that a row that has finished finds another question.

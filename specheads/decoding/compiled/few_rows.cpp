@@ -23,6 +23,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <vector>
 
 namespace {
@@ -190,10 +191,14 @@ at::Tensor product_by(const at::Tensor& rows, const at::Tensor& weight) {
   return out;
 }
 
-// rows (M, K) by the transpose of a weight (N, K), as a linear layer has it → (M, N) of float32.
-at::Tensor product(const at::Tensor& given_rows, const at::Tensor& given_weight) {
-  const at::Tensor rows = given_rows.to(at::kFloat).contiguous(), weight = given_weight.contiguous();
-  return weight.scalar_type() == at::kFloat ? product_by<float>(rows, weight) : product_by<at::BFloat16>(rows, weight);
+// rows (M, K) by a matrix (K, N), and a bias (N) or none → (M, N) like rows. Added up in float32. A linear layer's matrix
+// lies in memory as (N, K), and is not copied then.
+at::Tensor product(const at::Tensor& given_rows, const at::Tensor& matrix, const std::optional<at::Tensor>& bias) {
+  const at::Tensor rows = given_rows.to(at::kFloat).contiguous(), weight = matrix.t().contiguous();
+  at::Tensor out =
+      weight.scalar_type() == at::kFloat ? product_by<float>(rows, weight) : product_by<at::BFloat16>(rows, weight);
+  if (bias) out.add_(*bias);
+  return out.to(given_rows.scalar_type());
 }
 
 // Softmax over keys that come in parts: what the rows have seen so far.
@@ -286,7 +291,7 @@ at::Tensor attention(const at::Tensor& given_query, const at::Tensor& given_key,
 }  // namespace
 
 TORCH_LIBRARY(specheads, library) {
-  library.def("few_rows(Tensor rows, Tensor weight) -> Tensor");
+  library.def("few_rows(Tensor rows, Tensor matrix, Tensor? bias=None) -> Tensor");
   library.def("attention_of_few_rows(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(specheads, CPU, library) {

@@ -12,10 +12,9 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._inductor.codecache import CppCodeCache
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.pattern_matcher import Arg, CallFunction, Match, PatternMatcherPass, register_graph_pattern
 
 # Measured (docs/LOG.md): over more, the library is about as fast. Where oneDNN has no products in bfloat16 for the
 # processor, torch's own take four times as long as ours, whatever the rows.
@@ -25,44 +24,31 @@ HEAD_PART = 16  # a head's width is a multiple of it: of all vectors there are
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 aten = torch.ops.aten
-_patterns = PatternMatcherPass()
 
 
 @cache
 def load() -> None:
-    """Compile the products for this processor, unless torch's cache has them, and tell torch of them.
+    """Compile the operations for this processor, unless torch's cache has them, and tell torch of them.
 
     Raises: what torch's compiler says if there is no C++ compiler.
     """
     CppCodeCache.load(SOURCE.read_text())
     torch.library.register_fake(
-        "specheads::few_rows", lambda rows, weight: rows.new_empty(len(rows), len(weight), dtype=torch.float32)
+        "specheads::few_rows", lambda rows, matrix, bias=None: rows.new_empty(len(rows), matrix.shape[1])
     )
     torch.library.register_fake("specheads::attention_of_few_rows", lambda query, *others: torch.empty_like(query))
 
 
-def pays(match: Match) -> bool:
-    """Are there few rows, and is the matrix that of a linear layer?"""
-    rows, matrix = (node.meta["val"] for node in match.args[-2:])
-    on_cpu = rows.device.type == matrix.device.type == "cpu"
-    return on_cpu and matrix.stride(0) == 1 and rows.shape[0] <= MOST_ROWS.get(rows.dtype, 0)
-
-
-def product(rows: Tensor, matrix: Tensor) -> Tensor:
-    """rows (M, K) @ matrix (K, N), which lies in memory as (N, K) → (M, N) of float32."""
-    return torch.ops.specheads.few_rows(rows, matrix.t())
-
-
-@register_graph_pattern(CallFunction(aten.mm.default, Arg(), Arg()), extra_check=pays, pass_dict=_patterns)
-def _without_bias(match: Match, rows: Tensor, matrix: Tensor) -> None:
-    match.replace_by_example(lambda rows, matrix: product(rows, matrix).to(rows.dtype), [rows, matrix])
-
-
-@register_graph_pattern(CallFunction(aten.addmm.default, Arg(), Arg(), Arg()), extra_check=pays, pass_dict=_patterns)
-def _with_bias(match: Match, bias: Tensor, rows: Tensor, matrix: Tensor) -> None:
-    match.replace_by_example(
-        lambda bias, rows, matrix: (bias + product(rows, matrix)).to(rows.dtype), [bias, rows, matrix]
-    )
+def replace_products(graph: fx.Graph) -> None:
+    """Products of few rows and the matrix of a linear layer, which lies in memory as (N, K)."""
+    for product in (aten.mm.default, aten.addmm.default):
+        for node in graph.find_nodes(op="call_function", target=product):
+            *bias, rows, matrix = node.args
+            left, right = rows.meta["val"], matrix.meta["val"]
+            on_cpu = left.device.type == right.device.type == "cpu"
+            few = len(left) <= MOST_ROWS.get(left.dtype, 0)
+            if on_cpu and few and right.stride(0) == 1 and not node.kwargs:
+                node.target, node.args = torch.ops.specheads.few_rows.default, (rows, matrix, *bias)
 
 
 def replace_attention(graph: fx.Graph) -> None:
@@ -92,9 +78,9 @@ class FewRows(CustomGraphPass):
         load()
 
     def __call__(self, graph: fx.Graph) -> None:
-        _patterns.apply(graph)
+        replace_products(graph)
         replace_attention(graph)
 
     def uuid(self) -> str:
         """Part of the key of compiled code on disk."""
-        return f"specheads.few_rows.3:{MOST_ROWS}:{MOST_QUERIES}:{hashlib.sha256(SOURCE.read_bytes()).hexdigest()}"
+        return f"specheads.few_rows.4:{MOST_ROWS}:{MOST_QUERIES}:{hashlib.sha256(SOURCE.read_bytes()).hexdigest()}"

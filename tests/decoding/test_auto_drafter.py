@@ -102,6 +102,19 @@ def test_without_a_head_it_copies(heads):
         assert sum(sum(step.accepted) for step in out.steps) > 0
 
 
+def test_a_head_that_pays_in_long_texts_alone_reads_no_short_ones(heads, monkeypatch):
+    def verify(plain):
+        return Curve(((1, plain), (64, plain + 189.0)))  # three milliseconds a node
+
+    flat, read = Curve(((1, 0.0),)), []
+    costs = replace(FREE.batches[1], verify={0: verify(4.0), 64: verify(40.0)}, read=Curve(((1, 3.0),)), level=flat)
+    monkeypatch.setattr(auto.UnreadPositions, "add", lambda *_, add=auto.UnreadPositions.add: [read.append(1), add(*_)])
+    for count in (20, 80):  # after seven of the prompt
+        read.clear()
+        generate(heads["eagle3"], CostTable(None, {1: costs}), ONE, max_new_tokens=count, do_sample=False)
+        assert bool(read) == (count == 80)
+
+
 def test_where_nothing_pays_some_steps_are_not_planned(heads, monkeypatch):
     planned = []
 

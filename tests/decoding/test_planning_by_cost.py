@@ -203,6 +203,18 @@ def test_nothing_is_drafted_where_nothing_pays_and_the_head_is_tried_now_and_the
     assert 0.015 < (probe - best.ms) / (waits * best.ms) <= 0.02
 
 
+def test_a_head_that_cannot_pay_if_all_is_accepted_is_left_out_unless_the_text_gets_long():
+    assert make_menu(costs(per_node=1.0, read=3.0), 1, RANKS, 5, head=True).shapes
+    # A chain of n takes 4 + 3 n + 3 + (n - 1) / 2 ms, and 1 + n plain steps take 4 + 4 n: it pays from 14 on.
+    dear = make_menu(costs(per_node=3.0, read=3.0), 1, RANKS, 5, head=True)
+    assert not dear.shapes and 32 in dear.sizes  # a copy is not drafted
+    short, long = Curve(((1, 4.0), (64, 193.0))), Curve(((1, 40.0), (64, 229.0)))
+    flat = Curve(((1, 0.0),))
+    own = StepCosts(1, {64: short, 1024: long}, flat, flat, Curve(((1, 3.0),)), Curve(((1, 0.5),)))
+    assert not make_menu(own, 1, RANKS, 5, head=True, longest=64).shapes
+    assert make_menu(own, 1, RANKS, 5, head=True, longest=1024).shapes
+
+
 def test_the_menu_holds_what_can_pay_and_fits_limits():
     wide, narrow = (make_menu(costs(per_node=c), 1, RANKS, 4, head=True) for c in (0.01, 3.0))
     assert wide.sizes[-1] > 32

@@ -104,14 +104,14 @@ class AutoDrafter(Drafter):
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
         """The most nodes of a step, as a chain: it is a limit, and never grown."""
-        return chain(LARGEST - 1)
+        return _cached_chain(LARGEST - 1)  # it keeps the shorter chains that limit the last steps of a text
 
-    def menu(self, table: CostTable, rows: int, *, compiled: bool, branching: bool = True) -> Menu:
+    def menu(self, table: CostTable, rows: int, *, compiled: bool, branching: bool = True, longest: int = 0) -> Menu:
         """What the planner may choose from, see `make_menu`."""
         depth = min(CHAINS[-1], (self.head and self.head.max_depth) or CHAINS[-1])
         return make_menu(
             table.for_rows(rows), rows, table.acceptance or (ASSUMED_RANKS,), depth, head=self.head is not None,
-            compiled=compiled, branching=branching,
+            compiled=compiled, branching=branching, longest=longest,
         )  # fmt: skip
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
@@ -138,10 +138,13 @@ class _Run:
     """
 
     def __init__(self, auto: AutoDrafter, context: Context) -> None:
-        self.head, self.rows, self.compiled = auto.head, len(context.history), context.target.static
+        self.rows, self.compiled = len(context.history), context.target.static
         table = auto.table(context.root.device, compiled=self.compiled)
         self.costs, chains_only = table.for_rows(self.rows), bool(context.target.recurrent)
-        self.menu = auto.menu(table, self.rows, compiled=self.compiled, branching=not chains_only)
+        self.menu = auto.menu(
+            table, self.rows, compiled=self.compiled, branching=not chains_only, longest=context.target.limit
+        )
+        self.head = auto.head if self.menu.shapes else None
         self.assumed = table.acceptance or (ASSUMED_RANKS,)
         self.heads = [self._head_estimate() for _ in context.history]
         self.copied = [CopyEstimate() for _ in context.history]

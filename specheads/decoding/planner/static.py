@@ -61,7 +61,7 @@ class StaticTree:
     def num_nodes(self) -> int:
         return len(self.choices) + 1
 
-    @property
+    @cached_property
     def depth(self) -> int:
         return max(len(choice) for choice in self.choices)
 

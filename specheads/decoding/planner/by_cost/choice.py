@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from specheads.decoding.planner.by_cost.shapes import Menu, Shape
+from specheads.decoding.planner.by_cost.shapes import CAUTION, Menu, Shape
 
 LUCK = 0.5  # by how many steps, over the square root of those they need, rows are expected to drift apart
 PROBE_SHARE = 0.02  # of the time that may be spent on trying a head that does not seem to pay
-CAUTION = 0.08  # by which share a draft must promise to be faster than none: costs and chances are estimates
 
 
 class Worth:

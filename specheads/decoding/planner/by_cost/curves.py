@@ -69,8 +69,8 @@ class StepCosts:
     read: Curve | None = None
     level: Curve | None = None
     shapes: Mapping[tuple[int, ...], float] = field(default_factory=dict)
-    _steps: dict[tuple[int, int, int], float] = field(default_factory=dict, repr=False, compare=False)
-    _levels: dict[tuple[int, ...], float] = field(default_factory=dict, repr=False, compare=False)
+    _steps: dict[tuple[int, int, int], float] = field(init=False, default_factory=dict, repr=False, compare=False)
+    _levels: dict[tuple[int, ...], float] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.batch < 1 or not self.verify:

@@ -24,6 +24,7 @@ COMPILED_CHAINS, COMPILED_COPIES = (2, 5), (5, 15, 31)
 LARGEST = max(*TREES, *(1 + n for n in COPIES))
 COMPILED_SIZES = tuple(sorted({1, *TREES, *(1 + n for n in (*COMPILED_CHAINS, *COMPILED_COPIES))}))
 WORTH = 4.0  # head's trees that take longer than so many plain steps are left out
+CAUTION = 0.08  # by which share a draft must promise to be faster than none: costs and chances are estimates
 
 
 @dataclass(frozen=True)
@@ -114,13 +115,23 @@ def make_menu(
     head: bool,
     compiled: bool = False,
     branching: bool = True,
+    longest: int = 0,
 ) -> Menu:
-    """The shapes worth having where a step costs so much. depth: the most levels the head drafts. compiled: few, since
-    each is a graph that takes a while to compile. branching: False for a target with recurrent layers, which are fed
-    every path of a tree from its root, where the costs count nodes."""
+    """The shapes worth having where a step costs so much: those that pay if all of a draft is accepted.
+
+    depth: the most levels the head drafts. compiled: few, since each is a graph that takes a while to compile.
+    branching: False for a target with recurrent layers, which are fed every path of a tree from its root, where the
+    costs count nodes. longest: tokens of the longest text that may come.
+    """
     chains, copies = (COMPILED_CHAINS, COMPILED_COPIES) if compiled else (CHAINS, COPIES)
-    plain = costs.step(rows, 1, 0)
-    most = max((n for n in {1 + n for n in chains} | {*TREES} if costs.step(rows, n, 0) <= WORTH * plain), default=1)
+
+    def plain_steps(nodes: int, levels: Sequence[int] | None = None) -> float:
+        """How many plain steps one takes that verifies so many nodes, and drafts them with the head if levels are
+        given: at the start of a text or at its end, whichever is fewer."""
+        drafting = 0.0 if levels is None else costs.draft(rows, levels, 1)
+        return min((costs.step(rows, nodes, n) + drafting) / costs.step(rows, 1, n) for n in (0, longest))
+
+    most = max((n for n in {1 + n for n in chains} | {*TREES} if plain_steps(n) <= WORTH), default=1)
     shapes = [Shape(chain(n)) for n in sorted({min(n, depth) for n in chains}) if n < most] if head else []
     trees: list[StaticTree] = []
     if head and branching:
@@ -129,9 +140,9 @@ def make_menu(
         row = HeadEstimate(acceptance, depth)
         trees = [max(trees, key=lambda tree: _rate(tree, row, costs, rows))]
     shapes += [Shape(tree) for tree in dict.fromkeys(trees) if tree not in [shape.tree for shape in shapes]]
-    # A copy may be right to its end, whatever is known of it before: then its step gives a token a node.
-    pay_at_best = {1 + n for n in copies if costs.step(rows, 1 + n, 0) < (1 + n) * plain}
-    sizes = {1, *pay_at_best, *(shape.nodes for shape in shapes)}
+    pay = 1 + CAUTION
+    shapes = [s for s in shapes if plain_steps(s.nodes, s.levels) * pay < 1 + s.depth]
+    sizes = {1, *(1 + n for n in copies if plain_steps(1 + n) * pay < 1 + n), *(shape.nodes for shape in shapes)}
     return Menu(tuple(shapes), tuple(sorted(sizes)), own_size=compiled)
 
 

@@ -108,7 +108,8 @@ def test_a_head_that_pays_in_long_texts_alone_reads_no_short_ones(heads, monkeyp
 
     flat, read = Curve(((1, 0.0),)), []
     costs = replace(FREE.batches[1], verify={0: verify(4.0), 64: verify(40.0)}, read=Curve(((1, 3.0),)), level=flat)
-    monkeypatch.setattr(auto.UnreadPositions, "add", lambda *_, add=auto.UnreadPositions.add: [read.append(1), add(*_)])
+    add = UnreadPositions.add
+    monkeypatch.setattr(UnreadPositions, "add", lambda *given: [read.append(given), add(*given)])
     for count in (20, 80):  # after seven of the prompt
         read.clear()
         generate(heads["eagle3"], CostTable(None, {1: costs}), ONE, max_new_tokens=count, do_sample=False)

@@ -10,6 +10,15 @@ from tests.support.tiny_models import repetitive_model
 ONE = padded([[5, 5, 60, 61, 5, 5, 60]])
 OPTIONS = {"max_new_tokens": 48, "pad_token_id": 0, "eos_token_id": 96, "return_dict_in_generate": True}
 
+RANKS = ((0.6, 0.2, 0.1), (0.5, 0.25, 0.05), (0.3, 0.3, 0.2))
+
+
+def costs(per_node=1.0, plain=4.0, read=0.5, level=0.5, batch=1):
+    """Of a step that takes `plain` milliseconds, and per_node more with each node."""
+    line = Curve(((1, plain), (64, plain + 63 * per_node)))
+    flat = Curve(((1, 0.0),))
+    return StepCosts(batch, {64: line}, flat, flat, Curve(((1, read),)), Curve(((1, level),)))
+
 
 def table(per_node, level=0.3, plain=4.0, acceptance=()):
     verify = {64: Curve(((1, plain), (64, plain + 63 * per_node))), 512: Curve(((1, 2 * plain),))}

@@ -261,7 +261,7 @@ MUTATIONS = (
     M("a draft that promises no more than its own time", "decoding.planner.by_cost.choice:choose",
       "*= 1 + CAUTION", "*= 1", BY_COST, "best_of_the_menu"),
     M("a head that can never pay", "decoding.planner.by_cost.shapes:make_menu",
-      "if plain_steps(s.nodes, s.levels) * pay < 1 + s.depth", "", BY_COST, "left_out"),
+      "if plain_steps(shape.nodes, shape.levels) * margin < 1 + shape.depth", "", BY_COST, "left_out"),
     M("what pays at the start of a text alone", "decoding.planner.by_cost.shapes:make_menu",
       "for n in (0, longest)", "for n in (0,)", BY_COST, "left_out"),
     M("a menu for short texts", "decoding.drafters.auto:_Run.__init__",

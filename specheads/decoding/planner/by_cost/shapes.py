@@ -140,9 +140,9 @@ def make_menu(
         row = HeadEstimate(acceptance, depth)
         trees = [max(trees, key=lambda tree: _rate(tree, row, costs, rows))]
     shapes += [Shape(tree) for tree in dict.fromkeys(trees) if tree not in [shape.tree for shape in shapes]]
-    pay = 1 + CAUTION
-    shapes = [s for s in shapes if plain_steps(s.nodes, s.levels) * pay < 1 + s.depth]
-    sizes = {1, *(1 + n for n in copies if plain_steps(1 + n) * pay < 1 + n), *(shape.nodes for shape in shapes)}
+    margin = 1 + CAUTION
+    shapes = [shape for shape in shapes if plain_steps(shape.nodes, shape.levels) * margin < 1 + shape.depth]
+    sizes = {1, *(1 + n for n in copies if plain_steps(1 + n) * margin < 1 + n), *(shape.nodes for shape in shapes)}
     return Menu(tuple(shapes), tuple(sorted(sizes)), own_size=compiled)
 
 

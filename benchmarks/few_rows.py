@@ -10,7 +10,8 @@ the shipped base (39.6 MB in float32), "large" those of two layers of hidden siz
 only the rows that are ours.
 
 Attention, in float32: twelve layers of 2 heads of width 64, as the shipped base has, of 1 or 16 texts; rows are the
-tokens of a text times the heads that share its keys. "Read" sums keys and values once.
+tokens of a text times the heads that share its keys. They may attend to the first half of the keys, as while a text is
+shorter than its cache, or to all. "Read" sums keys and values once.
 """
 
 from __future__ import annotations
@@ -93,12 +94,15 @@ def time_products(rows: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
 def time_attention(rounds: int) -> Iterator[dict[str, Any]]:
     heads, width = 2, 64
     for texts in (1, 16):
-        for keys in (128, 256, 1024):
+        for keys in (256, 1024):
             caches = [tuple(torch.randn(texts, heads, keys, width) for _ in range(2)) for _ in range(12)]
-            for rows in (1, 2, 4):
-                inputs = torch.randn(texts, heads, rows, width), caches, torch.zeros(texts, 1, rows, keys)
-                read = [tensor for cache in caches for tensor in cache]
-                yield {"texts": texts, "keys": keys, "rows": rows} | timed(sides(attention, *inputs, read=read), rounds)
+            read = [tensor for cache in caches for tensor in cache]
+            for allowed, rows in itertools.product((keys // 2, keys), (1, 4, 8, 16)):
+                mask = torch.full((texts, 1, rows, keys), torch.finfo(torch.float32).min)
+                mask[..., :allowed] = 0
+                inputs = torch.randn(texts, heads, rows, width), caches, mask
+                case = {"texts": texts, "keys": keys, "allowed": allowed, "rows": rows}
+                yield case | timed(sides(attention, *inputs, read=read), rounds)
 
 
 def table(found: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
@@ -141,7 +145,7 @@ def main() -> int:
         "# Matrix products and attention over few rows", "",
         f"{how} Milliseconds; library over specheads: the median of the rounds, and its middle half.", "",
         about_products, "", *table(found["products"], ["model", "dtype", "rows"]), "",
-        about_attention, "", *table(found["attention"], ["texts", "keys", "rows"]), "",
+        about_attention, "", *table(found["attention"], ["texts", "keys", "allowed", "rows"]), "",
         f"`{command}`", "", environment.line(where), "",
     ]  # fmt: skip
     report.write(options.out, "few_rows", "\n".join(lines), {"command": command, "environment": where} | found)

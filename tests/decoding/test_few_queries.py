@@ -70,6 +70,32 @@ def test_rows_that_may_not_attend_to_the_first_keys_or_to_any():
     assert_same(found, expected)
 
 
+LOWEST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize("forbidden", [-torch.inf, LOWEST])
+@pytest.mark.parametrize("num_rows", [1, 3, 16])
+def test_keys_before_the_first_that_is_allowed_and_after_the_last_are_not_read(num_rows, forbidden):
+    for begin, end in ((0, 1), (0, 300), (7, 250), (255, 257), (299, 600), (599, 600)):
+        query, key, value, mask = inputs(num_rows, 600)
+        mask[..., :begin] = mask[..., end:] = forbidden
+        mask[:, :, 0, begin], mask[:, :, -1, end - 1] = 0.5, 0.25
+        mask[:, :, 1:, end - 1] = mask[:, :, 1:, end - 1].clamp_min(0)  # every row has something
+        expected = exact(query, key, value, mask)
+        for unread in (slice(0, begin), slice(end, None)):
+            key[:, :, unread] = value[:, :, unread] = torch.nan
+        assert_same(ours(query, key, value, mask), expected)
+
+
+def test_a_row_whose_keys_are_all_as_forbidden_mixes_all():
+    query, key, value, mask = inputs(3, 600)
+    mask[..., 200:] = LOWEST
+    mask[1, :, 2] = LOWEST
+    found, expected = ours(query, key, value, mask), exact(query, key, value, mask)
+    assert_same(found, expected)
+    assert_same(found[1, :, 2], value[1].double().mean(1))
+
+
 def test_tensors_that_are_views_of_others():
     query, key, value, mask = inputs(2, 40, 64)
     query = query.transpose(1, 2).contiguous().transpose(1, 2)

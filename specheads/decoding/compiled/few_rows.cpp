@@ -21,9 +21,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -39,6 +41,7 @@ constexpr int ASKING = 2;
 constexpr int64_t GRAIN = 32768;  // multiplications of a thread, as many as torch's own loops take at least
 constexpr int64_t KEYS = 256;  // attended at a time: their scores stay in the first cache
 constexpr float NONE = -std::numeric_limits<float>::infinity();
+constexpr float FORBIDDEN = std::numeric_limits<float>::lowest();  // in a mask, or less
 
 // Rows of a matrix, each contiguous.
 template <typename T>
@@ -237,6 +240,21 @@ struct Softmax {
   }
 };
 
+// The first key that a row's mask allows, and the one after the last: a text is shorter than its cache. All keys if the
+// mask of some row allows none.
+std::pair<int64_t, int64_t> allowed(Rows<const float> mask, int64_t num_rows, int64_t num_keys) {
+  int64_t begin = num_keys, end = 0;
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const float *const first = mask[r], *const past = first + num_keys;
+    const auto allows = [](float element) { return element > FORBIDDEN; };
+    const float* const lowest = std::find_if(first, past, allows);
+    if (lowest == past) return {0, num_keys};
+    begin = std::min(begin, lowest - first);
+    end = std::max(end, std::find_if(std::reverse_iterator(past), std::reverse_iterator(first), allows).base() - first);
+  }
+  return {begin, end};
+}
+
 // Attention of one head: query rows, of which each attends to all keys its mask allows.
 void attend(Rows<const float> query, Rows<const float> keys, Rows<const float> values, Rows<const float> mask,
             Rows<float> out, int64_t num_rows, int64_t num_keys, int64_t width, float scale) {
@@ -244,8 +262,9 @@ void attend(Rows<const float> query, Rows<const float> keys, Rows<const float> v
   std::vector<float> scaled(num_rows * keys.stride), scores(num_rows * KEYS), mixed(num_rows * width, 0.f);
   for (int64_t r = 0; r < num_rows; ++r)
     for (int64_t i = 0; i < width; ++i) scaled[r * keys.stride + i] = query[r][i] * scale;
-  for (int64_t first = 0; first < num_keys; first += KEYS) {
-    const int64_t count = std::min(KEYS, num_keys - first);
+  const auto [begin, end] = allowed(mask, num_rows, num_keys);
+  for (int64_t first = begin; first < end; first += KEYS) {
+    const int64_t count = std::min(KEYS, end - first);
     run(Product<float>{scaled.data(), keys[first], keys.stride, width, {scores.data(), KEYS}}, num_rows, 0, count);
     for (int64_t r = 0; r < num_rows; ++r) {
       float* row = scores.data() + r * KEYS;

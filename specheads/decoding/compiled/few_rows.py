@@ -19,7 +19,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 # Measured (docs/LOG.md): over more, the library is about as fast. Where oneDNN has no products in bfloat16 for the
 # processor, torch's own take longer than ours at every size measured.
 _ONLY_TORCH = torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-MOST_ROWS, MOST_QUERIES = {torch.float32: 48, torch.bfloat16: 96 if _ONLY_TORCH else 6}, 4
+MOST_ROWS, MOST_QUERIES = {torch.float32: 48, torch.bfloat16: 96 if _ONLY_TORCH else 6}, 16
 HEAD_PART = 16  # a head's width is a multiple of it: of all vectors there are
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -83,4 +83,4 @@ class FewRows(CustomGraphPass):
 
     def uuid(self) -> str:
         """Part of the key of compiled code on disk."""
-        return f"specheads.few_rows.4:{MOST_ROWS}:{MOST_QUERIES}:{hashlib.sha256(SOURCE.read_bytes()).hexdigest()}"
+        return f"specheads.few_rows.5:{MOST_ROWS}:{MOST_QUERIES}:{hashlib.sha256(SOURCE.read_bytes()).hexdigest()}"

@@ -57,13 +57,18 @@ def test_the_same_costs_give_the_same_drafts_and_others_do_not(heads):
     assert drafts(FREE) == drafts(FREE) != drafts(DEAR)
 
 
-def test_reading_the_prompt_is_no_cost_of_the_first_draft(heads):
+def test_a_head_reads_the_prompt_if_the_rest_of_the_text_pays_for_it(heads):
     free = FREE.batches[1]
-    slow_reader = CostTable(None, {1: replace(free, read=Curve(((1, 0.3), (8, 0.3), (16, 90.0))))})
+    slow_reader = CostTable(None, {1: replace(free, read=Curve(((1, 0.3), (8, 0.3), (16, 20.0))))})  # 40 ms for 24
     prompt = padded([list(range(72, 96))])  # what is written after it does not occur in it
+
+    def drafted(**options):
+        steps = generate(heads["eagle3"], slow_reader, prompt, do_sample=False, **options).steps
+        return [sum(step.drafted) for step in steps]
+
     for compiled in (False, "eager"):
-        steps = generate(heads["eagle3"], slow_reader, prompt, do_sample=False, compile=compiled).steps
-        assert sum(sum(step.drafted) for step in steps[:2]) > 0, "the first step is the prompt's own"
+        assert drafted(compile=compiled)[1] > 0, "the first step is the prompt's own"
+        assert drafted(compile=compiled, max_new_tokens=10)[1] == 0, "they take 40 ms without the head"
 
 
 def test_it_is_the_default_and_a_tree_or_a_rule_asks_for_the_head(heads, hf_log, monkeypatch, tmp_path):
@@ -213,7 +218,10 @@ def test_a_head_accepts_in_the_graph_what_it_does_without(heads, head, monkeypat
     calls = itertools.count()
 
     def fickle(menu, head_gains, copy_gains, step_ms, draft_ms, worth):
-        number, rows = next(calls), len(copy_gains)
+        rows = len(copy_gains)
+        if not menu.shapes:  # what it would be without the head
+            return Choice(None, 1, (False,) * rows, rows, 9.0)
+        number = next(calls)
         shape = menu.shapes[-(number // 3 % 2)]  # the shortest chain or the largest tree
         if (kind := number % 3) == 0:
             return Choice(None, menu.sizes[-1], (True,) * rows, rows, 1.0)

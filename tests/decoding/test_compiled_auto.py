@@ -66,6 +66,8 @@ def test_automatic_drafts_of_a_hybrid_target_are_chains_in_the_graph(prompts, mo
 
 def fickle(menu, head_gains, copy_gains, step_ms, draft_ms, worth):
     """A choice that changes at each step: nothing, the longest copies, or one of the head's shapes, beside copies."""
+    if not menu.shapes:
+        return Choice(None, 1, (False,) * len(copy_gains), len(copy_gains), 9.0)
     fickle.calls += 1
     rows, shape = len(copy_gains), menu.shapes[fickle.calls // 4 % len(menu.shapes)]
     if (kind := fickle.calls % 4) < 2:

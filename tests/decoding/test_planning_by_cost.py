@@ -9,9 +9,15 @@ import torch
 
 from specheads.decoding.planner import ChildLogits, StaticTree, chain
 from specheads.decoding.planner.by_cost import CostTable, Curve, StepCosts
-from specheads.decoding.planner.by_cost.choice import CAUTION, LUCK, Worth, choose, probe_is_due
+from specheads.decoding.planner.by_cost.choice import CAUTION, LUCK, Choice, Worth, choose, probe_is_due, reading_pays
 from specheads.decoding.planner.by_cost.cost_aware import CostAwareTree
-from specheads.decoding.planner.by_cost.estimates import Calibration, CopyEstimate, HeadEstimate
+from specheads.decoding.planner.by_cost.estimates import (
+    COPY_BUCKETS,
+    COPY_SHARES,
+    Calibration,
+    CopyEstimates,
+    HeadEstimate,
+)
 from specheads.decoding.planner.by_cost.shapes import Menu, Shape, fastest_tree, make_menu
 from specheads.decoding.planner.static import likeliest_tree
 from specheads.decoding.probs.sampler import Sampler
@@ -106,9 +112,9 @@ def test_the_choice_is_the_best_of_the_menu(seed):
     rows = coin.randint(1, 3)
     heads = [sorted(coin.uniform(0, 2) for _ in menu.shapes) for _ in range(rows)]
     head_gains = [[row[i] for row in heads] for i in range(len(menu.shapes))]
-    copies = [
-        [0.0, *itertools.accumulate(coin.uniform(0, 1) for _ in range(coin.choice((0, 3, 5))))] for _ in range(rows)
-    ]
+    longest = coin.choice((0, 3, 5))
+    copies = [[0.0, *itertools.accumulate(coin.uniform(0, most) for _ in range(longest))]
+              for most in coin.choices((0, 1), (1, 2), k=rows)]  # fmt: skip
 
     def time(nodes, shape):
         return own.step(rows, nodes, 64) + (own.draft(rows, shape.levels, 1) if shape else 0)
@@ -193,6 +199,35 @@ def test_nothing_is_drafted_where_nothing_pays_and_the_head_is_tried_now_and_the
     assert 0.015 < (probe - best.ms) / (waits * best.ms) <= 0.02
 
 
+def test_what_a_copy_gains_is_the_product_of_shares_of_longer_and_longer_matches():
+    coin, copies = random.Random(0), CopyEstimates(3)
+    for _ in range(200):
+        copies.add(coin.randrange(3), coin.randint(1, 40), coin.random() < 0.7)
+    matches = [5, 0, 33]
+    gains = copies.gains([2, 0, 1], matches, 20)
+    for row, match, found in zip([2, 0, 1], matches, gains, strict=True):
+        chance, expected = float(match > 0), [0.0]
+        for length in range(match, match + 20):
+            bucket = max(i for i, shortest in enumerate(COPY_BUCKETS) if shortest <= max(1, length))
+            chance *= copies.shares[row][bucket].mean(COPY_SHARES[bucket])
+            expected.append(expected[-1] + chance)
+        assert found.tolist() == pytest.approx(expected)
+
+
+def test_reading_the_prompt_pays_if_the_rest_of_the_text_takes_less_time_with_it():
+    noise, pays = random.Random(0), 0
+    for _ in range(200):
+        best = Choice(Shape(chain(2)), 3, (), noise.uniform(1.5, 3), noise.uniform(4, 8))
+        without, share = Choice(None, 1, (), noise.uniform(1, 1.5), 4.0), noise.random()
+        tokens, read_ms = noise.uniform(1, 100), noise.uniform(0, 100)
+        steps = tokens / (share * best.tokens + (1 - share) * without.tokens)
+        taken = steps * (share * best.ms + (1 - share) * without.ms) + read_ms
+        faster = taken <= tokens / without.rate
+        assert reading_pays(best, without, share, tokens, read_ms) == faster
+        pays += faster
+    assert 20 < pays < 180
+
+
 def test_a_head_that_cannot_pay_if_all_is_accepted_is_left_out_unless_the_text_gets_long():
     assert make_menu(costs(per_node=1.0, read=3.0), 1, RANKS, 5, head=True).shapes
     # A chain of n takes 4 + 3 n + 3 + (n - 1) / 2 ms, and 1 + n plain steps take 4 + 4 n: it pays from 14 on.
@@ -243,12 +278,15 @@ def test_estimates_follow_the_tokens():
     for _ in range(100):
         flat.add(0, 1, width=3)
     assert flat.rank_shares(0)[1] > lone.rank_shares(0)[1]
-    copies = CopyEstimate()
-    assert copies.gains(0, 3).tolist() == [0, 0, 0, 0] and copies.gains(1, 3)[1] < copies.gains(8, 3)[1]
-    before = copies.gains(8, 3)
+    copies = CopyEstimates(2)
+    before = copies.gains([0, 0, 1], [0, 1, 8], 3)
+    assert before[0].tolist() == [0, 0, 0, 0] and before[1, 1] < before[2, 1]
     for _ in range(50):
-        copies.add(8, hit=False)
-    assert copies.gains(8, 3)[1] < before[1] / 2 and copies.gains(1, 1)[1] == CopyEstimate().gains(1, 1)[1]
+        copies.add(0, 8, hit=False)
+    after = copies.gains([0, 0, 1], [8, 1, 8], 3)
+    assert after[0, 1] < before[2, 1] / 2 and (after[1:] == before[1:]).all(), "other lengths, and other rows"
+    copies.forget(0)
+    assert (copies.gains([0, 1], [8, 8], 3) == before[2]).all()
     calibration = Calibration()
     assert calibration(0.9) == pytest.approx(0.9)
     for _ in range(100):

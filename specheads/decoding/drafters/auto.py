@@ -6,7 +6,7 @@ Shapes: B batch rows, N tree nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar, cast
 
@@ -19,10 +19,10 @@ from specheads.decoding.drafters.path_drafter import build_tree
 from specheads.decoding.drafters.suffix_search import copy_ids, longest_match, row_texts
 from specheads.decoding.drafters.unread import UnreadPositions
 from specheads.decoding.planner import NoDraft, Plan, chain
-from specheads.decoding.planner.by_cost.choice import Choice, Worth, choose, probe_is_due
+from specheads.decoding.planner.by_cost.choice import Choice, Worth, choose, probe_is_due, reading_pays
 from specheads.decoding.planner.by_cost.cost_aware import CostAwareTree
 from specheads.decoding.planner.by_cost.cost_file import SHIPPED, CostTable, shipped_costs
-from specheads.decoding.planner.by_cost.estimates import Calibration, CopyEstimate, HeadEstimate
+from specheads.decoding.planner.by_cost.estimates import Calibration, CopyEstimates, HeadEstimate
 from specheads.decoding.planner.by_cost.feedback import Surplus, learn_grown, learn_static
 from specheads.decoding.planner.by_cost.shapes import (
     CHAINS,
@@ -133,7 +133,8 @@ class _Run:
     choice: of the step for which the texts have `lengths`, from `limited`, the part of the menu within its limits, for
     the rows that are `active`. copies: by row, the length of the match and the ids that followed it. worth: of the
     tokens of this step. pace: by row, the tokens it gained a step lately. grown: the last tree if it was cost-aware,
-    with what a static one promised for its time. idle: steps since the head drafted. fruitless: planned steps in a row
+    with what a static one promised for its time. idle: steps since the head drafted. wanted: those
+    before it read the prompt in which it would have drafted, but for that. fruitless: planned steps in a row
     that drafted nothing. rest: how many steps are left unplanned now.
     """
 
@@ -147,12 +148,12 @@ class _Run:
         self.head = auto.head if self.menu.shapes else None
         self.assumed = table.acceptance or (ASSUMED_RANKS,)
         self.heads = [self._head_estimate() for _ in context.history]
-        self.copied = [CopyEstimate() for _ in context.history]
+        self.copied = CopyEstimates(self.rows)
         self.calibration = Calibration()
         self.surplus = Surplus()
         self.unread = UnreadPositions()
         self.slots = max(self.menu.drafting_slots, READ_WIDTHS[-1] if self.compiled else TREE_WIDTH * TREE_DEPTH)
-        self.idle = self.fruitless = self.rest = 0
+        self.idle = self.wanted = self.fruitless = self.rest = 0
         self.lengths: list[int] = []
         self.active: list[bool] = []
         self.limited = self.menu
@@ -193,7 +194,8 @@ class _Run:
     def refill(self, context: Context, rows: list[int], prompts: Context) -> None:
         """Forget these rows' texts, and let the head read the prompts."""
         for row, history in zip(rows, prompts.history, strict=True):
-            self.heads[row], self.copied[row], self.copies[row] = self._head_estimate(), CopyEstimate(), (0, [])
+            self.copied.forget(row)
+            self.heads[row], self.copies[row] = self._head_estimate(), (0, [])
             self.pace[row], self.lengths[row] = 1.0, len(history) - 1
             context.memory["texts"][row] = ""
         self.choice = self.grown = None  # the last drafts were of other texts
@@ -233,7 +235,8 @@ class _Run:
 
     def _choose(self, menu: Menu, active: Sequence[bool], context: Context) -> Choice:
         rows = [b for b, runs in enumerate(active) if runs]
-        copy_gains = [self.copied[b].gains(self.copies[b][0], len(self.copies[b][1])) for b in rows]
+        most = max(len(self.copies[b][1]) for b in rows)
+        copy_gains = self.copied.gains(rows, [self.copies[b][0] for b in rows], most)
         gains = [[shape.gain(self.heads[b]) for b in rows] for shape in menu.shapes]
         unread = self._positions_read(context) if menu.shapes else 0
 
@@ -244,6 +247,14 @@ class _Run:
         else:
             self.worth = Worth(len(rows), [context.remaining[b] for b in rows], [self.pace[b] for b in rows])
         best = choose(menu, gains, copy_gains, step_ms, draft_ms, self.worth)
+        if best.shape is not None and not self.unread.has_read:
+            without = choose(replace(menu, shapes=()), [], copy_gains, step_ms, [], self.worth)
+            self.wanted += 1
+            left = sum(context.remaining[b] for b in rows)
+            read_ms = self.costs.draft(self.rows, best.shape.levels, self.unread.count(context))
+            read_ms -= self.costs.draft(self.rows, best.shape.levels, unread)
+            if not reading_pays(best, without, self.wanted / (self.idle + 1), left, read_ms):
+                best = without
         if best.shape is None and menu.shapes:
             probe, read = menu.shapes[0], max(unread, self.unread.count(context))  # a trial pays for the prompt, too
             ms = self.costs.step(self.rows, probe.nodes, context.bound)
@@ -323,7 +334,7 @@ class _Run:
         for b, tokens in enumerate(gained):
             match, copy = self.copies[b]
             for i, (copied, token) in enumerate(zip(copy, tokens, strict=False)):
-                self.copied[b].add(match + i, copied == token)
+                self.copied.add(b, match + i, copied == token)
                 if copied != token:
                     break
             if tokens:

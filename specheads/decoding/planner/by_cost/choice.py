@@ -72,18 +72,18 @@ class Choice:
 def choose(
     menu: Menu,
     head_gains: Sequence[ArrayLike],
-    copy_gains: Sequence[ArrayLike],
+    copy_gains: ArrayLike,
     step_ms: Sequence[float],
     draft_ms: Sequence[float],
     worth: Worth,
 ) -> Choice:
     """The choice with the most expected tokens per millisecond, a draft only if it is ahead of none by CAUTION.
 
-    head_gains: by shape and row; copy_gains: by row and length. Rows that have ended have no entry. step_ms: by size of
-    the menu; draft_ms: by its shapes. Ties go to the choice without the head, and to the smaller step.
+    head_gains: by shape and row; copy_gains: by row and the number copied. Rows that have ended have no entry. step_ms:
+    by size of the menu; draft_ms: by its shapes. Ties go to the choice without the head, and to the smaller step.
     """
-    rows = len(copy_gains)
-    copied = np.asarray([row[np.minimum(menu.size_array, len(row)) - 1] for row in map(np.asarray, copy_gains)])
+    copied = np.asarray(copy_gains)  # (R, n), and below (R, Z)
+    copied, rows = copied[:, np.minimum(menu.size_array, copied.shape[1]) - 1], len(copied)
     heads = np.asarray([[0.0] * rows, *head_gains])  # (1 + S, R), first without the head
     tokens = worth(np.maximum(heads[:, None], copied.T))  # (1 + S, Z)
     ms = np.asarray(step_ms) + np.asarray([0.0, *draft_ms])[:, None]
@@ -93,6 +93,17 @@ def choose(
     copies = tuple((copied[:, size] > heads[own]).tolist())
     shape = menu.shapes[own - 1] if own else None
     return Choice(shape, menu.sizes[size], copies, float(tokens[own, size]), float(ms[own, size]))
+
+
+def reading_pays(best: Choice, without: Choice, share: float, tokens: float, read_ms: float) -> bool:
+    """Does the head of `best`, which would read the prompt first, save that time over what is best without it?
+
+    share: of the steps so far, this one included, that would have drafted with it; as often it drafts from here on.
+    tokens: that the batch still gains; read_ms: of the prompt.
+    """
+    saved = best.tokens / without.rate - best.ms
+    steps = tokens / (share * best.tokens + (1 - share) * without.tokens)
+    return share * steps * saved >= read_ms
 
 
 def probe_is_due(best: Choice, probe_ms: float, rows: int, idle: int) -> bool:

@@ -5,7 +5,6 @@ Everything here follows from tokens and draft probabilities, never from a clock.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
@@ -18,6 +17,7 @@ PRIOR_WEIGHT = 4.0  # trials that the assumption counts as
 # By the length of the match that precedes a copied token: the shortest of the bucket, and the share accepted.
 COPY_BUCKETS = (1, 2, 3, 4, 6, 10, 16)
 COPY_SHARES = (0.25, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93)
+_BUCKET_OF = np.searchsorted(COPY_BUCKETS, np.arange(COPY_BUCKETS[-1] + 1), "right")  # by length: 0 if nothing matches
 _DECAY = 1 - 1 / MEMORY
 
 
@@ -120,27 +120,34 @@ class HeadEstimate:
         return self._gains[choices]
 
 
-class CopyEstimate:
-    """One row's acceptance of copied tokens, by the length of the match before each.
+class CopyEstimates:
+    """Each row's acceptance of copied tokens, by the length of the match before each.
 
     After accepted ones the match is longer by their number, so one table serves every depth of a copy.
     """
 
-    def __init__(self) -> None:
-        self.shares = [Share() for _ in COPY_BUCKETS]
-        self.means = np.asarray(COPY_SHARES)
+    def __init__(self, rows: int) -> None:
+        self.shares = [[Share() for _ in COPY_BUCKETS] for _ in range(rows)]
+        self.means = np.tile((0.0, *COPY_SHARES), (rows, 1))  # first where nothing matches
 
-    def add(self, match: int, hit: bool) -> None:
-        bucket = bisect_right(COPY_BUCKETS, match) - 1
-        self.shares[bucket].add(hit)
-        self.means[bucket] = self.shares[bucket].mean(COPY_SHARES[bucket])
+    def forget(self, row: int) -> None:
+        """Another text takes this row."""
+        self.shares[row] = [Share() for _ in COPY_BUCKETS]
+        self.means[row, 1:] = COPY_SHARES
 
-    def gains(self, match: int, count: int) -> NDArray[np.float64]:
-        """Entry n: the expected accepted tokens of the first n ≤ count copied after a match of this length."""
-        gains = np.zeros(count + 1)
-        if match:
-            bucket = np.searchsorted(COPY_BUCKETS, np.arange(match, match + count), "right") - 1
-            self.means[bucket].cumprod().cumsum(out=gains[1:])
+    def add(self, row: int, match: int, hit: bool) -> None:
+        bucket = _BUCKET_OF[min(match, COPY_BUCKETS[-1])]
+        share = self.shares[row][bucket - 1]
+        share.add(hit)
+        self.means[row, bucket] = share.mean(COPY_SHARES[bucket - 1])
+
+    def gains(self, rows: Sequence[int], matches: Sequence[int], count: int) -> NDArray[np.float64]:
+        """(R, count + 1): of each of these rows, the expected accepted tokens of the first n ≤ count copied after a
+        match of this length."""
+        lengths = np.minimum(np.add.outer(matches, np.arange(count)), COPY_BUCKETS[-1])
+        shares = self.means[np.asarray(rows)[:, None], _BUCKET_OF[lengths]]
+        gains = np.zeros((len(rows), count + 1))
+        shares.cumprod(1).cumsum(1, out=gains[:, 1:])
         return gains
 
 

@@ -68,7 +68,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "parallel": ("parallel", {"block_size": DEPTH, "draft_vocab_size": VOCAB, "anchors": 64}),
     "parallel, every anchor": ("parallel", {"block_size": DEPTH, "draft_vocab_size": VOCAB}),
 }  # fmt: skip
-REFERENCE = "eagle3"  # with which the others are compared
+REFERENCE = "eagle3"  # with which the others are compared; without it, the first of them
 SHAPES = ("greedy chain", "greedy tree", "sampled chain", "sampled tree")
 OPTIONAL = ("base", "batch_size", "max_length", "learning_rate", "num_prompts", "max_new_tokens")  # of its command
 BUDGET = ("steps", "batch_size", "max_length", "learning_rate", "bf16", "num_prompts", "max_new_tokens")
@@ -216,13 +216,13 @@ def show(folder: Path, options: argparse.Namespace, rows: int) -> None:
     unfinished = [f"{name} ({len(records)})" for name, records in found.items() if 0 < len(records) < least]
     if not finished:
         return
-    if REFERENCE in finished:
-        for name, one in finished.items():
-            one["difference"] = {
-                shape: difference(found[name], found[REFERENCE], shape)
-                for shape in one["accepted_length"]
-                if name != REFERENCE and shape in finished[REFERENCE]["accepted_length"]
-            }
+    reference = REFERENCE if REFERENCE in finished else next(iter(finished))
+    for name, one in finished.items():
+        one["difference"] = {
+            shape: difference(found[name], found[reference], shape)
+            for shape in one["accepted_length"]
+            if name != reference and shape in finished[reference]["accepted_length"]
+        }
     where, spent = environment.environment(), next(iter(finished.values()))["budget"]
     decoded = [shape for shape in SHAPES if any(shape in one["accepted_length"] for one in finished.values())]
     given = ["--data", *options.data, "--out", str(options.out), "--seeds", str(options.seeds)]
@@ -243,7 +243,7 @@ def show(folder: Path, options: argparse.Namespace, rows: int) -> None:
         "these intervals are somewhat too narrow.\n",
         table(finished),
         *(["Not in the table, with the seeds done: " + ", ".join(unfinished) + ".\n"] if unfinished else []),
-        *differences(finished),
+        *differences(finished, reference),
     ])  # fmt: skip
     record = {"command": command, "environment": where, "variants": list(finished.values())}
     report.write(options.out, "heads", text, record)
@@ -288,7 +288,7 @@ def table(finished: dict[str, dict[str, Any]]) -> str:
     return report.markdown(("head", "parameters", "seeds", *shapes, "training tokens/s", "peak memory"), rows)
 
 
-def differences(finished: dict[str, dict[str, Any]]) -> list[str]:
+def differences(finished: dict[str, dict[str, Any]], reference: str) -> list[str]:
     compared = {name: one["difference"] for name, one in finished.items() if one.get("difference")}
     if not compared:
         return []
@@ -297,7 +297,7 @@ def differences(finished: dict[str, dict[str, Any]]) -> list[str]:
         [name, *(shown(**each[shape], sign="+") if shape in each else "–" for shape in shapes)]
         for name, each in compared.items()
     ]
-    text = f"Accepted length minus that of {REFERENCE}, of the same seeds and prompts:\n"
+    text = f"Accepted length minus that of {reference}, of the same seeds and prompts:\n"
     return [text, report.markdown(("head", *shapes), rows)]
 
 

@@ -130,6 +130,12 @@ def test_a_variant_of_a_single_seed_is_named_and_has_no_row(folder, tmp_path):
     assert "| mtp |" not in text and "with the seeds done: mtp (1)" in text and "under bfloat16 autocast" in text
 
 
+def test_without_eagle3_the_others_are_compared_with_the_first(folder, tmp_path):
+    assert run(folder, tmp_path, only=("mtp", heads.WIDE)) == 0
+    text = (tmp_path / "heads.md").read_text()
+    assert "minus that of mtp" in text and text.count("| mtp, wide |") == 2 and text.count("| mtp |") == 1
+
+
 def test_a_difference_is_between_the_seeds_that_both_have():
     """Seeds differ tenfold; a head gains one token on every prompt of two steps."""
 

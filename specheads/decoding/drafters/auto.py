@@ -133,9 +133,9 @@ class _Run:
     choice: of the step for which the texts have `lengths`, from `limited`, the part of the menu within its limits, for
     the rows that are `active`. copies: by row, the length of the match and the ids that followed it. worth: of the
     tokens of this step. pace: by row, the tokens it gained a step lately. grown: the last tree if it was cost-aware,
-    with what a static one promised for its time. idle: steps since the head drafted. wanted: those
-    before it read the prompt in which it would have drafted, but for that. fruitless: planned steps in a row
-    that drafted nothing. rest: how many steps are left unplanned now.
+    with what a static one promised for its time. idle: steps since the head drafted. wanted: those before it read the
+    prompt in which it promised the most, but for reading. fruitless: planned steps in a row that drafted nothing. rest:
+    how many steps are left unplanned now.
     """
 
     def __init__(self, auto: AutoDrafter, context: Context) -> None:
@@ -271,7 +271,7 @@ class _Run:
 
     def _positions_read(self, context: Context) -> int:
         """What reading costs goes by: the positions missed, or the columns they are read in. The prompt, which a head
-        reads once whenever it first drafts, is no cost of that step."""
+        reads once whenever it first drafts, is no cost of that step: see `reading_pays`."""
         unread = self.unread.count(context) if self.unread.has_read else 1
         return unread if not self.compiled else max(unread, self._read_width(context))
 

@@ -138,7 +138,8 @@ def main() -> int:
     }
 
     where = environment.environment()
-    command = f"python benchmarks/few_rows.py --rounds {options.rounds} --out {options.out}"
+    rows = " ".join(map(str, options.rows))
+    command = f"python benchmarks/few_rows.py --rows {rows} --rounds {options.rounds} --out {options.out}"
     command = f"OMP_NUM_THREADS={torch.get_num_threads()} {command}"
     _, _, how, about_products, about_attention = [" ".join(part.split()) for part in str(__doc__).split("\n\n")]
     lines = [

@@ -14,6 +14,7 @@ from specheads import Drafter, DraftTree, PromptLookup, chain
 from specheads.decoding.drafters import auto
 from specheads.decoding.drafters.auto import AutoDrafter
 from specheads.decoding.drafters.overlay import overlay
+from specheads.decoding.drafters.suffix_search import longest_match, to_text
 from specheads.decoding.drafters.unread import UnreadPositions
 from specheads.decoding.planner import NoDraft
 from specheads.decoding.planner.by_cost import CostTable, Curve
@@ -126,14 +127,14 @@ def test_where_nothing_pays_some_steps_are_not_planned(heads, monkeypatch):
 
     def in_vain(run, menu, active, context):
         planned.append(len(context.history[0]))
-        shape = menu.shapes[0] if len(planned) == 30 else None
+        shape = menu.shapes[0] if len(planned) == 14 else None
         return Choice(shape, shape.nodes if shape else 1, (False,), 1.0, 1.0)
 
     monkeypatch.setattr(auto._Run, "_choose", in_vain)
     generate(heads["medusa"], FREE, ONE, max_new_tokens=100, eos_token_id=97, do_sample=False)
     apart = [after - before for before, after in itertools.pairwise(planned)]
-    assert apart[:28] == [1] * 7 + [2] * 8 + [3] * 8 + [4] * 5
-    assert apart[30:38] == [1] * 7 + [2], "after a draft every step is planned again"
+    assert apart[:13] == [1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8]
+    assert apart[14:19] == [1, 1, 1, 2, 3], "after a draft every step is planned again"
 
 
 class Alternating(Drafter):
@@ -219,7 +220,7 @@ def test_a_head_accepts_in_the_graph_what_it_does_without(heads, head, monkeypat
 
     def fickle(menu, head_gains, copy_gains, step_ms, draft_ms, worth):
         rows = len(copy_gains)
-        if not menu.shapes:  # what it would be without the head
+        if not head_gains:  # what it would be without the head
             return Choice(None, 1, (False,) * rows, rows, 9.0)
         number = next(calls)
         shape = menu.shapes[-(number // 3 % 2)]  # the shortest chain or the largest tree
@@ -238,6 +239,30 @@ def test_a_head_accepts_in_the_graph_what_it_does_without(heads, head, monkeypat
         out = generate(heads[head], FREE, compile=compile)
         steps.append([(step.drafted, step.accepted) for step in out.steps][:10])
     assert steps[0] == steps[1] and sum(sum(accepted) for _, accepted in steps[0]) > 10
+
+
+def test_a_copy_goes_by_what_was_copied_in_its_own_row(heads, monkeypatch):
+    rows = []
+
+    class Spy(auto.CopyEstimate):
+        def __init__(self):
+            super().__init__()
+            self.matches = []
+            rows.append(self)
+
+        def gains(self, match, count):
+            self.matches.append(match)
+            return super().gains(match, count)
+
+    monkeypatch.setattr(auto, "CopyEstimate", Spy)
+    out = generate(heads["eagle3"], FREE, eos_token_id=97)
+    for b, row in enumerate(rows):
+        text, matches = PROMPTS["input_ids"][b][PROMPTS["attention_mask"][b] == 1].tolist(), []
+        for step in out.steps:
+            text += step.tokens[b]
+            matches.append(longest_match(to_text(text), auto.LONGEST_MATCH))
+        assert row.matches == matches[: len(row.matches)] and len(set(row.matches)) > 2
+    assert len(rows) == 3
 
 
 def test_what_a_row_gains_counts_by_what_the_others_still_need(heads, monkeypatch):

@@ -15,7 +15,7 @@ from specheads.decoding.planner.by_cost.estimates import (
     COPY_BUCKETS,
     COPY_SHARES,
     Calibration,
-    CopyEstimates,
+    CopyEstimate,
     HeadEstimate,
 )
 from specheads.decoding.planner.by_cost.shapes import Menu, Shape, fastest_tree, make_menu
@@ -153,7 +153,10 @@ def test_what_gains_are_worth_is_what_they_take_off_the_time(seed):
 
     now = scale * math.log(sum(math.exp(n / scale) for n in steps))
     expected = rows * (now - time(gains)) / (now - time([0.0] * rows))
-    assert Worth(rows, remaining, pace)(gains) == pytest.approx(expected)
+    worth = Worth(rows, remaining, pace)
+    assert worth(gains) == pytest.approx(expected) and worth(gains) < worth.at_most(gains)
+    few = [gain * 1e-6 for gain in gains]
+    assert worth.at_most(few) - rows == pytest.approx(worth(few) - rows, rel=1e-3)
 
 
 def batch_ms(own, menu, right, waiting, tokens=96):
@@ -200,18 +203,16 @@ def test_nothing_is_drafted_where_nothing_pays_and_the_head_is_tried_now_and_the
 
 
 def test_what_a_copy_gains_is_the_product_of_shares_of_longer_and_longer_matches():
-    coin, copies = random.Random(0), CopyEstimates(3)
+    coin, copies = random.Random(0), CopyEstimate()
     for _ in range(200):
-        copies.add(coin.randrange(3), coin.randint(1, 40), coin.random() < 0.7)
-    matches = [5, 0, 33]
-    gains = copies.gains([2, 0, 1], matches, 20)
-    for row, match, found in zip([2, 0, 1], matches, gains, strict=True):
+        copies.add(coin.randint(1, 40), coin.random() < 0.7)
+    for match in (0, 1, 5, 16, 33):
         chance, expected = float(match > 0), [0.0]
         for length in range(match, match + 20):
             bucket = max(i for i, shortest in enumerate(COPY_BUCKETS) if shortest <= max(1, length))
-            chance *= copies.shares[row][bucket].mean(COPY_SHARES[bucket])
+            chance *= copies.shares[bucket].mean(COPY_SHARES[bucket])
             expected.append(expected[-1] + chance)
-        assert found.tolist() == pytest.approx(expected)
+        assert copies.gains(match, 20) == pytest.approx(expected)
 
 
 def test_reading_the_prompt_pays_if_the_rest_of_the_text_takes_less_time_with_it():
@@ -278,15 +279,12 @@ def test_estimates_follow_the_tokens():
     for _ in range(100):
         flat.add(0, 1, width=3)
     assert flat.rank_shares(0)[1] > lone.rank_shares(0)[1]
-    copies = CopyEstimates(2)
-    before = copies.gains([0, 0, 1], [0, 1, 8], 3)
-    assert before[0].tolist() == [0, 0, 0, 0] and before[1, 1] < before[2, 1]
+    copies = CopyEstimate()
+    shortest, before = copies.gains(1, 1), copies.gains(8, 3)
+    assert copies.gains(0, 3) == [0, 0, 0, 0] and shortest[1] < before[1]
     for _ in range(50):
-        copies.add(0, 8, hit=False)
-    after = copies.gains([0, 0, 1], [8, 1, 8], 3)
-    assert after[0, 1] < before[2, 1] / 2 and (after[1:] == before[1:]).all(), "other lengths, and other rows"
-    copies.forget(0)
-    assert (copies.gains([0, 1], [8, 8], 3) == before[2]).all()
+        copies.add(8, hit=False)
+    assert copies.gains(8, 3)[1] < before[1] / 2 and copies.gains(1, 1) == shortest, "other lengths"
     calibration = Calibration()
     assert calibration(0.9) == pytest.approx(0.9)
     for _ in range(100):

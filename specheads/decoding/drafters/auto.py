@@ -6,7 +6,7 @@ Shapes: B batch rows, N tree nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, cast
 
@@ -22,7 +22,7 @@ from specheads.decoding.planner import NoDraft, Plan, chain
 from specheads.decoding.planner.by_cost.choice import Choice, Worth, choose, probe_is_due, reading_pays
 from specheads.decoding.planner.by_cost.cost_aware import CostAwareTree
 from specheads.decoding.planner.by_cost.cost_file import SHIPPED, CostTable, shipped_costs
-from specheads.decoding.planner.by_cost.estimates import Calibration, CopyEstimates, HeadEstimate
+from specheads.decoding.planner.by_cost.estimates import Calibration, CopyEstimate, HeadEstimate
 from specheads.decoding.planner.by_cost.feedback import Surplus, learn_grown, learn_static
 from specheads.decoding.planner.by_cost.shapes import (
     CHAINS,
@@ -40,7 +40,7 @@ from specheads.decoding.tree import DraftTree
 LONGEST_MATCH = 32  # tokens
 MOST_UNREAD = 512  # columns of features held for an idle head; it reads them then, without drafting
 TREE_DEPTH, TREE_WIDTH = 6, 4  # of a cost-aware tree, as wide as its beams, where trees pay; else it is a chain
-REST_AFTER, MOST_REST = 8, 3  # steps are left unplanned: one more for each 8 in a row planned in vain, at most 3
+REST_AFTER, MOST_REST = 4, 7  # steps are left unplanned once 4 in a row were planned in vain: one, then one more, to 7
 PACE = 1 / 16  # the weight of the newest step in the tokens that a row gains a step
 READ_WIDTHS = (8, 32)  # columns in which a compiled step reads what was missed: each is a graph
 _cached_chain = cache(chain)
@@ -148,7 +148,7 @@ class _Run:
         self.head = auto.head if self.menu.shapes else None
         self.assumed = table.acceptance or (ASSUMED_RANKS,)
         self.heads = [self._head_estimate() for _ in context.history]
-        self.copied = CopyEstimates(self.rows)
+        self.copied = [CopyEstimate() for _ in context.history]
         self.calibration = Calibration()
         self.surplus = Surplus()
         self.unread = UnreadPositions()
@@ -194,8 +194,7 @@ class _Run:
     def refill(self, context: Context, rows: list[int], prompts: Context) -> None:
         """Forget these rows' texts, and let the head read the prompts."""
         for row, history in zip(rows, prompts.history, strict=True):
-            self.copied.forget(row)
-            self.heads[row], self.copies[row] = self._head_estimate(), (0, [])
+            self.heads[row], self.copied[row], self.copies[row] = self._head_estimate(), CopyEstimate(), (0, [])
             self.pace[row], self.lengths[row] = 1.0, len(history) - 1
             context.memory["texts"][row] = ""
         self.choice = self.grown = None  # the last drafts were of other texts
@@ -221,7 +220,7 @@ class _Run:
             self.copies = self._find_copies(context, active, min(self.limited.sizes[-1] - 1, plan.depth))
             self.choice = self._choose(self.limited, active, context)
             self.fruitless = self.fruitless + 1 if self.choice.nodes == 1 else 0
-            self.rest = min(self.fruitless // REST_AFTER, MOST_REST)
+            self.rest = min(max(0, self.fruitless - REST_AFTER + 1), MOST_REST)
         return self.choice
 
     def _find_copies(self, context: Context, active: Sequence[bool], count: int) -> list[tuple[int, list[int]]]:
@@ -235,8 +234,7 @@ class _Run:
 
     def _choose(self, menu: Menu, active: Sequence[bool], context: Context) -> Choice:
         rows = [b for b, runs in enumerate(active) if runs]
-        most = max(len(self.copies[b][1]) for b in rows)
-        copy_gains = self.copied.gains(rows, [self.copies[b][0] for b in rows], most)
+        copy_gains = [self.copied[b].gains(self.copies[b][0], len(self.copies[b][1])) for b in rows]
         gains = [[shape.gain(self.heads[b]) for b in rows] for shape in menu.shapes]
         unread = self._positions_read(context) if menu.shapes else 0
 
@@ -248,7 +246,7 @@ class _Run:
             self.worth = Worth(len(rows), [context.remaining[b] for b in rows], [self.pace[b] for b in rows])
         best = choose(menu, gains, copy_gains, step_ms, draft_ms, self.worth)
         if best.shape is not None and not self.unread.has_read:
-            without = choose(replace(menu, shapes=()), [], copy_gains, step_ms, [], self.worth)
+            without = choose(menu, [], copy_gains, step_ms, [], self.worth)
             self.wanted += 1
             left = sum(context.remaining[b] for b in rows)
             read_ms = self.costs.draft(self.rows, best.shape.levels, self.unread.count(context))
@@ -260,7 +258,7 @@ class _Run:
             ms = self.costs.step(self.rows, probe.nodes, context.bound)
             ms += self.costs.draft(self.rows, probe.levels, read)
             if probe_is_due(best, ms, len(rows), self.idle):
-                best = Choice(probe, probe.nodes, (False,) * len(rows), float(self.worth(gains[0])), ms)
+                best = Choice(probe, probe.nodes, (False,) * len(rows), self.worth(gains[0]), ms)
         taken = iter(best.copies)
         return Choice(best.shape, best.nodes, tuple(runs and next(taken) for runs in active), best.tokens, best.ms)
 
@@ -313,7 +311,7 @@ class _Run:
         return CostAwareTree(
             self.limited.sizes, depth, width=width, beams=width, time=time, calibrate=self.calibration,
             next_share=[sum(means) / len(running) for means in zip(*running, strict=True)],
-            worth=lambda gains: float(self.worth([gain for gain, b in zip(gains, self.active, strict=True) if b])),
+            worth=lambda gains: self.worth([gain for gain, runs in zip(gains, self.active, strict=True) if runs]),
         )  # fmt: skip
 
     def _chosen_copies(self, choice: Choice) -> list[list[int]]:
@@ -334,7 +332,7 @@ class _Run:
         for b, tokens in enumerate(gained):
             match, copy = self.copies[b]
             for i, (copied, token) in enumerate(zip(copy, tokens, strict=False)):
-                self.copied.add(b, match + i, copied == token)
+                self.copied[b].add(match + i, copied == token)
                 if copied != token:
                     break
             if tokens:
@@ -343,7 +341,7 @@ class _Run:
             tree, expected = self.grown
             learn_grown(self.heads, self.calibration, tree, gained)
             ran = [len(tokens) - 1 for tokens, runs in zip(gained, self.active, strict=True) if runs]
-            self.surplus.add(float(self.worth(ran)), expected)
+            self.surplus.add(self.worth(ran), expected)
         elif self.choice is not None and self.choice.shape is not None:
             self.surplus.fade()
             own = [bool(tokens) and not taken for tokens, taken in zip(gained, self.choice.copies, strict=True)]

@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from operator import mul
 
 from specheads.decoding.planner.by_cost.shapes import CAUTION, Menu, Shape
 
@@ -32,25 +30,30 @@ class Worth:
     """
 
     def __init__(self, rows: int, remaining: Sequence[int] = (), pace: Sequence[float] = ()) -> None:
-        self.rows, self.scale = rows, 0.0
+        self.rows, self.slopes = rows, [1.0] * rows
+        self.exponents: list[float] = []
         if rows == 1 or not remaining:
             return
-        self.pace = np.asarray(pace)
-        steps = np.asarray(remaining) / self.pace
-        self.scale = LUCK * math.sqrt(steps.max())
-        sizes = np.exp((steps - steps.max()) / self.scale)
-        self.shares = sizes / sizes.sum()
-        self.plain = self._saved(np.zeros(rows))
+        steps = [left / gained for left, gained in zip(remaining, pace, strict=True)]
+        most = max(steps)
+        scale = LUCK * math.sqrt(most)
+        self.exponents = [-1 / (gained * scale) for gained in pace]  # of each further token of a row
+        sizes = [math.exp((n - most) / scale) for n in steps]
+        after = [size * math.exp(x) for size, x in zip(sizes, self.exponents, strict=True)]
+        total, left = sum(sizes), sum(after)
+        self.shares, self.factor = [size / total for size in sizes], rows / math.log(left / total)
+        self.slopes = [self.factor * x * size / left for x, size in zip(self.exponents, after, strict=True)]
 
-    def __call__(self, gains: ArrayLike) -> NDArray[np.float64]:
-        """gains (…, R): the accepted tokens of each row → (…)."""
-        accepted = np.asarray(gains)
-        if not self.scale:
-            return np.asarray(self.rows + accepted.sum(-1))
-        return np.asarray(self.rows * self._saved(accepted) / self.plain)
+    def __call__(self, gains: Sequence[float]) -> float:
+        """gains: the accepted tokens of each row."""
+        if not self.exponents:
+            return self.rows + sum(gains)
+        left = [share * math.exp((1 + g) * x) for share, g, x in zip(self.shares, gains, self.exponents, strict=True)]
+        return self.factor * math.log(sum(left))
 
-    def _saved(self, gains: NDArray[np.float64]) -> NDArray[np.float64]:
-        return -np.log(np.exp(-(1 + gains) / (self.pace * self.scale)) @ self.shares)
+    def at_most(self, gains: Sequence[float]) -> float:
+        """A limit that takes less time: further tokens are never worth more than the first, since F is convex."""
+        return self.rows + sum(map(mul, self.slopes, gains))
 
 
 @dataclass(frozen=True)
@@ -71,28 +74,31 @@ class Choice:
 
 def choose(
     menu: Menu,
-    head_gains: Sequence[ArrayLike],
-    copy_gains: ArrayLike,
+    head_gains: Sequence[Sequence[float]],
+    copy_gains: Sequence[Sequence[float]],
     step_ms: Sequence[float],
     draft_ms: Sequence[float],
     worth: Worth,
 ) -> Choice:
     """The choice with the most expected tokens per millisecond, a draft only if it is ahead of none by CAUTION.
 
-    head_gains: by shape and row; copy_gains: by row and the number copied. Rows that have ended have no entry. step_ms:
-    by size of the menu; draft_ms: by its shapes. Ties go to the choice without the head, and to the smaller step.
+    head_gains: by shape and row, or empty for a choice without the head; copy_gains: by row and the number copied. Rows
+    that have ended have no entry. step_ms: by size of the menu; draft_ms: by its shapes. Ties go to the choice without
+    the head, and to the smaller step.
     """
-    copied = np.asarray(copy_gains)  # (R, n), and below (R, Z)
-    copied, rows = copied[:, np.minimum(menu.size_array, copied.shape[1]) - 1], len(copied)
-    heads = np.asarray([[0.0] * rows, *head_gains])  # (1 + S, R), first without the head
-    tokens = worth(np.maximum(heads[:, None], copied.T))  # (1 + S, Z)
-    ms = np.asarray(step_ms) + np.asarray([0.0, *draft_ms])[:, None]
-    rate = np.where(menu.fits, tokens / ms, 0.0)
-    rate[0, 0] *= 1 + CAUTION
-    own, size = divmod(int(rate.argmax()), len(menu.sizes))
-    copies = tuple((copied[:, size] > heads[own]).tolist())
-    shape = menu.shapes[own - 1] if own else None
-    return Choice(shape, menu.sizes[size], copies, float(tokens[own, size]), float(ms[own, size]))
+    none = [0.0] * worth.rows
+    by_size = [[row[min(size, len(row)) - 1] for row in copy_gains] for size in menu.sizes]
+    best = Choice(None, 1, (False,) * worth.rows, worth(none), step_ms[0])
+    rate = (1 + CAUTION) * best.rate
+    for shape, own, own_ms in ((None, none, 0.0), *zip(menu.shapes, head_gains, draft_ms, strict=False)):
+        for size, copied, verify_ms in zip(menu.sizes, by_size, step_ms, strict=True):
+            if not menu.fits(shape, size):
+                continue
+            gains, ms = [*map(max, own, copied)], own_ms + verify_ms
+            if worth.at_most(gains) > rate * ms and (tokens := worth(gains)) > rate * ms:
+                copies = tuple(copy > drafted for copy, drafted in zip(copied, own, strict=True))
+                best, rate = Choice(shape, size, copies, tokens, ms), tokens / ms
+    return best
 
 
 def reading_pays(best: Choice, without: Choice, share: float, tokens: float, read_ms: float) -> bool:

@@ -5,19 +5,16 @@ Everything here follows from tokens and draft probabilities, never from a clock.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, islice, repeat
 from operator import mul
-
-import numpy as np
-from numpy.typing import NDArray
 
 MEMORY = 32  # trials after which an older one counts 1/e
 PRIOR_WEIGHT = 4.0  # trials that the assumption counts as
 # By the length of the match that precedes a copied token: the shortest of the bucket, and the share accepted.
 COPY_BUCKETS = (1, 2, 3, 4, 6, 10, 16)
 COPY_SHARES = (0.25, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93)
-_BUCKET_OF = np.searchsorted(COPY_BUCKETS, np.arange(COPY_BUCKETS[-1] + 1), "right")  # by length: 0 if nothing matches
 _DECAY = 1 - 1 / MEMORY
 
 
@@ -120,35 +117,31 @@ class HeadEstimate:
         return self._gains[choices]
 
 
-class CopyEstimates:
-    """Each row's acceptance of copied tokens, by the length of the match before each.
+class CopyEstimate:
+    """One row's acceptance of copied tokens, by the length of the match before each.
 
-    After accepted ones the match is longer by their number, so one table serves every depth of a copy.
+    After accepted ones the match is longer by their number, so one list serves every depth of a copy.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.shares = [[Share() for _ in COPY_BUCKETS] for _ in range(rows)]
-        self.means = np.tile((0.0, *COPY_SHARES), (rows, 1))  # first where nothing matches
+    def __init__(self) -> None:
+        self.shares = [Share() for _ in COPY_BUCKETS]
+        ends = (*COPY_BUCKETS[1:], COPY_BUCKETS[-1] + 1)
+        self.spans = [slice(*lengths) for lengths in zip(COPY_BUCKETS, ends, strict=True)]
+        # By length; the last stands for all longer ones, and where nothing matches, nothing is copied.
+        self.means = [0.0] * ends[-1]
+        for span, share in zip(self.spans, COPY_SHARES, strict=True):
+            self.means[span] = [share] * (span.stop - span.start)
 
-    def forget(self, row: int) -> None:
-        """Another text takes this row."""
-        self.shares[row] = [Share() for _ in COPY_BUCKETS]
-        self.means[row, 1:] = COPY_SHARES
+    def add(self, match: int, hit: bool) -> None:
+        bucket = bisect_right(COPY_BUCKETS, match) - 1
+        self.shares[bucket].add(hit)
+        span = self.spans[bucket]
+        self.means[span] = [self.shares[bucket].mean(COPY_SHARES[bucket])] * (span.stop - span.start)
 
-    def add(self, row: int, match: int, hit: bool) -> None:
-        bucket = _BUCKET_OF[min(match, COPY_BUCKETS[-1])]
-        share = self.shares[row][bucket - 1]
-        share.add(hit)
-        self.means[row, bucket] = share.mean(COPY_SHARES[bucket - 1])
-
-    def gains(self, rows: Sequence[int], matches: Sequence[int], count: int) -> NDArray[np.float64]:
-        """(R, count + 1): of each of these rows, the expected accepted tokens of the first n ≤ count copied after a
-        match of this length."""
-        lengths = np.minimum(np.add.outer(matches, np.arange(count)), COPY_BUCKETS[-1])
-        shares = self.means[np.asarray(rows)[:, None], _BUCKET_OF[lengths]]
-        gains = np.zeros((len(rows), count + 1))
-        shares.cumprod(1).cumsum(1, out=gains[:, 1:])
-        return gains
+    def gains(self, match: int, count: int) -> list[float]:
+        """Entry n: the expected accepted tokens of the first n ≤ count copied after a match of this length."""
+        chances = islice(chain(self.means[match:], repeat(self.means[-1])), count)
+        return [0.0, *accumulate(accumulate(chances, mul))]
 
 
 class Calibration:

@@ -6,11 +6,8 @@ Shapes: B batch rows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 
 from specheads.decoding.cached import cached_property
 from specheads.decoding.planner.by_cost.curves import StepCosts
@@ -74,19 +71,13 @@ class Menu:
     shapes: tuple[Shape, ...]
     sizes: tuple[int, ...]
     own_size: bool = False
+    _within: dict[Hashable, Menu] = field(init=False, default_factory=dict, repr=False, compare=False)
 
-    @cached_property
-    def size_array(self) -> NDArray[np.int64]:
-        return np.asarray(self.sizes)
-
-    @cached_property
-    def fits(self) -> NDArray[np.bool_]:
-        """(1 + shapes, sizes) may a step of this size verify the shape? First without one, then by shape."""
-        least = np.asarray([1, *(shape.nodes for shape in self.shapes)])[:, None]
-        fits = self.size_array >= least
-        if self.own_size:
-            fits[1:] &= self.size_array == least[1:]
-        return fits
+    def fits(self, shape: Shape | None, size: int) -> bool:
+        """May a step of this size verify the shape?"""
+        if shape is None:
+            return True
+        return size == shape.nodes if self.own_size else size >= shape.nodes
 
     @cached_property
     def depth(self) -> int:
@@ -102,8 +93,12 @@ class Menu:
         """What fits a limit."""
         if nodes >= self.sizes[-1] and depth >= self.depth:
             return self
-        fitting = tuple(shape for shape in self.shapes if shape.nodes <= nodes and shape.depth <= depth)
-        return replace(self, shapes=fitting, sizes=tuple(size for size in self.sizes if size <= nodes))
+        shapes = tuple(i for i, shape in enumerate(self.shapes) if shape.nodes <= nodes and shape.depth <= depth)
+        sizes = tuple(size for size in self.sizes if size <= nodes)
+        if (shapes, sizes) not in self._within:
+            fitting = tuple(self.shapes[i] for i in shapes)
+            self._within[shapes, sizes] = replace(self, shapes=fitting, sizes=sizes)
+        return self._within[shapes, sizes]
 
 
 def make_menu(

@@ -17,7 +17,6 @@ from specheads.bench.compare.prompt_sets import PromptSet
 from specheads.bench.figures.identity import identify_base, identify_drafter, identify_machine
 from specheads.bench.figures.results import NOTHING_DONE, RESULTS, Results, digest
 from specheads.bench.figures.samples import Round, sample
-from specheads.bench.heap import keep_freed_memory
 from specheads.bench.limits import draw_numbers
 from specheads.bench.queues import batch_by_batch
 from specheads.bench.runner import Decoder, timed, turns
@@ -84,8 +83,7 @@ class Outcome:
 
 def run(options: BenchOptions, engine: Engine, sets: Sequence[PromptSet], folder: Path, tell: Report) -> Outcome:
     """Measure every round that is not in `folder`/results.jsonl. Ctrl-C ends it early, with the rounds so far; before
-    the first one is done it is raised. From then on the process keeps the memory it frees."""
-    keep_freed_memory()
+    the first one is done it is raised."""
     with Results(folder / RESULTS) as results:
         return _run(options, engine, sets, results, tell)
 

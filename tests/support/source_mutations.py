@@ -266,6 +266,8 @@ MUTATIONS = (
       "refill is not None and not finished", "refill is not None", AUTO, "still_need"),
     M("gains counted however slow a row is", "decoding.planner.by_cost.choice:Worth.__init__",
       "-1 / (gained * scale)", "-1 / scale", BY_COST, "take_off"),
+    M("limit of what a batch gains too low", "decoding.planner.by_cost.choice:Worth.at_most",
+      "self.rows + sum", "self.rows + 0.5 * sum", BY_COST, "take_off"),
     M("a draft that promises no more than its own time", "decoding.planner.by_cost.choice:choose",
       "(1 + CAUTION) * best", "best", BY_COST, "best_of_the_menu"),
     M("a head that can never pay", "decoding.planner.by_cost.shapes:make_menu",

@@ -90,7 +90,8 @@ def choose(
     by_size = [[row[min(size, len(row)) - 1] for row in copy_gains] for size in menu.sizes]
     best = Choice(None, 1, (False,) * worth.rows, worth(none), step_ms[0])
     rate = (1 + CAUTION) * best.rate
-    for shape, own, own_ms in ((None, none, 0.0), *zip(menu.shapes, head_gains, draft_ms, strict=False)):
+    shapes = menu.shapes if head_gains else ()
+    for shape, own, own_ms in ((None, none, 0.0), *zip(shapes, head_gains, draft_ms, strict=True)):
         for size, copied, verify_ms in zip(menu.sizes, by_size, step_ms, strict=True):
             if not menu.fits(shape, size):
                 continue

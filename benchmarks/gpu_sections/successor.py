@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from gpu_sections.sizes import Sizes
 from specheads.decoding.drafters.base import Context, Drafter
 from specheads.decoding.planner import Plan, StaticTree, chain
+from specheads.decoding.planner.plan import unwrapped_plan
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 
@@ -62,10 +63,11 @@ class SuccessorDrafter(nn.Module, Drafter):
         return chain(7)
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
-        if not isinstance(plan, StaticTree):  # it drafts nothing
+        grown = unwrapped_plan(plan)
+        if not isinstance(grown, StaticTree):  # it drafts nothing
             return DraftTree.root_only(context.root)
-        root, depth = context.root.unsqueeze(1), plan.depth  # (B, 1)
-        made = plan.topology(len(root), root.device)
+        root, depth = context.root.unsqueeze(1), grown.depth  # (B, 1)
+        made = grown.topology(len(root), root.device)
         node = torch.arange(depth + 1, device=root.device)  # (D + 1,)
         wrong = (node > self.right) * (self.vocab_size // 2)
         return DraftTree((root + node + wrong) % self.vocab_size, made.parents, depth, topology=made)

@@ -65,6 +65,16 @@ def test_the_second_graph_of_a_plan_serves_an_equal_plan():
             assert compiled == without
 
 
+def test_a_graph_for_trees_in_a_batch_serves_the_shorter_trees_near_the_limit():
+    """The inputs of a step near the limit once lay in memory in another way than those of the steps before."""
+    base = tiny_llama(num_hidden_layers=2)
+    base.generation_config.eos_token_id = None
+    for new in (3, 30):  # the graph is that of a shorter tree
+        options = {"draft": DraftModel(near(base)), "tree": comb(3, 2), "max_new_tokens": new}
+        without, compiled = texts_of(base, padded(PROMPTS), **options)
+        assert compiled == without
+
+
 def test_after_the_first_text_nothing_is_compiled_for_other_lengths_limits_seeds_and_temperatures():
     model = spec_model("eagle3")
     model.base.generation_config.eos_token_id = None

@@ -35,6 +35,19 @@ def test_it_is_attention_over_copied_keys(heads, key_heads, rows):
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_it_takes_what_cudas_kernels_give_in_memory(monkeypatch):
+    """They write the heads of a row beside each other."""
+    real, given = F.scaled_dot_product_attention, [torch.randn(2, n, m, 8) for n, m in ((6, 7), (2, 50), (2, 50))]
+    mask = torch.zeros(2, 1, 7, 50)
+    expected = grouped_attention.grouped_attention(*given, mask)
+
+    def rows_first(*args, **kwargs):
+        return real(*args, **kwargs).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", rows_first)
+    assert torch.equal(grouped_attention.grouped_attention(*given, mask), expected)
+
+
 def verify(base, scratch=10):
     """Logits of a tree after prompts of different lengths."""
     coin = torch.Generator().manual_seed(0)

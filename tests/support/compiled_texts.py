@@ -4,6 +4,8 @@ import shutil
 
 import pytest
 import torch
+from torch._dynamo.backends import registry
+from torch._dynamo.backends.registry import lookup_backend
 
 from specheads import generate
 from tests.reference.slow_heads import shallow_spec_model as spec_model
@@ -27,5 +29,34 @@ def endless(kind):
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo():
+def fresh_dynamo(monkeypatch):
+    """Nothing compiled before; and a graph's inputs must lie in memory as those that it was compiled for, since nothing
+    in it asks."""
     torch._dynamo.reset()
+    monkeypatch.setitem(registry._COMPILER_FNS, "eager", with_layouts)
+
+
+def with_layouts(graph, inputs):
+    """The backend "eager", whose code refuses inputs of another layout than at its first call."""
+    names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+    first = []
+
+    def run(*given):
+        layouts = [layout(value) for value in given]
+        first.extend([] if first else layouts)
+        for name, expected, found in zip(names, first, layouts, strict=True):
+            assert found == expected, f"{name} is {found}, and was {expected} when it was compiled"
+        return graph.forward(*given)
+
+    return run
+
+
+def layout(value):
+    """Of a tensor: how many elements there are along each dimension, how far apart, and of which type."""
+    if not isinstance(value, torch.Tensor):
+        return type(value)
+    steps = [step for step, size in zip(value.stride(), value.shape, strict=True) if size > 1]
+    return value.dtype, tuple(value.shape), tuple(steps)
+
+
+with_layouts._tags = lookup_backend("eager")._tags

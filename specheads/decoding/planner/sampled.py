@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ class SampledTree:
     """
 
     branches: tuple[int, ...] = (2, 2, 1)
+    _limited: dict[int, SampledTree] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _topologies: dict[tuple[int, torch.device], TreeTopology] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if not self.branches:
@@ -49,10 +53,9 @@ class SampledTree:
         return sum(self._widths[1:-1])
 
     def limited(self, depth: int) -> SampledTree:
-        cache: dict[int, SampledTree] = self.__dict__.setdefault("_limited", {})
-        if depth not in cache:
-            cache[depth] = replace(self, branches=self.branches[:depth])
-        return cache[depth]
+        if depth not in self._limited:
+            self._limited[depth] = replace(self, branches=self.branches[:depth])
+        return self._limited[depth]
 
     def grow(self, root: Tensor, expand: Expand, sampler: Sampler, vocab_size: int) -> DraftTree:
         batch, device = root.shape[0], root.device
@@ -92,12 +95,11 @@ class SampledTree:
 
     def topology(self, batch: int, device: torch.device) -> TreeTopology:
         """The topology of a tree without empty slots, computed once per batch size and device."""
-        cache = self.__dict__.setdefault("_topologies", {})
-        if (batch, device) not in cache:
+        if (batch, device) not in self._topologies:
             parents, start, level = [-1], 0, [0]
             for branch in self.branches:
                 parents += [node for node in level for _ in range(branch)]
                 start, level = start + len(level), list(range(start + len(level), len(parents)))
             table = torch.tensor([parents], device=device).expand(batch, -1).contiguous()
-            cache[batch, device] = TreeTopology.of(table, self.depth)
-        return cache[batch, device]
+            self._topologies[batch, device] = TreeTopology.of(table, self.depth)
+        return self._topologies[batch, device]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,10 @@ from specheads.decoding.tree import DraftTree, TreeTopology
 
 # By rank, the share of drafts that are accepted of a head nobody measured, at every depth.
 ASSUMED_RANKS = (0.6, 0.15, 0.07, 0.04, 0.03)
+
+
+# What `StaticTree._tables` gives.
+Tables = tuple[TreeTopology, Tensor, list[tuple[Tensor, Tensor]]]
 
 
 class _Level(NamedTuple):
@@ -42,6 +46,10 @@ class StaticTree:
     """
 
     choices: tuple[tuple[int, ...], ...]
+    _limited: dict[int, StaticTree] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known_tables: dict[tuple[int, torch.device], Tables] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if len(self.choices) >= MAX_NODES:
@@ -70,10 +78,9 @@ class StaticTree:
         return sum(len(level.inner) for level in self._levels[:-1])
 
     def limited(self, depth: int) -> StaticTree:
-        cache: dict[int, StaticTree] = self.__dict__.setdefault("_limited", {})
-        if depth not in cache:
-            cache[depth] = StaticTree(tuple(choice for choice in self.choices if len(choice) <= depth))
-        return cache[depth]
+        if depth not in self._limited:
+            self._limited[depth] = StaticTree(tuple(choice for choice in self.choices if len(choice) <= depth))
+        return self._limited[depth]
 
     @cached_property
     def _levels(self) -> list[_Level]:
@@ -97,11 +104,10 @@ class StaticTree:
             above = {c: i for i, c in enumerate(inner)}
         return levels
 
-    def _tables(self, batch: int, device: torch.device) -> tuple[TreeTopology, Tensor, list[tuple[Tensor, Tensor]]]:
+    def _tables(self, batch: int, device: torch.device) -> Tables:
         """The trees' topology, the indices of their nodes among all candidates, and `inner` and `parents` of each level
         as tensors: computed once per batch size and device."""
-        cache = self.__dict__.setdefault("_tables_cache", {})
-        if (batch, device) not in cache:
+        if (batch, device) not in self._known_tables:
             index = {(): 0} | {choice: i + 1 for i, choice in enumerate(self.choices)}
             parents = torch.tensor([[-1] + [index[choice[:-1]] for choice in self.choices]], device=device)
             chosen, start = [0], 1  # the root comes before the candidates of all levels
@@ -113,9 +119,9 @@ class StaticTree:
                 above = torch.tensor([level.parents], dtype=torch.long, device=device)
                 tables.append((inner, above.expand(batch, -1)))
             line = self.num_nodes == self.depth + 1
-            topology = TreeTopology.of(parents.expand(batch, -1), self.depth, in_line=line)
-            cache[batch, device] = topology, torch.tensor(chosen, device=device), tables
-        return cache[batch, device]
+            topology = TreeTopology.of(parents.expand(batch, -1).contiguous(), self.depth, in_line=line)
+            self._known_tables[batch, device] = topology, torch.tensor(chosen, device=device), tables
+        return self._known_tables[batch, device]
 
     def topology(self, batch: int, device: torch.device) -> TreeTopology:
         """The trees' topology, computed once per batch size and device."""

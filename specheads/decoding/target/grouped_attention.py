@@ -37,7 +37,7 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
     if mask.shape[2] > 1:  # one row serves all
         mask = mask.repeat(1, 1, shared, 1)
     out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
-    return out.view(batch, heads, nodes, -1)
+    return out.reshape(batch, heads, nodes, -1)  # CUDA's kernels give the rows before the heads
 
 
 def _attend(

@@ -103,7 +103,7 @@ def sampled(sizes: Sizes, device: torch.device, deadline: Deadline, backend: str
     small = DraftModel(disturbed(base, 0.3))
     cases: list[tuple[str, Any, Any, bool]] = [
         ("plain", False, None, False), ("Medusa head, comb of 2 × 2", head, comb(2, 2), True),
-        ("draft model, tree of drawn tokens 2 × 1", small, SampledTree((2, 1)), False),
+        ("draft model, tree of drawn tokens 2 × 1", small, SampledTree((2, 1)), True),
     ]  # fmt: skip
     calls = math.ceil(sizes.draws / BATCH)
     for case, (name, draft, tree, also_compiled) in enumerate(cases):

@@ -17,7 +17,7 @@ from specheads.decoding.planner import chain
 TITLE = "Whole texts, one row, greedy"
 REFERENCE = "transformers"
 DEPTH = 7  # of the chains: 8 nodes a step
-ACCEPTED = (1, 2, 3, 4)  # tokens a step that are forced
+ACCEPTED = (1, 2, 3, 4)  # tokens a step that are forced; without compiling the last alone, for all steps take as long
 
 
 def measure(machine: Machine, deadline: Deadline) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def all_decoders(machine: Machine) -> dict[str, Decoder]:
     return {
         REFERENCE: decoders.transformers_generate(base, sizes.new),
         "plain": ours(draft=False),
-        **{f"{n} a step": forced(n) for n in ACCEPTED},
+        f"{ACCEPTED[-1]} a step": forced(ACCEPTED[-1]),
         "plain, compiled": ours(draft=False, **compile),
         **{f"{n} a step, compiled": forced(n, **compile) for n in ACCEPTED},
         "transformers, static and compiled": static,

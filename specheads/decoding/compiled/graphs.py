@@ -39,6 +39,7 @@ class CompiledSteps:
         self._known: dict[Hashable, Callable[..., Any]] = {}
         self.failures: dict[Hashable, str] = {}
         self._said: set[str] = set()
+        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of memory of all CUDA graphs
 
     def __len__(self) -> int:
         """How many graphs there are."""
@@ -62,7 +63,7 @@ class CompiledSteps:
         began = time.perf_counter()
         logger.warning("compiling %s for new shapes; torch keeps the code on disk", function.__name__)
         try:
-            compiled = compile_without_guards(function, self.backend, self.device)
+            compiled = compile_without_guards(function, self.backend, self.device, self.pool)
             result = compiled(*inputs)
         except Exception as error:
             result = function(*inputs)  # which raises what is wrong with the inputs, if that is what it was
@@ -99,8 +100,11 @@ def compiled_steps(base: PreTrainedModel, backend: str | bool = True) -> Compile
     return _STEPS.setdefault(base, {}).setdefault((name, base.device), CompiledSteps(name, base.device))
 
 
-def compile_without_guards(function: Callable[..., T], backend: str, device: torch.device) -> Callable[..., T]:
-    """torch.compile of a copy of the function, whose code torch knows nothing of yet."""
+def compile_without_guards(
+    function: Callable[..., T], backend: str, device: torch.device, pool: Any = None
+) -> Callable[..., T]:
+    """torch.compile of a copy of the function, whose code torch knows nothing of yet. On CUDA torch's own compiler
+    makes CUDA graphs, with memory of this pool."""
     code = function.__code__.replace(co_name=f"{function.__name__}_")
     fresh = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
@@ -110,7 +114,12 @@ def compile_without_guards(function: Callable[..., T], backend: str, device: tor
         # A step is some 200 short calls, each of which costs more from Python. Compiled apart from what they call, with
         # less optimization, a graph takes 0.55 to 0.66 of the time to compile, and 1 to 2 % more to run (docs/LOG.md).
         options |= {"post_grad_custom_pre_pass": FewRows(), "cpp_wrapper": True, "cpp_wrapper_build_separate": True}
-    return torch.compile(fresh, fullgraph=True, dynamic=False, backend=backend, options=options)
+    chosen: Any = backend
+    if backend == DEFAULT_BACKEND and device.type == "cuda":
+        from specheads.decoding.compiled.cuda_graphs import cuda_graphs  # it imports torch's compiler
+
+        chosen = cuda_graphs(pool)
+    return torch.compile(fresh, fullgraph=True, dynamic=False, backend=chosen, options=options)
 
 
 def first_lines(error: Exception, count: int = 2) -> str:

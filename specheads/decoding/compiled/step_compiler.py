@@ -58,7 +58,7 @@ class StepCompiler:
         self.by_target = exact and not isinstance(unwrapped_plan(plan), SampledTree)
         traced = all(type(processor) in TRACED for processor in sampler.processors)
         # Code that torch's own compiler made of `probs.randomness` on a CPU corrupted memory (torch 2.13).
-        self.hashes = steps.backend != DEFAULT_BACKEND or not sampler.do_sample
+        self.hashes = steps.backend != DEFAULT_BACKEND or not sampler.do_sample or device.type != "cpu"
         self.judges = traced and self.accept.on_device and not details and (self.by_target or self.hashes)
         if self.judges:
             sampler.processors = [options_as_tensors(one, device, OPTIONS) for one in sampler.processors]

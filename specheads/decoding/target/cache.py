@@ -126,10 +126,10 @@ class TreeCache(Cache):
             stack = torch.zeros(shape, dtype=dtype, device=device)
             for i, (layer, name) in enumerate(members):
                 stack[i, :, :, self.scratch : self.scratch + bound] = getattr(layer, name)
-                setattr(layer, name, stack[i])
             self.stacks.append(stack)
             self.first_slots.append(first_slots(stack))
             self.views.append(members)
+            self._share(stack, members)
         self.loaded, self.lengths = True, lengths
         self.prepare(bound)
 
@@ -195,10 +195,17 @@ class TreeCache(Cache):
         for n, (stack, members) in enumerate(zip(self.stacks, self.views, strict=True)):
             larger = stack.new_zeros(*stack.shape[:3], self.scratch + size, stack.shape[4])
             larger[:, :, :, : stack.shape[3]] = stack
-            for i, (layer, name) in enumerate(members):
-                setattr(layer, name, larger[i])
             self.stacks[n], self.first_slots[n] = larger, first_slots(larger)
+            self._share(larger, members)
         self.size = size
+
+    def _share(self, stack: Tensor, members: Sequence[tuple[TreeLayer, str]]) -> None:
+        """Give each layer its part of the stack, in which a compiled step reads and writes."""
+        parts = [stack[i] for i in range(len(members))]
+        for (layer, name), part in zip(members, parts, strict=True):
+            setattr(layer, name, part)
+        for tensor in (stack, *parts) if self.static else ():
+            torch._dynamo.mark_static_address(tensor, guard=False)
 
     def commit(self, path: Tensor, length: Tensor) -> None:
         """Move the nodes path (B, P) of the tree to the next committed slots; the first length (B,) of a row count.

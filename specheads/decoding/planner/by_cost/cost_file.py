@@ -138,5 +138,5 @@ def costs_dir() -> Path:
 @cache
 def shipped_costs(device_type: str, *, compiled: bool = False) -> CostTable:
     """The curves shipped for this type of device: those of a GPU for all that is no CPU."""
-    name = ("cpu_compiled" if compiled else "cpu") if device_type == "cpu" else "gpu"
+    name = ("cpu" if device_type == "cpu" else "gpu") + ("_compiled" if compiled else "")
     return CostTable.load(Path(__file__).with_name("shipped") / f"{name}.json")

@@ -1,0 +1,120 @@
+"""A compiled step as a CUDA graph: one call of the host has the device run all of its kernels.
+
+A pass over an 8B model is some 400 kernels. Launched one by one, they wait for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import get_static_address_type
+from torch._inductor.compile_fx import compile_fx
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+MOST_PLACES = 4  # captures of one step: of a cache in another place each, the last used ones kept
+NOT_CAPTURED = ("cpu",)  # a graph holds no copy from the host
+
+Run = Callable[..., Sequence[Any]]
+
+
+def cuda_graphs(pool: Any) -> Callable[..., CudaGraph]:
+    """torch's own compiler, as a backend of torch.compile whose code runs as CUDA graphs with memory of this pool."""
+
+    def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> CudaGraph:
+        compiled: Any = compile_fx(graph, inputs)
+        return CudaGraph(compiled, pool)
+
+    return backend
+
+
+class CudaGraph:
+    """A function of tensors, captured at its second call: the first compiles kernels, which no capture may do.
+
+    Parameters, and tensors with a fixed address (`torch._dynamo.mark_static_address`: caches, which the function
+    writes), are read where they lie, and in another place they are captured anew. The other inputs are copied to where
+    the graph reads them, and what it gives is copied from there: the next replay overwrites it.
+    """
+
+    def __init__(self, function: Run, pool: Any) -> None:
+        """pool: the memory that all graphs of one base share, of `torch.cuda.graph_pool_handle`."""
+        self.function, self.pool = function, pool
+        self.warm = self.failed = False
+        self.fixed: list[int] = []
+        self.captures: dict[tuple[int, ...], Capture] = {}
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        if not self.warm:
+            self.warm = True
+            self.fixed = [i for i, value in enumerate(inputs) if keeps_address(value)]
+            self.failed = any(isinstance(value, Tensor) and value.device.type in NOT_CAPTURED for value in inputs)
+        elif not self.failed:
+            place = tuple(inputs[i].data_ptr() for i in self.fixed)
+            capture = self.captures.pop(place, None) or self.capture(inputs)
+            if capture is not None:
+                self.captures[place] = capture  # last among them
+                return capture.replay(inputs)
+        return self.function(*inputs)
+
+    def capture(self, inputs: Sequence[Any]) -> Capture | None:
+        """Of these inputs; None, after one warning, if CUDA refuses."""
+        while len(self.captures) >= MOST_PLACES:
+            del self.captures[next(iter(self.captures))]
+        try:
+            return Capture(self.function, inputs, self.fixed, self.pool)
+        except RuntimeError as error:
+            self.failed = True
+            logger.warning("a compiled step runs without a CUDA graph: %s", str(error).strip().split("\n")[0])
+            return None
+
+
+class Capture:
+    """One captured call."""
+
+    def __init__(self, function: Run, inputs: Sequence[Any], fixed: Sequence[int], pool: Any) -> None:
+        self.copied = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and i not in {*fixed}]
+        given = list(inputs)
+        for i in self.copied:
+            given[i] = torch.empty_strided(
+                inputs[i].shape, inputs[i].stride(), dtype=inputs[i].dtype, device=inputs[i].device
+            )
+        self.parts = [distinct(given[i]) for i in self.copied]
+        self.buffers = [given[i][part] for i, part in zip(self.copied, self.parts, strict=True)]
+        self.fill(inputs)
+        self.run, self.outputs = record(function, given, pool)
+        kept = {inputs[i].untyped_storage().data_ptr() for i in fixed}
+        self.made = [
+            isinstance(value, Tensor) and value.untyped_storage().data_ptr() not in kept for value in self.outputs
+        ]
+
+    def fill(self, inputs: Sequence[Any]) -> None:
+        """Copy the inputs to where the graph reads them."""
+        if self.buffers:
+            new = [inputs[i][part] for i, part in zip(self.copied, self.parts, strict=True)]
+            torch._foreach_copy_(self.buffers, new)
+
+    def replay(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        self.fill(inputs)
+        self.run()
+        return [value.clone() if made else value for value, made in zip(self.outputs, self.made, strict=True)]
+
+
+def keeps_address(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) or get_static_address_type(value) is not None
+
+
+def distinct(value: Tensor) -> Any:
+    """The index of the elements of a tensor that lie in different places: one of those that `expand` made of one."""
+    return tuple(slice(1) if step == 0 else slice(None) for step in value.stride()) if 0 in value.stride() else ...
+
+
+def record(function: Run, inputs: Sequence[Any], pool: Any) -> tuple[Callable[[], None], Sequence[Any]]:
+    """What replays the function's kernels over the inputs' memory, and where it leaves its outputs."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        outputs = function(*inputs)
+    return graph.replay, outputs

@@ -165,8 +165,6 @@ class Alternating(Drafter):
                 known.update((tuple(context.history[b]), tree.tokens[b].tolist()) for b in running.nonzero()[:, 0])
         elif self.step % self.every == 1:  # reads without drafting
             self.rarely.propose(self.head, context, sampler, NoDraft(self.plan))
-        else:
-            self.rarely.keep()
         self.step += 1
         return PromptLookup(4).propose(context, sampler, plan)
 

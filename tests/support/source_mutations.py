@@ -30,6 +30,7 @@ GRAPHS = "decoding/test_compiled_graphs.py"
 DIVERGENCES = "decoding/test_divergences.py"
 FEW_ROWS = "decoding/test_few_rows.py"
 FEW_QUERIES = "decoding/test_few_queries.py"
+CUDA_GRAPHS = "decoding/test_cuda_graphs.py"
 GROUPED = "decoding/test_grouped_attention.py"
 LOSSLESS = "decoding/test_lossless_rules.py"
 NGRAM = "decoding/test_ngram.py"
@@ -172,7 +173,7 @@ MUTATIONS = (
     M("tree committed from the first scratch slots", "decoding.target.cache:TreeCache.commit",
       "self.first + path", "path", CACHE, "commit"),
     M("scratch slots of no tree attended", "decoding.target.cache:TreeCache.open",
-      "self.first = self.scratch - nodes", "self.first = 0", CACHE),
+      "self.scratch - nodes, None", "0, None", CACHE),
     M("commit of rejected nodes", "decoding.target.cache:TreeCache.commit",
       "self.lengths + length", "self.lengths + path.shape[1]", CACHE, "commit"),
     M("slot past the committed text is seen", "decoding.target.cache:visible",
@@ -207,7 +208,17 @@ MUTATIONS = (
       "(documents.unsqueeze(2) == documents.unsqueeze(1)) &", "", LOSS, "packed"),
     M("mask rows repeated node by node", "decoding.target.grouped_attention:grouped_attention",
       "mask.repeat(1, 1, shared, 1)", "mask.repeat_interleave(shared, 2)", GROUPED, "over_copied_keys"),
+    # --- CUDA graphs ---
+    M("a replayed graph reads the inputs it was captured with", "decoding.compiled.cuda_graphs:Capture.replay",
+      "self.fill(inputs)", "pass", CUDA_GRAPHS, "replay"),
+    M("the next replay overwrites what a graph gave", "decoding.compiled.cuda_graphs:Capture.replay",
+      "value.clone() if made else value", "value", CUDA_GRAPHS, "replay"),
+    M("a graph serves a cache in another place", "decoding.compiled.cuda_graphs:CudaGraph.__call__",
+      "tuple(inputs[i].data_ptr() for i in self.fixed)", "()", CUDA_GRAPHS, "another_place"),
     # --- Recurrent layers ---
+    M("what a recurrent layer was given holds the cache", "decoding.target.recurrent:RecurrentLayer.route",
+      "states.cells if isinstance(value, Cache) else value for name", "value for name",
+      "decoding/test_freed_memory.py", "of_a_family"),
     M("accepted nodes not given to recurrent layers again", "decoding.target.recurrent:RecurrentStates._feed_again",
       "layer.advance(layer.inputs, path, rest)", "pass", "decoding/test_cache.py", "commit_equals"),
     M("rejected drafts stay in a state", "decoding.target.recurrent:RecurrentStates._feed_again",

@@ -288,10 +288,8 @@ class _Run:
 
     def _leave_head_idle(self, context: Context) -> None:
         self.idle += 1
-        if self.head is not None:
-            self.unread.keep()
-            if self.unread.columns > MOST_UNREAD:
-                self.unread.propose(self.head, context, Sampler(), NoDraft(ReserveSlots(chain(1), self.slots)))
+        if self.head is not None and self.unread.columns > MOST_UNREAD:
+            self.unread.propose(self.head, context, Sampler(), NoDraft(ReserveSlots(chain(1), self.slots)))
 
     def _begin_head(self) -> None:
         for row in self.heads:

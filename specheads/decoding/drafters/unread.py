@@ -38,11 +38,6 @@ class UnreadPositions:
         self._parts.append((context.features, context.following, context.new))
         self.columns += context.features.shape[1]
 
-    def keep(self) -> None:
-        """Copy the newest step's tensors: those of a captured graph are overwritten by the next step."""
-        features, following, new = self._parts[-1]
-        self._parts[-1] = features.clone(), following.clone(), new.clone()
-
     @property
     def has_read(self) -> bool:
         """Has the drafter read the prompts?"""

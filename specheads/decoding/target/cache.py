@@ -24,14 +24,35 @@ BUCKET = 64  # attended lengths are rounded up to a multiple of this, so that sh
 RESERVE = 1024  # slots allocated ahead of need: a high token limit costs memory only as text fills it
 
 
+@dataclass
+class Window:
+    """Where a pass writes and looks: shared by a cache and its layers, which do not know the cache. In a circle their
+    buffers would be held until Python looks for circles.
+
+    loaded: does the cache hold a prompt? first, end: a pass attends the slots from `first` to before `end`; scratch
+    slots before `first` hold nothing that it could see. write_slots (B or 1, 1, P, 1): the slots it writes; None: from
+    `first` on.
+    """
+
+    loaded: bool = False
+    first: int = 0
+    end: int = 0
+    write_slots: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """How many slots a pass attends, those for a tree included."""
+        return self.end - self.first
+
+
 class TreeLayer(CacheLayerMixin):
     """One layer's view of the buffers; it holds the prompt until `TreeCache.load_prompt` has stacked it."""
 
     is_sliding = False
 
-    def __init__(self, cache: TreeCache) -> None:
+    def __init__(self, window: Window) -> None:
         super().__init__()
-        self.cache = cache
+        self.window = window
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -39,17 +60,18 @@ class TreeLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        if not self.cache.loaded:
+        window = self.window
+        if not window.loaded:
             self.keys, self.values, self.is_initialized = key_states, value_states, True
             return key_states, value_states
-        seen = slice(self.cache.first, self.cache.end)
+        seen = slice(window.first, window.end)
         assert self.keys is not None and self.values is not None
-        if (slots := self.cache.write_slots) is not None:
+        if (slots := window.write_slots) is not None:
             slots = slots.to(key_states.device)
             write_slots(self.keys, slots, key_states)
             write_slots(self.values, slots, value_states)
         else:
-            start, stop = self.cache.first, self.cache.first + key_states.shape[2]
+            start, stop = window.first, window.first + key_states.shape[2]
             self.keys[:, :, start:stop] = key_states
             self.values[:, :, start:stop] = value_states
         return self.keys[:, :, seen], self.values[:, :, seen]
@@ -59,7 +81,7 @@ class TreeLayer(CacheLayerMixin):
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.attended if self.cache.loaded else query_length, 0
+        return self.window.size if self.window.loaded else query_length, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -68,8 +90,8 @@ class TreeLayer(CacheLayerMixin):
 class TreeStateLayer(StateCell, TreeLayer):  # type: ignore[override]
     """A layer with a recurrent state, and in some models keys too."""
 
-    def __init__(self, cache: TreeCache, number_of_states: int) -> None:
-        TreeLayer.__init__(self, cache)
+    def __init__(self, window: Window, number_of_states: int) -> None:
+        TreeLayer.__init__(self, window)
         StateCell.__init__(self, number_of_states)
 
 
@@ -78,8 +100,7 @@ class TreeCache(Cache):
 
     lengths (B,) int64 on the device: committed tokens per row. bound: a host integer that no row's length exceeded when
     `prepare` was last called. `prepare` is for the host; what a pass does is on the device alone.
-    first, end: a pass attends the slots from `first` to before `end`; scratch slots before `first` hold nothing that it
-    could see. recurrent: the states of layers that keep one, None without such layers.
+    recurrent: the states of layers that keep one, None without such layers.
     """
 
     def __init__(
@@ -89,20 +110,18 @@ class TreeCache(Cache):
         """static: allocate and attend few different sizes, so that a compiled step meets few shapes. recurrent: the
         modules that keep states, number_of_states each."""
         self.static = static
-        self.tree_layers = [TreeLayer(self) for _ in range(num_layers)]
+        self.window = Window()
+        self.tree_layers = [TreeLayer(self.window) for _ in range(num_layers)]
         self.recurrent: RecurrentStates | None = None
         if recurrent:
             with recurrent[0].turn:  # else `forward` might be that of another thread's pass
                 states = []
                 for part in recurrent:
-                    cell = self.tree_layers[part.index] = TreeStateLayer(self, number_of_states)
+                    cell = self.tree_layers[part.index] = TreeStateLayer(self.window, number_of_states)
                     states.append(RecurrentLayer(part.module, cell, part.module.forward, part.one_by_one))
-            self.recurrent = RecurrentStates(states, recurrent[0].turn)
+            self.recurrent = RecurrentStates(states, recurrent[0].turn, Cache(layers=list(self.tree_layers)))
         super().__init__(layers=list(self.tree_layers))
         self.scratch, self.capacity, self.size = scratch, capacity, 0
-        self.loaded = False
-        self.write_slots: Tensor | None = None  # (B or 1, 1, P, 1) the slots a pass writes; None: from `first` on
-        self.first = self.end = 0
         self._positions: Tensor  # (end,)
         self.stacks: list[Tensor] = []  # (layers, B, heads, scratch + size, d), one for all layers of one shape
         self.first_slots: list[Tensor] = []  # (layers, B, heads, 1) per stack: the index of slot 0, in slots
@@ -130,7 +149,7 @@ class TreeCache(Cache):
             self.first_slots.append(first_slots(stack))
             self.views.append(members)
             self._share(stack, members)
-        self.loaded, self.lengths = True, lengths
+        self.window.loaded, self.lengths = True, lengths
         self.prepare(bound)
 
     def replace_rows(self, rows: Tensor, other: TreeCache, lengths: Tensor) -> None:
@@ -160,16 +179,26 @@ class TreeCache(Cache):
             attended = min(self.capacity, -(-bound // BUCKET) * BUCKET)
             needed = min(self.capacity, max(attended, bound + self.scratch))
         if self.end != self.scratch + attended:
-            self.end = self.scratch + attended
+            self.window.end = self.scratch + attended
             self._positions = torch.arange(-self.scratch, attended, device=self.lengths.device)
             self._positions[: self.scratch] = torch.iinfo(torch.long).max
         if needed > self.size:
             self._grow(needed if self.static else min(self.capacity, max(needed, 2 * self.size)))
 
     @property
+    def first(self) -> int:
+        """See `Window`."""
+        return self.window.first
+
+    @property
+    def end(self) -> int:
+        """See `Window`."""
+        return self.window.end
+
+    @property
     def attended(self) -> int:
         """How many slots a pass attends, those for a tree included."""
-        return self.end - self.first
+        return self.window.size
 
     @property
     def positions(self) -> Tensor:
@@ -178,16 +207,15 @@ class TreeCache(Cache):
 
     def open(self, nodes: int) -> None:
         """Begin a tree of at most so many nodes, in the last scratch slots. It is written from the first of them on."""
-        self.first = self.scratch - nodes
-        self.write_slots = None
+        self.window.first, self.window.write_slots = self.scratch - nodes, None
 
     def append(self, columns: int, length: Tensor) -> Tensor:
         """Begin a pass that writes the next `columns` tokens of each row straight into committed slots; returns their
         positions (B, columns). Only the first length (B,) of a row are committed; the next pass overwrites the others.
         """
         position = self.lengths.unsqueeze(1) + torch.arange(columns, device=self.lengths.device)
-        self.first = self.scratch
-        self.write_slots = (position + self.scratch).clamp(max=self.scratch + self.size - 1)[:, None, :, None]
+        self.window.first = self.scratch
+        self.window.write_slots = (position + self.scratch).clamp(max=self.scratch + self.size - 1)[:, None, :, None]
         self.lengths = self.lengths + length
         return position
 
@@ -298,7 +326,7 @@ class Levels:
         start, stop = self.written, self.written + parents.shape[1]
         if stop > self.cache.scratch:
             raise ValueError(f"a tree of {stop} nodes below the root needs as many scratch slots: {self.cache.scratch}")
-        self.cache.write_slots, self.written = self.slots[:, :, start:stop], stop
+        self.cache.window.write_slots, self.written = self.slots[:, :, start:stop], stop
         self.widths.append(stop - start)
         if stop == len(self.widths):  # in a chain the one row serves again
             self.columns[start].zero_()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from specheads.decoding.tree import DraftTree
 
@@ -75,20 +75,21 @@ class Inputs:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
         shape = [self.batch, self.columns]
-
-        def visit(value: Any) -> Any:
-            if isinstance(value, tuple | list):
-                return type(value)(map(visit, value))
-            if not (isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == self.columns):
-                return value
-            if value.shape[0] not in (1, self.batch):
-                return value
-            value = change(value.expand(self.batch, *value.shape[1:]))
-            shape[:] = value.shape[:2]
-            return value
-
-        args, kwargs = tuple(map(visit, self.args)), {name: visit(value) for name, value in self.kwargs.items()}
+        args = tuple(self._changed(value, change, shape) for value in self.args)
+        kwargs = {name: self._changed(value, change, shape) for name, value in self.kwargs.items()}
         return Inputs(args, kwargs, *shape)
+
+    def _changed(self, value: Any, change: Callable[[Tensor], Tensor], shape: list[int]) -> Any:
+        """The value with its tensors that follow the tokens changed; shape: becomes theirs."""
+        if isinstance(value, tuple | list):
+            return type(value)([self._changed(one, change, shape) for one in value])
+        if not (isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == self.columns):
+            return value
+        if value.shape[0] not in (1, self.batch):
+            return value
+        value = change(value.expand(self.batch, *value.shape[1:]))
+        shape[:] = value.shape[:2]
+        return value
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class RecurrentLayer:
     """A layer, and its state for B rows.
 
     cell: its entry in the cache. forward: the module's own. one_by_one: as in `RecurrentModule`. states: of all layers,
-    itself among them.
+    itself among them, while a pass runs; a lasting circle would hold all states until Python looks for circles.
     committed: the state after the committed text. inputs: what the layer was given since. after: the state after all of
     that, if each node was the child of the one before. level: that after each node of the newest level drafted,
     (B · k, …).
@@ -129,8 +130,12 @@ class RecurrentLayer:
 
     def route(self, *args: Any, **kwargs: Any) -> Tensor:
         """The module's forward in a pass of `states`."""
-        assert self.states is not None
-        return self.states.forward(self, Inputs(args, kwargs, *self.states.shape))
+        states = self.states
+        assert states is not None
+        # What is kept of a pass must not hold the cache, which holds this layer.
+        args = tuple(states.cells if isinstance(value, Cache) else value for value in args)
+        kwargs = {name: states.cells if isinstance(value, Cache) else value for name, value in kwargs.items()}
+        return states.forward(self, Inputs(args, kwargs, *states.shape))
 
     def run(self, inputs: Inputs, state: State | None) -> tuple[Tensor, State]:
         """The layer's output (R, M, …) from this state on, and the state it ends in."""
@@ -163,11 +168,9 @@ class RecurrentLayer:
 class RecurrentStates:
     """The recurrent layers of a base over one batch, and how the next pass runs them."""
 
-    def __init__(self, layers: Sequence[RecurrentLayer], turn: AbstractContextManager[Any]) -> None:
-        """turn: as in `RecurrentModule`."""
-        self.layers, self.turn = layers, turn
-        for layer in layers:
-            layer.states = self
+    def __init__(self, layers: Sequence[RecurrentLayer], turn: AbstractContextManager[Any], cells: Cache) -> None:
+        """turn: as in `RecurrentModule`. cells: a cache of all layers' entries, which the layers' code is given."""
+        self.layers, self.turn, self.cells = layers, turn, cells
         self.shape: Sequence[int] = (0, 0)  # of the pass's tokens
         self.routes = False  # are we in `routed`?
         self.lengths: list[int] | None = None  # how many tokens of each row the pass commits, if it does
@@ -182,13 +185,14 @@ class RecurrentStates:
         with self.turn:
             replaced = [vars(layer.module).get("forward") for layer in self.layers]  # a hook's, where there is one
             for layer in self.layers:
-                layer.module.forward = layer.route
+                layer.states, layer.module.forward = self, layer.route
             self.routes = True
             try:
                 yield
             finally:
                 self.routes = False
                 for layer, forward in zip(self.layers, replaced, strict=True):
+                    layer.states = None
                     if forward is None:
                         del layer.module.forward
                     else:

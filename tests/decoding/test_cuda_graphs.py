@@ -1,4 +1,4 @@
-"""Compiled steps as CUDA graphs. Without a device a recorded graph is played by calling the function once more over
+"""Compiled steps as CUDA graphs. Without a device a captured graph is replayed by calling the function once more over
 the same memory; `benchmarks/gpu.py` compares the texts of real ones."""
 
 import logging
@@ -9,7 +9,7 @@ from torch import nn
 
 from specheads import DraftModel, chain, comb
 from specheads.decoding.compiled import cuda_graphs, graphs
-from specheads.decoding.compiled.cuda_graphs import MOST_PLACES, CudaGraph
+from specheads.decoding.compiled.cuda_graphs import MOST_CAPTURES, CudaGraph
 from tests.reference.slow_heads import shallow_spec_model as spec_model
 from tests.support.compiled_texts import fresh_dynamo, texts_of  # noqa: F401
 from tests.support.prompts import PROMPTS, padded
@@ -17,12 +17,12 @@ from tests.support.tiny_models import near, tiny_llama
 
 
 @pytest.fixture
-def recorded(monkeypatch):
-    """How often a graph was recorded, and replayed."""
-    count = {"recorded": 0, "replayed": 0}
+def captured(monkeypatch):
+    """How often a graph was captured, and replayed."""
+    count = {"captured": 0, "replayed": 0}
 
-    def record(function, inputs, pool):
-        count["recorded"] += 1
+    def capture_graph(function, inputs, pool):
+        count["captured"] += 1
         before = [value.clone() if isinstance(value, torch.Tensor) else None for value in inputs]
         held = function(*inputs)
 
@@ -40,7 +40,7 @@ def recorded(monkeypatch):
                 value.copy_(old)
         return run, held
 
-    monkeypatch.setattr(cuda_graphs, "record", record)
+    monkeypatch.setattr(cuda_graphs, "capture_graph", capture_graph)
     monkeypatch.setattr(cuda_graphs, "NOT_CAPTURED", ())
     return count
 
@@ -50,7 +50,7 @@ def marked(tensor):
     return tensor
 
 
-def test_a_replay_gives_what_the_function_gives_and_writes_where_it_writes(recorded):
+def test_a_replay_gives_what_the_function_gives_and_writes_where_it_writes(captured):
     weight = nn.Parameter(torch.randn(4, 4), requires_grad=False)
 
     def function(weight, cache, row, spread, nothing):
@@ -67,30 +67,30 @@ def test_a_replay_gives_what_the_function_gives_and_writes_where_it_writes(recor
     for given, expected in results:  # also what earlier calls gave
         for one, two in zip(given, expected, strict=True):
             assert one is two is None or torch.equal(one, two)
-    assert recorded == {"recorded": 1, "replayed": 5}
+    assert captured == {"captured": 1, "replayed": 5}
 
 
-def test_a_cache_in_another_place_is_recorded_anew_and_the_last_places_are_kept(recorded):
+def test_a_cache_at_another_address_is_captured_anew_and_the_last_captures_are_kept(captured):
     def function(cache, row):
         cache += row
         return [cache.sum()]
 
-    graph, caches = CudaGraph(function, None), [marked(torch.zeros(3)) for _ in range(MOST_PLACES + 1)]
+    graph, caches = CudaGraph(function, None), [marked(torch.zeros(3)) for _ in range(MOST_CAPTURES + 1)]
     totals = [0.0] * len(caches)
     graph(marked(torch.zeros(3)), torch.ones(3))
-    order = [*range(MOST_PLACES), 0, MOST_PLACES, 0, 1]  # 1 was used longest ago when the last place came
+    order = [*range(MOST_CAPTURES), 0, MOST_CAPTURES, 0, 1]  # 1 was used longest ago when the last place came
     for step, which in enumerate(order):
         totals[which] += 3 * step
         assert graph(caches[which], torch.full((3,), float(step)))[0] == totals[which]
-    assert recorded["recorded"] == MOST_PLACES + 2
-    assert len(graph.captures) == MOST_PLACES
+    assert captured["captured"] == MOST_CAPTURES + 2
+    assert len(graph.captures) == MOST_CAPTURES
 
 
 def test_what_cuda_cannot_capture_runs_without_a_graph_after_one_warning(monkeypatch, caplog):
     def refused(function, inputs, pool):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(cuda_graphs, "record", refused)
+    monkeypatch.setattr(cuda_graphs, "capture_graph", refused)
     monkeypatch.setattr(cuda_graphs, "NOT_CAPTURED", ())
     monkeypatch.setattr(logging.getLogger("specheads"), "propagate", True)
     graph = CudaGraph(lambda value: [value + 1], None)
@@ -100,15 +100,15 @@ def test_what_cuda_cannot_capture_runs_without_a_graph_after_one_warning(monkeyp
     ]
 
 
-def test_a_function_of_a_tensor_on_the_host_is_not_captured(recorded, monkeypatch):
+def test_a_function_of_a_tensor_on_the_host_is_not_captured(captured, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "NOT_CAPTURED", ("cpu",))
     graph = CudaGraph(lambda value: [value + 1], None)
     assert [int(graph(torch.tensor(n))[0]) for n in range(3)] == [1, 2, 3]
-    assert recorded["recorded"] == 0
+    assert captured["captured"] == 0
 
 
 @pytest.fixture
-def as_cuda_graphs(recorded, monkeypatch):
+def as_cuda_graphs(captured, monkeypatch):
     """Compiled steps as on CUDA, by the backend "eager"."""
     real = torch.compile
 
@@ -117,7 +117,7 @@ def as_cuda_graphs(recorded, monkeypatch):
         return real(function, **options)
 
     monkeypatch.setattr(graphs.torch, "compile", compiled)
-    return recorded
+    return captured
 
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "sampled"])

@@ -210,11 +210,11 @@ MUTATIONS = (
       "mask.repeat(1, 1, shared, 1)", "mask.repeat_interleave(shared, 2)", GROUPED, "over_copied_keys"),
     # --- CUDA graphs ---
     M("a replayed graph reads the inputs it was captured with", "decoding.compiled.cuda_graphs:Capture.replay",
-      "self.fill(inputs)", "pass", CUDA_GRAPHS, "replay"),
+      "self.copy_inputs(inputs)", "pass", CUDA_GRAPHS, "replay"),
     M("the next replay overwrites what a graph gave", "decoding.compiled.cuda_graphs:Capture.replay",
-      "value.clone() if made else value", "value", CUDA_GRAPHS, "replay"),
-    M("a graph serves a cache in another place", "decoding.compiled.cuda_graphs:CudaGraph.__call__",
-      "tuple(inputs[i].data_ptr() for i in self.fixed)", "()", CUDA_GRAPHS, "another_place"),
+      "value.clone() if overwritten else value", "value", CUDA_GRAPHS, "replay"),
+    M("a graph serves a cache at another address", "decoding.compiled.cuda_graphs:CudaGraph.__call__",
+      "tuple(inputs[i].data_ptr() for i in self.fixed)", "()", CUDA_GRAPHS, "another_address"),
     # --- Recurrent layers ---
     M("what a recurrent layer was given holds the cache", "decoding.target.recurrent:RecurrentLayer.route",
       "states.cells if isinstance(value, Cache) else value for name", "value for name",

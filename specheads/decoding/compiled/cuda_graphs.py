@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-MOST_PLACES = 4  # captures of one step: of a cache in another place each, the last used ones kept
+MOST_CAPTURES = 4  # of one step, the last used ones: a cache at another address needs one of its own
 NOT_CAPTURED = ("cpu",)  # a graph holds no copy from the host
 
 Run = Callable[..., Sequence[Any]]
@@ -36,83 +36,84 @@ class CudaGraph:
     """A function of tensors, captured at its second call: the first compiles kernels, which no capture may do.
 
     Parameters, and tensors with a fixed address (`torch._dynamo.mark_static_address`: caches, which the function
-    writes), are read where they lie, and in another place they are captured anew. The other inputs are copied to where
-    the graph reads them, and what it gives is copied from there: the next replay overwrites it.
+    writes), are read where they lie, and at another address the function is captured anew. The other inputs are copied
+    to where the graph reads them, and its outputs are copied: the next replay overwrites them.
     """
 
     def __init__(self, function: Run, pool: Any) -> None:
         """pool: the memory that all graphs of one base share, of `torch.cuda.graph_pool_handle`."""
         self.function, self.pool = function, pool
-        self.warm = self.failed = False
-        self.fixed: list[int] = []
-        self.captures: dict[tuple[int, ...], Capture] = {}
+        self.is_warm = self.has_failed = False
+        self.fixed: list[int] = []  # indices of the inputs that are read where they lie
+        self.captures: dict[tuple[int, ...], Capture] = {}  # by the addresses of those inputs
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
-        if not self.warm:
-            self.warm = True
-            self.fixed = [i for i, value in enumerate(inputs) if keeps_address(value)]
-            self.failed = any(isinstance(value, Tensor) and value.device.type in NOT_CAPTURED for value in inputs)
-        elif not self.failed:
-            place = tuple(inputs[i].data_ptr() for i in self.fixed)
-            capture = self.captures.pop(place, None) or self.capture(inputs)
+        if not self.is_warm:
+            self.is_warm = True
+            self.fixed = [i for i, value in enumerate(inputs) if has_fixed_address(value)]
+            self.has_failed = any(isinstance(value, Tensor) and value.device.type in NOT_CAPTURED for value in inputs)
+        elif not self.has_failed:
+            addresses = tuple(inputs[i].data_ptr() for i in self.fixed)
+            capture = self.captures.pop(addresses, None) or self.capture(inputs)
             if capture is not None:
-                self.captures[place] = capture  # last among them
+                self.captures[addresses] = capture  # the last used one
                 return capture.replay(inputs)
         return self.function(*inputs)
 
     def capture(self, inputs: Sequence[Any]) -> Capture | None:
         """Of these inputs; None, after one warning, if CUDA refuses."""
-        while len(self.captures) >= MOST_PLACES:
+        while len(self.captures) >= MOST_CAPTURES:
             del self.captures[next(iter(self.captures))]
         try:
             return Capture(self.function, inputs, self.fixed, self.pool)
         except RuntimeError as error:
-            self.failed = True
+            self.has_failed = True
             logger.warning("a compiled step runs without a CUDA graph: %s", str(error).strip().split("\n")[0])
             return None
 
 
 class Capture:
-    """One captured call."""
+    """One captured call. fixed: the indices of the inputs that are read where they lie."""
 
     def __init__(self, function: Run, inputs: Sequence[Any], fixed: Sequence[int], pool: Any) -> None:
         self.copied = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and i not in {*fixed}]
-        given = list(inputs)
+        captured = list(inputs)
         for i in self.copied:
-            given[i] = torch.empty_strided(
+            captured[i] = torch.empty_strided(
                 inputs[i].shape, inputs[i].stride(), dtype=inputs[i].dtype, device=inputs[i].device
             )
-        self.parts = [distinct(given[i]) for i in self.copied]
-        self.buffers = [given[i][part] for i, part in zip(self.copied, self.parts, strict=True)]
-        self.fill(inputs)
-        self.run, self.outputs = record(function, given, pool)
-        kept = {inputs[i].untyped_storage().data_ptr() for i in fixed}
-        self.made = [
-            isinstance(value, Tensor) and value.untyped_storage().data_ptr() not in kept for value in self.outputs
+        self.parts = [unrepeated(captured[i]) for i in self.copied]
+        self.buffers = [captured[i][part] for i, part in zip(self.copied, self.parts, strict=True)]
+        self.copy_inputs(inputs)
+        self.run, self.outputs = capture_graph(function, captured, pool)
+        caches = {inputs[i].untyped_storage().data_ptr() for i in fixed}
+        self.is_overwritten = [
+            isinstance(value, Tensor) and value.untyped_storage().data_ptr() not in caches for value in self.outputs
         ]
 
-    def fill(self, inputs: Sequence[Any]) -> None:
+    def copy_inputs(self, inputs: Sequence[Any]) -> None:
         """Copy the inputs to where the graph reads them."""
         if self.buffers:
             new = [inputs[i][part] for i, part in zip(self.copied, self.parts, strict=True)]
             torch._foreach_copy_(self.buffers, new)
 
     def replay(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        self.fill(inputs)
+        self.copy_inputs(inputs)
         self.run()
-        return [value.clone() if made else value for value, made in zip(self.outputs, self.made, strict=True)]
+        pairs = zip(self.outputs, self.is_overwritten, strict=True)
+        return [value.clone() if overwritten else value for value, overwritten in pairs]
 
 
-def keeps_address(value: Any) -> bool:
+def has_fixed_address(value: Any) -> bool:
     return isinstance(value, nn.Parameter) or get_static_address_type(value) is not None
 
 
-def distinct(value: Tensor) -> Any:
-    """The index of the elements of a tensor that lie in different places: one of those that `expand` made of one."""
+def unrepeated(value: Tensor) -> Any:
+    """The index of a tensor's elements that lie at different addresses: one of those that `expand` repeated."""
     return tuple(slice(1) if step == 0 else slice(None) for step in value.stride()) if 0 in value.stride() else ...
 
 
-def record(function: Run, inputs: Sequence[Any], pool: Any) -> tuple[Callable[[], None], Sequence[Any]]:
+def capture_graph(function: Run, inputs: Sequence[Any], pool: Any) -> tuple[Callable[[], None], Sequence[Any]]:
     """What replays the function's kernels over the inputs' memory, and where it leaves its outputs."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

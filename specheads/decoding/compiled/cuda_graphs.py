@@ -1,6 +1,6 @@
 """A compiled step as a CUDA graph: one call of the host has the device run all of its kernels.
 
-A pass over an 8B model is some 400 kernels. Launched one by one, they wait for the host.
+A pass over a model is hundreds of kernels. Launched one by one, they wait for the host.
 """
 
 from __future__ import annotations

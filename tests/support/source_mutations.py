@@ -171,7 +171,7 @@ MUTATIONS = (
     M("commit one slot too early", "decoding.target.cache:TreeCache.commit",
       "self.scratch + self.lengths", "self.scratch - 1 + self.lengths", CACHE, "commit"),
     M("tree committed from the first scratch slots", "decoding.target.cache:TreeCache.commit",
-      "self.first + path", "path", CACHE, "commit"),
+      "self.window.first + path", "path", CACHE, "commit"),
     M("scratch slots of no tree attended", "decoding.target.cache:TreeCache.open",
       "self.scratch - nodes, None", "0, None", CACHE),
     M("commit of rejected nodes", "decoding.target.cache:TreeCache.commit",

@@ -15,84 +15,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
-from specheads.decoding.target.recurrent import RecurrentLayer, RecurrentModule, RecurrentStates, StateCell
-from specheads.decoding.target.slot_writes import move_rows, write_slots
+from specheads.decoding.target.recurrent import RecurrentLayer, RecurrentModule, RecurrentStates
+from specheads.decoding.target.slot_writes import move_rows
+from specheads.decoding.target.tree_layer import TreeLayer, TreeStateLayer, Window
 
 BUCKET = 64  # attended lengths are rounded up to a multiple of this, so that shapes repeat
 RESERVE = 1024  # slots allocated ahead of need: a high token limit costs memory only as text fills it
-
-
-@dataclass
-class Window:
-    """Where a pass writes and looks: shared by a cache and its layers, which do not know the cache. In a circle their
-    buffers would be held until Python looks for circles.
-
-    loaded: does the cache hold a prompt? first, end: a pass attends the slots from `first` to before `end`; scratch
-    slots before `first` hold nothing that it could see. write_slots (B or 1, 1, P, 1): the slots it writes; None: from
-    `first` on.
-    """
-
-    loaded: bool = False
-    first: int = 0
-    end: int = 0
-    write_slots: Tensor | None = None
-
-    @property
-    def size(self) -> int:
-        """How many slots a pass attends, those for a tree included."""
-        return self.end - self.first
-
-
-class TreeLayer(CacheLayerMixin):
-    """One layer's view of the buffers; it holds the prompt until `TreeCache.load_prompt` has stacked it."""
-
-    is_sliding = False
-
-    def __init__(self, window: Window) -> None:
-        super().__init__()
-        self.window = window
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        window = self.window
-        if not window.loaded:
-            self.keys, self.values, self.is_initialized = key_states, value_states, True
-            return key_states, value_states
-        seen = slice(window.first, window.end)
-        assert self.keys is not None and self.values is not None
-        if (slots := window.write_slots) is not None:
-            slots = slots.to(key_states.device)
-            write_slots(self.keys, slots, key_states)
-            write_slots(self.values, slots, value_states)
-        else:
-            start, stop = window.first, window.first + key_states.shape[2]
-            self.keys[:, :, start:stop] = key_states
-            self.values[:, :, start:stop] = value_states
-        return self.keys[:, :, seen], self.values[:, :, seen]
-
-    # The mask and the positions come from outside, so the model must not derive either from the cache.
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.window.size if self.window.loaded else query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class TreeStateLayer(StateCell, TreeLayer):  # type: ignore[override]
-    """A layer with a recurrent state, and in some models keys too."""
-
-    def __init__(self, window: Window, number_of_states: int) -> None:
-        TreeLayer.__init__(self, window)
-        StateCell.__init__(self, number_of_states)
 
 
 class TreeCache(Cache):
@@ -186,11 +116,6 @@ class TreeCache(Cache):
             self._grow(needed if self.static else min(self.capacity, max(needed, 2 * self.size)))
 
     @property
-    def first(self) -> int:
-        """See `Window`."""
-        return self.window.first
-
-    @property
     def end(self) -> int:
         """See `Window`."""
         return self.window.end
@@ -203,7 +128,7 @@ class TreeCache(Cache):
     @property
     def positions(self) -> Tensor:
         """(attended,) the position in each slot that a pass attends; in one for a tree, a position no text reaches."""
-        return self._positions[self.first :]
+        return self._positions[self.window.first :]
 
     def open(self, nodes: int) -> None:
         """Begin a tree of at most so many nodes, in the last scratch slots. It is written from the first of them on."""
@@ -242,7 +167,7 @@ class TreeCache(Cache):
         """
         target = self.scratch + self.lengths.unsqueeze(1) + torch.arange(path.shape[1], device=path.device)
         target = target.clamp(max=self.scratch + self.size - 1)
-        both = torch.stack([self.first + path, target]).unsqueeze(2)  # (2, B, 1, P)
+        both = torch.stack([self.window.first + path, target]).unsqueeze(2)  # (2, B, 1, P)
         for stack, first in zip(self.stacks, self.first_slots, strict=True):
             # By rows of one matrix: on a CPU indexing two dimensions of the stack takes twice the time and more.
             source, destination = (first.unsqueeze(0) + both.to(first.device).unsqueeze(1)).flatten(1)

@@ -74,6 +74,8 @@ def test_chain_logits_equal_those_of_a_fresh_forward_at_rows_of_any_length(famil
     def fresh(row, ids):
         return base(input_ids=torch.tensor([SOURCES[row]]), decoder_input_ids=torch.tensor([ids])).logits[0]
 
+    if not torch.equal(fresh(0, [2, 30])[0], fresh(0, [2, 31])[0]):
+        pytest.skip("the decoder of this transformers sees later tokens in a pass without a cache")
     out = target.prefill(torch.tensor(texts), torch.tensor([2, 2, 2]), room=30)
     for row, text in enumerate(texts):
         assert torch.allclose(out.logits[row, 0], fresh(row, text)[-1], atol=1e-9)

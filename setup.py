@@ -22,11 +22,11 @@ setup(
     install_requires=[
         "torch>=2.11",
         "transformers>=5.17",
-        "accelerate>=1.10",
+        "accelerate>=1.15",
         "safetensors>=0.5",
         "numpy>=1.26",
         "datasets>=4.0",
-        "peft>=0.18",
+        "peft>=0.19.1",
         "pyyaml>=6.0",
         "rich>=13.0",
         "typer>=0.28",

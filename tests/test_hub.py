@@ -103,8 +103,10 @@ def test_heads_and_their_bases_are_found_by_hub_id_and_revision(home):
     )
     assert found["SpecModel"] == found["AutoModel"] == ["SpecModel", 2, FIRST, "org/base", first]
     assert found["revision"] == found["commit"] == ["SpecModel", 3, FIRST, "org/base", second]
-    # Of two commits in the cache, which one a model in memory came from is recorded nowhere; of one it is plain.
-    assert found["load_head"] == ["SpecModel", 2, None, "org/base", first] and found["convert"] == SECOND
+    # Of two commits in the cache, which one a model in memory came from is recorded by some versions of transformers
+    # alone; of one it is plain.
+    assert found["load_head"] in [["SpecModel", 2, known, "org/base", first] for known in (None, FIRST)]
+    assert found["convert"] == SECOND
     assert found["theirs"][:4] == ["SpecModel", 3, SECOND, "org/alone"]  # in vLLM's form
     # The base was asked for at the commit that the head was trained for; named by hand it is its newest.
     assert "was trained for another base" in found["base's main"] and "hidden_size is 48" in found["base's main"]

@@ -77,7 +77,7 @@ def test_info_without_a_path_is_the_same(capsys, monkeypatch):
     ("given", "said"),
     [
         ({"transformers": "5.2.1"}, "transformers 5.2.1 is older than 5.17: pip install 'transformers>=5.17'"),
-        ({"peft": None}, "peft is not installed: pip install 'peft>=0.18'"),
+        ({"peft": None}, "peft is not installed: pip install 'peft>=0.19.1'"),
     ],
 )
 def test_what_is_missing_or_too_old_fails_with_the_command_that_gets_it(given, said, versions, capsys):

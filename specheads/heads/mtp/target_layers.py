@@ -241,6 +241,8 @@ class TargetRotary(RotaryTable):
             {"layer_type": self.layer_type} if "layer_type" in inspect.signature(module.forward).parameters else {}
         )
         position = torch.arange(size, device=like.device).unsqueeze(0)
+        if hasattr(module, "mrope_section"):  # positions in time, height and width, which are the same in text
+            position = position.expand(3, 1, size)
         found = module(like.new_zeros(1, 1, 1), position, **arguments)
         # (1 or 2, size, d): cos and sin, or one complex number for both.
         return torch.cat(found) if isinstance(found, tuple) else found

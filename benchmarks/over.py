@@ -1,0 +1,67 @@
+"""All decoders of a run of `specheads bench` over another one of them than its reference, from its record.
+
+    python benchmarks/over.py docs/benchmarks/openvino openvino:5:runs/published
+
+Speed by prompt set, batch size and temperature, with 95 % intervals by resampling the prompt batches of that run, which
+all decoders took in turn. Prints a table; measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from specheads.bench import report
+from specheads.bench.figures.intervals import ratio_interval, speed
+from specheads.bench.figures.samples import work_of
+
+Cell = tuple[str, int, float]  # the prompt set, batch size, temperature
+
+
+def ratios(record: dict[str, Any], reference: str) -> dict[str, dict[Cell, tuple[float, tuple[float, float] | None]]]:
+    """By decoder, by cell: its speed over that of `reference`, and that ratio's interval.
+
+    ValueError if the run had no such decoder.
+    """
+    names = list(record["rounds"][0]["decoders"])
+    if reference not in names:
+        raise ValueError(f"the run has no decoder {reference!r}; it has {', '.join(names)}")
+    cells: dict[Cell, list[dict[str, Any]]] = {}
+    for one in record["rounds"]:
+        cells.setdefault((one["prompts"], one["batch"], one["temperature"]), []).append(one)
+    found: dict[str, dict[Cell, tuple[float, tuple[float, float] | None]]] = {name: {} for name in names}
+    for cell, rounds in cells.items():
+        other = list(work_of(rounds, reference).values())
+        for name in names:
+            own = list(work_of(rounds, name).values())
+            found[name][cell] = speed(own) / speed(other), ratio_interval(own, other)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the --out of specheads bench")
+    parser.add_argument("reference", help="a decoder of that run, as its table spells it")
+    options = parser.parse_args()
+    try:
+        found = ratios(json.loads((options.folder / "bench.json").read_text("utf8")), options.reference)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    cells = [
+        f"{prompts}, batch {batch}, T = {temperature:g}" for prompts, batch, temperature in found[options.reference]
+    ]
+    rows = []
+    for name, by_cell in found.items():
+        shown = [
+            f"{ratio:.2f}×" + (f" ({ends[0]:.2f}–{ends[1]:.2f})" if ends else "") for ratio, ends in by_cell.values()
+        ]
+        rows.append((name, *shown))
+    print(report.markdown((f"over {options.reference}", *cells), rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,15 +1,17 @@
 """generate_many(): limits, processors, seeds and stop strings are those of each prompt, and bad input is refused."""
 
+import time
+
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import specheads
 from specheads import PromptLookup, UnsupportedModel, chain, generate_many
 from specheads.decoding.target.causal import Target
 from tests.support.chat_tokenizer import build_tokenizer
 from tests.support.refilled import BASE, DRAFTERS, GREEDY, HEADS, PROMPTS, WARM, assert_as_alone, head, small
-from tests.support.tiny_models import repetitive_model
+from tests.support.tiny_models import repetitive_model, tiny_llama
 
 PROCESSORS = {
     "penalty": {"repetition_penalty": 1.3},
@@ -156,7 +158,11 @@ def test_without_a_seed_torchs_own_governs():
         ([[3]], {"seed": [1.5], "do_sample": True}, TypeError, r"seed=\[1.5\] must be a whole number"),
         ([[3]], {"batch_size": 0}, ValueError, "batch_size=0 must be at least 1 prompt"),
         ([[3]], {"num_beams": 2}, ValueError, "beam search does not combine with refilled batches"),
-        ([[3]], {"num_return_sequences": 2}, ValueError, r"generate_many\(\) takes no num_return_sequences=2"),
+        ([[3]], {"num_return_sequences": 2}, ValueError, "one text for each prompt, not num_return_sequences=2"),
+        (
+            [[3]], {"generation_config": GenerationConfig(num_return_sequences=3, do_sample=True)}, ValueError,
+            "not num_return_sequences=3; give num_return_sequences=1",
+        ),
         ([[3]], {"output_scores": True}, ValueError, "takes no output_scores=True"),
         ([[3]], {"output_logits": True}, ValueError, "takes no output_logits=True"),
         ([[3]], {"return_dict_in_generate": True}, ValueError, "takes no return_dict_in_generate=True"),
@@ -175,6 +181,19 @@ def test_options_that_ask_for_no_more_than_one_text_a_prompt_are_taken():
     usual = {"num_return_sequences": 1, "return_dict_in_generate": False, "output_scores": None}
     (one,), (other,) = generate_many(BASE, [[3]], **GREEDY, **usual), generate_many(BASE, [[3]], **GREEDY)
     assert one.tokens == other.tokens
+
+
+def test_the_time_of_a_prompt_that_waits_to_run_alone_begins_when_it_runs():
+    base = tiny_llama(
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}, max_position_embeddings=24,
+        eos_token_id=None,
+    )  # fmt: skip
+    options = {"do_sample": False, "max_new_tokens": 8, "max_time": 1.0}
+    began = time.perf_counter()
+    first, *_ = generate_many(
+        base, [[5] * 20] + [[6, 7]] * 4, batch_size=2, on_tokens=lambda *_: time.sleep(0.1), **options
+    )
+    assert time.perf_counter() - began > 1 and len(first.tokens) > 1
 
 
 def test_an_error_of_generate_names_the_prompt():

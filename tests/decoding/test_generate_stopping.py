@@ -68,6 +68,22 @@ def test_stopping_criteria_are_asked_after_each_token(model, batch, of):
     assert_same(model, BATCHES[batch], stopping_criteria=criteria, pad_token_id=PAD, accepted=0.9)
 
 
+class EndsOn(EndsOnMultiple):
+    """Says so by a Python bool, as many recipes for stop tokens do; asked with one row alone."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[0, -1].item() % self.of == 0
+
+
+@pytest.mark.parametrize("of", [3, 7])
+def test_a_stopping_criterion_may_return_a_bool(model, of):
+    out = assert_same(model, BATCHES["one"], stopping_criteria=[EndsOn(of)], pad_token_id=PAD, accepted=0.9)
+    (many,) = model.generate_many(
+        BATCHES["one"]["input_ids"].tolist(), stopping_criteria=[EndsOn(of)], do_sample=False, max_new_tokens=24
+    )
+    assert many.tokens == out.sequences[0, BATCHES["one"]["input_ids"].shape[1] :].tolist()
+
+
 def test_a_time_limit_that_has_passed_leaves_one_token(model):
     inputs = BATCHES["ragged"]
     out = model.generate(**inputs, do_sample=False, max_new_tokens=24, max_time=1e-9)

@@ -8,7 +8,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import specheads
 from specheads import DraftModel, DynamicTree, PromptLookup, UnsupportedModel, convert
-from tests.support.families import build
+from tests.support.families import FAMILIES, RECURRENT, build
 from tests.support.prompts import PAD, V, padded
 from tests.support.tiny_models import tiny_llama
 
@@ -184,6 +184,58 @@ def test_what_an_encoder_decoder_cannot_be_given_is_refused_by_name():
     assert torch.equal(specheads.generate(base, encoder_outputs=encoded, drafter=PromptLookup(), **OPTIONS), expected)
     with pytest.raises(ValueError, match=r"cannot serve decoder_inputs_embeds= of T5"):
         specheads.generate(base, ids, decoder_inputs_embeds=torch.zeros(1, 1, 16), **OPTIONS)
+
+
+def test_ids_may_be_whole_numbers_of_any_width():
+    base = tiny_llama()
+    inputs = padded([[27, 42, 22, 85, 13, 36], [44, 9]])
+    expected = base.generate(**inputs, **OPTIONS)
+    inputs["input_ids"] = inputs["input_ids"].int()
+    for drafter in (None, PromptLookup(4), convert(base, "eagle3").head):
+        out = specheads.generate(base, **inputs, **OPTIONS, drafter=drafter)
+        assert out.dtype == torch.long and torch.equal(out, expected)
+    assert torch.equal(convert(base, "medusa").generate(**inputs, **OPTIONS), expected)
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Llama-4", "Qwen3.5", "Llama"])
+def test_masked_positions_between_tokens_are_left_out_and_said_where_that_differs(family, hf_log):
+    """The window counts by them in transformers, and a state passes over them."""
+    base = build(*{**FAMILIES, **RECURRENT}[family])
+    whole = padded([[5, 17, 3, 88, 41, 9, 60, 12, 33, 71, 20, 44], [44, 9, 7]])
+    specheads.generate(base, **whole, **OPTIONS)
+    assert "masked positions" not in hf_log.text
+    holes = {name: values.clone() for name, values in whole.items()}
+    holes["attention_mask"][0, 3:8] = 0
+    out = specheads.generate(base, **holes, **OPTIONS)
+    left_out = padded([[5, 17, 3, 33, 71, 20, 44], [44, 9, 7]])
+    assert torch.equal(out[:, 12:], specheads.generate(base, **left_out, **OPTIONS)[:, 7:])
+    same = torch.equal(out, base.generate(**holes, **OPTIONS))
+    assert same == (family == "Llama") == ("row 0 has masked positions between its tokens" not in hf_log.text)
+
+
+def test_a_model_that_keeps_no_keys_is_refused():
+    base = tiny_llama()
+    getattr(base, "activation_checkpointing_enable", base.gradient_checkpointing_enable)()
+    ids = torch.tensor([[5, 6, 7]])
+    expected = specheads.generate(base, ids, **OPTIONS)
+    base.train()
+    for call in (
+        lambda: specheads.generate(base, ids, **OPTIONS),
+        lambda: specheads.generate_many(base, [[5]], **OPTIONS),
+    ):
+        with pytest.raises(ValueError, match=r"gradient checkpointing keeps no keys.*call eval\(\) first"):
+            call()
+    assert torch.equal(specheads.generate(base.eval(), ids, **OPTIONS), expected)
+
+
+def test_a_model_that_torch_wraps_is_refused_with_the_way_to_compile():
+    wrapped = torch.compile(tiny_llama(), backend="eager")
+    for call in (
+        lambda: convert(wrapped, "medusa"),
+        lambda: specheads.generate(wrapped, torch.tensor([[5]]), **OPTIONS),
+    ):
+        with pytest.raises(TypeError, match=r"wrapped by torch.compile\(\); give the model itself, and compile=True"):
+            call()
 
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])

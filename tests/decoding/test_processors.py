@@ -141,6 +141,27 @@ def test_processors_see_the_padding_that_the_caller_gave(side):
     assert len(shown.rows) > 24 and {tuple(row[:longest]) for row in shown.rows} == set(map(tuple, rows))
 
 
+class Ascending(LogitsProcessor):
+    """Moves the scores along a gradient, and keeps the last ones."""
+
+    def __call__(self, input_ids, scores):
+        self.scores = scores
+        with torch.enable_grad():
+            moved = scores.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(moved.softmax(-1).pow(2).sum(), moved)
+        return scores - 40 * gradient
+
+    depends_on_prefix_only = True
+
+
+def test_a_processor_may_use_gradients(model):
+    processor, weight = Ascending(), torch.ones(V, requires_grad=True)
+    out = assert_same(model, BATCHES["ragged"], logits_processor=LogitsProcessorList([processor]))
+    assert out.statistics()["drafted"] > 0
+    (processor.scores * weight).sum().backward()
+    assert weight.grad is not None
+
+
 # --- Processors that keep state ---
 
 
@@ -190,8 +211,29 @@ class Hidden(Counting):
         pass
 
 
+def closure():
+    """The same as a function, its state in a variable of the function around it."""
+    counting = Counting()
+
+    def function(input_ids, scores):
+        return counting(input_ids, scores)
+
+    return function
+
+
+def rebinding():
+    calls = 0
+
+    def function(input_ids, scores):
+        nonlocal calls
+        calls += 1
+        return scores.index_fill(1, torch.arange(calls % 2, scores.shape[1], 2), -torch.inf)
+
+    return function
+
+
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("processor", [Counting, Remembering, Hidden])
+@pytest.mark.parametrize("processor", [Counting, Remembering, Hidden, closure, rebinding])
 def test_a_processor_that_keeps_state_stops_the_drafting_with_a_warning(model, processor, batch, hf_log):
     inputs, options = BATCHES[batch], {"do_sample": False, "max_new_tokens": 16, "eos_token_id": 5, "pad_token_id": PAD}
     expected = model.base.generate(**inputs, **options, logits_processor=LogitsProcessorList([processor()]))
@@ -202,7 +244,8 @@ def test_a_processor_that_keeps_state_stops_the_drafting_with_a_warning(model, p
     )  # fmt: skip
     assert torch.equal(out.sequences, expected) and out.statistics()["drafted"] == 0
     warnings = [record.message for record in hf_log.records if "keeps state" in record.message]
-    assert len(warnings) == 1 and processor.__name__ in warnings[0] and "depends_on_prefix_only" in warnings[0]
+    name = processor.__name__ if isinstance(processor, type) else "function"
+    assert len(warnings) == 1 and name in warnings[0] and "depends_on_prefix_only" in warnings[0]
 
 
 class Unchanged(LogitsProcessor):
@@ -215,8 +258,15 @@ class Unchanged(LogitsProcessor):
         return scores.index_fill(1, self.banned, -torch.inf)
 
 
-def test_a_processor_that_never_changes_is_drafted_for(model, hf_log):
-    out = assert_same(model, BATCHES["ragged"], logits_processor=LogitsProcessorList([Unchanged()]))
+def unchanged():
+    """As a function, which keeps what the function around it was given."""
+    same = Unchanged()
+    return lambda input_ids, scores: same(input_ids, scores)
+
+
+@pytest.mark.parametrize("processor", [Unchanged, unchanged])
+def test_a_processor_that_never_changes_is_drafted_for(model, processor, hf_log):
+    out = assert_same(model, BATCHES["ragged"], logits_processor=LogitsProcessorList([processor()]))
     assert out.statistics()["drafted"] > 0 and "keeps state" not in hf_log.text
 
 

@@ -34,7 +34,13 @@ from specheads.decoding.generation.hf_options import (
     without_stop_strings,
 )
 from specheads.decoding.generation.outputs import SpecGenerateOutput, SpecSeq2SeqOutput, stack_by_position
-from specheads.decoding.generation.prompt_batches import left_order, pack_left, unpadded_rows, warn_of_right_padding
+from specheads.decoding.generation.prompt_batches import (
+    left_order,
+    pack_left,
+    unpadded_rows,
+    warn_of_holes,
+    warn_of_right_padding,
+)
 from specheads.decoding.loop import Step, decode
 from specheads.decoding.planner import Plan, as_plan
 from specheads.decoding.probs.randomness import seeds_for
@@ -77,8 +83,9 @@ def generate(
 
     inputs: ids (B, T). Arguments of the model (pixel_values, position_ids, token_type_ids …) are served as generate()
     serves them, or refused by name. A prompt padded on the right continues after its own last token, as if it were
-    padded on the left; a line in the log says so. Logits processors see each node's own prefix, with the caller's
-    padding. One that keeps state from call to call stops the drafting, except xgrammar's, whose state follows the path.
+    padded on the left, and masked positions between tokens are left out; a line in the log says so where transformers
+    does otherwise. Logits processors see each node's own prefix, with the caller's padding. One that keeps state from
+    call to call stops the drafting, except xgrammar's, whose state follows the path.
 
     Returns ids, or a `SpecGenerateOutput` (`SpecSeq2SeqOutput`) for return_dict_in_generate=True. With num_beams > 1
     nothing may draft, and the result is that of the base's own beam search.
@@ -136,6 +143,10 @@ def through_front_door(
     **kwargs: Any,
 ) -> Any:
     """run(base, ids, …) with what base.generate() makes of the arguments. ValueError for options that drafts refuse."""
+    if base.training and any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
+        raise ValueError(
+            "a model that trains with gradient checkpointing keeps no keys to decode with; call eval() first"
+        )
     config = generation_config or base.generation_config
     refuse_options(kwargs, config)
     if strings := stop_strings or config.stop_strings:
@@ -165,7 +176,7 @@ def _run(
     **model_kwargs: Any,
 ) -> Tensor | SpecGenerateOutput | SpecSeq2SeqOutput:
     """The loop that base.generate() runs in place of its own, over what it has made of its arguments."""
-    prompts = _read_prompts(base, input_ids, source_ids, stream, model_kwargs)
+    prompts = _read_prompts(base, input_ids.long(), source_ids, stream, model_kwargs)
     device, config, do_sample = prompts.ids.device, generation_config, bool(generation_config.do_sample)
     plan = plan_for(base, drafter, plan, device, do_sample)
     pad_id = int(config._pad_token_tensor) if config._pad_token_tensor is not None else 0
@@ -239,6 +250,7 @@ def _read_prompts(
     if stream is not None and len(input_ids) > 1:
         raise ValueError(f"a streamer takes one sequence, not a batch of {len(input_ids)}; call generate() row by row")
     warn_of_right_padding(mask)
+    warn_of_holes(base, mask)
     ids, lengths = pack_left(input_ids, mask)
     inputs = model_inputs(base, input_ids, mask, left_order(mask), model_kwargs)
     counts = lengths.tolist()

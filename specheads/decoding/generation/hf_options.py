@@ -70,7 +70,8 @@ class Stopping:
         if not self.others:
             return False
         ids = torch.tensor([self.prompts[row] + generated], device=self.device)
-        return any(bool(criterion(ids, None).all()) for criterion in self.others)
+        # Many return a Python bool, which transformers takes as well.
+        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.others)
 
 
 def check_prompts(base: PreTrainedModel, prompts: Any, *, images: bool) -> None:

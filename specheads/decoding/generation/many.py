@@ -153,7 +153,7 @@ class _Many:
         self, encoded: Iterator[list[int]], total: int | None, report: Callable[[int, int | None], None] | None
     ) -> Iterator[Continuation]:
         """The results in the order in which they finish."""
-        prompts = (prepare(self.base, i, ids, options_of(i, self.options)) for i, ids in enumerate(encoded))
+        prompts = (self._prepare(index, ids) for index, ids in enumerate(encoded))
         first = next(prompts, None)
         if first is None:
             return
@@ -163,6 +163,9 @@ class _Many:
             if report is not None:
                 report(done, total)
             yield self._finish(slot)
+
+    def _prepare(self, index: int, ids: list[int]) -> SinglePrompt:
+        return prepare(self.base, index, ids, options_of(index, self.options))
 
     def _slots(self, first: SinglePrompt, prompts: Iterator[SinglePrompt]) -> Iterator[Slot]:
         decoder = SlotDecoder(
@@ -179,8 +182,8 @@ class _Many:
         if alone:
             prompt, why = alone[0]
             logger.warning("prompts decoded alone: %d, such as prompt %d: %s", len(alone), prompt.index, why)
-        for prompt, _ in alone:
-            yield from decoder.run([prompt])
+        for prompt, _ in alone:  # made anew: its time, if that is limited, begins now
+            yield from decoder.run([self._prepare(prompt.index, prompt.source)])
 
     def _waiting(
         self, prompts: Iterator[SinglePrompt], alone: list[tuple[SinglePrompt, str]]

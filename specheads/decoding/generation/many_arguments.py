@@ -15,7 +15,6 @@ from specheads.options import shown
 # What says how one prompt's text is returned, or how many there are.
 REFUSED = (
     "input_ids", "attention_mask", "streamer", "return_dict_in_generate", "output_scores", "output_logits",
-    "num_return_sequences",
 )  # fmt: skip
 
 
@@ -31,9 +30,14 @@ def refuse_many_options(base: PreTrainedModel, options: Mapping[str, Any]) -> No
     config = options.get("generation_config") or base.generation_config
     for name in REFUSED:
         value = options.get(name)
-        if value is None or value is False or (name == "num_return_sequences" and value == 1):
+        if value is None or value is False:
             continue
         raise ValueError(f"generate_many() takes no {name}={shown(value)}; call generate() for a batch of its own")
+    if (count := options.get("num_return_sequences") or config.num_return_sequences or 1) > 1:
+        raise ValueError(
+            f"generate_many() gives one text for each prompt, not num_return_sequences={count}; give "
+            "num_return_sequences=1, or repeat the prompts in the list"
+        )
     if (options.get("num_beams") or config.num_beams or 1) > 1:
         raise ValueError("beam search does not combine with refilled batches; give num_beams=1, or call generate()")
 

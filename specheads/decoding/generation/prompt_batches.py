@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from specheads.decoding.target.hf_base import has_state, layer_reach, text_config
+
 logger = hf_logging.get_logger(__name__)
 
 
@@ -63,6 +65,23 @@ def warn_of_right_padding(mask: Tensor | None) -> None:
         logger.warning(
             "row %d is padded on the right: its text continues after its own last token, as if padded on the left "
             "(transformers' generate() continues after the padding); set padding_side='left' in the tokenizer", row,
+        )  # fmt: skip
+
+
+def warn_of_holes(base: PreTrainedModel, mask: Tensor | None) -> None:
+    """One line in the log if a row has masked columns between its tokens and not every layer of the base sees the whole
+    text, so that generate() gives another one."""
+    if mask is None or not (
+        has_state(base) or any(one.kind != "full" for one in layer_reach(text_config(base)).values())
+    ):
+        return
+    tokens = mask.bool()
+    begun, to_come = tokens.cumsum(1) > 0, tokens.flip(1).cumsum(1).flip(1) > 0
+    if bool((holes := (begun & to_come & ~tokens).any(1)).any()):
+        logger.warning(
+            "row %d has masked positions between its tokens: its text continues as if they were not there "
+            "(transformers' generate() counts them in sliding windows and runs recurrent states over them)",
+            int(holes.nonzero()[0]),
         )  # fmt: skip
 
 

@@ -70,14 +70,29 @@ def is_prefix_free(processor: Any) -> bool:
     return type(processor) in PREFIX_FREE or bool(getattr(processor, IGNORES_IDS, False))
 
 
+def is_foreign(processor: Any) -> bool:
+    """Is its code neither transformers' nor ours?"""
+    return not isinstance(processor, RowProcessor) and not type(processor).__module__.startswith("transformers.")
+
+
+def call(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
+    """processor(ids (R, T), scores (R, V)), for which a foreign one may use gradients, as in generate()."""
+    if not is_foreign(processor):
+        return processor(ids, scores)
+    with torch.inference_mode(False), torch.no_grad():
+        return processor(ids.clone(), scores.clone()).detach()
+
+
 def possibly_stateful(processors: Iterable[Any]) -> list[Any]:
-    """Those whose class does not show that they keep no state from call to call."""
+    """Those whose kind does not show that they keep no state from call to call."""
+
+    def is_plain_function(one: Any) -> bool:
+        return isinstance(one, types.FunctionType) and one.__closure__ is None
+
     return [
         one
         for one in processors
-        if not isinstance(one, RowProcessor | types.FunctionType)
-        and not type(one).__module__.startswith("transformers.")
-        and not getattr(one, PREFIX_ONLY, False)
+        if is_foreign(one) and not is_plain_function(one) and not getattr(one, PREFIX_ONLY, False)
     ]
 
 
@@ -179,15 +194,18 @@ class StateWatch:
 def snapshot(value: Any, within: frozenset[int] = frozenset()) -> Any:
     """A comparable picture of an object's state; None if some of it cannot be read.
 
-    Models, tokenizers, functions and classes count as constants. within: ids of the objects around this one.
+    Models, tokenizers and classes count as constants, functions as what they share with the code around them. within:
+    ids of the objects around this one.
     """
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return ("value", value)
-    if isinstance(value, nn.Module | PreTrainedTokenizerBase | type | types.ModuleType | types.FunctionType):
+    if isinstance(value, nn.Module | PreTrainedTokenizerBase | type | types.ModuleType):
         return ("constant", id(value))
     if id(value) in within:
         return ("within",)
     within |= {id(value)}
+    if isinstance(value, types.FunctionType):
+        return _snapshot_all("function", [cell_value(cell) for cell in value.__closure__ or ()], within)
     if isinstance(value, Tensor):
         content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         return ("tensor", tuple(value.shape), zlib.crc32(content))
@@ -206,6 +224,14 @@ def snapshot(value: Any, within: frozenset[int] = frozenset()) -> Any:
     try:
         return ("pickled", pickle.dumps(value))
     except Exception:
+        return None
+
+
+def cell_value(cell: types.CellType) -> Any:
+    """What a function shares with the code around it; None for what has no value yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
         return None
 
 

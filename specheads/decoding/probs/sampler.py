@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from specheads.decoding.probs.processors import RowProcessor, adapt, is_prefix_free
+from specheads.decoding.probs.processors import RowProcessor, adapt, call, is_prefix_free
 from specheads.decoding.probs.randomness import RowNumbers, row_seeds
 from specheads.decoding.tree import DraftTree
 
@@ -75,7 +75,7 @@ class Sampler:
         scores = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
         if not self.needs_prefix:
             for processor in self.processors:
-                scores = processor(_no_prefix(scores), scores)
+                scores = call(processor, _no_prefix(scores), scores)
             return scores
         rows, is_over = self._with_padding(prefixes()), list(ended or [False] * len(scores))
         result = scores.clone()
@@ -107,7 +107,7 @@ class Sampler:
                 for i in selected:
                     scores[i] = processor.row(i, rows[i], scores[i])
             else:
-                scores = processor(ids, scores)
+                scores = call(processor, ids, scores)
         return scores
 
     def probs(self, logits: Tensor, prefixes: Prefixes = list) -> Tensor:
@@ -129,7 +129,7 @@ class Sampler:
         scores = logits if logits.dtype == torch.float64 else logits.float()
         for processor in self.processors:
             if is_prefix_free(processor) if kinds is None else type(processor) in kinds:
-                scores = processor(_no_prefix(scores), scores)
+                scores = call(processor, _no_prefix(scores), scores)
         return scores.softmax(-1).nan_to_num_(0)
 
     def seed_rows(self, batch: int, length: int, device: torch.device) -> Tensor | None:

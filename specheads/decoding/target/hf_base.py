@@ -39,6 +39,11 @@ def unwrapped(base: Any) -> PreTrainedModel:
             "this model already has a head; convert(model.base, ...) makes another SpecModel of its base, and "
             "model.generate(...) decodes with the head it has"
         )
+    if hasattr(base, "_orig_mod"):
+        raise TypeError(
+            "this model was wrapped by torch.compile(); give the model itself, and compile=True to generate(), which "
+            "compiles whole steps"
+        )
     if hasattr(base, "get_base_model"):
         adapter = getattr(base, "active_peft_config", None)
         if getattr(adapter, "is_prompt_learning", False):

@@ -5,6 +5,7 @@ Found by trying and not by name: in a short pass they write the cache's convolut
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,16 +25,18 @@ class UnsupportedState(ValueError):
 
 
 trying = RLock()  # one thread at a time finds out how a base works
-_found: WeakKeyDictionary[PreTrainedModel, list[RecurrentModule]] = WeakKeyDictionary()
+# By dtype and device: rounding decides whether two ways of one layer count as the same.
+_found: WeakKeyDictionary[PreTrainedModel, dict[Hashable, list[RecurrentModule]]] = WeakKeyDictionary()
 
 
 def recurrent_modules(base: PreTrainedModel) -> list[RecurrentModule]:
-    """The modules with a state, in the order of their layers; tried once per base. UnsupportedState if they cannot
-    be served."""
+    """The modules with a state, in the order of their layers; tried once per base, dtype and device. UnsupportedState
+    if they cannot be served."""
     with trying:
-        if base not in _found:
-            _found[base] = _find_modules(base)
-        return _found[base]
+        found, key = _found.setdefault(base, {}), (base.dtype, base.device)
+        if key not in found:
+            found[key] = _find_modules(base)
+        return found[key]
 
 
 @torch.no_grad()

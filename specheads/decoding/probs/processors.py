@@ -71,7 +71,7 @@ def is_prefix_free(processor: Any) -> bool:
 
 
 def is_foreign(processor: Any) -> bool:
-    """Is its code neither transformers' nor ours?"""
+    """Is it neither of transformers nor a `RowProcessor`?"""
     return not isinstance(processor, RowProcessor) and not type(processor).__module__.startswith("transformers.")
 
 

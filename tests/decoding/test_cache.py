@@ -208,3 +208,15 @@ def test_reach_is_measured_by_position_not_by_slot(reach, slots):
     tree = DraftTree(torch.zeros(1, 4, dtype=torch.long), torch.tensor([[-1, 0, 0, 2]]), 2)
     mask = visible(tree.topology.ancestors, tree.topology.depth, torch.tensor([5]), 4 + 8, reach)
     assert mask[0, 3].nonzero().flatten().tolist() == slots
+
+
+@pytest.mark.parametrize("family", ["Zamba2", "Nemotron-H"])
+def test_how_states_continue_is_found_anew_in_another_dtype(family):
+    """Where rounding is coarse, two ways of a layer look the same."""
+    base = build(*RECURRENT[family]).bfloat16()
+    coarse = [one.one_by_one for one in Target(base).recurrent]
+    base.float()
+    assert [one.one_by_one for one in Target(base).recurrent] == [
+        one.one_by_one for one in Target(build(*RECURRENT[family])).recurrent
+    ]
+    assert coarse == [one.one_by_one for one in Target(base.bfloat16()).recurrent]

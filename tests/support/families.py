@@ -135,11 +135,14 @@ LENGTH_DEPENDENT = {
     "Llama, dynamic": ("LlamaConfig", {"rope_parameters": DYNAMIC, "max_position_embeddings": BOUNDARY}),
     "Qwen3, dynamic": ("Qwen3Config", {"rope_parameters": DYNAMIC, "max_position_embeddings": BOUNDARY}),
 }  # fmt: skip
+NEWER = ("BailingHybridConfig",)  # than transformers 5.17, the lowest version that is served
 
 
 def build(name, options, **kwargs):
     """A random model of a config class, on a fixed seed."""
-    config_class = getattr(transformers, name, None) or pytest.skip(f"this transformers has no {name}")
+    if name in NEWER and not hasattr(transformers, name):
+        pytest.skip(f"this transformers has no {name}")
+    config_class = getattr(transformers, name)
     declared = {*inspect.signature(config_class).parameters, *config_class.attribute_map}
     declared -= {key for key in declared if isinstance(getattr(config_class, key, None), property)}
     sizes = {key: value for key, value in SIZES.items() if key in declared}

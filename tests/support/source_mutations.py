@@ -329,7 +329,7 @@ MUTATIONS = (
     M("padding taken for a hole", "decoding.generation.prompt_batches:warn_of_holes",
       "begun & to_come", "to_come", "decoding/test_model_inputs.py", "masked_positions"),
     M("states of another dtype believed", "decoding.target.recurrent_modules:recurrent_modules",
-      "(base.dtype, base.device)", "None", "decoding/test_families.py", "found_anew"),
+      "(base.dtype, base.device)", "None", "decoding/test_cache.py", "found_anew"),
     M("allowed tokens of the first row for all", "decoding.probs.processors:AllowedTokens.row",
       "allowed(index,", "allowed(0,", SAMPLER, "allowed"),
     M("grammar not rolled back", "decoding.probs.processors:Grammar.row",

@@ -71,13 +71,14 @@ def warn_of_right_padding(mask: Tensor | None) -> None:
 def warn_of_holes(base: PreTrainedModel, mask: Tensor | None) -> None:
     """One line in the log if a row has masked columns between its tokens and not every layer of the base sees the whole
     text, so that generate() gives another one."""
-    if mask is None or not (
-        has_state(base) or any(one.kind != "full" for one in layer_reach(text_config(base)).values())
-    ):
+    if mask is None or bool(mask.all()):
         return
     tokens = mask.bool()
     begun, to_come = tokens.cumsum(1) > 0, tokens.flip(1).cumsum(1).flip(1) > 0
-    if bool((holes := (begun & to_come & ~tokens).any(1)).any()):
+    holes = (begun & to_come & ~tokens).any(1)
+    if not bool(holes.any()):
+        return
+    if has_state(base) or any(reach.kind != "full" for reach in layer_reach(text_config(base)).values()):
         logger.warning(
             "row %d has masked positions between its tokens: its text continues as if they were not there "
             "(transformers' generate() counts them in sliding windows and runs recurrent states over them)",

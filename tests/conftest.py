@@ -5,6 +5,7 @@ import functools
 import gc
 import json
 import logging
+import os
 
 import pytest
 
@@ -12,6 +13,10 @@ import pytest
 pytest.register_assert_rewrite("tests.reference", "tests.support")
 
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
+
 import typer
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import Lock
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._triton import has_triton_package
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -31,6 +32,12 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
 
     Query head h attends with key head h // (heads / key heads). scale: None for d ** -0.5.
     """
+    if can_split(query, value, mask):
+        from specheads.decoding.target.split_attention import split_attention  # Triton comes with torch for GPUs alone
+
+        # Triton launches on the current device. torch's compiler sees to that itself.
+        with nullcontext() if torch.compiler.is_compiling() else torch.cuda.device(query.device):
+            return split_attention(query, key, value, mask, query.shape[3] ** -0.5 if scale is None else scale)
     batch, heads, nodes, width = query.shape
     shared = heads // key.shape[1]
     rows = query.reshape(batch, key.shape[1], shared * nodes, width)
@@ -40,17 +47,26 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
     return out.reshape(batch, heads, nodes, -1)  # CUDA's kernels give the rows before the heads
 
 
+def can_split(query: Tensor, value: Tensor, mask: Tensor) -> bool:
+    """Can `split_attention` serve them? It has no gradients."""
+    half_or_single = query.dtype == value.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    fits = max(query.shape[3], value.shape[3]) <= 256 and mask.is_floating_point()
+    learns = torch.is_grad_enabled() and query.requires_grad
+    return query.is_cuda and half_or_single and fits and not learns and has_triton_package()
+
+
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     dropout: float = 0.0, scaling: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' sdpa, but for heads that share keys under a mask of ours."""
+    """transformers' sdpa, but under a mask of ours for heads that share keys, and for all on a GPU."""
     special = dropout or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
-    if query.shape[1] == key.shape[1] or attention_mask is None or attention_mask.shape[1] > 1 or special:
+    mask = None if attention_mask is None or attention_mask.shape[1] > 1 or special else attention_mask
+    if mask is None or (query.shape[1] == key.shape[1] and not can_split(query, value, mask)):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    return grouped_attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+    return grouped_attention(query, key, value, mask, scaling).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, _attend)

@@ -1,0 +1,138 @@
+"""Attention of a tree's few rows over many keys on a GPU: the keys are split over its processors, and what each found
+is merged by log-sum-exp (Flash-Decoding, https://pytorch.org/blog/flash-decoding).
+
+torch's kernels split the rows alone, so that those of one key head keep one processor busy for the whole text. A
+Triton kernel, as torch's compiler makes them itself. Shapes: B batch rows, N tree nodes, L attended slots, d width of
+a head; rows: the N nodes of all query heads that share a key head.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 64  # keys that a processor looks at together
+MOST_ROWS = {torch.float32: 16, torch.bfloat16: 64, torch.float16: 64}  # that it serves at once
+PROGRAMS = 256  # at least so many parts, if there are keys enough: about two for each processor of a large GPU
+MOST_PARTS = 64  # of the keys of one head
+MOST_WIDTH = 256  # of a head
+WARPS, STAGES = 4, 2
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """query (B, heads, N, d), key (B, key heads, L, d) and value (B, key heads, L, e), additive mask (B or 1, 1, N or
+    1, L) → (B, heads, N, e), in memory (B, N, heads, e).
+
+    Query head h attends with key head h // (heads / key heads). A query that sees no key gives zeros. Products are
+    summed, and the softmax is taken, in float32.
+    """
+    query, key, value, mask = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, mask))
+    batch, heads, nodes, width = query.shape
+    key_heads, keys = key.shape[1:3]
+    shared = heads // key_heads
+    rows = shared * nodes
+    block_rows = max(16, min(MOST_ROWS[query.dtype], triton.next_power_of_2(rows)))
+    row_blocks = triton.cdiv(rows, block_rows)
+    parts = min(MOST_PARTS, max(1, PROGRAMS // (batch * key_heads * row_blocks)), triton.cdiv(keys, BLOCK))
+    part = triton.cdiv(triton.cdiv(keys, parts), BLOCK) * BLOCK
+    parts = triton.cdiv(keys, part)
+    found = query.new_empty((batch * key_heads, parts, rows, value.shape[3]), dtype=torch.float32)
+    weight = query.new_empty((batch * key_heads, parts, rows), dtype=torch.float32)
+    out = query.new_empty(batch, nodes, heads, value.shape[3])
+    mask = mask.expand(batch, 1, nodes, keys)
+    widths = (width, value.shape[3], *(max(16, triton.next_power_of_2(size)) for size in (width, value.shape[3])))
+    _attend_part[(parts, batch * key_heads, row_blocks)](
+        query, key, value, mask, found, weight, scale, torch.finfo(mask.dtype).min, key_heads, shared, nodes, keys,
+        part, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], mask.stride(0), mask.stride(2), *widths,
+        block_rows, BLOCK, "ieee" if query.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    _merge_parts[(rows, batch * key_heads)](
+        found, weight, out, key_heads, shared, nodes, parts, value.shape[3], widths[3], MOST_PARTS
+    )
+    return out.transpose(1, 2)
+
+
+@triton.jit
+def _attend_part(
+    query, key, value, mask, found, weight, scale, unseen, key_heads, shared, nodes, keys, part,
+    query_batch, query_head, query_node, key_batch, key_head, key_slot, value_batch, value_head, value_slot,
+    mask_batch, mask_node, width: tl.constexpr, value_width: tl.constexpr, padded: tl.constexpr,
+    value_padded: tl.constexpr, block_rows: tl.constexpr, block: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
+    """One part of the keys of one key head: the mean of their values as a softmax weighs them, and that softmax's sum,
+    as a logarithm."""
+    first, last = tl.program_id(0) * part, min(tl.program_id(0) * part + part, keys)
+    head, rows = tl.program_id(1), shared * nodes
+    batch, key_head_index = (head // key_heads).to(tl.int64), head % key_heads
+    row = tl.program_id(2) * block_rows + tl.arange(0, block_rows)
+    node, query_head_index = row % nodes, key_head_index * shared + row // nodes
+    column, value_column, slot = tl.arange(0, padded), tl.arange(0, value_padded), tl.arange(0, block)
+    queries = tl.load(
+        query + batch * query_batch + query_head_index[:, None] * query_head + node[:, None] * query_node + column,
+        mask=(row[:, None] < rows) & (column < width), other=0.0,
+    )  # fmt: skip
+    masks = mask + batch * mask_batch + node[:, None] * mask_node + slot
+    # A text is shorter than its cache, and a window shorter than a text: what no row sees is not read.
+    begin, end = last, first
+    for start in range(first, last, block):
+        bias = tl.load(masks + start, mask=start + slot < last, other=unseen).to(tl.float32)
+        if tl.max(bias) > unseen:
+            begin, end = min(begin, start), start + block
+    largest = tl.full([block_rows], float("-inf"), tl.float32)
+    total = tl.zeros([block_rows], tl.float32)
+    mixed = tl.zeros([block_rows, value_padded], tl.float32)
+    keys_of_head = key + batch * key_batch + key_head_index * key_head
+    values_of_head = value + batch * value_batch + key_head_index * value_head
+    for start in range(begin, end, block):
+        at = (start + slot).to(tl.int64)
+        inside = at < last
+        k = tl.load(
+            keys_of_head + at[None, :] * key_slot + column[:, None],
+            mask=inside[None, :] & (column[:, None] < width), other=0.0,
+        )  # fmt: skip
+        bias = tl.load(masks + start, mask=inside[None, :], other=unseen).to(tl.float32)
+        scores = tl.dot(queries, k, input_precision=precision) * scale + bias
+        scores = tl.where(bias > unseen, scores, float("-inf"))
+        highest = tl.maximum(largest, tl.max(scores, 1))
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        p = tl.exp2((scores - shift[:, None]) * LOG2_E)
+        shrink = tl.exp2((largest - shift) * LOG2_E)
+        v = tl.load(
+            values_of_head + at[:, None] * value_slot + value_column,
+            mask=inside[:, None] & (value_column < value_width), other=0.0,
+        )  # fmt: skip
+        mixed = mixed * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=precision)
+        total, largest = total * shrink + tl.sum(p, 1), highest
+    saw = total > 0
+    place = (head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * rows + row
+    tl.store(weight + place, tl.where(saw, largest + tl.log(tl.where(saw, total, 1.0)), float("-inf")), mask=row < rows)
+    tl.store(
+        found + place[:, None] * value_width + value_column, mixed / tl.where(saw, total, 1.0)[:, None],
+        mask=(row[:, None] < rows) & (value_column < value_width),
+    )  # fmt: skip
+
+
+@triton.jit
+def _merge_parts(
+    found, weight, out, key_heads, shared, nodes, parts, value_width: tl.constexpr, value_padded: tl.constexpr,
+    most_parts: tl.constexpr,
+):  # fmt: skip
+    """One row: the mean of what its parts found, by the sums of their softmaxes."""
+    row, head, rows = tl.program_id(0), tl.program_id(1).to(tl.int64), shared * nodes
+    part, column = tl.arange(0, most_parts), tl.arange(0, value_padded)
+    place = (head * parts + part) * rows + row
+    logs = tl.load(weight + place, mask=part < parts, other=float("-inf"))
+    highest = tl.max(logs, 0)
+    weights = tl.exp(logs - tl.where(highest == float("-inf"), 0.0, highest))
+    means = tl.load(
+        found + place[:, None] * value_width + column,
+        mask=(part[:, None] < parts) & (column < value_width), other=0.0,
+    )  # fmt: skip
+    total = tl.sum(weights, 0)
+    mean = tl.sum(means * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+    query_head = (head % key_heads) * shared + row // nodes
+    written = ((head // key_heads) * nodes + row % nodes) * key_heads * shared + query_head
+    tl.store(out + written * value_width + column, mean, mask=column < value_width)

@@ -1,0 +1,106 @@
+"""Attention split over the keys equals torch's in float64: on a GPU, or on a CPU by Triton's interpreter.
+
+`pip install triton` where there is no GPU: torch brings it with its builds for GPUs alone.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
+
+from specheads.decoding.target import grouped_attention as dispatch
+from specheads.decoding.target.split_attention import BLOCK, split_attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter multiplies matrices of bfloat16 wrongly.
+DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3} | ({torch.bfloat16: 1e-2} if DEVICE == "cuda" else {})
+
+
+def inputs(heads, key_heads, nodes, keys, widths=(16, 16), dtype=torch.float32, mask_rows=None, batch=2):
+    """As a pass has them: queries with the heads beside each other, keys and values amid a larger cache."""
+    coin = torch.Generator().manual_seed(0)
+    query = torch.randn(batch, nodes, heads, widths[0], generator=coin).transpose(1, 2)
+    key, value = (torch.randn(batch, key_heads, keys + 9, width, generator=coin)[:, :, 4:-5] for width in widths)
+    seen = torch.rand(batch, 1, mask_rows or nodes, keys, generator=coin) > 0.5
+    seen[..., keys // 2] = True
+    return [x.to(DEVICE, dtype) for x in (query, key, value)], seen.to(DEVICE)
+
+
+def additive(seen, dtype):
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def error(states, mask, scale=0.3, **kwargs):
+    """Of the split attention, beside torch's in float64 over copied keys."""
+    query, key, value = (x.double() for x in states)
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask.double(), scale=scale)
+    out = split_attention(*states, mask, scale)
+    assert out.shape == expected.shape and out.dtype == states[0].dtype
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "key_heads", "nodes"), [(6, 6, 7), (6, 2, 1), (8, 1, 20), (4, 2, 64), (3, 3, 1)])
+def test_it_is_attention_over_copied_keys(heads, key_heads, nodes, dtype):
+    states, seen = inputs(heads, key_heads, nodes, 300, dtype=dtype)
+    assert error(states, additive(seen, dtype)) < DTYPES[dtype]
+
+
+@pytest.mark.parametrize("keys", [1, BLOCK - 1, BLOCK, 5 * BLOCK + 1, 4500])
+def test_any_number_of_keys(keys):
+    states, seen = inputs(4, 2, 3, keys)
+    assert error(states, additive(seen, torch.float32)) < 1e-5
+
+
+@pytest.mark.parametrize("widths", [(8, 8), (20, 16), (24, 40), (192, 128)])
+def test_any_width_of_heads(widths):
+    states, seen = inputs(4, 2, 3, 200, widths)
+    assert error(states, additive(seen, torch.float32)) < 1e-5
+
+
+@pytest.mark.parametrize("first", [0, 700])
+@pytest.mark.parametrize("last", [1000, 720])
+def test_slots_that_no_row_sees_may_hold_anything(first, last):
+    """Those before a window, and those of a cache that the text has not reached."""
+    states, seen = inputs(4, 2, 3, 1000)
+    seen[..., :first] = seen[..., last:] = False
+    seen[..., first] = True
+    outside = [*range(first // BLOCK * BLOCK), *range(-(-last // BLOCK) * BLOCK, 1000)]
+    expected = split_attention(*states, additive(seen, torch.float32), 0.3)
+    assert error(states, additive(seen, torch.float32)) < 1e-5
+    for cached in states[1:]:
+        cached[:, :, outside] = float("nan")
+    assert torch.equal(split_attention(*states, additive(seen, torch.float32), 0.3), expected)
+
+
+def test_one_row_of_a_mask_serves_all_and_rows_may_share_a_mask():
+    states, seen = inputs(4, 2, 5, 200, mask_rows=1)
+    assert error(states, additive(seen, torch.float32)) < 1e-5
+    assert error(states, additive(seen[:1], torch.float32).expand(2, 1, 5, 200)) < 1e-5
+
+
+def test_a_row_without_keys_gives_zeros_and_leaves_the_others_alone():
+    states, seen = inputs(4, 2, 3, 200)
+    expected = split_attention(*states, additive(seen, torch.float32), 0.3)
+    seen[1, :, 2] = False
+    out = split_attention(*states, additive(seen, torch.float32), 0.3)
+    assert not out[1, :, 2].any()
+    out[1, :, 2] = expected[1, :, 2]
+    assert torch.equal(out, expected)
+
+
+def test_large_scores_do_not_overflow():
+    states, seen = inputs(4, 2, 3, 200, dtype=torch.float16)
+    assert error(states, additive(seen, torch.float16), scale=100.0) < 2e-2
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="what chooses it asks for a GPU")
+def test_passes_on_a_gpu_use_it():
+    states, seen = inputs(4, 2, 3, 200)
+    mask = additive(seen, torch.float32)
+    expected = split_attention(*states, mask, 16**-0.5)
+    assert torch.equal(dispatch.grouped_attention(*states, mask), expected)
+    states[0].requires_grad_()
+    assert dispatch.grouped_attention(*states, mask).requires_grad

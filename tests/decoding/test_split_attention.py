@@ -3,6 +3,9 @@
 `pip install triton` where there is no GPU: torch brings it with its builds for GPUs alone.
 """
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +13,11 @@ import torch.nn.functional as F
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 from specheads.decoding.target import grouped_attention as dispatch
+from specheads.decoding.target import split_attention as kernels
+from specheads.decoding.target.causal import Target
 from specheads.decoding.target.split_attention import BLOCK, split_attention
+from specheads.decoding.tree import DraftTree
+from tests.support.tiny_models import tiny_llama
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies matrices of bfloat16 wrongly.
@@ -96,11 +103,68 @@ def test_large_scores_do_not_overflow():
     assert error(states, additive(seen, torch.float16), scale=100.0) < 2e-2
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="what chooses it asks for a GPU")
-def test_passes_on_a_gpu_use_it():
+@pytest.fixture
+def on_any_device(monkeypatch):
+    """What chooses it does not ask for a GPU, nor for many keys."""
+    monkeypatch.setattr(dispatch, "FEWEST_KEYS", 0)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
+
+
+def test_attention_without_gradients_uses_it(on_any_device):
     states, seen = inputs(4, 2, 3, 200)
     mask = additive(seen, torch.float32)
     expected = split_attention(*states, mask, 16**-0.5)
     assert torch.equal(dispatch.grouped_attention(*states, mask), expected)
     states[0].requires_grad_()
     assert dispatch.grouped_attention(*states, mask).requires_grad
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("key_heads", [2, 4])
+def test_a_pass_over_a_tree_by_it(on_any_device, key_heads):
+    base = tiny_llama(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=key_heads).to(DEVICE)
+    ids = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    tree = DraftTree(ids[:, :6], torch.tensor([[-1, 0, 0, 1, 1, 2]] * 2, device=DEVICE), 3)
+    logits = []
+    for served in (False, True):
+        target = Target(base, scratch=8)
+        target.prefill(ids, torch.tensor([11, 7], device=DEVICE), room=40)
+        with mock.patch.object(kernels, "is_served", return_value=served), counted(kernels) as calls:
+            logits.append(target.verify(tree).logits)
+        assert calls.call_count == 2 * served
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+
+
+def counted(module):
+    return mock.patch.object(module, "split_attention", side_effect=module.split_attention)
+
+
+def test_what_it_serves(caplog):
+    device = torch.device(DEVICE)
+    kernels._is_right.cache_clear()
+    assert all(kernels.is_served(device, dtype, 9, 24, 16) for dtype in DTYPES)
+    assert not kernels.is_served(device, torch.float64, 9, 16, 16)
+    assert not kernels.is_served(device, torch.float16, 9, 512, 16)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("fault", ["raises", "is wrong"])
+def test_where_it_fails_torchs_own_is_used_after_one_line(on_any_device, monkeypatch, caplog, fault):
+    def broken(query, key, value, mask, scale):
+        if fault == "raises":
+            raise RuntimeError("Failed to find C compiler.\nPlease")
+        return query * 1.1
+
+    kernels._is_right.cache_clear()
+    states, seen = inputs(4, 2, 3, 200)
+    mask = additive(seen, torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "split_attention", broken)
+        outs = [dispatch.grouped_attention(*states, mask) for _ in range(2)]
+    kernels._is_right.cache_clear()
+    torch.testing.assert_close(outs[0], split_attention(*states, mask, 16**-0.5))
+    (line,) = caplog.messages
+    assert (
+        "torch's own" in line and ("Failed to find C compiler." in line or "wrong by" in line) and "Please" not in line
+    )

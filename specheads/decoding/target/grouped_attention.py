@@ -23,6 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from specheads.decoding.target.hf_base import text_config
 
 NAME = "specheads_grouped"  # among transformers' attention implementations
+FEWEST_KEYS = 1024  # over fewer, one processor of a GPU is done with those of a head before a second has begun
 _blocks: Counter[int] = Counter()  # by id of a config, how many threads are in `grouped_heads` with it
 _counting = Lock()
 
@@ -32,11 +33,11 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
 
     Query head h attends with key head h // (heads / key heads). scale: None for d ** -0.5.
     """
-    if can_split(query, value, mask):
-        from specheads.decoding.target.split_attention import split_attention  # Triton comes with torch for GPUs alone
+    if can_split(query, key, value, mask):
+        from specheads.decoding.target.split_attention import split_attention
 
         # Triton launches on the current device. torch's compiler sees to that itself.
-        with nullcontext() if torch.compiler.is_compiling() else torch.cuda.device(query.device):
+        with nullcontext() if torch.compiler.is_compiling() else torch.cuda.device_of(query):
             return split_attention(query, key, value, mask, query.shape[3] ** -0.5 if scale is None else scale)
     batch, heads, nodes, width = query.shape
     shared = heads // key.shape[1]
@@ -47,12 +48,19 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
     return out.reshape(batch, heads, nodes, -1)  # CUDA's kernels give the rows before the heads
 
 
-def can_split(query: Tensor, value: Tensor, mask: Tensor) -> bool:
-    """Can `split_attention` serve them? It has no gradients."""
-    half_or_single = query.dtype == value.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    fits = max(query.shape[3], value.shape[3]) <= 256 and mask.is_floating_point()
+def can_split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+    """Is this for `split_attention`: many keys on a GPU, in types and sizes that it serves, without gradients?"""
     learns = torch.is_grad_enabled() and query.requires_grad
-    return query.is_cuda and half_or_single and fits and not learns and has_triton_package()
+    if not query.is_cuda or key.shape[2] < FEWEST_KEYS or learns or not mask.is_floating_point():
+        return False
+    if not has_triton_package():  # it comes with torch's builds for GPUs, on Linux
+        return False
+    from specheads.decoding.target.split_attention import is_served
+
+    rows = query.shape[1] // key.shape[1] * query.shape[2]
+    return query.dtype == key.dtype == value.dtype and is_served(
+        query.device, query.dtype, rows, query.shape[3], value.shape[3]
+    )
 
 
 def _attend(
@@ -62,7 +70,7 @@ def _attend(
     """transformers' sdpa, but under a mask of ours for heads that share keys, and for all on a GPU."""
     special = dropout or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
     mask = None if attention_mask is None or attention_mask.shape[1] > 1 or special else attention_mask
-    if mask is None or (query.shape[1] == key.shape[1] and not can_split(query, value, mask)):
+    if mask is None or (query.shape[1] == key.shape[1] and not can_split(query, key, value, mask)):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

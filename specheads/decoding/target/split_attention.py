@@ -8,10 +8,16 @@ a head; rows: the N nodes of all query heads that share a key head.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 BLOCK = 64  # keys that a processor looks at together
 MOST_ROWS = {torch.float32: 16, torch.bfloat16: 64, torch.float16: 64}  # that it serves at once
@@ -19,7 +25,49 @@ PROGRAMS = 256  # at least so many parts, if there are keys enough: about two fo
 MOST_PARTS = 64  # of the keys of one head
 MOST_WIDTH = 256  # of a head
 WARPS, STAGES = 4, 2
+TOLERANCE = 0.02  # of a norm; products of half precision are right to 0.003
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@torch.compiler.assume_constant_result  # called while torch traces a graph, too
+def is_served(device: torch.device, dtype: torch.dtype, rows: int, width: int, value_width: int) -> bool:
+    """Is `split_attention` right for such tensors on this device? Tried once on small ones.
+
+    False after one line in the log where it is not, or does not run: Triton wants a C compiler, and a GPU with enough
+    shared memory.
+    """
+    if dtype not in MOST_ROWS or max(width, value_width) > MOST_WIDTH:
+        return False
+    return _is_right(device, dtype, rows_at_once(dtype, rows), width, value_width)
+
+
+@cache
+def _is_right(device: torch.device, dtype: torch.dtype, rows: int, width: int, value_width: int) -> bool:
+    coin = torch.Generator().manual_seed(0)
+    keys, scale = 3 * BLOCK + 8, width**-0.5
+    shapes = ((rows, width), (keys, width), (keys, value_width))
+    query, key, value = (torch.randn(1, 2, *shape, generator=coin).to(device, dtype) for shape in shapes)
+    mask = torch.zeros(1, 1, rows, keys)
+    mask[torch.rand(mask.shape, generator=coin) < 0.5] = torch.finfo(dtype).min
+    mask = mask.to(device, dtype)
+    expected = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), mask.float(), scale=scale)
+    try:
+        with torch.no_grad(), torch.cuda.device_of(mask):
+            out = split_attention(query, key, value, mask, scale)
+            error = float((out.float() - expected).norm() / expected.norm())
+    except Exception as failure:
+        problem = str(failure).strip().split("\n")[0] or type(failure).__name__
+    else:
+        if error < TOLERANCE:
+            return True
+        problem = f"it was wrong by {error:.0e} of {dtype}"
+    logger.warning("attention over long texts is torch's own on %s, which is slower than Triton's: %s", device, problem)
+    return False
+
+
+def rows_at_once(dtype: torch.dtype, rows: int) -> int:
+    """How many rows one processor serves, of so many that share a key head."""
+    return max(16, min(MOST_ROWS[dtype], triton.next_power_of_2(rows)))
 
 
 def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -34,7 +82,7 @@ def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
     key_heads, keys = key.shape[1:3]
     shared = heads // key_heads
     rows = shared * nodes
-    block_rows = max(16, min(MOST_ROWS[query.dtype], triton.next_power_of_2(rows)))
+    block_rows = rows_at_once(query.dtype, rows)
     row_blocks = triton.cdiv(rows, block_rows)
     parts = min(MOST_PARTS, max(1, PROGRAMS // (batch * key_heads * row_blocks)), triton.cdiv(keys, BLOCK))
     part = triton.cdiv(triton.cdiv(keys, parts), BLOCK) * BLOCK

@@ -114,7 +114,7 @@ def _attend_part(
     as a logarithm."""
     first, last = tl.program_id(0) * part, min(tl.program_id(0) * part + part, keys)
     head, rows = tl.program_id(1), shared * nodes
-    batch, key_head_index = (head // key_heads).to(tl.int64), head % key_heads
+    batch, key_head_index = (head // key_heads).to(tl.int64), (head % key_heads).to(tl.int64)
     row = tl.program_id(2) * block_rows + tl.arange(0, block_rows)
     node, query_head_index = row % nodes, key_head_index * shared + row // nodes
     column, value_column, slot = tl.arange(0, padded), tl.arange(0, value_padded), tl.arange(0, block)

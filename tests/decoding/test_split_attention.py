@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.backends.debugging import aot_eager
+from torch.library import opcheck
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
@@ -106,7 +108,8 @@ def test_large_scores_do_not_overflow():
 @pytest.fixture
 def on_any_device(monkeypatch):
     """What chooses it does not ask for a GPU, nor for many keys."""
-    monkeypatch.setattr(dispatch, "FEWEST_KEYS", 0)
+    monkeypatch.setattr(dispatch, "FEWEST_KEYS", {True: 0, False: 0})
+    monkeypatch.setattr(dispatch, "HAS_TRITON", True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
 
@@ -134,6 +137,25 @@ def test_a_pass_over_a_tree_by_it(on_any_device, key_heads):
             logits.append(target.verify(tree).logits)
         assert calls.call_count == 2 * served
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_in_a_graph_it_is_one_operation(monkeypatch):
+    monkeypatch.setattr(dispatch, "can_split", lambda *states: True)
+    (query, key, value), seen = inputs(4, 2, 3, 200)
+    mask, graphs = additive(seen, torch.float32), []
+
+    def attend(query, key, value):
+        return dispatch.grouped_attention(query, key[:, :, 8:], value[:, :, 8:], mask[..., 8:]).transpose(1, 2) + 1
+
+    def backend(graph, example):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return aot_eager(graph, example)
+
+    out = torch.compile(attend, fullgraph=True, backend=backend)(query, key, value)
+    assert torch.equal(out, attend(query, key, value))
+    assert "specheads.split_attention.default" in graphs[0]
+    opcheck(kernels.split_attention_in_graph, (query, key, value, mask, 0.25))
 
 
 def counted(module):

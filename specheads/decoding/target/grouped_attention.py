@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
@@ -23,7 +23,9 @@ from transformers.masking_utils import sdpa_mask
 from specheads.decoding.target.hf_base import text_config
 
 NAME = "specheads_grouped"  # among transformers' attention implementations
-FEWEST_KEYS = 1024  # over fewer, one processor of a GPU is done with those of a head before a second has begun
+HAS_TRITON = has_triton_package()  # it comes with torch's builds for GPUs, on Linux
+# By whether the pass is compiled. Else the host takes longer to launch Triton's kernels than they save on fewer keys.
+FEWEST_KEYS = {True: 1024, False: 16_384}
 _blocks: Counter[int] = Counter()  # by id of a config, how many threads are in `grouped_heads` with it
 _counting = Lock()
 
@@ -34,11 +36,13 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
     Query head h attends with key head h // (heads / key heads). scale: None for d ** -0.5.
     """
     if can_split(query, key, value, mask):
-        from specheads.decoding.target.split_attention import split_attention
+        from specheads.decoding.target.split_attention import split_attention, split_attention_in_graph
 
-        # Triton launches on the current device. torch's compiler sees to that itself.
-        with nullcontext() if torch.compiler.is_compiling() else torch.cuda.device_of(query):
-            return split_attention(query, key, value, mask, query.shape[3] ** -0.5 if scale is None else scale)
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        if torch.compiler.is_compiling():
+            return split_attention_in_graph(query, key, value, mask, scale)
+        with torch.cuda.device_of(query):  # Triton launches on the current device
+            return split_attention(query, key, value, mask, scale)
     batch, heads, nodes, width = query.shape
     shared = heads // key.shape[1]
     rows = query.reshape(batch, key.shape[1], shared * nodes, width)
@@ -49,11 +53,11 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
 
 
 def can_split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
-    """Is this for `split_attention`: many keys on a GPU, in types and sizes that it serves, without gradients?"""
+    """Is this for `split_attention`: on a GPU, in types and sizes that it serves, without gradients?"""
     learns = torch.is_grad_enabled() and query.requires_grad
-    if not query.is_cuda or key.shape[2] < FEWEST_KEYS or learns or not mask.is_floating_point():
+    if not HAS_TRITON or not query.is_cuda or learns or not mask.is_floating_point():
         return False
-    if not has_triton_package():  # it comes with torch's builds for GPUs, on Linux
+    if key.shape[2] < FEWEST_KEYS[torch.compiler.is_compiling()]:
         return False
     from specheads.decoding.target.split_attention import is_served
 

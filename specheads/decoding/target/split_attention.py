@@ -103,6 +103,21 @@ def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
     return out.transpose(1, 2)
 
 
+def _like_split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    batch, heads, nodes, _ = query.shape
+    return query.new_empty(batch, nodes, heads, value.shape[3]).transpose(1, 2)
+
+
+# In a graph it is one operation, which torch's compiler calls: compiled anew by it, the kernels failed on an H200
+# (torch 2.11).
+split_attention_in_graph = torch.library.custom_op(
+    "specheads::split_attention", split_attention, mutates_args=(), schema=(
+        "(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor"
+    ),
+)  # fmt: skip
+split_attention_in_graph.register_fake(_like_split_attention)
+
+
 @triton.jit
 def _attend_part(
     query, key, value, mask, found, weight, scale, unseen, key_heads, shared, nodes, keys, part,

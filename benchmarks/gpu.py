@@ -7,6 +7,7 @@
 2. A pass over 1 … 128 nodes: verification and the whole step, eager and compiled, over the weight-read floor.
 3. Whole texts with 1, 2, 3 and 4 tokens a step, beside transformers' generate(), eager and static and compiled.
 4. A step after 400, 8,000 and 32,000 tokens, beside the time in which its keys and values can be read.
+5. Attention of one layer, torch's and split over the keys, beside that time.
 
 The base is an 8B-shaped Llama in bfloat16 where it takes at most half of the memory (--base chooses). gpu.json and
 gpu.md are written after each section, so a run that is cut off keeps what it has; it does not resume. Each section has
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_sections import context, correctness, nodes, speed
+from gpu_sections import attention, context, correctness, nodes, speed
 from gpu_sections.machine import Machine
 from gpu_sections.sizes import SIZES, largest
 from gpu_sections.timing import Deadline
@@ -41,12 +42,13 @@ SECTIONS: dict[str, tuple[Callable[[Machine, Deadline], dict[str, Any]], str, Se
         correctness.TITLE, correctness.COLUMNS, 0.2,
     ),
     "nodes": (nodes.measure, nodes.TITLE, nodes.COLUMNS, 0.2),
-    "speed": (speed.measure, speed.TITLE, (), 0.35),
+    "speed": (speed.measure, speed.TITLE, (), 0.3),
     "context": (context.measure, context.TITLE, context.COLUMNS, 0.25),
+    "attention": (attention.measure, attention.TITLE, attention.COLUMNS, 0.05),
 }  # fmt: skip
 LEGEND = (
-    "floor: the bytes of the weights, in the last table also of the keys and values, over the bandwidth at which a "
-    "matrix as large (4 GiB at most) is read.",
+    "floor: the bytes of the weights, after long contexts also of the keys and values, over the bandwidth at which a "
+    "matrix as large (4 GiB at most) is read; of attention by itself, those of the keys and values alone.",
     "ms (95 %): median of a step's milliseconds, and its interval by resampling the steps.",
     "a step: draft, verification, acceptance, commit, and the tokens on the host. n a step: chains of 8 nodes of which "
     "n − 1 drafted tokens are right.",

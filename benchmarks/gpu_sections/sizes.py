@@ -13,7 +13,8 @@ class Sizes:
     """hidden … vocab_size: of the random base. prompt, new: tokens of a text. prompts, repeats: of the speed section.
 
     nodes: per pass of the verification section; compiled: those of them that are compiled too. lengths, context_nodes:
-    of the context section; context_compiled: its lengths after which eight nodes are compiled too. rounds, steps: of
+    of the context section; context_compiled: its lengths after which eight nodes are compiled too. attention: texts,
+    nodes and slots of the attention section. rounds, steps: of
     each timed cell, that many steps in that many turns. draws: sampled texts; drawn: tokens of each. layers_small: of
     the models of the correctness section. backend: of torch.compile.
     """
@@ -36,6 +37,10 @@ class Sizes:
     lengths: tuple[int, ...] = (400, 8000, 32000)  # with nodes and steps just under 512, 8,192, 32,768 slots
     context_nodes: tuple[int, ...] = (1, 8, 64)
     context_compiled: tuple[int, ...] = (8000, 32000)
+    attention: tuple[tuple[int, int, int], ...] = (
+        (1, 1, 8192), (1, 8, 520), (1, 8, 8200), (1, 8, 32_776), (1, 64, 8256), (1, 64, 32_832), (4, 8, 2056),
+        (8, 8, 8200), (16, 1, 2048), (16, 8, 520),
+    )  # fmt: skip
     rounds: int = 3
     steps: int = 7
     draws: int = 20_000
@@ -63,8 +68,8 @@ SIZES = {
     for size in (
         Sizes(
             "toy", 32, 48, 1, 4, 2, 8, 64, prompt=16, new=16, prompts=2, repeats=1, nodes=(1, 2, 8, 128), compiled=(8,),
-            lengths=(64, 200), context_nodes=(1, 8), context_compiled=(200,), rounds=1, steps=2, draws=1500,
-            layers_small=1, backend="eager",
+            lengths=(64, 200), context_nodes=(1, 8), context_compiled=(200,), attention=((1, 8, 100), (2, 1, 64)),
+            rounds=1, steps=2, draws=1500, layers_small=1, backend="eager",
         ),
         Sizes("cpu", 256, 688, 4, 8, 2, 64, 2048),
         Sizes("1b", 2048, 8192, 16, 32, 8, 64, 128_256, torch.bfloat16),

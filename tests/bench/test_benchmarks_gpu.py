@@ -10,7 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import gpu
-from gpu_sections import correctness, nodes
+from gpu_sections import attention, correctness, nodes
 from gpu_sections.sizes import SIZES
 from gpu_sections.timing import Deadline
 
@@ -28,7 +28,7 @@ def toy(tmp_path_factory):
 @pytest.mark.slow
 def test_a_run_has_every_section_and_nothing_is_wrong(toy):
     code, record, text = toy
-    assert list(record["sections"]) == ["correctness", "nodes", "speed", "context"]
+    assert list(record["sections"]) == ["correctness", "nodes", "speed", "context", "attention"]
     assert code == 0 and record["warnings"] == []
     assert not any(section["skipped"] or "error" in section for section in record["sections"].values())
     assert {line[-1] for line in record["sections"]["correctness"]["lines"]} == {"yes"}
@@ -77,6 +77,17 @@ def test_a_failure_keeps_the_other_sections_and_a_wrong_text_ends_in_1(tmp_path,
     assert record["sections"]["nodes"]["error"] == "RuntimeError: out of luck"
     assert record["sections"]["correctness"]["right"] is False
     assert "**Failed:** RuntimeError: out of luck" in (tmp_path / "gpu.md").read_text()
+
+
+@pytest.mark.parametrize("cell", SIZES["toy"].attention)
+def test_attention_is_timed_beside_float64(cell):
+    sizes = SIZES["toy"]
+    row = attention.measure_cell(gpu.Machine(sizes, torch.device("cpu")), *cell)
+    assert 0 < row["errors"]["torch"] < 1e-6
+    assert row["times"]["torch"]["count"] == sizes.rounds * sizes.steps
+    assert list(row["times"]) == ["torch"]  # the keys are split on a GPU alone
+    line = attention.line_of({**row, "times": {**row["times"], "split": {"ms": 0.5, "interval_ms": [0.25, 0.75]}}})
+    assert line[:3] == [str(number) for number in cell] and line[6] == "500 (250–750)"
 
 
 def test_a_section_whose_time_is_over_says_what_it_skipped():

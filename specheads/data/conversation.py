@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from specheads.data.row_forms import TOOL_ROLES, Message, parse_messages, template_of, with_parsed_calls
+from specheads.data.row_forms import TOOL_ROLES, Message, for_template, parse_messages, template_of
 from specheads.data.rows import without_none
 
 
@@ -88,11 +88,11 @@ class Conversation:
 
     def text(self, messages: Sequence[Message], tokenizer: Any, *, generation_prompt: bool) -> str:
         """The messages as the chat template writes them. ValueError without one, or where it refuses them."""
-        template_of(tokenizer)
+        template = template_of(tokenizer, self.tools)
         try:
             return str(
                 tokenizer.apply_chat_template(
-                    [with_parsed_calls(message) for message in messages],
+                    [for_template(message, template) for message in messages],
                     tools=self.tools,
                     tokenize=False,
                     add_generation_prompt=generation_prompt,

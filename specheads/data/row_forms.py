@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from specheads.options import refuse_unknown, shown
 
@@ -16,6 +17,7 @@ _NAMES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
     "model": "assistant", "function_call": "assistant", "function_response": "tool",
 }  # fmt: skip
+_READS_PARTS = re.compile(r"""['"]text['"]""")  # the type or the key of a part, in a template
 COLUMNS = ("conversations", "instruction", "input", "output", "history", "system")
 
 
@@ -54,11 +56,14 @@ def _text(value: Any) -> str:
 
 
 def parse_messages(messages: Any, known: Collection[str] = ROLES) -> list[Message]:
-    """Messages as `role` and `content`, from any of the known forms. Raises ValueError for anything else, and for an
-    unknown role, with the number of the message."""
+    """Messages as `role` and `content`, from any of the known forms. Raises ValueError for anything else, and, with the
+    number of the message, for an unknown role and for content other than text or parts of text."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"messages={messages!r:.80}: expected a list of {{'role': …, 'content': …}}")
-    return [_parse_message(message, number, known) for number, message in enumerate(messages, start=1)]
+    parsed = [_parse_message(message, number, known) for number, message in enumerate(messages, start=1)]
+    for number, message in enumerate(parsed, start=1):
+        _refuse_no_text(message, number)
+    return parsed
 
 
 def _parse_message(message: Any, number: int, known: Collection[str]) -> Message:
@@ -93,9 +98,30 @@ def _parse_call(text: Any) -> dict[str, Any] | None:
     return dict(call) if isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() else None
 
 
-def with_parsed_calls(message: Message) -> Message:
-    """The message as a template takes it: OpenAI's format and most data have a call's arguments as JSON in a string,
-    which a template would write quoted."""
+def _refuse_no_text(message: Message, number: int) -> None:
+    content = message.get("content")
+    if content is None or isinstance(content, str) or _is_text_parts(content):
+        return
+    if message["role"] in TOOL_ROLES:  # whose results some templates write as JSON
+        return
+    raise ValueError(
+        f"message {number}: its content is {content!r:.80}: expected text, or a list of {{'type': 'text', 'text': …}}"
+    )
+
+
+def _is_text_parts(content: Any) -> TypeGuard[list[Any]]:
+    return isinstance(content, (list, tuple)) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    )
+
+
+def for_template(message: Message, template: str) -> Message:
+    """The message as this template takes it: parts of text joined by newlines, as vLLM joins them, unless the template
+    reads parts itself; and a call's arguments, which OpenAI's format and most data have as JSON in a string, as a dict,
+    because a template would write the string quoted."""
+    if _is_text_parts(content := message.get("content")) and not _READS_PARTS.search(template):
+        message = {**message, "content": "\n".join(part["text"] for part in content)}
     if not isinstance(calls := message.get("tool_calls"), list):
         return message
     parsed = []

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from specheads.data.row_forms import ROLES, messages_of, parse_messages, template_of, with_parsed_calls
+from specheads.data.row_forms import ROLES, for_template, messages_of, parse_messages, template_of
 
 if TYPE_CHECKING:
     from specheads.data.config import DataConfig
@@ -94,7 +94,7 @@ def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase
     for number, message in enumerate(messages, start=1):
         if message.keys() <= {"role"}:  # which a template would write as an empty turn
             raise ValueError(f"message {number}, {message!r:.80}, says nothing: expected a dict with 'content'")
-    messages = [with_parsed_calls(message) for message in messages]
+    messages = [for_template(message, template) for message in messages]
     try:
         if _GENERATION_MARK.search(template):
             known: dict[str, Any] = {**tokenizer.special_tokens_map, "tools": tools, "chat_template": template}

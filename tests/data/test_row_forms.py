@@ -142,6 +142,37 @@ def test_a_tokenized_row_whose_columns_disagree_is_refused(columns, message, tok
         tokenize({**TOKENS, **columns}, tokenizer, config())
 
 
+PARTS = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in TWO_TURNS]
+
+
+def test_parts_of_text_are_learnt_and_asked_as_their_text(tokenizer):
+    assert tokenize({"messages": PARTS}, tokenizer, config()) == tokenize({"messages": TWO_TURNS}, tokenizer, config())
+    asked = [Conversation.from_messages(chat).prompt(["very well"], tokenizer) for chat in (PARTS, TWO_TURNS)]
+    assert asked[0] == asked[1]
+    two = [{"type": "text", "text": text} for text in ("how", "are you")]
+    row = tokenize({"messages": [{"role": "user", "content": two}, *PARTS[2:]]}, tokenizer, config())
+    assert tokenizer.decode(row["input_ids"]).startswith("<|user|>how\nare you<|assistant|>very well<|end|>")
+
+
+def test_a_template_that_reads_parts_gets_them():
+    template = MARKED.replace(
+        "{{ m['content'] }}", "{% for p in m['content'] if p['type'] == 'text' %}[{{ p['text'] }}]{% endfor %}"
+    )
+    tokenizer = build_tokenizer(template)
+    row = tokenize({"messages": PARTS}, tokenizer, config())
+    assert supervised(row, tokenizer) == ["[very well]<|end|>", "[still well]<|end|>"]
+
+
+@pytest.mark.parametrize("content", [[{"type": "image", "url": "a.png"}], ["a"], {"text": "a"}, 5], ids=str)
+def test_content_that_is_no_text_is_refused_with_the_messages_number(content, tokenizer):
+    messages = [TWO_TURNS[1], {"role": "assistant", "content": content}]
+    for asked in ([TWO_TURNS[0], {"role": "user", "content": content}], messages):
+        with pytest.raises(ValueError, match=r"message 2: its content is .*: expected text, or a list of"):
+            tokenize({"messages": asked}, tokenizer, config())
+        with pytest.raises(ValueError, match="message 2: its content"):
+            Conversation.from_messages(asked)
+
+
 def test_a_call_in_sharegpt_is_a_call_of_the_assistant_and_its_result_a_tools():
     shared = [
         {"from": "human", "value": "2 + 2"},

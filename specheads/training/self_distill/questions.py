@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import zlib
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -61,11 +62,13 @@ class Stream:
     """asks: the questions in order, mostly without end. wanted: lines of the file.
 
     cycle: the run ends after so many questions in a row without a new line; by then all have been asked.
+    mark: how many questions there are and their checksum, since both decide the order; None of windows of text.
     """
 
     asks: Iterator[Ask]
     wanted: int
     cycle: int
+    mark: str | None = None
 
 
 def stream(options: Options, tokenizer: Any) -> Stream:
@@ -90,7 +93,7 @@ def _stream(options: Options, tokenizer: Any) -> Stream:
                     "itself; give fewer, or a --temperature above 0"
                 )
             cycle = len(asked) * len(options.temperature)
-            return Stream(passes(asked, options.seed, options.temperature), wanted, cycle)
+            return Stream(passes(asked, options.seed, options.temperature), wanted, cycle, _mark(asked))
         encoded = _texts(options, cast(Any, rows), tokenizer)
     if options.chat:
         raise ValueError("--chat: text is continued without a template; give rows with `prompt`, or with `messages`")
@@ -108,6 +111,13 @@ def _stream(options: Options, tokenizer: Any) -> Stream:
     cycle = len(options.temperature) * sum(len(ids) - options.prompt_tokens + 1 for ids in long_enough)
     asks = windows(long_enough, options.prompt_tokens, options.seed, options.temperature)
     return Stream(asks, options.num_rows or WINDOWS, cycle)
+
+
+def _mark(asked: Sequence[Question]) -> str:
+    checksum = 0
+    for one in asked:
+        checksum = zlib.crc32(str(one.key).encode("utf8", "surrogatepass"), checksum)
+    return f"{len(asked)}, checksum {checksum:08x}"
 
 
 def _texts(options: Options, rows: Iterable[dict[str, Any]], tokenizer: Any) -> list[list[int]]:

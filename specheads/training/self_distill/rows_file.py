@@ -25,7 +25,7 @@ class RowsFile:
     An answer without a line of its own has a record in `path`.left_out: {"answer": its number among all, from 0,
     "why": …}. Each answer is in one of the two files, so together they count the answers. The record is written first:
     without it, later lines would be taken for other answers. A killed process leaves whole rounds and at most a part of
-    one. `path`.options holds the options that decide the rows.
+    one. `path`.options holds the options that decide the rows, and the mark of the questions.
     """
 
     def __init__(self, path: Path, stream: Stream) -> None:
@@ -43,8 +43,9 @@ class RowsFile:
         return self.asked_all or self.lines >= self.stream.wanted or self.idle >= self.stream.cycle
 
     def require_same(self, options: Mapping[str, Any]) -> None:
-        """ValueError if the file holds something else, or rows made with other options than these; else keep these
-        beside the rows."""
+        """ValueError if the file holds something else, or rows made with other options than these, or of other
+        questions; else keep these beside the rows."""
+        options = {**options, "questions": self.stream.mark}
         if self.path.is_file() and self.path.stat().st_size:
             if not self.options_path.exists():
                 raise ValueError(

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
 from specheads.models.base.fingerprint import differences
 from specheads.models.config import SpecConfig
 from specheads.models.files import CONFIG, replacing
@@ -83,6 +85,16 @@ def refuse_other_model(own: SpecConfig, checkpoint: Path) -> None:
         raise ResumeError(
             f"{checkpoint} is of another head than this run's ({'; '.join(differing)}): give what it was trained with, "
             f"another training.output_dir, {begin_anew(checkpoint)}"
+        )
+
+
+def refuse_head_alone(checkpoint: Path, kind: str) -> None:
+    """Raise ResumeError for a checkpoint without the optimizer or the schedule: transformers would begin both anew."""
+    missing = [name for name in (OPTIMIZER_NAME, SCHEDULER_NAME) if not (checkpoint / name).is_file()]
+    if kind in WHOLE and missing:
+        raise ResumeError(
+            f"{checkpoint} has no {missing[0]}, as training.save_only_model=true leaves it out, and a run cannot "
+            f"resume without: give a whole checkpoint, {begin_anew(checkpoint)}"
         )
 
 

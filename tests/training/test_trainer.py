@@ -108,6 +108,15 @@ def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(model, dat
     assert f"head=null init_from={stopped}" in str(caught.value)
 
 
+def test_a_checkpoint_of_the_head_alone_is_not_resumed(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    trainer_of(tmp_path, **options).train()
+    checkpoint = tmp_path / "checkpoint-2"
+    with pytest.raises(ResumeError, match=r"no optimizer\.pt, as training\.save_only_model=true") as caught:
+        trainer_of(tmp_path, **options).train(resume_from_checkpoint=str(checkpoint))
+    assert f"head=null init_from={checkpoint}" in str(caught.value)
+
+
 def test_a_run_resumes_with_another_tree_and_where_asked_to_with_other_data(stopped, tmp_path):
     for model, options in ({"tree": "chain:2", "draft_depth": 3}, {}), ({}, {"ignore_data_skip": True}):
         data = rows(seed=1) if options else rows()

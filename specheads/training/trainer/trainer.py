@@ -36,7 +36,7 @@ from specheads.training.recipe.arguments import SpecTrainingArguments as SpecTra
 from specheads.training.report import card as run_card
 from specheads.training.report.log import AcceptanceProgress as AcceptanceProgress
 from specheads.training.report.log import Pace, printer_for
-from specheads.training.resume import Unlogged, Writers, data_mark, refuse_other_model, writers_of
+from specheads.training.resume import Unlogged, Writers, data_mark, refuse_head_alone, refuse_other_model, writers_of
 from specheads.training.trainer.optim import MuonAdamW, parameter_groups
 
 _log = logging.getLogger(__name__)
@@ -299,6 +299,7 @@ class SpecTrainer(Trainer):
             )
             if found is not None:
                 self.refuse_other_run(Path(found))
+                refuse_head_alone(Path(found), kind_of(self.accelerator))
         self._cpu_logged, self.restored_step = time.process_time(), None
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._note_trained_length()

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from specheads.training.recipe.arguments import SpecTrainingArguments
 from specheads.training.report.compare import read_curve
 from specheads.training.report.curves import series
 from specheads.training.run import prepare
@@ -22,6 +23,20 @@ def run_of(output, folder, early_stopping=None, **training):
     options = recipe(folder, output, features=folder / "saved", **{**best, **training})
     object.__setattr__(options, "early_stopping", early_stopping)
     return prepare(options)
+
+
+@pytest.mark.parametrize(
+    ("name", "greater"),
+    [
+        ("loss", False), ("token_loss", False), ("eval_loss_depth_2", False), ("feature", False), ("base", False),
+        ("confidence", False), ("accepted_length_error", False), ("accepted_length", True),
+        ("eval_accepted_length_tree", True), ("accuracy_depth_1", True), ("acceptance_depth_2", True),
+    ],
+)  # fmt: skip
+def test_the_best_head_has_the_lowest_loss_and_the_highest_of_other_figures(name, greater, tmp_path):
+    assert SpecTrainingArguments(tmp_path, use_cpu=True, metric_for_best_model=name).greater_is_better is greater
+    given = SpecTrainingArguments(tmp_path, use_cpu=True, metric_for_best_model=name, greater_is_better=not greater)
+    assert given.greater_is_better is not greater
 
 
 def evaluations(output):

@@ -17,6 +17,8 @@ from transformers import TrainingArguments
 _EXPECTED = 'expected {regular expression: factor}, as JSON in text: {"lm_head": 0.25}, say'
 _AT_LEAST_1 = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
+# Figures of an evaluation that fall as a head learns; transformers knows those that end in "loss".
+_FALLS = re.compile(r"(loss_depth_\d+|feature|base|confidence|accepted_length_error)$")
 
 
 @dataclass
@@ -39,6 +41,8 @@ class SpecTrainingArguments(TrainingArguments):
         if self.use_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.distributed.is_initialized():
             # transformers 5.23 passes ddp_timeout on for GPUs alone: a process that hangs would hang the others.
             PartialState(cpu=True, backend=self.ddp_backend, timeout=timedelta(seconds=self.ddp_timeout))
+        if self.greater_is_better is None and _FALLS.search(self.metric_for_best_model or ""):
+            self.greater_is_better = False
         super().__post_init__()
         if self.device.type == "cpu":  # where it only brings a warning
             self.dataloader_pin_memory = False

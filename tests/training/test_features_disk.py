@@ -1,5 +1,6 @@
 """Saved features on disk: killed, damaged, full, asked about, and written by several processes."""
 
+import json
 import os
 import random
 import shutil
@@ -243,6 +244,11 @@ def test_other_options_and_other_rows_are_refused(folder, whole):
     lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
     other.write_text("".join([lines[1], lines[0], *lines[2:]]))
     with pytest.raises(FeatureError, match=r"train-00000\.safetensors holds other rows"):
+        dump(folder, whole, data={"train": str(other)})
+    first = json.loads(lines[0])
+    first["labels"][-1] = -100
+    other.write_text("".join([json.dumps(first) + "\n", *lines[1:]]))
+    with pytest.raises(FeatureError, match=r"train-00000\.safetensors holds other rows .*\(in supervised\)"):
         dump(folder, whole, data={"train": str(other)})
     (folder / "things").mkdir()
     (folder / "things" / "notes.txt").touch()

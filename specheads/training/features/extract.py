@@ -16,7 +16,9 @@ from accelerate import PartialState
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel
 
+from specheads.data.batches import Collator
 from specheads.data.datasets import build_datasets
+from specheads.data.rows import IGNORED
 from specheads.decoding.target.hf_base import decoder_of, text_config
 from specheads.heads import HEADS
 from specheads.hub import commit_of
@@ -192,9 +194,13 @@ def _open(folder: Path, index: Index, base: PreTrainedModel) -> None:
 
 
 def _refuse_others(shard: Shard, rows: Sequence[dict[str, list[int]]]) -> None:
-    ids = shard.whole("input_ids").tolist()
-    if len(shard) != len(rows) or ids != [token for row in rows for token in row["input_ids"]]:
+    batches = [Collator(0)([row]) for row in rows]
+    given = {name: torch.cat([b[name][0] for b in batches]) for name in ("input_ids", "document_ids", "position_ids")}
+    given["supervised"] = torch.cat([b["labels"][0] != IGNORED for b in batches])
+    differing = [name for name, column in given.items() if not torch.equal(shard.whole(name).long(), column.long())]
+    if len(shard) != len(rows) or differing:
         raise FeatureError(
-            f"{shard.path} holds other rows than the data gives now: give another {{output}}, or the data of before",
+            f"{shard.path} holds other rows than the data gives now (in {', '.join(differing) or 'number'}): give "
+            "another {output}, or the data of before",
             output=...,
         )

@@ -63,6 +63,21 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(kind, muon, tmp
     assert same(weights(resumed.model), weights(whole.model))
 
 
+def test_rows_grouped_by_length_come_in_the_same_order_to_a_run_resumed_in_its_second_epoch(tmp_path):
+    options = {
+        "max_steps": 10, "save_strategy": "steps", "save_steps": 8, "train_sampling_strategy": "group_by_length",
+    }  # fmt: skip
+    whole = trainer_of(tmp_path, model_of("medusa"), **options)
+    whole.train()
+    resumed = trainer_of(tmp_path, model_of("medusa", seed=9), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert logged(resumed) == logged(whole)
+    sampler = whole._get_train_sampler()
+    first, again = list(sampler), list(sampler)
+    sampler.set_epoch(1)
+    assert first == again != list(sampler), "each epoch has an order of its own"
+
+
 def test_a_draft_vocabulary_that_nobody_counted_is_told(tmp_path, caplog):
     model = model_of()
     trainer_of(tmp_path, model)

@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import Trainer, set_seed
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, get_last_checkpoint
 
 from specheads.data.repeats import mask_repeats
@@ -38,6 +39,7 @@ from specheads.training.report.log import AcceptanceProgress as AcceptanceProgre
 from specheads.training.report.log import Pace, printer_for
 from specheads.training.resume import Unlogged, Writers, data_mark, refuse_head_alone, refuse_other_model, writers_of
 from specheads.training.trainer.optim import MuonAdamW, parameter_groups
+from specheads.training.trainer.sampler import SeededLengthGroups
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +113,13 @@ class SpecTrainer(Trainer):
         length = longest_text(inputs)
         self._longest = length if self._longest is None else torch.maximum(self._longest, length)
         return (loss, outputs) if return_outputs else loss
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if not isinstance(sampler, LengthGroupedSampler):
+            return sampler
+        assert self.args.data_seed is not None
+        return SeededLengthGroups(sampler.batch_size, sampler.lengths, self.args.data_seed)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         state = self.accelerator.gradient_state

@@ -170,7 +170,8 @@ class SpecModel(PreTrainedModel):
             assert isinstance(teacher, LiveTeacher)
             mask = packed_mask(self.base, documents, position_ids) if packed else attention_mask
             own = base_loss(self.joint, batch, teacher, self.base, mask)
-            loss = own + self.joint.weight(self.progress) * loss
+            # An evaluation weighs as the end of a run does, so that evaluations compare.
+            loss = own + self.joint.weight(self.progress if self.training else 1.0) * loss
             terms["base"] = own.detach()
         return SpecOutput(loss, terms.pop("ranks", None), terms.pop("overlaps", None), terms)
 

@@ -53,6 +53,16 @@ def test_new_adapters_change_nothing_and_learn_with_the_head_alone():
     assert sum(".lora_A" in name for name in learnt) == 2 * 7 and not any("lm_head.lora" in name for name in learnt)
 
 
+def test_evaluations_of_a_head_whose_weight_rises_weigh_it_alike_throughout_the_run():
+    model, batch, losses = joint_model(ramp="sine").eval(), Collator(0)(rows(9, 7)), []
+    for progress in (0.0, 0.4, 1.0):
+        model.progress = progress
+        losses.append(model(**batch).loss.item())
+    assert losses[0] == losses[1] == losses[2]
+    model.train().progress = 0.0
+    assert model(**batch).loss.item() < losses[0]
+
+
 @pytest.mark.parametrize("base_loss", ["kl", "ce"])
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_the_loss_is_the_base_term_and_the_weighted_head_term(kind, base_loss, monkeypatch):

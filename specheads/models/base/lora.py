@@ -39,7 +39,7 @@ class JointConfig:
     base_loss: "kl" keeps the adapted base close to its distribution without adapters, for texts the base wrote itself;
       "ce" is the language model loss on the texts.
     head_weight: of the head's loss relative to the base's.
-    ramp: "sine" raises head_weight over the run, by sin(π/2 · progress).
+    ramp: "sine" raises head_weight over the run, by sin(π/2 · progress); evaluations have the whole weight.
     Separate learning rates: training.head_lr_groups.
     """
 

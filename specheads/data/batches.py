@@ -77,3 +77,11 @@ class Collator:
             for name in padding:
                 batch[name][b, :length] = torch.as_tensor(columns[name], dtype=torch.int64)
         return batch
+
+
+def documents_of(position_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """(B, T) positions → document ids: a position that does not rise begins a document; 0 where the mask (B, T) is."""
+    seen, positions = attention_mask.bool(), position_ids.expand_as(attention_mask)
+    restarts = torch.zeros_like(seen)
+    restarts[:, 1:] = (positions[:, 1:] <= positions[:, :-1]) & seen[:, :-1]
+    return torch.where(seen, 1 + restarts.cumsum(1), 0)

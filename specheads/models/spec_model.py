@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from specheads.data.batches import documents_of
 from specheads.decoding.drafters.base import Drafter
 from specheads.decoding.drafters.named import as_drafter, either
 from specheads.decoding.generation.generate import generate
@@ -135,7 +136,8 @@ class SpecModel(PreTrainedModel):
 
         labels (B, T): −100 where token t is not learnt (Hugging Face's convention, before any shift); or loss_mask
         (B, T): true where it is. With neither this is the base's own forward, and returns the base's output.
-        document_ids (B, T): 1, 2 … for packed documents, which do not attend to one another; 0 is padding.
+        document_ids (B, T): 1, 2 … for packed documents, which do not attend to one another; 0 is padding. Without
+        them a document begins wherever position_ids do not rise.
         """
         if labels is None and loss_mask is None:
             if document_ids is not None:
@@ -146,6 +148,8 @@ class SpecModel(PreTrainedModel):
         )
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids) if document_ids is None else (document_ids > 0).long()
+        if document_ids is None and position_ids is not None:
+            document_ids = documents_of(position_ids, attention_mask)
         documents = attention_mask.long() if document_ids is None else document_ids
         packed = document_ids is not None and bool((document_ids > 1).any())
         if position_ids is None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DataCollatorWithFlattening,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
@@ -20,6 +21,7 @@ from transformers import (
 
 import specheads
 from specheads import SpecModel, convert
+from specheads.decoding.generation.context_limits import longest_text
 from tests.support.tiny_models import tiny_llama
 
 HEADS = ("medusa", "hydra", "eagle", "eagle3", "mtp", "parallel")
@@ -68,6 +70,25 @@ def test_an_argument_from_which_nothing_would_be_learnt_is_refused_by_name(name,
 def test_packed_documents_without_labels_are_refused(base):
     with pytest.raises(ValueError, match="document_ids"):
         convert(base, "medusa")(IDS, document_ids=torch.ones_like(IDS))
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+def test_documents_begin_where_positions_do_not_rise(padding, base):
+    """As DataCollatorWithFlattening gives them, which transformers' models read so; padding begins none."""
+    model, rows = convert(base, "eagle3", steps=2).eval(), [IDS[0, :9].tolist(), [5], IDS[1, :12].tolist()]
+    flat = DataCollatorWithFlattening()([{"input_ids": row, "labels": row} for row in rows])
+    assert set(flat) == {"input_ids", "labels", "position_ids"}
+    known = {**flat, "document_ids": torch.tensor([[1] * 9 + [2] + [3] * 12])}
+    if padding:
+        sides = (3, 0) if padding == "left" else (0, 3)
+        fills = {"input_ids": 0, "labels": -100, "position_ids": 1, "document_ids": 0, "attention_mask": 0}
+        known["attention_mask"] = torch.ones_like(known["input_ids"])
+        known = {name: torch.nn.functional.pad(t, sides, value=fills[name]) for name, t in known.items()}
+    told = {name: t for name, t in known.items() if name != "document_ids"}
+    assert torch.equal(model(**told).loss, model(**known).loss)
+    assert int(longest_text(told)) == int(longest_text(known)) == 12
+    one = {**told, "position_ids": torch.arange(told["input_ids"].shape[1]).unsqueeze(0)}
+    assert not torch.equal(model(**told).loss, model(**one).loss)
 
 
 def tiny_gpt2():

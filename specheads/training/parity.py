@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 
 from specheads.data.batches import Collator
 from specheads.data.rows import IGNORED
+from specheads.decoding.generation.context_limits import base_length
 from specheads.decoding.generation.outputs import SpecGenerateOutput
 from specheads.decoding.planner import chain
 from specheads.options import OptionError, refuse_unknown
@@ -168,21 +169,27 @@ def compare(
 ) -> Parity | None:
     """Decode each prompt and score what came out; None where no text was long enough to compare.
 
-    The model is left in the mode it was in.
+    Of a prompt that leaves no room for the new tokens in the base's context the first tokens are read. The model is
+    left in the mode it was in.
     """
     was_training = model.training
     model.eval()
     depths = model.head.scored_depths
     decoded, scored, served = _Steps(), _Steps(), _Steps()
+    new_tokens, room = config.max_new_tokens, None
+    if (length := base_length(model.base)) is not None:
+        new_tokens = min(new_tokens, length - 1)
+        room = length - new_tokens
     # The base's config may have a penalty or stop words, which training does not count.
     config_before = model.generation_config
     model.generation_config = GenerationConfig(
         eos_token_id=config_before.eos_token_id, pad_token_id=config_before.pad_token_id
     )
     try:
-        for done, prompt in enumerate(prompts):
+        for done, whole in enumerate(prompts):
+            prompt = whole[:room]
             ids = torch.tensor([prompt], device=model.device)
-            asked: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "return_dict_in_generate": True}
+            asked: dict[str, Any] = {"max_new_tokens": new_tokens, "return_dict_in_generate": True}
             gains, text = _step_lengths(model.generate(ids, tree=chain(depths), **asked))
             # The prefill draws the first token, so drafts begin after it.
             labels = [*[IGNORED] * (len(prompt) + 1), *text[len(prompt) + 1 :]]

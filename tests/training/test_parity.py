@@ -17,6 +17,7 @@ from specheads.training.recipe.recipe import RecipeError, read_recipe
 from specheads.training.report.curves import series
 from tests.reference.slow_heads import DEFAULTS, KINDS
 from tests.support.chat_tokenizer import build_tokenizer
+from tests.support.families import build
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_llama
 from tests.support.training_runs import forked, overrides
@@ -112,6 +113,14 @@ def test_a_text_too_short_to_compare_gives_nothing():
     model = convert(tiny_llama(), "medusa", num_heads=7)
     assert compare(model, [[5, 6]], ParityConfig(max_new_tokens=8)) is None
     assert compare(model, [], ParityConfig()) is None
+
+
+@pytest.mark.parametrize("length", [40, 12])
+def test_a_prompt_too_long_for_the_bases_positions_is_cut(length):
+    model = convert(build("GPT2Config", {"n_positions": length, "max_position_embeddings": length}), "medusa")
+    model.generation_config.eos_token_id = None
+    parity = compare(model, [list(range(5, 65)), list(range(5, 40))], ParityConfig(max_new_tokens=24))
+    assert parity is not None and parity.steps > 1 and parity.holds
 
 
 @pytest.mark.draws

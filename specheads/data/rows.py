@@ -36,9 +36,10 @@ def tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config:
     """One row → input_ids, labels. Chat wins where a row has both columns, and is cut to max_length; text is not cut.
 
     Text: every token but the first is supervised; eos is appended. Chat, in any of the forms of row_forms: the
-    assistant's tokens with their end of turn. A `tools` column goes to the template. A row that has input_ids already
-    keeps them, and what its labels or its loss_mask supervise (without either, all but the first token); positions that
-    its attention_mask marks as padding are left out. Raises ValueError for a malformed row.
+    assistant's tokens with their end of turn, but for messages with OpenAI's "weight": 0. A `tools` column goes to the
+    template. A row that has input_ids already keeps them, and what its labels or its loss_mask supervise (without
+    either, all but the first token); positions that its attention_mask marks as padding are left out. Raises ValueError
+    for a malformed row.
     """
     if row.get("input_ids") is not None:
         return _tokens_of(row)
@@ -100,10 +101,13 @@ def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase
             known: dict[str, Any] = {**tokenizer.special_tokens_map, "tools": tools, "chat_template": template}
             rendered: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **known)
             (text,), (spans,) = rendered
+            answers = messages
         else:
             text, spans = _spans_by_rendering(messages, tools, tokenizer)
+            answers = messages[1:]
     except (TemplateError, TypeError) as error:  # TypeError: of content that is not text
         raise ValueError(f"the chat template refuses {messages!r:.80}: {error}") from error
+    spans = _without_weight_0(spans, [message for message in answers if message["role"] == "assistant"])
     spans = [_to_end_of_turn(text, start, end, tokenizer) for start, end in spans]
     ids, token_spans = _token_spans(text, spans, tokenizer)
     labels = [IGNORED] * len(ids)
@@ -111,6 +115,21 @@ def _tokenize_chat(messages: Any, tools: Any, tokenizer: PreTrainedTokenizerBase
         labels[first:stop] = ids[first:stop]
     labels[:1] = [IGNORED] * len(labels[:1])
     return {"input_ids": ids, "labels": labels}
+
+
+def _without_weight_0(spans: list[Span], answers: list[Any]) -> list[Span]:
+    """The spans of the answers that are learnt, by their `weight`, 1 where they have none."""
+    weights = [answer.get("weight", 1) for answer in answers]
+    if odd := [weight for weight in weights if weight not in (0, 1)]:
+        raise ValueError(f"a message has weight={odd[0]!r:.60}: expected 0 or 1")
+    if all(weights):
+        return spans
+    if len(spans) != len(answers):
+        raise ValueError(
+            f"the chat template marks {len(spans)} spans as generated, and there are {len(answers)} messages of the "
+            "assistant: a weight of 0 cannot be followed"
+        )
+    return [span for span, weight in zip(spans, weights, strict=True) if weight]
 
 
 def without_none(value: Any) -> Any:

@@ -32,6 +32,19 @@ def test_loss_is_on_assistant_tokens_only(template):
     assert tokenizer.decode(row["input_ids"]) == rendered
 
 
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+def test_an_answer_of_weight_0_is_not_learnt(template):
+    tokenizer = build_tokenizer(template)
+    for weight, learnt in ((0, ["still well<|end|>"]), (1, ["very well<|end|>", "still well<|end|>"])):
+        row = tokenize({"messages": [*CHAT[:2], {**CHAT[2], "weight": weight}, *CHAT[3:]]}, tokenizer, config())
+        assert supervised(row, tokenizer) == learnt
+        assert tokenizer.decode(row["input_ids"]) == tokenizer.apply_chat_template(CHAT, tokenize=False)
+    with pytest.raises(ValueError, match=r"weight=0\.5: expected 0 or 1"):
+        tokenize({"messages": [*CHAT[:4], {**CHAT[4], "weight": 0.5}]}, tokenizer, config())
+    opened = [{**CHAT[2], "weight": 0}, *CHAT[1:]]
+    assert supervised(tokenize({"messages": opened}, tokenizer, config()), tokenizer) == learnt
+
+
 @pytest.mark.parametrize("trim_offsets", [False, True])
 def test_template_without_generation_marks_gives_the_same_mask(trim_offsets):
     marked, unmarked = build_tokenizer(MARKED, trim_offsets), build_tokenizer(UNMARKED, trim_offsets)

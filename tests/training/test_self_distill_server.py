@@ -46,6 +46,7 @@ def test_an_answers_text_becomes_the_ids_of_what_the_template_writes(ask, thinki
         "cut in its reasoning": chat(None, "length", reasoning_content="if"),
         "filtered": chat("no", "content_filter"),
         "empty": chat("", "length"),
+        "no call": chat(None, "tool_calls", tool_calls=[None]),
     }
     answers["stopped"][1]["choices"][0]["stop_reason"] = 45
     with serving(lambda route, body, headers: answers[body["messages"][-1]["content"]]) as url:
@@ -62,8 +63,9 @@ def test_an_answers_text_becomes_the_ids_of_what_the_template_writes(ask, thinki
     }
     assert sorted(why[:29] for why in left_out(tmp_path).values()) == [
         "the answer ended with finish_", "the answer is empty", "the answer was cut inside its",
+        "tool_calls=[None]: expected a",
     ]  # fmt: skip
-    assert "left out 3 answers" in err
+    assert "left out 4 answers" in err
 
 
 def test_reasoning_that_the_template_drops_is_learnt_from_token_ids_alone(ask, folder, tmp_path):

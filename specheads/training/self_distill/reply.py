@@ -189,7 +189,9 @@ def chat_request(question: Conversation, history: Sequence[Message]) -> dict[str
 
 def _calls(message: Message) -> list[Any]:
     calls = message.get("tool_calls") or []
-    if not isinstance(calls, list) or not all(isinstance(call.get("function"), dict) for call in calls):
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
         raise Refused(f"tool_calls={calls!r:.80}: expected a list of {{'function': {{'name': …, 'arguments': …}}}}")
     return calls
 

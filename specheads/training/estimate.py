@@ -109,7 +109,8 @@ def estimate(
     if distributed not in _UNSHARDED_BASE:
         memory["gathered"] = _gathered(model, sizes.base_bytes, sizes.trained * sizes.head_bytes, distributed)
     name, speed = _device(device)
-    width = (sizes.taps + 1) * sizes.hidden
+    # The last layer's state is also what the teacher's probabilities come from, and saved once.
+    width = (sizes.taps + (text_config(model.base).num_hidden_layers not in model.head.layers)) * sizes.hidden
     states = state_size(config, None if recipe.base_dtype == "auto" else recipe.base_dtype)
     return Estimate(
         base_parameters=sizes.frozen,

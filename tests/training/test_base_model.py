@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 
@@ -132,6 +133,21 @@ def test_a_run_into_the_same_folder_keeps_its_held_out_files(library, tmp_path):
     (tmp_path / "held_out.txt").write_text("m30.py\nm31.py\nm32.py\n", "utf8")
     seen = train(library, tmp_path)
     assert seen["batches"][0] == {30, 31, 32} and seen["tokenizer"] == [set(range(41)) - {30, 31, 32}]
+
+
+def test_a_finished_model_keeps_its_tokenizer_until_another_is_saved_in_its_folder(
+    made, library, tmp_path, monkeypatch
+):
+    shutil.copytree(made[0], tmp_path, dirs_exist_ok=True)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def failing(*args):
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr(run.Run, "train_step", failing)
+    with pytest.raises(RuntimeError, match="stopped"):
+        train(library, tmp_path, vocab_size=300)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_deepened_model_starts_as_the_same_function(made):

@@ -193,7 +193,11 @@ def refuse_wrong_start(options: Options, out: Path) -> None:
 
 
 def save_model(run: Run, texts: Corpus, out: Path, loss: float | None) -> None:
-    """The model in bfloat16, and its record. loss: held out; None before the end."""
+    """The model in bfloat16, its record and, the first time, its tokenizer and what is held out: what an earlier run
+    left in the folder stays whole until then. loss: held out; None before the end."""
+    if not (out / RESUME).is_file():  # once, so that an interruption cannot leave half of them
+        texts.tokenizer.save_pretrained(out)
+        (out / HELD_OUT).write_text("\n".join(texts.held_out) + "\n", "utf8")
     run.model.generation_config.pad_token_id = texts.tokenizer.pad_token_id
     half: PreTrainedModel = copy.deepcopy(run.model).bfloat16()
     half.save_pretrained(out)
@@ -228,9 +232,6 @@ def train(
         f"{model.num_parameters() / 1e6:.2f}M parameters, {texts.num_files} files, {len(texts.train_ids) / 1e6:.2f}M "
         f"tokens to train on, {texts.num_held_out} files held out"
     )
-    if not unfinished:  # written once, so that an interruption cannot leave half of them
-        texts.tokenizer.save_pretrained(out)
-        (out / HELD_OUT).write_text("\n".join(texts.held_out) + "\n", "utf8")
     run = Run(options, model, build_optimizers(model, options), texts.train_ids, np.random.default_rng(options.seed))
     if unfinished:
         run.load(out / RESUME)

@@ -295,6 +295,13 @@ def test_a_packed_batch_is_refused_where_layers_carry_a_state():
         model(ids, labels=ids, document_ids=documents)
 
 
+def test_rows_that_make_no_whole_batch_are_refused_where_others_are_dropped(tmp_path):
+    options = {"dataloader_drop_last": True, "per_device_train_batch_size": 12, "max_steps": 1}
+    assert trainer_of(tmp_path, data=rows(12), **options).train().global_step == 1
+    with pytest.raises(ValueError, match=r"dataloader_drop_last=true .* the 11 rows make no batch of 12: leave"):
+        trainer_of(tmp_path, data=rows(11), **options).train()
+
+
 def test_what_cannot_be_trained_is_refused(tmp_path):
     with pytest.raises(ValueError, match="SpecTrainer trains a SpecModel, not LlamaForCausalLM"):
         trainer_of(tmp_path, tiny_llama(num_hidden_layers=3))

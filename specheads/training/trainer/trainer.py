@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -309,10 +309,20 @@ class SpecTrainer(Trainer):
             if found is not None:
                 self.refuse_other_run(Path(found))
                 refuse_head_alone(Path(found), kind_of(self.accelerator))
+        self._refuse_no_batch()
         self._cpu_logged, self.restored_step = time.process_time(), None
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._note_trained_length()
         return output
+
+    def _refuse_no_batch(self) -> None:
+        args, rows = self.args, cast(Any, self.train_dataset)
+        batch = args.train_batch_size * args.world_size
+        if args.dataloader_drop_last and hasattr(rows, "__len__") and len(rows) < batch:
+            raise ValueError(
+                f"dataloader_drop_last=true leaves out the last batch that is not whole, and the {len(rows)} rows make "
+                f"no batch of {batch}: leave it out, or give a lower per_device_train_batch_size"
+            )
 
     def refuse_other_run(self, checkpoint: Path) -> None:
         """Raise ResumeError where another run wrote the checkpoint: one with another head, base, data or step."""

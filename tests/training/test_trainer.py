@@ -308,6 +308,9 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     trainer = trainer_of(tmp_path)
     with pytest.raises(TypeError, match=r"args must be specheads\.SpecTrainingArguments, .*; got TrainingArguments"):
         SpecTrainer(trainer.model, TrainingArguments(str(tmp_path), use_cpu=True))
+    for name in ("compute_metrics", "preprocess_logits_for_metrics"):
+        with pytest.raises(ValueError, match=f"{name} would never be called"):
+            SpecTrainer(trainer.model, trainer.args, **{name: lambda *_: {}})
     trainer.args._n_gpu = 2
     with pytest.raises(ValueError, match="one process sees 2 GPUs"):
         SpecTrainer(trainer.model, trainer.args)

@@ -68,6 +68,12 @@ class SpecTrainer(Trainer):
                 "args must be specheads.SpecTrainingArguments, which takes all options of TrainingArguments; got "
                 f"{type(args).__name__}"
             )
+        for name in ("compute_metrics", "preprocess_logits_for_metrics"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name} would never be called, as the evaluation of a head keeps no logits: leave it out, and "
+                    "read its own figures, eval_accepted_length and others"
+                )
         if args.n_gpu > 1:
             raise ValueError(
                 f"one process sees {args.n_gpu} GPUs: start one process a GPU with `accelerate launch` or `torchrun`, "

@@ -79,8 +79,12 @@ class Collator:
         return batch
 
 
-def documents_of(position_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """(B, T) positions → document ids: a position that does not rise begins a document; 0 where the mask (B, T) is."""
+def documents_of(position_ids: Tensor, attention_mask: Tensor) -> Tensor | None:
+    """(B, T) positions → document ids: a position that does not rise begins a document; 0 where the mask (B, T) is.
+
+    None for positions on several axes (3, B, T), those of images, which stand still within a document."""
+    if position_ids.dim() > 2:
+        return None
     seen, positions = attention_mask.bool(), position_ids.expand_as(attention_mask)
     restarts = torch.zeros_like(seen)
     restarts[:, 1:] = (positions[:, 1:] <= positions[:, :-1]) & seen[:, :-1]

@@ -176,6 +176,32 @@ def test_transformers_compiled_by_hand_writes_its_own_text(shipped, questions, t
     assert assisted["accepted_length"] > 1
 
 
+@pytest.mark.parametrize("good_calls", [0, 3], ids=["warming up", "measuring"])
+def test_what_torch_cannot_run_is_left_out_with_its_first_line(
+    shipped, questions, tmp_path, capsys, monkeypatch, good_calls
+):
+    def failing(base, max_new_tokens, longest, **options):
+        calls, decode = [], decoders.transformers_generate(base, max_new_tokens, **options)
+
+        def run(batch, watch):
+            calls.append(1)
+            if len(calls) > good_calls:
+                raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found\n\nSet TORCH_LOGS for more")
+            return decode(batch, watch)
+
+        return run
+
+    monkeypatch.setattr(decoders, "transformers_static", failing)
+    options = ("--batch", 1, "--temperature", 0, "--repeats", 1, "--no-plots")
+    ask = asked(shipped, questions, tmp_path, *options, texts=["transformers-static", "plain"])
+    code, out, _ = run(capsys, *ask)
+    assert code == 0 and "transformers-static" in out and "No working C++ compiler found" in out
+    assert "TORCH_LOGS" not in out and "4 of 4" in out
+    code, out, err = run(capsys, *ask, "--reference", "transformers-static")
+    assert (code, out) == (2, "") and "the reference 'transformers-static' failed in question.jsonl, batch 1" in err
+    assert "No working C++ compiler found" in err.splitlines()[-1] and "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

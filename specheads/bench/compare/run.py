@@ -25,7 +25,7 @@ from specheads.decoding.generation import prompt_batches
 from specheads.decoding.probs.randomness import row_seeds
 from specheads.heads import DraftHead
 from specheads.models.costs import auto_drafter
-from specheads.options import OptionError
+from specheads.options import OptionError, reason
 from specheads.terminal import Report
 
 
@@ -213,16 +213,23 @@ class _CellRun:
                     decoder = batch_by_batch(decoder, self.cell.batch)
                 for batch in self.batches if self.specs[name].compiles_as_needed else chosen:
                     decoder(batch, None)
-            except (ValueError, NotImplementedError) as error:
+            except (ValueError, RuntimeError) as error:
                 self._leave_out(name, error)
             else:
                 self._decoders[name] = decoder
 
     def _leave_out(self, name: str, error: Exception) -> None:
         """It runs no further in this cell. Without the reference there is nothing to compare with: that is an error."""
+        why = " ".join(str(error).split())
+        if not isinstance(
+            error, ValueError
+        ):  # of torch's own, as without a compiler or memory, the first line says why
+            why = reason(str(error).strip().partition("\n")[0]) or type(error).__name__
         if name == self.options.reference:
-            raise error
-        self.left_out[name] = " ".join(str(error).split())
+            if isinstance(error, ValueError):
+                raise error
+            raise ValueError(f"the reference {name!r} failed in {self.cell}: {why}") from error
+        self.left_out[name] = why
         self._decoders.pop(name, None)
 
     def _measure(self, repeat: int, index: int, order: Sequence[str], tell: Callable[[str], None]) -> Round:
@@ -231,7 +238,7 @@ class _CellRun:
             tell(name)
             try:
                 runs[name] = timed(self._decoders[name], batch)
-            except PeerError as error:
+            except (PeerError, RuntimeError) as error:
                 self._leave_out(name, error)
         reference = None if self.cell.temperature else runs[self.options.reference]
         first = index * self.queue

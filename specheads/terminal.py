@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -65,13 +66,28 @@ def write(console: Console, text: str, style: str = "") -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> Table:
-    """A table whose first `left` columns are left-aligned, the others right-aligned."""
+    """A table whose first `left` columns are left-aligned, the others right-aligned. Where space is short
+    they wrap, between words only."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    rows = list(rows)
     for i, name in enumerate(columns):
-        table.add_column(name, justify="right" if i >= left else "left", no_wrap=bool(i))
+        words = " ".join((name, *(row[i] for row in rows))).split()
+        table.add_column(name, justify="right" if i >= left else "left", min_width=max(map(cell_len, words), default=0))
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def print_table(console: Console, shown: Table) -> None:
+    """Print a table whole, each column as narrow as its longest word where space is short; what is wider than the
+    console even so goes on in its next line."""
+    endless = console.options.update_width(1000)
+    if console.measure(shown, options=endless).maximum > console.width:
+        shown.padding = (0, 1, 0, 0)
+        for column in shown.columns:
+            column.width = column.min_width
+        shown.width = console.measure(shown, options=endless).maximum
+    console.print(shown, crop=False, soft_wrap=False)
 
 
 def as_text(shown: Table) -> str:

@@ -5,10 +5,18 @@ import sys
 
 import pytest
 import torch
+from rich.console import Console
 
 from specheads import terminal
+from specheads.bench import report
 from specheads.cli import token_stream
+from specheads.cli.chat.comparison import COLUMNS
 from specheads.decoding.text import TextPieces
+
+TABLES = {
+    "comparison": (COLUMNS, ("head", "96", "178.1", "2.00×", "123/456 (27%)", "2.10", "differs", "the target's")),
+    "evaluate": (report.PART_COLUMNS, ("our loop, no drafts", "123.4", "0.98×", "1.00", "123.4", "0.98×", "1.00")),
+}
 
 
 class Pieces:
@@ -85,3 +93,15 @@ def test_names_of_rules_and_matrices_are_shown_as_they_are(is_terminal, monkeypa
     with terminal.progress(console, name) as tell:
         tell(1.0, name)
     assert file.getvalue().count(name) >= 3 and "📺" not in file.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize(("columns", "cells"), TABLES.values(), ids=TABLES)
+def test_a_narrow_terminal_cuts_no_name_and_no_figure(width, columns, cells):
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=True, color_system=None, highlight=False)
+    terminal.print_table(console, terminal.table("", columns, [cells, cells]))
+    shown = file.getvalue()
+    assert "…" not in shown and all(word in shown.split() for cell in (*columns, *cells) for word in cell.split())
+    assert width == 40 or max(map(len, shown.splitlines())) <= width
+    assert width < 200 or len(shown.splitlines()) == 6

@@ -86,7 +86,7 @@ def legend(debug: str) -> Text:
 def comparison(console: Console, outcomes: Sequence[Outcome], note: str) -> None:
     """Print the figures side by side, and a note on all of them."""
     rows = [cells(name, figures) for name, figures in compared(outcomes).items()]
-    console.print(terminal.table("", COLUMNS, rows))
+    terminal.print_table(console, terminal.table("", COLUMNS, rows))
     if note:
         console.print(note, style="bright_black")
 

@@ -35,6 +35,6 @@ def show(record: dict[str, Any]) -> None:
     out = terminal.make_console()
     rows = [[str(size), f"{length:.3f}"] for size, length in record["by_nodes"].items()]
     title = f"the best tree of each size at {record['positions']:,} positions"
-    out.print(terminal.table(title, ("nodes", "accepted length"), rows))
+    terminal.print_table(out, terminal.table(title, ("nodes", "accepted length"), rows))
     choices = " ".join("".join(f"{rank}." for rank in choice).rstrip(".") for choice in record["tree"])
     out.print(f"{len(record['tree']) + 1} nodes, accepted length {record['accepted_length']:.3f}: {choices}")

@@ -28,4 +28,4 @@ def show(curves: Sequence[dict[str, Any]]) -> None:
         length, tokens = f"{last['length']:.2f}", f"{last['tokens']:,.0f}"
         rows.append([curve["run"], counted, tokens, clock_time(last["cpu_seconds"]), length, interval])
     columns = ("run", "counted on", "tokens seen", "CPU time", "accepted length", "95 % interval")
-    terminal.make_console().print(terminal.table("At the end of each run", columns, rows))
+    terminal.print_table(terminal.make_console(), terminal.table("At the end of each run", columns, rows))

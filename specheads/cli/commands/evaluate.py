@@ -67,14 +67,15 @@ def show(record: dict[str, Any]) -> None:
         f"{record['num_prompts']} prompts × {record['max_new_tokens']} tokens{batch}, greedy, median of "
         f"{record['repeats']}"
     )
-    out.print(terminal.table(title, report.COLUMNS, [report.cells(name, row) for name, row in rows.items()]))
+    cells = [report.cells(name, row) for name, row in rows.items()]
+    terminal.print_table(out, terminal.table(title, report.COLUMNS, cells))
     parts = [report.part_cells(name, row) for name, row in rows.items()]
     if record["batch_size"] == 1:  # else a step's time is that of all rows
-        out.print(terminal.table("New text and text that repeats itself", report.PART_COLUMNS, parts))
+        terminal.print_table(out, terminal.table("New text and text that repeats itself", report.PART_COLUMNS, parts))
     *_, head = rows.values()
     depths = [[f"depth {depth}", f"{share:.1%}"] for depth, share in enumerate(head["accepted_by_depth"], start=1)]
     if depths:
-        out.print(terminal.table("Drafts accepted at each depth", ("", "share of steps"), depths))
+        terminal.print_table(out, terminal.table("Drafts accepted at each depth", ("", "share of steps"), depths))
     for line in _LEGEND:
         out.print(line)
     out.print(environment.line(record["environment"]))

@@ -87,7 +87,8 @@ def show(results: list[dict[str, Any]]) -> None:
             verify = [f"{result['verify'][length][i][1]:.2f}" for length in lengths]
             rows.append([f"{nodes:g}", *verify, f"{result['loop'][i][1]:.2f}"])
         columns = ("nodes", *(f"verify after {length}" for length in lengths), "rest of the loop")
-        out.print(terminal.table(f"{result['drafter']}, batch {result['batch']}: milliseconds", columns, rows))
+        title = f"{result['drafter']}, batch {result['batch']}: milliseconds"
+        terminal.print_table(out, terminal.table(title, columns, rows))
         for curve, what in (("read", "positions read and the first level"), ("level", "nodes of a further level")):
             if result[curve]:
                 points = ", ".join(f"{count:g}: {ms:.2f}" for count, ms in result[curve])
@@ -101,4 +102,5 @@ def show(results: list[dict[str, Any]]) -> None:
             for one in candidates
         ]  # fmt: skip
         columns = ("drafter", "tree", "nodes", "accepted length", "ms/step", "tokens/s")
-        out.print(terminal.table("Expected from the record and these costs, batch 1", columns, rows, left=2))
+        title = "Expected from the record and these costs, batch 1"
+        terminal.print_table(out, terminal.table(title, columns, rows, left=2))

@@ -86,7 +86,8 @@ def run(options: DemoOptions, out: Console) -> dict[str, Any]:
     rows, where = report.summary(race, REFERENCE), environment.environment()
     num_raced = len(race.runs[LIVE][0])
     title = f"{num_raced} prompts × {options.max_new_tokens} tokens, greedy, median of {len(race.runs[LIVE])}"
-    out.print(terminal.table(title, report.COLUMNS, [report.cells(name, row) for name, row in rows.items()]))
+    cells = [report.cells(name, row) for name, row in rows.items()]
+    terminal.print_table(out, terminal.table(title, report.COLUMNS, cells))
     out.print(environment.line(where))
     differing, ties = differences(race, base, batches, texts)
     tell_differences(differing, ties, race, out)

@@ -89,6 +89,7 @@ def prompts_from(path: Path, count: int | None = None, *, chat: bool = False) ->
 def read_prompts(path: Path, count: int | None = None, *, chat: bool = False) -> list[Prompt]:
     """Prompts of a .jsonl file (each line a string, or an object with `messages` or another form of chat, `turns` as in
     Spec-Bench, MT-bench and SPEED-Bench, `prompt` as in HumanEval, or `text`), else one a line. It may be gzipped.
+    Where the name does not say which, as of a pipe, the first line does: a JSON object, or a prompt.
 
     `messages` and `turns` are asked up to the first turn of the user; chat: the other prompts are such a turn too. A
     `category` is kept. OSError for a file that cannot be read, ValueError with the line for one that makes no sense.
@@ -96,11 +97,12 @@ def read_prompts(path: Path, count: int | None = None, *, chat: bool = False) ->
     prompts: list[Prompt] = []
     try:
         whole = path.read_bytes()
-        text = (gzip.decompress(whole) if path.suffix == ".gz" else whole).decode("utf8")
+        text = (gzip.decompress(whole) if path.suffix.lower() == ".gz" else whole).decode("utf-8-sig")
     except (UnicodeDecodeError, gzip.BadGzipFile) as error:
         raise ValueError(undecodable_line(path) or f"{path} is not UTF-8 text: {error}") from error
-    is_json = path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
-    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):  # and not at U+2028, as in JSON
+    lines = text.replace("\r\n", "\n").split("\n")  # and not at U+2028, as in JSON
+    is_json = _is_json(path, lines)
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         asked: str | Conversation = line
@@ -120,6 +122,16 @@ def read_prompts(path: Path, count: int | None = None, *, chat: bool = False) ->
     if not prompts:
         raise ValueError(f"{path} holds no prompts; expected one a line")
     return prompts[:count]
+
+
+def _is_json(path: Path, lines: Iterable[str]) -> bool:
+    name = path.name.lower().removesuffix(".gz")
+    if name.endswith((".jsonl", ".json", ".txt")):
+        return not name.endswith(".txt")
+    try:
+        return isinstance(json.loads(next(filter(str.strip, lines), "")), dict)
+    except ValueError:
+        return False
 
 
 def _asked(value: Any) -> str | Conversation:

@@ -40,6 +40,20 @@ def test_files_of_spec_bench_mt_bench_and_speed_bench_have_turns_and_categories(
     assert prompts[0].asked == Conversation.from_text("Compose a post.")
 
 
+@pytest.mark.parametrize("name", ["q.JSONL", "Q.Jsonl.GZ", "q.ndjson", "63"])
+def test_rows_of_json_are_no_prompts_whatever_the_file_is_called(tmp_path, name):
+    path = tmp_path / name
+    text = "\n".join(["", *map(json.dumps, SPEC_BENCH)]).encode("utf-8-sig")
+    path.write_bytes(gzip.compress(text) if name.endswith("GZ") else text)
+    assert [prompt.category for prompt in read_prompts(path)] == ["writing", "math"]
+
+
+def test_a_prompt_a_line_may_look_like_json_and_have_a_byte_order_mark(tmp_path):
+    for name, first in (("a.txt", '{"turns": ["no"]}'), ("a", '"x" is'), ("b", "{ x"), ("c", "[1]")):
+        (tmp_path / name).write_text(f"{first}\ntwo\n", "utf-8-sig")
+        assert [prompt.asked for prompt in read_prompts(tmp_path / name)] == [first, "two"]
+
+
 def test_files_of_humaneval_are_plain_prompts_and_bad_turns_are_named_by_their_line(tmp_path):
     path = tmp_path / "HumanEval.jsonl"
     path.write_text(json.dumps(HUMAN_EVAL[0]) + "\n", "utf8")

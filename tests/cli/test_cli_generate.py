@@ -39,9 +39,9 @@ def test_a_prompt_comes_from_a_file_or_from_stdin_too(shipped, tmp_path, capsys,
     ask = ("generate", shipped / "medusa", "--max-new-tokens", 8, "--json")
     given = run(capsys, *ask, "--prompt", "import os\n")[1]
     file = tmp_path / "prompt.txt"
-    file.write_text("import os\n", "utf8")
+    file.write_text("import os\n", "utf-8-sig")  # with a byte order mark, as editors on Windows save it
     assert json.loads(run(capsys, *ask, "--prompt-file", file)[1])["text"] == json.loads(given)["text"]
-    with open(file) as stdin:
+    with open(file, encoding="utf8") as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         assert json.loads(run(capsys, *ask)[1])["text"] == json.loads(given)["text"]
 

@@ -17,13 +17,13 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     source = "--prompt"
     if file is not None:
         try:
-            prompt = file.read_text("utf8")
+            prompt = file.read_text("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not UTF-8 text: {error}") from error
         if not prompt:
             raise ValueError(f"{file} is empty: expected the text to continue")
     if prompt is None and not sys.stdin.isatty():
-        prompt, source = sys.stdin.read(), "stdin"
+        prompt, source = sys.stdin.read().removeprefix("\ufeff"), "stdin"
     if not prompt:
         raise ValueError("no prompt: give --prompt TEXT or --prompt-file FILE, or pipe it in")
     return terminal.utf8_text(prompt, source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,9 @@ def read_prompts(path: Path, count: int | None = None, *, chat: bool = False) ->
     try:
         whole = path.read_bytes()
         text = (gzip.decompress(whole) if path.suffix.lower() == ".gz" else whole).decode("utf-8-sig")
-    except (UnicodeDecodeError, gzip.BadGzipFile) as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is no whole gzip file: {error}") from error
+    except UnicodeDecodeError as error:
         raise ValueError(undecodable_line(path) or f"{path} is not UTF-8 text: {error}") from error
     lines = text.replace("\r\n", "\n").split("\n")  # and not at U+2028, as in JSON
     is_json = _is_json(path, lines)

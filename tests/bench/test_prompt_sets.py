@@ -62,9 +62,15 @@ def test_files_of_humaneval_are_plain_prompts_and_bad_turns_are_named_by_their_l
     path.write_text('"a"\n{"turns": []}\n', "utf8")
     with pytest.raises(ValueError, match=r"line 2: turns=\[\]: expected a list of the user's questions"):
         read_prompts(path)
-    (tmp_path / "x.jsonl.gz").write_bytes(b"no gzip")
-    with pytest.raises(ValueError, match="is not"):
-        read_prompts(tmp_path / "x.jsonl.gz")
+
+
+@pytest.mark.parametrize("damage", ["another file", "cut short", "overwritten", "other bytes"])
+def test_a_file_that_gzip_did_not_write_whole_is_named(tmp_path, damage):
+    path, whole = tmp_path / "x.jsonl.gz", gzip.compress(b'"a"\n')
+    damaged = {"another file": b"no gzip", "cut short": whole[:-3], "overwritten": whole[:10] + b"\xff" * 9}
+    path.write_bytes(damaged.get(damage, whole[:-8] + bytes(8)))
+    with pytest.raises(ValueError, match=r"x\.jsonl\.gz is no whole gzip file: "):
+        read_prompts(path)
 
 
 def test_a_file_is_a_set_of_the_categories_asked_for_evenly_spaced(tmp_path):

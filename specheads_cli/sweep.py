@@ -26,7 +26,11 @@ def sweep(
     ] = None,
     head: Annotated[
         list[str] | None,
-        typer.Option("--head", "--drafter", help="Head checkpoint, model:PATH, lookup, ngram or maxgram; repeatable."),
+        typer.Option(
+            "--head",
+            "--drafter",
+            help="Head checkpoint, auto (with the first of them), model:PATH, lookup, ngram or maxgram; repeatable.",
+        ),
     ] = None,
     accept: Annotated[
         list[str] | None,

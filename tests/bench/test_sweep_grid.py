@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from specheads.bench.sweep.drafters import Bench
 from specheads.bench.sweep.grid import Setting, Sweep, parse_numbers, read_sweep, spread
 from tests.support.paths import ROOT
 
@@ -118,3 +119,12 @@ def test_a_sweep_that_cannot_be_run_is_refused_in_one_line(options, said):
     assert "\n" not in str(refused.value)
     with pytest.raises(ValueError, match="gamma='x' is not a whole number"):
         parse_numbers("3,x", "gamma", int)
+
+
+def test_automatic_drafts_come_from_the_first_head_wherever_it_is_named(shipped):
+    head, other = str(shipped / "eagle3"), str(shipped / "medusa")
+    for drafters in ([head, "auto"], ["auto", head], ["lookup", "auto", head, other]):
+        bench = Bench(Sweep.from_dict({"drafters": drafters}))
+        assert bench.drafter("auto").head is bench.drafter(head)
+    bench = Bench(Sweep.from_dict({"drafters": "auto", "base": str(shipped / "base")}))
+    assert bench.drafter("auto").head is None

@@ -216,6 +216,8 @@ def test_what_torch_cannot_run_is_left_out_with_its_first_line(
         (("-d", "plain refill"), "give --queue, such as"),
         (("--categories", "a"), "give --prompts FILE"),
         (("-d", "eagle9"), "eagle9"),
+        (("-d", "auto"), "decoder 'auto' has no head to draft with; name one: 'HEAD auto'"),
+        (("-d", "auto", "-d", "eagle3"), "name one: 'eagle3 auto'"),
     ],
 )
 def test_bad_input_is_one_line(shipped, tmp_path, capsys, words, said):

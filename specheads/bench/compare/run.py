@@ -123,6 +123,7 @@ def identity(options: BenchOptions, engine: Engine, specs: dict[str, DecoderSpec
     """A digest of what makes a round this one: the models, the decoders and what they draft by, the machine, the
     versions, those of peers too, and this package's own source, so that a changed program is measured anew."""
     base = engine.models.target
+    _refuse_lone_auto(engine, specs)
     drafters = [_drafter(engine, spec, name) for spec in specs.values() for name in spec.drafters]
     return digest(
         identify_base(base), options.decoders, options.reference,
@@ -130,6 +131,17 @@ def identity(options: BenchOptions, engine: Engine, specs: dict[str, DecoderSpec
         options.lowest_limit, options.queue, options.seed, identify_machine(base.device), _source_digest(),
         {name: [peer.command[0], peer.ask("versions")] for name, peer in engine.peers.items()},
     )  # fmt: skip
+
+
+def _refuse_lone_auto(engine: Engine, specs: dict[str, DecoderSpec]) -> None:
+    """ValueError for `auto` where heads go by name, of which it would use none."""
+    if "head" in engine.models.drafters:
+        return
+    heads = (name for spec in specs.values() for name in spec.drafters if isinstance(engine.drafter(name), DraftHead))
+    head = next(heads, None if engine.checkpoints is None else "HEAD")
+    for text, spec in specs.items():
+        if head is not None and any(name.partition(":")[0] == "auto" for name in spec.drafters):
+            raise ValueError(f"decoder {text!r} has no head to draft with; name one: '{head} auto'")
 
 
 def _drafter(engine: Engine, spec: DecoderSpec, name: str) -> Drafter:

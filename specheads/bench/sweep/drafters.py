@@ -25,12 +25,12 @@ class Bench:
         self._costs: dict[tuple[int, ...], list[float]] = {}
         self.sweep = sweep
         named = [part for name in sweep.drafters for part in name.removeprefix("cascade:").split("+")]
-        without_path = (PLAIN, "model", "cascade", *DRAFTERS)
+        without_path = (PLAIN, "auto", "model", "cascade", *DRAFTERS)
         paths = (name for name in named if name.partition(":")[0] not in without_path)
         head = next(filter(holds_head, paths), None)
         if head is not None:
             self.models = Models.load(head, base=sweep.base, dtype=dtype, device=device)
-            self.models.drafters[head] = self.models.drafters.pop("head")
+            self.models.drafters[head] = self.models.drafters["head"]  # which "auto" drafts with too
         elif sweep.base:
             self.models = Models.load(sweep.base, dtype=dtype, device=device)
         else:

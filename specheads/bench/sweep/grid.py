@@ -56,15 +56,16 @@ class Setting:
 class Sweep:
     """All drafters × rules × trees × temperatures × top-k on one task; every list may be given as one value.
 
-    drafters: head checkpoints, `model:PATH`, `cascade:DRAFTER+DRAFTER…`, `none`, or texts of DRAFTERS. The target is
-    `base`, else the base that a head names. accept: texts of rules; commas give several, `fuzzy:js,tv:0.1,0.2`.
-    thresholds: of each lossy rule in accept, in place of its own. k_matrices: of cascades, lists of rows. leniency,
-    notation: of `Cascade`. cost: of a pass, measured here, or model_parameters or previous_work. trees: texts of plans.
-    gamma: chains of so many tokens. top_k: sample among so many tokens; 1 is greedy, as is temperature 0. task:
-    signatures, syntax, mmlu, sampled_mmlu, gsm8k, csqa, humaneval, or prompts without answers. data: files of its rows,
-    else the hub or what is shipped. batch_size: prompts judged at once. speed_prompts: so many of them, evenly spaced,
-    also give the speed, one by one, `repeats` times. clock: `wall`, or `cpu`, the time this process computes, for a CPU
-    that others use too. max_new_tokens: None for the task's own. run_code: let HumanEval run what the model wrote.
+    drafters: head checkpoints, `model:PATH`, `cascade:DRAFTER+DRAFTER…`, `auto` (with the first head), `none`, or texts
+    of DRAFTERS. The target is `base`, else the base that a head names. accept: texts of rules; commas give several,
+    `fuzzy:js,tv:0.1,0.2`. thresholds: of each lossy rule in accept, in place of its own. k_matrices: of cascades, lists
+    of rows. leniency, notation: of `Cascade`. cost: of a pass, measured here, or model_parameters or previous_work.
+    trees: texts of plans. gamma: chains of so many tokens. top_k: sample among so many tokens; 1 is greedy, as is
+    temperature 0. task: signatures, syntax, mmlu, sampled_mmlu, gsm8k, csqa, humaneval, or prompts without answers.
+    data: files of its rows, else the hub or what is shipped. batch_size: prompts judged at once. speed_prompts: so many
+    of them, evenly spaced, also give the speed, one by one, `repeats` times. clock: `wall`, or `cpu`, the time this
+    process computes, for a CPU that others use too. max_new_tokens: None for the task's own. run_code: let HumanEval
+    run what the model wrote.
     """
 
     drafters: tuple[str, ...]

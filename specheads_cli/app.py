@@ -118,6 +118,13 @@ def refuse_file(folder: Path, flag: str, path: Path | None = None) -> None:
         raise ValueError(f"{flag} {path or folder}: {found} is a file, not a folder; give another path")
 
 
+def refuse_folder(path: Path, flag: str) -> None:
+    """ValueError if no file can be written there: said before anything is measured."""
+    refuse_file(path.parent, flag, path)
+    if path.is_dir():
+        raise ValueError(f"{flag} {path} is a folder: give a file")
+
+
 def flags(given: Sequence[str]) -> tuple[dict[str, str], set[str]]:
     """For the command in `given`: its flags by the option names that errors use, and the names that were typed.
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from specheads_cli.app import Base, Device, DType, Json, app, emit, refuse_file
+from specheads_cli.app import Base, Device, DType, Json, app, emit, refuse_file, refuse_folder
 from specheads_cli.complete import complete_recipe
 from specheads_cli.shipped import find_recipe
 
@@ -116,6 +116,8 @@ def sweep(
     asked = read_sweep(None if recipe is None else find_recipe(recipe, "sweep"), given)
     if record is not None and workers > 1:
         raise ValueError("--record reviews in this process; leave --workers at 1")
+    if record is not None:
+        refuse_folder(record, "--record")
     from specheads.cli.commands import sweep as command
 
     words = shlex.join(["specheads", *sys.argv[1:]])

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from specheads_cli.app import Base, Device, DType, Json, app, emit, refuse_file
+from specheads_cli.app import Base, Device, DType, Json, app, emit, refuse_folder
 
 
 @app.command()
@@ -73,10 +73,9 @@ def tune(
 
     if output is not None and len(models) > 1:
         raise ValueError(f"--output is one file, and {len(models)} models are tuned; give one model, or leave it out")
-    if output is not None:
-        refuse_file(output.parent, "--output", output)
-        if output.is_dir():
-            raise ValueError(f"--output {output} is a folder: give a file")
+    for flag, path in (("--output", output), ("--search", search)):
+        if path is not None:
+            refuse_folder(path, flag)
     config = TuneConfig(
         batch, tuple(nodes or ()), tuple(lengths or TuneConfig.lengths), rounds=rounds, steps=steps, compile=compile
     )

@@ -118,6 +118,9 @@ def test_the_command_alone_lists_the_commands_and_says_its_version(capsys):
         ("train medusa --dry-run base={tmp}/none", "{tmp}/none holds no config.json"),
         ("tune {head} --output {tmp}/latin.txt/a.json", "{tmp}/latin.txt is a file, not a folder"),
         ("tune {head} --output {tmp}/none", "--output {tmp}/none is a folder: give a file"),
+        ("tune {head} --search {tmp}/none", "--search {tmp}/none is a folder: give a file"),
+        ("tune {head} --search {tmp}/latin.txt/a", "--search {tmp}/latin.txt/a: {tmp}/latin.txt is a file"),
+        ("sweep --head {head} --record {tmp}/none", "--record {tmp}/none is a folder: give a file"),
         ("bench --out {tmp}/latin.txt", "--out {tmp}/latin.txt: {tmp}/latin.txt is a file, not a folder"),
         ("sweep --head {head} --out {tmp}/latin.txt", "{tmp}/latin.txt is a file, not a folder"),
         (

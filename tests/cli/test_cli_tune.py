@@ -10,8 +10,10 @@ from huggingface_hub import constants
 import specheads
 from specheads.bench.tree_search import acceptance_of, search_head
 from specheads.bench.tune import TuneConfig, merge, tune
+from specheads.cli.commands import tune as command
 from specheads.cli.commands.tune import show
 from specheads.decoding.compiled import compiled_steps
+from specheads.decoding.generation.recorded import Record
 from specheads.decoding.planner.by_cost import CostTable, StepCosts, shipped_costs
 from specheads.models.calibration import expected_length
 from specheads.models.costs import auto_drafter, cost_key, cost_path
@@ -101,6 +103,16 @@ def test_tune_searches_a_record_that_it_writes_first(shipped, tmp_path, capsys):
     lines = [line.split() for line in out.partition("Expected from the record")[2].splitlines()]
     speeds = [float(words[-1]) for words in lines if words and words[0] in ("none", "lookup", "eagle3")]
     assert code == 0 and len(speeds) >= 3 and speeds == sorted(speeds, reverse=True)
+
+
+def test_a_missing_record_is_written_whole_into_a_folder_that_is_made(shipped, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "PROMPTS", 2)
+    monkeypatch.setattr(command, "LENGTH", 6)
+    texts = tmp_path / "new" / "folder" / "texts.json"
+    code, out, err = run(capsys, "tune", shipped / "eagle3", *QUICK, "--search", texts, "--json")
+    assert code == 0, err
+    assert json.loads(out)["results"][0]["search"] and [*texts.parent.iterdir()] == [texts]
+    assert len(Record.load(texts).outputs) == 2
 
 
 def test_the_search_finds_the_fastest_tree_of_recorded_ranks():

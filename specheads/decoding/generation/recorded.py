@@ -6,6 +6,7 @@ Shapes: B batch rows, N tree nodes, V vocabulary.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,10 +56,14 @@ class Record:
                 )
 
     def save(self, path: Path) -> None:
+        """Write the file whole or not at all."""
         rows = [{"prompt": list(prompt), "output": list(output)} for prompt, output in self.outputs.items()]
         content = {"vocab_size": self.vocab_size, "length": self.length, "outputs": rows}
         known = {name: value for name in ("start", "base") if (value := getattr(self, name)) is not None}
-        path.write_text(json.dumps({**content, **known}) + "\n", "utf8")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps({**content, **known}) + "\n", "utf8")
+        unfinished.replace(path)
 
     def cut(self, length: int) -> Record:
         """The record of texts of at most so many tokens. ValueError if they were recorded shorter."""

@@ -92,7 +92,7 @@ def test_generate_goes_by_the_file_it_is_given_and_refuses_one_of_another_model(
 def test_tune_searches_a_record_that_it_writes_first(shipped, tmp_path, capsys):
     texts = tmp_path / "texts.json"
     rows = [{"prompt": [7, 8, 9, 7, 8], "output": [9, 7, 8, 9] * 5}, {"prompt": [3], "output": [4, 5, 6] * 6}]
-    texts.write_text(json.dumps({"vocab_size": 97, "length": 20, "outputs": rows}), "utf8")
+    texts.write_text(json.dumps({"vocab_size": 258, "length": 20, "outputs": rows}), "utf8")
     ask = ("tune", shipped / "eagle3", *QUICK, "--search", texts)
     code, out, _ = run(capsys, *ask, "--json")
     (result,) = json.loads(out)["results"]
@@ -105,7 +105,7 @@ def test_tune_searches_a_record_that_it_writes_first(shipped, tmp_path, capsys):
     assert code == 0 and len(speeds) >= 3 and speeds == sorted(speeds, reverse=True)
 
 
-def test_a_missing_record_is_written_whole_into_a_folder_that_is_made(shipped, tmp_path, capsys, monkeypatch):
+def test_a_missing_record_is_written_first_and_one_of_another_base_refused(shipped, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "PROMPTS", 2)
     monkeypatch.setattr(command, "LENGTH", 6)
     texts = tmp_path / "new" / "folder" / "texts.json"
@@ -113,6 +113,11 @@ def test_a_missing_record_is_written_whole_into_a_folder_that_is_made(shipped, t
     assert code == 0, err
     assert json.loads(out)["results"][0]["search"] and [*texts.parent.iterdir()] == [texts]
     assert len(Record.load(texts).outputs) == 2
+    record = json.loads(texts.read_text("utf8"))
+    for other in ({"vocab_size": 300, "base": None}, {"base": {**record["base"], "weights": "0123456789abcdef"}}):
+        texts.write_text(json.dumps(record | other), "utf8")
+        code, out, err = run(capsys, "tune", shipped / "eagle3", *QUICK, "--search", texts)
+        assert code == 2 and not out and "it is of another target than" in err and "delete or rename the file" in err
 
 
 def test_the_search_finds_the_fastest_tree_of_recorded_ranks():

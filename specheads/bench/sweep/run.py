@@ -127,9 +127,9 @@ def run_recorded(sweep: Sweep, folder: Path, path: Path, *, dtype: str, device: 
         return complete(results, settings, common, here, tell)
 
 
-def load_record(path: Path, base: PreTrainedModel, length: int) -> Record:
-    """The texts in a record, `length` tokens of each. ValueError for one of another target, or of shorter texts; a
-    warning where it does not say of which target it is."""
+def load_record(path: Path, base: PreTrainedModel, length: int | None = None) -> Record:
+    """The texts in a record, `length` tokens of each, or None for all. ValueError for one of another target, or of
+    shorter texts; a warning where it does not say of which target it is."""
     known, own = Record.load(path), fingerprint_base(base)
     told = known.base or {}
     if known.base is None:
@@ -142,7 +142,7 @@ def load_record(path: Path, base: PreTrainedModel, length: int) -> Record:
         if differing or known.vocab_size != own["vocab_size"]:
             names = ", ".join(differing or ["vocab_size"])
             raise ValueError(f"it is of another target than {base.name_or_path}, with other {names}")
-        return known.cut(length)
+        return known if length is None else known.cut(length)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; delete or rename the file, and it is recorded anew") from error
 

@@ -10,6 +10,7 @@ import torch
 
 from specheads import terminal
 from specheads.bench.prompts import held_out_prompts
+from specheads.bench.sweep.run import load_record
 from specheads.bench.tree_search import (
     Candidate,
     acceptance_of,
@@ -22,6 +23,7 @@ from specheads.bench.tune import TuneConfig, merge, tune
 from specheads.decoding.generation.recorded import Record, record
 from specheads.decoding.planner.by_cost import CostTable
 from specheads.heads import DraftHead
+from specheads.models.base.fingerprint import fingerprint_base
 from specheads.models.build import build_spec_config
 from specheads.models.costs import cost_path
 from specheads.models.named import Models, describe_drafter
@@ -59,15 +61,17 @@ def measure(models: Models, config: TuneConfig, *, output: Path | None, known: R
 
 
 def record_at(path: Path, models: Models) -> Record:
-    """The record in a file; a missing one is written first: the base's greedy text after held-out prompts."""
+    """The record in a file; a missing one is written first: the base's greedy text after held-out prompts. ValueError
+    for one of another base."""
     if not path.exists():
         ids = [models.tokenizer(text)["input_ids"] for text in held_out_prompts(models.tokenizer, PROMPTS)]
         with terminal.progress(terminal.make_console(stderr=True), "recording the base's text") as report:
             report(0.0, f"{PROMPTS} prompts, {LENGTH} tokens each")
             with torch.no_grad():
-                record(models.target, ids, LENGTH).save(path)
+                made = record(models.target, ids, LENGTH)
+            replace(made, base=fingerprint_base(models.target)).save(path)
             report(1.0, str(path))
-    return Record.load(path)
+    return load_record(path, models.target)
 
 
 def _saved(path: Path) -> CostTable | None:

@@ -1,5 +1,7 @@
 """Figures of runs: intervals against brute force, rounds made by hand, the floor on a fake clock, the results' file."""
 
+import errno
+import os
 import random
 
 import pytest
@@ -223,6 +225,24 @@ def test_a_torn_last_line_is_dropped_and_a_strange_file_refused(tmp_path):
     path.write_text('{"a": 1}\n', "utf8")
     with pytest.raises(ValueError, match="line 1 is no result of bench or sweep"):
         Results(path)
+
+
+def test_a_full_disk_is_an_error_and_leaves_whole_lines(tmp_path, monkeypatch):
+    path, write, room = tmp_path / "results.jsonl", os.write, [9]
+
+    def nearly_full(file, data):
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data[: room.pop()])
+
+    results = Results(path)
+    results.add("a", {"x": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", nearly_full)
+        with pytest.raises(OSError, match=r"No space left on device.*results\.jsonl"):
+            results.add("b", {"x": 2})
+    results.add("c", {"x": 3})
+    assert results.rows == Results(path).rows == {"a": {"x": 1}, "c": {"x": 3}}
 
 
 def test_new_and_repeated_text_have_ratios_of_their_own():

@@ -47,14 +47,20 @@ class Results:
                 folder.rmdir()
 
     def add(self, key: str, row: Row) -> None:
-        self.rows[key] = row
+        """OSError where the line cannot be written whole; then the file is as it was."""
         line = json.dumps({"key": key, "row": row}, allow_nan=False).encode() + b"\n"
         file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        size = os.fstat(file).st_size
         try:
-            os.write(file, line)
+            while line:  # a full disk takes a part, and gives its error for the rest
+                line = line[os.write(file, line) :]
             os.fsync(file)
+        except OSError as error:
+            os.ftruncate(file, size)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         finally:
             os.close(file)
+        self.rows[key] = row
 
 
 def digest(*values: Any) -> str:

@@ -48,7 +48,7 @@ def replace_generate(model: Any, kind: type[DraftingGenerate]) -> AbstractContex
     if type(before) is kind:
         return nullcontext(model)
     base.generate = kind(base, before.before if isinstance(before, DraftingGenerate) else before)
-    return _Undone(model)
+    return _Undone(model, before)
 
 
 def unpatch(model: Any) -> None:
@@ -68,16 +68,20 @@ def _base_of(model: Any) -> Any:
 
 
 class _Undone(AbstractContextManager[Any]):
-    """Unpatches the model at the end of a block."""
+    """At the end of a block, gives the model back the generate() it had: its own, or that of another patch."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, before: Any) -> None:
+        self.model, self.before, self.placed = model, before, _base_of(model).generate
 
     def __enter__(self) -> Any:
         return self.model
 
     def __exit__(self, *error: object) -> None:
-        unpatch(self.model)
+        base = _base_of(self.model)
+        if vars(base).get("generate") is self.placed:
+            del base.generate
+            if self.before is not None:
+                base.generate = self.before
 
 
 class DraftingGenerate:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specheads
 from specheads import AdaptiveChain, Exact, Fuzzy, PromptLookup, SampledTree, chain, convert
+from specheads.compat import patch_generation
 from specheads.compat.patch import draft_arguments
 from specheads.decoding.drafters.assistant import accepted_whole
 from tests.support.prompts import BATCHES
@@ -106,6 +107,20 @@ def test_the_block_of_a_with_statement_is_patched_and_no_more(base, small):
     with pytest.raises(KeyError):
         interrupted()
     assert base.generate == before
+
+
+def test_a_block_of_another_patch_ends_in_the_patch_around_it(base, small):
+    before = base.generate
+    with specheads.patch(base):
+        outer = base.generate
+        with patch_generation(base):
+            assert base.generate is not outer
+        assert base.generate is outer
+        base.generate(IDS, assistant_model=small, fsd_div_threshold=0.1, max_new_tokens=3)
+        with patch_generation(base):
+            specheads.unpatch(base)
+        assert base.generate == before, "taken back inside the block"
+    assert base.generate == before and "generate" not in vars(base)
 
 
 def test_a_patched_model_is_copied_pickled_and_saved(base, small, tmp_path):

@@ -202,6 +202,13 @@ def test_what_torch_cannot_run_is_left_out_with_its_first_line(
     assert "No working C++ compiler found" in err.splitlines()[-1] and "Traceback" not in err
 
 
+def test_a_file_of_prompts_named_twice_is_refused_with_its_flag(shipped, questions, tmp_path, capsys):
+    again = questions.parent / "again" / ".." / questions.name
+    again.parent.parent.mkdir()
+    code, out, err = run(capsys, *asked(shipped, questions, tmp_path, "--prompts", again))
+    assert code == 2 and out == "" and f"--prompts {questions} is given twice" in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 
 from specheads.bench.limits import draw_numbers
 from specheads.bench.prompts import Prompt, held_out_prompts, package_prompts, read_prompts
-from specheads.options import refuse_unknown
+from specheads.options import OptionError, refuse_unknown
 
 HELD_OUT = "held-out files"
 THIRD_PARTY = "third-party code"
@@ -47,9 +47,12 @@ def default_sets(
 def sets_from(
     paths: Sequence[Path], tokenizer: Any, count: int | None, categories: Sequence[str] = ()
 ) -> list[PromptSet]:
-    """A set for each file, of at most `count` prompts, evenly spaced; only those of `categories` if any are given."""
+    """A set for each file, of at most `count` prompts, evenly spaced; only those of `categories` if any are given.
+    ValueError for a file named twice, whose prompts would count twice."""
     sets = []
-    names = [path.name for path in paths]
+    names, files = [path.name for path in paths], [path.resolve() for path in paths]
+    if twice := [path for path, file in zip(paths, files, strict=True) if files.count(file) > 1]:
+        raise OptionError("{prompts} is given twice; give each file once", prompts=twice[0])
     for path in paths:
         prompts = read_prompts(path)
         if categories:

@@ -202,6 +202,16 @@ def test_what_torch_cannot_run_is_left_out_with_its_first_line(
     assert "No working C++ compiler found" in err.splitlines()[-1] and "Traceback" not in err
 
 
+def test_prompts_of_other_categories_are_measured_anew(shipped, tmp_path, capsys):
+    path, found = tmp_path / "q.jsonl", []
+    for category in ("code", "math"):
+        path.write_text(json.dumps({"category": category, "prompt": "def f("}) + "\n", "utf8")
+        options = ("--batch", 1, "--temperature", 0, "--repeats", 1, "--no-plots", "--json")
+        _, out, _ = run(capsys, *asked(shipped, path, tmp_path / "out", *options, texts=["plain"]))
+        found += [one["categories"] for one in json.loads(out)["rounds"]]
+    assert found == [["code"], ["math"]]
+
+
 def test_a_file_of_prompts_named_twice_is_refused_with_its_flag(shipped, questions, tmp_path, capsys):
     again = questions.parent / "again" / ".." / questions.name
     again.parent.parent.mkdir()

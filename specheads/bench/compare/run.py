@@ -169,7 +169,7 @@ class _CellRun:
     ) -> None:  # fmt: skip
         self.cell, self.prompts, self.options, self.engine, self.results = cell, prompts, options, engine, results
         self.specs = specs
-        self.common = digest(common, str(cell), prompts.ids)
+        self.common = digest(common, str(cell), prompts.ids, prompts.categories)
         tokenizer, device = engine.models.tokenizer, engine.models.target.device
         self.queue = options.queue or cell.batch
         self.batches: list[dict[str, Any]] = [*prompt_batches.batches(tokenizer, prompts.ids, device, self.queue)]

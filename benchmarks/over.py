@@ -22,11 +22,12 @@ Cell = tuple[str, int, float]  # the prompt set, batch size, temperature
 
 
 def ratios(record: dict[str, Any], reference: str) -> dict[str, dict[Cell, tuple[float, tuple[float, float] | None]]]:
-    """By decoder, by cell: its speed over that of `reference`, and that ratio's interval.
+    """By decoder, by cell: its speed over that of `reference`, and that ratio's interval. A cell of which either was
+    left out is not there; of one that either left midway, the rounds of both count.
 
     ValueError if the run had no such decoder.
     """
-    names = list(record["rounds"][0]["decoders"])
+    names = list(dict.fromkeys(name for one in record["rounds"] for name in one["decoders"]))
     if reference not in names:
         raise ValueError(f"the run has no decoder {reference!r}; it has {', '.join(names)}")
     cells: dict[Cell, list[dict[str, Any]]] = {}
@@ -34,11 +35,16 @@ def ratios(record: dict[str, Any], reference: str) -> dict[str, dict[Cell, tuple
         cells.setdefault((one["prompts"], one["batch"], one["temperature"]), []).append(one)
     found: dict[str, dict[Cell, tuple[float, tuple[float, float] | None]]] = {name: {} for name in names}
     for cell, rounds in cells.items():
-        other = list(work_of(rounds, reference).values())
         for name in names:
-            own = list(work_of(rounds, name).values())
-            found[name][cell] = speed(own) / speed(other), ratio_interval(own, other)
+            both = [one for one in rounds if {name, reference} <= one["decoders"].keys()]
+            own, other = (list(work_of(both, decoder).values()) for decoder in (name, reference))
+            if both:
+                found[name][cell] = speed(own) / speed(other), ratio_interval(own, other)
     return found
+
+
+def _cell(ratio: float, ends: tuple[float, float] | None) -> str:
+    return f"{ratio:.2f}×" + (f" ({ends[0]:.2f}–{ends[1]:.2f})" if ends else "")
 
 
 def main() -> int:
@@ -50,16 +56,12 @@ def main() -> int:
         found = ratios(json.loads((options.folder / "bench.json").read_text("utf8")), options.reference)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    cells = [
-        f"{prompts}, batch {batch}, T = {temperature:g}" for prompts, batch, temperature in found[options.reference]
-    ]
+    cells = found[options.reference]
+    columns = [f"{prompts}, batch {batch}, T = {temperature:g}" for prompts, batch, temperature in cells]
     rows = []
     for name, by_cell in found.items():
-        shown = [
-            f"{ratio:.2f}×" + (f" ({ends[0]:.2f}–{ends[1]:.2f})" if ends else "") for ratio, ends in by_cell.values()
-        ]
-        rows.append((name, *shown))
-    print(report.markdown((f"over {options.reference}", *cells), rows))
+        rows.append((name, *(_cell(*by_cell[cell]) if cell in by_cell else "–" for cell in cells)))
+    print(report.markdown((f"over {options.reference}", *columns), rows))
     return 0
 
 

@@ -119,3 +119,11 @@ def test_gamma_by_k_has_a_line_a_gamma_and_kept_tokens_and_seconds_of_each_k():
     assert lines[2] == "| m | 3 | 30 / 36 | 3.00 | 1.00 | 30 / 36 | 3.50 | 1.00 |" and lines[3].startswith(
         "| m | 5 | 50 / 60"
     )
+
+
+def test_lossless_rules_are_drawn_at_their_measured_speed_over_the_exact_rule():
+    plots = pytest.importorskip("specheads.bench.sweep.plots")
+    block = row_of(Setting("head", "block", "chain:3"), speed_up=2.5)
+    alone = row_of(Setting("head", "block", "chain:5"), speed_up=2.5)
+    curves = plots.families([*MADE, block, alone])
+    assert [p["over_exact"] for name in curves for p in curves[name]] == [1.0, 1.25, 1.5, 0.9, 1.25, None]

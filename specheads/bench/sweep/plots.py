@@ -123,9 +123,13 @@ def require_matplotlib() -> None:
 
 def families(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
     """The rows as curves: a curve has the rows that differ only in the threshold, in its order. Plain decoding is in
-    none."""
-    shared = ("drafter", "k_matrix", "tree", "temperature", "top_k")
-    many = len({tuple(row[name] for name in shared) for row in rows if row["drafter"] != PLAIN}) > 1
+    none. over_exact: a lossy rule's own ratio; another lossless rule's over no drafts, by the exact rule's."""
+
+    def drafts(row: Row) -> tuple[Any, ...]:
+        return tuple(row[name] for name in ("drafter", "k_matrix", "tree", "temperature", "top_k"))
+
+    many = len({drafts(row) for row in rows if row["drafter"] != PLAIN}) > 1
+    exact = {drafts(row): row["speed_up"] for row in rows if row["accept"] == "exact"}
     made: dict[str, list[tuple[float, dict[str, Any]]]] = {}
     for row in rows:
         if row["drafter"] == PLAIN:
@@ -141,6 +145,9 @@ def families(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
         if many:
             parts = (row["drafter"], row["k_matrix"], row["tree"], sampling_of(row), name)
             name = " ".join(part for part in parts if part)
-        point = {**row, "over_exact": 1.0 if row["lossless"] else row["speed_up"]}
+        over, other = row["speed_up"], exact.get(drafts(row))
+        if row["lossless"]:
+            over = over / other if over and other else None
+        point = {**row, "over_exact": over}
         made.setdefault(name, []).append((threshold, point))
     return {name: [point for _, point in sorted(points, key=lambda p: p[0])] for name, points in made.items()}

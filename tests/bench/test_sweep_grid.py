@@ -3,9 +3,12 @@
 import dataclasses
 
 import pytest
+import torch
 
 from specheads.bench.sweep.drafters import Bench
 from specheads.bench.sweep.grid import Setting, Sweep, parse_numbers, read_sweep, spread
+from specheads.bench.sweep.run import common_of
+from specheads.bench.sweep.tasks import Question, Task
 from tests.support.paths import ROOT
 
 
@@ -128,3 +131,11 @@ def test_automatic_drafts_come_from_the_first_head_wherever_it_is_named(shipped)
         assert bench.drafter("auto").head is bench.drafter(head)
     bench = Bench(Sweep.from_dict({"drafters": "auto", "base": str(shipped / "base")}))
     assert bench.drafter("auto").head is None
+
+
+def test_rows_of_two_processes_are_not_those_of_one_even_with_a_thread_each(shipped, monkeypatch):
+    sweep = Sweep.from_dict({"drafters": "lookup", "base": str(shipped / "base"), "task": "prompts"})
+    bench, task = Bench(sweep), Task("prompts", [Question([5, 6], "")], 4, None)
+    for threads in (1, 12):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert len({common_of(bench, sweep, task, workers) for workers in (1, 2, 3)}) == 3

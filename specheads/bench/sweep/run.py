@@ -48,8 +48,9 @@ def common_of(bench: Bench, sweep: Sweep, task: Task, workers: int = 1) -> str:
     shared = [
         bench.identity(), prompts, answers, length, sweep.repeats, sweep.speed_prompts, sweep.clock, sweep.batch_size,
         sweep.seed, task.name, FORMAT,
-        # Workers share the threads of a CPU, and are on one GPU each.
+        # Workers share the threads of a CPU, its caches and its memory, and are on one GPU each.
         {**identify_machine(bench.base.device.type), "torch_threads": threads_of(workers)},
+        *([workers] if workers > 1 else []),
     ]  # fmt: skip
     if sweep.k_matrices:
         shared.append([sweep.leniency, sweep.notation, sweep.cost])

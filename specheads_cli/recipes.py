@@ -20,7 +20,9 @@ def recipes(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Copy it to this new file instead.")] = None,
     path: Annotated[bool, typer.Option("--path", help="Print the path of its file instead.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the list as one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the list, or the recipe and its text, as one JSON object.")
+    ] = False,
 ) -> None:
     """List the recipes that come with specheads, or print one: for train, features, sweep and accelerate launch.
 
@@ -36,7 +38,12 @@ def recipes(
         _emit_list() if as_json else _print_list()
         return
     file = shipped_recipe(name)
-    if path:
+    asked = [flag for flag, given in (("--output", output), ("--path", path), ("--json", as_json)) if given]
+    if len(asked) > 1:
+        raise ValueError(f"{' and '.join(asked)}: give one of them")
+    if as_json:
+        emit({**_entry(name), "path": str(file), "text": file.read_text("utf8")})
+    elif path:
         print(file)
     elif output is None:
         print(file.read_text("utf8"), end="")
@@ -58,5 +65,8 @@ def _print_list() -> None:
 
 
 def _emit_list() -> None:
-    names = recipe_names()
-    emit({"recipes": [{"name": name, "for": kind_of(name), "summary": summary(name)} for name in names]})
+    emit({"recipes": [_entry(name) for name in recipe_names()]})
+
+
+def _entry(name: str) -> dict[str, str]:
+    return {"name": name, "for": kind_of(name), "summary": summary(name)}

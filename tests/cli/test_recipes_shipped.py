@@ -1,5 +1,6 @@
 """Recipes by name: listed, printed, copied, and found by every command that takes one; names and options completed."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -52,6 +53,19 @@ def test_a_recipe_is_printed_copied_and_pointed_at_but_never_copied_over_a_file(
         ROOT / "recipes/accelerate/ddp.yaml"
     )
     assert "give the NAME" in run(capsys, "recipes", "--output", "other.yaml")[2]
+
+
+def test_one_recipe_as_json_has_its_text_and_two_ways_at_once_are_refused(elsewhere, capsys):
+    found = json.loads(run(capsys, "recipes", "eagle3", "--json")[1])
+    assert found["text"] == Path(found["path"]).read_text("utf8") and (found["name"], found["for"]) == (
+        "eagle3",
+        "train",
+    )
+    ways = {"--output": ["--output", "my.yaml"], "--path": ["--path"], "--json": ["--json"]}
+    for one, other in itertools.combinations(ways, 2):
+        code, out, err = run(capsys, "recipes", "eagle3", *ways[other], *ways[one])
+        assert code == 2 and not out and f"{one} and {other}: give one of them" in err
+    assert not Path("my.yaml").exists()
 
 
 def test_a_path_comes_before_a_name_and_a_folder_of_the_name_does_not_hide_it(elsewhere):

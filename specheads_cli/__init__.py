@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import typer
 
 from specheads_cli import bench, chat, decode, doctor, features, formats, measure, recipes, sweep, train, tune
-from specheads_cli.app import DEBUG, Stopped, app, flags
+from specheads_cli.app import DEBUG, OFF, Stopped, app, flags
 
 __all__ = [
     "app",
@@ -44,7 +44,7 @@ def run(args: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         message = error.format_message()
     except (ValueError, OSError, ImportError) as error:
-        if "--debug" in given or os.environ.get(DEBUG):
+        if "--debug" in given or os.environ.get(DEBUG, "").lower() not in OFF:
             raise
         if isinstance(error, OSError) and error.filename:
             message = f"{error.strerror}: {error.filename}"

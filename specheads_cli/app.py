@@ -22,6 +22,7 @@ from specheads_cli.complete import (
 )
 
 DEBUG = "SPECHEADS_DEBUG"
+OFF = ("", "0", "f", "false", "n", "no", "off")  # values with which an environment variable, as Typer reads it, is off
 
 
 class Stopped(Exception):

@@ -156,6 +156,9 @@ def test_debug_shows_the_traceback(shipped, capsys, monkeypatch):
     monkeypatch.setenv("SPECHEADS_DEBUG", "1")
     with pytest.raises(ValueError, match="unknown tree"):
         cli.run(["generate", str(shipped / "medusa"), "--prompt", "a", "--tree", "bush"])
+    for off in ("", "0", "False", "no"):
+        monkeypatch.setenv("SPECHEADS_DEBUG", off)
+        assert cli.run(["generate", str(shipped / "medusa"), "--prompt", "a", "--tree", "bush"]) == 2
 
 
 def test_a_shipped_head_where_none_are_is_told_of_the_demo(tmp_path, monkeypatch, capsys):

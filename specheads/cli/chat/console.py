@@ -22,6 +22,7 @@ from specheads.cli.chat.settings import COMMANDS
 from specheads.cli.chat.steps import Watched
 from specheads.models.named import describe_drafter
 from specheads.options import nearest, reason, shortened
+from specheads_cli.app import DEBUG, OFF
 
 FAILURES = (ValueError, OSError, torch.OutOfMemoryError)
 
@@ -69,9 +70,9 @@ class Console:
             except FAILURES as error:
                 self._fail(" ".join(str(error).split()))
             except Exception as error:  # an error must not cost the user the loaded models
-                if os.environ.get("SPECHEADS_DEBUG"):
+                if os.environ.get(DEBUG, "").lower() not in OFF:
                     raise
-                self._fail(f"{type(error).__name__}: {reason(error)} (SPECHEADS_DEBUG=1 shows where)")
+                self._fail(f"{type(error).__name__}: {reason(error)} ({DEBUG}=1 shows where)")
 
     def _completions(self, line: str) -> list[str]:
         return completions(line, self.session.models.names())

@@ -233,9 +233,7 @@ class _CellRun:
     def _leave_out(self, name: str, error: Exception) -> None:
         """It runs no further in this cell. Without the reference there is nothing to compare with: that is an error."""
         why = " ".join(str(error).split())
-        if not isinstance(
-            error, ValueError
-        ):  # of torch's own, as without a compiler or memory, the first line says why
+        if isinstance(error, RuntimeError):  # torch's own, as without a compiler or memory: its first line says why
             why = reason(str(error).strip().partition("\n")[0]) or type(error).__name__
         if name == self.options.reference:
             if isinstance(error, ValueError):

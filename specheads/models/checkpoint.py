@@ -146,6 +146,7 @@ def load(
         recorded, head = foreign.read_head(base, allow_nonfinite)
         return LoadedParts(recorded, base, in_dtype(head, base.dtype if follows_base else wanted_dtype))
     saved = read(source, **hub)
+    in_memory = not (base is None or isinstance(base, str | os.PathLike))
     if allow_nonfinite:  # of the head alone: with such adapters the decoded model would write no text
         refuse_nonfinite(source, adapter_tensors(saved.tensors), allowable=False)
     else:
@@ -176,6 +177,11 @@ def load(
         except CheckpointError:
             detach(base)
             raise
+        if in_memory:
+            logger.warning(
+                "%s was trained together with adapters of its base: they are part of the %s given in memory from now "
+                "on, whose own text changes", source, type(base).__name__,
+            )  # fmt: skip
     head = build_head(saved.head, base)
     device = next(head.parameters()).device
     # Copied, since a tensor of a safetensors file is a view of the file, which may be written to later.
@@ -221,8 +227,8 @@ def restore_adapters(base: PreTrainedModel, tensors: dict[str, Tensor], dtype: t
 def check_base(config: SpecConfig, own: dict[str, Any], source: Any) -> None:
     """Compare the fingerprint `own` of a base with the one that the head was trained for.
 
-    CheckpointError if sizes differ. A warning if only weights differ, as in a fine-tune: the text is right, but fewer
-    drafts are accepted."""
+    CheckpointError if sizes differ. A warning if only weights differ, as in a fine-tune: the text is right (with
+    adapters it is another), but fewer drafts are accepted."""
     of_head = {name: config.head[name] for name in ("hidden_size", "vocab_size") if config.head.get(name)}
     recorded = {**of_head, **config.base_fingerprint}
     weights = recorded.pop("weights", None)
@@ -235,9 +241,10 @@ def check_base(config: SpecConfig, own: dict[str, Any], source: Any) -> None:
         named = f" ({shortened(config.base_model_name_or_path)})" if config.base_model_name_or_path else ""
         raise CheckpointError(f"{source} was trained for another base{named}: {', '.join(differing[:12])}")
     if weights_differ(weights, own["weights"]):
+        text = "the text will be right, but" if config.joint is None else "its adapters were not made for it, and"
         logger.warning(
-            "%s was trained for %s, whose weights differ from this base's: the text will be right, but fewer drafts "
-            "will be accepted than its card says", source, shortened(config.base_model_name_or_path or "another base"),
+            "%s was trained for %s, whose weights differ from this base's: %s fewer drafts will be accepted than its "
+            "card says", source, shortened(config.base_model_name_or_path or "another base"), text,
         )  # fmt: skip
 
 

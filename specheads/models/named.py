@@ -21,7 +21,9 @@ from specheads.models.base.quantized import quantization
 from specheads.models.config import SpecConfig
 from specheads.models.convert import load_head
 from specheads.models.costs import auto_drafter
+from specheads.models.files import CheckpointError
 from specheads.models.formats.importing import find_foreign
+from specheads.models.saved_head import read
 from specheads.models.spec_model import SpecModel
 from specheads.options import nearest, shown
 
@@ -117,6 +119,7 @@ class Models:
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{error}; without a checkpoint: {', '.join(known)}") from error
         if is_head:
+            refuse_adapters(name)
             return load_head(self.target, name, dtype=self.target.dtype).head
         return self.draft_model(name)
 
@@ -134,6 +137,15 @@ def holds_head(source: str) -> bool:
     except OSError:
         return True
     return isinstance(config, SpecConfig)
+
+
+def refuse_adapters(source: str) -> None:
+    """CheckpointError for a head with adapters of its base (Medusa-2): beside another target they would change it."""
+    if find_foreign(source, hub_options(source)) is None and read(source, **hub_options(source)).config.joint:
+        raise CheckpointError(
+            f"{source} was trained together with adapters of its base, which would change the text of the target; "
+            "start with it as MODEL, then the adapted base is the target"
+        )
 
 
 def quantized_options(quantize: str | None, dtype: torch.dtype | None, place: torch.device) -> dict[str, Any]:

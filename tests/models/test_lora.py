@@ -9,11 +9,13 @@ import torch
 from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from specheads.data.datasets import Collator
 from specheads.models.base.lora import JointConfig, adapters
-from specheads.models.convert import convert
+from specheads.models.convert import convert, load_head
 from specheads.models.files import CheckpointError
+from specheads.models.named import Models
 from specheads.models.spec_model import SpecModel
 from specheads.training.recipe.recipe import RecipeError, read_recipe
 from specheads.training.trainer.trainer import SpecTrainer, SpecTrainingArguments
@@ -129,6 +131,25 @@ def test_adapters_are_saved_restored_and_decode(tmp_path):
     ).stat().st_size
     with pytest.raises(ValueError, match="has adapters"):
         SpecModel.from_pretrained(tmp_path / "head", base=beside.base)
+
+
+def test_a_head_with_adapters_never_changes_a_target_unsaid(tmp_path, hf_log):
+    base = tiny_llama(num_hidden_layers=2)
+    base.save_pretrained(tmp_path / "base")
+    convert(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "medusa", lora=LORA, num_heads=2).save_pretrained(
+        tmp_path / "head"
+    )
+    names = list(base.state_dict())
+    with pytest.raises(CheckpointError, match=r"adapters of its base.*start with it as MODEL"):
+        Models(base, None).drafter(str(tmp_path / "head"))
+    assert list(base.state_dict()) == names, "the target was changed"
+    SpecModel.from_pretrained(tmp_path / "head")
+    assert not hf_log.messages, "the base that is loaded with the head is its own"
+    other = tiny_llama(num_hidden_layers=2, initializer_range=0.2)
+    load_head(other, tmp_path / "head")
+    differ, attached = hf_log.messages
+    assert "weights differ" in differ and "will be right" not in differ
+    assert "part of the LlamaForCausalLM given in memory from now on" in attached
 
 
 def test_adapters_that_do_not_fit_are_refused(tmp_path):

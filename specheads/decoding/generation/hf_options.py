@@ -23,7 +23,8 @@ from specheads.options import shown
 REFUSED_ARGUMENTS = (
     "assistant_model", "prompt_lookup_num_tokens", "custom_generate", "inputs_embeds", "past_key_values"
 )  # fmt: skip
-OTHER_DECODING = ("penalty_alpha", "dola_layers", "use_mtp")  # other ways of decoding, which our loop would skip
+# Other ways of decoding, which our loop would skip.
+OTHER_DECODING = ("penalty_alpha", "dola_layers", "use_mtp", "force_words_ids", "constraints")
 REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 
 

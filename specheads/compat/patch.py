@@ -13,6 +13,7 @@ from specheads.decoding.acceptance import Fuzzy, fuzzy_from
 from specheads.decoding.drafters import PromptLookup
 from specheads.decoding.drafters.assistant import Assistant, AssistantOptions
 from specheads.decoding.generation.generate import generate
+from specheads.decoding.generation.hf_options import effective_config
 from specheads.decoding.target.hf_base import unwrapped
 from specheads.models.spec_model import SpecModel
 
@@ -120,7 +121,7 @@ class DraftingGenerate:
 
     def returns_dict(self, call: dict[str, Any]) -> bool:
         """Does the call, or its generation config, ask for an output object?"""
-        config = call.get("generation_config") or self.base.generation_config
+        config = effective_config(self.base, call.get("generation_config"))
         asked = call.get("return_dict_in_generate")
         return bool(config.return_dict_in_generate if asked is None else asked)
 

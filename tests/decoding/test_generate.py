@@ -91,6 +91,27 @@ def test_the_models_own_generation_config_is_the_default():
     assert out.shape[1] == BATCHES["ragged"]["input_ids"].shape[1] + 7
 
 
+def test_what_a_config_leaves_open_is_the_models_own():
+    """As transformers fills it: the own beams are searched, or refused where something drafts, and so is the rest."""
+    base, config = tiny_llama(num_hidden_layers=2), GenerationConfig(max_new_tokens=5)
+    inputs = BATCHES["one"]
+    base.generation_config.num_beams = 4
+    expected = base.generate(**inputs, generation_config=config)
+    assert torch.equal(specheads.generate(base, **inputs, generation_config=config), expected)
+    greedy = base.generate(**inputs, generation_config=config, num_beams=1)
+    assert torch.equal(
+        specheads.generate(base, **inputs, draft="lookup", generation_config=config, num_beams=1), greedy
+    )
+    prompts = inputs["input_ids"].tolist()
+    for name, value in (("num_beams", 4), ("num_return_sequences", 3), ("penalty_alpha", 0.6)):
+        base.generation_config = GenerationConfig(do_sample=name == "num_return_sequences", **{name: value})
+        with pytest.raises(ValueError, match=r"beam search|num_return_sequences=3|penalty_alpha=0.6"):
+            specheads.generate_many(base, prompts, generation_config=config)
+        if name != "num_return_sequences":
+            with pytest.raises(ValueError, match="does not combine with drafts"):
+                specheads.generate(base, **inputs, draft="lookup", generation_config=config)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -7,7 +7,13 @@ import string
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+)  # fmt: skip
 
 from tests.support.prompts import BATCHES, PAD
 from tests.support.replay_drafter import Replay, assert_same
@@ -44,6 +50,21 @@ def test_stop_strings_end_each_row_where_hugging_face_does(model, tokenizer, bat
         drafted = model.generate(**inputs, generation_config=config, tokenizer=tokenizer)
         assert torch.equal(drafted, out.sequences)
         assert config.stop_strings == [stop], "the caller's config was changed"
+
+
+@pytest.mark.parametrize("config", [None, GenerationConfig(do_sample=False), GenerationConfig(stop_strings=["ne ver"])])
+def test_stop_strings_of_the_models_own_config_count(model, tokenizer, config, monkeypatch):
+    inputs, options = BATCHES["one"], {"do_sample": False, "max_new_tokens": 24, "tokenizer": tokenizer}
+    columns = inputs["input_ids"].shape[1]
+    whole = model.base.generate(**inputs, do_sample=False, max_new_tokens=24)
+    own = copy.deepcopy(model.generation_config)
+    own.stop_strings = [tokenizer.decode(whole[0, columns + 3 : columns + 5])]
+    monkeypatch.setattr(model.base, "generation_config", own)
+    expected = model.base.generate(**inputs, **options, generation_config=config)
+    assert torch.equal(model.generate(**inputs, **options, generation_config=config), expected)
+    (many,) = model.generate_many(inputs["input_ids"].tolist(), **options, generation_config=config)
+    assert many.tokens == expected[0, columns:].tolist()
+    assert (len(many.tokens) < 24) == (config is None or config.stop_strings is None)
 
 
 def test_stop_strings_without_a_tokenizer_are_refused(model):

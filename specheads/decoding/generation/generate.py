@@ -28,6 +28,7 @@ from specheads.decoding.generation.hf_options import (
     check_divergences,
     check_draft_probs,
     check_prompts,
+    effective_config,
     refuse_arguments,
     refuse_options,
     stop_string_criteria,
@@ -93,7 +94,7 @@ def generate(
     base = unwrapped(base)
     drafts = either(draft, drafter)
     plan, rule = as_plan(tree, drafts), as_rule(accept)
-    config = generation_config or base.generation_config
+    config = effective_config(base, generation_config)
     prompts = inputs if inputs is not None else kwargs.get("input_ids")
     if drafts is None and plan is not None:
         raise ValueError("tree= says what to draft, but nothing drafts (no draft=); give one of the two")
@@ -147,12 +148,14 @@ def through_front_door(
         raise ValueError(
             "a model that trains with gradient checkpointing keeps no keys to decode with; call eval() first"
         )
-    config = generation_config or base.generation_config
+    config = effective_config(base, generation_config)
     refuse_options(kwargs, config)
-    if strings := stop_strings or config.stop_strings:
+    if strings := config.stop_strings if stop_strings is None else stop_strings:
         stopping_criteria = stop_string_criteria(strings, tokenizer, stopping_criteria)
-        if config.stop_strings:
-            generation_config = without_stop_strings(config)
+    if generation_config is not None and generation_config.stop_strings:
+        generation_config = without_stop_strings(generation_config)
+    if base.generation_config.stop_strings:
+        kwargs["stop_strings"] = None  # else transformers reads the model's own, and wants a tokenizer
     return base.generate(  # type: ignore[operator]
         inputs, generation_config=generation_config, stopping_criteria=stopping_criteria, custom_generate=run, **kwargs
     )

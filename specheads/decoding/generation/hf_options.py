@@ -152,6 +152,18 @@ def stop_string_criteria(
     return StoppingCriteriaList([*(criteria or ()), StopStringCriteria(tokenizer, strings)])
 
 
+def effective_config(base: PreTrainedModel, config: GenerationConfig | None) -> GenerationConfig:
+    """What counts where no argument says otherwise: the options of `config`, the model's own where those are None, as
+    transformers fills them."""
+    if config is None:
+        return base.generation_config
+    filled = copy.copy(config)
+    for name, value in vars(base.generation_config).items():
+        if getattr(filled, name, None) is None:
+            setattr(filled, name, value)
+    return filled
+
+
 def without_stop_strings(config: GenerationConfig) -> GenerationConfig:
     """A copy of the config without stop strings, for which generate() itself would want a tokenizer."""
     config = copy.deepcopy(config)

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from specheads.decoding.generation.context_limits import base_length
-from specheads.decoding.generation.hf_options import refuse_arguments, stop_string_criteria, without_stop_strings
+from specheads.decoding.generation.hf_options import effective_config, refuse_arguments, stop_string_criteria
 from specheads.options import shown
 
 # What says how one prompt's text is returned, or how many there are.
@@ -27,7 +27,7 @@ def require_list(prompts: Any) -> Iterable[Any]:
 def refuse_many_options(base: PreTrainedModel, options: Mapping[str, Any]) -> None:
     """ValueError for options that have no meaning for many prompts."""
     refuse_arguments(options)
-    config = options.get("generation_config") or base.generation_config
+    config = effective_config(base, options.get("generation_config"))
     for name in REFUSED:
         value = options.get(name)
         if value is None or value is False:
@@ -67,13 +67,12 @@ def options_of(index: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def with_stop_strings(base: PreTrainedModel, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """The options with their stop strings as a criterion: it reads the whole vocabulary, so it is made once."""
-    config = options.get("generation_config") or base.generation_config
-    strings = options.get("stop_strings") or config.stop_strings
+    config = effective_config(base, options.get("generation_config"))
+    strings = config.stop_strings if options.get("stop_strings") is None else options["stop_strings"]
     if not strings:
         return options
     criteria = stop_string_criteria(strings, tokenizer, options.get("stopping_criteria"))
-    config = without_stop_strings(config)
-    return {**options, "stop_strings": None, "stopping_criteria": criteria, "generation_config": config}
+    return {**options, "stop_strings": (), "stopping_criteria": criteria}
 
 
 def encode_prompt(
@@ -94,7 +93,7 @@ def encode_prompt(
         raise ValueError(f"prompt {index} holds id {wrong}, and the model has embeddings for 0 to {len(weight) - 1}")
     if base.config.is_encoder_decoder:
         return list(ids)
-    config = options.get("generation_config") or base.generation_config
+    config = effective_config(base, options.get("generation_config"))
     most = options.get("max_length") or (
         config.max_length if config.max_length != GenerationConfig().max_length else None
     )

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as hf_logging
 
-from specheads.heads import HEADS, HeadConfig
+from specheads.heads import HEADS, DraftHead, HeadConfig
 from specheads.heads.vocabulary import draft_offsets
 from specheads.hub import did_you_mean, may_be_repository
 from specheads.hub import options as hub_options
@@ -42,6 +42,15 @@ def head_tensors(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 def adapter_tensors(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """The adapters' part, `base.…lora_…`, likewise."""
     return {name: t.detach().to("cpu").contiguous() for name, t in state_dict.items() if is_adapter(name)}
+
+
+def head_of(state_dict: dict[str, Tensor], config: HeadConfig) -> DraftHead:
+    """A head with these options and the tensors of a SpecModel's state dict, to describe, not to draft with."""
+    with torch.device("meta"):
+        head = HEADS[config.kind](config)
+    tensors = {name.removeprefix("head."): t for name, t in head_tensors(state_dict).items()}
+    head.load_state_dict(tensors, strict=True, assign=True)
+    return head
 
 
 def state_dict_mismatches(tensors: dict[str, Tensor], config: HeadConfig) -> str:

@@ -30,6 +30,7 @@ from specheads.models.config import SpecConfig
 from specheads.models.costs import auto_drafter
 from specheads.models.files import is_local
 from specheads.models.formats.export.exporting import export
+from specheads.models.saved_head import head_of
 
 
 @dataclass
@@ -320,30 +321,34 @@ class SpecModel(PreTrainedModel):
         if is_main_process:
             self._write(save_directory, state_dict)
             if push_to_hub:
-                self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **{"run": save_directory, **kwargs})
+                repo_id = kwargs.pop("repo_id", Path(save_directory).name)
+                self.push_to_hub(repo_id, state_dict=state_dict, **{"run": save_directory, **kwargs})
 
     def _write(self, directory: Any, state_dict: dict[str, Tensor] | None = None) -> None:
         own = self.head_state_dict()
         checkpoint.save(directory, self.config, self.head.config, own if state_dict is None else state_dict, own)
 
     def push_to_hub(  # type: ignore[override]
-        self, repo_id: str, *, run: Any = None, license: str | None = None, **options: Any
-    ) -> str:
+        self, repo_id: str, *, run: Any = None, license: str | None = None,
+        state_dict: dict[str, Tensor] | None = None, **options: Any,
+    ) -> str:  # fmt: skip
         """Upload the head with a model card written from its run: figures, recipe, curves, how to serve it elsewhere.
 
-        run: the folder of the training run (default: where the head was loaded from). license: of the head. options:
-        commit_message, private, token, revision, create_pr. A card that is already on the hub is not replaced. A base
-        that is a folder of this machine is not named: whoever loads the head passes base=.
+        run: the folder of the training run (default: where the head was loaded from). license: of the head. state_dict:
+        as in `save_pretrained`. options: commit_message, private, token, revision, create_pr. A card that is already on
+        the hub is not replaced. A base that is a folder of this machine is not named: whoever loads the head passes
+        base=.
         """
         with tempfile.TemporaryDirectory() as temporary:
             folder, named = Path(temporary), self.config.base_model_name_or_path
             try:
                 if named and is_local(named):
                     self.config.base_model_name_or_path = None
-                self._write(folder)
+                self._write(folder, state_dict)
             finally:
                 self.config.base_model_name_or_path = named
-            card.write(folder, self.config, self.base, self.head, run, repo_id=repo_id, license=license)
+            head = self.head if state_dict is None else head_of(state_dict, self.head.config)
+            card.write(folder, self.config, self.base, head, run, repo_id=repo_id, license=license)
             return upload(folder, repo_id, **options)
 
     def export(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load
 
 from specheads import CheckpointError, load_head
 from tests.support.heads_on_disk import FILES, contents, same, state, trained
@@ -153,3 +154,25 @@ def test_pushing_uploads_the_heads_files_alone(named, tmp_path, monkeypatch, by)
         assert same(load_head(named, tmp_path / "my-head"), model)
     [(repo_id, files, token)] = uploads
     assert (repo_id, set(files), token) == ("someone/my-head", FILES | {"README.md"}, "secret")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_gathered_state_dict_is_what_is_uploaded(named, tmp_path, monkeypatch, sharded):
+    """The card as well is of the whole head, not of what a launcher leaves in memory."""
+    model, uploads = trained(named, "eagle"), []
+    gathered = {name: t + 1 for name, t in state(model).items()}
+    size = sum(p.numel() for p in model.head.parameters())
+    if sharded:
+        for parameter in model.head.parameters():
+            parameter.data = torch.empty(0)
+
+    def upload(folder, repo_id, **options):
+        uploads.append((repo_id, options, contents(folder)))
+
+    monkeypatch.setattr("specheads.models.spec_model.upload", upload)
+    model.save_pretrained(tmp_path / "out", state_dict=gathered, push_to_hub=True, private=True)
+    [(repo_id, options, files)] = uploads
+    assert (repo_id, options) == ("out", {"private": True})
+    there, here = load(files["model.safetensors"]), load((tmp_path / "out" / "model.safetensors").read_bytes())
+    assert all(torch.equal(there[name], t) and torch.equal(here[name], t) for name, t in gathered.items())
+    assert f" {size / 1e6:.2f}M parameters" in (card := files["README.md"].decode()) and "--to vllm" in card

@@ -80,6 +80,7 @@ def save(
     _refuse_other_models(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = config.to_diff_dict()
+    written["head"] = head.to_dict()  # as it is in memory now
     written["base_model_name_or_path"] = make_portable(config.base_model_name_or_path, folder)
     _write(folder, written, tensors)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load
@@ -24,6 +26,15 @@ def test_saving_leaves_other_files_alone(named, tmp_path):
         tmp_path / "optimizer.pt"
     ).read_bytes() == b"state"
     assert {p.name for p in tmp_path.iterdir()} == FILES | {"trainer_state.json", "optimizer.pt", "global_step1"}
+
+
+def test_options_changed_in_memory_are_saved(named, tmp_path):
+    model = trained(named, "eagle3")
+    model.head.config = replace(model.head.config, draft_depth=2, loss="tv")
+    model.save_pretrained(tmp_path)
+    again = load_head(named, tmp_path)
+    assert (again.head.config.draft_depth, again.head.config.loss) == (2, "tv")
+    assert again.head.config == model.head.config and same(again, model)
 
 
 def test_saving_makes_parent_folders_and_refuses_a_file(named, tmp_path):

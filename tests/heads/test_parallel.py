@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from specheads import AdaptiveChain, BestFirstTree, UnsupportedModel, chain, convert
 from specheads.data.datasets import Collator, pack
@@ -13,6 +14,7 @@ from specheads.heads.starts.anchors import AnchoredBlocks
 from tests.reference.slow_heads import rows, slow_block, slow_parallel, slow_slot, spec_model, taps
 from tests.support.families import FAMILIES, build
 from tests.support.prompts import PROMPTS, padded
+from tests.support.tiny_models import tiny_llama
 
 
 def batch_of(*lengths):
@@ -204,7 +206,19 @@ def test_taps_are_spread_evenly_and_fit_small_bases():
 def test_a_base_that_caps_its_logits_gets_no_draft_vocabulary():
     base = build(*FAMILIES["Gemma-2"])
     convert(base, "parallel")
-    with pytest.raises(UnsupportedModel, match="scales or caps its logits"):
+    with pytest.raises(UnsupportedModel, match="scales, caps or shifts its logits"):
+        convert(base, "parallel", draft_vocab_size=20)
+
+
+@pytest.mark.parametrize("by", ["bias", "adapter"])
+def test_nor_does_one_whose_logits_are_more_than_its_output_rows(by):
+    base = build(*FAMILIES["Phi"]) if by == "bias" else tiny_llama(num_hidden_layers=2)
+    if by == "adapter":
+        base.add_adapter(LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+    else:
+        torch.nn.init.normal_(base.get_output_embeddings().bias)
+    convert(base, "parallel")
+    with pytest.raises(UnsupportedModel, match=r"shifts its logits \(a bias, an adapter\)"):
         convert(base, "parallel", draft_vocab_size=20)
 
 

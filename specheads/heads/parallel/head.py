@@ -94,10 +94,10 @@ class ParallelHead(DraftVocabulary):
         output = base.get_output_embeddings()
         if self.narrow and not output.weight.is_meta:
             probe = torch.randn(4, output.weight.shape[-1], device=output.weight.device, dtype=output.weight.dtype)
-            if not torch.allclose(output(probe), logits_of(base, probe)):
+            if not torch.allclose(F.linear(probe, output.weight), logits_of(base, probe)):
                 raise UnsupportedModel(
-                    f"{type(base).__name__} scales or caps its logits, which a draft vocabulary's rows alone do "
-                    "not; leave draft_vocab_size out"
+                    f"{type(base).__name__} scales, caps or shifts its logits (a bias, an adapter), which a draft "
+                    "vocabulary's rows alone do not; leave draft_vocab_size out"
                 )
 
     def copy_frozen_weights(self, base: Any) -> None:

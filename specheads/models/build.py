@@ -26,6 +26,8 @@ def build_spec_config(config: HeadConfig, base: PreTrainedModel) -> SpecConfig:
     """The checkpoint config of a head with these (complete) options beside `base`."""
     name = getattr(base, "name_or_path", None) or None
     # Absolute from here on: by the time of saving the process may be in another directory.
-    return SpecConfig.of(
+    described = SpecConfig.of(
         config, name and absolute(name), commit_of(base), fingerprint_base(base), quantization_of(base)
     )
+    described.base_class = type(base).__name__
+    return described

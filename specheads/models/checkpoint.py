@@ -162,6 +162,7 @@ def load(
     recorded.base_model_name_or_path = named and absolute(named)
     recorded.base_revision = commit_of(base) or (recorded.base_revision if as_recorded else None)
     recorded.base_fingerprint = fingerprint_base(base)
+    recorded.base_class = type(base).__name__
     recorded.base_quantization = quantization_of(base)
     recorded.name_or_path = str(source)
     if recorded.joint is not None:
@@ -278,7 +279,7 @@ def _load_base(
         options = hub_options(name, **shared) | shared
         if base is None and "quantization_config" not in kwargs:
             kwargs |= quantization_options(config.base_quantization, name, **revision, **options)
-        return load_language_model(name, **revision, **options, **kwargs)
+        return load_language_model(name, class_name=config.base_class, **revision, **options, **kwargs)
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) and base is not None:
             raise  # it is about the arguments, not about a file

@@ -12,8 +12,9 @@ from specheads.heads import HEADS, HeadConfig, head_kind
 class SpecConfig(PreTrainedConfig):
     """The head's options, and the base it was trained for.
 
-    base_quantization: how that base was quantised. joint: options of the adapters that were trained with the head, if
-    any. trained_length: tokens of the longest text it was trained on (None: not recorded)."""
+    base_class: the class of that base (None: not recorded). base_quantization: how it was quantised. joint: options of
+    the adapters that were trained with the head, if any. trained_length: tokens of the longest text it was trained on
+    (None: not recorded)."""
 
     model_type = "specheads"
 
@@ -26,6 +27,7 @@ class SpecConfig(PreTrainedConfig):
         joint: dict[str, Any] | None = None,
         base_quantization: dict[str, Any] | None = None,
         trained_length: int | None = None,
+        base_class: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -36,6 +38,7 @@ class SpecConfig(PreTrainedConfig):
         self.joint = joint
         self.base_quantization = base_quantization
         self.trained_length = trained_length
+        self.base_class = base_class
 
     @classmethod
     def of(

@@ -122,7 +122,7 @@ def _read(source: Any, hub: dict[str, Any]) -> SavedHead:
     stored = beside if text is None else _agreed(_parsed(text, f"the header of {weights}"), beside, source)
     if stored is None:
         raise CheckpointError(f"{source} has no {CONFIG}, and no config in the header of {WEIGHTS}")
-    known = {name: stored.get(name) or None for name in (*_TABLES, *_NAMES, "trained_length")}
+    known = {name: stored.get(name) or None for name in (*_TABLES, *_NAMES, "trained_length", "base_class")}
     config = SpecConfig(**known, architectures=["SpecModel"])
     try:
         head = config.head_config()

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from specheads import CheckpointError, SpecModel, convert, load_head
 from specheads.models import checkpoint
 from specheads.models.base.fingerprint import differences
+from tests.support.families import DELTA
 from tests.support.heads_on_disk import edit_config, same, trained
 from tests.support.tiny_models import tiny_llama, with_adapter
 
@@ -177,3 +179,41 @@ def test_fingerprints_differ_in_what_both_know_alone():
     assert differences(own, {**own, "vocab_size": 98, "weights": "cd"}) == ["vocab_size", "weights"]
     assert differences(own, {"vocab_size": None, "weights": "float16:cd"}) == []
     assert differences(own, {}) == differences({}, own) == []
+
+
+def seeing(name):
+    """A tiny random model that reads images too, of a config that names no other class (Llava) or one without them."""
+    torch.manual_seed(0)
+    if name == "Llava":
+        tower = transformers.CLIPVisionConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8,
+            patch_size=4, projection_dim=8,
+        )  # fmt: skip
+        text = tiny_llama(num_hidden_layers=2).config
+        config = transformers.LlavaConfig(vision_config=tower, text_config=text, image_token_index=96)
+        return transformers.LlavaForConditionalGeneration(config).eval()
+    text = {
+        **DELTA, "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    }  # fmt: skip
+    tower = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
+             "num_position_embeddings": 16, "patch_size": 4}  # fmt: skip
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=tower)
+    return transformers.Qwen3_5ForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize("name", ["Llava", "Qwen3.5"])
+def test_a_base_that_reads_images_is_found_again_by_name(name, tmp_path, hf_log):
+    seeing(name).save_pretrained(tmp_path / "base")
+    base = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
+    model = trained(base, "medusa")
+    model.save_pretrained(tmp_path / "head")
+    for given in (None, tmp_path / "base"):
+        again = SpecModel.from_pretrained(tmp_path / "head", base=given)
+        assert type(again.base) is type(base) and same(again, model)
+    assert not any("weights differ" in message for message in hf_log.messages)
+    edit_config(tmp_path / "head", base_class=None)  # as saved by earlier versions
+    earlier = SpecModel.from_pretrained(tmp_path / "head").base
+    assert type(earlier) is (type(base) if name == "Llava" else transformers.Qwen3_5ForCausalLM)
+    assert type(convert(tmp_path / "base", "medusa").base) is type(earlier)

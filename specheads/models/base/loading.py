@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as hf_logging
 
 from specheads.hub import record_commit
@@ -20,17 +27,20 @@ _LOCATION = (
 )  # fmt: skip
 
 
-def load_language_model(name: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
-    """A decoder-only model or an encoder-decoder, by its config, from a folder or hub id.
+def load_language_model(
+    name: str | os.PathLike[str], *, class_name: str | None = None, **options: Any
+) -> PreTrainedModel:
+    """A decoder-only model, one with images or an encoder-decoder, by its config, from a folder or hub id.
 
-    options: of from_pretrained(). ValueError for a model of another kind; OSError if there is none.
+    class_name: the class of the model, where its config alone names two, with images and without. options: of
+    from_pretrained(). ValueError for a model of another kind; OSError if there is none.
     """
     location = {key: options[key] for key in _LOCATION if key in options}
     try:
         config = load_config(name, **location)
     except OSError:  # an adapter's folder has no config; transformers loads its base
         return AutoModelForCausalLM.from_pretrained(name, **options)
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    auto = auto_class(config, class_name)
     if type(config) not in auto._model_mapping and not getattr(config, "auto_map", None):
         raise ValueError(
             f"{name} holds a {config.model_type} model; expected a decoder-only language model or a text-to-text "
@@ -40,6 +50,18 @@ def load_language_model(name: str | os.PathLike[str], **options: Any) -> PreTrai
     location.pop("trust_remote_code", None)
     record_commit(model, **location)
     return model
+
+
+def auto_class(config: PreTrainedConfig, class_name: str | None = None) -> Any:
+    """The Auto class for this config. One with images is taken where there is none without, or for its class_name."""
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    with_images: Any = AutoModelForImageTextToText._model_mapping
+    if type(config) in with_images and (
+        type(config) not in AutoModelForCausalLM._model_mapping or with_images[type(config)].__name__ == class_name
+    ):
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def load_config(name: str | os.PathLike[str], **options: Any) -> PreTrainedConfig:

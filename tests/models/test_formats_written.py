@@ -13,7 +13,7 @@ from specheads.models.formats import ENGINES
 from specheads.models.formats.export.exporting import engines_for
 from tests.reference import foreign
 from tests.support.export_files import CUSTOM, EAGLE3, config_of, imported, made, tensors_in
-from tests.support.tiny_models import tiny_llama
+from tests.support.tiny_models import tiny_llama, with_adapter
 
 
 @pytest.mark.parametrize("to", EAGLE3)
@@ -99,8 +99,10 @@ def test_what_a_format_cannot_hold_is_refused_with_the_reason_and_what_can(to, k
     assert not list(tmp_path.iterdir())
 
 
-def test_a_head_with_adapters_on_its_base_is_not_exported_without_them(tmp_path):
-    model = convert(tiny_llama(), "eagle3", lora={"r": 2, "lora_alpha": 4}, draft_vocab_size=40)
+@pytest.mark.parametrize("by", ["lora", "peft"])
+def test_a_head_with_adapters_on_its_base_is_not_exported_without_them(by, tmp_path):
+    base, options = (tiny_llama(), {"lora": {"r": 2, "lora_alpha": 4}}) if by == "lora" else (with_adapter(), {})
+    model = convert(base, "eagle3", draft_vocab_size=40, **options)
     assert engines_for(model.config, model.base, model.head) == []
     with pytest.raises(CheckpointError, match="merge the adapters into the base, save it, and put the head beside"):
         model.export(tmp_path / "out", "vllm")

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from specheads.heads import DraftHead
 from specheads.models.base.loading import as_dtype
+from specheads.models.base.lora import adapters
 from specheads.models.config import SpecConfig
 from specheads.models.files import CONFIG, DTYPES, CheckpointError, absolute, refuse_nonempty
 from specheads.models.formats import FORMATS
@@ -91,9 +92,9 @@ def form_for(config: SpecConfig, base: PreTrainedModel, head: DraftHead, to: str
     """The format that holds this head for that engine. ValueError if there is no such engine, CheckpointError if none
     of its formats can hold the head."""
     refuse_unknown([to], sorted({form.engine for form in FORMATS}), what="format to export to")
-    if config.joint is not None:
+    if has_adapters(config, base):
         raise CheckpointError(
-            "this head was trained together with adapters of its base, which no format holds; merge the adapters into "
+            "this head was trained with adapters of its base, which no format holds; merge the adapters into "
             "the base, save it, and put the head beside that base"
         )
     able = engines_for(config, base, head)
@@ -109,9 +110,14 @@ def form_for(config: SpecConfig, base: PreTrainedModel, head: DraftHead, to: str
     raise CheckpointError("; ".join([*reasons, nearest]))
 
 
+def has_adapters(config: SpecConfig, base: PreTrainedModel) -> bool:
+    """Does the base compute with adapters, trained with the head or on it already?"""
+    return config.joint is not None or bool(adapters(base))
+
+
 def engines_for(config: SpecConfig, base: PreTrainedModel, head: DraftHead) -> list[str]:
     """The engines whose formats can hold this head; none if its base has adapters, which no format holds."""
-    if config.joint is not None:
+    if has_adapters(config, base):
         return []
     tensors = head_tensors(head)
     forms = [form for form in FORMATS if form.kind == head.config.kind]

@@ -245,9 +245,10 @@ def test_one_beam_and_false_flags_are_no_reason_to_refuse(model):
     model.generate(**BATCHES["one"], max_new_tokens=3, num_beams=1, output_attentions=False, assistant_model=None)
 
 
-def test_an_unknown_option_is_refused_by_name(model):
-    with pytest.raises(ValueError, match="max_new_token"):
-        model.generate(**BATCHES["one"], max_new_token=3)
+@pytest.mark.parametrize("name", ["max_new_token", "plan", "stream", "divergences", "compiled", "source_ids"])
+def test_an_unknown_option_is_refused_by_name(model, name):
+    with pytest.raises(ValueError, match=f"not used by the model: .'{name}'"):
+        model.generate(**BATCHES["one"], **{name: 3}, draft="lookup", max_new_tokens=3)
 
 
 # --- Prompts ---

@@ -113,17 +113,24 @@ def generate(
         beam_search: Any = base.generate
         search = partial(beam_search, inputs, generation_config, stopping_criteria=stopping_criteria, **options)
         return _run_seeded(search, seed)
-    run = partial(
-        _run,
-        drafter=drafts,
-        plan=plan,
-        accept=rule,
-        seed=seed,
-        source_ids=prompts if base.config.is_encoder_decoder else None,
-        stream=streamer,
-        divergences=output_divergences,
-        compiled=compiled_steps(base, compile) if compile else None,
-    )
+    compiled = compiled_steps(base, compile) if compile else None
+
+    def run(base: PreTrainedModel, input_ids: Tensor, **model_kwargs: Any) -> Any:
+        # transformers takes any other parameter's name for an argument of generate(), so there is none.
+        return _run(
+            base,
+            input_ids,
+            drafter=drafts,
+            plan=plan,
+            accept=rule,
+            seed=seed,
+            source_ids=prompts if base.config.is_encoder_decoder else None,
+            stream=streamer,
+            divergences=output_divergences,
+            compiled=compiled,
+            **model_kwargs,
+        )
+
     if streamer is not None:
         kwargs["streamer"] = streamer
     return through_front_door(

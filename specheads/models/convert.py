@@ -48,7 +48,9 @@ def convert(
             "the base's output matrix is quantised, and heads need its values: load the base with "
             "llm_int8_skip_modules=['lm_head']"
         )
-    config = head_config(head, options).with_base_defaults(text_config(base))
+    config = head_config(head, options)
+    refuse_other_sizes(config, text_config(base))
+    config = config.with_base_defaults(text_config(base))
     module = build_head(config, base)
     module.refuse_unfit(base.eval())
     module.copy_frozen_weights(base)
@@ -63,6 +65,14 @@ def convert(
     model = SpecModel(described, base, module)
     mark_frozen(base)
     return model
+
+
+def refuse_other_sizes(config: HeadConfig, base_config: Any) -> None:
+    """ValueError for a head config that has sizes of another base."""
+    for name in ("hidden_size", "vocab_size"):
+        given, own = getattr(config, name), getattr(base_config, name)
+        if given not in (None, own):
+            raise ValueError(f"{config.kind} head option {name}={given} is not the base's, {own}; leave it out")
 
 
 def load_head(base: PreTrainedModel, directory: Any, **kwargs: Any) -> SpecModel:

@@ -89,6 +89,17 @@ def test_a_wrong_head_is_refused_with_what_would_be_right(base, head, options, m
 # --- the base ---
 
 
+@pytest.mark.parametrize("size", [{"hidden_size": 48}, {"vocab_size": 61}])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_config_of_another_bases_sizes_is_refused(base, head, size):
+    config = convert(base, head).head.config
+    [(name, value)] = size.items()
+    with pytest.raises(
+        ValueError, match=f"{head} head option {name}={getattr(config, name)} is not the base's, {value}"
+    ):
+        convert(tiny_llama(**size), config)
+
+
 def test_converting_twice_is_refused(base):
     with pytest.raises(ValueError, match=r"already has a head; convert\(model.base"):
         convert(convert(base, "medusa"), "eagle")

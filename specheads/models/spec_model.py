@@ -274,9 +274,12 @@ class SpecModel(PreTrainedModel):
         chosen = draft if drafter is None else drafter
         if not (isinstance(chosen, str) and chosen.partition(":")[0] == "auto"):
             return as_drafter(chosen, self.head)
-        if options.get("tree") is not None or options.get("accept") is not None:
-            return self.head
-        return auto_drafter(self.base, self.head, chosen.partition(":")[2] or None)
+        costs = chosen.partition(":")[2] or None
+        if options.get("tree") is None and options.get("accept") is None:
+            return auto_drafter(self.base, self.head, costs)
+        if costs is not None:
+            auto_drafter(self.base, self.head, costs)  # an error where there is no such file
+        return self.head
 
     def gradient_checkpointing_enable(  # type: ignore[override]
         self,

@@ -94,6 +94,12 @@ def test_it_is_the_default_and_a_tree_or_a_rule_asks_for_the_head(heads, hf_log,
     assert drafts() == drafts(draft=AutoDrafter(model.head, FREE)) != default
 
 
+@pytest.mark.parametrize("asked", [{}, {"tree": chain(2)}, {"accept": "typical"}])
+def test_a_missing_file_of_costs_is_an_error_whatever_else_is_asked_for(heads, asked):
+    with pytest.raises(FileNotFoundError, match=r"absent\.json"):
+        heads["medusa"].generate(**PROMPTS, draft="auto:absent.json", max_new_tokens=3, **asked)
+
+
 def test_an_encoder_decoder_drafts_copies():
     base = tiny_t5()
     options = {**ONE, "max_new_tokens": 30, "do_sample": False}

@@ -231,6 +231,7 @@ class SpecModel(PreTrainedModel):
     def generate(
         self,
         inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
         *,
         draft: Drafter | str | bool | None = "auto",
         drafter: Drafter | str | None = None,
@@ -251,7 +252,7 @@ class SpecModel(PreTrainedModel):
         """
         compile = self.compiles if compile is None else compile
         found = self._choose_drafter(draft, drafter, kwargs)
-        return generate(self.base, inputs, draft=found, compile=compile, **kwargs)
+        return generate(self.base, inputs, generation_config, draft=found, compile=compile, **kwargs)
 
     def generate_many(
         self,

@@ -76,6 +76,10 @@ def test_a_generation_config_counts_as_given_and_is_not_changed(model):
     before = config.to_dict()
     expected = model.base.generate(**inputs, generation_config=config)
     assert torch.equal(model.generate(**inputs, generation_config=config), expected)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    for drafted in (model.generate(ids, config, attention_mask=mask),
+                    specheads.generate(model.base, ids, config, draft="lookup", attention_mask=mask)):  # fmt: skip
+        assert torch.equal(drafted, expected), "as the second positional argument"
     out = model.generate(**inputs, generation_config=config, max_new_tokens=4)
     assert torch.equal(out, model.base.generate(**inputs, generation_config=config, max_new_tokens=4))
     assert config.to_dict() == before

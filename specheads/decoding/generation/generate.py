@@ -54,6 +54,7 @@ from specheads.decoding.target.seq2seq import Source, make_target, refuse_branch
 def generate(
     base: PreTrainedModel,
     inputs: Tensor | None = None,
+    generation_config: GenerationConfig | None = None,
     *,
     draft: Drafter | str | bool | None = None,
     drafter: Drafter | str | None = None,
@@ -62,7 +63,6 @@ def generate(
     seed: int | Sequence[int] | None = None,
     output_divergences: bool = False,
     compile: bool | str = False,
-    generation_config: GenerationConfig | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     streamer: BaseStreamer | None = None,
     tokenizer: Any = None,

@@ -17,7 +17,7 @@ from specheads.heads import DraftHead
 from specheads.hub import may_be_repository
 from specheads.models.config import SpecConfig
 from specheads.models.formats.export.exporting import engines_for
-from specheads.models.run_files import CURVES, RECIPE, history, results
+from specheads.models.run_files import CURVES, RECIPE, history, results, run_of
 from specheads.options import read_yaml
 from specheads.version import __version__
 
@@ -50,9 +50,10 @@ def card(
     license: str | None = None,
 ) -> str:  # fmt: skip
     """Markdown that begins with the hub's metadata. run: the folder of the run (default: where the head was loaded
-    from); what is missing there is left out. license: of the head, a name that the hub knows."""
-    folder = Path(str(run or config.name_or_path or ""))
-    known = Record.of_folder(folder) if str(folder) != "." and folder.is_dir() else Record()
+    from, unless it has changed since); what is missing there is left out. license: of the head, a name that the hub
+    knows."""
+    folder = run or run_of(config.name_or_path, head)
+    known = Record.of_folder(Path(folder)) if folder and Path(folder).is_dir() else Record()
     given = "" if _on_the_hub(_named(config)) else ', base="path/to/the/base"'  # a base off the hub is not named
     return text(config, head, known, f'"{repo_id}"{given}', _serving(config, base, head, repo_id), license)
 
@@ -96,8 +97,8 @@ def write(
 ) -> None:  # fmt: skip
     """Write README.md into `folder`, and the picture that it shows."""
     (folder / "README.md").write_text(card(config, base, head, run, repo_id=repo_id, license=license), "utf8")
-    picture = Path(str(run or config.name_or_path or "")) / CURVES
-    if picture.is_file():
+    found = run or run_of(config.name_or_path, head)
+    if found and (picture := Path(found) / CURVES).is_file():
         shutil.copyfile(picture, folder / CURVES)
 
 

@@ -5,9 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specheads.models.files import read_table
+import torch
+
+from specheads.heads import DraftHead
+from specheads.models.files import WEIGHTS, read_names, read_table, read_tensors
 
 RESULTS, STATE, RECIPE, CURVES = "results.json", "trainer_state.json", "recipe.yaml", "curves.png"
+
+
+def run_of(checkpoint: Any, head: DraftHead) -> Path | None:
+    """The folder that the head was loaded from; None if there is none, or if it holds another head by now, as after
+    more training in memory: its figures are not this one's."""
+    folder = Path(str(checkpoint or ""))
+    if not checkpoint or not (folder / WEIGHTS).is_file():
+        return None
+    saved = read_tensors(folder / WEIGHTS, read_names(folder / WEIGHTS))
+    for name, tensor in head.state_dict().items():
+        there = saved.get(f"head.{name}")
+        if there is None or not torch.equal(there.to(tensor.dtype), tensor.to("cpu")):
+            return None
+    return folder
 
 
 def accepted_length(checkpoint: Any) -> float | None:

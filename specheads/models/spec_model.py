@@ -338,10 +338,10 @@ class SpecModel(PreTrainedModel):
     ) -> str:  # fmt: skip
         """Upload the head with a model card written from its run: figures, recipe, curves, how to serve it elsewhere.
 
-        run: the folder of the training run (default: where the head was loaded from). license: of the head. state_dict:
-        as in `save_pretrained`. options: commit_message, private, token, revision, create_pr. A card that is already on
-        the hub is not replaced. A base that is a folder of this machine is not named: whoever loads the head passes
-        base=.
+        run: the folder of the training run (default: where the head was loaded from, unless it has changed since).
+        license: of the head. state_dict: as in `save_pretrained`. options: commit_message, private, token, revision,
+        create_pr. A card that is already on the hub is not replaced. A base that is a folder of this machine is not
+        named: whoever loads the head passes base=.
         """
         with tempfile.TemporaryDirectory() as temporary:
             folder, named = Path(temporary), self.config.base_model_name_or_path

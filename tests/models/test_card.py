@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
@@ -46,6 +47,24 @@ def test_the_card_says_what_the_run_did(run):
     assert "(curves.png)" in text and "org/rows" in text and "chats.jsonl" in text and "learning_rate: 0.0001" in text
     assert "specheads export someone/head served --to vllm" in text and "--to medusa" not in text
     assert "/home" not in text and "output_dir" not in text
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, "auto"])
+def test_figures_are_not_those_of_the_head_before_it_changed(run, tmp_path, dtype):
+    model = SpecModel.from_pretrained(run, dtype=dtype)
+
+    def written(name):
+        return (model.export(tmp_path / name, "vllm") / "README.md").read_text("utf8"), card(
+            model.config, model.base, model.head
+        )
+
+    exported, carded = written("before")
+    assert "| 3.28 |" in exported and "**3.28**" in carded and "(curves.png)" in carded
+    with torch.no_grad():
+        next(model.head.parameters()).mul_(1.01)
+    exported, carded = written("after")
+    assert "was not recorded" in exported and "3.28" not in exported
+    assert "3.28" not in carded and "curves.png" not in carded and "learning_rate" not in carded
 
 
 def test_a_relative_path_is_not_taken_for_a_name_of_the_hub(run, monkeypatch, tmp_path):

@@ -26,6 +26,7 @@ from specheads.models.formats.eagle import transformers4
 from specheads.models.formats.export import gguf_files
 from specheads.models.formats.export.readme import readme
 from specheads.models.formats.format import ExportFiles, Format, embeddings_of
+from specheads.models.run_files import run_of
 from specheads.options import refuse_unknown
 
 _WRITTEN = [dtype for dtype in DTYPES.values() if dtype.is_floating_point]
@@ -69,7 +70,7 @@ def export(
     }
     texts[CONFIG] = json.dumps(written.config, indent=2) + "\n"
     served = f"{path}/{transformers4.FOLDER}" if any("/" in name for name in texts) else base_name
-    texts["README.md"] = readme(form, head, config.name_or_path, base_name, path, served)
+    texts["README.md"] = readme(form, head, run_of(config.name_or_path, head), base_name, path, served)
     _write(folder, written, named, texts, make_gguf)
     return Path(out)
 

@@ -12,7 +12,7 @@ from specheads.version import __version__
 
 
 def readme(form: Format, head: DraftHead, checkpoint: Any, base: str, folder: str, served: str) -> str:
-    """Markdown for the directory of an export. checkpoint: the folder that the head was loaded from, if any; base: its
+    """Markdown for the directory of an export. checkpoint: the folder with the head and its run, if any; base: its
     name; served: the base as the other program's commands name it."""
     config: Any = head.config
     lines = [

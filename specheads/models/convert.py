@@ -78,6 +78,7 @@ def refuse_other_sizes(config: HeadConfig, base_config: Any) -> None:
 def load_head(base: PreTrainedModel, directory: Any, **kwargs: Any) -> SpecModel:
     """Load the head saved in `directory` (or on the hub) beside a base that is already in memory.
 
+    One that was trained with adapters of its base (Medusa-2) puts them on this base, which the log says.
     dtype: of the head; None: the base's; "auto": the one it was saved in. Others as in `SpecModel.from_pretrained`.
     """
     return SpecModel.from_pretrained(directory, base=base, **kwargs)

@@ -93,7 +93,7 @@ def test_the_picture_has_a_named_line_and_a_band_for_each_run(tmp_path, monkeypa
     )
     folders = [folder_of(tmp_path, f"{name}/eagle3", HISTORY) for name in ("one", "two")]
     code, out, _ = run(capsys, "curves", *folders, "--out", tmp_path / "all" / "c.png")
-    assert code == 0 and "1.61 to 2.39" in out and "3:00" in out
+    assert code == 0 and "1.61–2.39" in out and "3:00" in out
     assert (tmp_path / "all" / "c.png").read_bytes().startswith(b"\x89PNG")
     by_tokens, by_time = drawn[0].axes
     for panel, x in ((by_tokens, [200, 300]), (by_time, [2, 3])):

@@ -23,7 +23,7 @@ def show(curves: Sequence[dict[str, Any]]) -> None:
     rows = []
     for curve in curves:
         last = curve["points"][-1]
-        interval = "–" if last["low"] is None else f"{last['low']:.2f} to {last['high']:.2f}"
+        interval = "–" if last["low"] is None else f"{last['low']:.2f}–{last['high']:.2f}"
         counted = "held-out rows" if curve["held_out"] else "training batches"
         length, tokens = f"{last['length']:.2f}", f"{last['tokens']:,.0f}"
         rows.append([curve["run"], counted, tokens, clock_time(last["cpu_seconds"]), length, interval])

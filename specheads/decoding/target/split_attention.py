@@ -21,7 +21,7 @@ logger = logging.get_logger(__name__)
 
 BLOCK = 64  # keys that a processor looks at together
 MOST_ROWS = {torch.float32: 16, torch.bfloat16: 64, torch.float16: 64}  # that it serves at once
-PROGRAMS = 256  # at least so many parts, if there are keys enough: about two for each processor of a large GPU
+PROGRAMS = 256  # parts in all, if there are keys enough: about two for each processor of a large GPU
 MOST_PARTS = 64  # of the keys of one head
 MOST_WIDTH = 256  # of a head
 WARPS, STAGES = 4, 2

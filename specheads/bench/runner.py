@@ -6,6 +6,7 @@ is the median of the ratios of each repeat, so a machine that slows down slows b
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -205,7 +206,7 @@ def race(
 ) -> Race:
     """Run every decoder on every batch of prompts `repeats` times, after one untimed warm-up each.
 
-    The decoders take turns at each batch, and the one that begins changes. budget: seconds that no further repeat may
+    The decoders take turns at each batch, in an order drawn anew. budget: seconds that no further repeat may
     exceed, nor a further batch of the first repeat; what is skipped is skipped for every decoder. report(fraction,
     decoder) is called before each run.
     """
@@ -245,12 +246,13 @@ class Turn:
 
 
 def turns(names: Sequence[str], num_batches: int, repeats: int) -> Iterator[Turn]:
-    """Every prompt batch in every repeat. All decoders run on a batch before the next one, and the first one changes
-    from batch to batch and from repeat to repeat."""
+    """Every prompt batch in every repeat. All decoders run on a batch before the next one, in an order drawn anew each
+    time, so that none always runs in the caches and memory that one other leaves. The draws are the same in every run.
+    """
+    draw = random.Random(0)
     for repeat in range(repeats):
         for batch in range(num_batches):
-            first = (batch + repeat) % len(names)
-            yield Turn(repeat, batch, (*names[first:], *names[:first]))
+            yield Turn(repeat, batch, tuple(draw.sample(names, len(names))))
 
 
 def _overruns(seconds: float, turn: Turn, budget: float) -> bool:

@@ -1,6 +1,8 @@
 """The race's arithmetic on a fake clock, what counts as repeated text, and the prompts it runs on."""
 
 import json
+from collections import Counter
+from itertools import pairwise, permutations
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from specheads.bench import decoders, environment, report
 from specheads.bench.limits import draw_numbers
 from specheads.bench.prompts import held_out_prompts, prompts_from
 from specheads.bench.queues import batch_by_batch, split
-from specheads.bench.runner import Output, race, repeated, timed
+from specheads.bench.runner import Output, race, repeated, timed, turns
 from specheads.decoding.generation import prompt_batches
 from specheads.decoding.loop import part_timer
 from specheads.models.convert import convert
@@ -67,11 +69,16 @@ def test_speed_is_all_tokens_over_all_seconds_not_a_mean_of_speeds():
     assert result.tokens_per_second("one") == pytest.approx(8 / 4)
 
 
-def test_decoders_take_turns_at_every_prompt_and_who_begins_changes():
+def test_decoders_take_turns_at_every_prompt_and_none_always_follows_the_same():
     clock, log = Clock(), []
-    racers = {name: scripted(clock, [1.0] * 9, log=log, name=name) for name in "abc"}
-    race(racers, [PROMPT, PROMPT], repeats=2, clock=clock)
-    assert "".join(log) == "abc" + "abc" + "bca" + "bca" + "cab"  # the warm-up, then prompt by prompt
+    racers = {name: scripted(clock, [1.0] * 61, log=log, name=name) for name in "abc"}
+    race(racers, [PROMPT] * 30, repeats=2, clock=clock)
+    rounds = ["".join(log[first : first + 3]) for first in range(0, len(log), 3)]
+    assert rounds[0] == "abc" and len(rounds) == 61  # the warm-up first
+    assert {"".join(sorted(one)) for one in rounds} == {"abc"}
+    after = Counter(pairwise(log[3:]))
+    assert all(after[before, name] >= 15 for before, name in permutations("abc", 2))  # of some 25
+    assert list(turns("abc", 9, 2)) == list(turns("abc", 9, 2))
 
 
 def test_no_repeat_begins_that_would_overrun_the_budget():

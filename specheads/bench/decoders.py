@@ -28,6 +28,7 @@ from specheads.decoding.generation.outputs import SpecGenerateOutput, SpecSeq2Se
 from specheads.decoding.generation.prompt_batches import new_tokens
 from specheads.decoding.loop import part_timer
 from specheads.decoding.planner import Plan
+from specheads.decoding.target.arguments import cache_argument
 from specheads.models.spec_model import SpecModel
 
 REFERENCE = "transformers generate"  # what the others are compared with
@@ -78,7 +79,7 @@ def transformers_static(
         if rows not in caches:
             caches[rows] = StaticCache(config=base.config, max_cache_len=longest + max_new_tokens)
         caches[rows].reset()
-        given = {**options, "past_key_values": caches[rows], "compile_config": compiling}
+        given = {**options, cache_argument(base): caches[rows], "compile_config": compiling}
         return transformers_generate(base, max_new_tokens, **given)(batch, watch)
 
     return run

@@ -13,6 +13,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from specheads import DynamicTree, StaticTree, Target, UnsupportedModel, convert
 from specheads.decoding.planner import ChildLogits
+from specheads.decoding.target.arguments import cache_argument
 from specheads.decoding.target.hf_base import has_state, logits_of
 from specheads.heads.layers.block import decoder_layers, final_norm
 from tests.support.families import (
@@ -158,11 +159,11 @@ def hidden_states(base, passes, layers):
     for ids in passes:
         position = torch.arange(start, start + len(ids)).unsqueeze(0)
         out = base(
-            torch.tensor([ids]), position_ids=position, past_key_values=cache, use_cache=len(passes) > 1,
-            output_hidden_states=True,
+            torch.tensor([ids]), position_ids=position, use_cache=len(passes) > 1, output_hidden_states=True,
+            **{cache_argument(base): cache},
         )  # fmt: skip
         start += len(ids)
-        cache = out.past_key_values
+        cache = out[cache_argument(base)] if len(passes) > 1 else None
         rows.append(torch.cat([out.hidden_states[k] for k in layers], dim=-1)[0])
     return torch.cat(rows)
 
@@ -238,7 +239,8 @@ def test_eager_attention_matches_greedy(family):
         ("RecurrentGemmaConfig", {}, "keeps its recurrent state outside the cache"),
         ("ZayaConfig", {"num_experts_per_tok": 1, "router_hidden_size": 8}, "ZayaCCA.* gives several tensors"),
         ("DeepseekV4Config", {}, "compressed_sparse_attention, heavily_compressed_attention; only full"),
-        ("OpenAIGPTConfig", {}, "takes no past_key_values"),
+        ("OpenAIGPTConfig", {}, "takes no cache"),
+        ("DoryConfig", {"recurrent_kv_cache_mode": "last_loop"}, "'last_loop' reads the keys of its last loop"),
         ("DeepseekV32Config", LATENT, "(indexed|sparse)_attention; .*an indexer chooses which tokens"),
         ("GlmMoeDsaConfig", LATENT, "(indexed|sparse)_attention; .*an indexer chooses which tokens"),
     ],

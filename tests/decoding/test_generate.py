@@ -125,6 +125,7 @@ def test_what_a_config_leaves_open_is_the_models_own():
         ({"prompt_lookup_num_tokens": 3}, "no prompt_lookup_num_tokens="),
         ({"inputs_embeds": torch.zeros(1, 2, 32)}, "no inputs_embeds="),
         ({"past_key_values": DynamicCache()}, "no past_key_values="),
+        ({"cache": DynamicCache()}, "no cache="),
         ({"custom_generate": lambda *args: None}, "no custom_generate="),
         ({"output_attentions": True}, "output_attentions=True is not kept"),
         ({"output_hidden_states": True}, "output_hidden_states=True is not kept"),

@@ -7,6 +7,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from specheads.decoding.target.arguments import cache_argument
+
 VOCAB = 97
 
 # Given to each config as far as it declares them. A window shorter than the prompts, so that it bites; weights larger
@@ -60,6 +62,7 @@ RECURRENT = {
         {"layers_block_type": SHARED, "n_mamba_heads": 8, "mamba_d_state": 8, "num_key_value_heads": 4,
          "chunk_size": 32, "tie_word_embeddings": True},
     ),
+    "Lara-Mini": ("LaraMiniConfig", DELTA),
     "Kimi-Linear": ("KimiLinearConfig", {**LATENT, **LINEAR, "linear_head_dim": 8, "linear_num_heads": 4}),
     "Ling-3": ("BailingHybridConfig", {**LATENT, **LINEAR, "num_mtp_layers": 0}),
 }  # fmt: skip
@@ -111,6 +114,10 @@ FAMILIES = {
     "ERNIE-4.5": ("Ernie4_5Config", {}),
     "Arcee": ("ArceeConfig", {"initializer_range": 0.4}),
     "Apertus": ("ApertusConfig", {}),
+    "Apertus-1.5": ("Apertus1p5TextConfig", {}),
+    # Its middle layers run twice, with keys of their own each time.
+    "Dory": ("DoryConfig", {"num_hidden_layers": 12, "n_input_layers": 4, "n_output_layers": 4}),
+    "Sarvam-MoE": ("SarvamMoEConfig", {}),
     "Seed-OSS": ("SeedOssConfig", {}),
     "HunYuan": ("HunYuanDenseV1Config", {}),
     # Values of another width than keys, and layers that attend within their own chunk.
@@ -135,7 +142,8 @@ LENGTH_DEPENDENT = {
     "Llama, dynamic": ("LlamaConfig", {"rope_parameters": DYNAMIC, "max_position_embeddings": BOUNDARY}),
     "Qwen3, dynamic": ("Qwen3Config", {"rope_parameters": DYNAMIC, "max_position_embeddings": BOUNDARY}),
 }  # fmt: skip
-NEWER = ("BailingHybridConfig",)  # than transformers 5.17, the lowest version that is served
+# Than transformers 5.17, the lowest version that is served; all but the first are of 5.24.
+NEWER = ("BailingHybridConfig", "Apertus1p5TextConfig", "DoryConfig", "LaraMiniConfig", "SarvamMoEConfig")
 
 
 def build(name, options, **kwargs):
@@ -156,6 +164,7 @@ def skip_where_transformers_loses_the_cache(base, boundary):
     """Skips a base whose own text is wrong beyond the length at which its rotary frequencies change."""
     ids, cache, states = torch.zeros(1, boundary + 1, dtype=torch.long), DynamicCache(), torch.zeros(1, 1, boundary, 1)
     cache.update(states, states, 0)
-    fed = base.prepare_inputs_for_generation(ids, past_key_values=cache, next_sequence_length=1)
-    if fed.get("past_key_values") is None and fed["input_ids"].shape[1] == 1:
+    name = cache_argument(base)
+    fed = base.prepare_inputs_for_generation(ids, next_sequence_length=1, **{name: cache})
+    if fed.get(name) is None and fed["input_ids"].shape[1] == 1:
         pytest.skip("this transformers drops the cache at the boundary and reads one token alone: its text is wrong")

@@ -21,7 +21,7 @@ from specheads.decoding.drafters.base import Drafter
 from specheads.options import shown
 
 REFUSED_ARGUMENTS = (
-    "assistant_model", "prompt_lookup_num_tokens", "custom_generate", "inputs_embeds", "past_key_values"
+    "assistant_model", "prompt_lookup_num_tokens", "custom_generate", "inputs_embeds", "cache", "past_key_values"
 )  # fmt: skip
 # Other ways of decoding, which our loop would skip.
 OTHER_DECODING = ("penalty_alpha", "dola_layers", "use_mtp", "force_words_ids", "constraints")

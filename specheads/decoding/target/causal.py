@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specheads.decoding.target.arguments import cache_argument, forward_arguments
 from specheads.decoding.target.cache import Levels, Reach, TreeCache, additive, visible
 from specheads.decoding.target.grouped_attention import NAME as GROUPED
 from specheads.decoding.target.grouped_attention import grouped_heads
@@ -21,8 +22,8 @@ from specheads.decoding.target.hf_base import (
     MASKED_ATTENTION,
     RECURRENT,
     UnsupportedModel,
+    cache_layers,
     concat_taps,
-    forward_arguments,
     has_state,
     kept_states,
     layer_reach,
@@ -80,6 +81,7 @@ class Target:
             )
         self.base, self.layers, self.scratch = base, layers, scratch
         self.static = static
+        self.cache_argument = cache_argument(base)
         self.config = text_config(base)
         self.reach = layer_reach(self.config)
         self.embed: Any = base.get_input_embeddings()  # tokens (…) → (…, H)
@@ -131,7 +133,7 @@ class Target:
         batch, columns = ids.shape
         capacity = self.limit + self.scratch
         self.cache = TreeCache(
-            self.config.num_hidden_layers, self.scratch, capacity, static=self.static,
+            cache_layers(self.config), self.scratch, capacity, static=self.static,
             recurrent=self.recurrent, number_of_states=getattr(self.config, "number_of_conv_states", 1),
         )  # fmt: skip
         if self.cache.recurrent is not None:
@@ -277,9 +279,9 @@ class Target:
                 input_ids=ids,
                 position_ids=position,
                 attention_mask=mask,
-                past_key_values=self.cache,
                 use_cache=True,
                 output_hidden_states=kept_states(self.layers),
+                **{self.cache_argument: self.cache},
                 **kwargs,
             )
         return out.logits, concat_taps(out.hidden_states, self.layers, ids)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
+from specheads.decoding.target.arguments import CACHE_NAMES, forward_arguments
 from specheads.decoding.target.cache import Reach
 from specheads.decoding.target.recurrent_modules import UnsupportedState, recurrent_modules, trying
 
@@ -61,18 +62,6 @@ def decoder_of(base: Any) -> Any:
     return next((part for part in candidates if isinstance(part, PreTrainedModel) and part is not base), base)
 
 
-def forward_arguments(base: PreTrainedModel) -> set[str]:
-    """The argument names of the model's forward(). One with **kwargs (a wrapper, a decorator) passes them on, so the
-    names of its class's forward() count too, and so on up the base classes."""
-    names: set[str] = set()
-    for forward in (base.forward, *(vars(cls)["forward"] for cls in type(base).__mro__ if "forward" in vars(cls))):
-        parameters = inspect.signature(forward).parameters
-        names |= set(parameters)
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            break
-    return names
-
-
 def layer_reach(config: Any) -> dict[str, Reach]:
     """Layer type → how far back it looks, by the config; {'': …} if all layers share one mask."""
     # A config keeps any key of its file; only a model whose config class declares a window has one.
@@ -100,6 +89,12 @@ def layer_reach(config: Any) -> dict[str, Reach]:
     return {"": Reach("sliding", window) if window and not types else Reach()}
 
 
+def cache_layers(config: Any) -> int:
+    """How many layers of a cache a pass writes: a looped model writes one in each loop of a layer."""
+    loops = getattr(config, "n_recurrent_loops", 1)
+    return config.num_hidden_layers + (loops - 1) * getattr(config, "n_recurrent_layers", 0)
+
+
 def refuse_unsupported(base: PreTrainedModel) -> None:
     """UnsupportedModel, with the reason, for a base whose attention is not governed by a mask and position ids."""
     config = text_config(base)
@@ -113,14 +108,18 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
             f"{name}.forward takes no position_ids (its positions follow the cache slots), so the nodes of a tree "
             "cannot be given their depths"
         )
-    if "past_key_values" not in arguments:
-        raise UnsupportedModel(f"{name}.forward takes no past_key_values, so there is no cache to verify against")
+    if not arguments & set(CACHE_NAMES):
+        raise UnsupportedModel(f"{name}.forward takes no cache, so there is none to verify against")
     if getattr(config, "alibi", False):
         raise UnsupportedModel(f"{name} has alibi=True: its attention biases follow the cache slots, not position_ids")
     if getattr(config, "attention_layers", None):
         raise UnsupportedModel(
             f"{name} masks by cache slot inside its attention layers ({', '.join(sorted(set(config.attention_layers)))}"
             "), so a mask cannot say which nodes of a tree see one another"
+        )
+    if (mode := getattr(config, "recurrent_kv_cache_mode", "per_loop")) != "per_loop":
+        raise UnsupportedModel(
+            f"{name} with recurrent_kv_cache_mode={mode!r} reads the keys of its last loop past the cache's own update"
         )
     if base.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")

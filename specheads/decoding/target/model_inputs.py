@@ -14,9 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import utils as hf_generation
 
+from specheads.decoding.target.arguments import CACHE_NAMES
+
 # Arguments that generate() or the loop handles, and those that say nothing of the text.
 _HANDLED = {
-    "input_ids", "attention_mask", "past_key_values", "use_cache", "logits_to_keep", "return_dict", "output_attentions",
+    "input_ids", "attention_mask", *CACHE_NAMES, "use_cache", "logits_to_keep", "return_dict", "output_attentions",
     "output_hidden_states", "labels", "cache_position", "next_sequence_length",
 }  # fmt: skip
 _ENCODED = ("encoder_outputs", "decoder_attention_mask")

@@ -16,6 +16,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from specheads.decoding.target.arguments import cache_argument
+
 logger = hf_logging.get_logger(__name__)
 
 
@@ -81,5 +83,6 @@ def _rereads(base: PreTrainedModel, boundary: int) -> bool:
     ids = torch.zeros(1, boundary + 1, dtype=torch.long, device=base.device)
     cache, states = DynamicCache(), torch.zeros(1, 1, boundary, 1, device=base.device)
     cache.update(states, states, 0)
-    prepared = prepare(ids, past_key_values=cache, next_sequence_length=1, is_first_iteration=False, use_cache=True)
-    return prepared.get("past_key_values") is None
+    name = cache_argument(base)
+    prepared = prepare(ids, next_sequence_length=1, is_first_iteration=False, use_cache=True, **{name: cache})
+    return prepared.get(name) is None

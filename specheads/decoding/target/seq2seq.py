@@ -16,8 +16,9 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specheads.decoding.planner import Plan
+from specheads.decoding.target.arguments import CACHE_NAMES, cache_argument, forward_arguments
 from specheads.decoding.target.causal import Target, TargetOutput
-from specheads.decoding.target.hf_base import UnsupportedModel, forward_arguments, text_config
+from specheads.decoding.target.hf_base import UnsupportedModel, text_config
 from specheads.decoding.target.model_inputs import ModelInputs
 from specheads.decoding.target.slot_cache import SlotCache
 from specheads.decoding.tree import DraftTree
@@ -66,8 +67,10 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
     """UnsupportedModel, with the reason, for an encoder-decoder whose decoder cannot verify a chain in one pass."""
     name = type(base).__name__
     arguments = forward_arguments(base)
-    for needed in ("encoder_outputs", "decoder_input_ids", "past_key_values"):
-        if needed not in arguments:
+    for needed, spellings in {
+        "encoder_outputs": {"encoder_outputs"}, "decoder_input_ids": {"decoder_input_ids"}, "cache": {*CACHE_NAMES}
+    }.items():  # fmt: skip
+        if not arguments & spellings:
             raise UnsupportedModel(f"{name}.forward takes no {needed}, so its decoder cannot run over a cache alone")
     config, parts = text_config(base), list(base.get_decoder().modules())
     if base.main_input_name != "input_ids":
@@ -141,6 +144,7 @@ class Seq2SeqTarget(Target):
         """
         refuse_unsupported(base)
         self.base, self.layers, self.scratch = base, (), scratch
+        self.cache_argument = cache_argument(base)
         self.config = text_config(base)
         weight: Any = base.get_input_embeddings().weight
         self.device = weight.device
@@ -252,8 +256,8 @@ class Seq2SeqTarget(Target):
             attention_mask=None if self.source.mask is None else self.source.mask[rows],
             decoder_input_ids=ids,
             decoder_attention_mask=mask,
-            past_key_values=EncoderDecoderCache(self.cache, self._cross),
             use_cache=True,
+            **{self.cache_argument: EncoderDecoderCache(self.cache, self._cross)},
         )
         if not self._cross_of_all:
             self._cross_of_all = [(layer.keys, layer.values) for layer in self._cross.layers]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from specheads.decoding.target.arguments import cache_argument
 from specheads.decoding.target.hf_base import has_state
 
 TOKENS = 6  # of the pass that writes the states; their size does not depend on it
@@ -46,7 +47,8 @@ def state_size(config: Any, dtype: torch.dtype | str | None = None) -> StateSize
         cache = DynamicCache(config=base.config.get_text_config(decoder=True))
         try:
             with torch.no_grad():
-                base(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), past_key_values=cache, use_cache=True)
+                ids = torch.zeros(1, TOKENS, dtype=torch.long)
+                base(input_ids=ids, use_cache=True, **{cache_argument(base): cache})
         except (ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError):
             return None
     states = [

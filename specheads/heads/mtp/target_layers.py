@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
 
+from specheads.decoding.target.arguments import CACHE_NAMES
 from specheads.decoding.target.cache import Reach
 from specheads.decoding.target.grouped_attention import NAME as GROUPED
 from specheads.decoding.target.hf_base import UnsupportedModel, layer_reach
@@ -35,7 +36,7 @@ _MOST_COUNT = 2**12  # layers, attention heads or experts
 _COUNTS = ("num_", "n_layer", "n_head", "n_routed", "n_shared")
 _FULL = ("full_attention", "attention")
 _PARTS = ("mlp", "moe")  # layers that are a feed-forward part alone
-_CACHE_NAMES = ("past_key_values", "layer_past")
+_CACHE_NAMES = (*CACHE_NAMES, "layer_past")
 _GIVEN = {"self", "hidden_states", "position_embeddings", "attention_mask", "position_ids", "use_cache", *_CACHE_NAMES}
 
 

@@ -72,7 +72,8 @@ def encode_after(tokenizer: Any, before: str, text: str) -> list[int]:
     """The ids of `text` after `before`; of the text alone if a token would span both."""
 
     def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
+    # Together, since some tokenizers put a space in front of a text that begins one.
     head, whole = encode(before), encode(before + text)
     return whole[len(head) :] if whole[: len(head)] == head else encode(text)

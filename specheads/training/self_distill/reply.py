@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig
 
 from specheads.data.conversation import TOOL_ROLES, Conversation, Message
+from specheads.decoding.drafters.retokenize import encode_after
 from specheads.hub import options as hub_options
 from specheads.training.self_distill.local import prompt_room
 from specheads.training.self_distill.options import Options
@@ -57,7 +58,7 @@ class Replies:
             prompt = self._server_prompt(choice, prompt)
         elif not reasoning and not calls:
             # Verbatim after the prompt: a template may trim it, or put something before it.
-            ids = self._added(question.text(history, self.tokenizer, generation_prompt=True), text)
+            ids = encode_after(self.tokenizer, question.text(history, self.tokenizer, generation_prompt=True), text)
         elif written is None:
             raise Refused(
                 "the chat template does not write the answer's reasoning or calls after its prompt, and the server "
@@ -79,7 +80,7 @@ class Replies:
         text = choice.get("text") or ""
         ids = self._sent_ids(choice, text)
         if ids is None:
-            ids = self._added(self.tokenizer.decode(prompt, skip_special_tokens=False), text)
+            ids = encode_after(self.tokenizer, self.tokenizer.decode(prompt, skip_special_tokens=False), text)
         return Reply(prompt, self._with_end(ids, choice, _ended(choice), self.tokenizer.eos_token_id))
 
     def summary(self) -> str:
@@ -133,20 +134,10 @@ class Replies:
             written = whole[len(before) :]
             names = [str(call["function"].get("name")) for call in calls]
             if whole.startswith(before) and all(part.strip() in written for part in (reasoning, text, *names)):
-                ids = self._added(before, written)
+                ids = encode_after(self.tokenizer, before, written)
                 stop = next((i for i, token in enumerate(ids) if token in self.ends), len(ids))
                 return ids[:stop], next(iter(ids[stop:]), self.tokenizer.eos_token_id)
         return None, self.tokenizer.eos_token_id
-
-    def _added(self, before: str, text: str) -> list[int]:
-        """The tokens of text that follows other text."""
-
-        def encode(part: str) -> list[int]:
-            return list(self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
-
-        # With the text before it, or some tokenizers begin it with a space; but not with a merge over the edge.
-        first, both = encode(before), encode(before + text)
-        return both[len(first) :] if both[: len(first)] == first else encode(text)
 
     def _with_end(self, ids: list[int], choice: dict[str, Any], ended: bool, end: int | None) -> list[int]:
         if ended and ids[-1:] != [end] and (not ids or ids[-1] not in self.ends):

@@ -142,7 +142,7 @@ MUTATIONS = (
     M("prefix processor in the draft's distribution", "decoding.probs.sampler:Sampler.draft_probs",
       "is_prefix_free(processor)", "True", SAMPLER, "stays_out"),
     M("scores in half precision", "decoding.probs.sampler:Sampler.scores",
-      "logits.to(torch.float32)", "logits", SAMPLER, "float32"),
+      "at_least_float32(logits)", "logits", SAMPLER, "float32"),
     M("processors asked for an ended row", "decoding.probs.sampler:Sampler.scores",
       "and not is_over[i]", "", SAMPLER, "ended"),
     M("subclass taken for its prefix-free class", "decoding.probs.processors:is_prefix_free",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from specheads.decoding.probs.precision import at_least_float32
 from specheads.decoding.probs.processors import RowProcessor, adapt, call, is_prefix_free
 from specheads.decoding.probs.randomness import RowNumbers, row_seeds
 from specheads.decoding.tree import DraftTree
@@ -72,7 +73,7 @@ class Sampler:
         prefixes() gives each row's ids up to its node, unpadded. ended (R,): rows that nothing follows. Their scores
         are left as they are and mean nothing; no processor is asked, since one may not know what follows an end.
         """
-        scores = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+        scores = at_least_float32(logits)
         if not self.needs_prefix:
             for processor in self.processors:
                 scores = call(processor, _no_prefix(scores), scores)
@@ -126,7 +127,7 @@ class Sampler:
         kinds: the types of processors to apply; None for all that need no prefix. A row whose tokens they all rule out
         is zero.
         """
-        scores = logits if logits.dtype == torch.float64 else logits.float()
+        scores = at_least_float32(logits)
         for processor in self.processors:
             if is_prefix_free(processor) if kinds is None else type(processor) in kinds:
                 scores = call(processor, _no_prefix(scores), scores)

@@ -92,11 +92,7 @@ class Medusa(Format):
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, MedusaConfig)
-        wrong = tap_refusals(head, base)
-        if head.draft_vocab_size != head.vocab_size:
-            wrong.append(
-                f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and the format cannot say which"
-            )
+        wrong = tap_refusals(head, base) + vocabulary_refusals(head)
         if self.shares_layers and not _equal_layers(head, tensors):
             wrong.append(f"its {head.num_layers} layers a head differ, and one module is read for all of them")
         return wrong
@@ -110,6 +106,13 @@ class Medusa(Format):
         }  # fmt: skip
         named = {theirs: tensors[ours] for ours, theirs in self.names(head).items()}
         return ExportFiles(config, named, weights=self.weights)
+
+
+def vocabulary_refusals(head: DraftVocabularyConfig) -> list[str]:
+    """Why such a format cannot hold a head that drafts only some of the tokens."""
+    if head.draft_vocab_size == head.vocab_size:
+        return []
+    return [f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and the format cannot say which"]
 
 
 def full_vocabulary(head: DraftVocabularyConfig) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from specheads.heads.layers.rope import rope_of
 from specheads.models.files import CheckpointError
 from specheads.models.formats.files import Files, flag, shown, whole
 from specheads.models.formats.format import ExportFiles, Format, count, scaled_embeddings
-from specheads.models.formats.medusa.fasterdecoding import full_vocabulary, tap_refusals
+from specheads.models.formats.medusa.fasterdecoding import full_vocabulary, tap_refusals, vocabulary_refusals
 from specheads.models.formats.parts.decoder import block_names
 from specheads.models.formats.parts.positions import LINEAR
 from specheads.models.formats.serving import base_name
@@ -101,11 +101,7 @@ python -m hydra.inference.cli --model $folder_arg
 
     def refusals(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> list[str]:
         assert isinstance(head, HydraConfig)
-        wrong = tap_refusals(head, base) + scaled_embeddings(base)
-        if head.draft_vocab_size != head.vocab_size:
-            wrong.append(
-                f"it drafts {head.draft_vocab_size} of {head.vocab_size} tokens, and the format cannot say which"
-            )
+        wrong = tap_refusals(head, base) + scaled_embeddings(base) + vocabulary_refusals(head)
         later = [
             (i, j, w) for i in range(head.num_heads) for j in range(2, head.num_layers) for w in ("weight", "bias")
         ]

@@ -20,7 +20,7 @@ def speed(work: Work) -> float:
 
 
 def ratio_interval(
-    work: Work, reference: Work, *, resamples: int = RESAMPLES, level: float = LEVEL, seed: int = 0
+    work: Work, reference: Work, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float, float] | None:
     """The interval of speed(work) / speed(reference), both over the same prompt batches in the same order.
 
@@ -36,12 +36,11 @@ def ratio_interval(
     drawn = torch.randint(len(work), (resamples, len(work)), generator=generator)
     tokens, seconds, reference_tokens, reference_seconds = figures[drawn].sum(1).unbind(-1)
     ratios = (tokens / seconds) / (reference_tokens / reference_seconds)
-    low, high = ratios.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
-    return low, high
+    return _percentile_interval(ratios)
 
 
 def median_interval(
-    values: Sequence[float], *, resamples: int = RESAMPLES, level: float = LEVEL, seed: int = 0
+    values: Sequence[float], *, resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float, float] | None:
     """The interval of the median of values, each drawn with replacement; None for fewer than two."""
     if len(values) < 2:
@@ -49,12 +48,11 @@ def median_interval(
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(len(values), (resamples, len(values)), generator=generator)
     medians = torch.tensor(values, dtype=torch.float64)[drawn].quantile(0.5, dim=1)
-    low, high = medians.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
-    return low, high
+    return _percentile_interval(medians)
 
 
 def crossed_interval(
-    work: Tensor, reference: Tensor | None = None, *, resamples: int = RESAMPLES, level: float = LEVEL, seed: int = 0
+    work: Tensor, reference: Tensor | None = None, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float, float] | None:
     """The interval of tokens a step, or of its difference from that of `reference`.
 
@@ -83,5 +81,10 @@ def crossed_interval(
         return tokens / steps
 
     found = lengths(work) if reference is None else lengths(work) - lengths(reference)
-    low, high = found.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
+    return _percentile_interval(found)
+
+
+def _percentile_interval(values: Tensor) -> tuple[float, float]:
+    """The central interval that holds LEVEL of the values (n,)."""
+    low, high = values.quantile(torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)).tolist()
     return low, high

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 from specheads.cli.chat.interrupt import Interruption
-from specheads.cli.chat.settings import Settings, change
+from specheads.cli.chat.settings import STORAGES, Settings, change
 from specheads.data.conversation import Conversation, Message
 from specheads.decoding.acceptance import Acceptance, Exact
 from specheads.decoding.acceptance.named import rule_named
-from specheads.decoding.drafters import Drafter, DraftModel, NGram, NGramStorage, OneLevelNGramStorage
+from specheads.decoding.drafters import Drafter, DraftModel, NGram, NGramStorage
 from specheads.decoding.drafters.model import NO_LIMIT, vocabulary_size
 from specheads.decoding.generation.generate import SpecGenerateOutput, generate
 from specheads.decoding.loop import Step
@@ -25,7 +25,6 @@ from specheads.decoding.target.hf_base import text_config
 from specheads.models.named import Models, describe_drafter
 
 TARGET = "target alone"
-STORAGES = {"basic": NGramStorage, "onelevel": OneLevelNGramStorage}
 TRIED = 2  # tokens decoded to try new settings: the first has no draft
 RUNS = ("drafter", "accept", "tree", "gamma", "processor")  # settings whose changes are tried
 
@@ -155,7 +154,7 @@ class Session:
         if len(ids) >= positions:
             advice = "; /clear begins a new conversation" if self.turns and self.settings.chat else ""
             raise ValueError(f"the prompt takes {len(ids)} tokens, and the model has {positions} positions{advice}")
-        room = positions - self._given(mode.model, ids)
+        room = positions - prompt_length(mode.model, ids)
         out = self._generate(
             mode, ids, self.settings, seed, min(self.settings.length, room), drafter=drafter, streamer=streamer,
             stopping_criteria=None if stop is None else StoppingCriteriaList([stop]),
@@ -165,10 +164,6 @@ class Session:
         text = mode.tokenizer.decode(tokens, skip_special_tokens=True)
         full = len(tokens) == room < self.settings.length
         return Outcome(mode, out.steps, text, out.statistics(), full, stop is not None and stop.asked)
-
-    def _given(self, model: PreTrainedModel, ids: list[int]) -> int:
-        """Number of tokens before the answer to the prompt `ids`: for an encoder-decoder its start token alone."""
-        return 1 if model.config.is_encoder_decoder else len(ids)
 
     def keep(self, prompt: str, outcomes: Sequence[Outcome]) -> None:
         """Add the first decoder's answer to the conversation, unless the turn was stopped."""
@@ -232,14 +227,19 @@ class Session:
         """Decode a step, so that a drafter, a tree and a rule that do not fit are refused when they are set. It also
         warms up the models."""
         ids = list(self.tokenizer("a")["input_ids"])
-        given = self._given(self.models.target, ids)
+        before = prompt_length(self.models.target, ids)
 
         def enough(text: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-            return torch.full((len(text),), text.shape[1] >= given + TRIED)
+            return torch.full((len(text),), text.shape[1] >= before + TRIED)
 
         for mode in self.modes(replace(settings, target=target, speculative=True, ngram=False, alone=False)):
             length = TRIED + (mode.plan.depth if mode.plan else 0)  # room for the whole of a tree
             self._generate(mode, ids, settings, 0, length, eos_token_id=None, stopping_criteria=[enough])
+
+
+def prompt_length(model: PreTrainedModel, ids: list[int]) -> int:
+    """Tokens before the answer to the prompt `ids`: of an encoder-decoder its start token alone."""
+    return 1 if model.config.is_encoder_decoder else len(ids)
 
 
 def _refuse_idle_system(settings: Settings) -> None:

@@ -12,13 +12,14 @@ from specheads.cli.chat.lines import unescaped
 from specheads.compat import processors
 from specheads.decoding.acceptance.named import RULES, rule_named
 from specheads.decoding.drafters.named import DRAFTERS
+from specheads.decoding.drafters.ngram import NGramStorage, OneLevelNGramStorage
 from specheads.decoding.planner import tree_named
 from specheads.decoding.planner.named import PLANS
 from specheads.options import refuse_unknown
 from specheads.terminal import utf8_text
 
 DEBUG = ("off", "steps", "depth")
-STORAGES = ("basic", "onelevel")
+STORAGES = {"basic": NGramStorage, "onelevel": OneLevelNGramStorage}
 SWITCH = ("on", "off")
 # The numbers each processor takes, in the order in which they are given.
 PROCESSORS: dict[str, tuple[str, ...]] = {
@@ -263,7 +264,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "set_ngramstorage": Command(
         "basic|onelevel N", "contexts of N − 1 tokens and all shorter ones, or of N − 1 alone; begins anew",
-        lambda s: f"{s.storage} {s.ngram_n}", _set_storage, (STORAGES,),
+        lambda s: f"{s.storage} {s.ngram_n}", _set_storage, (tuple(STORAGES),),
     ),
     "top_k_filler": Command(
         "N", "n-grams learn the target's N likeliest tokens", lambda s: str(s.top_k_filler),

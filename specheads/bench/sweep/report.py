@@ -19,29 +19,31 @@ NAME = "sweep"
 def with_plain(rows: Sequence[Row]) -> list[Row]:
     """The rows with `speed_up_over_plain`. A lossy rule is not raced against plain decoding: its value is its own ratio
     times its reference's, None if the reference is not among the rows."""
-    known = {_place(row): row for row in rows}
+    known = {_setting_key(row): row for row in rows}
     made = []
     for row in rows:
         over: float | None = row["speed_up"]
         if over is not None and not row["lossless"]:
-            exact = known.get((row["drafter"], "exact", *_place(row)[2:]))
+            exact = known.get(_setting_key(row, "exact"))
             over = over * exact["speed_up"] if exact else None
         made.append({**row, "speed_up_over_plain": over})
     return made
 
 
-def _place(row: Row) -> tuple[Any, ...]:
-    return row["drafter"], row["accept"], row["tree"], row["temperature"], row["top_k"], row.get("k_matrix")
+def _setting_key(row: Row, accept: str | None = None) -> tuple[Any, ...]:
+    """What tells a row's setting from others. accept: of the same setting under this rule."""
+    rule = row["accept"] if accept is None else accept
+    return row["drafter"], rule, row["tree"], row["temperature"], row["top_k"], row.get("k_matrix")
 
 
-def kept_98(rows: Sequence[Row], share: float = 0.98) -> list[dict[str, Any]]:
+def fastest_lossy(rows: Sequence[Row], share: float = 0.98) -> list[dict[str, Any]]:
     """For each drafter, tree, temperature and top-k: the fastest lossy rule with at least `share` of the exact rule's
     accuracy (None if none has), and whether it is faster than the exact rule."""
     made = []
     for exact in rows:
         if exact["accept"] != "exact" or not exact["accuracy"]:
             continue
-        rivals = [r for r in rows if _place(r)[2:] == _place(exact)[2:] and r["drafter"] == exact["drafter"]]
+        rivals = [r for r in rows if _setting_key(r, "exact") == _setting_key(exact)]
         kept = [r for r in rivals if not r["lossless"] and r["accuracy"] >= share * exact["accuracy"]]
         best = max(kept, key=lambda r: r["speed_up"], default=None)
         made.append({
@@ -94,7 +96,7 @@ def gamma_by_k(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[list[str]]] |
     trees = list(dict.fromkeys((r["drafter"], r.get("k_matrix"), r["tree"]) for r in chains))
     if len(samplings) < 2 and len({tree for *_, tree in trees}) < 2:
         return None
-    known = {_place(row): row for row in chains}
+    known = {_setting_key(row): row for row in chains}
     columns = ["drafter", "γ"]
     for temperature, k in samplings:
         name = "k=1" if not temperature else f"k={k or 'all'}" + (f", T={temperature:g}" if temperature != 1 else "")
@@ -139,7 +141,7 @@ def as_markdown(rows: Sequence[Row], record: dict[str, Any], pictures: Sequence[
     text.append(table(rows))
     if by_gamma := gamma_by_k(rows):
         text += ["## Accepted drafts and time by γ and k\n", markdown(*by_gamma)]
-    for found in kept_98(rows):
+    for found in fastest_lossy(rows):
         where = " ".join(str(found[name]) for name in ("drafter", "tree") if found[name])
         where += f" T={found['temperature']:g}" if found["temperature"] else ""
         if found["accept"] is None:
@@ -167,7 +169,7 @@ def write(folder: Path, rows: Sequence[Row], record: dict[str, Any], *, plots: b
 
         pictures = draw(folder, with_plain(rows))
     texts = {
-        "json": json.dumps({**record, "kept": kept_98(rows), "rows": with_plain(rows)}, indent=1) + "\n",
+        "json": json.dumps({**record, "kept": fastest_lossy(rows), "rows": with_plain(rows)}, indent=1) + "\n",
         "csv": as_csv(rows),
         "md": as_markdown(rows, record, [path.name for path in pictures]),
     }

@@ -46,7 +46,8 @@ def sweep(
         "max_new_tokens": asked.max_new_tokens or LENGTHS[asked.task],
     }  # fmt: skip
     files = report.write(out, rows, record, plots=plots)
-    return {**record, "kept": report.kept_98(rows), "rows": report.with_plain(rows), "files": [str(f) for f in files]}
+    kept, shown = report.fastest_lossy(rows), report.with_plain(rows)
+    return {**record, "kept": kept, "rows": shown, "files": [str(file) for file in files]}
 
 
 def show(record: dict[str, Any]) -> None:

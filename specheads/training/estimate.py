@@ -239,10 +239,8 @@ def _gathered(model: SpecModel, base_bytes: int, head: float, distributed: str) 
     parameters as its `stage3_max_live_parameters`, 10⁹ by default."""
     if distributed == "zero3":
         return min(sum(p.numel() for p in model.parameters()), 10**9) * base_bytes
-    layers = decoder_layers(model.base) or ()
-    largest = max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0)
     output = sum(p.numel() for p in model.get_output_embeddings().parameters())
-    return head + (output + 2 * largest) * base_bytes
+    return head + (output + 2 * _largest_layer(model)) * base_bytes
 
 
 def _autocast(model: SpecModel, sizes: _Sizes) -> float:
@@ -255,9 +253,13 @@ def _autocast(model: SpecModel, sizes: _Sizes) -> float:
 def _sharded_loading(model: SpecModel, base: float, sizes: _Sizes) -> float:
     """Bytes of host memory of a machine whose first process reads the files, starts the head and sends each layer to
     the process that keeps it: the base once, the head twice (beside its gathered copy), and a layer on its way."""
+    return base + 2 * sizes.trained * sizes.head_bytes + _largest_layer(model) * sizes.base_bytes
+
+
+def _largest_layer(model: SpecModel) -> int:
+    """Parameters of the base's largest decoder layer; 0 where its layers are not known."""
     layers = decoder_layers(model.base) or ()
-    largest = max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0)
-    return base + 2 * sizes.trained * sizes.head_bytes + largest * sizes.base_bytes
+    return max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0)
 
 
 def _unrolled_attention(sizes: _Sizes) -> float:

@@ -29,7 +29,7 @@ SPEED = ("tokens_per_second", "speed_up", "speed_up_interval", "step_seconds")
 TIMED = (*SPEED, "seconds", "speed_up_of_each_repeat")
 
 
-def decoder(bench: Bench, sweep: Sweep, setting: Setting, max_new_tokens: int) -> runner.Decoder:
+def decoder(bench: Bench, setting: Setting, max_new_tokens: int) -> runner.Decoder:
     """A decoder that runs our loop under that setting, and under nothing that the target's own generation config adds:
     the distance of its text is from the target's logits."""
     sampling = dict(NEUTRAL)
@@ -86,8 +86,8 @@ def measure(
     them, evenly spaced, one by one, in turn with the setting's reference, as a ratio to it in the same repeat."""
     prompts, length = prompts_of(bench, sweep, task), sweep.max_new_tokens or task.max_new_tokens
     own, other = str(setting), str(setting.reference)
-    racers = {own: decoder(bench, sweep, setting, length)}
-    racers[other] = racers.get(other) or decoder(bench, sweep, setting.reference, length)
+    racers = {own: decoder(bench, setting, length)}
+    racers[other] = racers.get(other) or decoder(bench, setting.reference, length)
     timed = min(sweep.speed_prompts, len(prompts))
     spaced = [i * len(prompts) // timed for i in range(timed)]  # the first of a task may be from one file
     batches = batches_of(bench, sweep, setting, prompts, spaced, 1)
@@ -161,7 +161,7 @@ def walltime(bench: Bench, drafter: Any, gained: int, reviews: int, draft_review
     return {"draft_reviews": draft_reviews, "swi": swi}
 
 
-def replay(bench: Bench, sweep: Sweep, record: Record, setting: Setting, prompts: list[list[int]]) -> Row:
+def replay(bench: Bench, record: Record, setting: Setting, prompts: list[list[int]]) -> Row:
     """The setting's row against a record of the target, which does not decode: no speed, and no figures of the text.
 
     ValueError for a setting that a record cannot replay."""

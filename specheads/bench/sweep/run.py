@@ -120,7 +120,7 @@ def run_recorded(sweep: Sweep, folder: Path, path: Path, *, dtype: str, device: 
 
     def here(settings: list[Setting], within: Callable[[float, str], None]) -> Iterator[tuple[Setting, Row]]:
         for setting in settings:
-            yield setting, replay(bench, sweep, known, setting, prompts)
+            yield setting, replay(bench, known, setting, prompts)
 
     common = common_of(bench, sweep, task) + hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     settings = [setting for setting in sweep.settings() if setting.drafter != PLAIN]

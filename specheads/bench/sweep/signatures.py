@@ -17,13 +17,13 @@ SHOWN = 64  # tokens of the function that the prompt shows
 SHORTEST, LONGEST = 6, 12  # tokens of a parameter list; one shorter is `self` as a rule
 
 
-def signature_questions(tokenizer: Any, count: int, held_out: list[str] | None = None) -> list[tuple[list[int], str]]:
+def signature_questions(tokenizer: Any, count: int) -> list[tuple[list[int], str]]:
     """`count` pairs of prompt ids and parameter list, evenly spaced over all, the same for the same files.
 
     ValueError if there are fewer.
     """
     usable = []
-    for _, text in corpus.texts("held_out", held_out):
+    for _, text in corpus.texts("held_out"):
         for head, parameters, source in functions(text):
             if SHORTEST <= len(tokenizer(parameters)["input_ids"]) <= LONGEST:
                 usable.append((head, parameters, source))

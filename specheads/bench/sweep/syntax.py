@@ -18,14 +18,14 @@ LEFT = 24  # tokens that the function has beyond SHOWN, at least
 ALLOW_INCOMPLETE = codeop.PyCF_ALLOW_INCOMPLETE_INPUT  # type: ignore[attr-defined]  # known to consoles
 
 
-def syntax_questions(tokenizer: Any, count: int, held_out: list[str] | None = None) -> list[tuple[str, str]]:
+def syntax_questions(tokenizer: Any, count: int) -> list[tuple[str, str]]:
     """`count` pairs of prompt and the blocks it lies in (see `blocks`), evenly spaced over all there are, the same for
     the same files.
 
     ValueError where there are fewer.
     """
     usable = []
-    for _, text in corpus.texts("held_out", held_out):
+    for _, text in corpus.texts("held_out"):
         for head, _, source in functions(text):
             indent = len(head) - len(head.lstrip())
             lines = source.splitlines(keepends=True)

@@ -142,17 +142,17 @@ def make_menu(
 
 
 def fastest_tree(
-    acceptance: Sequence[Sequence[float]], nodes: int, depth: int, costs: StepCosts, rows: int, length: int = 0
+    acceptance: Sequence[Sequence[float]], nodes: int, depth: int, costs: StepCosts, rows: int
 ) -> StaticTree:
     """The tree of `nodes` with the most expected tokens per millisecond, of all depths."""
     row = HeadEstimate(acceptance, depth)
     trees = (likeliest_tree(acceptance, nodes, most) for most in range(1, depth + 1))
-    return max(trees, key=lambda tree: _rate(tree, row, costs, rows, length))
+    return max(trees, key=lambda tree: _rate(tree, row, costs, rows))
 
 
-def _rate(tree: StaticTree, row: HeadEstimate, costs: StepCosts, rows: int, length: int = 0) -> float:
-    """Expected tokens per millisecond."""
-    time = costs.step(rows, tree.num_nodes, length) + costs.draft(rows, Shape(tree).levels, 1)
+def _rate(tree: StaticTree, row: HeadEstimate, costs: StepCosts, rows: int) -> float:
+    """Expected tokens per millisecond after a short text."""
+    time = costs.step(rows, tree.num_nodes, 0) + costs.draft(rows, Shape(tree).levels, 1)
     return (1 + row.tree_gain(tree.choices)) / time
 
 

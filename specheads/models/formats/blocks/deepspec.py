@@ -48,7 +48,7 @@ class DeepSpec(parallel.Parallel):
             files, config, config, base, layer_ids.read_output_ids(files, config, _LAYERS),
             whole(config, "mask_token_id", least=0), whole(config, "block_size"),
         )  # fmt: skip
-        return {**options, **parallel.read_dspark_options(files, config, from_anchor=True)}
+        return {**options, **parallel.read_dspark_options(files, config)}
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:
         assert isinstance(head, ParallelConfig) and head.taps

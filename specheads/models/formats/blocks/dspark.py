@@ -37,7 +37,7 @@ class DSpark(parallel.Parallel):
 
     def options(self, files: Files, base: PreTrainedModel) -> dict[str, Any]:
         config = files.config or {}
-        marks = parallel.read_dspark_options(files, config, from_anchor=True, markov_rank=256, confidence=True)
+        marks = parallel.read_dspark_options(files, config, markov_rank=256, confidence=True)
         return {**nested_options(files, base), **marks}
 
     def write(self, head: HeadConfig, tensors: dict[str, Tensor], base: PreTrainedModel) -> ExportFiles:

@@ -140,9 +140,9 @@ def read_options(
     }  # fmt: skip
 
 
-def read_dspark_options(files: Files, config: dict[str, Any], from_anchor: bool, **usual: Any) -> dict[str, Any]:
-    """The options that a DSpark config adds. from_anchor, usual: defaults of missing keys. CheckpointError for variants
-    that heads here do not have."""
+def read_dspark_options(files: Files, config: dict[str, Any], **usual: Any) -> dict[str, Any]:
+    """The options that a DSpark config adds. usual: defaults of missing keys. CheckpointError for variants that heads
+    here do not have."""
     rank = whole(config, "markov_rank", usual.get("markov_rank"), least=0)
     if rank and (variant := config.get("markov_head_type", "vanilla")) != "vanilla":
         raise CheckpointError(f"{files}: markov_head_type={shown(variant)}; heads here have the vanilla one")
@@ -151,5 +151,5 @@ def read_dspark_options(files: Files, config: dict[str, Any], from_anchor: bool,
         raise CheckpointError(f"{files}: confidence_head_with_markov=false; heads here also read the token before")
     return {
         "markov_rank": rank, "confidence": sure,
-        "sample_from_anchor": flag(config, "sample_from_anchor", default=from_anchor),
+        "sample_from_anchor": flag(config, "sample_from_anchor", default=True),
     }  # fmt: skip

@@ -72,7 +72,7 @@ class VllmMedusa(Format):
         assert isinstance(head, MedusaConfig) and head.hidden_size and head.vocab_size and head.draft_vocab_size
         vocab, draft, found = head.vocab_size, head.draft_vocab_size, files.shapes
         if "token_map" in found:
-            translated, consumed = vocabulary.from_map(files, "token_map", vocab, draft), {"token_map"}
+            translated, consumed = vocabulary.from_token_map(files, vocab, draft), {"token_map"}
         else:
             if draft != vocab:
                 raise CheckpointError(

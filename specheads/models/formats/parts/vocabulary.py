@@ -35,9 +35,9 @@ def from_offsets(files: Files, vocab: int, draft: int) -> tuple[dict[str, Tensor
     return vocabulary, consumed
 
 
-def from_map(files: Files, name: str, vocab: int, draft: int) -> dict[str, Tensor]:
-    """Our d2t and t2d from a list of target ids (Vd,)."""
-    return from_ids(files, name, _integers(files, name, draft), vocab)
+def from_token_map(files: Files, vocab: int, draft: int) -> dict[str, Tensor]:
+    """Our d2t and t2d from token_map, a list of target ids (Vd,)."""
+    return from_ids(files, "token_map", _integers(files, "token_map", draft), vocab)
 
 
 def from_ids(files: Files, name: str, ids: Tensor, vocab: int) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from transformers import AutoConfig
 
 from specheads import Target
 from specheads.decoding.planner import chain
-from specheads.decoding.planner.by_cost.shapes import parallel_chains
+from specheads.decoding.planner.static import parallel_chains
 from specheads.decoding.target.state_size import state_size
 from specheads.decoding.tree import DraftTree
 from specheads.models.convert import convert

@@ -28,8 +28,9 @@ from specheads.decoding.drafters.unread import UnreadPositions
 from specheads.decoding.loop import decode
 from specheads.decoding.planner import Plan, StaticTree, chain
 from specheads.decoding.planner.by_cost import Curve, StepCosts
-from specheads.decoding.planner.by_cost.shapes import COMPILED_CHAINS, LARGEST, Shape, parallel_chains
+from specheads.decoding.planner.by_cost.shapes import COMPILED_CHAINS, LARGEST, Shape
 from specheads.decoding.planner.plan import ReserveSlots
+from specheads.decoding.planner.static import parallel_chains
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.causal import Target
 from specheads.decoding.tree import DraftTree

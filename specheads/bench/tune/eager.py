@@ -31,8 +31,8 @@ from specheads.decoding.drafters.unread import UnreadPositions
 from specheads.decoding.loop import decode
 from specheads.decoding.planner import NoDraft, Plan, chain
 from specheads.decoding.planner.by_cost import Curve, StepCosts
-from specheads.decoding.planner.by_cost.shapes import parallel_chains
 from specheads.decoding.planner.plan import ReserveSlots
+from specheads.decoding.planner.static import parallel_chains
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree
 from specheads.heads import DraftHead

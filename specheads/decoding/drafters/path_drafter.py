@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.drafters.base import Context, Drafter
-from specheads.decoding.planner import MAX_NODES, Plan, StaticTree
+from specheads.decoding.planner import MAX_NODES, Plan
 from specheads.decoding.planner.plan import require_at_most
+from specheads.decoding.planner.static import parallel_chains
 from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.tree import DraftTree, TreeTopology
 
@@ -49,7 +50,7 @@ class PathDrafter(Drafter, ABC):
             raise ValueError(f"{type(self).__name__}: {name}={value!r} must be a whole number of at least {least}")
 
     def default_plan(self, device: torch.device, do_sample: bool) -> Plan:
-        return StaticTree(tuple((rank, *(0,) * d) for rank in range(self.width) for d in range(self.num_tokens)))
+        return parallel_chains(self.width, self.num_tokens)
 
     def propose(self, context: Context, sampler: Sampler, plan: Plan) -> DraftTree:
         paths = self.paths(context, plan.depth)

@@ -167,6 +167,11 @@ def comb(depth: int, width: int = 2) -> StaticTree:
     return StaticTree(tuple((*(0,) * level, rank) for level in range(depth) for rank in range(width)))
 
 
+def parallel_chains(width: int, depth: int) -> StaticTree:
+    """`width` chains of `depth` tokens, below the root."""
+    return StaticTree(tuple((rank, *(0,) * below) for rank in range(width) for below in range(depth)))
+
+
 def likeliest_tree(acceptance: Sequence[Sequence[float]], nodes: int, depth: int) -> StaticTree:
     """The static tree of `nodes`, root included, or of all there are, with the most expected accepted tokens.
 

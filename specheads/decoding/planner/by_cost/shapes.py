@@ -154,8 +154,3 @@ def _rate(tree: StaticTree, row: HeadEstimate, costs: StepCosts, rows: int) -> f
     """Expected tokens per millisecond after a short text."""
     time = costs.step(rows, tree.num_nodes, 0) + costs.draft(rows, Shape(tree).levels, 1)
     return (1 + row.tree_gain(tree.choices)) / time
-
-
-def parallel_chains(width: int, depth: int) -> StaticTree:
-    """So many chains below the root."""
-    return StaticTree(tuple((rank, *(0,) * below) for rank in range(width) for below in range(depth)))

@@ -8,7 +8,6 @@ rows where they are sampled.
 from __future__ import annotations
 
 import copy
-import inspect
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -181,13 +180,3 @@ class PartTimer:
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
         self.steps += part == "other"  # with which each step of the loop begins
         self._last = now
-
-
-def can_compile() -> bool:
-    """Does generate() here take compile=True?"""
-    return "compile" in inspect.signature(generate).parameters
-
-
-def can_choose() -> bool:
-    """Does a SpecModel's generate() here take draft="auto"?"""
-    return inspect.signature(SpecModel.generate).parameters["draft"].default == "auto"

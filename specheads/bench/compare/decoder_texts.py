@@ -196,10 +196,6 @@ def parse_decoder(text: str) -> DecoderSpec:
             raise ValueError("plain drafts nothing, so it takes neither a tree nor a rule nor auto")
         if "auto" in given and given.keys() & {"tree", "accept"}:
             raise ValueError("auto chooses the tree under the exact rule, so it takes neither a tree nor a rule")
-        if "compile" in given and not decoders.can_compile():
-            raise ValueError("generate() of this version does not take compile=True; leave compile out")
-        if "auto" in given and not decoders.can_choose():
-            raise ValueError('generate() of this version does not take draft="auto"; leave auto out')
         if "tree" in given:
             tree_named(given["tree"])
         if "accept" in given:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers.utils import logging as hf_logging
 
 from specheads import terminal
-from specheads.bench import decoders, environment, shipped
+from specheads.bench import environment, shipped
 from specheads.bench.compare import llama, openvino, prompt_sets, report
 from specheads.bench.compare.cell import Engine
 from specheads.bench.compare.decoder_texts import parse_decoder
@@ -42,8 +42,7 @@ def default_decoders(models: Models, checkpoints: Path | None, peers: Mapping[st
         heads = [name for name in shipped.LABELS if (checkpoints / name / "config.json").is_file()]
     theirs = ["transformers", "transformers-static", "transformers-lookup"]
     theirs += [text for name in PEERS if name in peers for text in (name, f"{name}-lookup")]
-    chosen = [f"{head} auto" for head in heads] if decoders.can_choose() else []
-    return (*theirs, "plain", "lookup", *heads, *chosen)
+    return (*theirs, "plain", "lookup", *heads, *(f"{head} auto" for head in heads))
 
 
 def parse_peers(given: list[str] | None) -> dict[str, Path]:

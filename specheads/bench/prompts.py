@@ -6,15 +6,17 @@ import gzip
 import importlib.util
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from specheads.data import corpus
 from specheads.data.conversation import Conversation
 from specheads.data.row_forms import messages_of
 from specheads.data.sources import undecodable_line
+
+T = TypeVar("T")
 
 PACKAGES = ("rich", "click", "markdown_it", "pygments", "typer", "httpx2")  # nothing here is ever trained on these
 
@@ -33,7 +35,7 @@ def held_out_prompts(tokenizer: Any, count: int, num_tokens: int = 64, held_out:
     usable = _pieces(tokenizer, (text for _, text in corpus.texts("held_out", held_out)), num_tokens)
     if len(usable) < count:
         raise ValueError(f"{count} prompts asked for, but only {len(usable)} held-out files are long enough")
-    return _spaced(usable, count)
+    return evenly_spaced(usable, count)
 
 
 def package_prompts(
@@ -63,7 +65,8 @@ def package_prompts(
         for name in shares:
             if shares[name] < len(pieces[name]) and sum(shares.values()) < count:
                 shares[name] += 1
-    return [Prompt(text, name) for name, share in shares.items() for text in _spaced(pieces[name], share)], missing
+    chosen = [Prompt(text, name) for name, share in shares.items() for text in evenly_spaced(pieces[name], share)]
+    return chosen, missing
 
 
 def _pieces(tokenizer: Any, texts: Iterable[str], num_tokens: int) -> list[str]:
@@ -78,8 +81,15 @@ def _pieces(tokenizer: Any, texts: Iterable[str], num_tokens: int) -> list[str]:
     return pieces
 
 
-def _spaced(texts: list[str], count: int) -> list[str]:
-    return [texts[i * len(texts) // count] for i in range(count)]
+def evenly_spaced(items: Sequence[T], count: int | None) -> list[T]:
+    """At most `count` of the items, the first among them. None: all."""
+    return [items[i] for i in spaced_indices(len(items), count)]
+
+
+def spaced_indices(size: int, count: int | None) -> list[int]:
+    """At most `count` of `size` indices, evenly spaced. None: all."""
+    count = size if count is None else min(count, size)
+    return [i * size // count for i in range(count)]
 
 
 def prompts_from(path: Path, count: int | None = None, *, chat: bool = False) -> list[str | Conversation]:

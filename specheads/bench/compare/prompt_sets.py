@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.bench.limits import draw_numbers
-from specheads.bench.prompts import Prompt, held_out_prompts, package_prompts, read_prompts
+from specheads.bench.prompts import Prompt, evenly_spaced, held_out_prompts, package_prompts, read_prompts
 from specheads.options import OptionError, refuse_unknown
 
 HELD_OUT = "held-out files"
@@ -59,7 +59,7 @@ def sets_from(
             refuse_unknown(categories, sorted({p.category for p in prompts if p.category}), f"category in {path}")
             prompts = [prompt for prompt in prompts if prompt.category in categories]
         if count is not None and count < len(prompts):
-            prompts = [prompts[i * len(prompts) // count] for i in range(count)]
+            prompts = evenly_spaced(prompts, count)
         sets.append(encode(path.name if names.count(path.name) == 1 else str(path), prompts, tokenizer))
     return sets
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from specheads.bench import cost, decoders, runner
 from specheads.bench.figures.samples import figures, rounds_of
+from specheads.bench.prompts import spaced_indices
 from specheads.bench.sweep.drafters import Bench
 from specheads.bench.sweep.grid import PLAIN, Setting, Sweep
 from specheads.bench.sweep.kl import Distance, distance
@@ -88,8 +89,7 @@ def measure(
     own, other = str(setting), str(setting.reference)
     racers = {own: decoder(bench, setting, length)}
     racers[other] = racers.get(other) or decoder(bench, setting.reference, length)
-    timed = min(sweep.speed_prompts, len(prompts))
-    spaced = [i * len(prompts) // timed for i in range(timed)]  # the first of a task may be from one file
+    spaced = spaced_indices(len(prompts), sweep.speed_prompts)  # the first of a task may be from one file
     batches = batches_of(bench, sweep, setting, prompts, spaced, 1)
     runs = len(batches) * len(racers) * sweep.repeats  # beside them, a batch that is judged counts as one
     raced = runs / (runs + len(prompts) / sweep.batch_size)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from specheads.bench.prompts import evenly_spaced
 from specheads.data import corpus
 
 SHOWN = 64  # tokens of the function that the prompt shows
@@ -32,8 +33,7 @@ def signature_questions(tokenizer: Any, count: int) -> list[tuple[list[int], str
             f"{count} signatures asked for, but the held-out files have {len(usable)} that are long enough"
         )
     made = []
-    for i in range(count):
-        head, parameters, source = usable[i * len(usable) // count]
+    for head, parameters, source in evenly_spaced(usable, count):
         shown = tokenizer(source)["input_ids"][:SHOWN]
         made.append(([*shown, *tokenizer("\n\n" + head, add_special_tokens=False)["input_ids"]], plain(parameters)))
     return made

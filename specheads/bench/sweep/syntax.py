@@ -10,6 +10,7 @@ import codeop
 import warnings
 from typing import Any
 
+from specheads.bench.prompts import evenly_spaced
 from specheads.bench.sweep.signatures import functions
 from specheads.data import corpus
 
@@ -35,7 +36,7 @@ def syntax_questions(tokenizer: Any, count: int) -> list[tuple[str, str]]:
                 usable.append((shown, blocks(indent)))
     if len(usable) < count:
         raise ValueError(f"{count} functions asked for, but the held-out files have {len(usable)} that are long enough")
-    return [usable[i * len(usable) // count] for i in range(count)]
+    return evenly_spaced(usable, count)
 
 
 def beginning(tokenizer: Any, lines: list[str], around: str) -> str | None:

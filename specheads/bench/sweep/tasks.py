@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specheads.bench.prompts import held_out_prompts
+from specheads.bench.prompts import evenly_spaced, held_out_prompts, prompts_from, spaced_indices
 from specheads.bench.sweep.grid import TASKS
 from specheads.bench.sweep.programs import passes
 from specheads.bench.sweep.signatures import signature_questions, signature_written
@@ -169,12 +169,6 @@ def source_of(name: str, data: Sequence[str]) -> Source:
     return SOURCES[name]
 
 
-def spaced(size: int, count: int | None) -> list[int]:
-    """At most `count` of `size` indices, evenly spaced, as rows may be grouped: MMLU's by subject. None: all."""
-    count = size if count is None else min(count, size)
-    return [i * size // count for i in range(count)]
-
-
 def rows_of(source: Source, data: Sequence[str]) -> Sequence[Mapping[str, Any]]:
     """The rows of a task: from local files, else from the hub. Of JSON with splits by name, the test split."""
     from specheads.data.sources import load_dataset_rows
@@ -222,10 +216,7 @@ def load_task(
         return Task(name, questions, LENGTHS[name], lambda text, asked: signature_written(text) == asked.answer)
     if name == "prompts":
         if data:
-            from specheads.bench.prompts import prompts_from
-
-            texts = [text for file in data for text in prompts_from(Path(file))]
-            texts = [texts[i] for i in spaced(len(texts), count)]
+            texts = evenly_spaced([text for file in data for text in prompts_from(Path(file))], count)
             asked = [t if isinstance(t, str) else t.prompt((), tokenizer) for t in texts]
         else:
             asked = [*held_out_prompts(tokenizer, count or 8)]
@@ -238,7 +229,8 @@ def load_task(
         )
     questions = []
     rows = rows_of(source, data)
-    for index in range(len(rows))[:count] if name == "csqa" else spaced(len(rows), count):
+    # Evenly spaced, as rows may be grouped: MMLU's by subject.
+    for index in range(len(rows))[:count] if name == "csqa" else spaced_indices(len(rows), count):
         try:
             questions.append(source.question(rows[index]))
         except (KeyError, TypeError, IndexError, ValueError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from specheads.training.recipe.recipe import RecipeError, parse_file
 PLAIN = "none"  # drafts nothing
 TASKS = ("signatures", "syntax", "mmlu", "sampled_mmlu", "gsm8k", "csqa", "humaneval", "prompts")
 COSTS = ("measured", "model_parameters", "previous_work")
-CLOCKS = ("wall", "cpu")
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -11,7 +10,7 @@ from specheads.bench import cost, decoders, runner
 from specheads.bench.figures.samples import figures, rounds_of
 from specheads.bench.prompts import spaced_indices
 from specheads.bench.sweep.drafters import Bench
-from specheads.bench.sweep.grid import PLAIN, Setting, Sweep
+from specheads.bench.sweep.grid import CLOCKS, PLAIN, Setting, Sweep
 from specheads.bench.sweep.kl import Distance, distance
 from specheads.bench.sweep.tasks import Task
 from specheads.data.conversation import Conversation
@@ -24,7 +23,6 @@ from specheads.decoding.planner import Plan, as_plan
 from specheads.decoding.probs.randomness import row_seeds
 
 Row = dict[str, Any]
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 # Columns that differ from run to run, even of the same setting. The first four are those of `specheads bench`.
 SPEED = ("tokens_per_second", "speed_up", "speed_up_interval", "step_seconds")
 TIMED = (*SPEED, "seconds", "speed_up_of_each_repeat")

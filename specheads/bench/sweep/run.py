@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -36,8 +35,7 @@ def key_of(setting: Setting, common: str) -> str:
     # Without default values, so that a new field does not invalidate finished settings.
     fields = {f.name: getattr(setting, f.name) for f in dataclasses.fields(setting)}
     given = {f.name: fields[f.name] for f in dataclasses.fields(setting) if fields[f.name] != f.default}
-    text = json.dumps([given, common], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return digest(given, common)
 
 
 def common_of(bench: Bench, sweep: Sweep, task: Task, workers: int = 1) -> str:

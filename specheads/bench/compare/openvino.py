@@ -14,7 +14,8 @@ import torch
 
 from specheads.bench.compare.cell import Cell, Engine
 from specheads.bench.compare.peer import Peer, PeerError, write_once
-from specheads.bench.figures.results import digest, weight_sums
+from specheads.bench.figures.identity import weight_sums
+from specheads.bench.figures.results import digest
 from specheads.bench.runner import Decoder
 from specheads.decoding.drafters import Drafter
 from specheads.heads import DraftHead

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from specheads.bench.environment import environment
-from specheads.bench.figures.results import digest, weight_sums
+from specheads.bench.figures.results import digest
 from specheads.decoding.drafters import AutoDrafter, Drafter, DraftModel, MaxGram
 from specheads.decoding.planner.by_cost import CostTable, shipped_costs
 from specheads.heads import DraftHead
@@ -35,6 +36,13 @@ def identify_drafter(drafter: Drafter, device_type: str) -> list[Any]:
     if isinstance(drafter, DraftModel):
         return [weight_sums(drafter.small), _options(drafter.small.config)]
     return []
+
+
+def weight_sums(module: Any) -> list[float]:
+    """The sum of each weight of a module, in float64, which tells it from others of its name; [] for anything else."""
+    if not isinstance(module, nn.Module):
+        return []
+    return [float(weight.detach().double().sum()) for weight in module.parameters()]
 
 
 def identify_machine(device: Any) -> dict[str, Any]:

@@ -9,8 +9,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 Row = dict[str, Any]
 RESULTS = "results.jsonl"
 NOTHING_DONE = "before anything was measured"  # of a KeyboardInterrupt
@@ -66,10 +64,3 @@ class Results:
 def digest(*values: Any) -> str:
     """A short digest of plain values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def weight_sums(module: Any) -> list[float]:
-    """The sum of each weight of a module, in float64, which tells it from others of its name; [] for anything else."""
-    if not isinstance(module, nn.Module):
-        return []
-    return [float(weight.detach().double().sum()) for weight in module.parameters()]

@@ -30,7 +30,7 @@ from specheads.models.files import remove_unfinished
 from specheads.training.distributed import launch
 from specheads.training.features import frozen_weights
 from specheads.training.features.index import INDEX, Index, parse_teacher_probs, read_index
-from specheads.training.features.passes import Writer
+from specheads.training.features.passes import FeaturePasses
 from specheads.training.features.plan import (
     AUTOCAST,
     Ask,
@@ -99,21 +99,21 @@ def save_features(recipe: Recipe, options: SaveOptions, ask: Ask | None = None) 
     if state.is_main_process:
         _open(folder, index, base)
     state.wait_for_everyone()
-    writer = Writer(base, index)
-    made = _write_shards(folder, splits, writer, state)
+    passes = FeaturePasses(base, index)
+    made = _write_shards(folder, splits, passes, state)
     state.wait_for_everyone()
     if state.is_main_process:
         _finish(folder, index)
     state.wait_for_everyone()
     size, number = sum(path.stat().st_size for path in saved_files(folder)), len(list(folder.glob("*.safetensors")))
-    return Saved(folder, rows, tokens, size, number, made, writer.forward.early)
+    return Saved(folder, rows, tokens, size, number, made, passes.forward.early)
 
 
-def _write_shards(folder: Path, splits: Mapping[str, Any], writer: Writer, state: PartialState) -> int:
+def _write_shards(folder: Path, splits: Mapping[str, Any], passes: FeaturePasses, state: PartialState) -> int:
     """This process's share of the files that are missing; how many it wrote."""
-    work = [(name, *shard) for name in splits for shard in writer.index.shards(name)]
+    work = [(name, *shard) for name in splits for shard in passes.index.shards(name)]
     work, made = work[state.process_index :: state.num_processes], 0
-    dtype = AUTOCAST[writer.index.base["autocast"]]
+    dtype = AUTOCAST[passes.index.base["autocast"]]
     with (
         torch.autocast(state.device.type, dtype, enabled=dtype is not None),
         tqdm(total=sum(len(rows) for *_, rows in work), unit="row", disable=not state.is_local_main_process) as bar,
@@ -123,7 +123,7 @@ def _write_shards(folder: Path, splits: Mapping[str, Any], writer: Writer, state
             if (folder / file).exists():
                 _refuse_others(Shard(folder / file), chosen)
             else:
-                write(folder / file, writer.shard(chosen))
+                write(folder / file, passes.shard(chosen))
                 made += 1
             bar.update(len(rows))
     return made

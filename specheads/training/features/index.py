@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -135,11 +134,3 @@ def read_finished_index(folder: Path) -> Index:
         if [entry["file"] for entry in files] != [name for name, _ in index.shards(split)]:
             raise FeatureError(f"{folder / INDEX} does not list the files of its {split} rows; {AGAIN}")
     return index
-
-
-def free_bytes(folder: Path) -> int:
-    """Room on the disk of a folder that may not exist yet."""
-    while not folder.exists():
-        folder = folder.parent
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize

@@ -18,8 +18,8 @@ from specheads.training.features.index import Index
 from specheads.training.features.shards import FeatureError, encode_states
 
 
-class Writer:
-    """Rows of tokens → rows of a file, by passes of the base."""
+class FeaturePasses:
+    """The passes of one base, for one index. FeatureError for a base whose probabilities the index cannot have."""
 
     def __init__(self, base: PreTrainedModel, index: Index) -> None:
         self.base, self.index = base, index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from specheads.heads import HEADS
 from specheads.models import saved_head
 from specheads.options import OptionError
 from specheads.training.features import frozen_weights
-from specheads.training.features.index import free_bytes, parse_teacher_probs
+from specheads.training.features.index import parse_teacher_probs
 from specheads.training.features.shards import FLOAT8, FeatureError
 from specheads.training.recipe.recipe import Recipe
 
@@ -112,6 +113,14 @@ def confirm_size(folder: Path, tokens: int, each: int, kept: int, ask: Ask | Non
         )
     if ask is not None and not ask(plan):
         raise FeatureError(f"nothing was saved: {plan}")
+
+
+def free_bytes(folder: Path) -> int:
+    """Room on the disk of a folder that may not exist yet."""
+    while not folder.exists():
+        folder = folder.parent
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
 
 
 def size_text(number: float) -> str:

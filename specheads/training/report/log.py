@@ -196,9 +196,6 @@ class AcceptanceLog(_Lines, PrinterCallback):
 class AcceptanceProgress(_Lines, ProgressCallback):
     """transformers' progress bar, and the lines above it."""
 
-    def __init__(self, pace: Pace) -> None:
-        super().__init__(pace)
-
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs and state.is_world_process_zero:
             write = print if self.training_bar is None else self.training_bar.write

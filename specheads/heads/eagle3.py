@@ -26,6 +26,7 @@ class Eagle3Config(UnrolledFeatureConfig, DraftVocabularyConfig):
     """
 
     kind: ClassVar[str] = "eagle3"
+    title: ClassVar[str] = "EAGLE-3"
     default_limit: ClassVar[int | None] = 32_000
     unrecorded: ClassVar[dict[str, Any]] = {"norm_before_residual": False}
 

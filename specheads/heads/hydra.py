@@ -34,6 +34,7 @@ class HydraConfig(DecoderConfig, DepthHeadsConfig):
     distribution, as Hydra++ is trained; Hydra as first published has loss='hard'."""
 
     kind: ClassVar[str] = "hydra"
+    title: ClassVar[str] = "Hydra"
     aliases: ClassVar[dict[str, str]] = {"hydra_num_heads": "num_heads", "hydra_num_layers": "num_layers"}
 
     num_heads: int = 4

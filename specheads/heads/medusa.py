@@ -19,6 +19,7 @@ class MedusaConfig(DepthHeadsConfig):
     """Trained on the tokens of the text, as published; each head's loss has 0.8 times the weight of the one before."""
 
     kind: ClassVar[str] = "medusa"
+    title: ClassVar[str] = "Medusa"
     aliases: ClassVar[dict[str, str]] = {"medusa_num_heads": "num_heads", "medusa_num_layers": "num_layers"}
 
     loss: str = "hard"

@@ -21,7 +21,6 @@ from specheads.models.run_files import CURVES, RECIPE, history, results, run_of
 from specheads.options import read_yaml
 from specheads.version import __version__
 
-_TITLES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "medusa": "Medusa", "hydra": "Hydra", "mtp": "MTP"}
 _SHOWN = 8  # evaluations listed at most
 
 
@@ -74,7 +73,7 @@ def text(
     licensed = base_license(named)
     parts = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
-        f"# {_TITLES.get(kind, kind)} draft head for {base}",
+        f"# {head.config.title or kind} draft head for {base}",
         f"It drafts tokens that {base} then verifies: the same text, or under sampling the same distribution, in fewer "
         f"passes. {parameters / 1e6:.2f}M parameters."
         + (f" Licence of {base}: {licensed}; the head is of no use without it." if licensed else ""),

@@ -22,6 +22,7 @@ class MtpConfig(UnrolledConfig):
     """
 
     kind: ClassVar[str] = "mtp"
+    title: ClassVar[str] = "MTP"
     aliases: ClassVar[dict[str, str]] = {
         "num_nextn_predict_layers": "num_modules", "num_mtp_layers": "num_modules",
         "mtp_num_hidden_layers": "num_modules",

@@ -17,7 +17,7 @@ and the rows come from the base itself:
         --out docs/benchmarks
 
 All sides: the same base, head size, draft vocabulary, batches, steps, AdamW and schedule, float32, one thread; loss,
-its decay by depth and initial weights are each program's own. "specheads anchored" makes the drafts behind the first
+its decay by depth and initial weights are each program's own. "specheads anchored" makes the drafts after the first
 at one position in eight, which is less work: rows of its own. "normed" is norm_before_residual, which ModelOpt has not;
 "modelopt mixed" is its eagle_mix_hidden_states, "compiled" its eagle_use_torch_compile. The trained heads are read here
 by `specheads import` and decode held-out prompts through the same loop (not with --num-prompts 0). A second base of

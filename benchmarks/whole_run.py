@@ -7,7 +7,7 @@
 benchmarks/peers.py says how ModelOpt's environment is made. Every side trains an EAGLE-3 head on the same rows, all of
 one length, for the same epochs, with the same batch size, AdamW and schedule, in float32 on one thread. "specheads"
 drafts from every position and runs the base at every step, as ModelOpt does. "cache" keeps what the base sees in the
-first epoch; "anchors" makes the drafts behind the first at one position in eight, and "anchors alone" the first drafts
+first epoch; "anchors" makes the drafts after the first at one position in eight, and "anchors alone" the first drafts
 too, which is less work. Ours are whole runs of a recipe, with reading and saving; of ModelOpt the steps alone are
 counted.
 
@@ -197,7 +197,7 @@ def show(records: list[dict[str, Any]], options: argparse.Namespace, arguments: 
         f"EAGLE-3, {budget['epochs']} epochs of {budget['rows']:,} rows × {budget['max_length']} tokens, "
         f"{budget['batch_size']} a step, AdamW at {budget['learning_rate']:g}, {DEPTH} steps of training-time test "
         f"over a draft vocabulary of {budget['draft_vocab_size']:,}. Ours are whole runs of a recipe, with reading and "
-        "saving; of ModelOpt the steps alone are counted. Anchors are less work: the drafts behind the first at one "
+        "saving; of ModelOpt the steps alone are counted. Anchors are less work: the drafts after the first at one "
         "position in eight; anchors alone: the first ones there, too. Accepted length: tokens a step of greedy chains "
         f"of {DEPTH} on {2 * options.num_prompts} prompts × {options.max_new_tokens} tokens, with 95 % intervals over "
         "seeds and prompts; seeds are few, so they are somewhat too narrow. Speed by seed.\n",

@@ -79,8 +79,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
 
 
 def print_table(console: Console, shown: Table) -> None:
-    """Print a table whole, each column as narrow as its longest word where space is short; what is wider than the
-    console even so goes on in its next line."""
+    """Print a table whole, each column as narrow as its longest word where space is short; what is still wider than
+    the console continues in its next line."""
     endless = console.options.update_width(1000)
     if console.measure(shown, options=endless).maximum > console.width:
         shown.padding = (0, 1, 0, 0)

@@ -54,8 +54,8 @@ def measured(
     models: Sequence[PreTrainedModel | None], *, num_tokens: int = 1, length: int = 64, repeats: int = 20,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:  # fmt: skip
-    """Seconds of one pass of each model over `num_tokens` tokens behind `length` cached ones: the median of `repeats`,
-    in which the models take turns. None, an n-gram, is free. Of an encoder-decoder, a pass of the decoder, behind as
+    """Seconds of one pass of each model over `num_tokens` tokens after `length` cached ones: the median of `repeats`,
+    in which the models take turns. None, an n-gram, is free. Of an encoder-decoder, a pass of the decoder, after as
     many tokens of its encoder, which reads once."""
     for name, value in (("num_tokens", num_tokens), ("length", length), ("repeats", repeats)):
         if value < 1:

@@ -133,8 +133,8 @@ def _measured(run: Record) -> list[str]:
         parts.append(f"With the tree that it drafts by default: {served:.2f}.")
     depths: list[str] = []
     while (share := last.get(f"eval_accuracy_depth_{len(depths) + 1}")) is not None:
-        behind = last.get(f"eval_conditional_accuracy_depth_{len(depths) + 1}")
-        depths.append(f"| {len(depths) + 1} | {share:.3f} | {'' if behind is None else f'{behind:.3f}'} |")
+        conditional = last.get(f"eval_conditional_accuracy_depth_{len(depths) + 1}")
+        depths.append(f"| {len(depths) + 1} | {share:.3f} | {'' if conditional is None else f'{conditional:.3f}'} |")
     if depths:
         head = "| depth | first choice is the base's | of those with every depth before right |\n|---:|---:|---:|"
         parts.append("\n".join([head, *depths]))

@@ -48,16 +48,16 @@ class Models:
     ) -> Models:  # fmt: skip
         """source: a head checkpoint, or a plain Hugging Face model. quantize: the target and draft models in 4bit or
         8bit, one of QUANTIZE; heads stay as they are. ValueError, OSError or ImportError with the reason."""
-        wanted, place = placement(dtype, device)
-        options = quantized_options(quantize, wanted, place)
+        torch_dtype, torch_device = placement(dtype, device)
+        options = quantized_options(quantize, torch_dtype, torch_device)
         if holds_head(source):
             model, tokenizer = load_with_tokenizer(source, base, dtype, device, **options)
             models = cls(model.base, tokenizer, {"head": model.head}, quantize)
         elif base is not None:
             raise ValueError(f"--base: {source} is a whole model, not a head, so it takes no base")
         else:
-            target = load_language_model(source, dtype=wanted or "auto", **options, **hub_options(source))
-            models = cls(to_device(target, place), tokenizer_of(source), quantize=quantize)
+            target = load_language_model(source, dtype=torch_dtype or "auto", **options, **hub_options(source))
+            models = cls(to_device(target, torch_device), tokenizer_of(source), quantize=quantize)
         if assistant is not None:
             models.drafters["model"] = models.draft_model(assistant)
         return models
@@ -148,7 +148,7 @@ def refuse_adapters(source: str) -> None:
         )
 
 
-def quantized_options(quantize: str | None, dtype: torch.dtype | None, place: torch.device) -> dict[str, Any]:
+def quantized_options(quantize: str | None, dtype: torch.dtype | None, device: torch.device) -> dict[str, Any]:
     """Loading options for a model in 4bit or 8bit, computed in `dtype`; none for None. ValueError for another name,
     ImportError if the library is missing."""
     if quantize is None:
@@ -159,7 +159,7 @@ def quantized_options(quantize: str | None, dtype: torch.dtype | None, place: to
         config = quantization(QUANTIZE[quantize], dtype or torch.bfloat16)
     except ImportError:
         raise ImportError(f"--quantize {quantize} needs bitsandbytes: pip install bitsandbytes") from None
-    return {"quantization_config": config, "device_map": {"": place}}
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def to_device(model: Any, device: torch.device) -> PreTrainedModel:
@@ -185,8 +185,8 @@ def load_with_tokenizer(
 ) -> tuple[SpecModel, Any]:
     """Base + head on the device, and the base's tokenizer. options: for loading the base, which a device_map places.
     ValueError or OSError with the reason."""
-    wanted, place = placement(dtype, device)
-    model: Any = SpecModel.from_pretrained(source, base=base, dtype=wanted, **options)
-    (model.head if "device_map" in options else model).to(place)
+    torch_dtype, torch_device = placement(dtype, device)
+    model: Any = SpecModel.from_pretrained(source, base=base, dtype=torch_dtype, **options)
+    (model.head if "device_map" in options else model).to(torch_device)
     name = base or model.base.name_or_path
     return model, AutoTokenizer.from_pretrained(name, **hub_options(name))

@@ -59,8 +59,8 @@ def distance(
     logits: Tensor = base(**given, use_cache=False).logits
     total = Distance()
     for row, prompt, text in zip(logits, before, texts, strict=True):
-        behind = row[len(prompt) - 1 : len(prompt) + len(text) - 1].float()
-        nats = surprisal(behind, torch.tensor(text, device=row.device), temperature, top_k)
+        following = row[len(prompt) - 1 : len(prompt) + len(text) - 1].float()
+        nats = surprisal(following, torch.tensor(text, device=row.device), temperature, top_k)
         inside = nats.isfinite()
         total += Distance(float(nats[inside].double().sum()), int((~inside).sum()), len(text))
     return total

@@ -80,7 +80,7 @@ def by_tree(rows: Sequence[Row]) -> Any:
     drafted = [row for row in rows if row["drafter"] != PLAIN]
     trees = list(dict.fromkeys(row["tree"] or "its own" for row in drafted))
     chains = all(tree.startswith("chain:") for tree in trees)
-    place = {tree: int(tree.partition(":")[2]) if chains else i for i, tree in enumerate(trees)}
+    x_of = {tree: int(tree.partition(":")[2]) if chains else i for i, tree in enumerate(trees)}
     curves: dict[str, list[Row]] = {}
     for row in drafted:
         rule = "" if row["accept"] == "exact" else row["accept"]
@@ -89,10 +89,10 @@ def by_tree(rows: Sequence[Row]) -> Any:
     figure, panels = pyplot.subplots(2, 1, figsize=(8.0, 9.6), layout="constrained")
     for panel, up in zip(panels, ("speed_up", "accepted_length"), strict=True):
         for number, (name, points) in enumerate(curves.items()):
-            shown = sorted((place[p["tree"] or "its own"], p[up]) for p in points if p[up] is not None)
+            shown = sorted((x_of[p["tree"] or "its own"], p[up]) for p in points if p[up] is not None)
             x, y = [x for x, _ in shown], [y for _, y in shown]
             panel.plot(x, y, marker=MARKERS[number % len(MARKERS)], label=name)
-        panel.set_xticks(list(place.values()), None if chains else trees)
+        panel.set_xticks(list(x_of.values()), None if chains else trees)
         panel.set_xlabel("γ: tokens of a chain" if chains else "tree")
         panel.set_ylabel(AXES[up])
         panel.grid(alpha=0.3)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 
-# What begins something behind the function that was asked for.
+# What begins something else after the function that was asked for.
 _ENDS = re.compile(r"\n(?=(?:class|def|if|print|#|@|import|from)\b|#|@|```)")
 
 

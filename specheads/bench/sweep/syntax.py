@@ -1,4 +1,4 @@
-"""An exactly judged task of shipped data with text of some length: go on with a function so that Python can parse it.
+"""An exactly judged task of shipped data with text of some length: continue a function so that Python can parse it.
 
 The prompt is the first lines of a function out of a held-out file; what is written is right where no line that is whole
 breaks Python's grammar. Nothing is run.
@@ -40,8 +40,8 @@ def syntax_questions(tokenizer: Any, count: int) -> list[tuple[str, str]]:
 
 
 def beginning(tokenizer: Any, lines: list[str], around: str) -> str | None:
-    """The first lines of a function, at most SHOWN tokens of them; None where a statement or a text would go on behind
-    them, or they are the definition alone."""
+    """The first lines of a function, at most SHOWN tokens of them; None where a statement or a text would continue
+    after them, or they are the definition alone."""
     shown, number = "", 0
     for line in lines:
         if len(tokenizer(shown + line)["input_ids"]) > SHOWN:

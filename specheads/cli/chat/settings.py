@@ -154,10 +154,10 @@ class Command:
 
 
 def change(settings: Settings, name: str, rest: str) -> Settings:
-    """Settings behind the command `/name rest`. ValueError for what cannot be."""
-    made = COMMANDS[name].change
-    assert made is not None, name
-    return made(settings, rest.strip())
+    """The settings after the command `/name rest`. ValueError for bad arguments."""
+    command = COMMANDS[name].change
+    assert command is not None, name
+    return command(settings, rest.strip())
 
 
 def _toggled(value: bool, rest: str) -> bool:
@@ -271,7 +271,7 @@ COMMANDS: dict[str, Command] = {
         lambda s, rest: replace(s, top_k_filler=whole(rest)),
     ),
     "reset_in_between": _switch("reset_in_between", "n-grams forget each prompt before the next"),
-    "remember": _switch("remember", "the conversation goes on from prompt to prompt; off: each begins a new one"),
+    "remember": _switch("remember", "the conversation continues from prompt to prompt; off: each begins a new one"),
     "cache": Command("", "always on: each token is read once, and the text is the same", lambda s: "on"),
     "clear": Command("", "forget the conversation, and clear the screen"),
     "help": Command(

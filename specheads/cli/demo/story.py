@@ -160,8 +160,8 @@ def differences(
             ids = torch.cat([batches[i]["input_ids"][row], torch.tensor(tokens, device=base.device, dtype=torch.long)])
             best = base(input_ids=ids.unsqueeze(0)).logits[0, -1].topk(2).values
             margin = float(best[0] - best[1])
-            place = f"{name} on prompt {i + 1} from token {at + 1} on (the best two are {margin:.2g} apart)"
-            (differing if margin > TIE else ties).append(place)
+            where = f"{name} on prompt {i + 1} from token {at + 1} on (the best two are {margin:.2g} apart)"
+            (differing if margin > TIE else ties).append(where)
     live = [run.output.tokens[0] for run in race.runs[LIVE][0][: len(restored)]]
     if live != restored[: len(live)]:
         differing.append("the restored process wrote another text than the head does here")

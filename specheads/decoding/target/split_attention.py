@@ -170,10 +170,10 @@ def _attend_part(
         mixed = mixed * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=precision)
         total, largest = total * shrink + tl.sum(p, 1), highest
     saw = total > 0
-    place = (head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * rows + row
-    tl.store(weight + place, tl.where(saw, largest + tl.log(tl.where(saw, total, 1.0)), float("-inf")), mask=row < rows)
+    index = (head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * rows + row
+    tl.store(weight + index, tl.where(saw, largest + tl.log(tl.where(saw, total, 1.0)), float("-inf")), mask=row < rows)
     tl.store(
-        found + place[:, None] * value_width + value_column, mixed / tl.where(saw, total, 1.0)[:, None],
+        found + index[:, None] * value_width + value_column, mixed / tl.where(saw, total, 1.0)[:, None],
         mask=(row[:, None] < rows) & (value_column < value_width),
     )  # fmt: skip
 
@@ -186,12 +186,12 @@ def _merge_parts(
     """One row: the mean of what its parts found, by the sums of their softmaxes."""
     row, head, rows = tl.program_id(0), tl.program_id(1).to(tl.int64), shared * nodes
     part, column = tl.arange(0, most_parts), tl.arange(0, value_padded)
-    place = (head * parts + part) * rows + row
-    logs = tl.load(weight + place, mask=part < parts, other=float("-inf"))
+    index = (head * parts + part) * rows + row
+    logs = tl.load(weight + index, mask=part < parts, other=float("-inf"))
     highest = tl.max(logs, 0)
     weights = tl.exp(logs - tl.where(highest == float("-inf"), 0.0, highest))
     means = tl.load(
-        found + place[:, None] * value_width + column,
+        found + index[:, None] * value_width + column,
         mask=(part[:, None] < parts) & (column < value_width), other=0.0,
     )  # fmt: skip
     total = tl.sum(weights, 0)

@@ -27,8 +27,8 @@ _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_p
 def check(folder: Path, model: SpecModel) -> str:
     base = gguf_files.folder_of(model.config.base_model_name_or_path, model.config.base_revision)
     head = model.head.config
-    with tempfile.TemporaryDirectory() as place:
-        out = Path(place) / "held.pt"
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "held.pt"
         command = [sys.executable, "-m", _SCRIPT, folder, base, head.kind, head.served_depth, _dtype(folder), out]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, errors="replace")
         if done.returncode:

@@ -49,7 +49,7 @@ class RowsFile:
         if self.path.is_file() and self.path.stat().st_size:
             if not self.options_path.exists():
                 raise ValueError(
-                    f"{self.path} is there already, and not as rows to go on with, which would have "
+                    f"{self.path} is there already, and not as rows to continue, which would have "
                     f"{self.options_path} beside them: give another --output"
                 )
             before = json.loads(self.options_path.read_bytes())

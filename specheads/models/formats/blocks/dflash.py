@@ -109,7 +109,7 @@ def _trtllm_yaml(head: ParallelConfig) -> str:
 
 def _block_size(files: Files, config: dict[str, Any], inner: dict[str, Any]) -> int:
     """The slots of a block: at the top of the config in older heads, in the table in newer ones."""
-    sizes = {whole(place, "block_size") for place in (config, inner) if place.get("block_size") is not None}
+    sizes = {whole(table, "block_size") for table in (config, inner) if table.get("block_size") is not None}
     if len(sizes) != 1:
         said = f"block_size={sorted(sizes)}" if sizes else "no block_size"
         raise CheckpointError(f"{files}: its config has {said}; expected one")

@@ -11,18 +11,8 @@ from specheads import compat
 from specheads.compat import notebook
 from tests.reference.base_probs import BaseProbs, small_base
 from tests.reference.enumeration import distance, probs_of
-from tests.reference.greedy_replay import NEW, PROMPT, greedy_draft, make_draft_model, make_target, replayed
+from tests.reference.greedy_replay import NEW, PROMPT, greedy_draft, replayed
 from tests.support.tiny_models import near, tiny_llama
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target()
-
-
-@pytest.fixture(scope="module")
-def small():
-    return make_draft_model()
 
 
 def test_topk_probas_keep_k_tokens_and_sum_to_one():

@@ -4,18 +4,8 @@ import pytest
 import torch
 
 from specheads import compat
-from tests.reference.greedy_replay import NEW, PROMPT, greedy_draft, make_draft_model, make_target, replayed
+from tests.reference.greedy_replay import NEW, PROMPT, greedy_draft, replayed
 from tests.support.tiny_models import tiny_llama
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target()
-
-
-@pytest.fixture(scope="module")
-def small():
-    return make_draft_model()
 
 
 @pytest.mark.parametrize("gamma", [1, 4])

@@ -8,18 +8,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from specheads import compat
-from tests.reference.greedy_replay import PROMPT, make_draft_model, make_target
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target()
-
-
-@pytest.fixture(scope="module")
-def small():
-    return make_draft_model()
-
+from tests.reference.greedy_replay import PROMPT
 
 MODELS = {"inputs": None, "drafter": None, "target": None, "model": None, "ngramstorage": None}
 DECODING = {"max_gen_len": 40, "logits_processor": None, "eos_tokens_id": 1, "pad_token_id": 0, "use_cache": False}

@@ -6,18 +6,7 @@ import pytest
 import torch
 
 from specheads import compat
-from tests.reference.greedy_replay import NEW, PROMPT, greedy_draft, make_draft_model, make_target
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target()
-
-
-@pytest.fixture(scope="module")
-def small():
-    return make_draft_model()
-
+from tests.reference.greedy_replay import NEW, PROMPT, greedy_draft
 
 TOKENS = {"accepted": r"\{\+([\d ]+)\+\}", "rejected": r"\[-([\d ]+)-\]"}
 

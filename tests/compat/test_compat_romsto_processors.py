@@ -8,23 +8,13 @@ import specheads
 from specheads import NoResidual, SampledTree, compat
 from tests.reference.base_probs import BaseProbs, small_base
 from tests.reference.enumeration import Table, distance, probs_of, step_probs
-from tests.reference.greedy_replay import NEW, PROMPT, make_draft_model, make_target
+from tests.reference.greedy_replay import NEW, PROMPT
 from tests.support.tiny_models import near
 
 PROCESSORS = {
     "greedy": compat.GreedyProcessor(), "warm": compat.MultinomialProcessor(0.8), "top k": compat.TopKProcessor(0.7, 5),
     "nucleus": compat.NucleusProcessor(0.6, 0.9), "both": compat.TopKNucleusProcessor(1.5, 10, 0.8),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target()
-
-
-@pytest.fixture(scope="module")
-def small():
-    return make_draft_model()
 
 
 @pytest.mark.parametrize("name", PROCESSORS)

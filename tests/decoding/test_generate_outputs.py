@@ -1,7 +1,6 @@
 """What generate() gives back beside the text: scores, logits, steps, statistics; and what it copies to the host."""
 
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from specheads import (
     Typical,
     convert,
 )
-from specheads.decoding.generation.outputs import step_record
 from tests.support.prompts import BATCHES, PAD, V
 from tests.support.replay_drafter import Replay
 from tests.support.tiny_models import tiny_llama
@@ -90,12 +88,6 @@ def test_statistics_add_up(model, do_sample, limit):
             assert do_sample or all(rank == 1 for rank in ranks), "the right token is always drafted second"
     if not do_sample:
         assert 0 < totals["accepted"] < totals["tokens"]
-
-
-def test_a_step_becomes_plain_json(model):
-    out = model.generate(**BATCHES["ragged"], do_sample=False, max_new_tokens=5, return_dict_in_generate=True)
-    records = [json.loads(json.dumps(step_record(step))) for step in out.steps]
-    assert records[0]["tokens"] == [[int(row)] for row in out.sequences[:, BATCHES["ragged"]["input_ids"].shape[1]]]
 
 
 RULES = [  # all but Traversal, which reads the shape of a tree that is new

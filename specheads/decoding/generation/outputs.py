@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,8 +83,3 @@ def stack_by_position(pairs: list[list[tuple[Tensor, Tensor]]], part: int) -> tu
         torch.stack([row[i][part] if i < len(row) else empty for row in pairs]).float()
         for i in range(max(map(len, pairs)))
     )
-
-
-def step_record(step: Step) -> dict[str, Any]:
-    """A Step as plain JSON values."""
-    return {name: value for name, value in asdict(step).items() if name != "scores"}

@@ -25,7 +25,7 @@ from specheads import (
 from specheads.bench.cost import published, walltime_improvement
 from specheads.decoding.drafters.k_matrix import most_written, parse_k_matrix
 from tests.reference.base_probs import BaseProbs, small_base
-from tests.reference.enumeration import distance, probs_of
+from tests.reference.enumeration import distance, probs_of, stop_after
 from tests.reference.published_cascade import Published
 from tests.reference.published_maxgram import published as published_maxgram
 from tests.support.prompts import padded
@@ -229,14 +229,11 @@ def test_sampled_text_has_the_targets_distribution(prompts, length):
     lengths = [len(prompt) for prompt in prompts]
     ids = torch.tensor([[*prompt, 0, 0][:3] for prompt in prompts])
 
-    def stop(row, history, count):
-        kept = length - (len(history) - len(prompts[row]) - count)
-        return kept if kept <= count else -1
-
     def run(sampler):
         steps = decode(
-            Target(base, scratch=drafter.most + 1), drafter, ids, torch.tensor(lengths), stop=stop, accept=Exact(),
-            plan=drafter.default_plan(ids.device, True), sampler=sampler, max_new_tokens=length + 2,
+            Target(base, scratch=drafter.most + 1), drafter, ids, torch.tensor(lengths), accept=Exact(),
+            plan=drafter.default_plan(ids.device, True), sampler=sampler, stop=stop_after(prompts, length),
+            max_new_tokens=length + 2,
         )  # fmt: skip
         rows = [() for _ in prompts]
         for step in steps:

@@ -28,7 +28,7 @@ from specheads import (
     decode,
 )
 from tests.reference.base_probs import BaseProbs, small_base
-from tests.reference.enumeration import distance, probs_of
+from tests.reference.enumeration import distance, probs_of, stop_after
 from tests.support.families import RECURRENT, build
 from tests.support.prompts import padded
 from tests.support.tiny_models import PAD, VOCAB, gpt2, llama, near, qwen3, tiny_llama
@@ -159,14 +159,10 @@ def sampled_distance(vocab_size, plan, length, steps):
     base, small = small_base(vocab_size), near(small_base(vocab_size), 0.3)
     prompt = (1, 0, 1)
 
-    def stop(row, history, count):
-        kept = length - (len(history) - len(prompt) - count)
-        return kept if kept <= count else -1
-
     def run(sampler):
         made = decode(
             Target(base, scratch=plan.num_nodes), DraftModel(small), torch.tensor([prompt]), torch.tensor([3]),
-            plan=plan, sampler=sampler, accept=Exact(), stop=stop, max_new_tokens=length,
+            plan=plan, sampler=sampler, accept=Exact(), stop=stop_after([prompt], length), max_new_tokens=length,
         )  # fmt: skip
         return sum((tuple(step.tokens[0]) for step in itertools.islice(made, None if steps is None else steps + 1)), ())
 

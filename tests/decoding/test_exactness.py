@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from specheads import BestFirstTree, DynamicTree, Exact, SampledTree, StaticTree, Target, chain, convert, decode
 from specheads.heads.layers.rope import RotaryTable
 from tests.reference.base_probs import BaseProbs, small_base
-from tests.reference.enumeration import distance, probs_of
+from tests.reference.enumeration import distance, probs_of, stop_after
 from tests.support.prompts import padded
 
 HEADS = ("medusa", "hydra", "eagle", "eagle3", "mtp", "parallel")
@@ -45,16 +45,12 @@ def test_sampled_text_has_the_bases_own_distribution(head, vocab_size, plan, len
     prompt = (1, 0, 1)
     ids = torch.tensor([prompt])
 
-    def stop(row, history, count):
-        kept = length - (len(history) - len(prompt) - count)
-        return kept if kept <= count else -1
-
     def run(sampler):
         target = Target(base, model.head.layers, scratch=plan.num_nodes if plan else 1)
         tokens = ()
         made = decode(
             target, model.head if plan else None, ids, torch.tensor([len(prompt)]), plan=plan, sampler=sampler,
-            accept=Exact(), stop=stop, max_new_tokens=length,
+            accept=Exact(), stop=stop_after([prompt], length), max_new_tokens=length,
         )  # fmt: skip
         for number, step in enumerate(made):
             tokens += tuple(step.tokens[0])

@@ -16,7 +16,7 @@ from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.step import commit
 from specheads.decoding.target.causal import TargetOutput
 from tests.reference.base_probs import BaseProbs, small_base
-from tests.reference.enumeration import distance, probs_of
+from tests.reference.enumeration import distance, probs_of, stop_after
 from tests.support.drafter_context import context
 from tests.support.prompts import padded
 from tests.support.random_rows import random_row
@@ -60,16 +60,12 @@ def test_sampled_text_has_the_targets_distribution(drafter):
     own, drafted = DRAFTERS[drafter](4), set()
     plan = own.default_plan(torch.device("cpu"), True)
 
-    def stop(row, history, count):
-        kept = length - (len(history) - len(prompt) - count)
-        return kept if kept <= count else -1
-
     def run(sampler):
         target = Target(base, own.layers, scratch=plan.num_nodes)
         tokens = ()
         for step in decode(
             target, own, torch.tensor([prompt]), torch.tensor([len(prompt)]), plan=plan, sampler=sampler,
-            accept=Exact(), stop=stop, max_new_tokens=length + plan.depth,
+            accept=Exact(), stop=stop_after([prompt], length), max_new_tokens=length + plan.depth,
         ):  # fmt: skip
             tokens += tuple(step.tokens[0])
             drafted.update(step.drafted)

@@ -18,6 +18,16 @@ from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.causal import TargetOutput
 
 
+def stop_after(prompts, length):
+    """A `stop` of decode() that keeps `length` new tokens in each row."""
+
+    def stop(row, history, count):
+        kept = length - (len(history) - len(prompts[row]) - count)
+        return kept if kept <= count else -1
+
+    return stop
+
+
 class Enumerating(Sampler):
     """Plays one script of choices a run; `advance` moves on to the next until all have been played."""
 

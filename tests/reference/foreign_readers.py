@@ -17,8 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-BASE_OWN = ("embed_tokens.weight", "lm_head.weight")  # which the target has too
-
 
 @dataclass(frozen=True)
 class Read:

@@ -9,10 +9,11 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from specheads.bench import decoders
 from specheads.bench.compare.cell import Cell, Engine
+from specheads.bench.compare.decoder_spec import DecoderSpec, OneRow
 from specheads.bench.compare.llama import LlamaCpp, LlamaCppLookup
 from specheads.bench.compare.openvino import OpenVINO, OpenVINOLookup
 from specheads.bench.runner import Decoder
@@ -29,49 +30,8 @@ from specheads.options import nearest, refuse_unknown
 _SWITCHES = ("compile", "auto", "refill")  # words without a value
 
 
-class DecoderSpec(Protocol):
-    """What a decoder's text stands for. drafters: the names of what it drafts with, if anything. refill: it takes a
-    round's prompts at once, and the next one takes the row of a text that has ended. compiles_as_needed: other texts
-    may need other graphs. peer: the engine whose environment it runs in, if any."""
-
-    @property
-    def drafters(self) -> tuple[str, ...]: ...
-    @property
-    def refill(self) -> bool: ...
-    @property
-    def compiles_as_needed(self) -> bool: ...
-    @property
-    def peer(self) -> str | None: ...
-
-    def refusal(self, cell: Cell) -> str | None:
-        """Why it does not run in this cell; None if it does."""
-
-    def build(self, engine: Engine, cell: Cell) -> Decoder: ...
-
-
-class Everywhere:
-    peer: ClassVar[str | None] = None
-    drafters: ClassVar[tuple[str, ...]] = ()
-    refill: ClassVar[bool] = False
-    compiles_as_needed: ClassVar[bool] = False
-
-    def refusal(self, cell: Cell) -> str | None:
-        return None
-
-
-class OneRow:
-    """transformers' assisted generation takes no batches."""
-
-    peer: ClassVar[str | None] = None
-    refill: ClassVar[bool] = False
-    compiles_as_needed: ClassVar[bool] = False
-
-    def refusal(self, cell: Cell) -> str | None:
-        return None if cell.batch == 1 else "takes one row at a time"
-
-
 @dataclass(frozen=True)
-class Transformers(Everywhere):
+class Transformers(DecoderSpec):
     """generate(), eager."""
 
     def build(self, engine: Engine, cell: Cell) -> Decoder:
@@ -80,7 +40,7 @@ class Transformers(Everywhere):
 
 
 @dataclass(frozen=True)
-class TransformersStatic(Everywhere):
+class TransformersStatic(DecoderSpec):
     """generate() with a static cache and torch.compile."""
 
     def build(self, engine: Engine, cell: Cell) -> Decoder:
@@ -92,7 +52,6 @@ class TransformersStatic(Everywhere):
 class TransformersLookup(OneRow):
     """generate(prompt_lookup_num_tokens=…)."""
 
-    drafters: ClassVar[tuple[str, ...]] = ()
     num_tokens: int = 10
 
     def build(self, engine: Engine, cell: Cell) -> Decoder:
@@ -128,12 +87,11 @@ DECODERS: Registry[Any] = Registry(
 
 
 @dataclass(frozen=True)
-class Ours:
+class Ours(DecoderSpec):
     """specheads.generate(). drafter None ("plain"): one token a step; tree and accept: texts, None for the defaults;
     auto: the drafter is a head, and draft="auto" takes its draft, a copy or none by measured costs; refill:
     generate_many() over a queue of prompts."""
 
-    peer: ClassVar[str | None] = None
     drafter: str | None
     tree: str | None = None
     accept: str | None = None
@@ -148,9 +106,6 @@ class Ours:
     @property
     def compiles_as_needed(self) -> bool:
         return self.compile and self.auto
-
-    def refusal(self, cell: Cell) -> str | None:
-        return None
 
     def build(self, engine: Engine, cell: Cell) -> Decoder:
         drafter = None if self.drafter is None else engine.drafter(self.drafter)

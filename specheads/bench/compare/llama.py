@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from specheads.bench.compare.cell import Cell, Engine
+from specheads.bench.compare.decoder_spec import OneRow
 from specheads.bench.compare.llama_source import write_source
 from specheads.bench.compare.peer import PeerError, write_once
 from specheads.bench.figures.results import digest
@@ -21,26 +22,19 @@ WORKER = Path(__file__).with_name("llama_worker.py")
 NGRAM = 3  # most tokens whose earlier occurrence its prompt lookup searches for
 
 
-class OneRow:
-    peer: ClassVar[str | None] = NAME
-    refill: ClassVar[bool] = False
-    compiles_as_needed: ClassVar[bool] = False
-    drafters: ClassVar[tuple[str, ...]] = ()
-
-    def refusal(self, cell: Cell) -> str | None:
-        return None if cell.batch == 1 else "llama-cpp-python generates one row at a time"
-
-
 @dataclass(frozen=True)
 class LlamaCpp(OneRow):
     """One token a step."""
+
+    peer: ClassVar[str | None] = NAME
+    reason: ClassVar[str] = "llama-cpp-python generates one row at a time"
 
     def build(self, engine: Engine, cell: Cell) -> Decoder:
         return _decoder(engine, cell)
 
 
 @dataclass(frozen=True)
-class LlamaCppLookup(OneRow):
+class LlamaCppLookup(LlamaCpp):
     """llama-cpp-python's prompt lookup, of at most num_tokens a step."""
 
     num_tokens: int = 10

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from specheads.bench.compare.cell import Cell, Engine
+from specheads.bench.compare.decoder_spec import DecoderSpec
 from specheads.bench.compare.peer import Peer, PeerError, write_once
 from specheads.bench.figures.identity import weight_sums
 from specheads.bench.figures.results import digest
@@ -30,13 +31,11 @@ NGRAM = 3  # most tokens whose earlier occurrence its prompt lookup searches for
 
 
 @dataclass(frozen=True)
-class OpenVINO:
+class OpenVINO(DecoderSpec):
     """num_tokens: drafted in a step, 0 for plain decoding; head: that drafts them; depth and branching: of trees, 0 for
     chains."""
 
     peer: ClassVar[str | None] = NAME
-    refill: ClassVar[bool] = False
-    compiles_as_needed: ClassVar[bool] = False
     num_tokens: int = 0
     head: str = ""
     depth: int = 0
@@ -61,13 +60,10 @@ class OpenVINO:
 
 
 @dataclass(frozen=True)
-class OpenVINOLookup:
+class OpenVINOLookup(DecoderSpec):
     """Its own prompt lookup."""
 
     peer: ClassVar[str | None] = NAME
-    refill: ClassVar[bool] = False
-    compiles_as_needed: ClassVar[bool] = False
-    drafters: ClassVar[tuple[str, ...]] = ()
     num_tokens: int = 10
 
     def refusal(self, cell: Cell) -> str | None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from specheads.bench.compare.cell import Cell, Engine
-from specheads.bench.compare.decoder_texts import DecoderSpec, Ours, parse_decoder
+from specheads.bench.compare.decoder_spec import DecoderSpec
+from specheads.bench.compare.decoder_texts import Ours, parse_decoder
 from specheads.bench.compare.peer import PeerError
 from specheads.bench.compare.prompt_sets import PromptSet
 from specheads.bench.figures.identity import identify_base, identify_drafter, identify_machine

@@ -128,8 +128,6 @@ def load(
     NaN and Inf among the head's weights. Other arguments go to the loading of the base. CheckpointError says what is
     wrong and where.
     """
-    from specheads.models.config import SpecConfig
-
     hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if kwargs.get(name) is not None}
     for name in (*_HUB_OPTIONS, "_from_auto", "adapter_kwargs"):  # of the head's repository, not of the base's
         kwargs.pop(name, None)
@@ -157,33 +155,50 @@ def load(
     check_base(recorded, fingerprint_base(base), source)
     check_options(saved, base, source)
 
-    # Later saves name this base; a local name in the file is relative to the file.
-    named = getattr(base, "name_or_path", None) or _resolved(recorded, saved.folder)
-    recorded.base_model_name_or_path = named and absolute(named)
-    recorded.base_revision = commit_of(base) or (recorded.base_revision if as_recorded else None)
-    recorded.base_fingerprint = fingerprint_base(base)
-    recorded.base_class = type(base).__name__
-    recorded.base_quantization = quantization_of(base)
+    _record_base(recorded, base, saved.folder, as_recorded)
     recorded.name_or_path = str(source)
     if recorded.joint is not None:
-        # By the names of the tensors, not by target_modules, which may be a stranger's regular expression.
-        modules = adapted_modules(saved.tensors)
-        if not modules:
-            raise CheckpointError(f"{source}: its config has adapters (joint), and its weights have none")
-        try:
-            attach(base, replace(JointConfig.of(recorded.joint), target_modules=modules))
-        except ValueError as error:
-            raise CheckpointError(f"{source}: {reason(error)}") from error
-        try:
-            restore_adapters(base, adapter_tensors(saved.tensors), wanted_dtype, source)
-        except CheckpointError:
-            detach(base)
-            raise
+        _attach_saved(saved, base, wanted_dtype, source)
         if in_memory:
             logger.warning(
                 "%s was trained together with adapters of its base: they are part of the %s given in memory from now "
                 "on, whose own text changes", source, type(base).__name__,
             )  # fmt: skip
+    head = _filled_head(saved, base)
+    return LoadedParts(recorded, base, in_dtype(head, base.dtype if follows_base else wanted_dtype))
+
+
+def _record_base(config: SpecConfig, base: PreTrainedModel, folder: Path, as_recorded: bool) -> None:
+    """Write into the config which base is loaded: later saves name it. as_recorded: it is the one that the config, read
+    from `folder`, named."""
+    named = getattr(base, "name_or_path", None) or _resolved(config, folder)
+    config.base_model_name_or_path = named and absolute(named)
+    config.base_revision = commit_of(base) or (config.base_revision if as_recorded else None)
+    config.base_fingerprint = fingerprint_base(base)
+    config.base_class = type(base).__name__
+    config.base_quantization = quantization_of(base)
+
+
+def _attach_saved(saved: SavedHead, base: PreTrainedModel, dtype: torch.dtype | None, source: Any) -> None:
+    """Put the saved adapters on the base. CheckpointError, leaving the base as it was, if they do not fit it."""
+    assert saved.config.joint is not None
+    # By the names of the tensors, not by target_modules, which may be a stranger's regular expression.
+    modules = adapted_modules(saved.tensors)
+    if not modules:
+        raise CheckpointError(f"{source}: its config has adapters (joint), and its weights have none")
+    try:
+        attach(base, replace(JointConfig.of(saved.config.joint), target_modules=modules))
+    except ValueError as error:
+        raise CheckpointError(f"{source}: {reason(error)}") from error
+    try:
+        restore_adapters(base, adapter_tensors(saved.tensors), dtype, source)
+    except CheckpointError:
+        detach(base)
+        raise
+
+
+def _filled_head(saved: SavedHead, base: PreTrainedModel) -> DraftHead:
+    """A head with the saved weights, beside the base and on its device."""
     head = build_head(saved.head, base)
     device = next(head.parameters()).device
     # Copied, since a tensor of a safetensors file is a view of the file, which may be written to later.
@@ -195,7 +210,7 @@ def load(
         for name, t in of_head.items()
     }
     head.load_state_dict(copies, strict=True, assign=True)
-    return LoadedParts(recorded, base, in_dtype(head, base.dtype if follows_base else wanted_dtype))
+    return head
 
 
 def in_dtype(head: DraftHead, dtype: torch.dtype | None) -> DraftHead:

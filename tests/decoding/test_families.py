@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoModelForSeq2SeqLM
 
-from specheads import DynamicTree, StaticTree, Target, UnsupportedModel, convert
+from specheads import DynamicTree, StaticTree, Target, UnsupportedModel, convert, generate
 from specheads.decoding.planner import ChildLogits
 from specheads.decoding.target.arguments import cache_argument
 from specheads.decoding.target.hf_base import has_state, logits_of
@@ -136,7 +136,7 @@ def test_every_family_matches_greedy(family):
 
 WITHOUT_MTP = {
     "falcon": "needs .* of its own model", "falcon_h1": "of type 'hybrid'", "zamba": "of type 'hybrid'",
-    "zamba2": "of type 'hybrid'",
+    "zamba2": "of type 'hybrid'", "gemma4_text": "reads keys of another layer",
 }  # fmt: skip
 
 
@@ -224,6 +224,13 @@ def test_eager_attention_matches_greedy(family):
     assert torch.equal(drafted, sequences)
 
 
+def test_a_window_that_the_config_class_does_not_declare_is_kept():
+    """ModernBERT's decoder: half of its local_attention, set where its config is made."""
+    base = build("ModernBertDecoderConfig", {"local_attention": 16, "global_attn_every_n_layers": 2})
+    given = {"input_ids": torch.arange(5, 25).unsqueeze(0), "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(generate(base, **given, draft="lookup"), base.generate(**given))
+
+
 @pytest.mark.parametrize(
     ("config", "options", "reason"),
     [
@@ -240,6 +247,7 @@ def test_eager_attention_matches_greedy(family):
         ("ZayaConfig", {"num_experts_per_tok": 1, "router_hidden_size": 8}, "ZayaCCA.* gives several tensors"),
         ("DeepseekV4Config", {}, "compressed_sparse_attention, heavily_compressed_attention; only full"),
         ("OpenAIGPTConfig", {}, "takes no cache"),
+        ("BertConfig", {}, "attends to later tokens too"),
         ("DoryConfig", {"recurrent_kv_cache_mode": "last_loop"}, "'last_loop' reads the keys of its last loop"),
         ("DeepseekV32Config", LATENT, "(indexed|sparse)_attention; .*an indexer chooses which tokens"),
         ("GlmMoeDsaConfig", LATENT, "(indexed|sparse)_attention; .*an indexer chooses which tokens"),

@@ -85,6 +85,20 @@ FAMILIES = {
     "Gemma": ("GemmaConfig", {}),
     "Gemma-2": ("Gemma2Config", {"tie_word_embeddings": False}),
     "Gemma-3": ("Gemma3TextConfig", {"tie_word_embeddings": False, "initializer_range": 0.4, "num_hidden_layers": 6}),
+    # The last of its layers has wider heads, and those of the first two have keys that later layers read.
+    "Gemma-4": (
+        "Gemma4TextConfig",
+        {
+            "tie_word_embeddings": False,
+            "initializer_range": 0.4,
+            "global_head_dim": 16,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 97,
+        },
+    ),
     "GPT-2": ("GPT2Config", {}),
     "GPT-J": ("GPTJConfig", {}),
     "CodeGen": ("CodeGenConfig", {}),

@@ -33,6 +33,13 @@ def text_config(base: PreTrainedModel) -> Any:
     return base.config.get_text_config(decoder=True)
 
 
+def first_layer(config: Any) -> Any:
+    """The config with the sizes of the first layer, for models whose layers differ in them, as Gemma 4's in the width of
+    heads: transformers refuses to read such a size of the whole model."""
+    layers = getattr(config, "per_layer_config", None)
+    return config if layers is None else layers[0]
+
+
 def unwrapped(base: Any) -> PreTrainedModel:
     """The Hugging Face model to verify with: of a peft model the one inside, in which the adapters stay active."""
     if getattr(getattr(base, "config", None), "model_type", None) == "specheads":
@@ -64,10 +71,10 @@ def decoder_of(base: Any) -> Any:
 
 def layer_reach(config: Any) -> dict[str, Reach]:
     """Layer type → how far back it looks, by the config; {'': …} if all layers share one mask."""
-    # A config keeps any key of its file; only a model whose config class declares a window has one.
-    declared = "sliding_window" in inspect.signature(type(config)).parameters
-    window = config.sliding_window if declared and getattr(config, "use_sliding_window", True) else None
     types = {WITH_BOTH.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()}
+    # A config keeps any key of its file: a window is one of a class that declares it, or of a model with such layers.
+    has_window = "sliding_window" in inspect.signature(type(config)).parameters or "sliding_attention" in types
+    window = config.sliding_window if has_window and getattr(config, "use_sliding_window", True) else None
     recurrent = bool(types & set(RECURRENT))
     types -= {*RECURRENT, *WITHOUT_EITHER}
     known = {
@@ -102,6 +109,10 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
     arguments = forward_arguments(base)
     if base.config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder model; draft heads need a decoder-only one")
+    if getattr(config, "is_decoder", True) is False and any(vars(m).get("is_decoder") is False for m in base.modules()):
+        raise UnsupportedModel(
+            f"{name} attends to later tokens too: its config has is_decoder=False; load it with True"
+        )
     layer_reach(config)
     if "position_ids" not in arguments:
         raise UnsupportedModel(

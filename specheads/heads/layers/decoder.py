@@ -15,6 +15,7 @@ from torch import Tensor
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.planner import Plan
 from specheads.decoding.target.cache import TreeCache, additive
+from specheads.decoding.target.hf_base import first_layer
 from specheads.heads.base import HeadConfig
 from specheads.heads.layers.block import DecoderBlock
 from specheads.heads.layers.rope import RotaryTable, checked, inherited, refuse_overflow
@@ -73,6 +74,7 @@ class DecoderConfig(HeadConfig):
     def with_base_defaults(self, base_config: Any) -> Self:
         config = super().with_base_defaults(base_config)
         assert config.hidden_size is not None
+        base_config = first_layer(base_config)
         heads = config.num_attention_heads or getattr(base_config, "num_attention_heads", None) or 8
         while config.hidden_size % heads and config.head_dim is None:
             heads //= 2

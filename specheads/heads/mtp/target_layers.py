@@ -145,6 +145,12 @@ class TargetLayers:
             raise ValueError(f"layer_indices has {index}, and the target has {len(self.layers)} layers, from 0 on")
         if self.type_of(index) not in _PARTS:
             self.reach(index)
+        own_keys = len(self.layers) - (getattr(self.config, "num_kv_shared_layers", None) or 0)
+        if index >= own_keys or getattr(self.config, "hidden_size_per_layer_input", None):
+            raise UnsupportedModel(
+                f"layer {index} of {self.config.model_type} reads keys of another layer, or inputs for each layer, "
+                "which an MTP head does not have; use another kind of head"
+            )
         kind: Any = type(self.layers[index])
         typed = "layer_type" in inspect.signature(kind.__init__).parameters
         layer: nn.Module = kind(self.config, index, **({"layer_type": self.type_of(index)} if typed else {}))

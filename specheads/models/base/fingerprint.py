@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specheads.decoding.target.hf_base import text_config
+from specheads.decoding.target.hf_base import first_layer, text_config
 
 _SIZES = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -21,7 +21,7 @@ def fingerprint_base(base: PreTrainedModel) -> dict[str, Any]:
     """What identifies a base: the sizes in its config, and a digest of a few values of every weight.
 
     The digest is None if some weights are not in memory: on meta, offloaded, or sharded."""
-    config = text_config(base)
+    config = first_layer(text_config(base))
     record = {name: getattr(config, name, None) for name in _SIZES}
     weights = [p.detach() for p in base.parameters() if p.is_floating_point()]
     if any(p.is_meta or p.numel() == 0 for p in weights):

@@ -24,7 +24,19 @@ from specheads import (
     Typical,
     chain,
 )
-from tests.support.seq2seq_models import BATCHES, EOS, MODELS, PAD, SOURCES, START, Known, V, tiny_bart, tiny_t5
+from tests.support.seq2seq_models import (
+    BATCHES,
+    EOS,
+    MODELS,
+    PAD,
+    SOURCES,
+    START,
+    Known,
+    V,
+    tiny_bart,
+    tiny_marian,
+    tiny_t5,
+)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -77,6 +89,15 @@ def test_each_row_accepts_its_own_length_and_gains_by_it(pair):
     assert out.statistics()["accepted_length"] > 2 and out.lossless
     out = specheads.generate(base, **BATCHES["ragged"], drafter=DraftModel(base), tree=chain(4), **options)
     assert out.statistics()["accepted_length"] > 4  # a draft model that is the target has every token accepted
+
+
+@pytest.mark.parametrize("draft", ["lookup", "maxgram", "ngram"])
+def test_ids_of_another_vocabulary_are_not_copied_from_the_source(draft):
+    """Marian's encoder and decoder may have a vocabulary each; id 95 follows the decoder's text in the source."""
+    base = tiny_marian(decoder_vocab_size=60)
+    options = {"inputs": torch.tensor([[10, START, 7, 95, 94, 1]]), "max_new_tokens": 6, "do_sample": False}
+    options["suppress_tokens"] = [token for token in range(60) if token != 7]
+    assert torch.equal(specheads.generate(base, **options, draft=draft), base.generate(**options))
 
 
 CHANGES = {

@@ -1,11 +1,16 @@
-"""A drafter's context without a target."""
+"""A drafter's context, of whose target only the size of the vocabulary is known."""
+
+from types import SimpleNamespace
 
 import torch
 
 from specheads.decoding.drafters.base import Context
 
+VOCAB = SimpleNamespace(weight=range(97))
+TARGET = SimpleNamespace(base=SimpleNamespace(get_output_embeddings=lambda: VOCAB))
+
 
 def context(rows, **more):
     root = torch.tensor([row[-1] for row in rows])
-    rest = {"target": None} | dict.fromkeys(("features", "following", "new", "last"), torch.zeros(0)) | more
+    rest = {"target": TARGET} | dict.fromkeys(("features", "following", "new", "last"), torch.zeros(0)) | more
     return Context(root=root, history=rows, bound=max(map(len, rows)) - 1, **rest)

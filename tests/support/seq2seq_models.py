@@ -2,7 +2,14 @@
 
 import torch
 from torch import nn
-from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from specheads import DraftTree, chain
 from tests.support.prompts import padded
@@ -30,14 +37,24 @@ def tiny_t5(seed=0, **options):
     return restless(model, relative_attention_bias=1.5)
 
 
+LAYERS = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in
+          (("layers", 2), ("ffn_dim", 48), ("attention_heads", 4))}  # fmt: skip
+
+
 def tiny_bart(seed=0, **options):
     torch.manual_seed(seed)
-    own = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in
-           (("layers", 2), ("ffn_dim", 48), ("attention_heads", 4))}  # fmt: skip
-    sizes = {"vocab_size": V, "d_model": 32, "max_position_embeddings": 64, "forced_eos_token_id": None, **own}
+    sizes = {"vocab_size": V, "d_model": 32, "max_position_embeddings": 64, "forced_eos_token_id": None, **LAYERS}
     model = BartForConditionalGeneration(BartConfig(**{**sizes, **IDS, "tie_word_embeddings": False, **options}))
     loud = dict.fromkeys(("shared", "embed", "q_proj", "k_proj"), 1.0)
     return restless(model, **loud, v_proj=0.2, fc=0.2)
+
+
+def tiny_marian(*, decoder_vocab_size):
+    """Whose encoder and decoder have vocabularies of their own."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": V, "d_model": 32, "max_position_embeddings": 64, "forced_eos_token_id": None, **LAYERS}
+    apart = {"share_encoder_decoder_embeddings": False, "tie_word_embeddings": False}
+    return restless(MarianMTModel(MarianConfig(**sizes, **apart, **IDS, decoder_vocab_size=decoder_vocab_size)))
 
 
 MODELS = {"t5": tiny_t5, "bart": tiny_bart}

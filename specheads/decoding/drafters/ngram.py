@@ -10,6 +10,7 @@ from typing import Any
 
 from specheads.decoding.drafters.base import Context
 from specheads.decoding.drafters.path_drafter import PathDrafter, Paths
+from specheads.decoding.drafters.suffix_search import copyable_sources
 from specheads.decoding.planner import Plan
 
 
@@ -162,7 +163,7 @@ class NGram(PathDrafter):
             if self.reset_between:
                 self.reset()
             learned = context.memory["learned"] = [0] * len(context.history)
-            for source in context.source or ():
+            for source in copyable_sources(context):
                 self.storage.initialize(source)
         if learned == [len(ids) for ids in context.history]:  # called again in the same step
             return

@@ -9,10 +9,20 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
 from specheads.decoding.drafters.base import Context
+from specheads.decoding.drafters.model import vocabulary_size
 
 
 def to_text(ids: Iterable[int]) -> str:
     return "".join(map(chr, ids))
+
+
+def copyable_sources(context: Context) -> list[list[int]]:
+    """Each row's source; empty without an encoder, and where it has ids that the decoder lacks: the vocabulary of the
+    encoder is then another."""
+    if context.source is None:
+        return [[] for _ in context.history]
+    size = vocabulary_size(context.target.base)
+    return [ids if max(ids, default=0) < size else [] for ids in context.source]
 
 
 def row_texts(context: Context, rows: Mapping[int, list[int]] | None = None) -> list[str]:
@@ -21,7 +31,7 @@ def row_texts(context: Context, rows: Mapping[int, list[int]] | None = None) -> 
     rows: only these batch rows, each with its history and the ids drafted after it. The histories are kept in
     context.memory, so a step converts new ids only.
     """
-    sources = context.source or [[]] * len(context.history)
+    sources = context.once("sources", lambda: copyable_sources(context))
     texts = context.once("texts", lambda: [to_text(source) for source in sources])
     for b, history in enumerate(context.history):
         texts[b] += to_text(history[len(texts[b]) - len(sources[b]) :])

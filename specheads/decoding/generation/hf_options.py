@@ -123,6 +123,11 @@ def refuse_options(arguments: Mapping[str, Any], config: GenerationConfig) -> No
     for name in OTHER_DECODING:
         if value := arguments.get(name, getattr(config, name, None)):
             raise ValueError(f"{name}={value!r} does not combine with drafts; call the base's own generate() for it")
+    if arguments.get("cache_implementation") == "paged":  # for which transformers leaves our loop out
+        raise ValueError(
+            "cache_implementation='paged' does not combine with drafts; generate_many() refills batches, and the "
+            "base's own generate() pages them"
+        )
     for name in REFUSED_OUTPUTS:
         if arguments.get(name, getattr(config, name, False)):
             raise ValueError(f"{name}=True is not kept by tree decoding; call the base's own generate() for it")

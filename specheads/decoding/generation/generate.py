@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -320,8 +321,8 @@ def _run_seeded(run: Callable[[], Any], seed: int | Sequence[int] | None) -> Any
     """run() with torch's global generators seeded, and restored afterwards. ValueError for a seed of each row."""
     if seed is None:
         return run()
-    if not isinstance(seed, int):
+    if not isinstance(seed, Integral):
         raise ValueError(f"seed={seed!r}: beam search draws all rows from one seed; give a single number")
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(int(seed))
         return run()

@@ -133,6 +133,7 @@ def test_what_a_config_leaves_open_is_the_models_own():
         ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6 does not combine with drafts"),
         ({"dola_layers": "low"}, "dola_layers='low' does not combine with drafts"),
         ({"force_words_ids": [[50]]}, r"force_words_ids=\[\[50\]\] does not combine with drafts"),
+        ({"token_healing": True, "tokenizer": object()}, "token_healing=True does not combine with drafts"),
         ({"cache_implementation": "paged"}, "cache_implementation='paged' does not combine with drafts"),
         ({"constraints": [object()]}, "constraints=.* does not combine with drafts"),
         ({"draft": False, "tree": chain(2)}, "nothing drafts"),

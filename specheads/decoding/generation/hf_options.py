@@ -23,8 +23,8 @@ from specheads.options import shown
 REFUSED_ARGUMENTS = (
     "assistant_model", "prompt_lookup_num_tokens", "custom_generate", "inputs_embeds", "cache", "past_key_values"
 )  # fmt: skip
-# Other ways of decoding, which our loop would skip.
-OTHER_DECODING = ("penalty_alpha", "dola_layers", "use_mtp", "force_words_ids", "constraints")
+# Other ways of decoding, which our loop would skip, and healing, for which generate() has no tokenizer then.
+OTHER_DECODING = ("penalty_alpha", "dola_layers", "use_mtp", "force_words_ids", "constraints", "token_healing")
 REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 
 

@@ -311,6 +311,13 @@ def test_sampled_beams_follow_the_seed_and_leave_the_global_generator_alone(pair
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
+def test_beams_that_were_to_be_compiled_are_not_and_the_log_says_so(pair, hf_log):
+    beams = {"num_beams": 2, "max_new_tokens": 3}
+    expected = pair[0].generate(**BATCHES["one"], **beams)
+    assert torch.equal(specheads.generate(pair[0], **BATCHES["one"], **beams, compile=True), expected)
+    assert "its steps are not compiled" in hf_log.text
+
+
 def test_beams_and_drafts_are_refused_together(pair):
     for options in ({"drafter": PromptLookup()}, {"accept": Typical()}):
         with pytest.raises(ValueError, match="num_beams=1"):

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
+from transformers.utils import logging as hf_logging
 
 from specheads.decoding.acceptance import Acceptance
 from specheads.decoding.acceptance.named import as_rule
@@ -50,6 +51,8 @@ from specheads.decoding.probs.sampler import Sampler
 from specheads.decoding.target.hf_base import unwrapped
 from specheads.decoding.target.model_inputs import ModelInputs, model_inputs
 from specheads.decoding.target.seq2seq import Source, make_target, refuse_branching
+
+logger = hf_logging.get_logger(__name__)
 
 
 def generate(
@@ -110,6 +113,8 @@ def generate(
                 "beam search does not combine with drafts; give num_beams=1 to draft, or neither a drafter "
                 "(draft=False) nor accept= for the base's own beam search"
             )
+        if compile:
+            logger.warning("compile=%r: beam search is the base's own, and its steps are not compiled", compile)
         options = {"streamer": streamer, "tokenizer": tokenizer, "stop_strings": stop_strings, **kwargs}
         beam_search: Any = base.generate
         search = partial(beam_search, inputs, generation_config, stopping_criteria=stopping_criteria, **options)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import specheads
+from specheads.decoding.compiled import compiled_steps, graphs
 from tests.support.families import FAMILIES, RECURRENT, build
 from tests.support.refilled import PROMPTS, head
 
@@ -31,6 +32,20 @@ def test_threads_that_share_a_base_decode_as_alone(name, draft):
     drafter = draft if draft == "lookup" else head(draft, base)
     options = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0, "draft": drafter}
 
+    assert_threads_decode_as_alone(base, options)
+    assert base.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3.5"])
+def test_what_the_pass_of_another_thread_changes_in_a_base_is_no_part_of_what_is_compiled(name, monkeypatch):
+    monkeypatch.setattr(graphs, "compile_without_guards", lambda function, *others: function)
+    base = build(*(FAMILIES | RECURRENT)[name])
+    options = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0, "compile": "eager"}
+    assert_threads_decode_as_alone(base, options)
+    assert len(compiled_steps(base, "eager")) == 1
+
+
+def assert_threads_decode_as_alone(base, options):
     def text(prompt):
         return specheads.generate(base, torch.tensor([prompt]), **options)[0].tolist()
 
@@ -50,4 +65,3 @@ def test_threads_that_share_a_base_decode_as_alone(name, draft):
         thread.join()
     alone = [text(prompt) for prompt in PROMPTS[:5]]
     assert found == [[alone[(number + i) % 5] for i in range(ROUNDS)] for number in range(THREADS)]
-    assert base.config._attn_implementation == attention

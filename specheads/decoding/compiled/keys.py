@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from specheads.decoding.target.grouped_attention import NAME as GROUPED
 from specheads.decoding.tree import DraftTree
 
 
@@ -22,6 +23,7 @@ def module_state(module: nn.Module) -> tuple:
         # Asking a module for what it lacks would take most of the time.
         named = [str(getattr(part, name)) for name in adapters if name in own or hasattr(type(part), name)]
         attention = getattr(own.get("config"), "_attn_implementation", None)
+        attention = "sdpa" if attention == GROUPED else attention  # while another thread is in a pass
         hooks = *own["_forward_hooks"], *own["_forward_pre_hooks"]
         modules.append((own["training"], id(own.get("forward")), *hooks, *named, attention))
     tensors = [(type(t), t.shape, t.dtype, t.device) for t in (*module.parameters(), *module.buffers())]

@@ -73,8 +73,10 @@ class StepCompiler:
         if self._state is None:
             offset, weight = self.target.offset, self.target.embed.weight
             autocast = torch.is_autocast_enabled(weight.device.type) and torch.get_autocast_dtype(weight.device.type)
+            with self.target.turn():  # another thread's pass replaces how modules run
+                base = module_state(self.target.base)
             self._state = (
-                module_state(self.target.base),
+                base,
                 self.target.layers,
                 None if offset is None else offset.shape,
                 torch_settings(),

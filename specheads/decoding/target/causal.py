@@ -264,6 +264,10 @@ class Target:
             masks |= dict.fromkeys(RECURRENT, None)
         return masks if self.mask_dict else next(iter(masks.values()))
 
+    def turn(self) -> AbstractContextManager[Any]:
+        """In the block no other thread is in a pass that replaces how the base's modules run."""
+        return self.recurrent[0].turn if self.recurrent else nullcontext()
+
     def routed(self) -> AbstractContextManager[None]:
         """In the block, passes leave recurrent layers to `RecurrentStates`. A compiled step begins within it."""
         states = self.cache.recurrent

@@ -24,17 +24,20 @@ COPIES = (3, 5, 10, 15)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to draft. nodes: verified per step, root included; accepted_length: tokens per step; ms: of a step."""
+    """A way to draft. nodes: verified per row and step, root included; accepted_length: tokens per row and step; ms: of
+    a step; batch: its rows."""
 
     drafter: str
     tree: str
     nodes: int
     accepted_length: float
     ms: float
+    batch: int
 
     @property
     def tokens_per_second(self) -> float:
-        return self.accepted_length / self.ms * 1e3
+        """Of the whole batch."""
+        return self.batch * self.accepted_length / self.ms * 1e3
 
 
 def recorded_ranks(model: SpecModel, record: Record) -> Tensor:
@@ -59,7 +62,8 @@ def acceptance_of(ranks: Tensor) -> tuple[tuple[float, ...], ...]:
 
 
 def search_head(name: str, ranks: Tensor, costs: StepCosts, length: int) -> list[Candidate]:
-    """The head's chains, and for each size the fastest tree counted on these positions, after `length` tokens."""
+    """The head's chains, and for each size the fastest tree counted on these positions, after `length` tokens, in the
+    batch that the costs were measured for."""
     depths = ranks.shape[1]
     found = [chain(n) for n in CHAINS if n <= depths]
     for nodes in TREES:
@@ -71,12 +75,13 @@ def search_head(name: str, ranks: Tensor, costs: StepCosts, length: int) -> list
 
 
 def search_copies(record: Record, costs: StepCosts, length: int) -> list[Candidate]:
-    """Plain decoding, and prompt lookup replayed over the record."""
-    found = [Candidate("none", "", 1, 1.0, costs.step(1, 1, length))]
+    """Plain decoding, and prompt lookup replayed over the record, in the batch that the costs were measured for."""
+    batch = costs.batch
+    found = [Candidate("none", "", 1, 1.0, costs.step(batch, 1, length), batch)]
     for count in COPIES:
         figures = review(record, record.outputs, PromptLookup(count), chain(count), torch.device("cpu"))
-        ms = costs.step(1, count + 1, length) + costs.lookup(length)
-        found.append(Candidate("lookup", f"chain:{count}", count + 1, figures["accepted_length"], ms))
+        ms = costs.step(batch, count + 1, length) + costs.lookup(length)
+        found.append(Candidate("lookup", f"chain:{count}", count + 1, figures["accepted_length"], ms, batch))
     return found
 
 
@@ -86,7 +91,7 @@ def mean_length(record: Record) -> int:
 
 
 def _candidate(name: str, tree: StaticTree, ranks: Tensor, costs: StepCosts, length: int) -> Candidate:
-    shape = Shape(tree)
-    ms = costs.step(1, shape.nodes, length) + costs.draft(1, shape.levels, shape.depth + 1)
+    shape, batch = Shape(tree), costs.batch
+    ms = costs.step(batch, shape.nodes, length) + costs.draft(batch, shape.levels, shape.depth + 1)
     text = f"chain:{shape.depth}" if shape.is_chain else f"calibrated, {shape.depth} deep"
-    return Candidate(name, text, shape.nodes, expected_length(tree, ranks), ms)
+    return Candidate(name, text, shape.nodes, expected_length(tree, ranks), ms, batch)

@@ -1,6 +1,7 @@
 """specheads tune, and the commands that go by what it measured."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,14 @@ def test_the_search_finds_the_fastest_tree_of_recorded_ranks():
     costs = shipped_costs("cpu").for_rows(1)
     assert found["chain:2", 3].ms == pytest.approx(costs.step(1, 3, 64) + costs.draft(1, (1,), 3))
     assert len({(one.nodes, one.tree) for one in found.values()}) == len(found)
+
+
+def test_the_search_expects_what_the_measured_batch_would_take():
+    costs = shipped_costs("cpu").for_rows(8)
+    costs = replace(costs, batch=8)  # whatever size was shipped
+    (one, *_) = search_head("a head", torch.tensor([[0, 0], [0, 2], [1, 0]]), costs, 64)
+    assert one.ms == pytest.approx(costs.step(8, 2, 64) + costs.draft(8, (), 2))
+    assert one.tokens_per_second == pytest.approx(8 * one.accepted_length / one.ms * 1e3)
 
 
 def test_what_cannot_be_measured_is_refused(shipped, tmp_path, capsys):

@@ -44,7 +44,7 @@ def measure(models: Models, config: TuneConfig, *, output: Path | None, known: R
     path = cost_path(key) if output is None else output
     candidates: list[Candidate] = []
     if known is not None:
-        costs, length = found.for_rows(1), mean_length(known)
+        costs, length = found.batches[config.batch], mean_length(known)
         candidates = search_copies(known, costs, length)
         if head is not None:
             model = SpecModel(build_spec_config(head.config, models.target), models.target, head)
@@ -106,5 +106,5 @@ def show(results: list[dict[str, Any]]) -> None:
             for one in candidates
         ]  # fmt: skip
         columns = ("drafter", "tree", "nodes", "accepted length", "ms/step", "tokens/s")
-        title = "Expected from the record and these costs, batch 1"
+        title = f"Expected from the record and these costs, batch {candidates[0]['batch']}"
         terminal.print_table(out, terminal.table(title, columns, rows, left=2))

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -37,12 +38,19 @@ def test_threads_that_share_a_base_decode_as_alone(name, draft):
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3.5"])
-def test_what_the_pass_of_another_thread_changes_in_a_base_is_no_part_of_what_is_compiled(name, monkeypatch):
-    monkeypatch.setattr(graphs, "compile_without_guards", lambda function, *others: function)
+def test_threads_that_share_a_base_compile_a_step_once(name, monkeypatch):
+    compiled = []
+
+    def compile_slowly(function, *others):
+        compiled.append(function)
+        time.sleep(0.05)
+        return function
+
+    monkeypatch.setattr(graphs, "compile_without_guards", compile_slowly)
     base = build(*(FAMILIES | RECURRENT)[name])
     options = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0, "compile": "eager"}
     assert_threads_decode_as_alone(base, options)
-    assert len(compiled_steps(base, "eager")) == 1
+    assert len(compiled) == len(compiled_steps(base, "eager")) == 1
 
 
 def assert_threads_decode_as_alone(base, options):

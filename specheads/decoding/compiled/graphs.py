@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import types
 from collections.abc import Callable, Hashable
+from threading import RLock
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -39,6 +40,7 @@ class CompiledSteps:
         self._known: dict[Hashable, Callable[..., Any]] = {}
         self.failures: dict[Hashable, str] = {}
         self._said: set[str] = set()
+        self._compiling = RLock()
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of memory of all CUDA graphs
 
     def __len__(self) -> int:
@@ -60,6 +62,13 @@ class CompiledSteps:
             return function(*inputs)
         if (compiled := self._known.get((function, key))) is not None:
             return compiled(*inputs)
+        with self._compiling:  # threads that want one graph wait for the first of them
+            if self.failure is not None or (function, key) in {*self._known, *self.failures}:
+                return self.run(function, key, *inputs)
+            return self._compile(function, key, *inputs, module=module)
+
+    def _compile(self, function: Callable[..., T], key: Hashable, *inputs: Any, module: nn.Module | None) -> T:
+        """As `run`, for what has not been compiled yet."""
         began = time.perf_counter()
         logger.warning("compiling %s for new shapes; torch keeps the code on disk", function.__name__)
         try:

@@ -4,13 +4,14 @@ The backend "eager" traces as torch's own does, with no graph break allowed, and
 """
 
 import gc
+from dataclasses import replace
 from weakref import ref
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from specheads import DraftModel, NGram, PromptLookup, chain, comb
+from specheads import DraftModel, NGram, PromptLookup, SampledTree, chain, comb
 from specheads.decoding.compiled import compiled_steps
 from specheads.decoding.compiled.keys import module_state
 from specheads.decoding.target.cache import static_size
@@ -204,6 +205,16 @@ def test_adapters_are_part_of_what_is_compiled():
     again, compiled = texts_of(base, prompts)
     assert compiled == again == active
     assert len(compiled_steps(base.base_model.model, "eager")) == 2
+
+
+def test_options_of_a_head_are_part_of_what_is_compiled():
+    model = endless("eagle3")
+    options = {**DRAWING, "temperature": 1.5, "draft": "head", "tree": SampledTree((1, 1, 1))}
+    before, compiled = texts_of(model, padded(PROMPTS), **options)
+    assert compiled == before
+    model.head.config = replace(model.head.config, norm_output=True)
+    without, compiled = texts_of(model, padded(PROMPTS), **options)
+    assert compiled == without != before, "the text of drawn drafts depends on them"
 
 
 def test_graphs_are_freed_with_their_head_and_with_their_base():

@@ -89,7 +89,8 @@ class StepCompiler:
         if module is None:
             return None
         if module not in self._modules:
-            self._modules[module] = module_state(module)
+            options = repr(getattr(module, "config", None))
+            self._modules[module] = module_state(module), options
         return self._modules[module]
 
     def renew(self) -> None:

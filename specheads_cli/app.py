@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -112,11 +113,13 @@ def emit(record: dict[str, Any]) -> None:
 
 
 def refuse_file(folder: Path, flag: str, path: Path | None = None) -> None:
-    """ValueError if a file is where the folder would be made: said before anything is measured. path: what was given
-    as `flag`, where it is not the folder itself."""
+    """ValueError if a file is where the folder would be made, or nothing can be written there: said before anything is
+    measured. path: what was given as `flag`, where it is not the folder itself; a file that is there may be read."""
     found = next(one for one in (folder, *folder.parents) if one.exists())
     if not found.is_dir():
         raise ValueError(f"{flag} {path or folder}: {found} is a file, not a folder; give another path")
+    if not os.access(found, os.W_OK) and not (path and path.exists()):
+        raise ValueError(f"{flag} {path or folder}: {found} cannot be written to; give another path")
 
 
 def refuse_folder(path: Path, flag: str) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from specheads_cli.app import Base, Device, DType, Json, app, emit, refuse_folder
+from specheads_cli.app import Base, Device, DType, Json, app, emit, refuse_file, refuse_folder
 
 
 @app.command()
@@ -69,6 +69,7 @@ def tune(
     """
     from specheads.bench.tune import TuneConfig
     from specheads.cli.commands import tune as command
+    from specheads.decoding.planner.by_cost import costs_dir
     from specheads.models.named import Models
 
     if output is not None and len(models) > 1:
@@ -76,6 +77,8 @@ def tune(
     for flag, path in (("--output", output), ("--search", search)):
         if path is not None:
             refuse_folder(path, flag)
+    if output is None:
+        refuse_file(costs_dir(), "HF_HOME")
     config = TuneConfig(
         batch, tuple(nodes or ()), tuple(lengths or TuneConfig.lengths), rounds=rounds, steps=steps, compile=compile
     )

@@ -1,6 +1,7 @@
 """specheads tune, and the commands that go by what it measured."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,6 +147,19 @@ def test_what_cannot_be_measured_is_refused(shipped, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"nodes=\[2\] must hold 1"):
         TuneConfig(nodes=(2,))
     assert cost_path(cost_key(specheads.convert(_tiny(), "medusa").base, None)).name.count("-") == 2
+
+
+def test_a_folder_of_costs_that_cannot_be_written_is_refused_before_anything_is_measured(
+    shipped, home, capsys, monkeypatch
+):
+    monkeypatch.setattr(command, "measure", lambda *given, **options: pytest.fail("measured"))
+    home.write_text("no folder", "utf8")
+    code, _, err = run(capsys, "tune", shipped / "eagle3", *QUICK)
+    assert code == 2 and f"{home} is a file, not a folder" in err and err.count("\n") == 1
+    home.unlink()
+    monkeypatch.setattr(os, "access", lambda *given: False)  # root may write anywhere
+    code, _, err = run(capsys, "tune", shipped / "eagle3", *QUICK)
+    assert code == 2 and f"{home.parent} cannot be written to" in err and err.count("\n") == 1
 
 
 def test_nodes_and_lengths_named_twice_are_measured_once():

@@ -53,7 +53,7 @@ def card(
     knows."""
     folder = run or run_of(config.name_or_path, head)
     known = Record.of_folder(Path(folder)) if folder and Path(folder).is_dir() else Record()
-    given = "" if _on_the_hub(_named(config)) else ', base="path/to/the/base"'  # a base off the hub is not named
+    given = "" if on_the_hub(_named(config)) else ', base="path/to/the/base"'  # a base off the hub is not named
     return text(config, head, known, f'"{repo_id}"{given}', _serving(config, base, head, repo_id), license)
 
 
@@ -65,7 +65,7 @@ def text(
     kind, named = head.config.kind, _named(config)
     base = _public(named)
     metadata: dict[str, Any] = {"library_name": "specheads", "tags": ["speculative-decoding", "draft-head", kind]}
-    if _on_the_hub(named):
+    if on_the_hub(named):
         metadata["base_model"] = base
     if license is not None:
         metadata["license"] = license
@@ -175,13 +175,13 @@ def _without_paths(value: Any) -> Any:
     return _public(value) if isinstance(value, str) and "/" in value else value
 
 
-def _on_the_hub(name: str) -> bool:
+def on_the_hub(name: str) -> bool:
     return may_be_repository(name) and not Path(name).exists()
 
 
 def _public(name: str) -> str:
     """A hub id unchanged, else the last part of a path: the rest of it means nothing on another machine."""
-    return name if _on_the_hub(name) else Path(name).name
+    return name if on_the_hub(name) else Path(name).name
 
 
 def _serving(config: SpecConfig, base: PreTrainedModel, head: DraftHead, repo_id: str) -> str:

@@ -101,7 +101,7 @@ class Run:
         assert trainer.args.output_dir is not None
         output = Path(trainer.args.output_dir)
         with writing(output, output):
-            trainer.save_model(str(output))
+            trainer.save_model(str(output), _internal_call=True)  # uploaded below, once all is measured
             self.head_saved = True
             trainer.save_state()
         if trainer.eval_dataset is not None:
@@ -115,6 +115,8 @@ class Run:
             self._record(output, metrics)
             if trainer.is_world_process_zero():
                 _log.warning("parity: %s", parity)
+        if trainer.args.push_to_hub:
+            trainer.push_to_hub()
         return metrics, parity
 
     def _evaluated(self) -> dict[str, float]:

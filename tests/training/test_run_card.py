@@ -81,6 +81,27 @@ def test_what_a_user_wrote_stays_and_what_is_ours_is_brought_up_to_date(shipped,
     assert "FEWER" in path.read_text("utf8") and "\n3 steps of" in path.read_text("utf8")
 
 
+def test_an_upload_by_the_trainer_has_the_heads_own_card(shipped, tmp_path, monkeypatch):
+    cards = []
+
+    class Hub:
+        def create_repo(self, name, **options):
+            return type("Repo", (), {"repo_id": "someone/e3"})
+
+        def upload_folder(self, folder_path, **options):
+            cards.append((Path(folder_path) / "README.md").read_text("utf8"))
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
+    trainer = run_beside(shipped, tmp_path / "run", max_steps=2, push_to_hub=True, hub_strategy="end")  # and so uploads
+    trainer.push_to_hub(license="mit")
+    for card in cards:
+        assert card.startswith("---\nlibrary_name: specheads\n") and "accepted length" in card.lower()
+        assert 'from_pretrained("someone/e3", base="path/to/the/base")' in card and "export someone/e3 served" in card
+    assert ["license: mit" in card for card in cards] == [False, True]
+    with pytest.raises(TypeError, match="leave out dataset_tags"):
+        trainer.push_to_hub(dataset_tags="own")
+
+
 def test_the_licence_of_a_base_is_read_from_its_card(tmp_path):
     for text, found in (
         ("---\nlicense: psfl\n---\n# A base", "psfl"), ("# license: mit", None), ("---\n- mit\n---\n", None),

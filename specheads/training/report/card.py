@@ -18,17 +18,20 @@ FILE = "README.md"
 _MARK = "<!-- written by specheads, and again after each evaluation unless you change it: {} -->\n"
 
 
-def write(folder: Path, model: SpecModel, record: card.Record) -> None:
-    """The card of the head in `folder`; a README.md that is there and not ours stays."""
-    path, source = folder / FILE, folder.as_posix()
+def write(
+    folder: Path, model: SpecModel, record: card.Record, repo_id: str | None = None, license: str | None = None
+) -> None:
+    """The card of the head in `folder`; a README.md that is there and not ours stays. repo_id: where it is uploaded
+    to, a base of this machine not."""
+    path, source, named = folder / FILE, repo_id or folder.as_posix(), model.config.base_model_name_or_path
     if not is_ours(path):
         return
-    given = "" if model.config.base_model_name_or_path else ', base="path/to/the/base"'
+    given = "" if named and (repo_id is None or card.on_the_hub(named)) else ', base="path/to/the/base"'
     served = (
         f"## Served\n\n`specheads export {source} served --to vllm` writes it for another program (sglang, trtllm, "
         "llamacpp …), or says why that does not read such a head."
     )
-    text = card.text(model.config, model.head, record, f'"{source}"{given}', served)
+    text = card.text(model.config, model.head, record, f'"{source}"{given}', served, license)
     path.write_text(text + "\n" + _MARK.format(_digest(text + "\n")), "utf8")
 
 

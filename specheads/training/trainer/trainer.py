@@ -345,6 +345,17 @@ class SpecTrainer(Trainer):
             model.save_pretrained(folder, state_dict=state_dict)
             run_card.write(Path(str(folder)), model, self.record())
 
+    def create_model_card(  # type: ignore[override]
+        self, *, license: str | None = None, model_name: str | None = None, **options: Any
+    ) -> None:
+        """The head's own card, before an upload; transformers' would replace it, and say that the head is a model."""
+        if options:
+            raise TypeError(f"the card of a head is written from its run: leave out {', '.join(sorted(options))}")
+        if self.is_world_process_zero():
+            folder, model = Path(str(self.args.output_dir)), self.accelerator.unwrap_model(self.model)
+            record = self.record() if self.recipe is None else Record.of_folder(folder)
+            run_card.write(folder, model, record, self.hub_model_id, license)
+
     def record(self) -> Record:
         """What a model card says of the run so far."""
         steps, processes = self.state.global_step, self.args.world_size

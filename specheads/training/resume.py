@@ -103,18 +103,19 @@ def begin_anew(checkpoint: Path) -> str:
 
 
 def data_mark(rows: Any) -> str | None:
-    """How many rows a dataset has, a checksum of the tokens of some, and one of which of these are learnt; None of what
-    has neither."""
+    """How many rows a dataset has, a checksum of the tokens of some, and one of which of these are learnt, where rows
+    hold tokens (a transform or a collator may make them later); None of what has neither."""
     rows = getattr(rows, "rows", rows)  # of a feature cache
     if not hasattr(rows, "__len__"):
         return None
     mark, chosen = f"{len(rows)} rows", range(0, len(rows), max(1, len(rows) // MOST_ROWS))
     if hasattr(rows, "checksum"):  # saved features, of which a row is large
         return f"{mark}, checksum {rows.checksum()} of the features"
-    if hasattr(rows, "select_columns"):
-        rows = rows.select_columns([name for name in ("input_ids", *_LEARNT) if name in rows.column_names])
-    elif not isinstance(rows, list | tuple):
+    names = rows[0] if isinstance(rows, list | tuple) and rows else getattr(rows, "column_names", ())
+    if "input_ids" not in names:
         return mark
+    if hasattr(rows, "select_columns"):
+        rows = rows.select_columns([name for name in ("input_ids", *_LEARNT) if name in names])
     tokens = labels = 0
     for row in map(rows.__getitem__, chosen):
         tokens = _crc(row["input_ids"], tokens)

@@ -217,6 +217,29 @@ def test_a_plain_trainer_trains_saves_and_resumes(tmp_path):
     assert "eval_loss" in whole.evaluate()
 
 
+@pytest.mark.parametrize("made_by", ["a collator", "a transform"])
+def test_rows_that_become_tokens_when_they_are_read_are_saved_with_a_checkpoint_and_resumed(made_by, tmp_path):
+    def tokens(texts):
+        ids = [[3 + ord(letter) % 90 for letter in text] for text in texts]
+        return {"input_ids": ids, "labels": ids}
+
+    def collate(batch):
+        made = tokens([row["text"] for row in batch])
+        return Collator(0)([{"input_ids": ids, "labels": ids} for ids in made["labels"]])
+
+    texts = [{"text": f"row number {i}"} for i in range(8)]
+    read = datasets.Dataset.from_list(texts).with_transform(lambda batch: tokens(batch["text"]))
+    for start, steps in ((None, 2), (str(tmp_path / "checkpoint-2"), 3)):
+        trainer = trainer_of(
+            tmp_path, model_of("medusa"), data=read if made_by == "a transform" else texts, save_strategy="steps",
+            save_steps=2, max_steps=steps, remove_unused_columns=False,
+        )  # fmt: skip
+        if made_by == "a collator":
+            trainer.data_collator = collate
+        trainer.train(resume_from_checkpoint=start)
+        assert trainer.state.global_step == steps
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.sampled(2)

@@ -47,7 +47,8 @@ class Collator:
     """Rows → a batch padded on the right to its longest row: int64 tensors, (B, T) each.
 
     input_ids, attention_mask (1 on tokens), labels (-100 on padding), position_ids, document_ids (0 on padding; 1 on
-    the tokens of a row that was not packed). T is rounded up to pad_to_multiple_of.
+    the tokens of a row that was not packed). T is rounded up to pad_to_multiple_of. A row may be padded already, by its
+    attention_mask, and packed by its position_ids alone.
     """
 
     pad_token_id: int
@@ -72,8 +73,10 @@ class Collator:
         batch = {name: torch.full((len(rows), width), value) for name, value in padding.items()}
         for b, row in enumerate(rows):
             length = len(row["input_ids"])
-            ones, order = torch.ones(length, dtype=torch.int64), torch.arange(length)
-            columns = {"attention_mask": ones, "position_ids": order, "document_ids": ones, **row}
+            seen = torch.as_tensor(row.get("attention_mask", torch.ones(length, dtype=torch.int64)))
+            position = torch.as_tensor(row.get("position_ids", (seen.cumsum(0) - 1).clamp_min(0)))
+            documents = documents_of(position.unsqueeze(0), seen.unsqueeze(0)) if "position_ids" in row else seen
+            columns = {"attention_mask": seen, "position_ids": position, "document_ids": documents, **row}
             for name in padding:
                 batch[name][b, :length] = torch.as_tensor(columns[name], dtype=torch.int64)
         return batch

@@ -240,6 +240,18 @@ def test_collator_keeps_the_documents_of_packed_rows():
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
 
 
+def test_a_collator_takes_rows_that_are_padded_or_packed_already_for_what_they_are():
+    kept = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+    left = {"input_ids": [0, 0, 5, 6, 7], "attention_mask": [0, 0, 1, 1, 1], "labels": [-100, -100, -100, 6, 7]}
+    right = {"input_ids": [5, 6, 7, 0], "attention_mask": torch.tensor([1, 1, 1, 0]), "labels": [-100, 6, 7, -100]}
+    batch = Collator(0)([kept, left, right])
+    assert batch["document_ids"].tolist() == [[1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [1, 1, 1, 0, 0]]
+    assert batch["position_ids"][1].tolist() == [0, 0, 0, 1, 2]
+    assert torch.equal(batch["attention_mask"], batch["document_ids"])
+    packed = {"input_ids": [5, 6, 7, 8], "position_ids": [0, 1, 0, 1], "labels": [-100, 6, -100, 8]}
+    assert Collator(0)([packed, kept])["document_ids"].tolist() == [[1, 1, 2, 2], [1, 1, 1, 0]]
+
+
 def test_collator_refuses_no_pad_token():
     with pytest.raises(ValueError, match=r"pad_token_id=None.*eos_token_id"):
         Collator(None)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specheads.data.datasets import Collator
+from specheads.losses.teacher import gives_logits
 from specheads.models.base.lora import JointConfig, adapters
 from specheads.models.convert import convert, load_head
 from specheads.models.files import CheckpointError
@@ -181,7 +182,8 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
         )
 
 
-def test_a_run_resumes_to_the_same_adapters_and_head(tmp_path):
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_run_resumes_to_the_same_adapters_and_head(dropout, tmp_path):
     data = rows(9, 12, 8, 11, 7, 10)
 
     def run(folder, trainer=SpecTrainer, resume=None, stop=None):
@@ -190,7 +192,7 @@ def test_a_run_resumes_to_the_same_adapters_and_head(tmp_path):
             learning_rate=1e-2, use_cpu=True, report_to=[], disable_tqdm=True, seed=3, logging_steps=1,
             head_lr_groups={r"^head\.": 4.0},
         )  # fmt: skip
-        model = joint_model(ramp="sine")
+        model = joint_model(ramp="sine", lora_dropout=dropout)
         made = trainer(model, arguments, train_dataset=data, data_collator=Collator(0))
         made.train(resume_from_checkpoint=resume)
         return model, made
@@ -199,6 +201,7 @@ def test_a_run_resumes_to_the_same_adapters_and_head(tmp_path):
     resumed, _ = run("resumed", resume=str(tmp_path / "whole" / "checkpoint-2"))
     for name, tensor in whole.head_state_dict().items():
         assert torch.equal(tensor, resumed.head_state_dict()[name]), name
+    assert gives_logits(resumed.base)  # found out in a pass without dropout
     assert {group["lr"] for group in trainer.optimizer.param_groups} == {0.0}  # linear decay to the end, in both groups
     assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {1e-2, 4e-2}
 

@@ -6,6 +6,8 @@ Shapes: B batch rows, T positions, H hidden size, V vocabulary, F = tapped layer
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -147,6 +149,19 @@ def has_state(base: PreTrainedModel) -> bool:
     return bool(getattr(base, "_is_stateful", False) or types & {*RECURRENT, *WITH_BOTH})
 
 
+@contextmanager
+def without_dropout(base: PreTrainedModel) -> Iterator[None]:
+    """In the block the base is in eval mode: dropout, of adapters that train, would change what is tried and draw
+    numbers that a resumed run draws elsewhere."""
+    training = [module for module in base.modules() if module.training]
+    base.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 _takes_dict: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
@@ -161,7 +176,7 @@ def takes_mask_dict(base: PreTrainedModel) -> bool:
                 ids = torch.zeros(1, 1, dtype=torch.long, device=base.device)
                 masks = dict.fromkeys(RECURRENT) | dict.fromkeys(reach, mask)
                 try:
-                    with torch.no_grad():
+                    with torch.no_grad(), without_dropout(base):
                         base(input_ids=ids, attention_mask=masks, position_ids=ids, use_cache=False)
                 except (AttributeError, TypeError):
                     taken = False
@@ -218,8 +233,9 @@ def lm_head_gives_logits(base: PreTrainedModel) -> bool:
         return True
     ids = torch.arange(4, device=weight.device).unsqueeze(0) % weight.shape[0]
     # Not by output_hidden_states: its hooks stay in the model, which then cannot be pickled.
-    hidden = decoder_of(base)(input_ids=ids, use_cache=False).last_hidden_state
-    logits, reproduced = base(input_ids=ids, use_cache=False).logits.float(), logits_of(base, hidden).float()
+    with without_dropout(base):
+        hidden = decoder_of(base)(input_ids=ids, use_cache=False).last_hidden_state
+        logits, reproduced = base(input_ids=ids, use_cache=False).logits.float(), logits_of(base, hidden).float()
     return bool((logits - reproduced.to(logits.device)).abs().max() <= 0.01 * logits.std() + 1e-6)
 
 
